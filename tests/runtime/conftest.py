@@ -13,7 +13,7 @@ from topw_deploy.sampling import TopWOptions
 
 @pytest.fixture(scope="session", params=["graph", "native"])
 def sampler_choice(request: pytest.FixtureRequest) -> str:
-    """Both answers to the sampler's node, for tests that must hold for either."""
+    """Parametrizes tests over both samplers."""
     if request.param == "native" and library.why_absent():
         pytest.skip(f"no native sampler: {library.why_absent()}")
     return str(request.param)
@@ -21,8 +21,7 @@ def sampler_choice(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    """Export a toy under the test's folder and open it, with the native sampler where it was built; keyword arguments
-    are those of `toy_model.export`."""
+    """Export a toy model to the test's folder and open it, natively if built. Keywords: see `toy_model.export`."""
     count = 0
 
     def open_toy(toy: Toy, **settings: Any) -> TopWModel:
@@ -46,5 +45,5 @@ def toy_folder(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(toy_folder: Path, sampler_choice: str) -> TopWModel:
-    """A model with random logits, geometry and the mass output, for tests that need no particular text."""
+    """A model with random logits, geometry and mass output."""
     return TopWModel.from_pretrained(toy_folder, provider="cpu", intra_op_num_threads=1, sampler=sampler_choice)

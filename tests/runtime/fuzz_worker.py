@@ -1,7 +1,7 @@
-"""Opens a folder again and again, one of its files wrong in another way each time, and generates from it.
+"""Opens a folder with one mutated file at a time, and generates.
 
-In a process of its own, so that memory is bounded and a hang or crash is one failed test. Prints a line of JSON:
-{"wrong": what raised another error than a TopWError, "loaded": number of folders that opened}.
+A separate process contains crashes. Prints JSON: {"wrong": errors other than TopWError, "loaded": number of opened
+folders}.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from topw_deploy.errors import TopWError
 from topw_deploy.manifest import MANIFEST_NAME, manifest_from_json
 from topw_deploy.runtime import TopWModel
 
-MEMORY = 8 << 30  # bytes of address space: numpy's MemoryError comes on every machine
-HANG = 240  # seconds after which a single folder counts as hanging
+MEMORY = 8 << 30  # bytes, for the same MemoryError on all machines
+HANG = 240  # seconds per folder
 _VALUES = tuple(value for value in VALUES if len(value) < 10_000 and "\\x" not in value and "/" not in value)
-_NOT_RUN = ("source", "libraries", "verification", "format_version")  # what a run never looks at
+_NOT_RUN = ("source", "libraries", "verification", "format_version")
 
 
 def main(folder: Path, name: str, within: str) -> None:
@@ -44,13 +44,12 @@ def main(folder: Path, name: str, within: str) -> None:
                 _use(model)
         except TopWError:
             pass
-        except BaseException as error:  # noqa: BLE001  # Rust's panics are no Exception
+        except BaseException as error:  # noqa: BLE001  # Rust panics are not Exceptions
             wrong.append(f"{what}: {error!r:.300}")
     sys.stdout.write(json.dumps({"wrong": wrong, "loaded": loaded}) + "\n")
 
 
 def _use(model: TopWModel) -> None:
-    """A few tokens after a text, as many as the context holds after ids, an empty prompt and a chat."""
     model.generate("a", max_new_tokens=2, seed=1)
     for verb in (
         lambda: model.generate([3, 4], max_new_tokens=10**14, seed=1),
@@ -62,7 +61,7 @@ def _use(model: TopWModel) -> None:
 
 
 def _manifests(folder: Path, original: str, within: str) -> Iterator[tuple[str, Any]]:
-    """Manifests that can be read and say something else than the original in a place whose name begins `within`."""
+    """Valid JSON changed in one place whose name begins with `within`."""
     seen = {manifest_from_json(original).to_json()}
     for what, text in mutations(json.loads(original), _VALUES):
         if what.startswith(_NOT_RUN) or not what.startswith(within):

@@ -1,4 +1,4 @@
-"""Whatever a request or a configuration holds, it is served or refused by one of the package's errors."""
+"""Any request or configuration succeeds or raises one of the package's errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALARS = st.one_of(
     st.booleans(),
     st.integers(-3, VOCAB + 3),
     st.integers(),
-    st.just(10**400),  # more than a float holds
+    st.just(10**400),  # too large for a float
     st.floats(),
     st.text(max_size=3),
     st.binary(max_size=2),
@@ -78,7 +78,7 @@ def check_sane(row: RowRequest) -> None:
 
 
 class FakeFolder:
-    """A folder with nothing but a generation_config.json."""
+    """A folder with only a generation_config.json."""
 
     def __init__(self, config: dict[str, Any], model: TopWModel) -> None:
         self.config, self.manifest = config, model.manifest

@@ -1,4 +1,4 @@
-"""A row of a batch is what it would be alone."""
+"""Batching does not change a row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_rows_with_their_own_parameters_equal_the_same_rows_alone(model: TopWMod
     together = model.generate(PROMPTS, **columns, ignore_eos=True)
     for row, prompt in enumerate(PROMPTS):
         alone = model.generate(prompt, ignore_eos=True, **{name: values[row] for name, values in columns.items()})
-        assert together[row] == alone, prompt  # timings are left out of the comparison
+        assert together[row] == alone, prompt
 
 
 def test_a_batch_may_stream_and_gives_the_same_results(model: TopWModel) -> None:
@@ -73,7 +73,7 @@ def test_a_single_prompt_with_several_sequences_gives_a_list(model: TopWModel) -
 
 
 def test_draws_depend_on_real_tokens_not_on_padding(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Position counts the tokens before the draw: 1 for "a", although it is padded to 18 columns."""
+    """Position counts tokens before the draw: 1 for "a", although padded to 18 columns."""
     from topw_deploy.runtime import loop
 
     seen: list[np.ndarray] = []
@@ -105,7 +105,7 @@ def test_a_list_of_the_wrong_length_is_an_error(model: TopWModel) -> None:
 
 def test_rows_that_end_at_different_times_do_not_change_each_other(load: Load) -> None:
     toy = Toy.random(4)
-    toy.place[8, EOS] = 9000  # every row ends after its ninth token
+    toy.place[8, EOS] = 9000  # after nine tokens
     model = load(toy)
     settings = {"temperature": 2.0, "lam": 0.2, "seed": 3, "max_new_tokens": 40}
     prompts = ["a", "bcdefgh", "ijkl"]

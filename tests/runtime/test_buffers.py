@@ -1,4 +1,4 @@
-"""The memory of in-place caches: split, grown and lent."""
+"""Memory of in-place caches: layout, growth and lending."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADS, DIMS = (2, 1), (4, 3)
 
 
 class Host:
-    """All that a pool wants of a session."""
+    """The part of a session that pools use."""
 
     memory = HostMemory
 
@@ -113,7 +113,7 @@ def test_one_block_is_lent_at_a_time_and_the_larger_one_is_kept() -> None:
     lender.give_back(first)
     lender.give_back(second)
     assert lender.bytes == second.block.size < both
-    assert lender.borrow(2, 128, 1).block is second.block  # as many tokens, otherwise cut
+    assert lender.borrow(2, 128, 1).block is second.block  # same size, different shape
 
 
 @pytest.mark.parametrize("size", [1 << 55, 1 << 63, 1 << 70])

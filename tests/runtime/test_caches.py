@@ -1,4 +1,4 @@
-"""Every form of cache, driven with the operators that real decoders have there, gives the reference's tokens."""
+"""Every cache form, with the operators of real decoders, gives the reference's tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from topw_deploy.sampling import TopWOptions, TopWParameters
 IN_PLACE = FORMS[1:]
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True}
 PROMPTS = ["a", "some much longer prompt than the others", "middle one", "four of them", "b"]
-STEP = 8  # of the buffers that scatter grows: short, so that they grow often
+STEP = 8  # short, so that scatter's buffers grow often
 
 Open = Callable[..., TopWModel]
 
@@ -61,12 +61,12 @@ def test_every_token_equals_the_reference_in_whatever_pieces_the_prompt_goes_in(
     assert found == [row.next_token for row in expected]
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4, 40])  # 40: the two rows in the middle share a run
+@pytest.mark.parametrize("chunk", [None, 1, 4, 40])  # 40: middle rows share a run
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_different_lengths_equal_those_run_alone(opened: Open, form: str, chunk: int | None) -> None:
     model = opened(form, prefill_chunk=chunk)
     columns: dict[str, list[Any]] = {
-        "max_new_tokens": [30, 3, 17, 50, 2],  # they end one after the other
+        "max_new_tokens": [30, 3, 17, 50, 2],  # different ends
         "seed": [1, 2, 3, 4, 5],
         "temperature": [0.0, 2.0, 1.0, 3.0, 2.0],
         "repetition_penalty": [1.0, 1.3, 1.0, 0.9, 1.0],
@@ -90,7 +90,7 @@ def test_total_sequence_length_is_that_of_the_prompt_then_of_the_buffer(
 
     monkeypatch.setattr(HostBinding, "bind_on_host", bind_on_host)
     tokens(opened("grouped", prefill_chunk=chunk, max_length=48), "sixteen letters!")
-    assert told == [*pieces, 48]  # which is bound once for all steps
+    assert told == [*pieces, 48]  # bound once
 
 
 @pytest.mark.parametrize("padding", [True, False])
@@ -139,7 +139,7 @@ def test_nan_in_the_cache_of_a_request_does_not_reach_the_next(toy: Toy, tmp_pat
     )
     before = tokens(model, "ab")
     with pytest.raises(GenerationError, match="row 0 is invalid at step 0"):
-        tokens(model, [*[BOS] * 6, PAD])  # in a column that the next prompt does not reach
+        tokens(model, [*[BOS] * 6, PAD])  # beyond the next prompt's columns
     assert tokens(model, "ab") == before
 
 
@@ -164,7 +164,7 @@ def test_chunks_before_the_last_run_greedy_without_the_rows_parameters(
 
 @pytest.mark.parametrize("form", ["scatter", "grouped"])
 def test_a_step_binds_nothing(opened: Open, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past, present and every small input stay where they were bound; scatter binds again when its buffer grows."""
+    """Inputs and caches stay bound; scatter binds again when its buffer grows."""
     runs, bound = [0], []
     original = HostBinding.run
 
@@ -186,9 +186,9 @@ def test_a_step_binds_nothing(opened: Open, form: str, monkeypatch: pytest.Monke
     for name in ("bind_array", "bind_memory", "bind_result", "bind_fresh_again"):
         watch(name)
     tokens(opened(form), "four", max_new_tokens=30)
-    later = [run for run in bound if run > 1]  # after the prompt's run come the inputs of a step, once
+    later = [run for run in bound if run > 1]  # a step's inputs are bound once
     growths = (4 + 29 - 1) // STEP if form == "scatter" else 0
-    assert len(later) == growths * 4  # two layers' keys and values
+    assert len(later) == growths * 4  # two layers
     assert runs == [30]
 
 
@@ -206,13 +206,13 @@ def test_a_buffer_grows_with_its_rows_and_never_beyond_what_they_may_need(
     model = opened("scatter")
     expected = tokens(opened("grouped"), ["a", "some prompt"], max_new_tokens=[60, 5])
     assert tokens(model, ["a", "some prompt"], max_new_tokens=[60, 5]) == expected
-    # 16 columns hold the prompts and the long row's end; the short one then goes on alone to 60
+    # 16 columns hold the prompts and the long row's end; the short row continues to 60
     assert lengths == [24, 32, 40, 48, 56, 64]
 
 
 @pytest.mark.parametrize("form", IN_PLACE)
 def test_a_row_may_go_on_when_another_has_filled_the_context(opened: Open, form: str) -> None:
-    """The finished row must not be written beyond its buffer while the other goes on."""
+    """The ended row must stay within its buffer."""
     model = opened(form, max_length=40)
     if form == "shared":
         assert [len(row) for row in tokens(model, ["a" * 37, "b" * 37], max_new_tokens=[2, 9])] == [2, 3]
@@ -309,7 +309,7 @@ def test_a_stream_holds_its_buffers_until_it_ends_or_is_given_up(opened: Open, f
     kept = model.cache_bytes
     first = model.stream("same", **HOT, seed=5, max_new_tokens=60)
     next(first)
-    assert tokens(model, "same", max_new_tokens=60) == whole  # in buffers for the time being
+    assert tokens(model, "same", max_new_tokens=60) == whole  # in temporary buffers
     assert model.cache_bytes == 2 * kept
     del first
     assert model.cache_bytes == kept

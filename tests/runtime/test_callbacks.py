@@ -1,4 +1,4 @@
-"""Streamers and stopping criteria: code of the caller's that follows a generation."""
+"""Streamers and stopping criteria."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "temperature": 3.0, "lam": 0.1,
 
 
 class Notes:
-    """A streamer that writes down its calls; `fails_at` is the number of the put that raises."""
+    """A streamer that records its calls and raises at put number `fails_at`."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.calls: list[Any] = []

@@ -1,4 +1,4 @@
-"""Chat templates: what people's templates use works, and they can do nothing else."""
+"""Common chat template features work; others are blocked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled model, exported and run: real logits, a real tokenizer, a real embedding geometry."""
+"""The bundled model: real logits, tokenizer and embedding geometry."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_streamed_text_is_the_whole_text_and_continues_the_prompt(demo: TopWMode
 
 
 def test_the_defaults_are_certified_and_hot_sampling_is_not(demo: TopWModel) -> None:
-    """What the README says of the defaults, and that geometry does act when it is asked to."""
+    """The README's statement about defaults, and that geometry has an effect."""
     assert demo.generate("def parse(", seed=1, max_new_tokens=60, ignore_eos=True).certified_share == 1.0
     hot = demo.generate("def parse(", seed=1, max_new_tokens=6, ignore_eos=True, temperature=2.0, lam=0.2)
     assert hot.certified_share < 1.0

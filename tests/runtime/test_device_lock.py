@@ -1,4 +1,4 @@
-"""The device lock: users wait for captures, and captures for users."""
+"""Users wait for captures, and captures for users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from topw_deploy.runtime.device_lock import DeviceLock, device_lock
 
-PAUSE = 0.05  # seconds in which a thread that may go on surely does
+PAUSE = 0.05  # seconds
 
 
 def in_a_thread(work: Callable[[], object]) -> threading.Thread:
@@ -76,7 +76,7 @@ def test_a_capture_waits_for_current_users_and_precedes_new_ones() -> None:
         later = in_a_thread(come_later)
         time.sleep(PAUSE)
         assert order == []
-        with lock.using:  # a thread that is using it does not wait for a capture that waits for it
+        with lock.using:  # a current user does not wait for a waiting capture
             order.append("again")
     time.sleep(PAUSE)
     assert order == ["again", "capture True"]

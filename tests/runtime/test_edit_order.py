@@ -1,6 +1,4 @@
-"""The worked example of docs/guide/runtime.md: penalties before biases here, biases before penalties in
-transformers.
-"""
+"""The worked example of docs/guide/runtime.md: penalties before biases; the opposite in transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def test_the_graph_gives_the_numbers_of_the_example(tmp_path: Path, sampler_choi
     given = {"edit_ids": made.ids, "edit_penalty": made.penalty, "edit_bias": made.bias}
     assert sampler.sample(LOGITS, uniform=0.5, temperature=0.0, **given).next_token.tolist() == [A]
 
-    # No entropy term, so the crop is the whole pool, and a log-probability tells the logit.
+    # Without entropy term, log-probabilities give logits.
     everything = {"lam": 0.0, "beta": 50.0, "init_top_p": 1.0}
     uniform = [0.5, 0.9, 0.9997]  # A has 0.730 of the mass, A and B 0.9993
     found = sampler.sample(
@@ -62,7 +60,7 @@ def test_transformers_processors_give_its_numbers_of_the_example() -> None:
         repetition_penalty=PENALTY, sequence_bias=[[[token], bias] for token, bias in BIASES.items()]
     )
     tiny = transformers.GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=1, n_positions=8)
-    model = transformers.GPT2LMHeadModel(tiny)  # for the order in which its `generate` applies the processors
+    model = transformers.GPT2LMHeadModel(tiny)  # its `generate` orders the processors
     processors = model._get_logits_processor(config, input_ids_seq_length=len(PROMPT))
     scores = processors(torch.tensor([PROMPT]), torch.tensor(LOGITS)[None])[0]
     assert scores[[A, B, C]].tolist() == THEIRS

@@ -1,4 +1,4 @@
-"""Penalties, biases and bans: the graph's edits equal the usual definitions, computed from scratch."""
+"""The graph's penalties, biases and bans equal direct computations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Given = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
 def dense(edit: Callable[[list[int]], tuple[np.ndarray, np.ndarray]]) -> Given:
-    """Edits of the whole vocabulary, written plainly: the sparse ones must come to the same."""
+    """Dense edits, as reference."""
 
     def given(tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         penalty, bias = edit(list(tokens))
@@ -89,7 +89,7 @@ def test_no_repeat_ngram_size_never_repeats_one(model: TopWModel, toy: Toy) -> N
                     bias[tokens[start + size - 1]] = -np.inf
             return penalty, bias
 
-        if size == 3:  # hot sampling never repeats three tokens by itself: ask a cold one
+        if size == 3:  # hot sampling does not repeat three tokens
             result = model.generate(PROMPT, max_new_tokens=60, temperature=0, no_repeat_ngram_size=3, ignore_eos=True)
             tokens = PROMPT + result.token_ids
             grams = [tuple(tokens[i : i + 3]) for i in range(len(tokens) - 2)]
@@ -133,7 +133,7 @@ def test_stop_strings_wait_for_min_new_tokens(load: Load) -> None:
 
 
 def test_all_edits_together_fit_and_agree(model: TopWModel, toy: Toy) -> None:
-    """More tokens than the first slots hold, all kinds at once."""
+    """All kinds, and more tokens than the first slots hold."""
 
     def edit(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
         penalty, bias = none()

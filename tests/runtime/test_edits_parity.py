@@ -1,4 +1,4 @@
-"""The edits are what transformers' own processors do to the same logits."""
+"""Edits equal transformers' processors on the same logits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 def test_each_edit_agrees_step_by_step(request_: dict[str, Any], make: Any) -> None:
     rng = np.random.default_rng(0)
     for _ in range(6):
-        prompt = rng.integers(2, 12, rng.integers(1, 9)).tolist()  # few tokens, so that they repeat
+        prompt = rng.integers(2, 12, rng.integers(1, 9)).tolist()  # few tokens, for repetitions
         processor, edits = make(len(prompt)), edits_of(prompt, request_)
         tokens = list(prompt)
         for _ in range(25):
@@ -62,7 +62,7 @@ def edits_of(prompt: Sequence[int], request: dict[str, Any]) -> Edits:
 
 
 def edited(edits: Edits, logits: np.ndarray) -> np.ndarray:
-    """The logits of the coming step as the graph would edit them."""
+    """The next step's logits, edited as in the graph."""
     for row in edits._rows.values():
         row.prepare()
     used = edits.ids[0] >= 0

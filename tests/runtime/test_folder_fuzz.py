@@ -1,4 +1,4 @@
-"""Whatever the JSON files of a folder say, only a TopWError leaves opening it and generating from it."""
+"""For any content of a folder's JSON files, opening and generating raise only TopWError."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SMALL_TOKENIZER = {
 
 
 def fuzz(folder: Path, name: str, within: str = "") -> dict[str, Any]:
-    """The worker's report after mutating file `name` of `folder` in fields whose paths begin with `within`."""
+    """The worker's report after mutating `name` in fields whose paths begin with `within`."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     command = [sys.executable, str(WORKER), str(folder), name, within]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
@@ -65,7 +65,7 @@ def fuzz(folder: Path, name: str, within: str = "") -> dict[str, Any]:
 def test_whatever_a_manifest_says_only_typed_errors_leave_a_generation(toy: Toy, tmp_path: Path, form: str) -> None:
     folder = export(tmp_path / form, toy, form=form, buffer_step=8 if form == "scatter" else 0)
     outcome = fuzz(folder, "topw_manifest.json", "" if form == "concat" else "decoder")
-    assert outcome["loaded"] > 10  # what is read and harmless runs
+    assert outcome["loaded"] > 10
     assert not outcome["wrong"], "\n".join(outcome["wrong"])
 
 
@@ -88,7 +88,7 @@ def test_whatever_a_side_file_says_only_typed_errors_leave_a_generation(toy: Toy
     if name in contents:
         (folder / name).write_text(json.dumps(contents[name]), "utf-8")
         manifest = json.loads((folder / "topw_manifest.json").read_text("utf-8"))
-        if name == "config.json":  # which is asked where the generation config says nothing
+        if name == "config.json":  # fallback of the generation config
             del manifest["files"]["generation_config.json"]
         (folder / "topw_manifest.json").write_text(json.dumps(manifest), "utf-8")
     outcome = fuzz(folder, name)
@@ -111,7 +111,7 @@ def test_whatever_a_tokenizer_says_only_typed_errors_leave_it(toy: Toy, tmp_path
             used += 1
         except TopWError:
             continue
-        except BaseException as error:  # noqa: BLE001  # Rust's panics are no Exception
+        except BaseException as error:  # noqa: BLE001  # Rust panics are not Exceptions
             wrong.append(f"{what}: {error!r:.200}")
     assert used > 10
     assert not wrong, "\n".join(wrong)

@@ -1,4 +1,4 @@
-"""`generation_config=`: behind the request's own parameters, before the model's file."""
+"""`generation_config=`: after the request's parameters, before the model's file."""
 
 from __future__ import annotations
 

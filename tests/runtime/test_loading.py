@@ -1,4 +1,4 @@
-"""Opening a folder: nothing outside it is read, everything wrong is one clear error, the provider is the one asked."""
+"""Opening reads only the folder, gives one clear error, and uses the requested provider."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from topw_deploy.runtime.ort import providers, session
 
 @pytest.fixture
 def folder(toy_folder: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """A copy to modify."""
     return Path(shutil.copytree(toy_folder, tmp_path / "copy"))
 
 
@@ -38,7 +38,7 @@ def edit_manifest(folder: Path, change: Any) -> None:
 
 
 def relist(folder: Path, *names: str) -> None:
-    """Make the manifest vouch for the files as they are now."""
+    """Update the manifest to current files."""
     entries = describe_files(folder, names)
     edit_manifest(
         folder, lambda m: m["files"].update({n: {"sha256": e.sha256, "size": e.size} for n, e in entries.items()})
@@ -287,7 +287,7 @@ def test_cuda_graphs_that_nobody_captures_are_not_passed_over(folder: Path) -> N
 
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An onnxruntime with a CUDA provider that does not start: it silently goes on with the CPU."""
+    """An onnxruntime whose CUDA provider does not start, with a silent fallback to the CPU."""
     built = ort.get_available_providers()
     monkeypatch.setattr(providers.ort, "get_available_providers", lambda: ["CUDAExecutionProvider", *built])
     opened = session._new_session
@@ -350,7 +350,7 @@ def test_thread_counts_out_of_range_are_parameter_errors(folder: Path, threads: 
 
 
 def test_a_graph_may_lack_positions_and_mask(toy: Toy, tmp_path: Path) -> None:
-    """Some makers' decoders compute positions themselves: what the graph does not ask for is not bound."""
+    """Some decoders compute positions themselves; absent inputs are not bound."""
     folder = export(tmp_path / "bare", toy, padding=False)
     model = onnx.load(folder / "model.onnx")
     graph = model.graph

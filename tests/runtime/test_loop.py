@@ -1,4 +1,4 @@
-"""The loop draws what the reference draws, token by token."""
+"""The loop draws the reference's tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_without_a_seed_a_fresh_one_is_drawn_and_reported(model: TopWModel) -> N
 
 
 def test_every_step_draws_a_number_of_its_own(load: Load) -> None:
-    """One uniform number for a whole sequence would draw the same token again and again."""
+    """A single uniform number would repeat the same token."""
     flat = Toy.random(0, options=TopWOptions(top_m=VOCAB, metric="uniform"))
     flat.follow[:], flat.place[:], flat.mix[:] = 0, 0, 0
     everything = {"lam": 0.0, "beta": 50.0, "init_top_p": 1.0}  # no entropy term: the crop is the whole pool
@@ -96,7 +96,7 @@ def test_token_frequencies_are_the_softmax_over_the_crop(load: Load) -> None:
 def test_the_cache_stays_in_onnxruntime_and_logits_never_leave_the_graph(
     model: TopWModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only token ids and a handful of numbers per row cross to the host."""
+    """Only token ids and a few numbers per row go to the host."""
     crossed: set[str] = set()
     generations = []
     original = loop.Generation.__init__
@@ -148,7 +148,7 @@ def test_the_context_is_a_limit_that_generation_may_reach_but_not_pass(load: Loa
 
 
 def test_a_short_row_may_go_on_when_a_long_one_has_filled_the_context(load: Load) -> None:
-    """Learned positions end at the context: the finished row's must not run past it while the other goes on."""
+    """Learned positions end at the context: an ended row must stay within it."""
     toy = Toy.random(2)
     model = load(toy)
     long, short = model.generate(["a" * (CONTEXT - 3), "b"], max_new_tokens=CONTEXT, temperature=0, ignore_eos=True)
@@ -208,7 +208,7 @@ def test_nan_logits_name_the_row_and_the_step(load: Load) -> None:
 
 def test_a_finished_row_cannot_fail_the_others(load: Load) -> None:
     toy = Toy.random(0)
-    toy.follow[PAD] = np.nan  # what a finished row is fed
+    toy.follow[PAD] = np.nan
     model = load(toy, generation_config={"pad_token_id": PAD})
     short, long = model.generate(["ab", "cd"], max_new_tokens=[1, 8], ignore_eos=True, seed=3)
     assert (len(short.token_ids), len(long.token_ids)) == (1, 8)
@@ -220,7 +220,7 @@ def test_banning_everything_is_a_generation_error(model: TopWModel) -> None:
 
 
 def test_two_threads_on_one_model_do_not_disturb_each_other(model: TopWModel) -> None:
-    """Each generation has a cache of its own: clients sharing one is how a server corrupts answers."""
+    """Each generation has its own cache; a shared one would corrupt answers."""
     hot = {"temperature": 3.0, "lam": 0.1, "max_new_tokens": 40, "ignore_eos": True}
     prompts = ["first", "second prompt", "third"]
     alone = [model.generate(p, seed=i, **hot).token_ids for i, p in enumerate(prompts)]
@@ -255,7 +255,7 @@ def test_a_closed_model_says_so(toy_folder: Path) -> None:
         assert model.generate("a", max_new_tokens=1).token_ids
         running = model.stream("a", max_new_tokens=5)
         next(running)
-    assert list(running)[-1].result is not None  # what runs may finish
+    assert list(running)[-1].result is not None  # running generations finish
     with pytest.raises(GenerationError, match="closed"):
         model.generate("a")
 

@@ -1,4 +1,4 @@
-"""The names of other libraries, and values that Python would take for token ids."""
+"""Other libraries' names, and values that Python accepts as token ids."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_n_is_num_return_sequences(model: TopWModel) -> None:
 
 @pytest.mark.parametrize(("alias", "name"), REQUEST_ALIASES.items())
 def test_a_name_and_its_alias_together_are_refused_and_both_are_named(alias: str, name: str) -> None:
-    if name == "top_m":  # refused under either name: the export fixed it
+    if name == "top_m":  # fixed by the export, under either name
         return
     for first, second in ((name, alias), (alias, name)):
         with pytest.raises(ParameterError, match=f"{name} is given twice, as {first} and as {second}; give it once"):

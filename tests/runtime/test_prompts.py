@@ -1,4 +1,4 @@
-"""Prompts as arrays, tensors and the output of tokenizers."""
+"""Prompts as arrays, tensors and tokenizer outputs."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_prompts_and_masks_that_do_not_fit_are_errors(
 
 
 class OnADevice:
-    """A stand-in for a tensor in device memory, with the methods that the runtime uses."""
+    """A device tensor with the methods that the runtime uses."""
 
     dtype, ndim = "int64", 2
 

@@ -1,4 +1,4 @@
-"""Which value a parameter gets, and what is refused."""
+"""Parameter precedence and refusals."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
         ({}, {"max_length": 30, "max_new_tokens": 5}, 5),
         ({"max_length": 30}, {"max_new_tokens": 5}, 20),
         ({"max_new_tokens": 7}, {"max_length": 12}, 7),
-        ({}, {"max_length": 8}, 256),  # an old default that the prompt exceeds is none
+        ({}, {"max_length": 8}, 256),  # ignored: below the prompt's length
         ({"max_new_tokens": 100_000}, {}, 990),  # the context
         ({"max_length": 100_000}, {}, 990),
     ],
@@ -219,7 +219,7 @@ def test_one_more_level_of_lists_means_one_value_per_row(name: str, value: Any, 
     assert all(want is ... or want == have for want, have in zip(rows, found, strict=True))
 
 
-REAL = {  # as instruction models publish it
+REAL = {  # from instruction models
     "bos_token_id": 1,
     "do_sample": True,
     "eos_token_id": [EOS, 7],

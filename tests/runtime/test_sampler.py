@@ -1,4 +1,4 @@
-"""The sampler-only folder: logits in, the reference's draws out."""
+"""The sampler-only folder gives the reference's draws."""
 
 from __future__ import annotations
 

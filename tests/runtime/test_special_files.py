@@ -1,4 +1,4 @@
-"""A pipe, socket, device, link or folder in a file's place: one ManifestError, and nothing waits for it."""
+"""A pipe, socket, device, link or folder instead of a file: ManifestError without waiting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ READ = (
 
 @pytest.fixture
 def folder(toy_folder: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """A copy to modify."""
     return Path(shutil.copytree(toy_folder, tmp_path / "copy"))
 
 
@@ -43,7 +43,7 @@ def put(kind: str, path: Path) -> None:
 
 
 def vouch(folder: Path, name: str, size: int) -> None:
-    """Have the manifest list `name` with this size, as it does a file."""
+    """Make the manifest list `name` with this size."""
     path = folder / MANIFEST_NAME
     data = json.loads(path.read_text())
     data["files"][name] = {"sha256": "0" * 64, "size": size}

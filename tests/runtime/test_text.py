@@ -1,4 +1,4 @@
-"""Streamed text: whole characters, stop strings cut wherever they fall, the same text as in one go."""
+"""Streamed text: whole characters, cut at stop strings, equal to decoding at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = ["▁the", "▁sun", "shine", "▁", "s", "."]
 
 
 def sentencepiece_style() -> Tokenizer:
-    """Metaspace words with byte fallback, decoded like Llama 2: the text's first space is taken off."""
+    """Metaspace with byte fallback, decoded like Llama 2: strips the first space."""
     pieces = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
@@ -67,7 +67,7 @@ def test_a_piece_comes_as_soon_as_its_character_is_whole(text: str) -> None:
 def test_sentencepiece_keeps_the_space_between_prompt_and_answer() -> None:
     the, sun, shine, dot = (SENTENCEPIECE.token_to_id(t) for t in ("▁the", "▁sun", "shine", "."))
     assert pieces_of(SENTENCEPIECE, [0, the], [sun, shine, dot]) == [" sun", "shine", ".", ""]
-    assert pieces_of(SENTENCEPIECE, [0], [the, sun]) == ["the", " sun", ""]  # nothing before it: no space
+    assert pieces_of(SENTENCEPIECE, [0], [the, sun]) == ["the", " sun", ""]
 
 
 @given(words=st.lists(st.sampled_from([*WORDS, "😀", "é"]), max_size=12), start=st.sampled_from(["▁the", "s"]))
@@ -93,7 +93,7 @@ def test_special_tokens_between_words_do_not_eat_a_space() -> None:
 
 
 def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """What stop strings leave of a text, read character by character."""
+    """Text up to a stop string, found character by character."""
     for end in range(1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
@@ -166,12 +166,12 @@ def test_text_held_for_a_stop_string_that_never_comes_is_given_out(load: Load) -
 
 
 def smile(*parts: slice) -> list[list[int]]:
-    """The byte tokens of parts of a character of four bytes."""
+    """Byte tokens for parts of a four-byte character."""
     return [byte_ids("😀".encode()[part]) for part in parts]
 
 
 def fallback_ids(data: bytes) -> list[int]:
-    """`data` in SentencePiece's byte tokens."""
+    """`data` as SentencePiece byte tokens."""
     return [2 + byte for byte in data]
 
 
@@ -221,7 +221,7 @@ def test_special_tokens_at_the_end_of_a_prompt_do_not_eat_a_space() -> None:
 
 
 def crossing_tokenizer() -> tuple[Tokenizer, list[bytes]]:
-    """Byte-level tokens that begin and end anywhere in characters, and the bytes of each."""
+    """Returns (tokenizer with byte-level tokens that cross characters, their bytes)."""
     tokens = [*SPECIAL, *BYTES]
     bytes_of = [b""] * len(SPECIAL) + [bytes([next(b for b in range(256) if byte_ids(bytes([b])) == [i])])
                                        for i in range(len(SPECIAL), len(tokens))]  # fmt: skip
@@ -248,7 +248,7 @@ def test_the_prompts_text_and_the_answers_are_the_whole_text(data: st.DataObject
     if cut == len(tokens) and tokens:
         cut -= 1
     begun = b"".join(CROSSING_BYTES[token] for token in tokens[:cut])
-    shown = begun.decode("utf-8", "ignore")  # whole characters: an unfinished last one is left out
+    shown = begun.decode("utf-8", "ignore")  # without an unfinished last character
     pieces = pieces_of(CROSSING, tokens[:cut] + [EOS] * special, tokens[cut:])
     assert shown + "".join(pieces) == text
 

@@ -1,4 +1,4 @@
-"""What is surely too long is refused before it is tokenised, and nothing that might fit."""
+"""Texts that are certainly too long are refused before tokenizing; others are not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALPHABET = "ab1 \tAÅ\u030a\u0301e\u1100\u1161\u11a8ﬁKé€😀-=▁\n<"
 def merging(
     pieces: list[str], texts: list[str], normalizer: Any = None, splitter: Any = None, **options: Any
 ) -> Tokenizer:
-    """A BPE tokenizer over `pieces` that joins each of `texts` from left to right."""
+    """A BPE tokenizer over `pieces` that merges each of `texts` from left to right."""
     vocabulary, merges = dict.fromkeys(pieces), []
     for text in texts:
         for end in range(2, len(text) + 1):
@@ -86,9 +86,9 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, parts: list[tup
     ("name", "characters", "alphanumeric"),
     [
         ("bytes", 5, 3),  # five dashes; ab1
-        ("bytes, NFC", 20, 3),  # NFC makes one character of up to four
+        ("bytes, NFC", 20, 3),  # NFC composes up to four characters
         ("bytes, stripping", None, 3),
-        ("fallback", 6, 4),  # <0x00> is six characters, four of them letters and digits
+        ("fallback", 6, 4),  # <0x00>: six characters, four letters or digits
     ],
 )
 def test_the_bounds_are_the_longest_tokens(name: str, characters: int | None, alphanumeric: int) -> None:
@@ -132,7 +132,7 @@ def test_a_tokenizer_that_may_drop_or_join_text_has_no_bound(tokenizer: Tokenize
 
 @pytest.fixture
 def untokenised(load: Load, monkeypatch: pytest.MonkeyPatch) -> TopWModel:
-    """A model whose tokenizer must not be asked."""
+    """A model whose tokenizer must not be called."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     model = load(Toy.random(0), chat_template=template)
 
@@ -163,7 +163,7 @@ def test_a_text_of_no_letters_is_refused_too(untokenised: TopWModel) -> None:
 
 
 class Untouchable(list[int]):
-    """Token ids that may be counted and begun, but not read."""
+    """Token ids with a length and an iterator, but unreadable."""
 
     def __iter__(self) -> Any:
         raise AssertionError("read before its length was checked")
@@ -177,7 +177,7 @@ def test_many_token_ids_are_refused_before_they_are_read(load: Load, make: Any) 
 
 def test_an_array_of_many_ids_is_refused_before_it_is_converted(load: Load) -> None:
     model = load(Toy.random(0))
-    for shape in ((10**9,), (2, 10**9)):  # a view of one number: as a list it would fill the memory
+    for shape in ((10**9,), (2, 10**9)):  # small views, but huge lists
         with pytest.raises(PromptError, match=f"has 1000000000 tokens, the model's context holds {CONTEXT}"):
             model.generate(np.broadcast_to(np.int64(1), shape))
 

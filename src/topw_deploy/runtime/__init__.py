@@ -1,14 +1,12 @@
 """Runs exported models with numpy, onnxruntime, tokenizers and jinja2.
 
-| module | |
-|---|---|
-| `model`, `sampler`, `results` | the public classes |
-| `prompts`, `parameters`, `generation_config`, `request` | a call's prompts and parameters, checked and resolved |
-| `loop`, `draws`, `edits`, `callbacks` | the generation loop, its random numbers, logit edits and callbacks |
-| `text`, `tokenizer`, `token_bound`, `chat`, `template/` | text and tokens, chat templates |
-| `cache/`, `memory` | key-value caches and their memory |
-| `protocols`, `session_options`, `open_session` | what a session is and how one is opened |
-| `ort/`, `device_lock` | sessions of onnxruntime; those of TensorRT are in `topw_deploy.tensorrt.run` |
+model, sampler, results: public classes.
+prompts, parameters, generation_config, request: request validation.
+loop, draws, edits, callbacks: generation.
+text, tokenizer, token_bound, chat, template: text, tokens, chat templates.
+cache, memory: key-value caches.
+protocols, session_options, open_session, device_lock: session interface.
+ort: onnxruntime sessions; TensorRT's are in `topw_deploy.tensorrt.run`.
 """
 
 from topw_deploy import install, telemetry

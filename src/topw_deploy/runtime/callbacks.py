@@ -1,8 +1,7 @@
-"""Callbacks of the caller: a streamer, which gets the tokens, and stopping criteria, which end a sequence.
+"""A streamer receives tokens; stopping criteria end a sequence.
 
-A streamer has `put` and `end`, like transformers' streamers. A criterion is called with the token ids so far;
-subclasses of transformers' StoppingCriteria are called as transformers does. Neither torch nor transformers is
-imported.
+They may be transformers' or have the same interface; plain criteria take only token ids. Imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from topw_deploy.errors import ParameterError
 
 Criterion: TypeAlias = Callable[[np.ndarray], object]
-"""Token ids of one sequence, prompt included, int64 [T] -> whether it ends here."""
+"""Token ids with prompt, int64 [T] -> whether the sequence ends."""
 
 
 class Streamer(Protocol):
@@ -32,8 +31,7 @@ class Streamer(Protocol):
 class Watch:
     """Passes one sequence's tokens to the callbacks.
 
-    prompt: token ids.
-    budget: most tokens that will follow.
+    budget: maximum new tokens.
     """
 
     def __init__(
@@ -46,21 +44,21 @@ class Watch:
         self._length = len(prompt)
 
     def begin(self) -> None:
-        """Pass the prompt to the streamer."""
+        """Stream the prompt."""
         if self._streamer is not None:
             self._streamer.put(self._ids[None, : self._length].copy())
 
     def take(self, token: int) -> None:
-        """Pass a drawn token to the streamer."""
+        """Stream a drawn token."""
         self._ids[self._length] = token
         self._length += 1
         if self._streamer is not None:
             self._streamer.put(np.array([token], np.int64))
 
     def ended_by(self) -> str | None:
-        """The name of the first criterion that ends the sequence here; None if none does.
+        """Name of the first criterion that ends the sequence, or None.
 
-        Raises ParameterError if a criterion returns anything but True or False.
+        Raises ParameterError for results other than booleans.
         """
         for criterion, takes_tensors in self._criteria:
             if self._ends(criterion, takes_tensors):
@@ -74,7 +72,7 @@ class Watch:
         else:
             ids.setflags(write=False)
             answer = criterion(ids)
-        if math.prod(getattr(answer, "shape", (0,))) == 1:  # an array or a tensor with one value
+        if math.prod(getattr(answer, "shape", (0,))) == 1:  # one value
             answer = answer.item()
         if not isinstance(answer, bool):
             raise ParameterError(
@@ -100,7 +98,7 @@ def check_streamer(name: str, value: Any) -> Streamer:
 
 
 def check_criteria(name: str, value: Any) -> tuple[Criterion, ...]:
-    """Raises ParameterError for a criterion that cannot be called with token ids alone."""
+    """Raises ParameterError for a criterion not callable with token ids alone."""
     criteria = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for criterion in criteria:
         _check_object(name, criterion)
@@ -118,7 +116,7 @@ def check_criteria(name: str, value: Any) -> tuple[Criterion, ...]:
 
 @contextmanager
 def ending(streamer: Any) -> Iterator[None]:
-    """End `streamer` if the block fails, or a thread that reads from it would wait for ever."""
+    """End `streamer` if the block fails, or its reader would wait forever."""
     try:
         yield
     except BaseException:
@@ -142,7 +140,7 @@ def _is_transformers(criterion: object) -> bool:
 def _takes_ids_alone(criterion: Callable[..., object]) -> bool:
     try:
         inspect.signature(criterion).bind(None)
-    except ValueError:  # some built-in functions have no signature
+    except ValueError:  # as some built-ins
         return True
     except TypeError:
         return False

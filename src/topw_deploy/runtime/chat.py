@@ -1,7 +1,6 @@
 """Chat templates: Jinja2 programs that render messages to a prompt.
 
-A template is untrusted code. It runs in Jinja's immutable sandbox with bounds on its steps and output
-(`template.meter`), over copies of the caller's data in plain types.
+Untrusted: they run in Jinja's immutable sandbox, with bounds (`template.meter`), on plain copies of data.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ from topw_deploy.runtime.tokenizer import CONFIG_FILE, Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
-"""What a template's expressions may raise."""
 
 
 class ChatTemplate:
-    """A compiled template. name: its file, for errors. Raises TokenizerError for an invalid template."""
+    """A compiled template. Raises TokenizerError if invalid.
+
+    name: its file, for errors.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], name: str = TEMPLATE_FILE) -> None:
         self._special_tokens = dict(special_tokens)
@@ -42,12 +43,11 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt for `messages`, each a mapping with `role` and `content`.
+        """Render `messages`, each with `role` and `content`.
 
-        variables: further variables of the template, such as `tools` and `enable_thinking`.
+        variables: others, such as `tools` and `enable_thinking`.
 
-        Raises PromptError for malformed messages and messages that the template refuses, TokenizerError for a template
-        that exceeds the bounds of `template.meter`.
+        Raises PromptError for malformed or rejected messages, TokenizerError for a template that exceeds its bounds.
         """
         if not messages or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
             raise PromptError("messages must be a non-empty list of mappings with a 'role' and a 'content'.")
@@ -65,15 +65,15 @@ class ChatTemplate:
             raise PromptError(
                 f"{self._name}: the chat template ran out of stack or memory on these messages."
             ) from None
-        except Exception as error:  # noqa: BLE001  # untrusted code may fail in any way
+        except Exception as error:  # noqa: BLE001  # untrusted code
             raise PromptError(f"the chat template refused the messages: {one_line(error, 1000)}") from None
 
 
 def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The folder's template; None if there is none.
+    """The folder's template, or None.
 
-    It is `chat_template.jinja`, or `chat_template` in the tokenizer's configuration: a string, or a list of named ones,
-    of which `default` is used.
+    Source: `chat_template.jinja`, else `chat_template` in the tokenizer's configuration: a string or a list with
+    `default`.
     """
     name = TEMPLATE_FILE if folder.has(TEMPLATE_FILE) else CONFIG_FILE
     source = folder.read_text(name) if name == TEMPLATE_FILE else tokenizer.config.get("chat_template")
@@ -84,7 +84,7 @@ def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | N
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """A copy in plain types, so that the template can call no other methods."""
+    """Copy to plain types: the template can call no other methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):

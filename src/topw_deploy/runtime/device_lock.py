@@ -1,9 +1,7 @@
-"""A lock per device: runs share it, and the capture of a CUDA graph has it alone.
+"""A per-device lock: runs share it, a CUDA graph capture holds it exclusively.
 
-onnxruntime captures with cudaStreamCaptureModeGlobal: meanwhile CUDA refuses allocations, frees and synchronous copies
-in all other threads, and each attempt spoils the capture. So a capture waits until nobody uses the device, and new
-users wait for its two runs. It does not wait while a session is being opened, which may take minutes: a later step is
-captured instead.
+onnxruntime captures with cudaStreamCaptureModeGlobal: allocations, frees and synchronous copies in other threads fail
+and invalidate the capture.
 """
 
 from __future__ import annotations
@@ -14,8 +12,11 @@ from contextlib import contextmanager
 
 
 class DeviceLock:
-    """using: hold it for every run, copy, allocation and release. Reentrant, because the garbage collector may close a
-    session in the middle of a run."""
+    """Shared and exclusive use of a device.
+
+    using: hold for every run, copy, allocation and release. Reentrant: garbage collection may close a session during a
+        run.
+    """
 
     def __init__(self) -> None:
         self.using = Using(self)
@@ -25,7 +26,7 @@ class DeviceLock:
         self._here = _Here()
 
     def enter(self) -> None:
-        """Begin to use the device."""
+        """Acquire shared use."""
         if not self._here.depth:
             with self._changed:
                 self._wait_for_captures()
@@ -33,7 +34,7 @@ class DeviceLock:
         self._here.depth += 1
 
     def leave(self) -> None:
-        """End what `enter` began."""
+        """Release shared use."""
         self._here.depth -= 1
         if not self._here.depth:
             with self._changed:
@@ -43,7 +44,7 @@ class DeviceLock:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Hold this while a session is opened. No step is captured meanwhile."""
+        """Hold while opening a session, which may take minutes: a later step is captured instead."""
         with self._changed:
             self._wait_for_captures()
             self._openings += 1
@@ -57,9 +58,9 @@ class DeviceLock:
 
     @contextmanager
     def capturing(self) -> Iterator[bool]:
-        """Hold this for a run that captures. Yields False, and is held like `using`, while a session is being opened.
+        """Hold for a capturing run, without holding `using`.
 
-        The calling thread must not hold `using`.
+        While a session is opening, yields False with shared use.
         """
         alone = self._begin_capture()
         if not alone:
@@ -77,7 +78,7 @@ class DeviceLock:
 
     def _begin_capture(self) -> bool:
         with self._changed:
-            self._waiting += 1  # blocks new users
+            self._waiting += 1
             try:
                 while (self._users or self._capturing) and not self._openings:
                     self._changed.wait()
@@ -93,7 +94,7 @@ class DeviceLock:
 
 
 class Using:
-    """`with lock.using:`, reentrant and for any number of threads."""
+    """`with lock.using:`, reentrant, shared by threads."""
 
     def __init__(self, lock: DeviceLock) -> None:
         self._lock = lock
@@ -114,6 +115,6 @@ _registry = threading.Lock()
 
 
 def device_lock(device: tuple[str, int]) -> DeviceLock:
-    """The process's lock of a device (kind, number)."""
+    """`with lock.using:`, reentrant."""
     with _registry:
         return _locks.setdefault(device, DeviceLock())

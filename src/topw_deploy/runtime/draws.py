@@ -1,7 +1,6 @@
-"""Seeds and uniform numbers, as docs/contract/graph.md section 5 defines them.
+"""Seeds and uniform numbers (docs/contract/graph.md section 5).
 
-Each number depends only on (seed, position, sample). Philox increments its counter, so one generator yields the numbers
-of consecutive positions: blocks of them cost next to nothing per step.
+A number depends only on (seed, position, sample). Consecutive positions are consecutive Philox counters.
 """
 
 from __future__ import annotations
@@ -12,26 +11,26 @@ from collections.abc import Sequence
 import numpy as np
 
 SEED_BITS = 64
-_FRESH_BITS = 53  # so that JSON readers that hold numbers as doubles keep a reported seed
-_BLOCK = 256  # steps prepared at a time
-_WORDS = 4  # of 64 bits, per Philox counter
+_FRESH_BITS = 53  # exact as a double, for JSON
+_BLOCK = 256  # steps
+_WORDS = 4  # 64-bit words per Philox counter
 
 
 def fresh_seed() -> int:
-    """A seed from the operating system's entropy, below 2**53."""
+    """A seed below 2**53 from the operating system."""
     return secrets.randbits(_FRESH_BITS)
 
 
 def uniforms(seed: int, position: int, sample: int, count: int) -> np.ndarray:
-    """`uniform_for(seed, position + i, sample)` for i < count, float32 [count]. Exact, because each has 24 bits."""
-    # numpy increments the counter before use, as a generator started at the later position does
+    """`uniform_for(seed, position + i, sample)` for i < count, float32 [count]; exact, with 24 bits each."""
+    # numpy increments the counter before use
     generator = np.random.Philox(key=seed, counter=_words(position, sample))
     first_words = generator.random_raw(_WORDS * count)[::_WORDS]
     return (first_words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 class Draws:
-    """The `uniform` input of one generation: row r draws for position `lengths[r] + s` at step s."""
+    """A generation's `uniform` input: at step s, row r draws for position `lengths[r] + s`."""
 
     def __init__(self, seeds: Sequence[int], samples: Sequence[int], lengths: Sequence[int]) -> None:
         self._rows = list(zip(seeds, samples, lengths, strict=True))
@@ -39,7 +38,7 @@ class Draws:
         self._numbers = self._block.reshape(-1).data
 
     def write(self, step: int, out: memoryview | np.ndarray) -> None:
-        """Write the numbers of `step` to `out`, float32 [B]. Steps must come in order, from 0."""
+        """Write the numbers of `step` to `out`, float32 [B]. Steps must be consecutive from 0."""
         offset = step % _BLOCK
         if offset == 0:
             for row, (seed, sample, length) in enumerate(self._rows):
@@ -49,14 +48,14 @@ class Draws:
 
 
 def prompt_seed(seed: int, index: int) -> int:
-    """The seed, below 2**53, of prompt `index` (from 0) in a file that is run under `seed` (docs/contract/random.md).
+    """The seed, below 2**53, of prompt `index` (from 0) in a file (docs/contract/random.md).
 
-    Derived from the largest sample index, which no draw uses.
+    Uses the largest sample index, unused by draws.
     """
     word = int(np.random.Philox(key=seed, counter=_words(index, 2**SEED_BITS - 1)).random_raw())
     return word >> (SEED_BITS - _FRESH_BITS)
 
 
 def _words(position: int, sample: int) -> np.ndarray:
-    # an array, because numpy turns a list with a number of 2**63 or more into floats
+    # numpy converts lists with integers >= 2**63 to floats
     return np.array([position, sample, 0, 0], np.uint64)

@@ -1,6 +1,6 @@
-"""Penalties, biases and bans as the graph's sparse logit edits (docs/contract/graph.md section 6).
+"""Penalties, biases and bans as sparse logit edits (docs/contract/graph.md section 6).
 
-The three edit inputs are [batch, slots]. Each edited token of a row owns a slot, so a step costs as much as it changes.
+The inputs are [batch, slots], with a slot per edited token of a row, so cost follows the edits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Edits:
-    """The edit inputs of one batch: `bind` once, then per step `prepare` before the run and `accept` after it.
+    """A batch's edit inputs: `bind` once, then per step `prepare` before the run and `accept` after it.
 
-    fixed: the number of slots if the graph fixes it, else None.
-    most: the number of slots that an engine was built for, else None.
-    active: whether any row still has edits to make. Rows without edits cost nothing.
+    fixed: the graph's fixed number of slots, or None.
+    most: the engine's maximum slots, or None.
+    active: whether any row still has edits.
     """
 
     def __init__(self, rows: Sequence[RowRequest], fixed: int | None = None, most: int | None = None) -> None:
@@ -45,7 +45,7 @@ class Edits:
         self._bound = self.ids
 
     def prepare(self, binding: Binding) -> None:
-        """Write the bans of the coming step."""
+        """Write the next step's bans."""
         for row in self._rows.values():
             row.prepare()
         if self.ids is not self._bound:
@@ -55,7 +55,7 @@ class Edits:
                 binding.refresh(name)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Update the edits for the drawn tokens [B]."""
+        """Add the drawn tokens [B]."""
         for index, row in self._rows.items():
             row.accept(tokens[index])
 
@@ -99,20 +99,20 @@ def _wants_edits(row: RowRequest) -> bool:
 
 
 class _RowEdits:
-    """One row's slots: permanent edits, and bans for single steps."""
+    """Permanent edits and single-step bans of a row."""
 
     def __init__(self, edits: Edits, index: int, row: RowRequest) -> None:
         self._edits, self._index, self._row = edits, index, row
         self._slots: dict[int, int] = {}
-        self._banned: list[tuple[int, float]] = []  # (slot, permanent bias) of this step's bans
+        self._banned: list[tuple[int, float]] = []  # (slot, permanent bias)
         self._history = list(row.prompt)
         self._generated: set[int] = set()
         self._steps = 0
-        self._followers: dict[tuple[int, ...], set[int]] = defaultdict(set)  # what followed the last n - 1 tokens
+        self._followers: dict[tuple[int, ...], set[int]] = defaultdict(set)  # next tokens of (n - 1)-grams
         if row.no_repeat_ngram_size:
             for end in range(row.no_repeat_ngram_size, len(row.prompt) + 1):
                 self._remember_ngram(end)
-        # the end of sequence cannot be a bad word: a text must be able to end
+        # generation must be able to end
         self._words = [w for w in row.bad_words_ids if not (len(w) == 1 and w[0] in row.eos_token_ids)]
         self._write_permanent()
 
@@ -155,7 +155,6 @@ class _RowEdits:
             self._remember_ngram(len(self._history))
 
     def _bans(self) -> Iterable[int]:
-        """Tokens banned in the coming step alone."""
         row = self._row
         banned: set[int] = set()
         if self._steps < row.min_new_tokens:
@@ -176,8 +175,8 @@ class _RowEdits:
             self._followers[tuple(tail)].add(last)
 
     def _add_bias(self, token: int, amount: float) -> None:
-        slot = self._slot(token)  # not banned in this step: the token was drawn
-        # clamped, because the graph accepts no infinity but a ban's
+        slot = self._slot(token)  # was drawn
+        # clamped: only bans may be infinite
         bias = float(self._edits.bias[self._index, slot]) + amount
         self._edits.bias[self._index, slot] = min(max(bias, -_LARGEST), _LARGEST)
 

@@ -1,4 +1,4 @@
-"""An exported folder: its manifest, and the files that the manifest lists."""
+"""An exported folder: its manifest and listed files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ M_co = TypeVar("M_co", bound=Manifest, covariant=True)
 
 
 class ModelFolder(Generic[M_co]):
-    """A folder checked against its manifest.
+    """A folder checked against its manifest. Opens only listed regular files, never links.
 
-    Opens only regular files that the manifest lists, not through links.
-
-    Raises ManifestError if the folder is missing, unfinished, changed, or not of the kind `wanted`.
+    Raises ManifestError if the folder is missing, unfinished, changed, or not of kind `wanted`.
     """
 
     def __init__(self, path: str | Path, wanted: type[M_co], *, unfinished: bool = False) -> None:
@@ -63,7 +61,7 @@ class ModelFolder(Generic[M_co]):
             raise ManifestError(f"{self.path / name} cannot be read: {error.strerror or error}.") from None
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The file's JSON object; {} if it is not listed."""
+        """The file's JSON object; {} if not listed."""
         if not self.has(name):
             return {}
         try:

@@ -1,6 +1,6 @@
-"""`generation_config`, as transformers writes it: the model's file and the parameter of a request.
+"""transformers' `generation_config`, from the model's file or a request.
 
-Settings that this runtime supports become parameters; a warning names the others.
+Supported settings become parameters; others cause a warning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from topw_deploy.runtime.tokenizer import Tokenizer
 FILE = "generation_config.json"
 _NOT_FROM_A_FILE = ("seed", "ignore_eos", "preset")
 
-# Keys that do not change which tokens this runtime draws.
+# No effect on the drawn tokens.
 _SILENT = frozenset({
     "transformers_version", "trust_remote_code", "top_w", "bos_token_id", "decoder_start_token_id",
     "use_cache", "cache_implementation", "cache_config", "return_legacy_cache", "prefill_chunk_size",
@@ -30,7 +30,7 @@ _SILENT = frozenset({
     "compile_config", "disable_compile", "low_memory", "early_stopping", "length_penalty", "renormalize_logits",
 })  # fmt: skip
 
-# Values that switch a method off, so that ignoring it changes nothing.
+# Values that disable a method.
 _OFF: dict[str, tuple[Any, ...]] = {
     "top_p": (1, 1.0),
     "top_k": (0, -1),
@@ -51,9 +51,9 @@ _HERE = str(Path(__file__).parent)
 
 
 def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
-    """The `known` settings, checked and under our names. Warns of others that would change the tokens.
+    """Check `known` settings, under our names. Warns of others that affect tokens.
 
-    Raises ParameterError naming `where` for a value out of range, or a parameter stated under two names.
+    Raises ParameterError naming `where` for an invalid or duplicate parameter.
     """
     honoured, ignored = {}, {}
     for key, value in stated.items():
@@ -80,7 +80,7 @@ def _is_off(key: str, value: Any) -> bool:
 
 
 def _callers_level() -> int:
-    """The stack level of this package's caller, for `warnings.warn` in the calling function."""
+    """Stack level for `warnings.warn`."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         level, frame = level + 1, frame.f_back
@@ -88,12 +88,11 @@ def _callers_level() -> int:
 
 
 def model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The parameters of the model's `generation_config.json`, without token ids beyond the model's logits.
+    """Parameters from the model's `generation_config.json`, without token ids outside the vocabulary.
 
-    If it states no end-of-sequence ids, they come from `config.json` or the tokenizer.
-    Warns of settings without effect.
+    EOS ids fall back to `config.json`, then the tokenizer. Warns of settings without effect.
 
-    Raises ParameterError naming the file for a value out of range.
+    Raises ParameterError naming the file.
     """
     known = {name: parameter for name, parameter in PARAMETERS.items() if name not in _NOT_FROM_A_FILE}
     defaults = read_settings(folder.read_json(FILE), FILE, known)
@@ -111,7 +110,7 @@ def _within(defaults: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 
 
 def bos_token(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> int | None:
-    """From the generation config, else the model config, else the tokenizer."""
+    """BOS id from the generation config, else the model config, else the tokenizer."""
     for config in (folder.read_json(FILE), *_configs(folder)):
         found = config.get("bos_token_id")
         if isinstance(found, int) and not isinstance(found, bool):

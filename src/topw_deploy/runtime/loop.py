@@ -1,7 +1,6 @@
-"""The generation loop: `prefill`, then `decode_one_token` until every row has ended.
+"""The generation loop: `prefill`, then `decode_one_token` until all rows end.
 
-The decoder and Top-W are one graph, so one run is one step: last tokens, parameters, edits and uniform numbers in, next
-tokens out. Logits and the cache never cross to the host.
+Each run of the graph (decoder and Top-W) is one step. Logits and cache stay on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from topw_deploy.runtime.results import GenerationResult, Piece, Timings
 from topw_deploy.runtime.text import IncrementalDecoder, RowText
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
-# In descending order of element size, so that each array is aligned behind the one before it.
+# By descending element size, for alignment.
 _RECORDED: dict[str, type[Any]] = {
     "next_token": np.int64,
     "logprob": np.float32,
@@ -35,22 +34,22 @@ _RECORDED: dict[str, type[Any]] = {
 
 
 class Row:
-    """One sequence in progress.
+    """One sequence.
 
-    text: None if not needed before the end.
+    text: None if decoded only at the end.
     watch: None without callbacks.
     """
 
     def __init__(self, index: int, request: RowRequest, text: RowText | None, watch: Watch | None = None) -> None:
         self.index, self.request, self.text, self.watch = index, request, text, watch
-        self.steps = 0  # tokens drawn
-        self.pieces: list[str] = []  # text gained so far
+        self.steps = 0
+        self.pieces: list[str] = []
         self.finish_reason: str | None = None
         self.stop: int | str | None = None
         self.finished_at = 0.0  # time.perf_counter()
 
     def take(self, token: int) -> str:
-        """Add a drawn token. Returns the text gained."""
+        """Add a drawn token. Returns new text."""
         self.steps += 1
         gained = ""
         if self.watch is not None:
@@ -76,7 +75,7 @@ class Row:
     def _last_of(self, text: RowText) -> str:
         if self.finish_reason is None:
             return ""
-        gained = text.flush()  # may complete a stop string that was held back with half a character
+        gained = text.flush()  # may complete a stop string
         if self.finish_reason != "stop" and text.found is not None:
             self.end("stop", text.found)
         return gained
@@ -86,14 +85,14 @@ class Row:
 
 
 class Record:
-    """The sampler's outputs of every step, each [B] per step.
+    """The sampler's outputs per step, each [B].
 
-    One array holds them all, so that keeping a step is one copy. It is between memoryviews: numpy's assignment runs
-    much more code, which a run has swept from the CPU's cache.
+    One array and memoryviews make a step one cheap copy: numpy assignment runs more code, which each run evicts from
+    the CPU cache.
     """
 
     def __init__(self, outputs: Collection[str], binding: Binding, batch: int, steps: int) -> None:
-        self._columns: dict[str, slice] = {}  # bytes of each output in a step
+        self._columns: dict[str, slice] = {}  # byte ranges
         end = 0
         for name, dtype in _RECORDED.items():
             if name in outputs:
@@ -114,7 +113,7 @@ class Record:
         return tokens
 
     def of(self, name: str, row: int, steps: int) -> list[Any]:
-        """Output `name` of the row's steps; [] if the graph lacks it."""
+        """Output `name` over the row's steps; [] if the graph lacks it."""
         if name not in self._columns:
             return []
         values = np.ascontiguousarray(self._steps[:steps, self._columns[name]]).view(_RECORDED[name])  # [steps, B]
@@ -122,16 +121,13 @@ class Record:
 
 
 class Generation:
-    """The state of one batch of B rows: the arrays that the graph reads and writes, bound once where possible.
-
-    Close it when it has ended or is abandoned.
-    """
+    """A batch of B rows and the arrays bound to the graph. The caller must close it."""
 
     def __init__(self, session: Session, caches: Caches, rows: Sequence[Row]) -> None:
         requests = [row.request for row in rows]
         batch, prompts, budgets = len(rows), [r.prompt for r in requests], [r.budget for r in requests]
         self.active = list(rows)
-        self.going_on = list(range(batch))  # the active rows' indices
+        self.going_on = list(range(batch))
         self.step = 0
         self.prefilled_at = 0.0  # time.perf_counter()
         self.edits = Edits(requests, session.fixed_edits, session.most_edits)
@@ -144,19 +140,19 @@ class Generation:
         self.edits.bind(self.binding)
         self.record = Record(session.outputs, self.binding, batch, max(budgets))
         self.caches, self.cache = caches, caches.open(self.binding, prompts, budgets)
-        self.next_ids = self.cache.input_ids.reshape(-1).data  # [B] tokens that the next step feeds
+        self.next_ids = self.cache.input_ids.reshape(-1).data  # [B] next inputs
         for row in rows:
             if row.request.budget == 0:
                 row.end("length")
                 self.retire(row)
 
     def close(self) -> None:
-        """Release the cache and the bindings."""
+        """Release the cache and bindings."""
         self.binding.close()  # waits for an interrupted run
         self.caches.close(self.cache)
 
     def retire(self, row: Row) -> None:
-        """Make the ended `row`, which runs on with the others, greedy and without edits."""
+        """Make an ended row, which keeps running, greedy and without edits."""
         self.active.remove(row)
         self.going_on.remove(row.index)
         self.next_ids[row.index] = row.request.pad_token_id
@@ -174,7 +170,7 @@ class Generation:
 
 
 def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
-    """Yields the rows that gained text or ended, with the text."""
+    """Yields rows that gained text or ended, with the text."""
     if not generation.active:
         return
     changed = accept(generation, prefill(generation))
@@ -188,7 +184,7 @@ def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
 
 
 def prefill(generation: Generation) -> list[int]:
-    """Run the prompts, at once or in chunks, and draw each row's first token. [B, S] -> [B]"""
+    """Run the prompts and draw each row's first token. [B, S] -> [B]"""
     g = generation
     g.cache.feed_prompts()
     tokens = run_step(g)
@@ -197,14 +193,14 @@ def prefill(generation: Generation) -> list[int]:
 
 
 def decode_one_token(generation: Generation) -> list[int]:
-    """Feed each row's last token and draw its next one. [B, 1] -> [B]"""
+    """Feed each row's last token and draw the next. [B, 1] -> [B]"""
     g = generation
     g.cache.advance(g.going_on)
     return run_step(g)
 
 
 def run_step(generation: Generation) -> list[int]:
-    """Draw, run the graph and record its outputs. -> [B]"""
+    """Draw uniforms, run the graph and record. -> [B]"""
     g = generation
     g.draws.write(g.step, g.uniform_view)
     if g.edits.active:
@@ -216,9 +212,9 @@ def run_step(generation: Generation) -> list[int]:
 
 
 def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
-    """Add the drawn tokens to their rows. Returns rows that gained text or ended, with the text.
+    """Add the drawn tokens. Returns rows that gained text or ended, with the text.
 
-    Raises LogitsError for a row with invalid logits.
+    Raises LogitsError for invalid logits.
     """
     g = generation
     if g.edits.active:
@@ -242,11 +238,11 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
 
 
 class RequestRun:
-    """One call of `generate` or `stream`: row requests in, pieces of text and results out.
+    """One call of `generate` or `stream`.
 
-    Text is decoded token by token if `streaming` and in rows with stop strings, else once at the end.
+    Decodes text per token if `streaming` or with stop strings, else at the end.
 
-    follow: prompt's token ids -> decoder of the tokens after it.
+    follow: prompt ids -> decoder of the following tokens.
     load_seconds: for the results.
     """
 
@@ -277,7 +273,7 @@ class RequestRun:
         ]
 
     def pieces(self) -> Iterator[Piece]:
-        """The last piece of each row carries its result; rows without new text give no piece."""
+        """Pieces with new text; a row's last piece has its result."""
         self._started = time.perf_counter()
         try:
             self._generation = Generation(self._session, self._caches, self._rows)
@@ -285,7 +281,7 @@ class RequestRun:
                 yield from self._steps()
             finally:
                 self._generation.close()
-        finally:  # even after an error: a thread may wait for it
+        finally:  # a thread may wait for it
             if self._streamer is not None:
                 self._streamer.end()
 
@@ -293,7 +289,7 @@ class RequestRun:
         for row in self._rows:
             if row.watch is not None:
                 row.watch.begin()
-            if row.finish_reason is not None:  # its prompt fills the context
+            if row.finish_reason is not None:
                 yield Piece("", row.index, self._result(row))
         for changed in generate(self._generation):
             for row, text in changed:
@@ -307,7 +303,7 @@ class RequestRun:
             return self._generation.record.of(name, row.index, row.steps)
 
         tokens = recorded("next_token")
-        prefilled = self._generation.prefilled_at or self._started  # 0.0 if a prompt fills the context
+        prefilled = self._generation.prefilled_at or self._started  # no prefill if a prompt fills the context
         return GenerationResult(
             text="".join(row.pieces) if row.text is not None else self._whole_text(row, tokens),
             token_ids=tokens,
@@ -331,5 +327,5 @@ class RequestRun:
 
     def _whole_text(self, row: Row, tokens: Sequence[int]) -> str:
         text = self._text(row.request)
-        shown = tokens[:-1] if isinstance(row.stop, int) else tokens  # the end of sequence is no text
+        shown = tokens[:-1] if isinstance(row.stop, int) else tokens  # without EOS
         return "".join([text.push(token) for token in shown]) + text.flush()

@@ -1,4 +1,4 @@
-"""Zeroed memory: of the host, or of a device through onnxruntime."""
+"""Zeroed memory of the host or a device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from topw_deploy.errors import GenerationError, one_line
 from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.sizes import decimal_size
 
-ALIGNMENT = 64  # bytes: what onnxruntime's own allocator gives vectorised kernels
-# What numpy raises for an array that is too large: for this machine, for an address, for an integer of C.
+ALIGNMENT = 64  # bytes; as onnxruntime, for vectorized kernels
+# Too large for the machine, an address or a C integer.
 _TOO_LARGE = (MemoryError, ValueError, OverflowError)
 _REMEDY = (
     "open the model with a smaller max_length or max_batch, or give fewer or shorter sequences (max_new_tokens) at a "
@@ -23,9 +23,9 @@ _REMEDY = (
 
 
 def zeroed(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
-    """Zeros whose pages the operating system provides on their first write.
+    """Zeros, in pages allocated on first write.
 
-    Raises GenerationError naming `what` if they cannot be allocated.
+    Raises GenerationError naming `what` if allocation fails.
     """
     try:
         return np.zeros(shape, dtype)
@@ -42,7 +42,7 @@ def zeroed(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
 
 
 def machine_bytes() -> int | None:
-    """None if the system does not say."""
+    """Physical memory; None if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -50,9 +50,9 @@ def machine_bytes() -> int | None:
 
 
 class HostMemory:
-    """Zeroed bytes of the host, whose pages the operating system provides on their first write.
+    """Zeroed host bytes, in pages allocated on first write.
 
-    Raises GenerationError if they cannot be allocated.
+    Raises GenerationError if allocation fails.
     """
 
     def __init__(self, size: int) -> None:
@@ -63,7 +63,7 @@ class HostMemory:
         self.pointer: int = self._array.ctypes.data
 
     def clear(self, size: int) -> None:
-        """Raises GenerationError for more than the machine has: the system would kill the process."""
+        """Raises GenerationError above the machine's memory: the system would kill the process."""
         most = machine_bytes()
         if most is not None and size > most:
             raise GenerationError(
@@ -77,9 +77,9 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Zeroed bytes of a device, (kind, number) in onnxruntime's words, allocated by onnxruntime.
+    """Zeroed bytes of a device (kind, number), allocated by onnxruntime.
 
-    Raises GenerationError if they cannot be allocated.
+    Raises GenerationError if allocation fails.
     """
 
     def __init__(self, size: int, device: tuple[str, int]) -> None:
@@ -88,7 +88,7 @@ class DeviceMemory:
         try:
             with self._using:
                 self._value = ort.OrtValue.ortvalue_from_numpy(zeros, *device)
-        except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
+        except Exception as error:  # noqa: BLE001  # unrelated classes
             raise GenerationError(
                 f"the cache would take {size / 1e9:.1f} GB of {device[0]} {device[1]}, which it does not give "
                 f"({one_line(error, 200)}); {_REMEDY}."
@@ -96,7 +96,7 @@ class DeviceMemory:
         self.pointer: int = self._value.data_ptr()
 
     def clear(self, size: int) -> None:
-        """Zero all bytes: onnxruntime copies a value as a whole."""
+        """Zero all bytes: onnxruntime only copies whole values."""
         with self._using:
             self._value.update_inplace(np.zeros(self.size, np.uint8))
 

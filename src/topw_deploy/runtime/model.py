@@ -1,4 +1,4 @@
-"""`TopWModel`: an open exported model."""
+"""`TopWModel`: an exported model."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ Message = Mapping[str, Any]
 
 
 class TopWModel:
-    """A language model that samples with Top-W inside its ONNX graph. Open one with `from_pretrained`.
+    """A language model with Top-W sampling inside its ONNX graph. Open one with `from_pretrained`.
 
-    Several threads may use one model at once: each generation has its own bindings and cache.
+    Thread-safe: each generation has its own bindings and cache.
 
-    defaults: parameters from the model's `generation_config.json`.
-    provider: onnxruntime's name of the execution provider, or "tensorrt" for an engine.
-    cpu_nodes: nodes that a device's provider left to the CPU.
-    sampler: "native", "plugin" or "graph" (docs/guide/native.md); why_graph: why "graph".
+    defaults: parameters from `generation_config.json`.
+    provider: onnxruntime's provider name, or "tensorrt" for an engine.
+    cpu_nodes: see `CpuNode`.
+    sampler: "native", "plugin" or "graph" (docs/guide/native.md).
+    why_graph: why `sampler` is "graph".
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class TopWModel:
             session, decoder, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk
         )
         self._session: Session | None = session
-        self.load_seconds = 0.0  # set at the end
+        self.load_seconds = 0.0
         session.settle(self._run_once)
         self.cpu_nodes = session.cpu_nodes
         self.load_seconds = time.perf_counter() - started
@@ -91,16 +92,15 @@ class TopWModel:
         max_batch: int | None = None,
         prefill_chunk: int | None = None,
     ) -> TopWModel:
-        """Open a folder that `topw-export` wrote. Reads nothing outside it, and executes nothing but its graph.
+        """Open a folder written by `topw-export`. Reads no other files and runs only its graph.
 
         See `SessionOptions` for `provider` to `sampler`.
 
-        max_length: most tokens of a sequence, prompt included. None: the model's context.
-        max_batch: most sequences of one call. With max_length, the cache's memory is allocated at once; without it, the
-            cache grows with the calls.
-        prefill_chunk: most tokens of the prompts, all rows together, in one run; less saves memory. None: 1,024.
+        max_length: maximum tokens per sequence, with the prompt. None: the context length.
+        max_batch: maximum sequences per call. With max_length, allocates the cache at once, else on demand.
+        prefill_chunk: maximum prompt tokens per run, over all rows; smaller saves memory. None: 1,024.
 
-        Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an option out of its bounds.
+        Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an invalid option.
         """
         started = time.perf_counter()
         folder = ModelFolder(path, DecoderManifest)
@@ -118,9 +118,9 @@ class TopWModel:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the key-value buffers; 0 if onnxruntime owns the cache ("concat").
+        """Size of the key-value buffers; 0 if onnxruntime owns the cache ("concat").
 
-        On the host, only pages already written take memory.
+        Host pages are allocated once written.
         """
         return 0 if self._caches is None else self._caches.bytes
 
@@ -138,11 +138,10 @@ class TopWModel:
     def generate(self, prompt: Any = None, **parameters: Any) -> Any:
         """Continue `prompt`. Returns one GenerationResult, or a list for a batch or `num_return_sequences` > 1.
 
-        prompt: a text, token ids (list, array or tensor), a batch of either, or a tokenizer's output, also as keywords
-            (`**tokenizer(text)`).
-        parameters: see docs/guide/runtime.md. Each may be a list with one value per prompt.
+        prompt: text, token ids, a batch of either, or a tokenizer's output, also as keywords.
+        parameters: see docs/guide/runtime.md. A list gives one value per prompt.
 
-        Raises ParameterError, PromptError, GenerationError, and what a streamer or criterion raises.
+        Raises ParameterError, PromptError, GenerationError, and errors of the callbacks.
         """
         with ending(parameters.get("streamer")):
             requests, whole, alone = self._requests(prompt, parameters)
@@ -151,7 +150,7 @@ class TopWModel:
         return results[0] if alone else [results[row] for row in range(len(requests))]
 
     def stream(self, prompt: Any = None, **parameters: Any) -> Iterator[Piece]:
-        """Like `generate`, piece by piece; a sequence's last piece carries its result. Checks parameters at once."""
+        """Like `generate`, in pieces; a row's last piece has its result. Checks parameters immediately."""
         with ending(parameters.get("streamer")):
             requests, whole, _ = self._requests(prompt, parameters)
             return self._run(requests, whole, streaming=True)
@@ -167,7 +166,7 @@ class TopWModel:
     def stream_chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> Iterator[Piece]:
-        """Like `chat`, piece by piece as `stream`."""
+        """Like `chat`, in pieces."""
         with ending(parameters.get("streamer")):
             prompt = self._chat_ids(messages, template_variables)
         return self.stream(prompt, **parameters)
@@ -175,11 +174,11 @@ class TopWModel:
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Render `messages` with the model's chat template.
+        """Render `messages` with the chat template. Encode the result with add_special_tokens=False.
 
-        Encode the result with add_special_tokens=False. variables: the template's own, such as `tools`.
+        variables: for the template, such as `tools`.
 
-        Raises TokenizerError if the model has no template, PromptError if the template refuses the messages.
+        Raises TokenizerError without a template, PromptError if it rejects the messages.
         """
         if self._template is None:
             raise TokenizerError(
@@ -189,7 +188,7 @@ class TopWModel:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def close(self) -> None:
-        """Free the session and the cache, after generations that are still running."""
+        """Free the session and cache once running generations end."""
         self._session = self._caches = None
 
     def __enter__(self) -> TopWModel:
@@ -219,7 +218,7 @@ class TopWModel:
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _requests(self, prompt: Any, parameters: Mapping[str, Any]) -> tuple[list[RowRequest], Mapping[str, Any], bool]:
-        """The rows, the values of REQUEST_PARAMETERS, and whether to return one result."""
+        """Returns (rows, values of REQUEST_PARAMETERS, whether to return one result)."""
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split(parameters)
         samples, config = whole["num_return_sequences"], whole["generation_config"]
@@ -239,7 +238,7 @@ class TopWModel:
         return rows, whole, alone and samples == 1
 
     def _prompts(self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int) -> tuple[list[list[int]], bool]:
-        """Token ids of every prompt, and whether a single one was given. Refuses too much before tokenising it."""
+        """Checks limits before tokenizing. Returns (ids per prompt, whether it is one prompt)."""
 
         def check(tokens: int, which: str) -> None:
             check_length(tokens, self._limits, which)
@@ -280,7 +279,7 @@ class TopWModel:
 
 
 def _limits(manifest: DecoderManifest, max_length: int | None, max_batch: int | None, built_for: int | None) -> Limits:
-    """built_for: most rows of the engine."""
+    """built_for: the engine's maximum rows."""
     context = manifest.decoder.context_length
     _check_size("max_length", max_length)
     _check_size("max_batch", max_batch)

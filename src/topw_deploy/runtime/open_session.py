@@ -1,4 +1,4 @@
-"""Opens the session of a decoder's folder: a TensorRT engine or onnxruntime."""
+"""Opens a TensorRT engine or an onnxruntime session."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from topw_deploy.tensorrt.engines import has_engines
 from topw_deploy.tensorrt.run.session import EngineSession
 
 ENGINE = "tensorrt"
-"""The short name that means an engine first; `TensorrtExecutionProvider` always means onnxruntime's provider."""
+"""The provider name that prefers an engine; `TensorrtExecutionProvider` always means onnxruntime's."""
 
 
 def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> Session:
-    """Open `folder` as `options` say.
+    """Open `folder` with `options`.
 
-    Raises what GraphSession raises, and ProviderError if provider is "tensorrt" and there is neither an engine nor
+    Raises GraphSession's errors, and ProviderError if provider is "tensorrt" and there is neither an engine nor
     onnxruntime's provider.
     """
     if options.provider.lower() != ENGINE:
@@ -38,7 +38,7 @@ def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) 
     elif options.allow_fallback:
         warnings.warn(f"there is no engine to run: {reason}.", RuntimeWarning, stacklevel=3)
     else:
-        # Without a GPU there is nothing to build, and the reason may already name the command.
+        # Without a GPU nothing can be built, and the reason may contain the command.
         known = "topw build-engine" in reason or "can be built" in reason
         hint = "" if known else f"; build one with `topw build-engine {folder.path}`"
         raise ProviderError(

@@ -1,6 +1,6 @@
-"""The parameters of a request: their names, checks of their values, and whether a list means one value per row.
+"""Request parameters: names, checks, and per-row lists.
 
-Names are those of transformers' GenerationConfig, then vLLM's penalties, then Top-W's; REQUEST_ALIASES has others.
+Names follow transformers, vLLM's penalties and Top-W; REQUEST_ALIASES has others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OTHER_SAMPLERS = frozenset({
     "top_p", "top_k", "min_p", "top_a", "top_h", "top_n_sigma", "typical_p", "epsilon_cutoff", "eta_cutoff",
     "tfs_z", "penalty_alpha", "mirostat",
 })  # fmt: skip
-"""Parameters of other rules that choose the candidates of a draw, which Top-W replaces."""
+"""Parameters of samplers that Top-W replaces."""
 
 REQUEST_ALIASES: Mapping[str, str] = {
     **ALIASES,
@@ -40,14 +40,14 @@ REQUEST_ALIASES: Mapping[str, str] = {
     "stop": "stop_strings",
     "n": "num_return_sequences",
 }
-"""Names of vLLM, OpenAI's API and the authors' code -> ours."""
+"""Names in vLLM, OpenAI's API and the authors' code -> ours."""
 
 
 def show(value: Any) -> str:
-    """`value` for a message, shortened."""
+    """A shortened repr for messages."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not print integers of thousands of digits
+    except ValueError:  # too many digits
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     except RecursionError:
         return f"a {type(value).__name__} of many levels"
@@ -55,7 +55,7 @@ def show(value: Any) -> str:
 
 
 def is_boolean(value: Any) -> bool:
-    """Whether `value` is a boolean, which Python would accept as 0 or 1."""
+    """Whether `value` is a boolean, an integer in Python."""
     return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
@@ -74,9 +74,9 @@ def _real(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> 
     try:
         known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
         number = float(value) if known else math.nan
-    except OverflowError:  # an integer too large for a float
+    except OverflowError:  # too large an integer
         number = math.inf
-    # the graph computes in float32, so the bound must hold there too: 1e-50 is 0 in float32
+    # the graph computes in float32
     if not holds(number) or not holds(_float32(number)):
         wanted = f"{bound} {IN_FLOAT32}" if holds(number) else bound
         raise ParameterError(f"{name} is {show(value)}, but must be {wanted}.", name)
@@ -137,7 +137,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
     result: dict[int, float] = {}
     for token, bias in value.items():
         if isinstance(token, str) and token.isascii() and token.isdigit():
-            token = int(token)  # JSON objects have only strings as keys
+            token = int(token)  # JSON keys are strings
         try:
             key = _integer(f"a token id of {name}", token, 0)
             if key in result:
@@ -150,7 +150,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 
 
 def _config(name: str, value: Any) -> dict[str, Any]:
-    """Values of a mapping, or of transformers' GenerationConfig without its defaults."""
+    """transformers' GenerationConfig gives only non-default values."""
     if not isinstance(value, Mapping):
         if not callable(getattr(value, "to_diff_dict", None)):
             raise ParameterError(f"{name} is {show(value)}, but must be a mapping or transformers' GenerationConfig.")
@@ -166,11 +166,11 @@ def _is_list(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter.
+    """A request parameter.
 
-    parse: (name, value) -> the checked and converted value for one row.
+    parse: (name, value) -> checked value for one row.
     default: this package's.
-    depth: levels of lists in one row's value; one more level means one value per row.
+    depth: list nesting of one row's value; one more level means one value per row.
     """
 
     parse: Callable[[str, Any], Any]
@@ -178,7 +178,7 @@ class Parameter:
     depth: int = 0
 
     def is_per_row(self, value: Any) -> bool:
-        """Whether `value` has one value per row rather than one for all."""
+        """Whether `value` lists one value per row."""
         for _ in range(self.depth):
             if not _is_list(value):
                 return False
@@ -211,7 +211,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "preset": Parameter(lambda _name, value: check_preset(value)),
     **{name: Parameter(_topw) for name in PARAMETER_NAMES},
 }
-"""Parameters of each row."""
+"""Per-row parameters."""
 
 REQUEST_PARAMETERS: Mapping[str, Parameter] = {
     "num_return_sequences": Parameter(_at_least(1), 1),
@@ -221,14 +221,13 @@ REQUEST_PARAMETERS: Mapping[str, Parameter] = {
     "streamer": Parameter(check_streamer),
     "stopping_criteria": Parameter(check_criteria, ()),
 }
-"""Parameters of the whole request."""
+"""Whole-request parameters."""
 
 
 def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` under our names, without values of None, which mean "not given".
+    """`given` under our names, without None values.
 
-    Raises ParameterError for another sampler's parameter, one that the export fixed, an unknown name (listing the known
-    ones), and a parameter given under two names.
+    Raises ParameterError for other samplers' parameters, those fixed by the export, unknown names and duplicates.
     """
     known = [*PARAMETERS, *REQUEST_PARAMETERS]
     for name in given:
@@ -248,7 +247,7 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def under_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces aliases, and tensors by lists. Raises ParameterError for duplicates."""
+    """Replace aliases, and tensors by lists. Raises ParameterError for duplicates."""
     used: dict[str, str] = {}
     for name in given:
         ours = REQUEST_ALIASES.get(name, name)
@@ -259,13 +258,12 @@ def under_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors of libraries other than numpy as lists."""
     is_tensor = hasattr(value, "tolist") and not isinstance(value, (np.ndarray, np.generic))
     return value.tolist() if is_tensor else value
 
 
 def spread(name: str, value: Any, rows: int) -> list[Any]:
-    """The checked value for each row; None where a list has None."""
+    """The checked value per row; None where a list has None."""
     parameter = PARAMETERS[name]
     if not parameter.is_per_row(value):
         return [parameter.parse(name, value)] * rows

@@ -1,6 +1,6 @@
-"""Reads prompts: texts, token ids, arrays, tensors, and outputs of tokenizers.
+"""Reads prompts: texts, token ids, arrays, tensors and tokenizer outputs.
 
-Tensors of any library are read with `tolist`, so none is imported.
+Uses tensors' `tolist`, without importing their library.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ Prompt: TypeAlias = "str | list[int]"
 Check: TypeAlias = "Callable[[int, str], None]"
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-_DESCRIPTIONS = frozenset({"special_tokens_mask", "offset_mapping", "length"})  # they change no token
+_DESCRIPTIONS = frozenset({"special_tokens_mask", "offset_mapping", "length"})  # no effect on tokens
 
 
 def split_inputs(prompt: Any, given: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """The prompt, its attention mask (None: every token counts) and the other parameters of a call.
+    """Returns (prompt, attention mask or None, other parameters) of a call.
 
-    The prompt may also be the tokenizer's output as keywords: `generate(**tokenizer(text))`.
-
-    Raises PromptError if there is no prompt, or two.
+    The prompt may be keywords: `generate(**tokenizer(text))`. Raises PromptError for no prompt, or two.
     """
     parameters = dict(given)
     inputs = {name: parameters.pop(name) for name in _INPUTS if name in parameters}
@@ -44,12 +42,12 @@ def split_inputs(prompt: Any, given: Mapping[str, Any]) -> tuple[Any, Any, dict[
 def read_prompts(
     prompt: Any, attention_mask: Any = None, check: Check = lambda tokens, which: None
 ) -> tuple[list[Prompt], bool]:
-    """Every prompt as a text or token ids, and whether a single one (not a list of one) was given.
+    """Returns (each prompt as text or ids, whether `prompt` is a single one).
 
-    attention_mask: its masked tokens, on either side, are removed.
-    check: called with the number of ids of a prompt without a mask, before they are read, and the prompt's name.
+    attention_mask: masked tokens, on either side, are removed.
+    check: called with a prompt's length (without a mask, before its ids are read) and its name.
 
-    Raises PromptError for anything but texts and token ids, and for a mask that does not fit or has a hole.
+    Raises PromptError for other types, or a mask that does not fit or has a hole.
     """
     prompt, mask = _opened(prompt, attention_mask)
     batched = getattr(prompt, "ndim", 1) > 1
@@ -81,7 +79,7 @@ def _check_array(prompt: Any, check: Check) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Arrays and tensors as nested lists; else `value`."""
+    """Convert arrays and tensors to nested lists."""
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
     if hasattr(value, "__array__"):
@@ -90,7 +88,6 @@ def plain(value: Any) -> Any:
 
 
 def _opened(prompt: Any, mask: Any) -> tuple[Any, Any]:
-    """Unpacks ids and mask from a tokenizer's output."""
     if isinstance(prompt, Encoding):
         prompt = {"input_ids": prompt.ids, "attention_mask": prompt.attention_mask}
     if not isinstance(prompt, Mapping):
@@ -162,7 +159,7 @@ def _unmasked(ids: list[int], mask: Any, which: str) -> list[int]:
 
 
 def _check_segments(segments: Any) -> None:
-    """Some tokenizers add zeros."""
+    """Zeros are allowed: some tokenizers add them."""
     if segments is not None and _holds_one(segments):
         raise PromptError("token_type_ids holds other values than 0, but a decoder has one segment; leave it out.")
 

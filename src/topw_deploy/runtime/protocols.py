@@ -1,4 +1,4 @@
-"""What the loop and the caches need from a session: Implemented in `ort/` and `topw_deploy.tensorrt.run`."""
+"""Interfaces of sessions, implemented in `ort/` and `topw_deploy.tensorrt.run`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 
 Sampler: TypeAlias = Literal["native", "plugin", "graph"]
-"""What runs the sampler's node: onnxruntime's native operator, TensorRT's plugin, or the function in the file."""
+"""onnxruntime's native operator, TensorRT's plugin, or the function in the file."""
 
 
 @dataclass(frozen=True)
 class CpuNode:
-    """A node that a device's provider left to the CPU. computes: more than arithmetic on shapes and indices."""
+    """A node on the CPU although another provider was requested.
+
+    computes: beyond arithmetic on shapes and indices.
+    """
 
     name: str
     operator: str
@@ -22,7 +25,7 @@ class CpuNode:
 
 
 class Memory(Protocol):
-    """`size` bytes at address `pointer`, zero at first, where the session computes."""
+    """`size` bytes at address `pointer`, initially zero, on the session's device."""
 
     size: int
     pointer: int
@@ -31,52 +34,54 @@ class Memory(Protocol):
         """Zero at least the first `size` bytes."""
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
-        """Call `edit` with the bytes, uint8 [size]; device memory is copied to the host and back."""
+        """Call `edit` with the bytes, uint8 [size]; device memory is copied both ways."""
 
 
 class Binding(Protocol):
-    """The inputs and outputs of one generation's runs. Host arrays must stay alive and be contiguous."""
+    """Inputs and outputs of one generation's runs. Host arrays must be contiguous and stay alive."""
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
-        """Bind a host array as an input; call `refresh` after changing it."""
+        """Bind a host array as input; call `refresh` after changes."""
 
     def bind_changing(self, name: str, array: np.ndarray) -> None:
-        """Bind an input that every run reads anew."""
+        """Bind an input that every run reads again."""
 
     def bind_on_host(self, name: str, array: np.ndarray) -> None:
         """Bind an input that the graph reads on the host."""
 
     def refresh(self, name: str) -> None:
-        """Make runs see changes to the array bound as `name`."""
+        """Make changes to array `name` visible."""
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
-        """Bind the session's memory as input `source` and output `target`; it must stay alive."""
+        """Bind session memory as input `source` and output `target`; it must stay alive."""
 
     def bind_result(self, name: str, array: np.ndarray) -> None:
-        """Have runs write output `name` into an array of its shape."""
+        """Make runs write output `name` to `array`."""
 
     def another(self) -> Binding:
-        """An empty binding for other runs of this generation, not concurrent ones; `close` closes both."""
+        """An empty binding for other, non-concurrent runs; `close` closes both."""
 
     def run(self, step: int | None = None) -> None:
-        """Run the graph once and wait for its results. step: None for a chunk of a prompt whose results are not read.
+        """Run the graph and wait.
+
+        step: None for a prompt chunk with unused results.
 
         Raises GenerationError with the runtime's message.
         """
 
     def close(self) -> None:
-        """Release this generation's resources."""
+        """Release resources."""
 
 
 class Session(Protocol):
     """An open model.
 
-    provider: onnxruntime's name of the execution provider, or "tensorrt" for an engine.
+    provider: onnxruntime's provider name, or "tensorrt" for an engine.
     why_graph: why `sampler` is "graph", as a clause.
-    cpu_nodes: nodes that a device's provider left to the CPU.
-    inputs, outputs: the graph's names.
-    fixed_edits: slots of the edit inputs where the graph fixes their number.
-    most_rows, most_columns, most_edits: bounds on rows, tokens of a row in one run, and edits of a row; None: no bound.
+    cpu_nodes: see `CpuNode`.
+    inputs, outputs: names.
+    fixed_edits: the graph's fixed number of edit slots, or None.
+    most_rows, most_columns, most_edits: maximum rows, tokens per row and run, edits per row, or None.
     """
 
     provider: str
@@ -91,13 +96,13 @@ class Session(Protocol):
     most_edits: int | None
 
     def bind(self) -> Binding:
-        """New bindings; generations may run concurrently."""
+        """New bindings; generations may be concurrent."""
 
     def memory(self, size: int) -> Memory:
-        """Zeroed, aligned memory where the session computes."""
+        """Zeroed, aligned memory on the session's device."""
 
     def settle(self, run: Callable[[], object]) -> None:
-        """Check what only a run shows. Call it once, before all other runs; `run` makes a run of one token.
+        """Make checks that need a run; call once, first. `run` runs one token.
 
-        Raises ProviderError if another provider than the requested one computes nodes.
+        Raises ProviderError if another provider than requested computes nodes.
         """

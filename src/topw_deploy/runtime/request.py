@@ -1,7 +1,7 @@
-"""Resolves a request: the value of every parameter for every row of the batch.
+"""Resolves every parameter for every row of a request.
 
-A value comes from the first source that states it: the request, its preset (Top-W parameters only), its
-`generation_config`, the model's `generation_config.json`, the export's defaults (Top-W parameters only), this package.
+Precedence: the request, its preset (Top-W only), its `generation_config`, the model's `generation_config.json`, the
+export's defaults (Top-W only), this package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters
 
-_QUICK = 8  # characters per token of the context: shorter texts are tokenised without a check, in no time
+_QUICK = 8  # characters per context token
 CONFIG = "generation_config"
 _IN_CONFIG = {
     name: REQUEST_PARAMETERS[name] for name in ("num_return_sequences", "skip_special_tokens", "add_special_tokens")
@@ -27,13 +27,13 @@ _IN_CONFIG = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequest:
-    """The prompt and parameters of one sequence.
+    """Prompt and parameters of one sequence.
 
     prompt: token ids, at least one.
-    budget: most new tokens by all limits, >= 0.
-    eos_token_ids: end the row; with `ignore_eos`, only the stop_token_ids.
-    pad_token_id: fed after the end.
-    min_new_tokens: until then, eos_token_ids are banned and stop strings ignored.
+    budget: maximum new tokens, >= 0.
+    eos_token_ids: end the row; only stop_token_ids with `ignore_eos`.
+    pad_token_id: input after the end.
+    min_new_tokens: before that, no EOS or stop strings.
     """
 
     prompt: tuple[int, ...]
@@ -56,10 +56,10 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of the model, and those it was opened with.
+    """Limits of the model and of its opening.
 
-    context_length, max_length: most tokens of a sequence.
-    rows: most sequences of a call.
+    context_length, max_length: tokens per sequence.
+    rows: sequences per call.
     """
 
     context_length: int
@@ -73,9 +73,9 @@ class Limits:
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checked parameters of the rows, and of the whole request with defaults filled in.
+    """Returns checked (row parameters, request parameters with defaults).
 
-    The latter hold the row parameters of `generation_config` under that name.
+    The latter include `generation_config`'s row parameters.
     """
     named = check_names(given)
     config: dict[str, Any] = {}
@@ -100,12 +100,12 @@ def resolve(
     config: Mapping[str, Any] | None = None,
     geometry: tuple[str, int | None] = ("uniform", None),
 ) -> list[RowRequest]:
-    """One RowRequest per prompt and sample; the samples of a prompt are neighbours.
+    """One RowRequest per prompt and sample; a prompt's samples are adjacent.
 
-    given: the row parameters from `split`, each one value for all prompts or a list with one per prompt.
-    model, exported: defaults of the model and the export.
+    given: row parameters from `split`, one value for all prompts or one each.
+    model, exported: their defaults.
     config: row parameters of `generation_config`.
-    geometry: metric and width of embeddings, for `preset`.
+    geometry: embedding metric and width, for `preset`.
 
     Raises ParameterError for a bad value, PromptError for a prompt that is empty, too long or has unknown ids.
     """
@@ -122,13 +122,10 @@ def resolve(
 
 
 def _with_preset(stated: Mapping[str, Any], geometry: tuple[str, int | None]) -> Mapping[str, Any]:
-    """`stated`, completed by its preset."""
     return {**preset_parameters(stated["preset"], *geometry), **stated} if "preset" in stated else stated
 
 
 class _Sources:
-    """A row's sources, by precedence: the request, its generation_config, the model's."""
-
     def __init__(self, request: Mapping[str, Any], config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         self.all = (request, config, model)
         self.request, self.config, self.model = self.all
@@ -140,7 +137,6 @@ class _Sources:
         return self.get(name, PARAMETERS[name].default)
 
     def named(self, name: str, source: Mapping[str, Any]) -> str:
-        """The parameter `name` of `source`, for messages."""
         return f"{CONFIG}: {name}" if source is self.config else name
 
     def check_ids(self, name: str, ids: Iterable[int], limits: Limits) -> None:
@@ -196,7 +192,7 @@ def _row(
 
 def _top_w(sources: _Sources, exported: TopWParameters) -> TopWParameters:
     values = {name: sources.get(name, getattr(exported, name)) for name in PARAMETER_NAMES}
-    for source in sources.all:  # the first source that states do_sample or temperature decides
+    for source in sources.all:  # first with do_sample or temperature
         sampled = source.get("do_sample")
         if sampled is False:
             values["temperature"] = 0.0
@@ -214,7 +210,7 @@ def _top_w(sources: _Sources, exported: TopWParameters) -> TopWParameters:
 
 
 def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
-    """Most tokens to draw after a prompt of `prompt` tokens."""
+    """Maximum new tokens after `prompt` tokens."""
     if "max_new_tokens" in sources.request and "max_length" in sources.request:
         raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
     wanted = PARAMETERS["max_new_tokens"].default
@@ -225,7 +221,7 @@ def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
         if source.get("max_length", 0) > prompt:
             wanted = source["max_length"] - prompt
             break
-        if "max_length" in source and source is not sources.model:  # the model's does not apply
+        if "max_length" in source and source is not sources.model:
             raise PromptError(
                 f"the prompt has {prompt} tokens, but {sources.named('max_length', source)} is "
                 f"{source['max_length']}; raise it."
@@ -234,13 +230,13 @@ def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
 
 
 def check_length(tokens: int, limits: Limits, which: str) -> None:
-    """which: the prompt, for the message."""
+    """Raises PromptError naming prompt `which` for too many tokens."""
     if tokens > limits.tokens:
         raise PromptError(f"{which} has {tokens} tokens, {_too_many(tokens, limits)}", "max_length")
 
 
 def check_text(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> None:
-    """Raises PromptError if `text` certainly has more tokens than a sequence may have."""
+    """Raises PromptError if `text` certainly has too many tokens."""
     if len(text) <= _QUICK * limits.tokens:
         return
     tokens, why = tokenizer.bound.least(text)

@@ -1,4 +1,4 @@
-"""What a generation returns."""
+"""Generation results."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Timings:
 
     load_seconds: opening the model.
     prefill_seconds: the batch's prompts and first tokens.
-    decode_seconds: the batch's later steps, up to this row's last token.
-    decode_steps: how many steps those were.
+    decode_seconds: later steps, up to this row's last token.
+    decode_steps: their number.
     """
 
     load_seconds: float
@@ -23,7 +23,7 @@ class Timings:
 
     @property
     def seconds_per_token(self) -> float:
-        """For the tokens after the first; 0.0 if there are none."""
+        """Decode time per token; 0.0 without decode steps."""
         return self.decode_seconds / self.decode_steps if self.decode_steps else 0.0
 
 
@@ -31,16 +31,16 @@ class Timings:
 class GenerationResult:
     """One generated sequence.
 
-    text: the text after the prompt, without the end-of-sequence token and cut before a stop string.
-    token_ids: every token drawn, with the end-of-sequence token and those of a stop string.
-    logprobs: per token, the log-probability under its crop (renormalised, at `temperature`).
-    kept: per token, how many tokens the crop kept.
+    text: new text without EOS, cut before a stop string.
+    token_ids: all drawn tokens, with EOS and stop strings.
+    logprobs: per token, in its crop (renormalized, at `temperature`).
+    kept: per token, crop size.
     certified: per token, whether the crop was proven without geometry (docs/contract/graph.md section 4).
-    mass: per token, the crop's share of the full softmax; None unless the model was exported with it.
-    seed, sample: the same pair, prompt and parameters give the same tokens.
-    finish_reason: "stop", "criterion" (see `stop`) or "length" (the token limit or the context).
-    stop: for "stop" the end-of-sequence token's id or the stop string, for "criterion" the criterion's name, else None.
-    prompt_tokens: number of tokens of the prompt.
+    mass: per token, the crop's share of the full softmax, or None.
+    seed, sample: reproduce the tokens, with the same prompt and parameters.
+    finish_reason: "stop", "criterion" or "length" (token limit or context).
+    stop: EOS id, stop string or criterion's name, else None.
+    prompt_tokens: prompt length.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).
     """
 
@@ -60,7 +60,7 @@ class GenerationResult:
 
     @property
     def certified_share(self) -> float:
-        """Share of tokens whose crop was certified, in [0, 1]; 1.0 if there are no tokens."""
+        """Fraction of certified tokens; 1.0 without tokens."""
         return sum(self.certified) / len(self.certified) if self.certified else 1.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -80,8 +80,8 @@ class Piece:
     """A piece of streamed text.
 
     text: whole characters; may be empty in a row's last piece.
-    row: index of the sequence in the request, from 0.
-    result: set in a row's last piece.
+    row: sequence index in the request.
+    result: only in a row's last piece.
     """
 
     text: str

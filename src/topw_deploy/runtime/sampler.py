@@ -1,4 +1,4 @@
-"""`TopWSampler`: Top-W over logits from elsewhere."""
+"""`TopWSampler`: Top-W on external logits."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Samples:
     """One draw per row; B rows, V tokens in the vocabulary.
 
     next_token: int64 [B].
-    logprob: float32 [B], under the renormalised crop.
-    kept: int32 [B], size of the crop.
+    logprob: float32 [B], in the renormalized crop.
+    kept: int32 [B], crop size.
     certified: bool [B].
-    mass: float32 [B], if the model was exported with it.
-    keep_mask: bool [B, V], if the model was exported with it.
+    mass: float32 [B] or None.
+    keep_mask: bool [B, V] or None.
     """
 
     next_token: np.ndarray
@@ -53,11 +53,12 @@ class Samples:
 
 
 class TopWSampler:
-    """Samples from logits with a folder that `topw export-sampler` wrote. Open one with `from_pretrained`.
+    """Samples from logits with a folder from `topw export-sampler`. Open one with `from_pretrained`.
 
-    provider: onnxruntime's name of the execution provider.
-    sampler: "native" or "graph" (docs/guide/native.md); why_graph: why "graph".
-    cpu_nodes: nodes that a device's provider left to the CPU.
+    provider: onnxruntime's provider name.
+    sampler: "native" or "graph" (docs/guide/native.md).
+    why_graph: why `sampler` is "graph".
+    cpu_nodes: see `CpuNode`.
     """
 
     def __init__(self, folder: ModelFolder, session: GraphSession) -> None:
@@ -83,9 +84,9 @@ class TopWSampler:
         allow_fallback: bool = False,
         sampler: str = "auto",
     ) -> TopWSampler:
-        """Open a sampler-only folder. See `SessionOptions` for the options.
+        """Open a sampler-only folder. See `SessionOptions`.
 
-        Raises ManifestError, ProviderError, or ParameterError for an option out of its bounds.
+        Raises ManifestError, ProviderError, or ParameterError for an invalid option.
         """
         folder = ModelFolder(path, SamplerManifest)
         options = SessionOptions(
@@ -113,16 +114,17 @@ class TopWSampler:
         preset: str | None = None,
         **parameters: Any,
     ) -> Samples:
-        """Draw one token from each row of `logits`, with either `uniform` or `seed` and `position`.
+        """Draw one token per row of `logits`, with `uniform`, or `seed` and `position`.
 
-        logits: float [B, V]; [V] is one row; B may be 0.
-        uniform: the draws, in [0, 1), one for all rows or one per row.
+        logits: float [B, V] or [V]; B may be 0.
+        uniform: draws in [0, 1), one for all rows or one per row.
         seed, position, sample: the draws' key (docs/contract/graph.md section 5); position: tokens before the draw.
-        edit_ids: int64 [B, N], -1 is padding; edit_penalty, edit_bias: float32 [B, N] (section 6).
-        preset: source of Top-W parameters not given (docs/lab/lively.md). None: the export's defaults.
-        parameters: Top-W parameters, each one number or one per row.
+        edit_ids: int64 [B, N], padded with -1.
+        edit_penalty, edit_bias: float32 [B, N] (section 6).
+        preset: Top-W defaults (docs/lab/lively.md). None: the export's.
+        parameters: Top-W parameters, one number or one per row.
 
-        Raises ParameterError for bad arguments, GenerationError naming the rows whose logits are invalid.
+        Raises ParameterError for bad arguments, GenerationError for invalid logits.
         """
         logits = _logits(logits, self.vocab_size)
         rows = len(logits)
@@ -133,7 +135,7 @@ class TopWSampler:
             return Samples(**{name: self._no_rows(name) for name in self._outputs})
         try:
             found = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
-        except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
+        except Exception as error:  # noqa: BLE001  # unrelated classes
             raise GenerationError(f"onnxruntime failed: {one_line(error)}") from None
         invalid = np.flatnonzero(found["next_token"] < 0)
         if len(invalid):
@@ -155,13 +157,12 @@ class TopWSampler:
             given_value = named.get(name, default)
             values = _column(name, given_value, rows, np.float32)
             for value in np.unique(values if rows else np.asarray(given_value, np.float32)).tolist():
-                TopWParameters(**{name: value})  # checks the range
+                TopWParameters(**{name: value})
             columns[name] = values
         return {name: columns[name] for name in PARAMETER_NAMES}
 
 
 def _logits(given: Any, vocab: int) -> np.ndarray:
-    """`given` as contiguous float32 [B, V]."""
     if isinstance(given, np.ma.MaskedArray):
         raise ParameterError("logits is a masked array; fill it, with -inf where a token must not be drawn.")
     array = np.atleast_2d(_numbers("logits", given, np.float32))
@@ -171,7 +172,7 @@ def _logits(given: Any, vocab: int) -> np.ndarray:
 
 
 def _numbers(name: str, given: Any, dtype: Any) -> np.ndarray:
-    """Raises ParameterError unless `given` holds real numbers, or integers for an integer `dtype`."""
+    """Raises ParameterError for non-numbers, or non-integers for an integer `dtype`."""
     try:
         array = np.asarray(given)
         if array.dtype == object or array.dtype.names or array.dtype.kind in "USmMc":

@@ -1,4 +1,4 @@
-"""How to open a session, checked."""
+"""Checked options for opening a session."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import onnxruntime as ort
 from topw_deploy.errors import ParameterError
 
 SAMPLERS = ("auto", "native", "graph")
-_MOST_THREADS = 1024  # onnxruntime would start as many as it is told and never come back
-_OFF = ("0", "false")  # how onnxruntime's provider options say no
+_MOST_THREADS = 1024  # onnxruntime has no limit and would hang
+_OFF = ("0", "false")  # onnxruntime's false values
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """Options of a session. Raises ParameterError for a value out of its bounds.
+    """Options of a session. Raises ParameterError for an invalid value.
 
-    provider: "auto", a short name such as "cpu" or "cuda", or onnxruntime's full name. "tensorrt" runs the folder's
-        engine if one fits this machine, else onnxruntime's provider.
-    provider_options: as onnxruntime documents them. "enable_cuda_graph" captures each shape of a step once and launches
-        it from then on; the cache must have the form "static".
-    session_options: may serve several sessions. Gets the thread counts and the native operator's registration.
+    provider: "auto", a short name such as "cuda", or onnxruntime's full name. "tensorrt" runs the folder's engine if
+        one fits this machine, else onnxruntime's provider.
+    provider_options: see onnxruntime. "enable_cuda_graph" captures each step shape once and replays it; needs the
+        "static" cache form.
+    session_options: reusable. Receives thread counts and the native operator's registration.
     intra_op_num_threads, inter_op_num_threads: at most 1024; 0: onnxruntime's choice.
-    allow_fallback: accept another provider, and nodes that a provider leaves to the CPU.
-    sampler: "auto" (the native operator if possible, else the function in the file), "native" or "graph".
+    allow_fallback: accept another provider, and nodes on the CPU.
+    sampler: "auto" (native if possible), "native" or "graph".
     """
 
     provider: str = "auto"
@@ -55,7 +55,7 @@ class SessionOptions:
 
     @property
     def threads(self) -> dict[str, int]:
-        """The given thread counts, by onnxruntime's names."""
+        """Thread counts by onnxruntime's names."""
         counts = {
             "intra_op_num_threads": self.intra_op_num_threads,
             "inter_op_num_threads": self.inter_op_num_threads,
@@ -64,7 +64,7 @@ class SessionOptions:
 
     @property
     def device_number(self) -> int:
-        """The GPU's number."""
+        """GPU number."""
         return int((self.provider_options or {}).get("device_id", 0))
 
     @property
@@ -75,7 +75,7 @@ class SessionOptions:
         options = self.session_options
         if options is None:
             options = ort.SessionOptions()
-            options.log_severity_level = 3  # warnings about constant folding are not for users
+            options.log_severity_level = 3  # hide constant folding warnings
         for name, value in self.threads.items():
             setattr(options, name, value)
         return options

@@ -1,4 +1,4 @@
-"""Decodes tokens to text one by one, in whole characters, and cuts the text at stop strings."""
+"""Incremental decoding and stop strings."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
-REPLACEMENT = "�"  # decoders' output for bytes that are no character, or only the beginning of one
-_CONTEXT = 6  # prompt tokens that are decoded together with the first generated ones
-_CHARACTER = 4  # most tokens that can share one character: UTF-8 has at most four bytes
+REPLACEMENT = "�"  # invalid or incomplete bytes
+_CONTEXT = 6  # context tokens
+_CHARACTER = 4  # UTF-8 has at most four bytes, so tokens, per character
 
 
 class IncrementalDecoder:
     """Decodes tokens one by one.
 
-    A byte-level token may hold part of a character, and a SentencePiece one loses its leading space at the start of a
-    text. So each token is decoded after the last ones that gave text, whose text is removed. An unfinished character is
-    held back. If the prompt ends inside a character, the text begins with it, or with U+FFFD.
+    A byte-level token may hold part of a character; a SentencePiece token at the start of a text loses its leading
+    space. So each token is decoded after the last ones with text, whose text is removed. Unfinished characters are held
+    back. If the prompt ends inside a character, the text begins with it, or with U+FFFD.
 
     decode: token ids -> text.
-    prompt: token ids; the last few are context.
-    bytes_of: a token's bytes, see `TokenBytes`.
+    prompt: token ids, for context.
+    bytes_of: see `TokenBytes`.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class IncrementalDecoder:
         bytes_of: Callable[[int], bytes | None] = lambda token: None,
     ) -> None:
         self._decode = decode
-        self._start = 0  # first context token
+        self._start = 0
         unfinished, shown = _unfinished(bytes_of, prompt)
         self._ids = unfinished or _context(decode, bytes_of, prompt)
-        self._read = 0 if unfinished else len(self._ids)  # first token whose text was not returned yet
-        self._known = shown if unfinished else len(decode(self._ids))  # characters of the window already returned
+        self._read = 0 if unfinished else len(self._ids)
+        self._known = shown if unfinished else len(decode(self._ids))  # returned characters of the window
         self._prompt = len(self._ids)
 
     def push(self, token: int) -> str:
-        """The newly certain text; "" within a character."""
+        """New whole characters."""
         self._ids.append(token)
         text = self._decode(self._ids[self._start :])
         if text.endswith(REPLACEMENT):
@@ -46,21 +46,21 @@ class IncrementalDecoder:
         return self._new_text(text)
 
     def flush(self) -> str:
-        """The text held back at the end, with U+FFFD for an unfinished character; "" without new tokens."""
+        """The held-back text, with U+FFFD for an unfinished character."""
         if len(self._ids) in (self._read, self._prompt):
             return ""
         return self._new_text(self._decode(self._ids[self._start :]))
 
     def _new_text(self, text: str) -> str:
         gained = text[self._known :]
-        if gained:  # tokens without text (special ones) are no context: the window does not move
+        if gained:  # special tokens do not move the window
             self._start, self._read = self._read, len(self._ids)
             self._known = len(self._decode(self._ids[self._start :]))
         return gained
 
 
 def _unfinished(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) -> tuple[list[int], int]:
-    """The tokens of an unfinished character at the prompt's end, and the first one's characters before it."""
+    """Returns (tokens of an unfinished character, number of characters before it in the first token)."""
     tokens: list[int] = []
     spelled: list[bytes] = []
     for token in reversed(prompt):
@@ -79,7 +79,6 @@ def _unfinished(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) 
 
 
 def _pending(data: bytes) -> int:
-    """Bytes at the end of `data` that begin an incomplete character."""
     for size in range(1, min(len(data), _CHARACTER - 1) + 1):
         for more, last in itertools.product(range(1, _CHARACTER + 1 - size), (b"\x80", b"\xbf")):
             with contextlib.suppress(UnicodeDecodeError):
@@ -91,7 +90,7 @@ def _pending(data: bytes) -> int:
 def _context(
     decode: Callable[[Sequence[int]], str], bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]
 ) -> list[int]:
-    """The prompt's last tokens with text, from a whole character on."""
+    """Last tokens with text, from a whole character."""
     most = _CONTEXT + _CHARACTER - 1
     last = list(itertools.islice((token for token in reversed(prompt) if bytes_of(token) != b""), most))[::-1]
     for size in range(_CONTEXT, most + 1):
@@ -102,7 +101,7 @@ def _context(
 
 
 class StopStrings:
-    """Passes text on up to the stop string that ends first; of two that end together, the longer."""
+    """Cuts text at the stop string that ends first; on ties, the longest."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -110,7 +109,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """New text that cannot be part of a stop string."""
+        """New text outside any possible stop string."""
         if self.found is not None or not text:
             return ""
         text = self._held + text
@@ -124,12 +123,11 @@ class StopStrings:
         return text[:cut]
 
     def flush(self) -> str:
-        """The text held back, at the end."""
+        """The held-back text."""
         held, self._held = self._held, ""
         return held
 
     def _possible_beginning(self, text: str) -> int:
-        """Length of the longest suffix that begins a stop string."""
         longest = min(len(text), max(map(len, self._stops), default=1) - 1)
         for size in range(longest, 0, -1):
             end = text[-size:]
@@ -139,7 +137,10 @@ class StopStrings:
 
 
 class RowText:
-    """The text of one row, cut at stop strings. guarded: tokens before which they do not count."""
+    """One row's text, cut at stop strings.
+
+    guarded: tokens required before a stop string counts.
+    """
 
     def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], guarded: int = 0) -> None:
         self._decoder = decoder
@@ -152,7 +153,7 @@ class RowText:
 
     def push(self, token: int) -> str:
         text = self._decoder.push(token)
-        if self._guarded > 1:  # the last required token may complete a stop string
+        if self._guarded > 1:  # the last required token may complete one
             self._guarded -= 1
             return text
         return self._stops.push(text)

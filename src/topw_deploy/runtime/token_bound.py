@@ -1,4 +1,4 @@
-"""A lower bound on the tokens of a text without tokenising it: tokenising 10 MB takes seconds and a gigabyte."""
+"""A lower bound on a text's tokens without tokenizing, which takes seconds and a gigabyte for 10 MB."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from tokenizers import Tokenizer as RustTokenizer
 
 _ALPHANUMERIC = frozenset(string.ascii_letters + string.digits)
 _OTHER_BYTES = bytes(sorted(set(range(256)) - set(map(ord, _ALPHANUMERIC))))
-_COMPOSED = 4  # most characters that NFC or NFKC makes one of
+_COMPOSED = 4  # characters that NFC or NFKC composes into one
 _FACTORS = {"NFC": _COMPOSED, "NFKC": _COMPOSED} | dict.fromkeys(
     ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"), 1
 )
-_SPLITTERS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})  # they keep every character
-_CUTTERS = frozenset({"Split", "Punctuation"})  # these too, except with the behavior "Removed"
+_SPLITTERS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})  # keep every character
+_CUTTERS = frozenset({"Split", "Punctuation"})  # likewise, unless "Removed"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """How much text one token covers at most; None if the tokenizer may drop or join any amount of it.
+    """Maximum characters per token; None if unbounded.
 
-    alphanumeric: ASCII letters and digits: a sharper bound for words, as the longest tokens are rows of spaces or
-        dashes.
+    alphanumeric: only ASCII letters and digits, a sharper bound: the longest tokens are runs of spaces or dashes.
     """
 
     characters: int | None
     alphanumeric: int | None
 
     def least(self, text: str) -> tuple[int, str]:
-        """A lower bound on the tokens of `text`, and the reason."""
+        """Returns (lower bound on the tokens of `text`, reason)."""
         bounds = [(0, "")]
         if self.characters:
             bounds.append((-(-len(text) // self.characters), f"a token holds at most {self.characters} of them"))
@@ -45,8 +44,9 @@ class TokenBound:
 
 
 def token_bound(raw: RustTokenizer) -> TokenBound:
-    """The bound of a tokenizer. Both parts are None unless it is a BPE over bytes, or one with a token for every byte:
-    other models make one unknown token of any amount of text.
+    """The bound of a tokenizer; None unless it is a BPE over bytes or has a token for every byte.
+
+    Others make one unknown token of any amount of text.
     """
     normalizer = _steps(raw.normalizer, "normalizers")
     splitters = _steps(raw.pre_tokenizer, "pretokenizers")
@@ -64,14 +64,12 @@ def token_bound(raw: RustTokenizer) -> TokenBound:
     texts = [*vocabulary, *(form for token in added for form in _forms(raw, token.content))]
     spelled = [byte_level_bytes(t).decode("utf-8", "replace") for t in texts] if bytewise else texts
     letters = max((_possible_letters(text) for text in (*spelled, *texts[len(vocabulary) :])), default=0)
-    strips = any(token.lstrip or token.rstrip for token in added)  # such a token takes any number of spaces
+    strips = any(token.lstrip or token.rstrip for token in added)  # it absorbs spaces
     longest = max(map(len, texts), default=0)
     return TokenBound(None if strips else longest * factor, letters if _keeps_letters(normalizer) else None)
 
 
 def _steps(part: Any, children: str) -> list[dict[str, Any]]:
-    """Steps of a normalizer or pre-tokenizer, flattened."""
-
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
         if state.get("type") == "Sequence":
             return [step for child in state[children] for step in flat(child)]
@@ -91,12 +89,12 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 
 
 def _factor(steps: list[dict[str, Any]]) -> int | None:
-    """How many characters become one at most; None for any number."""
+    """Maximum characters merged into one; None if unbounded."""
     factor = 1
     for step in steps:
         if step["type"] == "Replace":
             old, new = step["pattern"].get("String"), step["content"]
-            if not old or not new:  # a regular expression, or one that deletes
+            if not old or not new:  # regex or deletion
                 return None
             factor *= -(-len(old) // len(new))
         elif step["type"] in _FACTORS:
@@ -107,7 +105,6 @@ def _factor(steps: list[dict[str, Any]]) -> int | None:
 
 
 def _keeps_letters(steps: list[dict[str, Any]]) -> bool:
-    """Whether no step replaces ASCII letters and digits."""
     return not any(step["type"] == "Replace" and _ALPHANUMERIC & set(step["pattern"]["String"]) for step in steps)
 
 
@@ -116,12 +113,12 @@ def _forms(raw: RustTokenizer, content: str) -> list[str]:
 
 
 def _possible_letters(text: str) -> int:
-    """Counts characters that may come from an ASCII letter or digit; composed with accents, they are not ASCII."""
+    """Count characters possibly from ASCII letters or digits, even with accents."""
     return sum(character in _ALPHANUMERIC or character >= "\x80" for character in text)
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token, whose characters are bytes; else its UTF-8."""
+    """Bytes of a byte-level token; UTF-8 of other tokens."""
     try:
         return bytes(_BYTE_OF[character] for character in token)
     except KeyError:
@@ -129,7 +126,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte: itself if printable, else the next one from U+0100 on."""
+    """GPT-2's character per byte: itself if printable, else the next from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

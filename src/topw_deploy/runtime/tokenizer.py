@@ -1,4 +1,4 @@
-"""The folder's tokenizer: `tokenizer.json` through the tokenizers library, and the bytes of its tokens."""
+"""The folder's `tokenizer.json`, and the bytes of its tokens."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte fallback
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece
 
 
 class Tokenizer:
     """Text <-> token ids.
 
-    special_tokens: the texts of bos_token, eos_token, ... as the folder's configuration names them.
+    special_tokens: texts of bos_token, eos_token, ... in the configuration.
 
-    Raises TokenizerError if `tokenizer.json` is missing or unreadable, or if the library fails on it.
+    Raises TokenizerError if `tokenizer.json` is missing or unusable.
     """
 
     def __init__(self, folder: ModelFolder[Any]) -> None:
@@ -38,9 +38,9 @@ class Tokenizer:
         self._file = folder.path / TOKENIZER_FILE
         try:
             self._raw = RustTokenizer.from_str(folder.read_text(TOKENIZER_FILE))
-        except BaseException as error:  # noqa: BLE001  # the library raises bare Exception, and panics
+        except BaseException as error:  # noqa: BLE001  # bare Exception, or a Rust panic
             raise self._typed(error, "read") from None
-        # Settings for training batches: left on, they would silently cut or pad a prompt.
+        # Truncation and padding would silently change prompts.
         self._raw.no_truncation()
         self._raw.no_padding()
         self._bytes = {skip: TokenBytes(self._raw, skip) for skip in (False, True)}
@@ -48,7 +48,7 @@ class Tokenizer:
         self.special_tokens = _special_tokens({**folder.read_json(SPECIAL_TOKENS_FILE), **self.config})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises PromptError for half a surrogate pair, which UTF-8 cannot encode."""
+        """Raises PromptError for a lone surrogate (no UTF-8)."""
         try:
             ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):
@@ -61,7 +61,7 @@ class Tokenizer:
 
     @cached_property
     def bound(self) -> TokenBound:
-        """Takes about 0.1 us per token of the vocabulary."""
+        """Takes about 0.1 us per vocabulary token."""
         return token_bound(self._raw)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -79,16 +79,16 @@ class Tokenizer:
         return IncrementalDecoder(decode, prompt, self._bytes[skip_special_tokens])
 
     def _typed(self, error: BaseException, done: str) -> BaseException:
-        """A TokenizerError for the library's errors, and its panics, which are no Exception."""
+        """Convert the library's errors, and panics (not Exceptions)."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            return error  # an interrupt
+            return error  # interrupts
         return TokenizerError(f"{self._file} cannot be {done} ({one_line(error, 200)}); export the model again.")
 
     def id_of(self, token: str | None) -> int | None:
         """None for an unknown token."""
         try:
             return None if token is None else self._raw.token_to_id(token)
-        except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which no token can hold
+        except (TypeError, UnicodeEncodeError):  # lone surrogate
             return None
 
     @property
@@ -117,9 +117,9 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 class TokenBytes:
-    """The bytes that a tokenizer's decoder makes of each token: a character may be split over several tokens.
+    """Each token's bytes; a character may span tokens.
 
-    skip_special: whether special tokens give no text.
+    skip_special: special tokens give no text.
     """
 
     def __init__(self, raw: RustTokenizer, skip_special: bool) -> None:
@@ -132,9 +132,9 @@ class TokenBytes:
         self._skipped = {token for token, entry in added.items() if entry.special} if skip_special else set()
 
     def __call__(self, token: int) -> bytes | None:
-        """b"" if `token` gives no text, None if it shares no character with other tokens."""
+        """b"" if `token` gives no text, None if it shares no characters with other tokens."""
         text = None if token in self._skipped else self._raw.id_to_token(token)
-        if text is None:  # the decoder skips unknown ids too
+        if text is None:
             return b""
         if self._byte_level:
             return byte_level_bytes(text)

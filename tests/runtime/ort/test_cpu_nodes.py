@@ -1,4 +1,4 @@
-"""Nodes that a provider leaves to the CPU are named, and refused where they compute."""
+"""Nodes left to the CPU are named, and refused if they compute."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_node_of_a_real_session_is_listed_with_its_operator(folder: Path) 
     options = ort.SessionOptions()
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "0")
     cpu_nodes.record(options)
-    cpu_nodes.record(options)  # a second time changes nothing
+    cpu_nodes.record(options)
     raw = ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
     found = cpu_nodes.cpu_nodes(raw)
     assert {"TopK", "Concat"} <= {node.operator for node in found}

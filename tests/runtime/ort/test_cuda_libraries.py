@@ -1,4 +1,4 @@
-"""CUDA's libraries are loaded from Python packages before the first session on a GPU, and what is missing is said."""
+"""CUDA libraries load from Python packages before the first GPU session; missing ones are named."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ Preload = Callable[[Callable[..., None]], list[Any]]
 
 @pytest.fixture
 def preload(monkeypatch: pytest.MonkeyPatch) -> Preload:
-    """Have onnxruntime.preload_dlls do what is given, in a process that has not loaded anything; answers the folders
-    that it is called for."""
+    """Replaces onnxruntime.preload_dlls in a fresh process state. Returns the folders it is called for."""
     monkeypatch.setattr(cuda_libraries, "_outcome", [])
     monkeypatch.setattr(cuda_libraries.importlib.util, "find_spec", lambda _name: None)
 
@@ -82,7 +81,7 @@ def test_what_other_threads_print_meanwhile_is_printed(preload: Preload, capsys:
 def test_packages_in_other_folders_are_looked_through_where_something_is_missing(
     preload: Preload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As where onnxruntime is installed for one user, and the system's PyTorch has brought CUDA."""
+    """onnxruntime is installed per user, and CUDA comes with the system's PyTorch."""
     for package, library in (("cudnn", "libcudnn.so.9"), ("cu13", "libcublas.so.13"), ("nccl", "libnccl.so.2")):
         (tmp_path / "nvidia" / package / "lib").mkdir(parents=True)
         (tmp_path / "nvidia" / package / "lib" / library).touch()
@@ -93,7 +92,7 @@ def test_packages_in_other_folders_are_looked_through_where_something_is_missing
     calls = preload(lambda directory: find_nothing(directory) if directory is None else None)
     assert cuda_libraries.preload() == ""
     folders = [str(tmp_path / "nvidia" / package / "lib") for package in ("cu13", "cudnn")]
-    assert calls == [None, *folders]  # cuDNN needs the others
+    assert calls == [None, *folders]
 
 
 def test_an_onnxruntime_without_the_function_loads_nothing(preload: Preload, monkeypatch: pytest.MonkeyPatch) -> None:

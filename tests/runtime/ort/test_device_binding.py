@@ -1,6 +1,8 @@
-"""Steps whose inputs and results are copied to and from a device, and captured into CUDA graphs: over onnxruntime's CPU
-provider, with doubles of the device's memory and of the capture. A replay computes with the addresses and shapes that
-were bound when the graph was captured, whatever is bound by then."""
+"""Copies to and from a device, and steps captured into CUDA graphs.
+
+Uses onnxruntime's CPU provider and doubles of device memory and capture. Replays use the addresses and shapes bound at
+capture.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ SETTINGS: dict[str, Any] = {"temperature": 1.5, "lam": 0.3, "ignore_eos": True}
 
 
 class FarArea(Area):
-    """Memory of the device that the host's array does not share."""
+    """Device memory not shared with the host array."""
 
     uploads = 0
 
@@ -52,7 +54,7 @@ class FarArea(Area):
 
 
 class Bound:
-    """onnxruntime's IO binding, and what is bound in it."""
+    """onnxruntime's IO binding with a record of its bindings."""
 
     def __init__(self, session: Any) -> None:
         self.real = REAL(session.real)
@@ -71,7 +73,7 @@ class Bound:
 
 
 class Capturing:
-    """onnxruntime's session, whose runs with a graph's number are captured once and then replayed."""
+    """An onnxruntime session that captures runs with a graph number once and then replays them."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -85,7 +87,7 @@ class Capturing:
             self.real.run_with_iobinding(io.real, None)
         elif number not in self.graphs:
             self.graphs[number] = dict(io.inputs), dict(io.places)
-            for _ in range(2):  # one to allocate, one to capture
+            for _ in range(2):  # allocate, capture
                 self.real.run_with_iobinding(io.real, None)
         else:
             self.replays += 1
@@ -103,7 +105,7 @@ Open = Callable[..., tuple[TopWModel, Capturing]]
 
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Open a folder with the doubles; `graphs`: capture steps."""
+    """Open a folder with the doubles. graphs: capture steps."""
     monkeypatch.setattr(ort, "SessionIOBinding", lambda raw: (Bound if isinstance(raw, Capturing) else REAL)(raw))
     monkeypatch.setattr(device_binding, "Area", FarArea)
 
@@ -120,7 +122,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Open:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every form of cache (toy_graph.py); `stepped` has buffers that grow by 16 tokens."""
+    """Every form of cache (toy_graph.py); buffers of `stepped` grow by 16 tokens."""
     root = tmp_path_factory.mktemp("toys")
     found = {form: export(root / form, TOY, form=form, with_mass=True) for form in ("concat", "grouped", "shared")}
     return {**found, "stepped": export(root / "stepped", TOY, form="scatter", buffer_step=16, with_mass=True)}
@@ -143,7 +145,7 @@ def test_a_device_gives_what_the_host_gives(folders: dict[str, Path], on_a_devic
 
 
 def requests() -> list[dict[str, Any]]:
-    """Rows that end one after the other, edits that grow, parameters that differ."""
+    """Rows with different ends, growing edits and different parameters."""
     return [
         {"prompt": ["first", "and a second one"], "seed": 1, "max_new_tokens": [30, 9], "repetition_penalty": 1.3},
         {"prompt": "alone", "seed": 2, "max_new_tokens": 40, "no_repeat_ngram_size": 2},
@@ -170,8 +172,8 @@ def test_a_graph_is_captured_once_for_a_shape_and_serves_the_next_generation(
     model, session = on_a_device(folders["grouped"], graphs=True)
     for count, prompts in enumerate((["ab", "cd"], ["of another length", "x"], ["and", "more"])):
         model.generate(prompts, seed=count, max_new_tokens=11, **SETTINGS)
-        assert (len(session.graphs), session.eager) == (1, count + 1)  # the prompts' runs are not captured
-        assert session.replays == 9 + 10 * count  # the first draw is the prompt's, the second one captures
+        assert (len(session.graphs), session.eager) == (1, count + 1)  # prompts are not captured
+        assert session.replays == 9 + 10 * count  # the prompt draws first
     model.generate("one row", seed=0, max_new_tokens=3, **SETTINGS)
     assert len(session.graphs) == 2
 
@@ -179,7 +181,7 @@ def test_a_graph_is_captured_once_for_a_shape_and_serves_the_next_generation(
 def test_a_buffer_that_grows_is_captured_again(folders: dict[str, Path], on_a_device: Open) -> None:
     model, session = on_a_device(folders["stepped"], graphs=True)
     model.generate("abcd", seed=0, max_new_tokens=40, **SETTINGS)
-    assert len(session.graphs) == 3  # 16, 32 and 48 tokens long
+    assert len(session.graphs) == 3  # 16, 32 and 48 tokens
 
 
 def test_there_are_only_so_many_graphs(
@@ -197,7 +199,7 @@ def test_a_step_copies_only_what_it_changes(folders: dict[str, Path], on_a_devic
     model, _ = on_a_device(folders["grouped"], graphs=False)
     before = FarArea.uploads
     model.generate("abcd", seed=0, max_new_tokens=20, **SETTINGS)
-    assert FarArea.uploads - before == 2 + 2 + 18  # all of it for the prompt and the first step, then what changes
+    assert FarArea.uploads - before == 2 + 2 + 18  # all in two runs, then changes
     before = FarArea.uploads
     model.generate("abcd", seed=0, max_new_tokens=20, repetition_penalty=1.2, **SETTINGS)
     assert FarArea.uploads - before == 2 * 20
@@ -209,7 +211,7 @@ def test_generations_at_the_same_time_have_memory_of_their_own(folders: dict[str
     model, _ = on_a_device(folders["grouped"], graphs=True)
     streams = [model.stream(f"prompt {n}", seed=n, max_new_tokens=30, **SETTINGS) for n in range(3)]
     found: dict[int, list[int]] = {}
-    while len(found) < 3:  # a piece of each in turn
+    while len(found) < 3:  # one piece each in turn
         for n, stream in enumerate(streams):
             piece = next(stream, None)
             if piece is not None and piece.result is not None:
@@ -232,7 +234,7 @@ def test_memory_grows_for_a_long_prompt_and_is_used_again(folders: dict[str, Pat
     model, session = on_a_device(folders["grouped"], graphs=True)
     pool = model._session._buffers  # type: ignore[union-attr]
     pool._free.append(lent := device_binding.StepBuffers(("cpu", 0)))
-    lent.areas["rest"] = FarArea(256, ("cpu", 0))  # less than the prompt's ids and parameters need
+    lent.areas["rest"] = FarArea(256, ("cpu", 0))  # too small for ids and parameters
     for text in ("z" * 40, "short"):
         expected = host.generate(text, seed=1, max_new_tokens=8, **SETTINGS)
         assert model.generate(text, seed=1, max_new_tokens=8, **SETTINGS).token_ids == expected.token_ids
@@ -254,7 +256,7 @@ def test_a_failed_run_says_where_and_gives_its_memory_back(folders: dict[str, Pa
 
 
 class Logged(DeviceLock):
-    """DeviceLock that note what is asked of them."""
+    """Logs calls to DeviceLock."""
 
     def __init__(self, log: list[str]) -> None:
         super().__init__()
@@ -277,7 +279,7 @@ class Logged(DeviceLock):
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of the device's lock."""
+    """Calls to the device lock."""
     asked: list[str] = []
     monkeypatch.setitem(device_lock._locks, ("cpu", 0), Logged(asked))
     return asked
@@ -292,7 +294,7 @@ def test_every_use_of_the_device_holds_its_lock(folders: dict[str, Path], on_a_d
     assert log == ["in", "out", "in", "changes", "out", "in", "out", "in", "out"]
     log.clear()
     model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
-    # its buffers, its cache, the prompt; a step that is captured after its inputs are copied, and two that are replayed
+    # buffers, cache, prompt; a step's upload and capture; two replays
     assert log == ["in", "out"] * 4 + ["captures True"] + ["in", "out"] * 2
 
 
@@ -357,7 +359,7 @@ def test_a_session_is_closed_under_the_lock(folders: dict[str, Path], on_a_devic
     model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
     weakref.finalize(model._session.raw._sess, log.append, "closed")  # type: ignore[union-attr]
     log.clear()
-    model.close()  # at once, and not when the garbage collector comes
+    model.close()  # immediately, not at garbage collection
     assert log == ["in", "closed", "out"]
 
 

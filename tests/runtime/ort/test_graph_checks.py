@@ -1,4 +1,4 @@
-"""Quantised lookups that onnxruntime's CUDA provider computes wrongly are refused before a token is drawn."""
+"""Quantized lookups that onnxruntime's CUDA provider computes wrongly are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ def graph(
     *, bits: int = 4, width: int = 64, block: int = 32, zeros: bool = True, kind: int = TensorProto.UINT8,
     as_head: bool = False, blank: bool = False,
 ) -> bytes:  # fmt: skip
-    """A model of one lookup. as_head: of a tied head's weight, reshaped. blank: zero points are "", not left out."""
+    """A model with one lookup.
+
+    as_head: reshape a tied head's weight.
+    blank: zero points are "" instead of omitted.
+    """
     in_bytes = kind == TensorProto.UINT8
     blocks = -(-width // block)
     codes = [ROWS, blocks, block * bits // 8] if as_head else [ROWS, width * bits // 8 if in_bytes else width]
@@ -87,10 +91,10 @@ def test_a_graph_without_such_a_lookup_has_none(tmp_path: Path) -> None:
 
 
 def test_sizes_are_read_in_either_encoding(tmp_path: Path) -> None:
-    """onnx writes each size as a field; other writers put all of them into one."""
+    """ONNX writes one field per size; other writers pack them."""
     model = onnx.load_from_string(graph())
     encoded = model.SerializeToString()
-    sizes = b"\x08\x06\x08\x20\x10\x02"  # 6, 32, and the type behind them
+    sizes = b"\x08\x06\x08\x20\x10\x02"  # 6, 32, then the type
     assert encoded.count(sizes) == 1
     assert found(tmp_path, encoded.replace(sizes, b"\x0a\x02\x06\x20\x10\x02")) == [Lookup(4, 32, 64, True)]
 

@@ -1,4 +1,4 @@
-"""onnxruntime before 1.24: graphs that it refuses or computes wrongly, and finding its nodes on the CPU."""
+"""onnxruntime before 1.24: unsupported or wrong graphs, and finding CPU nodes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_provider_that_opens_a_model_and_does_not_run_it_is_an_error(
 
 
 def test_nodes_of_branches_are_left_out() -> None:
-    """A profile has the nodes of an If's branch within the time of the If."""
+    """In a profile, nodes of an If's branch lie within the If's time."""
     events = [
         {"name": name, "ts": start, "dur": length, "args": {"op_name": "Op", "provider": "P"}}
         for name, start, length in (("in the branch", 12, 3), ("first", 0, 5), ("if", 10, 10), ("last", 20, 0))
@@ -137,7 +137,7 @@ def test_nodes_of_branches_are_left_out() -> None:
 def test_an_optimisation_that_ends_the_process_is_switched_off_for_devices(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GroupQueryAttentionFusion of onnxruntime 1.23 over a RotaryEmbedding of onnx."""
+    """onnxruntime 1.23's GroupQueryAttentionFusion on ONNX's RotaryEmbedding."""
     asked: list[Any] = []
     monkeypatch.setattr(ort, "InferenceSession", lambda *_, **settings: asked.append(settings["disabled_optimizers"]))
     for provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):

@@ -66,7 +66,7 @@ def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytes
             self.real.acquire()
 
     real = threading.Lock
-    runner.call(lambda: None)  # so that the thread is there
+    runner.call(lambda: None)  # starts the thread
     monkeypatch.setattr(threading, "Lock", lambda: Interrupted(real()))
 
     def work() -> None:

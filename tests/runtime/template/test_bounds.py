@@ -1,4 +1,4 @@
-"""A template that would never end, or fill the memory, is refused in a sentence that names its file."""
+"""Endless or memory-filling templates are refused with an error naming their file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates in the manner of published models give the text that Jinja alone gives, also for long chats."""
+"""Templates like those of published models render as in plain Jinja, even for long chats."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TURN = [
 
 
 def by_jinja_alone(source: str, **variables: Any) -> str:
-    """`source` rendered as transformers does, without bounds."""
+    """`source` rendered as in transformers, without bounds."""
 
     def tojson(value: Any, indent: int | None = None) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent)

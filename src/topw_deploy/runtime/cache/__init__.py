@@ -1,6 +1,7 @@
 """Key-value caches, one class per form of docs/contract/graph.md section 8.
 
-concat: onnxruntime makes a longer cache at every step. static and shared: one buffer, updated in place.
+concat: a longer tensor at every step.
+static, shared: one buffer, updated in place.
 """
 
 from topw_deploy.runtime.cache.caches import Cache, Caches, check_layout, check_supported, takes_ragged_batches

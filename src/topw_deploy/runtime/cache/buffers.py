@@ -1,6 +1,6 @@
-"""The memory of in-place caches: one block, split into a buffer for each layer's keys and values.
+"""Memory of in-place caches: one block with a buffer for each layer's keys and values.
 
-On the host, the operating system provides zeroed pages on their first write, so unused length costs no memory.
+Host pages are zeroed on first write, so unused length is free.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.protocols import Binding, Memory, Session
 
 CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "bfloat16")
-"""Element types that a cache may have."""
+"""Supported cache element types."""
 
-_ALIGNMENT = 256  # bytes: what TensorRT requires of a tensor's address; onnxruntime needs less
-_ROUND = 64  # tokens: buffers' lengths are multiples of it
-_GROWTH = 32  # buffers grow by at least 1 / _GROWTH of their length, because growing moves all of it
+_ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
+_ROUND = 64  # tokens; divides buffer lengths
+_GROWTH = 32  # growing moves the whole buffer, so by at least 1 / _GROWTH
 
 
 def tensors(decoder: DecoderInfo) -> Iterator[tuple[str, str, int, int]]:
-    """(past's name, present's name, kv_heads, head_dim) of every layer's keys and values."""
+    """(past name, present name, kv_heads, head_dim) per tensor."""
     for layer in range(decoder.num_layers):
         for part in ("key", "value"):
             sizes = decoder.num_kv_heads[layer], decoder.head_dim[layer]
@@ -32,7 +32,7 @@ def tensors(decoder: DecoderInfo) -> Iterator[tuple[str, str, int, int]]:
 
 
 class Layout:
-    """Offsets of a decoder's cache tensors, each `[batch, kv_heads, length, head_dim]`, in a block of memory."""
+    """Offsets of the cache tensors, each `[batch, kv_heads, length, head_dim]`, in one block."""
 
     def __init__(self, decoder: DecoderInfo) -> None:
         self.element_type = ELEMENT_TYPES[decoder.kv_dtype].number
@@ -54,7 +54,7 @@ class Layout:
 
 
 class Buffers:
-    """A cache of `batch` rows and `length` tokens in a block that has room for `capacity` tokens per row."""
+    """`batch` rows of `length` tokens, which can grow to `capacity`."""
 
     def __init__(self, layout: Layout, block: Memory, batch: int, capacity: int, length: int) -> None:
         self.layout, self.block, self.batch = layout, block, batch
@@ -62,7 +62,7 @@ class Buffers:
         self._starts = layout.starts(batch, length)
 
     def bind(self, binding: Binding, rows: range | None = None) -> None:
-        """Bind each tensor as both past and present. rows: bind only these, as a smaller batch."""
+        """Bind each tensor as past and present, optionally of `rows` only."""
         count, first = (self.batch, 0) if rows is None else (len(rows), rows.start)
         for (past, present, heads, dim), start in zip(self.layout.tensors, self._starts, strict=False):
             pointer = self.block.pointer + start + first * self.length * self.layout.token_bytes(heads, dim)
@@ -70,15 +70,15 @@ class Buffers:
             binding.bind_memory(past, present, self.layout.element_type, shape, pointer)
 
     def clear(self) -> None:
-        """Zero the buffers, because some operators multiply masked values, and 0 * NaN is NaN."""
+        """Zero the buffers: some operators multiply masked values, and 0 * NaN is NaN."""
         self.block.clear(self._starts[-1])
 
     def grow(self, length: int) -> None:
-        """Enlarge rows to `length` tokens, keeping their values and zeroing the rest. Bind again afterwards."""
+        """Extend rows to `length` with zeros. Bind again afterwards."""
         old_starts, new_starts = self._starts, self.layout.starts(self.batch, length)
 
         def spread(memory: np.ndarray) -> None:
-            # backwards, so that nothing is overwritten before it has been moved
+            # backwards: no overwrite before a move
             for index in reversed(range(len(self.layout.tensors))):
                 _, _, heads, dim = self.layout.tensors[index]
                 size = self.layout.token_bytes(1, dim)
@@ -93,9 +93,9 @@ class Buffers:
 
 
 class MemoryPool:
-    """A session's block of memory, lent to one generation at a time. Concurrent generations get temporary blocks.
+    """A session's memory block, lent to one generation at a time; concurrent ones get temporary blocks.
 
-    length: tokens to allocate for each of `rows` rows at once. None: as requests need.
+    length: tokens to allocate for each of `rows` rows. None: on demand.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class MemoryPool:
 
     @property
     def bytes(self) -> int:
-        """Of all blocks, kept or lent."""
+        """Total size of all blocks."""
         return self._lent + (self._kept.size if self._kept is not None else 0)
 
     def borrow(self, batch: int, tokens: int, first: int) -> Buffers:
-        """Buffers for `batch` rows of up to `tokens` tokens; the `first` of them fit at once."""
+        """Buffers for `batch` rows of up to `tokens` tokens, `first` of them immediately."""
         tokens, first = max(tokens, self._least), max(first, self._least)
         capacity = self._length or min(_round_up(tokens, _ROUND), max(self._limit, tokens))
         size = self._layout.size(batch, capacity)
@@ -145,7 +145,7 @@ class MemoryPool:
         return buffers
 
     def give_back(self, buffers: Buffers) -> None:
-        """Return the block; the pool keeps the largest one."""
+        """Return the block; the pool keeps the largest."""
         with self._lock:
             self._lent -= buffers.block.size
             if self._kept is None or self._kept.size < buffers.block.size:

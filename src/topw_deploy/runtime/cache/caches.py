@@ -1,4 +1,4 @@
-"""The caches of a model's generations: which form a decoder needs, and whether its graph has it."""
+"""Opens and checks caches of any form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topw_deploy.runtime.cache.in_place import InPlaceCache, SharedCache, Static
 from topw_deploy.runtime.ort.host_binding import HostBinding
 from topw_deploy.runtime.protocols import Binding, Session
 
-DEFAULT_CHUNK = 1024  # tokens in one run: longer ones take more memory and are no faster
+DEFAULT_CHUNK = 1024  # tokens per run; more is no faster
 _INPUTS = {
     "concat": ("input_ids",),
     "static": ("input_ids", "write_indices", "row_lengths"),
@@ -24,27 +24,28 @@ _INPUTS = {
 
 
 class Cache(Protocol):
-    """The cache of one generation: `feed_prompts`, run, `begin_decoding`; then `advance` and run for each step.
+    """One generation's cache: `feed_prompts`, run, `begin_decoding`; then `advance` and run per step.
 
-    input_ids: int64 [B, 1], what the next step feeds; write it before `advance`.
+    input_ids: int64 [B, 1]; write it before `advance`.
     """
 
     input_ids: np.ndarray
 
     def feed_prompts(self) -> None:
-        """Run all chunks of the prompts but the last, and bind that one."""
+        """Run all prompt chunks but the last, and bind that."""
 
     def begin_decoding(self) -> None:
-        """Bind the inputs of a step, one token per row."""
+        """Bind a step's inputs, one token per row."""
 
     def advance(self, rows: Iterable[int]) -> None:
-        """Make room for one more token in `rows`; ended rows overwrite their last token."""
+        """Make room for one token in `rows`. Ended rows overwrite their last token."""
 
 
 class Caches:
-    """The caches of all generations of a session.
+    """Opens a session's caches.
 
-    max_length, max_batch: see `MemoryPool`. prefill_chunk: most tokens of all rows in one run.
+    max_length, max_batch: see `MemoryPool`.
+    prefill_chunk: maximum tokens per run, over all rows.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class Caches:
 
     @property
     def bytes(self) -> int:
-        """Of the allocated buffers; 0 for concat, whose caches belong to onnxruntime."""
+        """Size of the buffers; 0 for concat (owned by onnxruntime)."""
         return 0 if self._pool is None else self._pool.bytes
 
     def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> Cache:
-        """A cache with one row per prompt and room for `budgets` more tokens. Close it."""
+        """Open a cache with a row per prompt and room for `budgets` more tokens. The caller must close it."""
         if self._pool is None:
             assert isinstance(binding, HostBinding), "only onnxruntime's sessions have caches of the form concat"
             return ConcatCache(self._session, binding, self._decoder, prompts, max(budgets), self._chunk)
@@ -81,13 +82,13 @@ class Caches:
 
 
 def takes_ragged_batches(decoder: DecoderInfo) -> bool:
-    """Whether prompts of different lengths may share a batch."""
+    """Whether prompt lengths may differ in a batch."""
     takes = {"static": True, "concat": decoder.left_padding, "shared": decoder.right_padding}
     return takes[decoder.kv_form]
 
 
 def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple[str, ...]) -> None:
-    """Raises ManifestError for an unsupported cache, or a graph that lacks its tensors."""
+    """Raises ManifestError for an unsupported cache or missing cache tensors."""
     if decoder.kv_form not in _INPUTS:
         raise ManifestError(
             f"the cache has the form {decoder.kv_form!r}, this topw_deploy drives {', '.join(KV_FORMS)}; "
@@ -111,12 +112,12 @@ def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple
 
 
 def check_layout(decoder: DecoderInfo, specs: Iterable[TensorSpec]) -> None:
-    """Raises ManifestError if cache tensors among `specs` do not fit `decoder`."""
+    """Raises ManifestError if cache tensors in `specs` do not match `decoder`."""
     by_name = {spec.name: spec for spec in specs}
     for past, present, heads, dim in tensors(decoder):
         for name in (past, present):
             spec = by_name[name]
-            stated = zip(spec.shape[1::2], (heads, dim), strict=False)  # a name where the graph leaves the size open
+            stated = zip(spec.shape[1::2], (heads, dim), strict=False)  # symbolic dimensions are names
             fits = len(spec.shape) == 4 and all(isinstance(size, str) or size == wanted for size, wanted in stated)
             if not fits or spec.dtype != decoder.kv_dtype:
                 raise ManifestError(

@@ -1,4 +1,4 @@
-"""Caches that grow by concatenation: each run returns the past and the new tokens as another tensor."""
+"""Caches that grow by concatenation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from topw_deploy.runtime.protocols import Session
 class ConcatCache:
     """`past_key_values.{i}.key|value` in, `present.{i}.key|value` out, each [B, kv_heads, tokens, head_dim].
 
-    A run's present becomes the next one's past without a copy. Prompts are padded on the left, so that the last column
-    has every row's last token.
+    Each present becomes the next past without a copy. Left padding puts the last tokens in the last column.
     """
 
     def __init__(
@@ -31,7 +30,7 @@ class ConcatCache:
         chunk: int,
     ) -> None:
         self._session, self._decoder, self._binding, self._prompts = session, decoder, binding, prompts
-        self._batch, self._width = len(prompts), max(map(len, prompts))  # columns so far
+        self._batch, self._width = len(prompts), max(map(len, prompts))  # columns
         self._chunk = max(1, chunk // self._batch) if decoder.ragged_chunks or self._batch == 1 else self._width
         self.input_ids = np.zeros((self._batch, 1), np.int64)
         self._position_ids = np.array([[len(prompt) - 1] for prompt in prompts], np.int64)  # [B, 1]
@@ -63,7 +62,7 @@ class ConcatCache:
         _hand_over(self._names, self._binding, self._places, self._binding)
         for row in rows:
             self._mask[row, self._width] = 1
-            # ended rows keep their position, which must not leave the context while others go on
+            # ended rows stay within the context
             self._position_ids[row, 0] += 1
         self._width += 1
         if self._has_mask:
@@ -71,7 +70,7 @@ class ConcatCache:
             self._binding.bind_array("attention_mask", mask)
 
     def _padded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and positions [B, S]. Also sets the prompts' columns in the mask."""
+        """Returns (ids, positions), both [B, S], and updates the mask."""
         shape = self._batch, self._width
         ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         for row, prompt in enumerate(self._prompts):
@@ -82,13 +81,12 @@ class ConcatCache:
         return ids, positions
 
     def _begin(self, binding: HostBinding) -> list[int]:
-        """Bind an empty past and fresh presents. Returns their indices among the outputs."""
+        """Bind an empty past and fresh presents. Returns output indices."""
         for past, _, heads, dim in tensors(self._decoder):
             binding.bind_empty(past, (self._batch, heads, 0, dim), self._decoder.kv_dtype)
         return [binding.bind_fresh(present) for _, present in self._names]
 
     def _bind(self, binding: HostBinding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:
-        """Bind columns of the prompts before column `end`."""
         binding.bind_array("input_ids", np.ascontiguousarray(ids))
         if self._has_mask:
             binding.bind_array("attention_mask", np.ascontiguousarray(self._mask[:, :end]))  # [B, past + new]
@@ -99,7 +97,6 @@ class ConcatCache:
 def _hand_over(
     names: Sequence[tuple[str, str]], source: HostBinding, places: Sequence[int], target: HostBinding
 ) -> None:
-    """Make the presents of `source` the pasts of `target`."""
     outputs, bind, fresh = source.outputs(), target.bind_value, source.bind_fresh_again
     for (past, present), place in zip(names, places, strict=True):
         bind(past, outputs[place])

@@ -1,4 +1,4 @@
-"""Caches updated in place: one buffer, bound as both past and present."""
+"""Caches updated in place, in one buffer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from topw_deploy.runtime.cache.prefill import greedy
 from topw_deploy.runtime.protocols import Binding, Session
 
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""ids [b, s], starts [b], lengths [b]: row r appends the first lengths[r] of its ids to its starts[r] tokens."""
+"""(ids [b, s], starts [b], lengths [b]): append lengths[r] ids to row r, which has starts[r] tokens."""
 _TOTAL = "total_sequence_length"
 
 
 class InPlaceCache(ABC):
-    """`past_key_values.{i}.key|value` and `present.{i}.key|value` [B, kv_heads, max_length, head_dim], the same memory.
+    """`past_key_values.{i}.key|value` and `present.{i}.key|value` share memory [B, kv_heads, max_length, head_dim].
 
-    Prompts are fed with at most `chunk` tokens of all rows per run:
-    - all rows together, padded on the right, if one run takes them all or the graph supports ragged chunks;
-    - else in groups of rows all tokens but the last, then the last tokens of all rows: after a past,
-      GroupQueryAttention takes one token of each row or several of a single row.
+    Each run feeds at most `chunk` prompt tokens:
+    - of all rows, right-padded, if they fit one run or the graph supports ragged chunks;
+    - else of row groups without their last tokens, then all last tokens: after a past, GroupQueryAttention takes one
+      token per row, or several of one row.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class InPlaceCache(ABC):
         self._buffers = pool.borrow(len(prompts), tokens, first)
 
     def close(self) -> None:
-        """Return the buffers to the pool."""
+        """Return the buffers."""
         self._pool.give_back(self._buffers)
 
     def feed_prompts(self) -> None:
@@ -67,26 +67,25 @@ class InPlaceCache(ABC):
     @property
     @abstractmethod
     def _takes_ragged_chunks(self) -> bool:
-        """Whether rows of a batch may append different numbers of tokens to a past."""
+        """Whether rows may append different numbers of tokens."""
 
     @property
     @abstractmethod
     def _ends_rows_anywhere(self) -> bool:
-        """Whether a run returns the logits of each row's last token, not of the last column."""
+        """Whether logits are each row's last token's, not the last column's."""
 
     @abstractmethod
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """Bind a Chunk."""
+        """ids [b, s], starts [b], lengths [b]: a Chunk."""
 
     def _make_room(self, columns: int) -> bool:
-        """Returns whether the buffers moved to hold `columns` and must be bound again."""
+        """Returns whether the buffers moved and need binding."""
         if columns <= self._buffers.length:
             return False
         self._pool.make_room(self._buffers, columns)
         return True
 
     def _feed_together(self) -> Chunk:
-        """Run all chunks but the last, which is returned."""
         *undrawn, last = self._chunks()
         if undrawn:
             binding = greedy(self._session, self._binding.another(), len(self._prompts))
@@ -100,7 +99,7 @@ class InPlaceCache(ABC):
         return last
 
     def _chunks(self) -> Iterator[Chunk]:
-        """The prompts in chunks of all rows. Ended rows repeat their last token, so that the last run draws for all."""
+        """Ended rows repeat their last token, so that the last run draws for all."""
         width = int(self._lengths.max())
         for begin in range(0, width, self._columns_per_run):
             starts = np.minimum(begin, self._lengths - 1)
@@ -109,11 +108,10 @@ class InPlaceCache(ABC):
             yield _right_padded([prompt[start : start + length] for prompt, start, length in ends]), starts, lengths
 
     def _feed_in_groups(self) -> Chunk:
-        """Run all tokens but each row's last, which are returned."""
         for rows in self._groups():
             binding = greedy(self._session, self._binding.another(), len(rows))
             self._buffers.bind(binding, rows)
-            # a run needs a token: the last run overwrites it
+            # a run needs a token; the last run overwrites it
             bodies = [self._prompts[row][:-1] or self._prompts[row] for row in rows]
             if len(rows) > 1:
                 lengths = np.array([len(body) for body in bodies], np.int64)
@@ -128,7 +126,7 @@ class InPlaceCache(ABC):
         return last, self._lengths - 1, np.ones_like(self._lengths)
 
     def _groups(self) -> Iterator[range]:
-        """Neighbouring rows that fit one run, or a single row."""
+        """Ranges of rows that fit one run, or single rows."""
         first, width = 0, 0
         for row, prompt in enumerate(self._prompts):
             wider = max(width, len(prompt) - 1, 1)
@@ -140,25 +138,25 @@ class InPlaceCache(ABC):
 
 
 class StaticCache(InPlaceCache):
-    """This project's form. Inputs: `write_indices` [B], tokens in each row's buffer; `row_lengths` [B], tokens to add.
+    """This project's form. Inputs: `write_indices` [B], row lengths; `row_lengths` [B], tokens to append.
 
-    If the cost of attention follows the buffer's length (`buffer_step`), the buffer grows with the rows.
+    With `buffer_step`, attention cost depends on the buffer length, so buffers grow.
 
-    `total_sequence_length`, on the host, is the longest row's length for prompts, but the buffer's for a step, which
-    may be captured and launched again with longer rows.
+    `total_sequence_length`, on the host, is the longest row's length for prompts, but the buffer length for steps,
+    whose captures may be replayed with longer rows.
     """
 
     def begin_decoding(self) -> None:
         super().begin_decoding()
-        self._written = self._lengths - 1  # [B] index of each row's last token
+        self._written = self._lengths - 1  # [B] last index
         self._written_view = self._written.data
-        self._columns = int(self._lengths.max())  # upper bound on those in use
+        self._columns = int(self._lengths.max())  # upper bound on row lengths
         self._binding.bind_changing("write_indices", self._written)
         self._binding.bind_array("row_lengths", np.ones_like(self._lengths))
         self._bind_total(self._binding, self._buffers.length)
 
     def advance(self, rows: Iterable[int]) -> None:
-        # ended rows keep their index, which must not leave the buffer while others go on
+        # ended rows stay within the buffer
         written = self._written_view
         for row in rows:
             written[row] += 1
@@ -193,15 +191,15 @@ class StaticCache(InPlaceCache):
 class SharedCache(InPlaceCache):
     """The form of other exporters, such as onnxruntime-genai's builder.
 
-    Inputs: `attention_mask` [B, past + new], padded on the right, whose sum is a row's length; `position_ids` [B, new]
-    in some graphs. Without support for rows of different lengths (`right_padding`), ended rows advance with the others.
+    Inputs: `attention_mask` [B, past + new], right-padded, whose sum is the row length; `position_ids` [B, new] in some
+    graphs. Without `right_padding`, ended rows advance too.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._has_positions = "position_ids" in self._session.inputs
-        self._ones = np.ones(0, np.int64)  # masks of equal rows are views of it; it grows with them
-        self._position_ids = self._lengths[:, None] - 1  # [B, 1] position of each row's last token
+        self._ones = np.ones(0, np.int64)  # source of mask views
+        self._position_ids = self._lengths[:, None] - 1  # [B, 1]
 
     def begin_decoding(self) -> None:
         super().begin_decoding()
@@ -210,7 +208,7 @@ class SharedCache(InPlaceCache):
 
     def advance(self, rows: Iterable[int]) -> None:
         if self._decoder.right_padding:
-            for row in rows:  # ended rows must not leave the buffer while others go on
+            for row in rows:  # ended rows stay within the buffer
                 self._position_ids[row, 0] += 1
         else:
             self._position_ids += 1
@@ -225,7 +223,7 @@ class SharedCache(InPlaceCache):
         return False
 
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """The mask counts padding as tokens too, because the operator subtracts all columns to find the past."""
+        """The mask includes padding: the operator subtracts all columns to find the past."""
         positions = starts[:, None] + np.arange(ids.shape[1])
         binding.bind_array("input_ids", ids)
         self._bind_mask(binding, positions[:, -1:] + 1)
@@ -233,7 +231,7 @@ class SharedCache(InPlaceCache):
             binding.bind_array("position_ids", positions)
 
     def _bind_mask(self, binding: Binding, ends: np.ndarray) -> None:
-        """ends: [b, 1], lengths after the run."""
+        """ends: [b, 1], row lengths after the run."""
         rows, width = len(ends), int(ends.max())
         if int(ends.min()) == width:
             if rows * width > len(self._ones):
@@ -245,13 +243,11 @@ class SharedCache(InPlaceCache):
 
 
 def _end(chunk: Chunk) -> int:
-    """Columns of the buffer that a chunk needs, with padding."""
     ids, starts, _ = chunk
     return int(starts.max()) + ids.shape[1]
 
 
 def _right_padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """ids [b, s]"""
     ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
     for index, row in enumerate(rows):
         ids[index, : len(row)] = row

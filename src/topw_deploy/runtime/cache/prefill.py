@@ -1,4 +1,4 @@
-"""Bindings for chunks of a prompt, whose runs fill the cache and whose draws nobody reads."""
+"""Bindings for prompt chunks that only fill the cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AnyBinding = TypeVar("AnyBinding", bound=Binding)
 
 
 def greedy(session: Session, binding: AnyBinding, batch: int) -> AnyBinding:
-    """Bind the sampler's cheapest inputs, greedy and without edits. Returns `binding`."""
+    """Bind greedy sampling without edits, the cheapest inputs. Returns `binding`."""
     parameters = TopWParameters(temperature=0.0)
     for name in (*PARAMETER_NAMES, "uniform"):
         if name in session.inputs:

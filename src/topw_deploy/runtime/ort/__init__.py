@@ -1,1 +1,1 @@
-"""Sessions of onnxruntime: how one is opened and checked, and how runs get their inputs and outputs."""
+"""onnxruntime sessions, their checks and bindings."""

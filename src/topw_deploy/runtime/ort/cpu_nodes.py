@@ -1,7 +1,7 @@
-"""Finds the nodes of a session that onnxruntime left on the CPU although another provider was requested.
+"""Finds the nodes that onnxruntime left on the CPU.
 
-onnxruntime keeps arithmetic on shapes and indices there on purpose. Any other operator moves tensors between device and
-host in every step. Before 1.24, onnxruntime does not report nodes; they are read from the profile of one run.
+Only arithmetic on shapes and indices belongs there; other operators transfer tensors in every step. Before 1.24,
+onnxruntime reports nodes only in a run's profile.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from topw_deploy.errors import ProviderError
 from topw_deploy.runtime.ort.providers import CPU, short_name
 from topw_deploy.runtime.protocols import CpuNode
 
-_RECORD = "session.record_ep_graph_assignment_info"  # onnxruntime 1.24 and newer
-_TIMED = "_kernel_time"  # what a profile appends to a node's name
+_RECORD = "session.record_ep_graph_assignment_info"  # onnxruntime >= 1.24
+_TIMED = "_kernel_time"  # node name suffix in profiles
 
-# Arithmetic on shapes and indices. Every device's provider has these operators, so they are on the CPU by choice.
+# Arithmetic on shapes and indices. Every device provider has these operators, so their place on the CPU is intended.
 # fmt: off
 _ON_SHAPES = frozenset((
     "Abs", "Add", "And", "Cast", "Ceil", "Concat", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Floor",
@@ -42,17 +42,17 @@ _HINTS = {
 
 
 def reported() -> bool:
-    """Whether this onnxruntime reports the nodes' providers (1.24 and newer)."""
+    """Whether onnxruntime (>= 1.24) reports the nodes' providers."""
     return hasattr(ort.InferenceSession, "get_provider_graph_assignment_info")
 
 
 def record(options: ort.SessionOptions) -> Profile | None:
-    """Record the nodes' providers in sessions opened with `options`. A Profile if that takes a run."""
+    """Record node providers in sessions of `options`. Returns a Profile if that needs a run."""
     if not reported():
         return Profile(options)
     try:
         recorded = options.get_session_config_entry(_RECORD) == "1"
-    except Exception:  # noqa: BLE001  # onnxruntime raises if there is no such entry
+    except Exception:  # noqa: BLE001  # missing entry
         recorded = False
     if not recorded:
         options.add_session_config_entry(_RECORD, "1")
@@ -60,7 +60,7 @@ def record(options: ort.SessionOptions) -> Profile | None:
 
 
 def cpu_nodes(session: ort.InferenceSession) -> tuple[CpuNode, ...]:
-    """The CPU's nodes, without those in subgraphs. The session was opened after `record`."""
+    """The nodes on the CPU, without subgraphs. Needs `record` before opening."""
     return tuple(
         CpuNode(node.name, node.op_type, bool(node.domain) or node.op_type not in _ON_SHAPES)
         for group in session.get_provider_graph_assignment_info()
@@ -81,11 +81,11 @@ class Profile:
         options.profile_file_prefix = str(Path(folder) / "run")
 
     def restore(self) -> None:
-        """Undo the changes to the caller's `options`."""
+        """Restore `options`."""
         self._options.enable_profiling, self._options.profile_file_prefix = self._before
 
     def nodes(self, raw: ort.InferenceSession) -> list[tuple[str, str, str]]:
-        """(name, operator, provider) of each node run. Ends the profile."""
+        """(name, operator, provider) of each executed node. Ends the profile."""
         events = json.loads(Path(raw.end_profiling()).read_text(encoding="utf-8"))
         self._discard()
         found = [event for event in events if event.get("args", {}).get("provider")]
@@ -93,12 +93,12 @@ class Profile:
 
 
 def cpu_nodes_in(profile: Sequence[tuple[str, str, str]]) -> tuple[CpuNode, ...]:
-    """The CPU's nodes among those of `Profile.nodes`."""
+    """The nodes on the CPU among `Profile.nodes`."""
     return tuple(CpuNode(name, kind, kind not in _ON_SHAPES) for name, kind, provider in profile if provider == CPU)
 
 
 def _outermost(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Events that do not lie within another one, unlike those of an If's branches."""
+    """Events outside others: not those of an If's branches."""
     end = -1
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= end or event["ts"] + event["dur"] > end:
@@ -111,7 +111,7 @@ def _node(event: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def complaint(nodes: Sequence[CpuNode], provider: str) -> str:
-    """Which nodes compute on the CPU, as a clause; "" for none."""
+    """A clause naming nodes that compute on the CPU; "" for none."""
     computing = [node for node in nodes if node.computes]
     if not computing:
         return ""

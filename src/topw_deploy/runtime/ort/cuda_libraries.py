@@ -1,8 +1,7 @@
-"""Loads CUDA's and cuDNN's libraries from Python packages before onnxruntime opens its first session on a GPU.
+"""Loads CUDA and cuDNN libraries from Python packages before onnxruntime's first GPU session.
 
-onnxruntime's providers look on the system's search path alone, not in the packages that the extra [gpu] or PyTorch
-install. onnxruntime.preload_dlls loads those beside onnxruntime; those in other folders of Python's path, such as a
-PyTorch of the system, are found here. Neither imports torch.
+onnxruntime's providers search only the system path. onnxruntime.preload_dlls finds packages beside onnxruntime; this
+module also those elsewhere, such as a system PyTorch. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from topw_deploy import install
 
 _MISSING = re.compile(r"Failed to load (\S+?):")
 _lock = threading.Lock()
-_outcome: list[str] = []  # of `preload`, after its first call
+_outcome: list[str] = []  # set once
 
 
 def preload() -> str:
-    """Load the libraries once per process. Returns which could not be loaded, as a clause; "" for none.
+    """Load the libraries once per process. Returns a clause naming missing ones; "" for none.
 
-    That is not an error: CUDA may be linked into a build, or be on the system's path under another name.
+    Not an error: CUDA may be linked statically or named otherwise on the system path.
     """
     with _lock:
         if not _outcome:
@@ -39,9 +38,8 @@ def preload() -> str:
 
 
 def _load() -> str:
-    """What onnxruntime printed about missing libraries."""
     load: Callable[..., None] | None = getattr(ort, "preload_dlls", None)
-    if load is None:  # before onnxruntime 1.21
+    if load is None:  # onnxruntime < 1.21
         return ""
     said = _said_by(load)
     for folder in _folders_elsewhere() if said else ():
@@ -50,7 +48,6 @@ def _load() -> str:
 
 
 def _said_by(load: Callable[[], None]) -> str:
-    """What `load` prints, or the error that it raises."""
     said = _OfThisThread(sys.stdout)
     try:
         with redirect_stdout(said):
@@ -61,7 +58,7 @@ def _said_by(load: Callable[[], None]) -> str:
 
 
 def _folders_elsewhere() -> list[Path]:
-    """`nvidia` packages' libraries that are not beside onnxruntime; cuDNN's after those it needs."""
+    """cuDNN comes after its dependencies."""
     spec = importlib.util.find_spec("nvidia")
     beside = Path(ort.__file__).parents[1] / "nvidia"
     roots = [Path(root) for root in (spec.submodule_search_locations or () if spec else ()) if Path(root) != beside]
@@ -77,8 +74,6 @@ def _clause(said: str) -> str:
 
 
 class _OfThisThread(io.TextIOBase):
-    """Standard output that captures the `lines` of one thread."""
-
     def __init__(self, real: TextIO | None) -> None:
         self.lines: list[str] = []
         self._real, self._thread = real, threading.get_ident()

@@ -1,10 +1,9 @@
-"""Inputs and outputs in a device's memory.
+"""Inputs and outputs in device memory.
 
-Each step copies its changed inputs to the device in one copy and its results back in another. Addresses stay the same
-while shapes do, so that later generations can launch a step's CUDA graph again. Such steps run on one thread
-(run_thread.py) and are captured alone on the device (device_lock.py).
+Each step makes one upload of changed inputs and one download of results. Equal shapes have equal addresses, so later
+generations can replay a step's CUDA graph, on one thread (run_thread.py), captured exclusively (device_lock.py).
 
-Tested with doubles of the device and of CUDA's runtime; not run on a GPU.
+Tested with doubles of the device and the CUDA runtime; not run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.runtime.ort.host_binding import HostBinding, RawSession
 from topw_deploy.runtime.ort.run_thread import RunThread
 
-_LEAST = {"changing": 4 << 10, "rest": 64 << 10, "results": 4 << 10}  # bytes: more than most requests need
-_MOST_GRAPHS = 64  # of one session: each keeps memory of the device until the session is closed
+_LEAST = {"changing": 4 << 10, "rest": 64 << 10, "results": 4 << 10}  # bytes; enough for most requests
+_MOST_GRAPHS = 64  # per session: each keeps device memory until it closes
 
-_ALIGNMENT = 256  # bytes: what CUDA's own allocator gives
+_ALIGNMENT = 256  # bytes; as CUDA's allocator
 _NOT_CAPTURED = "-1"
-_END = ""  # no input or output has this name
+_END = ""  # not a tensor name
 _NUMBERS = {kind.numpy: kind.number for kind in ELEMENT_TYPES.values()}
 
 
 class Area:
-    """Memory of the device and a host array of the same size, copied as a whole."""
+    """Device memory and a host array of equal size, copied whole."""
 
     def __init__(self, size: int, device: tuple[str, int]) -> None:
         self.size = size
@@ -50,8 +49,8 @@ class Area:
 class StepBuffers:
     """One generation's memory for small tensors.
 
-    areas: one for inputs that every run copies ("changing"), for the "rest" and for "results".
-    loaded: the binding whose inputs are in it.
+    areas: "changing" (inputs copied in every run), "rest" (other inputs) and "results".
+    loaded: the binding whose inputs it holds.
     """
 
     def __init__(self, device: tuple[str, int]) -> None:
@@ -68,14 +67,17 @@ class StepBuffers:
 
 @dataclass
 class Graph:
-    """A step's CUDA graph: options to run it with, and whether it is captured."""
+    """A step's CUDA graph."""
 
     options: ort.RunOptions | None
     captured: bool = False
 
 
 class BufferPool:
-    """A session's StepBuffers and CUDA graphs. thread: runs the session if it has graphs."""
+    """A session's StepBuffers and CUDA graphs.
+
+    thread: runs the session if it has graphs.
+    """
 
     def __init__(self, device: tuple[str, int], *, graphs: bool) -> None:
         self._device, self._free = device, list[StepBuffers]()
@@ -93,7 +95,7 @@ class BufferPool:
             return StepBuffers(self._device)
 
     def give_back(self, buffers: StepBuffers) -> None:
-        buffers.loaded = None  # or they would keep the session open until the garbage collector runs
+        buffers.loaded = None  # else it keeps the session open
         with self._free_lock:
             self._free.append(buffers)
 
@@ -114,7 +116,7 @@ def _run_options(graph: str) -> ort.RunOptions:
 
 
 class DeviceBinding(HostBinding):
-    """Copies host arrays to and from StepBuffers, which bindings made by `another` share."""
+    """Copies host arrays to and from StepBuffers, shared by bindings from `another`."""
 
     def __init__(self, session: RawSession, pool: BufferPool, buffers: StepBuffers | None = None) -> None:
         super().__init__(session)
@@ -123,10 +125,10 @@ class DeviceBinding(HostBinding):
         self._memory: dict[str, tuple[object, ...]] = {}
         self._on_host: dict[str, np.ndarray] = {}
         self._changes: set[str] = set()
-        self._placed: dict[str, Area] = {}  # the areas of the bound addresses; empty: nothing is bound yet
-        self._stale = True  # whether the other inputs must be copied again
-        self._copies: dict[str, list[tuple[str, np.ndarray]]] = {}  # per area: names with their views of host memory
-        self._graph: Graph | None = None  # for a step with these bindings; None: not looked up yet
+        self._placed: dict[str, Area] = {}  # areas of bound addresses, if bound
+        self._stale = True  # whether other inputs changed
+        self._copies: dict[str, list[tuple[str, np.ndarray]]] = {}  # (name, host view) per area
+        self._graph: Graph | None = None
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         known = self._arrays.get(name)
@@ -152,7 +154,7 @@ class DeviceBinding(HostBinding):
     def bind_result(self, name: str, array: np.ndarray) -> None:
         self._results[name] = array
         self._bound_outputs.append(name)
-        self._io.bind_output(name, self._device)  # keeps its index among the outputs; `_place` sets its memory
+        self._io.bind_output(name, self._device)  # `_place` sets its memory
         self._placed = {}
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
@@ -180,7 +182,7 @@ class DeviceBinding(HostBinding):
         lock = self._pool.lock
         with lock.using:
             self._load()
-            # Runs over a prompt, up to step 0, are not repeated: their shapes differ.
+            # Prompt runs, up to step 0, have varying shapes.
             graph = self._repeated() if step else self._pool.uncaptured
             if graph.captured:
                 self._compute_and_download(step, graph)
@@ -225,14 +227,14 @@ class DeviceBinding(HostBinding):
             arrays = {**self._arrays, **self._results}
             pointers = tuple(area.pointer for area in self._placed.values())
             shapes = tuple((name, name in self._changes, arrays[name].shape) for name in sorted(arrays))
-            # A capture bakes in the values that are read on the host.
+            # A capture fixes values read on the host.
             constants = tuple((name, array.tobytes()) for name, array in sorted(self._on_host.items()))
             self._graph = self._pool.graph((pointers, shapes, constants, tuple(sorted(self._memory.items()))))
         return self._graph
 
 
 def _starts(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Offsets of the arrays in an area, equal for equal shapes, and the end as `_END`."""
+    """Byte offsets of the arrays, equal for equal shapes; `_END`: total size."""
     starts, end = {}, 0
     for name in sorted(arrays):
         starts[name] = end
@@ -243,7 +245,6 @@ def _starts(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
 def _places(
     area: Area, arrays: Mapping[str, np.ndarray], starts: Mapping[str, int]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Views of the arrays in host memory, by name."""
     for name, array in arrays.items():
         place = area.host[starts[name] : starts[name] + array.nbytes]
         yield name, place.view(array.dtype).reshape(array.shape)

@@ -1,15 +1,15 @@
-"""Refuses graphs that this onnxruntime does not know, or computes wrongly without an error.
+"""Refuses graphs that this onnxruntime does not support, or silently computes wrongly.
 
-Before 1.24 (JetPack 6 has 1.23, see docs/guide/edge.md), operators of opset 24 are unknown, and GroupQueryAttention
-makes a sliding window one token too long.
+Before 1.24 (JetPack 6 has 1.23, see docs/guide/edge.md), onnxruntime lacks opset 24, and GroupQueryAttention makes a
+sliding window one token too long.
 
-On CUDA, `GatherBlockQuantized` over a uint8 table reads the wrong weights
+On CUDA, `GatherBlockQuantized` over a uint8 table reads wrong weights:
 
-- before 1.24 where two weights share a byte (int4);
-- before 1.29 where there are no zero points: it subtracts 0 from a code, the CPU provider 2 ** (bits - 1);
-- up to 1.31, and perhaps later, where a row ends within a block: it takes the scales of other rows.
+- before 1.24 for two weights per byte (int4);
+- before 1.29 without zero points: it uses 0, the CPU 2 ** (bits - 1);
+- up to at least 1.31 if a row ends within a block: it uses other rows' scales.
 
-This project's exporter writes tables with zero points and whole blocks; other exporters may not.
+This exporter avoids the last two; others may not.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.ort.graph_file import Initializer, Node, read_graph
 
 _MOST_OPSET = 23  # before 1.24
-# An attribute of a node in ONNX's encoding, with another value than -1, which stands for no window.
+# Encoded attribute unless -1 (no window).
 _WINDOW = re.compile(rb"local_window_size\x18(?!\xff{9}\x01)")
 _LOOKUP = "GatherBlockQuantized"
-_ZERO_POINTS = 3  # input of the operator
-_READS_PAIRS = (1, 24)  # the first version that reads two weights of a byte
-_TAKES_MIDDLE = (1, 29)  # the first version with the CPU's default zero point
+_ZERO_POINTS = 3  # input index
+_READS_PAIRS = (1, 24)  # first to read two weights per byte
+_TAKES_MIDDLE = (1, 29)  # first with the CPU's zero point
 
 
 def check_before_opening(folder: ModelFolder[Manifest]) -> None:
@@ -57,18 +57,20 @@ def check_before_opening(folder: ModelFolder[Manifest]) -> None:
 
 
 def is_older() -> bool:
-    """Whether this onnxruntime is older than 1.24."""
+    """Whether onnxruntime is older than 1.24."""
     return _numbers(ort.__version__) < (1, 24)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(1, 24) of "1.24.0"."""
     return tuple(int(part) for part in version.split(".")[:2])
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """An embedding lookup in a uint8 table. width: weights in a row."""
+    """An embedding lookup in a uint8 table.
+
+    width: weights per row.
+    """
 
     bits: int
     block_size: int
@@ -79,7 +81,7 @@ class Lookup:
 def check_lookups(folder: ModelFolder[Manifest], provider: str) -> None:
     """Raises ManifestError for a lookup that `provider`, a full name, computes wrongly.
 
-    onnxruntime must have opened the graph: `read_graph` checks nothing.
+    onnxruntime must have validated the graph.
     """
     if providers.device_of(provider) != "cuda":
         return
@@ -89,7 +91,7 @@ def check_lookups(folder: ModelFolder[Manifest], provider: str) -> None:
 
 
 def complaint(lookup: Lookup, version: str) -> str:
-    """What `version` does wrong on CUDA and a remedy, as a clause; "" for nothing."""
+    """A clause naming the error of `version` on CUDA and a remedy; "" for none."""
     wrongly = f"which onnxruntime {version} reads wrongly on CUDA"
     again = "export the original model again"
     if lookup.bits < 8 and _numbers(version) < _READS_PAIRS:
@@ -114,7 +116,7 @@ def lookups(folder: ModelFolder[Manifest]) -> list[Lookup]:
 
 def _lookup(node: Node, made_by: dict[str, Node], initializers: dict[str, Initializer]) -> Lookup | None:
     name = node.inputs[0]
-    while name in made_by and made_by[name].operator == "Reshape":  # of the tied head's weight [rows, blocks, bytes]
+    while name in made_by and made_by[name].operator == "Reshape":  # tied head's weight [rows, blocks, bytes]
         name = made_by[name].inputs[0]
     table = initializers.get(name)
     if table is None or table.dtype != ELEMENT_TYPES["uint8"].number:

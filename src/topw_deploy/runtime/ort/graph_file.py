@@ -1,6 +1,6 @@
-"""Reads nodes and shapes of initializers from an ONNX file, which onnxruntime does not report. Skips weights.
+"""Reads nodes and initializer shapes from an ONNX file: onnxruntime does not report them.
 
-onnxruntime must have opened the file: nothing is checked here.
+Does not validate: onnxruntime must have opened the file.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from mmap import mmap
 
 Span = tuple[int, int]
-"""Start and end of a field's bytes in the file."""
+"""Byte range in the file."""
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of Protocol Buffers
-_GRAPH = 7  # field of ModelProto
-_NODE, _INITIALIZER = 1, 5  # of GraphProto
-_INPUT, _OUTPUT, _OPERATOR, _ATTRIBUTE = 1, 2, 4, 5  # of NodeProto
-_ATTRIBUTE_NAME, _INTEGER = 1, 3  # of AttributeProto
-_SIZES, _TYPE, _TENSOR_NAME = 1, 2, 8  # of TensorProto
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+_GRAPH = 7  # ModelProto field
+_NODE, _INITIALIZER = 1, 5  # GraphProto
+_INPUT, _OUTPUT, _OPERATOR, _ATTRIBUTE = 1, 2, 4, 5  # NodeProto
+_ATTRIBUTE_NAME, _INTEGER = 1, 3  # AttributeProto
+_SIZES, _TYPE, _TENSOR_NAME = 1, 2, 8  # TensorProto
 
 
 @dataclass
 class Node:
-    """integers: attributes that are one integer."""
+    """integers: integer attributes."""
 
     operator: str = ""
     inputs: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ def _initializer(file: mmap, span: Span) -> Initializer:
     for number, value in _fields(file, span):
         if number == _SIZES and isinstance(value, int):
             tensor.shape.append(value)
-        elif number == _SIZES and isinstance(value, tuple):  # several in one field
+        elif number == _SIZES and isinstance(value, tuple):  # packed encoding
             tensor.shape += _packed(file, value)
         elif number == _TYPE and isinstance(value, int):
             tensor.dtype = value
@@ -90,7 +90,7 @@ def _initializer(file: mmap, span: Span) -> Initializer:
 
 
 def _fields(file: mmap, span: Span) -> Iterator[tuple[int, int | Span]]:
-    """(number, integer or span) of each field of the message in `span`."""
+    """(number, integer or span) of each field."""
     at, end = span
     while at < end:
         key, at = _varint(file, at)

@@ -1,4 +1,4 @@
-"""Inputs and outputs in the host's memory: onnxruntime reads and writes numpy's arrays in place."""
+"""Inputs and outputs in host memory: onnxruntime uses numpy arrays in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RawSession(Protocol):
 
 
 class HostBinding:
-    """onnxruntime's IO binding without its Python wrapper, which doubles the cost of binding."""
+    """onnxruntime's IO binding without its Python wrapper, which doubles the cost."""
 
     def __init__(self, session: RawSession) -> None:
         self._io = ort.SessionIOBinding(session.raw._sess)
@@ -30,13 +30,13 @@ class HostBinding:
         self._with_defaults = session.with_defaults
         self._arrays: dict[str, np.ndarray] = {}
         self._bound_outputs: list[str] = []
-        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue): no copy, no Python object
-        self.outputs = self._io.get_outputs  # () -> onnxruntime's vector of the last run's, in the order of binding
-        self._session = session  # last, so that it is the last to be released: it frees memory of the device
+        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue)
+        self.outputs = self._io.get_outputs  # () -> last outputs, as bound
+        self._session = session  # last: it frees device memory
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         self._arrays[name] = array
-        if name in self._with_defaults:  # onnxruntime's bind_input does not find inputs that have a default
+        if name in self._with_defaults:  # bind_input finds no inputs with defaults
             self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
         else:
             self._io.bind_input(name, array)
@@ -61,25 +61,25 @@ class HostBinding:
         self._io.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
 
     def bind_empty(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        """Bind an input without elements. dtype: a key of ELEMENT_TYPES."""
+        """Bind an empty input. dtype: a key of ELEMENT_TYPES."""
         value = ort.OrtValue.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype].number, *self._session.device)
         self.bind_value(name, value._ortvalue)
 
     def bind_fresh(self, name: str) -> int:
-        """Have the next run allocate output `name`. Returns its index in `outputs`."""
+        """Make the next run allocate output `name`. Returns its index in `outputs`."""
         self._bound_outputs.append(name)
         self._io.bind_output(name, self._device)
         return len(self._bound_outputs) - 1
 
     def bind_fresh_again(self, name: str) -> None:
-        """Have the next run allocate output `name` anew."""
+        """Make the next run allocate output `name` again."""
         self._io.bind_output(name, self._device)
 
     def another(self) -> HostBinding:
         return HostBinding(self._session)
 
     def close(self) -> None:
-        """Do nothing: only the arrays belong to one generation."""
+        """Do nothing: a generation owns only the arrays."""
 
     def run(self, step: int | None = None) -> None:
         self._compute(step, None)
@@ -87,6 +87,6 @@ class HostBinding:
     def _compute(self, step: int | None, options: ort.RunOptions | None) -> None:
         try:
             self._run(self._io, options)
-        except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
+        except Exception as error:  # noqa: BLE001  # unrelated classes
             where = "in the prompt" if step is None else f"at step {step}"
             raise GenerationError(f"onnxruntime failed {where}: {one_line(error)}") from None

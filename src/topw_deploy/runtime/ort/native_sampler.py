@@ -1,4 +1,4 @@
-"""Opens a session with the native operator for the sampler's node if possible, else with the function in the file."""
+"""Opens a session with the native sampler operator, or the function in the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA: "cuda"}
 
 @dataclass(frozen=True)
 class Opened:
-    """An open session. why_graph: why `sampler` is not "native"."""
+    """why_graph: why `sampler` is not "native"."""
 
     raw: ort.InferenceSession
     sampler: Sampler
@@ -29,9 +29,11 @@ class Opened:
 def operator_library(
     provider: str, table_form: str, options: ort.SessionOptions | None = None, device: int = 0
 ) -> tuple[library.Library | None, str]:
-    """The native library for a session on `provider` (a full name), or None and why not, as a clause.
+    """Returns (native library or None, a clause why not) for `provider` (a full name).
 
-    table_form: the manifest's. options: may have operators registered already. device: the GPU's number.
+    table_form: the manifest's.
+    options: may have registered operators.
+    device: GPU number.
     """
     kind = _KINDS.get(provider)
     if kind is None:
@@ -50,12 +52,11 @@ def operator_library(
 
 
 def _registered(options: ort.SessionOptions | None) -> library.Kind | None:
-    """Which library's operators are registered with `options`."""
     if options is None:
         return None
     try:
         entry = options.get_session_config_entry("topw.registered")
-    except Exception:  # noqa: BLE001  # onnxruntime raises if there is no such entry
+    except Exception:  # noqa: BLE001  # missing entry
         return None
     return "cuda" if entry == "cuda" else "cpu"
 
@@ -73,7 +74,7 @@ def _load(kind: library.Kind) -> tuple[library.Library | None, str]:
 
 
 def _no_code(found: library.CudaLibrary, device: int) -> str:
-    """Why the library does not run on this GPU, as a clause; "" if it may."""
+    """A clause why the library lacks code for this GPU, or ""."""
     devices = driver.look().devices
     if device >= len(devices) or found.serves(devices[device].architecture):
         return ""
@@ -90,11 +91,9 @@ def open_session(
     sampler: str,
     device: int = 0,
 ) -> Opened:
-    """Open a session with `new_session`, which uses `options`: natively if `sampler` allows it and it works.
+    """Open a session with `new_session`, which uses `options`; natively if `sampler` allows it and it works.
 
-    If the registered operator refuses, the session does not open, and is opened again without it.
-
-    Raises what `new_session` raises, and ProviderError if `sampler` is "native" and the operator cannot be used.
+    Raises errors of `new_session`, and ProviderError if `sampler` is "native" but unusable.
     """
     refused: Exception | None = None
     if sampler == "graph":
@@ -106,7 +105,7 @@ def open_session(
             try:
                 options.register_custom_ops_library(str(found.path))
                 raw = new_session()
-            except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes here
+            except Exception as error:  # noqa: BLE001  # unrelated classes
                 why, refused = f"onnxruntime does not open it with the native sampler ({one_line(error)})", error
             else:
                 if found.kernels > before:
@@ -117,7 +116,7 @@ def open_session(
         with library.hidden():
             raw = new_session()
     except Exception:
-        if refused is not None:  # the operator is not the cause, or this model runs only with it
+        if refused is not None:  # another cause, or the model requires it
             raise refused from None
         raise
     if sampler == "native":

@@ -1,4 +1,4 @@
-"""Execution providers: their short names, which one a session gets, and a check that it got it."""
+"""Names, selection and checks of execution providers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUDA = "CUDAExecutionProvider"
 _SUFFIX = "ExecutionProvider"
 _CHOOSE = "choose one of those or 'auto'"
 
-# The device memory that providers compute in; the others take and give host memory.
+# Device memory by provider; others use host memory.
 _DEVICES = {CUDA: "cuda", "TensorrtExecutionProvider": "cuda", "NvTensorRTRTXExecutionProvider": "cuda"}
 _WITH_CUDA_BEHIND = ("TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider")
 
@@ -33,11 +33,10 @@ def available() -> tuple[str, ...]:
 
 
 def resolve(provider: str, allow_fallback: bool = False) -> str:
-    """onnxruntime's full name for `provider`: "auto" (CUDA if this build has it, else the CPU), a short name in any
-    case ("cuda"), or a full one.
+    """onnxruntime's full name for `provider`: "auto" (CUDA if built in, else CPU), a short or a full name.
 
-    Raises UnknownProviderError for a name that is no provider, and ProviderError if this build of onnxruntime lacks it
-    and `allow_fallback` is False.
+    Raises UnknownProviderError for an unknown name, and ProviderError if this onnxruntime lacks the provider and
+    `allow_fallback` is False.
     """
     built = ort.get_available_providers()
     if provider == "auto":
@@ -61,7 +60,7 @@ def resolve(provider: str, allow_fallback: bool = False) -> str:
 
 
 def why_absent(provider: str) -> str:
-    """A clause: that this onnxruntime lacks `provider`, and what to do."""
+    """A clause: onnxruntime lacks `provider`, and the remedy."""
     remedy = _remedy(provider.lower().removesuffix(_SUFFIX.lower()))
     what = f"this onnxruntime {ort.__version__} was built without {provider!r}"
     return f"{what}: it has {', '.join(available())}; {remedy}"
@@ -74,7 +73,7 @@ def _remedy(wanted: str) -> str:
 
 
 def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]:
-    """InferenceSession's `providers`: `name`, then those for the nodes it leaves."""
+    """InferenceSession's `providers`: `name` and its fallbacks."""
     chain: list[Any] = [(name, dict(options or {}))]
     if name in _WITH_CUDA_BEHIND and CUDA in ort.get_available_providers():
         chain.append((CUDA, {}))
@@ -84,19 +83,19 @@ def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]
 
 
 def device_of(provider: str) -> str:
-    """The kind of memory that `provider` computes in, in onnxruntime's words."""
+    """onnxruntime's name for the memory of `provider`."""
     return _DEVICES.get(provider, "cpu")
 
 
 def missing_libraries(provider: str) -> str:
-    """Load the libraries that `provider` needs. Returns the missing ones, as a clause."""
+    """Load the libraries of `provider`. Returns a clause naming missing ones."""
     return cuda_libraries.preload() if device_of(provider) == "cuda" else ""
 
 
 def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool) -> str:
-    """The provider that `session` runs on. onnxruntime silently drops one that fails to start.
+    """The provider in use: onnxruntime silently drops one that fails to start.
 
-    Raises ProviderError if that is not `wanted` and `allow_fallback` is False.
+    Raises ProviderError if it is not `wanted` and `allow_fallback` is False.
     """
     used = session.get_providers()
     if wanted in used:

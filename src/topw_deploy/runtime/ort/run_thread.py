@@ -1,8 +1,7 @@
 """The thread that runs a session with CUDA graphs.
 
-onnxruntime's CUDA provider keeps handles and CUDA graphs for every thread that ever ran a session with
-enable_cuda_graph, until the session is closed: a step run from another thread is captured again, without bound. So
-such a session runs on one thread of its own.
+onnxruntime keeps handles and CUDA graphs per thread until the session closes, so each new thread would capture again,
+without limit.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from queue import SimpleQueue
 
 
 class RunThread:
-    """Starts with the first call and ends with this object."""
+    """A thread, started by the first call."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
@@ -22,11 +21,11 @@ class RunThread:
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call `function` on the thread, wait for its end, and raise what it raises.
+        """Call `function` on the thread, wait, and raise its errors.
 
-        An interrupted caller waits too, because `function` uses the caller's objects.
+        Interrupted callers wait too: `function` uses their objects.
         """
-        if threading.current_thread() is self._started():  # the garbage collector closes a generation there
+        if threading.current_thread() is self._started():  # garbage collection may close a generation here
             function()
             return
         task = _Task(function)
@@ -60,7 +59,7 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
         try:
             task.function()
-        except BaseException as error:  # noqa: BLE001  # raised again in the caller
+        except BaseException as error:  # noqa: BLE001  # raised in the caller
             task.error = error
         task.ended.release()
-        del task  # or it would keep the session until the next one
+        del task  # it refers to the session

@@ -1,4 +1,4 @@
-"""Opens an exported graph in onnxruntime, on the provider that was requested or not at all."""
+"""Opens an exported graph in onnxruntime on the requested provider."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _HINT_FOR_GRAPHS = (
     "leave enable_cuda_graph out, or export again with --dtype fp16, which leaves nothing to the CPU, and build the "
     "native sampler with `topw plugins build --cuda`"
 )
-# For CUDA; it joins RotaryEmbedding into GroupQueryAttention, where the export has not done so already. It takes onnx's
-# RotaryEmbedding for onnxruntime's own, reads past its inputs, and ends the process (onnxruntime issue 28604).
+# On CUDA, fuses RotaryEmbedding into GroupQueryAttention. It mistakes ONNX's RotaryEmbedding for onnxruntime's, reads
+# past its inputs and crashes (onnxruntime issue 28604).
 _HARMFUL = ["GroupQueryAttentionFusion"]
 
 
 class OrtSession:
     """The Session protocol over an open InferenceSession.
 
-    device: (kind, number) of its tensors' memory.
-    with_defaults: inputs that have a default value.
-    graphs: whether to capture steps into CUDA graphs.
+    device: (kind, number) of the tensors' memory.
+    with_defaults: inputs with a default value.
+    graphs: whether to capture CUDA graphs.
     """
 
     provider = providers.CPU
     sampler: Sampler = "graph"
     why_graph = ""
     cpu_nodes: tuple[CpuNode, ...] = ()
-    most_rows: int | None = None  # a graph takes any shape
+    most_rows: int | None = None
     most_columns: int | None = None
     most_edits: int | None = None
     _buffers: BufferPool | None = None
@@ -70,27 +70,27 @@ class OrtSession:
         return HostMemory(size) if self._buffers is None else DeviceMemory(size, self.device)
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Run once over host arrays, without bindings."""
+        """Run once on host arrays."""
         with nullcontext() if self._buffers is None else self._buffers.lock.using:
             found: list[np.ndarray] = self.raw.run(outputs, feeds)
         return found
 
     def settle(self, run: Callable[[], object]) -> None:
-        """Do nothing: there is nothing left to check."""
+        """Do nothing."""
 
     def __del__(self) -> None:
-        """Close the session under the lock, because that frees memory of the device."""
+        """Close under the lock: that frees device memory."""
         if self._buffers is not None:
             with self._buffers.lock.using:
                 del self.raw
 
 
 class GraphSession(OrtSession):
-    """The session of a folder's graph, opened as `options` say and checked against the manifest.
+    """A folder's session, opened with `options` and checked against the manifest.
 
-    Raises ProviderError for a provider that is absent, did not start or leaves computing nodes to the CPU, and for a
-    native sampler that cannot be used; ManifestError for a graph that onnxruntime refuses or whose inputs and outputs
-    are not the manifest's; ParameterError for CUDA graphs where they cannot be captured.
+    Raises ProviderError if the provider is absent, fails to start or leaves computing nodes to the CPU, or the native
+    sampler is unusable; ManifestError if onnxruntime rejects the graph or it differs from the manifest; ParameterError
+    if CUDA graphs cannot be captured.
     """
 
     def __init__(self, folder: ModelFolder[Any], options: SessionOptions) -> None:
@@ -151,7 +151,6 @@ class GraphSession(OrtSession):
         self._warn(self.provider, "", graphs_unused=False)
 
     def _warn(self, asked: str, failure: str, graphs_unused: bool) -> None:
-        """failure: the error of the `asked` provider, "" for none."""
         doctor, name = "; `topw doctor` says what is missing", providers.short_name(asked)
         if self.provider != asked:
             if name not in providers.available():
@@ -169,7 +168,7 @@ class GraphSession(OrtSession):
 
 
 def graph_inputs(session: ort.InferenceSession) -> list[ort.NodeArg]:
-    """Including inputs with a default, which onnxruntime lists separately."""
+    """All inputs: onnxruntime lists those with a default separately."""
     return [*session.get_inputs(), *session.get_overridable_initializers()]
 
 
@@ -192,7 +191,7 @@ def _open(
     *,
     fallback: bool,
 ) -> tuple[native_sampler.Opened, str]:
-    """The session on `wanted`, or on the CPU and why."""
+    """Returns (session on `wanted`, "") or (session on the CPU, reason)."""
     device = providers.device_of(wanted), options.device_number
     missing = providers.missing_libraries(wanted)
 
@@ -211,10 +210,10 @@ def _open(
         return on(wanted, providers.session_providers(wanted, options.provider_options)), ""
     except ProviderError:
         raise
-    except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes here
+    except Exception as error:  # noqa: BLE001  # unrelated classes
         if wanted == providers.CPU:
             raise _refused(folder, error) from None
-        # Is it the graph or the provider? Opening the same file on the CPU tells.
+        # Is the graph or the provider at fault?
         try:
             session = on(providers.CPU, [(providers.CPU, {})])
         except ProviderError:
@@ -229,8 +228,8 @@ def _open(
 
 
 def _new_session(folder: ModelFolder[Manifest], chain: list[Any], settings: ort.SessionOptions) -> ort.InferenceSession:
-    # enable_fallback would print to stdout and retry on another provider; read_config_from_model would let the
-    # file choose session options, which can name libraries to load.
+    # enable_fallback prints to stdout and retries on another provider; read_config_from_model lets the file set session
+    # options, which can load libraries.
     return ort.InferenceSession(
         folder.model,
         settings,

@@ -1,4 +1,4 @@
-"""Jinja's immutable sandbox, with every operator and call counted."""
+"""Jinja's immutable sandbox, with operators and calls counted."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from topw_deploy.runtime.template.meter import BITS, Meter, current
 from topw_deploy.runtime.template.rewrite import COUNTING, rewrite
 
 SOURCE = 2**18
-"""Most characters of a template; published ones have up to some 30,000."""
+"""Maximum characters of a template; published ones have up to about 30,000."""
 _DATE_FORMAT = 1000
-_CALL, _OPERATOR, _OUTPUT = 8, 4, 2  # steps that each takes, about as its time
+_CALL, _OPERATOR, _OUTPUT = 8, 4, 2  # steps, about proportional to time
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -48,12 +48,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
 
     def compile_template(self, source: str) -> jinja2.Template:
-        """Raises TemplateError, or what Python's compiler raises."""
+        """Raises TemplateError, or errors of Python's compiler."""
         if len(source) > SOURCE:
             raise jinja2.TemplateSyntaxError(f"it has {len(source):,} characters, more than {SOURCE:,}", 1)
         return self.from_string(rewrite(self.parse(source)))
 
-    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]  # what compiled templates call
+    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]  # called by compiled templates
         return current().join(parts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -102,12 +102,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if __obj is dict:
             meter.read(*args, *kwargs.values())
         elif isinstance(getattr(__obj, "__self__", None), LoopContext):
-            meter.read(*args)  # `loop.changed` compares
+            meter.read(*args)  # `changed` compares
         result = super().call(__context, __obj, *args, **kwargs)
         return meter.make(result) if __obj is dict else result
 
 
-@pass_context  # so that Jinja does not call it while it compiles
+@pass_context  # not called while compiling
 def _finalize(context: Context, value: Any) -> Any:
     meter = current()
     meter.step(_OUTPUT)
@@ -125,9 +125,9 @@ def _check_integers(meter: Meter, operator: str, left: int, right: int) -> None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks text to train on; here it has no effect."""
+    """`{% generation %}` marks training text; no effect here."""
 
-    tags = {"generation"}  # noqa: RUF012  # Jinja declares it as a plain set
+    tags = {"generation"}  # noqa: RUF012  # Jinja declares a plain set
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
@@ -136,9 +136,9 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's `namespace` without attributes that Python gives a meaning."""
+    """Jinja's `namespace` without attributes special to Python."""
 
-    def __init__(*arguments: Any, **attributes: Any) -> None:  # `self` may be an attribute's name
+    def __init__(*arguments: Any, **attributes: Any) -> None:  # `self` may be an attribute
         self, *rest = arguments
         values = dict(*rest, **attributes)
         for name in values:
@@ -149,7 +149,7 @@ class _Namespace(Namespace):
         _check_attribute(name)
         super().__setitem__(name, value)
 
-    def __repr__(self) -> str:  # Jinja's prints the values, whose size nothing bounds
+    def __repr__(self) -> str:  # Jinja's is unbounded
         return "<Namespace>"
 
 

@@ -1,4 +1,4 @@
-"""Jinja's filters and tests, each with a bound on what it reads and makes."""
+"""Jinja's filters and tests with bounds."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from topw_deploy.runtime.template.meter import Meter, current, is_container
 from topw_deploy.runtime.template.methods import replaced
 
 Guard = Callable[[Meter, Any, "list[Any]", "dict[str, Any]"], Any]
-"""Checks the value and the arguments of a filter, and returns the value to give to it."""
+"""Checks a filter's value and arguments. Returns the value to filter."""
 
-_FILTER = 6  # steps of calling one
-_SORTS = 20  # comparisons of each item, for any number of items that a value can have
-_WIDEST = 32  # most characters of a level of JSON's indentation
-_COUNT = 100_000  # most slices, or items of a batch, as Jinja bounds `range`
-_DIGITS = 308  # most digits to round to: no float has more
+_FILTER = 6  # steps
+_SORTS = 20  # comparisons per item
+_WIDEST = 32  # JSON indentation
+_COUNT = 100_000  # slices or batch items, as Jinja's `range`
+_DIGITS = 308  # digits of a float
 
 
 def bounded_filters() -> dict[str, Callable[..., Any]]:
-    """Filters by name, without those for web pages."""
+    """Filters by name, except those for HTML."""
     found = {name: _bounded(FILTERS[name], guard) for name, guard in _GUARDS.items()}
     return {**found, **{name: FILTERS[name] for name in _FREE}, "tojson": _tojson, "format": _format}
 
@@ -36,7 +36,7 @@ def bounded_tests() -> dict[str, Callable[..., Any]]:
 
 
 def _bounded(function: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
-    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the value: Jinja's context comes first
+    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # Jinja's context is first
 
     @functools.wraps(function)
     def filter_(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def _read_by(test: Any) -> Callable[..., Any]:
 
 
 def _cost_of_names(rest: list[Any], kwargs: dict[str, Any]) -> int:
-    """Steps per item: an attribute's name may be a path."""
+    """Steps per item: an attribute name may be a path."""
     return 1 + sum(len(value) for value in (*rest, *kwargs.values()) if isinstance(value, str)) // 8
 
 
@@ -74,16 +74,14 @@ def _argument(rest: list[Any], kwargs: dict[str, Any], place: int, name: str, de
 
 
 def _text(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """For filters that read a value once and make a bounded number of characters of each."""
     meter.read(value, *rest, *kwargs.values())
     meter.expect(meter.printed(value) * (12 if isinstance(value, str) else 1))
     return value
 
 
 def _listed(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """For filters that read a list item by item."""
     if isinstance(value, Iterator):
-        value = list(value)  # counted where it was made
+        value = list(value)
     if isinstance(value, str):
         meter.expect(len(value) * 16)
     if hasattr(type(value), "__len__"):
@@ -155,7 +153,7 @@ def _cut(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> A
 def _summed(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
     value = _listed(meter, value, rest, kwargs)
     start = _argument(rest, kwargs, 1, "start", 0)
-    if is_container(start):  # every sum of two lists copies both
+    if is_container(start):  # each sum copies both lists
         weight = meter.measure(value)[0] + meter.measure(start)[0]
         meter.step(len(value) * weight >> 6)
     return value
@@ -164,7 +162,7 @@ def _summed(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # Jinja's own filter escapes for HTML, which is wrong in a prompt.
+    # Jinja's filter escapes HTML, which is wrong in a prompt.
     meter = current()
     widths = [len(given) if isinstance(given, str) else given or 0 for given in (indent, *(separators or ()))]
     if max(widths) > _WIDEST:
@@ -185,7 +183,7 @@ def _format(value: Any, *args: Any, **kwargs: Any) -> str:
 
 
 _FREE = ("attr", "count", "d", "default", "first", "last", "length", "random")
-"""Filters that take the same time for a value of any size and make none."""
+"""Constant-time filters without new values."""
 
 _GUARDS: dict[str, Guard] = {
     **dict.fromkeys(
@@ -212,4 +210,4 @@ _READING = frozenset({
     "in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=", "<", "lt", "lessthan", "<=", "le",
     "lower", "upper",
 })  # fmt: skip
-"""Tests that read their values to the end."""
+"""Tests that read whole values."""

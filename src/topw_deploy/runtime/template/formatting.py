@@ -1,4 +1,4 @@
-"""Python's two ways of formatting text, with bounds on widths and on the result."""
+"""Bounded text formatting."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _WIDTH = 1000
 
 
 def percent(meter: Meter, form: str, values: Any) -> str:
-    """Raises SecurityError for widths above 999."""
+    """`form % values`. Raises SecurityError for widths above 999."""
     if _WIDE_CONVERSION.search(form):
         raise SecurityError(f"a format may not have widths from {_WIDTH} on, or given by '*'")
     conversions = form.count("%")
-    times = conversions if isinstance(values, Mapping) else 1  # a mapping's values can be used again
+    times = conversions if isinstance(values, Mapping) else 1  # mapping values can repeat
     meter.read(form, values)
     meter.expect(len(form) + conversions * _WIDTH + (meter.printed(values) * times if conversions else 0))
     text: str = meter.make(form % values)

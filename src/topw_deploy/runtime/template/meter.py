@@ -1,4 +1,4 @@
-"""What one rendering may use: steps, characters, and the size of a single value."""
+"""Bounds of one rendering: steps, characters, and the size of a value."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from typing import Any, NoReturn
 from topw_deploy.errors import TokenizerError
 
 STEPS, STEPS_PER_ITEM, STEPS_PER_INPUT = 2_000_000, 5_000, 2
-"""Steps of a rendering, plus some per value and per character of the messages. A step is one node of the template or 64
-characters read; calls, filters and operators take several. Published templates take about 1,000 per message."""
-CHARACTERS, CHARACTERS_PER_INPUT = 2**27, 256
-"""Characters that a rendering makes in all, plus some per character of the messages."""
-LONGEST, LONGEST_PER_INPUT = 2**24, 16
-"""Most characters of a value, or a multiple of the messages' characters."""
-DEPTH = 100
-"""Most levels of lists and mappings: hashing and comparing recurse in C without a bound."""
-BITS = 4096
-"""Most bits of an integer."""
+"""Maximum steps of a rendering, plus extra per value and character of the messages.
 
-_ITEM = 16  # what a value weighs beside its characters
-_PRINTED = 10  # most characters that one prints as within a list: \U0001f600
+A step is one template node or 64 characters read; calls, filters and operators take several. Published templates take
+about 1,000 per message.
+"""
+CHARACTERS, CHARACTERS_PER_INPUT = 2**27, 256
+"""Maximum characters made, plus extra per character of the messages."""
+LONGEST, LONGEST_PER_INPUT = 2**24, 16
+"""Maximum characters of a value, or a multiple of the messages' characters."""
+DEPTH = 100
+"""Maximum nesting: hashing and comparing recurse in C without limit."""
+BITS = 4096
+"""Maximum bits of an integer."""
+
+_ITEM = 16  # size of an item besides its characters
+_PRINTED = 10  # characters per printed character in a list: \U0001f600
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS: Any = (list, tuple, dict, set, frozenset, *_VIEWS)
 
@@ -32,15 +35,16 @@ _METER: ContextVar[Meter] = ContextVar("meter")
 
 
 class Meter:
-    """Counts what one rendering uses. Raises TokenizerError, naming the template, past a bound.
+    """Counts one rendering's usage. Raises TokenizerError, naming the template, above a bound.
 
-    name: the template's file. data: the template's values, which do not change while it runs.
+    name: the template's file.
+    data: the template's values, which must not change.
     """
 
     def __init__(self, name: str, data: Collection[Any]) -> None:
         self._name = name
-        self._measured: dict[int, tuple[int, int]] = {}  # by id: weight and depth
-        self._alive: list[Any] = []  # so that no id is used again
+        self._measured: dict[int, tuple[int, int]] = {}  # id -> (weight, depth)
+        self._alive: list[Any] = []  # prevents reuse of ids
         self._steps = self._characters = 0
         self._step_limit = self._character_limit = self._longest = 2**62
         weight = sum(self.measure(value)[0] for value in data)
@@ -51,7 +55,7 @@ class Meter:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make this the current meter within the block."""
+        """Make this the current meter."""
         token = _METER.set(self)
         try:
             yield
@@ -59,25 +63,25 @@ class Meter:
             _METER.reset(token)
 
     def step(self, count: int) -> None:
-        """Count `count` steps."""
+        """Count steps."""
         self._steps += max(0, count)
         if self._steps > self._step_limit:
             self.refuse(f"takes more than {self._step_limit:,} steps")
 
     def expect(self, size: int) -> None:
-        """Refuse a value of `size` characters, before it is made, if too long."""
+        """Refuse too large a value before its creation."""
         if size > self._longest:
             self.refuse(f"makes a value of {size:,} characters, but may make at most {self._longest:,}")
 
     def use(self, size: int) -> None:
-        """Count `size` characters of a new value."""
+        """Count `size` new characters."""
         self.expect(size)
         self._characters += size
         if self._characters > self._character_limit:
             self.refuse(f"makes more than {self._character_limit:,} characters")
 
     def make(self, value: Any) -> Any:
-        """Count the new `value` and give it back."""
+        """Count and return the new `value`."""
         weight, _ = self.measure(value)
         self.step(2)
         self.expect(weight)
@@ -85,16 +89,16 @@ class Meter:
         return value
 
     def read(self, *values: Any) -> None:
-        """Count the reading of `values` to their ends."""
+        """Count a full read of `values`."""
         self.step(2 + (sum(self.measure(value)[0] for value in values) >> 6))
 
     def search(self, text: str, pattern: Any, *, forward: bool) -> None:
-        """Count a search, by Python's worst case; backwards it has no bound."""
+        """Count a search by Python's worst case, unbounded for backward search."""
         size = len(pattern) if isinstance(pattern, str) else 1
         self.step(len(text) * (min(size, 128) if forward else size) >> 8)
 
     def measure(self, value: Any) -> tuple[int, int]:
-        """The characters of `value` and its items, counted as often as they occur, and its depth."""
+        """Returns (characters of `value`, counting repeated items each time; depth)."""
         if isinstance(value, (str, bytes)):
             return len(value) + _ITEM, 0
         if isinstance(value, int):
@@ -123,7 +127,7 @@ class Meter:
         return weight, depth + 1
 
     def printed(self, value: Any) -> int:
-        """A bound on the length of `value` when printed."""
+        """Upper bound on the printed length."""
         if isinstance(value, str):
             return len(value)
         return self.measure(value)[0] * _PRINTED + BITS
@@ -135,7 +139,7 @@ class Meter:
         return str(value)
 
     def join(self, parts: Iterable[str]) -> str:
-        """Join `parts`; refuse too much before joining."""
+        """Join `parts` after a length check."""
         total, kept = 0, []
         for part in parts:
             total += len(part)
@@ -146,7 +150,7 @@ class Meter:
         return "".join(kept)
 
     def each(self, values: Iterable[Any], cost: int = 1) -> Iterator[Any]:
-        """Count `cost` steps for each item."""
+        """Iterate, counting `cost` steps per item."""
         for value in values:
             self.step(cost)
             yield value
@@ -159,7 +163,7 @@ class Meter:
 
 
 def current() -> Meter:
-    """The current rendering's meter. LookupError outside of one, where Jinja folds constants."""
+    """The current rendering's meter. Raises LookupError outside one, where Jinja folds constants."""
     return _METER.get()
 
 

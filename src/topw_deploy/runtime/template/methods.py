@@ -1,4 +1,4 @@
-"""Methods that a template may call on text, lists and mappings, each with a bound on what it makes."""
+"""Methods that templates may call, with bounds on results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PLAIN = frozenset({
     "isnumeric", "isprintable", "isspace", "istitle", "isupper", "lower", "splitlines", "swapcase", "title", "upper",
 })  # fmt: skip
 _OF_CONTAINERS = frozenset({"copy", "count", "get", "index", "items", "keys", "values"})
-_GROWS = 3  # characters that one becomes in upper case
+_GROWS = 3  # maximum growth in upper case
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-_PIECE = 16  # what each piece of a text weighs
+_PIECE = 16  # size per piece of text
 
 
 def call(meter: Meter, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the bound `method` of a plain value. Raises SecurityError for an unknown one."""
+    """Call a plain value's bound `method`. Raises SecurityError for an unknown one."""
     owner, name = method.__self__, method.__name__
     meter.read(owner, *args, *kwargs.values())
     if isinstance(owner, str):
@@ -41,7 +41,7 @@ def call(meter: Meter, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def join(meter: Meter, separator: str, values: Any) -> str:
-    """`separator.join(values)`; refused before joining if too long."""
+    """`separator.join(values)` after a length check."""
     items = list(meter.each(values))
     meter.expect(sum(len(item) for item in items if isinstance(item, str)) + len(items) * len(separator))
     text: str = meter.make(separator.join(items))
@@ -49,7 +49,7 @@ def join(meter: Meter, separator: str, values: Any) -> str:
 
 
 def replaced(meter: Meter, text: str, old: Any, new: Any, count: Any = -1) -> int:
-    """An upper bound on the length of `text.replace(old, new, count)`."""
+    """Upper bound on the length of `text.replace(old, new, count)`."""
     if not isinstance(old, str) or not isinstance(new, str):
         return len(text)
     meter.search(text, old, forward=True)
@@ -60,7 +60,7 @@ def replaced(meter: Meter, text: str, old: Any, new: Any, count: Any = -1) -> in
 
 
 def _size(meter: Meter, text: str, name: str, given: list[Any]) -> int | None:
-    """A bound on the size of the result; None for an unknown method."""
+    """Upper bound; None for an unknown method."""
     first = given[0] if given else None
     if name in _SEARCHES or name in _BACKWARDS:
         for pattern in first if isinstance(first, tuple) else [first]:

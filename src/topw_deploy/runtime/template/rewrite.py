@@ -1,7 +1,7 @@
-"""Rewrites a parsed template to count what it does.
+"""Rewrites a parsed template to count its work.
 
-Jinja compiles loops, comparisons, literals, slices and `~` to plain Python, which no environment intercepts. Here they
-are wrapped in filters whose names no template can write: they begin with a space.
+Jinja compiles loops, comparisons, literals, slices and `~` to plain Python, which environments cannot intercept. They
+are wrapped in filters whose names begin with a space: templates cannot name them.
 """
 
 # ruff: noqa: N802, N815  # the names by which Jinja calls a visitor
@@ -15,11 +15,11 @@ from jinja2.visitor import NodeTransformer
 
 from topw_deploy.runtime.template.meter import current
 
-_BOUNDED_BY_EITHER = frozenset({"eq", "ne", "gt", "gteq", "lt", "lteq"})  # ends with the shorter one
+_BOUNDED_BY_EITHER = frozenset({"eq", "ne", "gt", "gteq", "lt", "lteq"})  # stops at the shorter one
 
 
 def rewrite(template: nodes.Template) -> nodes.Template:
-    """Changes `template` in place. Raises TemplateAssertionError for what cannot be counted."""
+    """Modify `template` in place. Raises TemplateAssertionError for nodes that cannot be counted."""
     _Rewriter().visit(template)
     return template
 
@@ -45,7 +45,6 @@ def _join(values: list[Any]) -> str:
 
 
 COUNTING = {" step": _step, " make": _make, " read": _read, " join": _join}
-"""The filters that rewritten templates call."""
 
 
 def _call(name: str, node: nodes.Expr) -> nodes.Filter:
