@@ -1,4 +1,4 @@
-// Implements topw_cuda.h: refusals, workspace sizes, and the launches of a step.
+// Implements topw_cuda.h: refusals, workspace sizes, launches.
 
 #include <math.h>
 
@@ -11,8 +11,8 @@ namespace topw {
 namespace {
 
 constexpr double kBestTokens = 640;       // for certify's look at the best tokens, if too many are within the gap
-constexpr int64_t kFewestGroups = 64;     // for it
-constexpr double kCrowded = 3;            // tokens per group: beyond, maxima say little about their number
+constexpr int64_t kFewestGroups = 64;     // for that look
+constexpr double kCrowded = 3;            // tokens per group; beyond, maxima say little about their number
 
 bool known_table(const topw_table &table) {
   if (table.blocks.bits == 0)
@@ -45,7 +45,7 @@ const char *refusal(const topw_cuda_shape &shape) {
   return refusal_of_table(shape);
 }
 
-// Number of maxima at which certify's look at the best tokens starts: as many as kBestTokens reach if placed at random.
+// Maxima at which certify's look at the best tokens starts: as many as kBestTokens randomly placed tokens reach.
 int32_t best_groups(int64_t groups) {
   const double to_each = kBestTokens / static_cast<double>(groups);
   if (groups < kFewestGroups) return 0;
@@ -178,11 +178,11 @@ int topw_cuda_device_count(void) { return topw::device_count(); }
 int topw_cuda_abi_version(void) { return TOPW_CUDA_ABI_VERSION; }
 
 #if defined(TOPW_EMULATE)
-/* seed: of the order of threads; threads per block, 0 for as on a device; multiprocessors. */
+/* seed: of the order of threads; threads per block, 0 for the device's; multiprocessors. */
 TOPW_EXPORT void topw_emulate(uint64_t seed, uint32_t threads, uint32_t blocks) {
   topw::emulator::settings = {seed, threads, blocks ? blocks : 1};
 }
-/* Blocks that run at once, 0 for one per multiprocessor; nanoseconds per unsuccessful wait. */
+/* Concurrent blocks, 0 for one per multiprocessor; nanoseconds per unsuccessful wait. */
 TOPW_EXPORT void topw_emulate_waiting(uint32_t resident, uint64_t tick) {
   topw::emulator::settings.resident = resident;
   topw::emulator::settings.tick = tick;
