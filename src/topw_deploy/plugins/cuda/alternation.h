@@ -1,6 +1,4 @@
-// The alternation with few distances, for uncertified rows; the literal rule for a negative geom_scale
-// (docs/contract/theory.md, sections 3 and 4). A row's leading block runs it and publishes the distances as jobs. Same
-// steps as native/alternation.cpp.
+// native/alternation.cpp on a GPU: a row's leading block runs the steps and publishes the distances as jobs.
 #ifndef TOPW_CUDA_ALTERNATION_H
 #define TOPW_CUDA_ALTERNATION_H
 
@@ -13,7 +11,7 @@
 
 namespace topw::crop {
 
-// State bits of a pool token (Memory::state). kExact: its distance to the set is computed; a member's is 0.
+// State bits (Memory::state). kExact: the distance to the set is computed; a member's is 0.
 constexpr uint8_t kMember = 1, kCandidate = 2, kExact = 4, kWasMember = 8, kSaved = 16, kNext = 32;
 
 constexpr double kRounding = 1e-9;     // ties' bound of J, in units of max(1, lam, beta)
@@ -38,7 +36,7 @@ __device__ __forceinline__ uint64_t phi_key(double value) {
   return bits >> 63 ? bits : bits ^ 0x7fffffffffffffffu;
 }
 
-// h(y) = 1 - y/2 - y^2/6 - ...: later terms are negative, so this is an upper bound.
+// See native/alternation.cpp.
 __device__ __forceinline__ double h(double y) { return 1 - y * (0.5 + y / 6); }
 
 class Alternation {
@@ -48,7 +46,7 @@ class Alternation {
   int64_t literal = 0;    // under the literal rule
   int32_t kept = 0;
 
-  // Reads the pool's tokens, base and p from `memory`. helpers: blocks to cut work for.
+  // helpers: blocks to cut work for.
   __device__ Alternation(const Call &call, const Parameters &P, const Memory &memory, const Job &job, const Room &room,
                          Leader &leader, Distances &distances, int32_t helpers, BlockScratch &scratch)
       : P_(P),
@@ -68,7 +66,7 @@ class Alternation {
     pairs_at_once_ = hidden > kCheapHidden ? kPairs * kCheapHidden / hidden : kPairs;
   }
 
-  // Starts from the pool's first k0 tokens; at the end the members are the crop.
+  // From the pool's first k0 tokens to the crop's members.
   __device__ TOPW_OUT_OF_LINE void run(int32_t k0) {
     kept = k0;
     if (measures_) {  // others measure lengths while this block prepares
@@ -97,7 +95,7 @@ class Alternation {
  private:
   __device__ bool member(int32_t i) const { return memory_.state[i] & kMember; }
 
-  // Collects in order the positions whose bits of `mask` equal `bits`. Returns their number.
+  // Lists the positions whose bits of `mask` equal `bits`. Returns their number.
   __device__ TOPW_OUT_OF_LINE int32_t list(uint8_t mask, uint8_t bits, int32_t *positions) {
     return block_compact(
         pool_, [&](int32_t i) { return (memory_.state[i] & mask) == bits; },
@@ -141,7 +139,6 @@ class Alternation {
     return 0;
   }
 
-  // A lower bound of this step's best J: the best prefix of S, which needs no distance.
   __device__ double surely_reached() {
 #pragma unroll 1
     for (int32_t n = own_index(); n < members_; n += block_size()) {
@@ -155,8 +152,7 @@ class Alternation {
     return best;
   }
 
-  // Row test: drops candidates that cannot be kept even if all others stay. In float32 with an error bound, then in
-  // double where undecided.
+  // Row test (see native/alternation.cpp) in float32 with an error bound, then in double where undecided.
   __device__ TOPW_OUT_OF_LINE void prune(double reached) {
     const float c = static_cast<float>(P_.c), scale = static_cast<float>(P_.scale);
     const float asked = static_cast<float>(reached - 2 * kRounding * P_.unit);
@@ -181,7 +177,7 @@ class Alternation {
     __syncthreads();
   }
 
-  // The mass of members and candidates in float32. Rounds alternate between two arrays, so one barrier suffices.
+  // Rounds alternate between two arrays, so one barrier suffices.
   __device__ float mass_left(int round) {
     float *const of_warp = reinterpret_cast<float *>(scratch_.values) + round % 2 * kMostWarps;
     float sum = 0;
@@ -202,8 +198,8 @@ class Alternation {
     return phi(i) + P_.c * h(memory_.p[i] / Gmax) < needed;
   }
 
-  // Measures the candidates, most probable first, in chunks large enough for all blocks. Unless the rule is literal,
-  // the row test narrows the rest after each chunk.
+  // Most probable tokens first, in chunks large enough for all blocks. Unless the rule is literal, each chunk's row
+  // test narrows the rest.
   __device__ void measure(double reached) {
     const int64_t at_once = pairs_at_once_ / members_;
     const int32_t most = at_once < kFewestRows ? kFewestRows : static_cast<int32_t>(at_once < pool_ ? at_once : pool_);
@@ -248,8 +244,7 @@ class Alternation {
     __syncthreads();
   }
 
-  // Sorts the remaining tokens by phi; the best prefix becomes the set. Members' phi falls in pool order, so only the
-  // candidates are sorted, then merged.
+  // Members' phi falls in pool order, so only the candidates are sorted, then merged.
   __device__ void scan() {
     const int32_t count = list(kCandidate, kCandidate, memory_.rows);
 #pragma unroll 1
@@ -318,7 +313,7 @@ class Alternation {
     return low;
   }
 
-  // Makes the first `kept` of the order the set, counts new members and compares with the saved set.
+  // Makes the first `kept` of the order the set.
   __device__ void take_prefix() {
 #pragma unroll 1
     for (int32_t n = own_index(); n < kept; n += block_size()) memory_.state[memory_.order[n]] |= kNext;
@@ -337,7 +332,7 @@ class Alternation {
     differs_ = __syncthreads_or(differs) != 0;
   }
 
-  // The sets' cycle length, or 0 (Brent's algorithm): with a negative scale they may never converge.
+  // See native/alternation.cpp.
   __device__ int64_t period() {
     if (saved_at_ > 0 && !differs_) return steps - saved_at_;
     if ((steps & (steps - 1)) == 0) {

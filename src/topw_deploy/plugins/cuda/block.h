@@ -1,8 +1,8 @@
 // Block-wide reductions, prefix sums, sorting and selection.
 //
-// All threads of the block (a multiple of 32, up to 1024) call each function. Unless noted, functions begin without a
-// barrier and end with one: all threads see the result, and the scratch is free. Results, even prefix sums of doubles,
-// do not depend on the number of threads.
+// All threads of the block (a multiple of 32, up to 1024) call each function. Functions end with a barrier, after which
+// the result is visible and the scratch free; they begin without one unless noted. Results, even sums of doubles, do
+// not depend on the number of threads.
 #ifndef TOPW_CUDA_BLOCK_H
 #define TOPW_CUDA_BLOCK_H
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ T warp_scan(T value) {
   return value;
 }
 
-// Every thread gets the result. The operation must tolerate repeated values; T has at most 8 bytes.
+// Every thread gets the result. The operation must tolerate repeated values; T: at most 8 bytes.
 template <class T, class Operation>
 __device__ __forceinline__ T block_reduce(T value, Operation operation, BlockScratch &scratch) {
   T *const of_warp = reinterpret_cast<T *>(scratch.values);
@@ -79,7 +79,7 @@ __device__ __forceinline__ T block_reduce(T value, Operation operation, BlockScr
   return value;
 }
 
-// Calls use(i, load(i)) for every i < count, with eight loads per thread in flight.
+// Calls use(i, load(i)) for i < count, with eight loads per thread in flight.
 template <class Load, class Use>
 __device__ __forceinline__ void load_together(int32_t count, Load load, Use use) {
   constexpr int kTogether = 8;
@@ -159,9 +159,8 @@ __device__ __forceinline__ void carries(double *totals, int32_t count) {
 
 }  // namespace scanning
 
-// In-place inclusive prefix sums of one or two arrays [count] in shared or global memory; count <= kMostScanned. The
-// order of additions depends only on `count`. Needs no barrier before it if each thread wrote the elements own_index()
-// + n * block_size().
+// In-place inclusive prefix sums of one or two arrays [count], count <= kMostScanned, in an order that depends only on
+// `count`. Needs no barrier before it if each thread wrote the elements own_index() + n * block_size().
 __device__ TOPW_OUT_OF_LINE inline void block_scan(double *first, double *second, int32_t count,
                                                    BlockScratch &scratch) {
   const int32_t tiles = (count + kWarp - 1) / kWarp;
@@ -187,7 +186,7 @@ __device__ __forceinline__ int32_t power_of_two_from(int32_t count) {
 }
 
 // Bitonic sort by (key, item) ascending, in place in shared memory. `size`: a power of 2, at least 2; pad with the
-// largest key. `items` may be NULL if keys are distinct. Begins with a barrier.
+// largest key. `items`: NULL if keys are distinct. Begins with a barrier.
 __device__ TOPW_OUT_OF_LINE inline void block_sort(uint64_t *keys, uint32_t *items, int32_t size) {
   __syncthreads();
   for (int32_t run = 2; run <= size; run *= 2) {
@@ -219,8 +218,8 @@ __device__ TOPW_OUT_OF_LINE inline void block_sort(uint64_t *keys, uint32_t *ite
   __syncthreads();
 }
 
-// Sorts distinct keys by counting smaller ones: fastest for up to a few hundred. keys and sorted [count] are disjoint,
-// in shared memory. Begins with a barrier.
+// Sorts distinct keys by counting smaller ones: fastest up to a few hundred. keys, sorted [count]: disjoint, in shared
+// memory. Begins with a barrier.
 __device__ __forceinline__ void block_rank_sort(const uint64_t *keys, int32_t count, uint64_t *sorted) {
   __syncthreads();
 #pragma unroll 1
@@ -234,7 +233,7 @@ __device__ __forceinline__ void block_rank_sort(const uint64_t *keys, int32_t co
   __syncthreads();
 }
 
-// Calls emit(i, place) for every i < count with keep(i), place = 0, 1, ... in order. Returns their number.
+// Calls emit(i, place) for i < count with keep(i), place = 0, 1, ... Returns their number.
 template <class Keep, class Emit>
 __device__ __forceinline__ int32_t block_compact(int32_t count, Keep keep, Emit emit, BlockScratch &scratch) {
   int32_t before = 0;
@@ -256,9 +255,8 @@ __device__ __forceinline__ int32_t block_compact(int32_t count, Keep keep, Emit 
   return before;
 }
 
-// A bound that at least `wanted` of key(0 .. count) and, ties permitting, at most `enough` do not exceed; for enough =
-// wanted, the `wanted`-th smallest key. 1 <= wanted <= count; wanted <= enough. Radix select: one pass per 8 bits in
-// which the keys differ.
+// A bound that at least `wanted` keys and, ties permitting, at most `enough` do not exceed; for enough = wanted, the
+// `wanted`-th smallest. 1 <= wanted <= count, enough. Radix select: one pass per 8 differing bits.
 template <class Key>
 __device__ __forceinline__ uint32_t block_select(int32_t count, Key key, int32_t wanted, int32_t enough,
                                                  BlockScratch &scratch) {

@@ -1,5 +1,4 @@
-// Crop and certificate from a few candidates (docs/contract/theory.md, section 4), by one block, with the steps and
-// slacks of native/candidates.cpp.
+// native/candidates.cpp by one block: crop and certificate from a few candidates, with the same steps and slacks.
 #ifndef TOPW_CUDA_CANDIDATES_CUH
 #define TOPW_CUDA_CANDIDATES_CUH
 
@@ -16,7 +15,7 @@ constexpr int32_t kGroupsAtOnce = 2;       // groups in flight per warp
 constexpr double kRounding = 1e-9;         // ties' bound of J and log-weights, in units of max(1, lam, beta)
 constexpr double kNucleusRounding = 4e-12;  // of sums of weights; pairs.h bounds their errors
 
-// Shared memory of a block that settles a row, besides `maxima` [padded_groups, at least 2 * kMostCandidates] floats.
+// Shared memory besides `maxima`, floats [padded_groups, at least 2 * kMostCandidates].
 struct CandidateRoom {
   uint64_t keys[kMostCandidates], spare[kMostCandidates];
 };
@@ -163,21 +162,20 @@ class Candidates {
     return scratch_.chosen[0];
   }
 
-  // Block stop: no longer prefix can be the first maximiser, if at most `further` more tokens score at most the last
-  // one's.
+  // See native/candidates.cpp.
   __device__ bool block_stop(double best, double Gamma, double Phi, int64_t further, int32_t counted) const {
     const double a = log_weight(logit_of(sorted_[counted - 1]), top_, P_.selection), t = P_.lam * a;
     const double X = Gamma + static_cast<double>(further) * weight(a);
     return t + (Phi - t * Gamma) / X + P_.c * log(X) <= best - kRounding * P_.unit;
   }
 
-  // Certificate without the pool: the best prefix is in the warm start, whose mass is at least these tokens'.
+  // See native/candidates.cpp.
   __device__ bool within_warm_start(const double *Gamma, int32_t counted) const {
     return kept_ == 1 || P_.init_top_p >= 1 ||
            Gamma[kept_ - 2] < P_.init_top_p * Gamma[counted - 1] * (1 - kNucleusRounding);
   }
 
-  // Whether the crop's weights equal those at the drawing temperature, none bounded from below.
+  // Whether the weights equal those at the drawing temperature, none bounded from below.
   __device__ bool same_as_drawing() const {
     return P_.selection == P_.temperature &&
            log_weight(logit_of(sorted_[kept_ - 1]), top_, P_.selection) >= kSmallestLogWeight;

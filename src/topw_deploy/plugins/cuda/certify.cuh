@@ -1,5 +1,4 @@
-// The first launch: reads all logits and answers every certifiable row. The last block to finish a chunk of a row
-// continues with the row.
+// The first launch: reads all logits and answers every certifiable row. A row's last block continues with the row.
 #ifndef TOPW_CUDA_CERTIFY_CUH
 #define TOPW_CUDA_CERTIFY_CUH
 
@@ -30,7 +29,7 @@ __device__ inline void take_parameters(const Call &call, const GivenParameters &
   plan.way = !valid ? Way::invalid
              : plan.P.greedy || (plan.P.c <= 0 && plan.P.scale >= 0) ? Way::keep_best
              : plan.P.scale < 0 ? Way::open : Way::settle;
-  // Largest distance of a kept token below the largest logit; the kept mass is at most the vocabulary's.
+  // The kept mass is at most the vocabulary's.
   plan.selection = cooling_of(plan.P.selection);
   if (plan.way == Way::settle) plan.gap = plan.P.lam > 0 ? plan.P.c / plan.P.lam * (1 + call.log_vocab) : 0;
 }
@@ -54,7 +53,7 @@ __device__ inline void answer_invalid(const Call &call, int64_t row) {
   if (out.reports) out.reports[row] = {TOPW_INVALID, 0, 0, 0, 0, 0};
 }
 
-// The largest logit alone, lowest id if tied: a greedy row, or beta <= lam, where J never rises.
+// The largest logit, lowest id if tied: a greedy row, or beta <= lam, where J never rises.
 template <class Logit>
 __device__ void keep_best(const LogitRow &logits, float top, const float *maxima, uint64_t *key,
                                  BlockScratch &scratch) {
@@ -72,7 +71,7 @@ __device__ void keep_best(const LogitRow &logits, float top, const float *maxima
   __syncthreads();
 }
 
-// Loads the row's maxima into shared memory and returns the largest. Each thread issues all loads before using any.
+// Loads the row's maxima into shared memory, all loads before any use. Returns the largest.
 __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima) {
   constexpr int kTogether = 4;
   const float4 *const from = reinterpret_cast<const float4 *>(call.workspace.maxima + row * call.padded_groups);

@@ -1,4 +1,4 @@
-// The pass over all logits: maxima of groups of 64, and the edits. A block reads a chunk of a row.
+// The pass over all logits: maxima of groups of 64, and the edits. One chunk of a row per block.
 #ifndef TOPW_CUDA_CHUNK_CUH
 #define TOPW_CUDA_CHUNK_CUH
 
@@ -66,7 +66,7 @@ __device__ void measure_packs(const Logit *raw, int32_t first, int32_t last, flo
   }
 }
 
-// Maxima of any groups: one per warp, two logits per lane, several groups in flight.
+// Maxima of any groups: one per warp, two logits per lane.
 template <class Logit>
 __device__ void measure_loosely(const Logit *raw, int32_t vocab, int32_t first, int32_t last, float *maxima) {
   const float nothing = -static_cast<float>(INFINITY);
@@ -105,13 +105,13 @@ __device__ void measure_chunk(const Call &call, const Chunk &chunk) {
     maxima[call.groups + own_index()] = -static_cast<float>(INFINITY);
 }
 
-// Rounds after every operation, as on a CPU, so edited logits are the same everywhere.
+// Rounds every operation, as on a CPU: edited logits are the same everywhere.
 __device__ __forceinline__ float edited(float logit, float penalty, float bias) {
   return __fadd_rn(logit > 0 ? __fdiv_rn(logit, penalty) : __fmul_rn(logit, penalty), bias);
 }
 
-// A row's edits within a chunk. An edited group is copied to a patch and edited there. Of repeated ids, the last
-// applies to the raw logit, in any order of threads.
+// A row's edits within a chunk, applied in a patch (copy) of each edited group. Of repeated ids, the last applies to
+// the raw logit.
 template <class Logit>
 class ChunkEdits {
  public:
@@ -123,7 +123,7 @@ class ChunkEdits {
         edits_(static_cast<int32_t>(call.inputs.edits)),
         first_id_(own_index() < edits_ ? call.inputs.edit_ids[chunk.row * edits_ + own_index()] : -1) {}
 
-  // Corrects the maxima of measure_chunk. `slots`: shared memory for every group of the chunk.
+  // Corrects measure_chunk's maxima. `slots`: shared memory for the chunk's groups.
   __device__ void apply() {
     const int32_t groups = chunk_.last - chunk_.first;
 #pragma unroll 1
@@ -146,7 +146,7 @@ class ChunkEdits {
   }
 
  private:
-  // A group's slot: the lowest number of its edits, or the group's number if groups are fewer.
+  // See patch_slots_of.
   __device__ int32_t slot(int32_t g) const { return edits_ <= call_.groups ? slots_[g] : chunk_.first + g; }
 
   __device__ float *patch(int32_t g) const {
@@ -175,7 +175,7 @@ class ChunkEdits {
     return found;
   }
 
-  // Calls visit(group, place) for every logit of the patched groups; one group per warp.
+  // Calls visit(group, place) for every patched logit; one group per warp.
   template <class Visit>
   __device__ void for_patched(Visit visit) {
 #pragma unroll 1

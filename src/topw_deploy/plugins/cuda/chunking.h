@@ -26,8 +26,8 @@ struct Chunking {
   int64_t groups, chunks;  // per chunk; per row
 };
 
-// Chunks for which the busiest multiprocessor ends earliest. It reads its resident blocks' chunks, then the rest; fewer
-// than kBusy blocks take as long as kBusy.
+// Minimizes the busiest multiprocessor's time. It reads its resident blocks' chunks, then the rest; fewer than kBusy
+// blocks take as long as kBusy.
 inline Chunking cut_into_chunks(const Rows &rows, const Device &device) {
   constexpr int64_t kBusy = 3, kLate = 64;  // blocks; groups read while a block starts
   const auto ceiling = [](int64_t a, int64_t b) { return (a + b - 1) / b; };

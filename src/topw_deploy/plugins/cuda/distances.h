@@ -1,8 +1,8 @@
 // Distances of pool tokens to a set of members, as items of jobs (docs/contract/graph.md, section 2).
 //
 // Squared differences are added in float32 in a fixed tree: 32 coordinates in order, four such sums by pairs (a slice),
-// four slices in order (a section), all sections in order. Coordinates are rounded, so a pair close relative to its
-// points' lengths is measured again in double from the table if it may be among the nearest.
+// four slices in order (a section), all sections in order. Coordinates are rounded, so possible nearest pairs that are
+// close relative to their lengths are measured again in double.
 #ifndef TOPW_CUDA_DISTANCES_H
 #define TOPW_CUDA_DISTANCES_H
 
@@ -65,7 +65,7 @@ class Distances {
     }
   }
 
-  // The smallest pieces that occupy all blocks and fit. Affects who adds, not the order.
+  // The smallest pieces that occupy all blocks and fit. Does not affect the order of additions.
   __device__ Pieces how_to_cut(const Job &job, int32_t blocks) const {
     const int64_t pairs = static_cast<int64_t>(job.rows) * job.cols;
     const int32_t found = tiles(job), enough = 4 * blocks;
@@ -180,8 +180,8 @@ class Distances {
     return fmaf(difference, difference, sum);
   }
 
-  // Sums of a slice for a lane's row (see add_up) and its warp's two columns. Each lane adds one chunk for four rows;
-  // neighbours start at different places to avoid bank conflicts.
+  // Sums for a lane's row (see add_up) and its warp's two columns. Each lane adds one chunk for four rows; neighbours
+  // start at different places to avoid bank conflicts.
   __device__ static void add_up_slice(const float *points, float *sums) {
     const int32_t chunk = lane_index() % kChunks, row = lane_index() / kChunks;
     const float *const cols = points + (kTileRows + kColsOfWarp * warp_index()) * kTileStride;
@@ -215,15 +215,15 @@ class Distances {
       }
   }
 
-  // Sum over four neighbouring lanes, (0 + 1) + (2 + 3), in each of them.
+  // (0 + 1) + (2 + 3) over four neighbouring lanes, in each.
   __device__ static float warp_reduce_pairs(float value) {
     value += __shfl_xor_sync(kEveryLane, value, 1);
     return value + __shfl_xor_sync(kEveryLane, value, 2);
   }
 
-  // ---- from sums of squares to a row's distance to the set; by one warp ----
+  // ---- a row's distance to the set; by one warp ----
 
-  // The value to sort by: squared distance or cosine distance. NaN for a table with NaN.
+  // Squared or cosine distance. NaN for a table with NaN.
   __device__ float measure_of(float squares, float one, float other) const {
     if (metric_ != TOPW_COSINE) return squares;
     const float value = 0.5f * (squares + (1 - one) + (1 - other));  // 1 - x.y; lengths are 1 except for zero rows
@@ -305,7 +305,7 @@ class Distances {
     return static_cast<float>(sum / k);
   }
 
-  // Measures again the marked ones that may be among the nearest. kth: the k-th smallest float32 value.
+  // Measures marked pairs again that may be among the nearest. kth: the k-th smallest float32 value.
   __device__ TOPW_OUT_OF_LINE void measure_near_ones(const Job &job, int32_t position, float length, float *own,
                                                       float kth) {
     for (int32_t first = 0; first < job.cols; first += kWarp) {

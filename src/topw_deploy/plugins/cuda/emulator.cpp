@@ -43,7 +43,7 @@ struct Fibre : Thread {
 };
 
 // Lanes waiting at a warp function. Deposits alternate between two arrays: a fast lane may enter the next function
-// while a slow one still reads this one's results.
+// while a slow one still reads.
 struct Warp {
   unsigned arrived = 0;
   Place place = {"", 0};
@@ -113,8 +113,7 @@ std::string deadlock() {
   return text;
 }
 
-// Picks a ready fibre. Odd seeds prefer the latest one: a warp then runs far ahead, which reveals missing barriers
-// around reused memory.
+// Picks a ready fibre. Odd seeds prefer the latest: a warp runs far ahead, which reveals missing barriers.
 Fibre *take_ready(bool any) {
   const uint64_t drawn = draw();
   const bool last = !any && settings.seed % 2 == 1 && drawn % 64 != 0;
@@ -179,8 +178,8 @@ void join_warp(const Place &place, unsigned mask, Warp &warp) {
 
 Warp &own_warp() { return self()->block->warps[current->threadIdx.x / 32]; }
 
-// Many stacks share a mapping: a process can have only some ten thousand. As another stack lies below each, a mark at
-// its end detects overflow.
+// Many stacks share a mapping: a process can have only some ten thousand. A mark at a stack's end detects overflow into
+// the next.
 unsigned char *stack_of(size_t index) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), size = page + kStacksAtOnce * kStack;
   while (stacks.size() <= index) {  // a guard page lies below the lowest

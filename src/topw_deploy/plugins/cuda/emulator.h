@@ -1,12 +1,13 @@
-// Emulates CUDA on a CPU to run the kernels without a device: every thread is a fibre.
+// Emulates CUDA on a CPU, to run the kernels without a device: every thread is a fibre.
 //
 // Fibres run until they wait: at a barrier, at a warp function, or polling memory (`pause`). A seed determines which
-// runs next, so a missing barrier changes results with the seed; odd seeds let a warp run ahead. Reported errors, with
-// source location: a barrier not reached by all threads, or reached elsewhere; a warp function without all lanes; more
-// shared memory than requested; a misaligned __ldg or __ldcg. An error abandons the launch. A process runs one launch
-// at a time.
+// runs next, so a missing barrier changes results with the seed; odd seeds let a warp run ahead.
 //
-// Not emulated: time, caches and the order in which other blocks see writes. A missing __threadfence goes unnoticed.
+// Errors, reported with their source location, abandon the launch: a barrier not reached by all threads, or reached
+// elsewhere; a warp function without all lanes; too much shared memory; a misaligned __ldg or __ldcg.
+//
+// Not emulated: time, caches, and write order between blocks, so a missing __threadfence goes unnoticed. One launch at
+// a time per process.
 #ifndef TOPW_CUDA_EMULATOR_H
 #define TOPW_CUDA_EMULATOR_H
 
@@ -62,8 +63,7 @@ uint64_t nanoseconds();
 int run(const Launch &, const std::function<void()> &kernel);
 const char *error();
 
-// Raises a kernel's dynamic shared memory limit like cudaFuncSetAttribute: a block's total limit becomes
-// kSharedOnRequest instead of kSharedByDefault.
+// As cudaFuncSetAttribute: raises a block's shared memory limit from kSharedByDefault to kSharedOnRequest.
 void allow_shared(const void *kernel, size_t bytes);
 size_t allowed_shared(const void *kernel);
 void set_kernel(const void *kernel);

@@ -1,5 +1,4 @@
-// Switches between fibres, millions of times per launch. Unlike glibc's swapcontext, makes no system calls (two, for
-// signal masks).
+// Switches between fibres, millions of times per launch. glibc's swapcontext would make two system calls each.
 #ifndef TOPW_CUDA_FIBRE_H
 #define TOPW_CUDA_FIBRE_H
 

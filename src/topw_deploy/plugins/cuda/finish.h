@@ -8,8 +8,7 @@
 
 namespace topw {
 
-// A crop: `size` keys of token_key by (logit descending, id ascending), in shared memory or in global memory written by
-// this block.
+// A crop: `size` keys of token_key, best first, in shared memory or in global memory written by this block.
 struct Kept {
   const uint64_t *keys;
   int32_t size;
@@ -38,7 +37,7 @@ __device__ TOPW_OUT_OF_LINE inline void sum_weights(const Kept &kept, float top,
   block_scan(room, nullptr, kept.size, scratch);
 }
 
-// `total`: sum of the weights at the drawing temperature, in units of the largest kept one. One thread computes the
+// `total`: sum of weights at the drawing temperature, in units of the largest kept one. One thread computes the
 // doubles: small GPUs have few double units.
 __device__ inline void write_outputs(const Call &call, int64_t row, const Parameters &P, const Kept &kept,
                                      int32_t place, double total, const topw_report &report) {
@@ -57,10 +56,9 @@ __device__ inline void write_outputs(const Call &call, int64_t row, const Parame
   if (out.reports) out.reports[row] = report;
 }
 
-// Draws, and writes all outputs of the row. All threads of a block call it with the same arguments, after a barrier
-// that follows the writes to `kept.keys`; it ends with a barrier. `room`: [kept.size] doubles of scratch; `weighed` if
-// it already holds sum_weights at the drawing temperature. `top`: the row's largest logit; with a negative geom_scale
-// the crop may lack it.
+// Draws, and writes the row's outputs. All threads call it, after a barrier that follows the writes to `kept.keys`; it
+// ends with a barrier. `room`: [kept.size] doubles of scratch, holding sum_weights at the drawing temperature if
+// `weighed`. `top`: the row's largest logit, which with a negative geom_scale the crop may lack.
 __device__ inline void finish_row(const Call &call, int64_t row, const Parameters &P, float top, const Kept &kept,
                                   const topw_report &report, double *room, BlockScratch &scratch,
                                   bool weighed = false) {

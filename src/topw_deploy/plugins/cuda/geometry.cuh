@@ -1,4 +1,4 @@
-// The second launch: answers the rows certify left open. It may begin while certify runs, and ends at once if none are.
+// The second launch: answers the rows certify left open; ends at once if none are. May begin while certify runs.
 #ifndef TOPW_CUDA_GEOMETRY_CUH
 #define TOPW_CUDA_GEOMETRY_CUH
 
@@ -154,7 +154,7 @@ class OpenRows {
     return value;
   }
 
-  // Claims an item and returns its leader's number; -1 when all rows are answered. By one thread.
+  // Claims an item. Returns its leader's number, or -1 when all rows are answered. By one thread.
   __device__ int32_t find_job(Claim &claim, Patience &patience) const {
     for (uint64_t last = 0;;) {
       const bool all_done = polled(&control_->rows_done) >= open_;
@@ -173,7 +173,7 @@ class OpenRows {
     }
   }
 
-  // A leader whose job has items left, or -1, and the sum over all boards. Blocks start with different leaders.
+  // A leader whose job has items left, or -1; sum: over all boards. Blocks start with different leaders.
   __device__ int32_t offering(uint64_t &sum) const {
     constexpr int32_t kTogether = 8;  // loads in flight
     int32_t found = -1;

@@ -10,7 +10,7 @@
 namespace topw {
 namespace {
 
-constexpr double kBestTokens = 640;       // for certify's look at the best tokens, if too many are within the gap
+constexpr double kBestTokens = 640;       // certify's look at the best tokens, if too many are within the gap
 constexpr int64_t kFewestGroups = 64;     // for that look
 constexpr double kCrowded = 3;            // tokens per group; beyond, maxima say little about their number
 
@@ -45,7 +45,7 @@ const char *refusal(const topw_cuda_shape &shape) {
   return refusal_of_table(shape);
 }
 
-// Maxima at which certify's look at the best tokens starts: as many as kBestTokens randomly placed tokens reach.
+// Number of maxima for certify's look at the best tokens: kBestTokens randomly placed tokens reach them.
 int32_t best_groups(int64_t groups) {
   const double to_each = kBestTokens / static_cast<double>(groups);
   if (groups < kFewestGroups) return 0;
@@ -79,7 +79,7 @@ Call call_of(const topw_cuda_shape &shape, const topw_table *table, const topw_i
   return call;
 }
 
-// Cached: all steps of a loop need the same cut, and finding it takes longer than a launch.
+// Cached: a loop's steps need the same cut, and finding it takes longer than a launch.
 const Chunking &remembered_cut(const Rows &rows, const Device &device) {
   static thread_local Rows last_rows = {};
   static thread_local Device last_device = {};

@@ -1,4 +1,4 @@
-// A row of edited logits on the device: the caller's logits, with patches for edited groups.
+// Edited logits on the device: the caller's, with patches for edited groups.
 #ifndef TOPW_CUDA_LOGITS_H
 #define TOPW_CUDA_LOGITS_H
 
@@ -80,7 +80,7 @@ class LogitRow {
   // Slot of a group's patch; negative: none.
   __device__ int32_t slot(int32_t group) const { return patch_of_ ? __ldcg(patch_of_ + group) : -1; }
 
-  // Logits 4 * quarter to 4 * quarter + 3 of a group with this slot; one load if aligned.
+  // Logits 4 * quarter to 4 * quarter + 3 of a group; one load if aligned.
   __device__ float4 four(int32_t group, int32_t quarter, int32_t slot) const {
     if (slot >= 0)
       return __ldcg(reinterpret_cast<const float4 *>(patches_ + static_cast<int64_t>(slot) * kGroup) + quarter);
@@ -101,7 +101,7 @@ class LogitRow {
     return {at(first), at(first + 1), at(first + 2), at(first + 3)};
   }
 
-  // Logits lane and lane + 32 of a group, by a whole warp. Two steps keep loads of several groups in flight.
+  // Logits lane and lane + 32 of a group, by a whole warp. Separate load and decode keep several loads in flight.
   template <class Logit>
   __device__ Two<Logit> load_two(int32_t group, int lane) const {
     const int32_t slot = patch_of_ ? __ldcg(patch_of_ + group) : -1, first = group * kGroup + lane;

@@ -1,6 +1,6 @@
 // The output `mass`: each crop's share of the full softmax at the selection temperature, within 3e-7 relative. certify
-// adds the weights of each unit while it has the logits; whoever answers the row adds the units. Units, and so the
-// sums, are the same for every launch.
+// sums weights per unit; the block that answers the row adds the units. Units, and so the sums, are the same for every
+// launch.
 #ifndef TOPW_CUDA_MASS_CUH
 #define TOPW_CUDA_MASS_CUH
 

@@ -1,7 +1,6 @@
-// topw::TopWSample for onnxruntime's CUDA provider (docs/contract/graph.md, section 8), by topw_cuda_launch.
+// topw::TopWSample for onnxruntime's CUDA provider (docs/contract/graph.md, section 8).
 //
-// A call only launches, on the provider's stream; the first call of a size allocates its workspace. So a CUDA graph can
-// capture a step once it has run.
+// The first call of a size allocates its workspace; later ones only launch, so a CUDA graph can capture them.
 
 #include <stdlib.h>
 

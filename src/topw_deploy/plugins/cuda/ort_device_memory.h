@@ -12,7 +12,7 @@
 
 namespace topw {
 
-// Control and scratch memory for calls of at most this shape on one stream.
+// Control and scratch memory for one stream and calls of at most this shape.
 struct DeviceWorkspace {
   topw_cuda_shape shape;
   void *stream, *control;
@@ -21,11 +21,11 @@ struct DeviceWorkspace {
   void *scratch() const { return static_cast<unsigned char *>(control) + topw_cuda_control_bytes(&shape); }
 };
 
-// A larger call gets a workspace at least twice the earlier size, so the total is at most twice the largest. All live
-// as long as the operator: captured graphs keep using theirs.
+// A larger call gets a workspace at least twice the earlier size: the total is at most twice the largest. None is freed
+// early: captured graphs keep using theirs.
 class DeviceWorkspaces {
  public:
-  // Lock held while a step finds its workspace and launches: launches of two threads on one stream must not interleave.
+  // Lock over finding a workspace and launching: two threads' launches on one stream must not interleave.
   class Turn {
    public:
     explicit Turn(DeviceWorkspaces &all) : busy_(all.busy_) {
@@ -47,8 +47,8 @@ class DeviceWorkspaces {
     }
   }
 
-  // The workspace for a call of this shape, allocated if none fits. Null without memory, with a cudaError_t in *failed.
-  // Requires the lock.
+  // The workspace for this shape, allocated if none fits. Null without memory, with a cudaError_t in *failed. Requires
+  // the lock.
   const DeviceWorkspace *find(const topw_cuda_shape &shape, void *stream, int *failed) {
     topw_cuda_shape wanted = shape;
     DeviceWorkspace *found = nullptr;

@@ -1,8 +1,8 @@
-// Weights as pairs of float32, for devices with slow doubles: a double's exponential takes some sixty instructions, and
-// graphics GPUs and Jetsons have one double unit per 64 of float32.
+// Weights as pairs of float32, for devices with slow doubles: graphics GPUs and Jetsons have one double unit per 64 of
+// float32, and a double's exponential takes some sixty instructions.
 //
-// A pair is the sum of `high` and `low`, |low| at most half an ulp of `high`: about 47 bits. Additions and products are
-// the usual error-free ones (T. J. Dekker, 1971; D. E. Knuth, TAOCP 4.2.2); no compiler may reorder them.
+// A pair is `high` + `low`, |low| at most half an ulp of `high`: about 47 bits. Error-free additions and products (T.
+// J. Dekker, 1971; D. E. Knuth, TAOCP 4.2.2) that no compiler may reorder.
 #ifndef TOPW_CUDA_PAIRS_H
 #define TOPW_CUDA_PAIRS_H
 
@@ -88,7 +88,7 @@ struct Cooling {
 
 __device__ inline Cooling cooling_of(double temperature) { return {pair_of(1 / temperature), temperature}; }
 
-// Log-weight and weight of a token in units of `top`, a larger logit. At least e^-60 if `bounded`.
+// Log-weight and weight in units of `top`, a larger logit; at least e^-60 if `bounded`.
 struct Weight {
   double log, weight;
 };

@@ -1,16 +1,16 @@
-// The parts of CUDA that the kernels use. With TOPW_EMULATE they are the emulator's, and the same source is C++.
+// The parts of CUDA that the kernels use, or with TOPW_EMULATE the emulator's, in C++.
 //
-// Written differently for that:
-//   TOPW_SHARED(Type, name);        a variable in shared memory, of a plain type
-//   TOPW_OUT_OF_LINE                a function not to be inlined: a kernel's code is read from memory, too
-//   dynamic_shared()                the start of the dynamic shared memory, aligned to 16 bytes
-//   take_ticket(counter)            the atomic that identifies the last block of a row
+// In place of CUDA's own:
+//   TOPW_SHARED(Type, name);        a shared variable of a plain type
+//   TOPW_OUT_OF_LINE                not inlined: loading a kernel's code takes time, too
+//   dynamic_shared()                dynamic shared memory, aligned to 16 bytes
+//   take_ticket(counter)            identifies the last block of a row
 //   pause()                         in every loop that waits for another block: lets it run on a CPU
-//   fence()                         before a block signals its writes, and after it sees another's signal
-//   nanoseconds(), trap()           a clock, and abandoning a launch
-//   let_next_begin(), wait_for_previous()   overlap of a launch with an `early` next one
+//   fence()                         before a block signals its writes, and after it sees a signal
+//   nanoseconds(), trap()           a clock; abandons a launch
+//   let_next_begin(), wait_for_previous()   overlap with an `early` next launch
 //   launch(Launch{...}, kernel, arguments...)   instead of <<<>>>
-// Warp functions take kEveryLane only: warps do not diverge where they are called.
+// Warp functions take kEveryLane only: warps do not diverge there.
 #ifndef TOPW_CUDA_PLATFORM_H
 #define TOPW_CUDA_PLATFORM_H
 
@@ -98,9 +98,9 @@ __device__ __forceinline__ uint64_t exchange_with(uint64_t *word, uint64_t value
   return atomicExch(reinterpret_cast<unsigned long long *>(word), value);
 }
 
-// Increments a counter in global memory and returns its previous value. Writes of this thread's block before its last
-// barrier are visible to threads with later tickets, and to their blocks after a barrier. Acquire-release suffices: two
-// __threadfence() around an atomicAdd cost about a microsecond more.
+// Increments a global counter and returns its previous value. Writes of this thread's block before its last barrier are
+// visible to threads with later tickets, and to their blocks after a barrier. Acquire-release suffices: two
+// __threadfence() would cost about a microsecond more.
 __device__ __forceinline__ uint32_t take_ticket(uint32_t *counter) {
   uint32_t before;
   asm volatile("atom.add.acq_rel.gpu.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
@@ -155,8 +155,8 @@ class Remembered {
   unsigned next_ = 0;
 };
 
-// Raises the dynamic shared memory limit, if the default is too small, to the device's maximum. The limit belongs to
-// the kernel, not the call: a smaller value could break another thread's pending launch.
+// Raises the dynamic shared memory limit, if too small, to the device's maximum: it belongs to the kernel, so a smaller
+// value could break another thread's pending launch.
 template <class Kernel>
 cudaError_t allow_shared(Kernel *kernel, size_t bytes) {
   static thread_local Remembered<Kernel> asked;
@@ -221,8 +221,8 @@ class BesideCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // later the previous mode
 };
 
-// Allocates zeroed memory of the current device. Waits for its own stream: waiting for the device is an error that ends
-// another thread's capture.
+// Zeroed memory of the current device. Waits for its own stream: waiting for the device would end another thread's
+// capture.
 inline int allocate(size_t bytes, void **memory) {
   const BesideCaptures beside;
   cudaStream_t stream = nullptr;

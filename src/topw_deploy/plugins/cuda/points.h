@@ -50,7 +50,7 @@ __device__ TOPW_OUT_OF_LINE inline Piece read_statistics(const float *from, int3
   return piece;
 }
 
-// The same for a row of codes: (code - zero point) * scale, as in dequantise_row. A piece is within one block.
+// Eight codes of a row: (code - zero point) * scale, as in dequantise_row. A piece is within one block.
 __device__ TOPW_OUT_OF_LINE inline Piece read_codes(const topw_table &table, int64_t token, int32_t k) {
   const topw_blocks &blocks = table.blocks;
   const int32_t hidden = static_cast<int32_t>(table.hidden), block = k / blocks.block_size;
@@ -176,7 +176,7 @@ class Points {
     return {static_cast<float>(inverse), unit ? 1.0f : static_cast<float>(length * inverse * inverse)};
   }
 
-  // The inverse norm of Length; squared distance and product of two points. In double, by one warp.
+  // Inverse norm, squared distance and product, in double, by one warp.
   __device__ double inverse_norm_in_double(int64_t token) const {
     double sum = 0;
 #pragma unroll 1

@@ -1,10 +1,9 @@
 // The pool of a row: its best finite logits, sorted (docs/contract/graph.md, section 3). A leading block decides, all
 // blocks read.
 //
-// Maxima of groups of 64 logits show which groups can contain such tokens: at least `wanted` tokens reach the
-// `wanted`-th largest maximum. With fewer groups, or too many tokens to sort, tokens are counted in 256 steps between
-// the largest logit and a likely bound. Otherwise (a row crowded into few groups, or full of ties) the pool is selected
-// bit by bit from the whole row.
+// The groups to read follow from their maxima: at least `wanted` tokens reach the `wanted`-th largest. With fewer
+// groups, or too many tokens to sort, tokens are counted in 256 steps between the largest logit and a likely bound.
+// Otherwise (a row crowded into few groups, or full of ties) the pool is selected bit by bit from the whole row.
 #ifndef TOPW_CUDA_POOL_H
 #define TOPW_CUDA_POOL_H
 
@@ -30,7 +29,7 @@ __device__ __forceinline__ bool takes(const Cut &cut, float logit, int32_t id) {
   return holds(cut, logit, id) && step_of(cut, logit) <= cut.last_step;
 }
 
-// Reads the tokens of the listed groups, or of all, for one item: kAtOnce pieces of four per thread.
+// Reads the tokens of the listed or all groups for one item: kAtOnce pieces of four per thread.
 class PoolReader {
  public:
   __device__ PoolReader(const LogitRow &row, const Job &job, const Memory &memory, BlockScratch &scratch)
@@ -54,7 +53,7 @@ class PoolReader {
       if (scratch_.bins[b]) atomicAdd(memory_.found + 1 + b, scratch_.bins[b]);
   }
 
-  // Appends the keys of the item's tokens in the cut, up to the capacity, and counts them all.
+  // Appends the keys of the item's tokens in the cut, up to the capacity; counts all.
   __device__ TOPW_OUT_OF_LINE void take(int32_t item) {
     const Batch batch = read(item);
     uint32_t taken = 0;  // a bit for each token
@@ -129,8 +128,7 @@ class PoolReader {
 // The leading block's part.
 class PoolTaker {
  public:
-  // job: of the row; its fields for reading are set here. keys [capacity]: in shared memory, capacity a power of 2, at
-  //     least `wanted` and at most kMostTaken.
+  // keys [capacity]: in shared memory, capacity a power of 2, at least `wanted`, at most kMostTaken.
   __device__ PoolTaker(const LogitRow &row, float top, int32_t wanted, uint64_t *keys, int32_t capacity, Job &job,
                        const Memory &memory, Leader &leader, BlockScratch &scratch)
       : row_(row),
@@ -179,8 +177,8 @@ class PoolTaker {
     return count >= wanted_ && count <= capacity_ ? count : -1;
   }
 
-  // Lists the groups with about the `reached` largest maxima, and takes their tokens from the least of these maxima up.
-  // Reads the maxima once, into `keys`, if they fit.
+  // Lists the groups with about the `reached` largest maxima; the least of these bounds their tokens. Reads the maxima
+  // once, into `keys`, if they fit.
   __device__ Cut list_groups(int32_t groups, int32_t reached) {
     uint32_t *const staged = groups <= 2 * capacity_ ? reinterpret_cast<uint32_t *>(keys_) : nullptr;
     if (staged) {
@@ -222,7 +220,7 @@ class PoolTaker {
     return count;
   }
 
-  // Counts the cut's tokens by step and narrows it. False for too few tokens, too many in one step, or steps without
+  // Narrows the cut by counting tokens per step. False for too few tokens, too many in one step, or steps without
   // width.
   __device__ TOPW_OUT_OF_LINE bool narrow(Cut &cut) {
     const float range = top_ - cut.bound;

@@ -1,7 +1,7 @@
 // Global memory of leaders and their helpers.
 //
-// Sizes depend only on the shape. With few open rows, the few leaders have more room for sums of pairs and cut work
-// into smaller items, with the same results.
+// Sizes depend only on the shape. If there are few leaders, each has more room for sums of pairs and cuts work into
+// smaller items, with the same results.
 #ifndef TOPW_CUDA_TEAM_SCRATCH_H
 #define TOPW_CUDA_TEAM_SCRATCH_H
 
@@ -20,7 +20,7 @@ struct alignas(128) Board {
 
 namespace crop {
 
-// A pool's tokens: at least `bound`, and at most `last_step` steps below the row's largest.
+// A pool's tokens: at least `bound`, at most `last_step` steps below the row's largest.
 struct Cut {
   float bound;      // finite
   int32_t last_id;  // of the tokens at `bound`
@@ -43,7 +43,7 @@ struct Job {
   Cut cut;
 };
 
-// One leader's memory. Positions are places in the pool; arrays are [pool] unless noted.
+// One leader's memory. Positions index the pool; arrays are [pool] unless noted.
 struct Memory {
   Job *job;
   uint32_t *found;        // number of tokens of take_tokens, then [kSteps] counts of count_steps
@@ -84,7 +84,7 @@ class Taker {
   int64_t at_ = 0;
 };
 
-// Places everything but `pairs`, for `pool` tokens and `groups` groups. Returns the bytes used.
+// Places everything but `pairs`. Returns the bytes used.
 TOPW_SHARED_CODE inline int64_t lay_out_memory(unsigned char *start, int64_t pool, int64_t groups, Memory *memory) {
   Taker from(start);
   memory->job = from.take<Job>(1);

@@ -1,22 +1,21 @@
-// What the kernels of a step share: the call, and scratch memory in global memory.
+// Shared by the kernels of a step: the call, and scratch memory.
 //
-// Two launches answer a batch. `certify` (certify.cuh) reads all logits, answers every row that is invalid or can be
-// certified, and appends the others to `open_rows`. `geometry` (geometry.cuh) answers those.
+// Two launches answer a batch. `certify` (certify.cuh) reads all logits, answers rows that are invalid or certifiable,
+// and appends the others to `open_rows` in any order. `geometry` (geometry.cuh) answers those through finish_row
+// (finish.h) and zeroes the control memory; it returns at once if open_count is 0.
 //
 // certify writes for an open row, before its number is in open_rows[0 .. control->open_count):
 //   rows[row]             parameters (valid, not greedy), the largest logit `top`
 //   maxima[row][group]    the largest of each 64 logits, edited; finite or -inf
 //   LogitRow (logits.h)   the edited logits, through patch_of and patches
-//   unit_tops, unit_sums  if `mass` is asked for: weights of each unit, in units of its largest logit
-// and all of keep_mask[row] is 0. open_rows is in no particular order.
+//   unit_tops, unit_sums  for `mass`: weights of each unit, in units of its largest logit
+// and zeroes keep_mask[row].
 //
-// geometry.cuh provides for launch.cu:
-//   constexpr unsigned kGeometryThreads;                          threads of a block; the emulation may use fewer
-//   __global__ void geometry(Call call);                          for any number of blocks
-//   geometry_shared_bytes(shape, threads)                         dynamic, at most kSharedOnRequest
-// and team_scratch.h the global memory of a row's leader. geometry returns at once if open_count is 0.
-//
-// geometry answers every open row through finish_row (finish.h) and zeroes the control memory.
+// launch.cu uses from geometry.cuh:
+//   kGeometryThreads                        threads of a block; the emulation may use fewer
+//   geometry(Call call)                     for any number of blocks
+//   geometry_shared_bytes(shape, threads)   dynamic, at most kSharedOnRequest
+// and from team_scratch.h the global memory of a row's leader.
 #ifndef TOPW_CUDA_WORKSPACE_H
 #define TOPW_CUDA_WORKSPACE_H
 

@@ -23,7 +23,7 @@ float bound_below(float top, const Parameters &P, double gap) {
   return nextafterf(static_cast<float>(bound), -INFINITY);
 }
 
-// Largest distance of a kept token below the largest logit, given an upper bound of the kept mass.
+// Largest distance of a kept token below the largest logit; mass: an upper bound of the kept mass.
 double gap(const Parameters &P, double mass) { return P.c / P.lam * (1 + log(mass)); }
 
 // Narrows the gap while the candidates' mass, a bound of the kept mass, drops some.
@@ -90,8 +90,8 @@ bool Candidates::settle(bool gap_covers) {
   return false;
 }
 
-// Whether a second look, down to this logit, is likely to settle the row, assuming kMore new tokens two thirds of the
-// way down. Affects only speed.
+// Whether a second look, down to this logit, is likely to settle the row with kMore new tokens two thirds of the way
+// down. Affects only speed.
 bool Candidates::promising(float from) const {
   const double a = log_weight(from, row.top(), P.selection), between = (last + 2 * a) / 3;
   const double entering = static_cast<double>(kMore - base.size()) * weight(between);

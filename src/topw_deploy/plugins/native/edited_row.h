@@ -14,7 +14,7 @@ class EditedRow {
  public:
   enum class Verdict { valid, invalid, out_of_memory };
 
-  // Invalid: edited logits with NaN or +inf or nothing finite, or a real token's penalty that is not > 0.
+  // Invalid: edited logits with NaN, +inf or nothing finite, or a real token's penalty not > 0.
   [[nodiscard]] Verdict open(const topw_inputs &inputs, int64_t row);
 
   int64_t vocab() const { return vocab_; }

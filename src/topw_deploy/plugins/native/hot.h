@@ -33,10 +33,10 @@ struct Hot {
   float (*highest_of)(const float *values, int64_t count);
   // How many of `count` values (a multiple of 16) are at least `bound`.
   int64_t (*count_from)(const float *values, int64_t count, float bound);
-  // Collects in order the values (`count`, a multiple of 16) that are not less than `bound`, with their places counted
-  // from `first`. Returns their number. The outputs need room for 16 more.
+  // Collects in order the values (`count`, a multiple of 16) not less than `bound`, and their places from `first`.
+  // Returns their number. The outputs need room for 16 more.
   int64_t (*take_from)(const float *values, int64_t count, int32_t first, float bound, float *taken, int32_t *places);
-  // Sum of exp((x - top) * rate) over one block, within 2e-7 relative; x <= top. -inf counts as 0.
+  // Sum of exp((x - top) * rate) over a block, within 2e-7 relative; x <= top. -inf counts as 0.
   double (*sum_of_weights)(const float *block, float top, double rate);
 
   // |r|^2 if `by.first`, else |(r - mean) * inverse_std|^2.

@@ -20,11 +20,11 @@ TOPW_SHARED_CODE inline double weight(double log_weight) {
   return exp(log_weight < kSmallestLogWeight ? kSmallestLogWeight : log_weight);
 }
 
-// J_k = Phi_k / Gamma_k + c log Gamma_k of the tokens added so far, in descending order of phi, and its first maximum.
-// For c <= 0 J never rises: the first prefix is taken, despite rounding.
+// J_k = Phi_k / Gamma_k + c log Gamma_k of the tokens added so far, by phi descending, and its first maximum. For c <=
+// 0 J never rises: the first prefix wins, despite rounding.
 //
-// Phi_k / Gamma_k never rises, so a J below the best stays below until c log Gamma grows by the difference. No
-// logarithm is computed up to that mass.
+// Phi_k / Gamma_k never rises, so a J below the best stays below until c log Gamma makes up the difference: no
+// logarithm is needed up to that mass.
 class Prefixes {
  public:
   TOPW_SHARED_CODE explicit Prefixes(double c) : c_(c) {}

@@ -1,8 +1,8 @@
 // The part of onnxruntime's C interface that the operator uses, declared here to avoid vendor headers.
 //
-// onnxruntime's function table only grows at its end, and `version` fixes the size of an operator's struct, so table
-// positions and struct offsets define the interface. These are of version 17 (onnxruntime 1.17) and hold in every later
-// one; tests/plugins/test_ort_abi.py checks them with the installed runtime.
+// The function table only grows at its end, and `version` fixes the size of an operator's struct, so table positions
+// and struct offsets of version 17 (onnxruntime 1.17) hold in every later one; tests/plugins/test_ort_abi.py checks the
+// installed runtime.
 #ifndef TOPW_ORT_ABI_H
 #define TOPW_ORT_ABI_H
 

@@ -1,7 +1,7 @@
 // The library's entry points: register the operators with onnxruntime, and query them.
 //
-// A model with the node also defines it as a function of standard operators. The runtime prefers a registered operator.
-// If the operator refuses a node, the session does not open, and its caller retries without the operator.
+// The model also defines the node as a function of standard operators; the runtime prefers a registered operator. If
+// the operator refuses a node, the session does not open, and its caller retries without the operator.
 
 #include "ort_abi.h"
 #include "ort_operator.h"

@@ -25,8 +25,8 @@ bool Pool::fill(const EditedRow &row, const Parameters &P, int64_t top_m, Sorter
   return true;
 }
 
-// Takes the `size` best among some more. The first bound assumes tokens spread at random over the blocks. If it fails,
-// use the `size`-th largest maximum of many small groups, which at least `size` tokens reach.
+// The first bound assumes tokens spread at random over the blocks. If it fails, use the `size`-th largest maximum of
+// many small groups, which at least `size` tokens reach.
 bool Pool::take_some(const EditedRow &row, int64_t size) {
   const float likely = value_reached_by_tokens(row, size + size / kSpare);
   if (likely > -INFINITY) {

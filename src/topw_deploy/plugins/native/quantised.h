@@ -11,7 +11,7 @@
 namespace topw {
 
 // Parses the attribute `table_form`; false if unknown. Sets bits and block size for GatherBlockQuantized with
-// gather_axis 0 and quantize_axis 1, and 0 bits for Gather(axis=0).
+// gather_axis 0 and quantize_axis 1; 0 bits for Gather(axis=0).
 bool read_table_form(const char *form, topw_blocks *blocks);
 
 // Codes per stored element: two for 4 bits in uint8, else one.

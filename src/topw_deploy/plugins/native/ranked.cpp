@@ -31,8 +31,8 @@ int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
 
 }  // namespace
 
-// Bisection over at most 2^32 floats. Steps double at first, down from the largest value: the bound is near it, and
-// half of all floats are closer to 0 than any logit.
+// Bisects at most 2^32 floats. Steps first double, down from the largest value: the bound is near it, and half of all
+// floats are closer to 0 than any logit.
 float value_reached_by(const float *values, int64_t size, int64_t count, int64_t enough) {
   int64_t low = place(-FLT_MAX), high = place(hot().highest_of(values, size));
   for (int64_t step = kFirstStep; low < high; step = std::min(2 * step, kEveryFloat)) {

@@ -34,7 +34,7 @@ class Ranked {
 float value_reached_by(const float *values, int64_t size, int64_t count, int64_t enough);
 
 // A logit that about `count` tokens reach, estimated from block maxima assuming random placement; -inf if `count` is
-// too large for an estimate.
+// too large.
 float value_reached_by_tokens(const EditedRow &row, int64_t count);
 
 }  // namespace topw

@@ -1,8 +1,7 @@
 // dist(i, S) of pool tokens to a changing set S (docs/contract/graph.md, section 2), with few distances in double.
 //
-// Float32 products with a rigorous error bound nominate a token's possible nearest members. Their distances are then
-// computed in double from table rows. Each token remembers its nearest members, so the next step compares only new
-// ones.
+// Float32 products with a rigorous error bound nominate a token's possible nearest members, whose distances are then
+// computed in double. Each token remembers its nearest members, so the next step compares only new ones.
 #ifndef TOPW_SET_DISTANCES_H
 #define TOPW_SET_DISTANCES_H
 

@@ -83,8 +83,8 @@ typedef struct topw_workspace topw_workspace; /* scratch memory of one thread */
 TOPW_EXPORT topw_workspace *topw_workspace_create(void); /* NULL: out of memory */
 TOPW_EXPORT void topw_workspace_destroy(topw_workspace *);
 
-/* Samples one row; returns 1 if out of memory, else 0. Each thread needs its own workspace. `table`: NULL for the
- * uniform metric. */
+/* Samples one row; returns 1 if out of memory, else 0. One workspace per thread. `table`: NULL for the uniform
+ * metric. */
 TOPW_EXPORT int topw_sample_row(const topw_options *, const topw_table *table, const topw_inputs *, int64_t row,
                                 topw_workspace *, const topw_outputs *);
 

@@ -6,8 +6,7 @@
 
 namespace topw {
 
-// Blocks of the current device's memory; the newest, at least twice as large as the one before, is in use. All live as
-// long as the object: captured graphs keep using older ones. Contexts that run at once need one object each.
+// See control.py.
 class ControlMemory {
  public:
   ControlMemory() = default;

@@ -2,7 +2,7 @@
 //
 // One library with the CUDA kernels and runtime, compiled against the headers of the TensorRT that will load it.
 // TensorRT is not linked: its plugin registry opens the library and calls getCreators. plugin.py serializes the same
-// fields, so either plugin can run the other's engines.
+// fields, so either plugin runs the other's engines.
 
 #include <NvInferRuntime.h>
 #include <stdarg.h>
@@ -125,8 +125,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     return takes(count) && largest(in, &shape) ? static_cast<size_t>(topw_cuda_workspace_bytes(&shape)) : 0;
   }
 
-  // Allocates control memory, with the engine's device current. TensorRT calls this in the first run after a shape or
-  // address changed, and forbids capturing that run.
+  // See on_shape_change in plugin.py.
   int32_t onShapeChange(const nvinfer1::PluginTensorDesc *in, int32_t count, const nvinfer1::PluginTensorDesc *,
                         int32_t) noexcept override {
     topw_cuda_shape shape;
