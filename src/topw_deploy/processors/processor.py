@@ -74,8 +74,8 @@ class TopWLogitsProcessor(LogitsProcessor):
             `uniform`.
         preset: "paper" (default), "released" or "lively"; `choices` override it.
         neighbour_bound: float32 [V], see `crop_rows`.
-        temperature: of the draw; pass the same value to `generate`.
-        selection_temperature: chooses the crop; default `temperature`. Alone, it allows any temperature of `generate`.
+        temperature: of the draw; also pass it to `generate`.
+        selection_temperature: chooses the crop; default `temperature`. Alone, allows any temperature of `generate`.
         """
         given = canonical_names(choices, (*PARAMETER_NAMES, *OPTION_NAMES))
         name = "paper" if preset is None else preset

@@ -1,8 +1,7 @@
 """Refuse warpers of `generate` that would change Top-W's result.
 
-`generate` appends its own warpers (top-k of 50 by default) without passing its settings to a processor. The
-`LogitsProcessorList` that calls the processor contains them, so it is read from that frame. Other callers are not
-checked.
+`generate` appends its own warpers (by default top-k 50) without telling processors. They are in the
+`LogitsProcessorList` that calls the processor, so it is read from that frame. Other callers are not checked.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ VARIANCE_ADDED = 1e-12  # mahalanobis: sqrt(variance + this)
 VARIANCE_FLOOR = 1e-6  # unit and cosine: sqrt(max(variance, this))
 
 _BLOCK_VALUES = 1_048_576  # float64 values per block of a table: 8 MiB
-# |x|^2 + |y|^2 - 2 x.y loses digits for close pairs. Below this share of |x|^2 + |y|^2, compute the distance from x -
-# y: every distance is then within about 1e-12.
+# |x|^2 + |y|^2 - 2 x.y loses digits for close pairs. Below this share of |x|^2 + |y|^2, x - y is used: every distance
+# is then within about 1e-12.
 _NEAR_SHARE = 1e-3
 
 
@@ -48,11 +48,11 @@ def embedding_statistics(table: ArrayLike, metric: str) -> tuple[Floats, Floats]
     """Mean and inverse standard deviation of each coordinate of the embedding table.
 
     table: [V, d], any floating type or a memory map; read twice, in 8 MiB blocks.
-    metric: `mahalanobis` uses rows normalised to unit length, `unit` and `cosine` raw rows.
+    metric: `mahalanobis` normalises rows to unit length; `unit` and `cosine` use raw rows.
 
-    Returns float64 (mean [d], inverse standard deviation [d]). The latter is 1 / sqrt(variance + 1e-12) for
-    `mahalanobis` (paper, Appendix A), else 1 / sqrt(max(variance, 1e-6)). Raises ParameterError for `uniform`, a table
-    that is not [V, d] and values that are not finite.
+    Returns float64 (mean [d], inverse standard deviation [d]): 1 / sqrt(variance + 1e-12) for `mahalanobis` (paper,
+    Appendix A), else 1 / sqrt(max(variance, 1e-6)). Raises ParameterError for `uniform`, a table that is not [V, d] and
+    values that are not finite.
     """
     if metric not in METRICS or metric == "uniform":
         raise ParameterError(f"metric {metric!r} takes no embedding statistics; only mahalanobis, unit and cosine do.")
@@ -96,7 +96,7 @@ class Geometry:
 
     @classmethod
     def uniform(cls) -> Self:
-        """The 0-1 geometry (paper, section 4.3): any two different tokens are at distance 1."""
+        """The 0-1 geometry (paper, section 4.3): different tokens are at distance 1."""
         return cls("uniform")
 
     def features(self, ids: ArrayLike) -> Floats:

@@ -1,7 +1,7 @@
 """Top-W, literally (the paper's Algorithm 1; docs/contract/graph.md, section 3).
 
-The definition that every other implementation is compared with: float64, no shortcuts, the paper's symbols. `Ties`
-measures how close a row came to another answer, to judge float32 implementations by their rounding.
+Every other implementation is compared with this one: float64, no shortcuts, the paper's symbols. `Ties` measures how
+close a row came to another answer, to judge float32 rounding.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 Mask = NDArray[np.bool_]
 
-# Weights are in units of the largest and at least e^-60. With geom_scale >= 0 every prefix holds the largest logit, so
-# the floor changes no sum. With a negative one a prefix may hold only tiny weights; the floor keeps its mass normal in
-# float32 and float64.
+# Weights are in units of the largest and at least e^-60. With geom_scale >= 0 every prefix holds the largest logit: the
+# floor changes no sum. Otherwise a prefix may hold only tiny weights; the floor keeps its mass normal in float32 and
+# float64.
 SMALLEST_LOG_WEIGHT = -60.0
 
 
@@ -33,8 +33,8 @@ class Ties:
         of the best phi, as order alone decides.
     nucleus: the mass by which the warm start's cut misses another size, relative to the requested mass.
     certificate: the gap between the best base J inside and outside the warm start.
-    pool_cut: whether the pool ends between equal logits, where token ids choose its last members.
-    warm_cut: the same for the warm start of an uncertified row. `allow` ignores it: it affects only unstable sorts.
+    pool_cut: whether the pool ends between equal logits, so token ids decide.
+    warm_cut: the same for an uncertified row's warm start. `allow` ignores it: it affects only unstable sorts.
     """
 
     objective: float = math.inf
@@ -75,7 +75,7 @@ class Crop:
     base_size: K, the first maximiser of J without geometry.
     steps: alternations, 0 if greedy.
     ties: see `Ties`.
-    distances: computed pairs (pool token, member of some S(t)), ordered, including a token with itself.
+    distances: computed ordered pairs (pool token, member of some S(t)), including a token with itself.
     """
 
     kept: Ids
@@ -93,7 +93,6 @@ def crop(
     """Choose the kept set of one row of (edited) logits [V].
 
     logits: float32 or float64; -inf bans a token.
-    options: default `TopWOptions()`.
     geometry: of `options.metric`; optional for `uniform`.
     Raises ParameterError for logits that are not one row, hold NaN or +inf or nothing finite, and for a geometry of
     another metric.

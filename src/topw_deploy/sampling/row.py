@@ -23,11 +23,11 @@ class Row:
     """The answer for one row: the graph's outputs, then reference-only values.
 
     next_token: -1 if the row is invalid.
-    logprob: of the token under the renormalised crop at `temperature`; 0 for a greedy or invalid row.
+    logprob: of the token under the renormalised crop at `temperature`; 0 if greedy or invalid.
     kept: the crop's size.
     mass: the crop's probability under the full softmax at the selection temperature.
     certified, kept_ids, ties: see `reference.Crop`.
-    draw_margin: see `Draw`; inf if nothing is drawn.
+    draw_margin: see `Draw`; inf without a draw.
     """
 
     next_token: int = -1
@@ -75,8 +75,8 @@ def sample_row(
     uniform: u in [0, 1), rounded to float32.
     edits: (ids, penalty, bias), see `apply_edits`.
 
-    An invalid row (edited logits with NaN, +inf or nothing finite; a parameter or u out of range) returns `Row()`, as a
-    graph cannot raise. Raises ParameterError for inputs a graph cannot run: a wrong shape, edits out of range, a
+    Returns `Row()` for an invalid row (edited logits with NaN, +inf or nothing finite; a parameter or u out of range),
+    as a graph cannot raise. Raises ParameterError for inputs a graph cannot run: a wrong shape, edits out of range, a
     geometry of another metric.
     """
     with np.errstate(over="ignore"):
@@ -117,7 +117,7 @@ def _usable(row: NDArray[np.float32]) -> bool:
 def apply_edits(logits: ArrayLike, ids: ArrayLike, penalty: ArrayLike, bias: ArrayLike) -> NDArray[np.float32]:
     """Apply penalties, biases and bans to logits [V], in float32 and the graph's order of operations.
 
-    ids: [N] int64, distinct token ids; -1 is padding.
+    ids: [N] int64, distinct; -1 is padding.
     penalty: [N] > 0. A logit l becomes l / penalty if l > 0, else l * penalty (Keskar et al. 2019, as in transformers).
     bias: [N], added afterwards; -inf bans.
 
@@ -171,9 +171,8 @@ def draw(logits: ArrayLike, kept: ArrayLike, temperature: float, uniform: float)
     temperature: T > 0 of the weights w_i = exp((l_i - l_max) / T), l_max the largest kept logit.
     uniform: u in [0, 1).
 
-    With G the inclusive cumulative sums of w over `kept`, the token is the first with G_i > u G_K; the margin is the
-    smallest |G_i - u G_K| / G_K over i < K. Raises ParameterError for an empty crop and a temperature or uniform out of
-    range.
+    With G the inclusive sums of w, draws the first token with G_i > u G_K; the margin is the smallest |G_i - u G_K| /
+    G_K over i < K. Raises ParameterError for an empty crop and a temperature or uniform out of range.
     """
     ids = np.asarray(kept, dtype=np.int64)
     if len(ids) == 0:
@@ -195,11 +194,11 @@ def uniform_for(seed: int, position: int, sample: int = 0) -> float:
     """The uniform number in [0, 1) of one draw, a pure function of its arguments (docs/contract/random.md).
 
     seed: of the request, 0 <= seed < 2^64.
-    position: number of real tokens before the drawn one.
+    position: real tokens before the drawn one.
     sample: index among the request's `n` answers.
 
-    The top 24 bits of the first word of Philox 4x64-10 with key (seed, 0) and counter (position, sample, 0, 0), times
-    2^-24. numpy increments the counter before the first block.
+    The top 24 bits of the first word of Philox 4x64-10, key (seed, 0), counter (position, sample, 0, 0), times 2^-24.
+    numpy increments the counter before the first block.
     """
     for name, value in (("seed", seed), ("position", position), ("sample", sample)):
         if not 0 <= value < _WORD:

@@ -30,7 +30,7 @@ class Alternation:
     unit: max(1, lam, beta).
     penalty: geom_scale >= 0.
     distance_to: dist(i, S) of positions i outside S; None if always 1.
-    bound: lower bounds [n] of each token's distance to any other.
+    bound: lower bounds [n] of distances to any other token.
     settled_at: a step to a subset of at least this size is final (T1).
     """
 
@@ -44,7 +44,7 @@ class Alternation:
     settled_at: int
 
     def run(self, S: Mask, most_steps: int) -> tuple[Mask, Mask, int]:
-        """Alternate from the warm start S. Returns (last set, union of the sets before each step, steps)."""
+        """Alternate from the warm start S. Returns (last set, union of earlier sets, steps)."""
         seen = S.copy()
         for steps in range(1, most_steps + 1):
             before, S = S, self._step(S)
@@ -72,7 +72,7 @@ class Alternation:
             rows = min(2 * rows, _MOST_ROWS)
 
     def _best_prefix(self, phi: Floats, known: Mask) -> tuple[Ids, float]:
-        """The best prefix of the tokens with known phi (the first if tied), and its J."""
+        """The best prefix of the tokens with known phi, the first if tied, and its J."""
         positions = np.flatnonzero(known)
         order = positions[np.argsort(-phi[positions], kind="stable")]  # stable: pool position breaks ties
         J = objective(self.p[order], phi[order], self.c)
@@ -80,9 +80,8 @@ class Alternation:
         return order[:k], float(J[k - 1])
 
     def _may_be_kept(self, phi: Floats, best: float) -> Mask:
-        """The row test, with upper bounds `phi` and a lower bound `best` of the step's J.
-
-        The tokens that pass bound the kept mass; repeat until stable.
+        """The row test, with upper bounds `phi` and a lower bound `best` of J. Passing tokens bound the kept mass;
+        repeat until stable.
         """
         G = float(self.p.sum())
         while True:
@@ -101,10 +100,10 @@ def loss_of_share(y: Floats) -> Floats:
 
 
 class SetDistances:
-    """dist(i, S) for pool tokens i outside a changing set S. Computes each distance once.
+    """dist(i, S) for pool tokens i outside a changing set S, each distance computed once.
 
     C: token ids of the pool [n].
-    neighbours: 0 for the smallest distance, else average this many smallest.
+    neighbours: 0 for the smallest distance, else average this many.
     """
 
     def __init__(self, geometry: Geometry, C: Ids, neighbours: int) -> None:

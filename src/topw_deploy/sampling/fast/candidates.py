@@ -1,6 +1,6 @@
-"""The largest logits of a row without sorting: compute block maxima, then search only the blocks that matter.
+"""The largest logits of a row without sorting: compute block maxima, then search only relevant blocks.
 
-Block j holds the tokens j, j + W, j + 2 W, ..., so W block maxima take a few long vector operations.
+Block j holds the tokens j, j + W, j + 2 W, ..., so W maxima take a few long vector operations.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Blocks:
         # At least `count` tokens reach this value, one per block.
         cut = np.partition(values, len(values) - count)[len(values) - count]
         found = self.at_least(float(cut))
-        assert found is not None  # without `most` it never returns None
+        assert found is not None  # without `most`
         return found
 
 

@@ -33,10 +33,10 @@ class FastCrop:
     kept, certified: as in `reference.Crop`.
     stage: what settled the row: "greedy"; "candidates", without the pool; "pool", without a distance; "geometry", the
         alternation; "literal", the reference, for a negative geom_scale.
-    candidates: tokens whose weights were computed; 0 if only the largest is needed (greedy, beta <= lam).
+    candidates: tokens with computed weights; 0 if greedy or beta <= lam.
     steps: alternations, without the reference's confirming one.
-    distances: computed pairs (pool token, member of a set), ordered.
-    distances_avoided: `reference.Crop.distances` less `distances`; 0 for "candidates", where it is unknown.
+    distances: computed ordered pairs (pool token, member of a set).
+    distances_avoided: `reference.Crop.distances` less `distances`; 0 if unknown ("candidates").
     """
 
     kept: Ids
@@ -55,13 +55,12 @@ def fast_crop(
     geometry: Geometry | None = None,
     neighbour_bound: ArrayLike | None = None,
 ) -> FastCrop:
-    """Choose the kept set of one row: that of `reference.crop`, except where rounding decides.
+    """The kept set of `reference.crop` for one row, except where rounding decides.
 
-    neighbour_bound: float32 [V] or longer, lower bounds of each token's distance to any other. Saves distances; never
-        changes the answer.
-    Other arguments and errors: see `reference.crop`. float32 logits are searched as they are; decisions are float64,
-    summed in the reference's order. Raises ParameterError also for a neighbour bound that is too short or NaN at a pool
-    token.
+    neighbour_bound: float32 [V] or longer, lower bounds of distances to any other token. Only affects speed.
+
+    Other arguments and errors: see `reference.crop`. Searches float32 logits as they are; decides in float64, summed in
+    the reference's order. Raises ParameterError also for a neighbour bound that is too short or NaN at a pool token.
     """
     options = _DEFAULT_OPTIONS if options is None else options
     geometry = geometry_for(options, geometry)
@@ -90,7 +89,7 @@ class _Row:
         self.c = parameters.beta - parameters.lam
         self.selection = parameters.selection_temperature or parameters.temperature
         table = geometry.table
-        # Otherwise a pool token may lack an embedding: an error even if no distance is needed.
+        # Otherwise a pool token may lack an embedding: an error even without distances.
         self.every_token_embedded = table is None or table.shape[0] >= len(row)
 
     def settle(self) -> FastCrop:

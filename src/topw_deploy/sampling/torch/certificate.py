@@ -18,8 +18,8 @@ CANDIDATES = 64
 """Largest logits looked at in stage A; crops of language models at the defaults have a handful."""
 
 _CANDIDATE_BLOCK, _POOL_BLOCK = 64, 8  # of `largest_logits`
-# Against settling a row that the pool would not certify: of J, in its unit, and of the warm start's mass, relative.
-# Rows in between go to the pool, which estimates nothing.
+# Against settling a row the pool would not certify: of J, in its unit, and of the warm start's mass, relative. Rows in
+# between go to the pool.
 _SLACK = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-5, 1e-5)}
 
 
@@ -58,9 +58,8 @@ def _inside_warm_start(scan: Scan, rows: Rows) -> Tensor:
 
 
 def _covers_the_pool(scan: Scan, rows: Rows, logits: Tensor, top_m: int) -> Tensor:
-    """No longer prefix is the first maximiser (block stop).
-
-    The bound gives every other pool token the last candidate's weight and score, an upper bound.
+    """No longer prefix is the first maximiser (block stop): the last candidate's weight and score bound every other
+    pool token's.
     """
     outside = min(top_m, logits.shape[1]) - scan.p.shape[1]
     nothing_left = scan.banned[:, -1:]
@@ -105,11 +104,9 @@ class Scan:
     """The objective without geometry over each row's prefixes; all [B, n] but `K`.
 
     log_p, p: in units of the largest weight.
-    banned: -inf logits, outside every pool; their log_p and p are 0.
+    banned: -inf logits, outside every pool; log_p and p are 0.
     Gamma, Phi: inclusive sums of p and lam p log p.
-    J: the objective.
-    K [B, 1]: the size of the first best prefix; 1 for greedy rows and beta <= lam (singleton collapse), despite
-    rounding.
+    K [B, 1]: the size of the first best prefix; 1 if greedy or beta <= lam (singleton collapse), despite rounding.
     """
 
     log_p: Tensor

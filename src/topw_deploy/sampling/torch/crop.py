@@ -38,8 +38,7 @@ class TensorCrop:
     invalid: bool [B], rows with NaN, +inf, nothing finite or a parameter out of range; they keep nothing.
     stage: int8 [B], see `Stage`.
     distances, distances_avoided: int64 [B], as in `FastCrop`.
-    vocab: V.
-    any_invalid: on the host, so reading it does not sync.
+    any_invalid: on the host: reading it does not sync.
     """
 
     ids: Tensor
@@ -89,7 +88,7 @@ def crop_rows(
     options, geometry: as for `reference.crop`.
     neighbour_bound: [V], see `fast_crop`.
 
-    Rows are independent. Syncs the device once if candidates settle every row; never copies logits to the host. Raises
+    Rows are independent. Syncs once if candidates settle every row; never copies logits to the host. Raises
     ParameterError for wrong shapes, numbers out of range, a geometry of another metric or with too few tokens, and a
     NaN bound where one is needed.
     """

@@ -41,7 +41,7 @@ class TensorGeometry:
         """The geometry of an embedding table [V, d] under `mahalanobis`, `unit` or `cosine`.
 
         weight: any floating type and device; kept by reference, so do not train it further. Statistics as in
-            `sampling.embedding_statistics`, in float64 (float32 on MPS) on its device, in blocks.
+            `sampling.embedding_statistics`, in float64 (float32 on MPS), on its device.
         Raises ParameterError for another metric, a table that is not a floating [V, d] and values that are not finite.
         """
         if metric not in METRICS or metric == "uniform":

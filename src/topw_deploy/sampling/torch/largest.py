@@ -32,11 +32,11 @@ def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = F
     """The `count` <= V largest logits of each row [B, V], float32.
 
     Takes the maxima of blocks of `block` neighbouring tokens. The first `count` blocks by (maximum descending, position
-    ascending) contain the result: each has a token that precedes all tokens of other blocks. Tokens after the last
-    whole block are always searched.
+    ascending) contain the result: each has a token that precedes all tokens of other blocks. A last, partial block is
+    always searched.
 
-    any_last: halves the cost; the choice among ties with the last token is then undefined. Tokens above it are exact:
-        no block left out has a larger maximum than the last block taken.
+    any_last: halves the cost, but leaves the choice among ties with the last token undefined. Tokens above it are
+        exact: no block left out has a larger maximum than the last block taken.
     """
     first = _first_values if any_last else _first
     vocab = logits.shape[1]
