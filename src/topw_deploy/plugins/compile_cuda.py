@@ -1,4 +1,4 @@
-"""Compile the CUDA library: nvcc for `cuda/*.cu`, the C++ compiler for the rest.
+"""Compile the CUDA library with nvcc and the C++ compiler.
 
 The CUDA runtime is static and loads the driver on first use, so the library loads anywhere.
 """
@@ -63,12 +63,12 @@ def compile_cuda(
 ) -> CompiledLibrary:
     """Compile the CUDA library to `output`, by default into the package.
 
-    architectures: 87 for sm_87; default: all ARCHITECTURES nvcc supports. The newest is also kept as PTX, for newer
+    architectures: 87 for sm_87; default: all of ARCHITECTURES nvcc supports. The newest is also kept as PTX, for newer
         GPUs.
     say: called with one line per phase.
     watch: called with nvcc's state.
 
-    Raises PluginError if nvcc, a compiler or an architecture is missing or fails; a previous file then stays.
+    Raises PluginError if a tool or architecture is missing or fails; a previous file then stays.
     """
     started = time.perf_counter()
     if sys.platform != "linux":

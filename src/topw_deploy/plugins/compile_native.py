@@ -20,8 +20,8 @@ from topw_deploy.files import replacing
 SOURCES = Path(__file__).with_name("native")
 LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform, "libtopw.so")
 
-# Each instruction set's files enable it themselves; dispatch is at run time. No fused multiply-adds: decisions round
-# alike on every processor.
+# Each instruction set's files enable it; dispatch is at run time. No fused multiply-adds: decisions round alike on
+# every processor.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off")
 # Link the C++ library statically, with hidden symbols.
 _LINUX = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
@@ -35,9 +35,9 @@ class NotBuiltError(Exception):
 
 
 def compile_native(output: Path) -> None:
-    """Compile the library to `output` with the compiler of CXX or the system's.
+    """Compile the library to `output` with CXX or the system's compiler.
 
-    Raises NotBuiltError, leaving no file, if it fails or TOPW_BUILD_NATIVE=0.
+    Raises NotBuiltError, leaving no file, on failure or TOPW_BUILD_NATIVE=0.
     """
     try:
         _compile(output)

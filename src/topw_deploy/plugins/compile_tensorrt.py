@@ -1,4 +1,4 @@
-"""Compile TensorRT's plugin library for C++ hosts and trtexec, against the installed TensorRT's headers.
+"""Compile TensorRT's plugin library for C++ hosts and trtexec.
 
 Tested with headers of 10.3 to 11.1 and NVIDIA's parser and builder; not run on a GPU.
 """
@@ -56,12 +56,12 @@ def compile_tensorrt(
     say: Callable[[str], object] = lambda line: None,
     watch: nvcc.Watch = nvcc.unwatched,
 ) -> CompiledPlugin:
-    """Compile the plugin, kernels and CUDA runtime into one library, for any TensorRT of that major version.
+    """Compile the plugin, kernels and CUDA runtime into one library, for any TensorRT of the headers' major version.
 
     root: TensorRT's folder, see HEADERS. TensorRT is not linked.
     architectures, say, watch: see compile_cuda.
 
-    Raises PluginError if headers, nvcc or a compiler are missing, too old or fail; a previous file stays.
+    Raises PluginError if headers or tools are missing, too old or fail; a previous file stays.
     """
     started = time.perf_counter()
     if sys.platform != "linux":

@@ -36,7 +36,7 @@ class _Shape(Structure):
 
 @dataclass(frozen=True)
 class CudaShape:
-    """Upper bounds of calls. edits: per row. table: only sizes and types count; None for the uniform metric."""
+    """Upper bounds of calls. edits: per row. table: only sizes and types count; None for `uniform`."""
 
     options: TopWOptions
     batch: int

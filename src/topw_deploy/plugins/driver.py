@@ -22,9 +22,9 @@ class Device:
 class Driver:
     """The driver's answers.
 
-    cuda: newest supported CUDA version, such as "13.0"; None without a driver.
+    cuda: newest supported version, such as "13.0"; None without a driver.
     devices: visible GPUs.
-    why_none: why there are none, as a clause; "" if there are.
+    why_none: why there are none, as a clause, or "".
     """
 
     cuda: str | None

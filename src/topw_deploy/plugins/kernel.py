@@ -107,7 +107,7 @@ class Kernel:
     ) -> KernelSamples:
         """Sample every row of `logits` [B, V] in this thread.
 
-        columns: parameters and `uniform` by name, a number or [B] each; missing ones have defaults (uniform: 0).
+        columns: parameters and `uniform` by name, a number or [B] each; `uniform` defaults to 0.
         table: None for the uniform metric.
         mass, keep_mask: also return these.
 
@@ -142,10 +142,7 @@ class Kernel:
 
 
 class KernelCall:
-    """A call with bound arguments; calling it fills `samples` at the cost of the C function.
-
-    Owns its workspace: different objects may run in different threads.
-    """
+    """A call with bound arguments; calling it fills `samples`. Owns its workspace: one thread per object at a time."""
 
     def __init__(
         self,

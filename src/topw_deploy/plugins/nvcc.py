@@ -1,7 +1,7 @@
 """Run nvcc on the kernels and track which architectures are assembling or done.
 
-nvcc --verbose prints each command before running it. ptxas takes most of the time, once per architecture, and writes
-its output file at its end.
+nvcc --verbose prints commands before running them. ptxas takes most of the time, once per architecture, and writes its
+output at its end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find and load the native libraries, or say why one is missing.
 
-The CUDA library includes the CPU operator. Libraries come from the package, TOPW_NATIVE_LIBRARY or TOPW_CUDA_LIBRARY;
-never from a model's folder, which is data.
+The CUDA library includes the CPU operator. Libraries come from the package or TOPW_NATIVE_LIBRARY and
+TOPW_CUDA_LIBRARY; never from a model's folder, which is data.
 """
 
 from __future__ import annotations
@@ -133,9 +133,8 @@ class CudaLibrary(Library):
         return int(self._devices())
 
     def serves(self, architecture: int) -> bool:
-        """Whether a GPU of this architecture can run the library.
-
-        It runs its own code, code of older architectures of its generation (not on Jetsons), and PTX.
+        """Whether a GPU of this architecture can run the library's code, code of older architectures of its
+        generation (not on Jetsons), or PTX.
         """
         if architecture in self.architectures or architecture >= self.architectures[-1]:
             return True

@@ -1,6 +1,6 @@
 """Build an engine of an exported folder on the machine that will run it.
 
-Tested with NVIDIA's parser and builder without a GPU; those engines were not run.
+Tested with NVIDIA's parser and builder; the engines were not run on a GPU.
 """
 
 from __future__ import annotations

@@ -50,10 +50,10 @@ class NodeVerdict:
 class CheckReport:
     """The verdicts on a folder.
 
-    needs: oldest target version with all operators; "" for any.
+    needs: oldest target version with all operators, or "".
     objections: problems of the whole graph.
     parser: TensorRT's answer; None for the reason `not_asked`.
-    next_step: advice, one line.
+    next_step: one line of advice.
     """
 
     folder: str
@@ -81,7 +81,7 @@ class CheckReport:
 
 
 def check(out: Path, target: str, *, ask: bool = True) -> CheckReport:
-    """Sort the nodes of an exported folder's graph for `target`, one of manifest.TARGETS.
+    """Sort the nodes of an exported graph for `target`, one of manifest.TARGETS.
 
     ask: also run TensorRT's parser, if installed.
     Raises ManifestError, EngineError for an unreadable graph, ParameterError for an unknown target.

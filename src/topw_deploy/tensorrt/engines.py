@@ -33,7 +33,7 @@ def this_machine(tensorrt_version: str, device: int = 0) -> Machine:
 
 
 def misplaced(out: Path) -> str | None:
-    """Why the folder's `engines` is ignored, as a clause after its name; None if it is not."""
+    """Why the folder's `engines` is ignored, as a clause after its name, or None."""
     path = out / FOLDER
     if path.is_symlink():
         return "is a symbolic link, and engines must lie in the folder itself"
@@ -80,7 +80,7 @@ def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
 
 
 def misfit(stamp: EngineStamp, out: Path, machine: Machine) -> str | None:
-    """Why the stamp does not fit, as a clause after the engine's name; None if it does."""
+    """Why the stamp does not fit, as a clause after the engine's name, or None."""
     if stamp.manifest != manifest_hash(out):
         return "was built from another export than the one in this folder"
     if stamp.tensorrt != machine.tensorrt:
@@ -91,7 +91,7 @@ def misfit(stamp: EngineStamp, out: Path, machine: Machine) -> str | None:
 
 
 def damage(engine: Path, stamp: EngineStamp) -> str | None:
-    """Why the file differs from its stamp, as a clause after its name; None if intact. Reads the whole file."""
+    """Why the file differs from its stamp, as a clause after its name, or None. Reads the whole file."""
     try:
         with open_regular(engine) as stream:
             size = os.fstat(stream.fileno()).st_size

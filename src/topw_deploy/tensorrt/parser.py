@@ -17,7 +17,7 @@ from topw_deploy.tensorrt import api
 class ParserAnswer:
     """takes: whether the parser accepts the whole graph.
 
-    plugin: whether the sampler node had a registered plugin.
+    plugin: whether the sampler node had a plugin.
     refusals: one line per refused node.
     """
 

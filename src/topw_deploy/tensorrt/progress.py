@@ -13,7 +13,7 @@ from topw_deploy.progress import Advance
 class Phases:
     """Progress of nested phases from any thread. `advance` gets whole percents gained.
 
-    stopped: an exception of `advance`. None may pass through TensorRT: the build is cancelled, and its caller raises.
+    stopped: an exception of `advance`, to be raised after the cancelled build: none may pass through TensorRT.
     """
 
     def __init__(self, advance: Advance) -> None:

@@ -21,10 +21,10 @@ class EngineRequest:
     max_sequence: tokens of a row per run; None for min(1,024, the cache's length).
     max_edits: logit edits of a row; None for the cache's length.
     profile: one of profiles.KINDS.
-    fp16: let TensorRT compute a float32 decoder in half precision.
+    fp16: let a float32 decoder run in half precision.
     workspace: scratch bytes; None for TensorRT's choice.
-    timing_cache: a timings file to read and update.
-    plugin: "auto", "python", "none", or the plugin library's path.
+    timing_cache: a file to read and update.
+    plugin: "auto", "python", "none", or a library's path.
 
     Raises ParameterError for an invalid field.
     """

@@ -1,4 +1,4 @@
-"""The stamp beside an engine: its source, its target machine and its hash.
+"""The stamp beside an engine: its source, target machine and hash.
 
 An engine is code for one GPU model and one TensorRT version: deserialize it only if its stamp fits. The stamp is
 written last: an engine without one is unfinished.

@@ -1,6 +1,5 @@
-"""The Python plugin, which enqueues the CUDA library's kernels.
-
-A step enqueues only kernels: a CUDA graph can capture it and replay it without Python.
+"""The Python plugin: enqueues only the CUDA library's kernels, so a CUDA graph can capture a step and replay it without
+Python.
 
 Imports TensorRT. Tested with NVIDIA's parser and builder and kernels emulated on a CPU; not run on a GPU.
 """
@@ -26,7 +25,7 @@ _FLOATS = tuple(_TYPES[name] for name in FLOATS)
 class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):
     """The plugin of a node.
 
-    Called only by TensorRT, which prints a raised error and fails the build or run. TensorRT clones the plugin for each
+    If a method raises, TensorRT prints the error and fails the build or run. TensorRT clones the plugin for each
     execution context, so concurrent contexts do not share control memory.
     """
 

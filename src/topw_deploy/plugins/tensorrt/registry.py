@@ -8,8 +8,7 @@ from topw_deploy.plugins.tensorrt.module import NAME, NAMESPACE, VERSION, tensor
 def register() -> None:
     """Register the Python plugin, unless the node has one, such as the C++ library's.
 
-    Call before parsing a model or deserializing an engine with the plugin. Raises PluginError without TensorRT or the
-    CUDA library.
+    Call before parsing a model or deserializing an engine. Raises PluginError without TensorRT or the CUDA library.
     """
     if not registered():
         from topw_deploy.plugins.tensorrt import plugin  # imports TensorRT

@@ -1,5 +1,5 @@
 """Run a TensorRT engine behind the session and binding protocols of `topw_deploy.runtime`.
 
 Imports TensorRT and CUDA only when a model is opened, and never `topw_deploy.runtime`, which imports this package.
-Tested on a CPU with doubles (onnxruntime as engine, host memory as device memory); not run on a GPU.
+Tested on a CPU with doubles of both; not run on a GPU.
 """

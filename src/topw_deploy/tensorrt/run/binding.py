@@ -1,6 +1,6 @@
 """The inputs and outputs of one generation on an engine.
 
-A step copies its changing inputs at once and its results at once, both pinned and part of the CUDA graph.
+A step copies all changing inputs at once and all results at once, both pinned and part of the CUDA graph.
 """
 
 from __future__ import annotations

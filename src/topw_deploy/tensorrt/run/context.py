@@ -1,6 +1,6 @@
 """TensorRT's execution context for one profile, and the CUDA graph of its last shape.
 
-A graph is valid while shapes and addresses stay, so only differences are set; they discard the graph.
+Only changed shapes and addresses are set: each change invalidates the graph.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Context:
     """The execution context for profile number `profile` of `engine`.
 
     scratch: may be shared by contexts of one stream.
-    why_no_graph: why steps are not launched as a graph; "" otherwise.
+    why_no_graph: why steps are not launched as a graph, or "".
     """
 
     def __init__(self, trt: Any, engine: Any, profile: int, stream: Stream, scratch: Memory, logger: Any) -> None:

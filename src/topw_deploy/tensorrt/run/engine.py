@@ -21,7 +21,7 @@ from topw_deploy.tensorrt.stamp import EngineStamp
 class Engine:
     """The engine in `path` with its `stamp`; inputs, outputs: the manifest's.
 
-    tensors: the engine's own input and output names; it drops unread inputs.
+    tensors: the engine's own inputs and outputs; it drops unread inputs.
     Raises EngineError if TensorRT refuses the file, GenerationError if CUDA fails.
     """
 
@@ -68,7 +68,7 @@ class Engine:
 
     @property
     def why_no_graph(self) -> str:
-        """Why steps are not launched as a CUDA graph; "" if they are or none was tried."""
+        """Why steps are not launched as a CUDA graph, or ""."""
         with self._lock:
             return next((c.why_no_graph for stream in self._free for c in stream.contexts if c.why_no_graph), "")
 

@@ -1,4 +1,4 @@
-"""Placement of a run's small tensors, equal in pinned and device memory, so one copy moves a whole span."""
+"""Placement of a run's small tensors, equal in pinned and device memory: one copy moves a whole span."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A stream, contexts with scratch memory, and memory for small tensors.
-
-Reused by the next generation, which then need not allocate or capture.
-"""
+"""A stream, contexts with scratch memory, and memory for small tensors, reused by later generations."""
 
 from __future__ import annotations
 
