@@ -216,8 +216,6 @@ def _build(trt: Any, builder: Any, network: Any, config: Any, sink: Sink) -> boo
 
 
 def _writer(trt: Any, sink: Sink) -> Any:
-    """A tensorrt.IStreamWriter into `sink`; `failed` is the error that stopped it."""
-
     class Writer(trt.IStreamWriter):  # type: ignore[misc]  # the base is a value of the module
         def __init__(self) -> None:
             trt.IStreamWriter.__init__(self)

@@ -148,7 +148,6 @@ def _last_size(node: Node, scope: Scope, index: int) -> int:
 def _inlined(
     node: Node, scope: Scope, model: Model, refusal: Refusal, callers: tuple[str, ...] = ()
 ) -> Iterator[NodeVerdict]:
-    """The nodes of a function at its caller, and of the functions it calls."""
     body = model.functions[node.domain, node.op_type]
     if node.operator in callers:
         raise EngineError(
@@ -182,7 +181,6 @@ def _onnxruntime_refusal(node: Node, scope: Scope) -> str | None:
 
 
 def _needs(model: Model, target: str) -> str:
-    """The oldest target version with every operator of the graph itself."""
     since = operators.SINCE if target == "tensorrt" else _ONNXRUNTIME_SINCE
     nodes = [node for node, _ in walk(model.graph)]
     found = [since[node.op_type] for node in nodes if node.op_type in since]

@@ -1,4 +1,4 @@
-// native/objective.h by one block, in double.
+// J over the prefixes of an order, as in native/objective.h: by one block, in double.
 #ifndef TOPW_CUDA_SCAN_H
 #define TOPW_CUDA_SCAN_H
 

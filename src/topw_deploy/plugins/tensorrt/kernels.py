@@ -103,7 +103,6 @@ def _shape(call: CallShape, table: Table | None) -> CudaShape:
 
 
 def _table(call: CallShape, inputs: Mapping[str, int] | None = None) -> Table | None:
-    """The C structure: sizes and types, with `inputs` also addresses; None for the uniform metric."""
     if not call.node.has_table:
         return None
     given: Mapping[str, int | None] = inputs or {}

@@ -135,7 +135,6 @@ def _finish(
     crop: TensorCrop, left: Tensor, logits: Tensor, rows: Rows, options: TopWOptions, geometry: TensorGeometry,
     neighbour_bound: Tensor | None,
 ) -> TensorCrop:  # fmt: skip
-    """Settle the rows `left` [R] of `crop`, with logits [R, V], by the pool or by geometry."""
     crop = replace(crop, any_invalid=bool(crop.invalid.any()))
     if not len(left):
         return crop

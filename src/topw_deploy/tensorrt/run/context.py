@@ -81,7 +81,6 @@ class Context:
         self._warm = True
 
     def _capture(self, copies: Copies) -> bool:
-        """Try to capture a graph, until _TRIES failures. Returns whether there is one."""
         try:
             self._graph = self._stream.capture(lambda: self._enqueue(copies))
         except GenerationError as error:

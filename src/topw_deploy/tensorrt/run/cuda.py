@@ -134,7 +134,6 @@ class Stream:
             call("cudaGraphDestroy", graph)
 
     def _abandon(self) -> None:
-        """End a failed capture and clear CUDA's error."""
         _, graph = self._cuda.api.cudaStreamEndCapture(self._stream)
         if graph is not None and int(graph):
             self._cuda.api.cudaGraphDestroy(graph)
