@@ -107,7 +107,7 @@ class Kernel:
     ) -> KernelSamples:
         """Sample every row of `logits` [B, V] in this thread.
 
-        columns: parameters and `uniform` by name, a number or [B] each; missing ones have their defaults (`uniform`: 0).
+        columns: parameters and `uniform` by name, a number or [B] each; missing ones get defaults (`uniform`: 0).
         table: None for the uniform metric.
         mass, keep_mask: also return these.
 

@@ -37,7 +37,7 @@ void shrink(Ranked &tokens, float top, const Parameters &P) {
   }
 }
 
-// Block stop: no longer prefix can be the first maximiser, if at most `further` more tokens score at most the last
+// Block stop: a longer prefix cannot be the first maximiser, if at most `further` more tokens score at most the last
 // one's.
 bool block_stop(const Prefixes &base, double last_log_weight, const Parameters &P, int64_t further) {
   const double t = P.lam * last_log_weight;
