@@ -25,7 +25,7 @@ __device__ inline int32_t draw(const Parameters &P, const Kept &kept, const doub
   return block_reduce(first, Smaller(), scratch);
 }
 
-// Inclusive sums of the crop's unbounded weights at a temperature, into `room`.
+// Inclusive sums of the crop's weights at a temperature, without a lower bound, into `room`.
 __device__ TOPW_OUT_OF_LINE inline void sum_weights(const Kept &kept, float top, double temperature, double *room,
                                    BlockScratch &scratch) {
   if (own_index() < kept.size) {

@@ -50,7 +50,7 @@ __device__ TOPW_OUT_OF_LINE inline Piece read_statistics(const float *from, int3
   return piece;
 }
 
-// Coordinates k to k + 7 of a row of codes: (code - zero point) * scale, as in dequantise_row. A piece lies in one block.
+// Coordinates k to k + 7 of a row of codes, decoded as in dequantise_row. A piece is in one block.
 __device__ TOPW_OUT_OF_LINE inline Piece read_codes(const topw_table &table, int64_t token, int32_t k) {
   const topw_blocks &blocks = table.blocks;
   const int32_t hidden = static_cast<int32_t>(table.hidden), block = k / blocks.block_size;

@@ -58,8 +58,9 @@ def _inside_warm_start(scan: Scan, rows: Rows) -> Tensor:
 
 
 def _covers_the_pool(scan: Scan, rows: Rows, logits: Tensor, top_m: int) -> Tensor:
-    """A longer prefix is never the first maximiser (block stop): the last candidate's weight and score bound every other
-    pool token's.
+    """Block stop: a longer prefix is not the first maximiser.
+
+    The last candidate's weight and score bound every other pool token's.
     """
     outside = min(top_m, logits.shape[1]) - scan.p.shape[1]
     nothing_left = scan.banned[:, -1:]
