@@ -1,5 +1,5 @@
-// The two forms of the key-value cache and their inputs (docs/contract/graph.md, section 8). B: rows of the batch. S:
-// tokens of the longest prompt.
+// The key-value cache's two forms and their inputs (docs/contract/graph.md, section 8). B: rows of the batch. S: tokens
+// of the longest prompt.
 #ifndef TOPW_CACHE_H
 #define TOPW_CACHE_H
 
@@ -20,16 +20,15 @@ class Cache {
   explicit Cache(std::size_t rows) : next_ids(rows, 0) {}
   virtual ~Cache() = default;
   virtual void feed_prompts() = 0;  // [B, S], in one run
-  // [B, 1]: `next_ids`. Inactive rows have ended and overwrite their last token.
+  // [B, 1]: `next_ids`. Inactive rows overwrite their last token.
   virtual void feed_tokens(const std::vector<bool> &active) = 0;
 
   Tokens next_ids;
 };
 
-// The sizes that a cache must hold.
 struct Rows {
   std::vector<Tokens> prompts;
-  Tokens budgets;  // most new tokens of each
+  Tokens budgets;  // new tokens per row, at most
 
   std::int64_t count() const { return std::int64_t(prompts.size()); }
   std::int64_t width() const {
@@ -45,7 +44,7 @@ struct Rows {
   }
 };
 
-// The buffers must be finite, as masked values may still be multiplied.
+// Buffers must be finite: masked values may still be multiplied.
 inline void clear(const Session &session, void *data, std::size_t bytes) {
   if (!session.on_device) {
     std::memset(data, 0, bytes);
@@ -58,7 +57,7 @@ inline void clear(const Session &session, void *data, std::size_t bytes) {
     throw Failure("the cache cannot be cleared on the device; check NVIDIA's driver.");
 }
 
-// static: one buffer per part, bound once as past and present. A step changes ids and indices in place.
+// static: one buffer per part, bound once as past and present. A step updates ids and indices in place.
 class StaticCache : public Cache {
  public:
   StaticCache(const Session &session, const Folder &folder, Binding &binding, const Rows &rows)
@@ -70,7 +69,7 @@ class StaticCache : public Cache {
         width_(rows.width()),
         ids_(count_ * width_, 0),
         written_(count_, 0) {
-    for (std::int64_t row = 0; row < count_; ++row) {  // padded on the right
+    for (std::int64_t row = 0; row < count_; ++row) {  // right padding
       const Tokens &prompt = rows.prompts[row];
       std::copy(prompt.begin(), prompt.end(), ids_.begin() + row * width_);
       lengths_.push_back(std::int64_t(prompt.size()));
@@ -107,7 +106,7 @@ class StaticCache : public Cache {
     binding_.host_input("row_lengths", lengths_.data(), {count_});
     bind_total(room_);
   }
-  // The columns that a run may attend to. GroupQueryAttention reads them on the host on every device.
+  // Columns a run may attend to. GroupQueryAttention always reads them on the host.
   void bind_total(std::int64_t tokens) {
     total_ = std::int32_t(tokens);
     if (has_total_) binding_.host_input("total_sequence_length", &total_, {1});
@@ -129,13 +128,13 @@ class StaticCache : public Cache {
   const std::int64_t count_, width_;  // B, S
   Tokens ids_;                        // of the prompts
   Tokens written_, lengths_;          // each row's current length, and after the run
-  std::int64_t room_ = 0;             // slots of a row
+  std::int64_t room_ = 0;             // slots per row
   std::int32_t total_ = 0;
   bool decoding_ = false;
 };
 
-// concat: the present of a run is the past of the next, passed on as onnxruntime values. Prompts are padded on the left,
-// so that the last column is every row's last token.
+// concat: the present of a run is the past of the next, passed as onnxruntime values. Left padding puts every row's
+//     last token in the last column.
 class ConcatCache : public Cache {
  public:
   ConcatCache(const Session &session, const Folder &folder, Binding &binding, const Rows &rows)
@@ -172,14 +171,14 @@ class ConcatCache : public Cache {
     bind_mask();
   }
   void feed_tokens(const std::vector<bool> &active) override {
-    const std::vector<Value> presents = binding_.outputs();  // bound before all other outputs
+    const std::vector<Value> presents = binding_.outputs();  // bound first
     for (std::size_t i = 0; i < folder_.cache.size(); ++i) {
       binding_.input(folder_.cache[i].past, presents[i].get());
       binding_.fresh_output(folder_.cache[i].present);
     }
     for (std::int64_t row = 0; row < count_; ++row) {
       mask_[row * room_ + width_] = active[row];
-      last_[row] += active[row];  // only active rows, as positions must stay inside the context
+      last_[row] += active[row];  // only active rows: positions must stay inside the context
     }
     ++width_;
     if (!decoding_) {

@@ -143,7 +143,6 @@ inline void add_parameters(Given &given, Takes &takes) {
   takes["--seed"] = [&](auto &option, auto &value) { given.seed = whole(option, value, ~std::uint64_t{0}); };
 }
 
-// Append to an optional list.
 template <typename List>
 List &started(std::optional<List> &list) {
   return list ? *list : list.emplace();
@@ -192,7 +191,7 @@ inline Takes options_with_values(Options &o) {
   return takes;
 }
 
-// Refuse options that contradict each other or need another.
+// Rejects options that conflict or need another.
 inline void check_options(const Options &o) {
   if (o.folder.empty() && !o.self_test) throw UsageError("no folder is given; see --help.");
   if (int(!o.ids.empty()) + int(!o.texts.empty()) + int(o.batch) > 1)

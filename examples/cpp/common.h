@@ -1,4 +1,4 @@
-// Errors, token ids and parsing of numbers, for all parts of the program.
+// Errors, token ids and number parsing.
 #ifndef TOPW_COMMON_H
 #define TOPW_COMMON_H
 
@@ -12,7 +12,7 @@
 
 namespace topw {
 
-// An error as one sentence: of the folder, request, model or a library (exit code 1), or the command line (2).
+// A one-sentence error: of the folder, request, model or a library (exit code 1), or the command line (2).
 struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -21,9 +21,9 @@ struct UsageError : std::runtime_error {
 };
 
 using Tokens = std::vector<std::int64_t>;
-constexpr std::int64_t kMost = std::int64_t{1} << 40;  // largest count that is accepted
+constexpr std::int64_t kMost = std::int64_t{1} << 40;  // largest accepted count
 
-// `text` as a number; nothing may follow it.
+// `text` as a number, without trailing characters.
 template <typename Number>
 std::optional<Number> parse(std::string_view text) {
   Number number{};

@@ -1,5 +1,5 @@
-// Penalties, biases and bans as the graph's sparse logit edits (docs/contract/graph.md, section 6): three inputs
-// [B, slots]. Each edited token of a row has a slot; a step writes only what changes.
+// Penalties, biases and bans as the graph's sparse logit edits (docs/contract/graph.md, section 6): three inputs [B,
+// slots], one slot per edited token of a row. A step writes only changes.
 #ifndef TOPW_EDITS_H
 #define TOPW_EDITS_H
 
@@ -19,7 +19,6 @@
 
 namespace topw {
 
-// The three inputs, by row and slot.
 class EditSlots {
  public:
   EditSlots(std::int64_t rows, std::int64_t slots, bool fixed, bool changing)
@@ -39,7 +38,6 @@ class EditSlots {
   float &penalty(std::int64_t row, std::int64_t slot) { return penalty_[row * slots_ + slot]; }
   float &bias(std::int64_t row, std::int64_t slot) { return bias_[row * slots_ + slot]; }
 
-  // Make room for slot `slot` in every row.
   void make_room(std::int64_t slot) {
     while (slot >= slots_) grow();
   }
@@ -84,7 +82,7 @@ class EditSlots {
   std::vector<float> penalty_, bias_;
 };
 
-// One row's edits: permanent ones (penalties, biases, bans), and the bans of a single step.
+// One row's edits: permanent ones (penalties, biases, bans), and a single step's bans.
 class RowEdits {
  public:
   RowEdits(EditSlots &slots, std::int64_t row, const RowRequest &request)
@@ -133,12 +131,12 @@ class RowEdits {
     }
     for (const std::int64_t token : request_.suppress_tokens) ban(token);
     for (const Tokens &word : request_.bad_words_ids) {
-      // the end of sequence cannot be a bad word, or the text could not end
+      // not the end of sequence: the text could not end
       if (word.size() == 1 && !request_.ends.count(word[0])) ban(word[0]);
       if (word.size() > 1) words_.push_back(split(word));
     }
   }
-  static std::pair<Tokens, std::int64_t> split(Tokens word) {  // into its beginning and its last token
+  static std::pair<Tokens, std::int64_t> split(Tokens word) {  // all but the last token, and the last
     const std::int64_t last = word.back();
     word.pop_back();
     return {word, last};
@@ -151,14 +149,14 @@ class RowEdits {
     const std::int64_t slot = slot_of(token);
     slots_.bias(row_, slot) = -INFINITY;
   }
-  // Clamp to float32's largest number: the graph takes no infinity except the ban, -infinity.
+  // Clamp to float32's maximum: the only infinity the graph accepts is the ban, -infinity.
   void add_bias(std::int64_t token, double amount) {
     const std::int64_t slot = slot_of(token);
     const double bias = double(slots_.bias(row_, slot)) + amount;
     slots_.bias(row_, slot) = float(std::clamp(bias, -double(FLT_MAX), double(FLT_MAX)));
   }
 
-  // Tokens that the next step must not draw.
+  // Tokens the next step must not draw.
   std::set<std::int64_t> bans() const {
     std::set<std::int64_t> banned;
     if (steps_ < request_.min_new_tokens) banned = request_.ends;
@@ -197,11 +195,11 @@ class RowEdits {
   std::map<std::int64_t, std::int64_t> slot_numbers_;
   std::vector<std::pair<std::int64_t, float>> lifted_;  // (slot, permanent bias) of this step's bans
   std::set<std::int64_t> generated_;
-  std::vector<std::pair<Tokens, std::int64_t>> words_;  // beginnings, and the last tokens that must not follow
-  std::map<Tokens, std::set<std::int64_t>> followers_;  // what followed the last n - 1 tokens
+  std::vector<std::pair<Tokens, std::int64_t>> words_;  // prefixes, and the last tokens that must not follow
+  std::map<Tokens, std::set<std::int64_t>> followers_;  // tokens that followed the last n - 1 tokens
 };
 
-// The edits of a batch. A batch without edits binds empty inputs once.
+// A batch's edits; without edits it binds empty inputs once.
 class Edits {
  public:
   Edits(const std::vector<RowRequest> &requests, const Folder &folder)
@@ -219,7 +217,7 @@ class Edits {
   void accept(const Tokens &drawn) {
     for (auto &[row, edits] : rows_) edits.accept(drawn[row]);
   }
-  void retire(std::size_t row) { rows_.erase(row); }  // its slots stay as they are
+  void retire(std::size_t row) { rows_.erase(row); }  // its slots stay
 
  private:
   static std::int64_t first_slots(const std::vector<RowRequest> &requests, const Folder &folder) {

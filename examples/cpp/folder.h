@@ -1,5 +1,5 @@
-// An exported folder: the manifest describes the graph (docs/contract/graph.md, sections 8 and 9), the configuration files
-// the model's own parameters.
+// An exported folder: the graph's manifest (docs/contract/graph.md, sections 8 and 9) and the model's configuration
+// files.
 #ifndef TOPW_FOLDER_H
 #define TOPW_FOLDER_H
 
@@ -30,7 +30,7 @@ inline const std::map<std::string, ElementType> kElementTypes{  // by the manife
 
 struct TensorSpec {
   ElementType type;
-  std::vector<std::int64_t> shape;  // -1 where the manifest has a name
+  std::vector<std::int64_t> shape;  // -1 for a named size
 };
 using TensorSpecs = std::map<std::string, TensorSpec>;
 
@@ -43,20 +43,20 @@ struct Folder {
   fs::path path;
   Json files;  // of the manifest, by name
   TensorSpecs inputs, outputs;
-  bool in_place = false;  // the cache's form: static or concat
+  bool in_place = false;  // form of the cache: static or concat
   bool pads = true;       // whether prompts of different lengths may share a batch
   ElementType cache_type{};
   std::vector<CachePart> cache;
   std::int64_t context = 0, buffer_least = 0, vocabulary = 0;
-  Parameters exported;               // the six of Top-W, from the export
+  Parameters exported;               // Top-W's six, from the export
   Given stated;                      // from generation_config.json, with the ids that end a sequence
   std::optional<std::int64_t> begin;  // replaces an empty prompt
 
   bool has(const std::string &name) const { return files.find(name) != nullptr; }
-  Json json(const std::string &name) const {  // an empty object where there is no such file
+  Json json(const std::string &name) const {  // an empty object if the file is missing
     return has(name) ? read_json(path / name) : JsonReader("{}", name).read();
   }
-  std::int64_t fixed_size(const std::string &input, std::size_t axis) const {  // -1 where the graph leaves it open
+  std::int64_t fixed_size(const std::string &input, std::size_t axis) const {  // -1 if dynamic
     const auto spec = inputs.find(input);
     return spec != inputs.end() && axis < spec->second.shape.size() ? spec->second.shape[axis] : -1;
   }
@@ -68,7 +68,7 @@ inline ElementType element_type(const Json &value) {
   return found->second;
 }
 
-inline std::size_t cache_element_bytes(ElementType type) {  // 0: not a type of caches
+inline std::size_t cache_element_bytes(ElementType type) {  // 0: not a cache type
   if (type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) return 4;
   return type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 || type == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 ? 2 : 0;
 }
@@ -84,7 +84,7 @@ inline TensorSpecs read_specs(const Json &list) {
   return specs;
 }
 
-// Require every file of the manifest to be a regular file of the stated size.
+// Requires every file of the manifest to be regular and of the stated size.
 inline void check_files(const fs::path &folder, const Json &files) {
   files.at("model.onnx");
   for (std::size_t i = 0; i < files.keys.size(); ++i) {
@@ -115,7 +115,7 @@ inline void read_decoder(const Json &decoder, Folder &folder) {
                               heads[i].as_whole(1), sizes[i].as_whole(1)});
 }
 
-// Ids outside the vocabulary are dropped.
+// Drops ids outside the vocabulary.
 inline void keep_drawable(Given &stated, std::int64_t vocabulary) {
   const auto beyond = [&](std::int64_t id) { return id >= vocabulary; };
   for (const IdsField &ids : kIds)
@@ -126,13 +126,13 @@ inline void keep_drawable(Given &stated, std::int64_t vocabulary) {
                  words->end());
 }
 
-// The model's own parameters. The tokens that begin and end a sequence may be in config.json only.
+// The model's parameters. Begin and end tokens may be in config.json only.
 inline void read_configurations(Folder &folder) {
   const Json generation = folder.json(kGenerationConfig), model = folder.json("config.json");
   read_fields(generation, folder.stated);
   folder.stated.seed.reset();  // only a request may set it
   folder.stated.ignore_eos.reset();
-  const Json *language_model = model.find("text_config");  // of a composite one
+  const Json *language_model = model.find("text_config");  // of a composite model
   for (const Json *config : {&generation, &model, language_model}) {
     if (!config || config->kind != Json::Object) continue;
     const Json *ends = config->find("eos_token_id"), *begin = config->find("bos_token_id");

@@ -1,4 +1,4 @@
-// A strict JSON reader (RFC 8259: no comments, no NaN; no repeated keys), and writing of strings.
+// A strict JSON reader (RFC 8259; no repeated keys), and string output.
 #ifndef TOPW_JSON_H
 #define TOPW_JSON_H
 
@@ -25,10 +25,10 @@ struct Json {
   enum Kind { Null, Bool, Number, Text, List, Object } kind = Null;
   bool truth = false;
   double number = 0;
-  std::string text;               // of a number: its digits as written
-  std::vector<std::string> keys;  // of an object: one for each of `items`
+  std::string text;               // of a number: its digits
+  std::vector<std::string> keys;  // of an object: one per item
   std::vector<Json> items;
-  std::string path;             // the source and the path to this value, for errors
+  std::string path;             // source and path of this value, for errors
   const char *advice = "";      // the next step, for errors
 
   std::string shown() const {
@@ -71,7 +71,7 @@ struct Json {
          "an integer in [" + std::to_string(least) + ", " + std::to_string(most) + "]");
     return std::int64_t(number);
   }
-  std::uint64_t as_seed() const {  // all 64 bits, more than a double holds
+  std::uint64_t as_seed() const {  // all 64 bits: more than a double
     const auto seed = parse<std::uint64_t>(text);
     need(kind == Number && seed, "an integer in [0, " + std::to_string(~std::uint64_t{0}) + "]");
     return *seed;

@@ -1,5 +1,5 @@
-// The generation loop. Decoder and Top-W are one graph, so a step is one run, from the last tokens and each row's
-// parameters, edits and random number to the next tokens.
+// The generation loop. Decoder and Top-W are one graph: a run takes the last tokens and each row's parameters, edits
+// and random number to the next tokens.
 #ifndef TOPW_LOOP_H
 #define TOPW_LOOP_H
 
@@ -43,7 +43,7 @@ struct Row {
 
   bool stopped() const { return stop_token || stop_string; }
 
-  // Add a drawn token; returns the new text.
+  // Adds a drawn token; returns the new text.
   std::string take(std::int64_t token) {
     tokens.push_back(token);
     std::string gained;
@@ -55,7 +55,7 @@ struct Row {
     }
     ended = stopped() || std::int64_t(tokens.size()) == request.budget;
     if (ended && text) {
-      gained += text->flush();  // may complete a stop string that was held back
+      gained += text->flush();  // may complete a stop string
       if (!stopped()) stop_string = text->found();
     }
     if (ended) ended_at = Clock::now();
@@ -64,7 +64,7 @@ struct Row {
   }
 };
 
-// The arrays bound to the sampler's inputs and outputs, each [B].
+// Arrays of the sampler's inputs and outputs, each [B].
 class Sampler {
  public:
   Sampler(const std::vector<RowRequest> &requests, const Folder &folder, Binding &binding)
@@ -77,7 +77,7 @@ class Sampler {
     for (const Parameter &parameter : kParameters) {
       std::vector<float> &values = parameters_[parameter.name];
       for (const RowRequest &request : requests) values.push_back(request.top_w.at(parameter.name));
-      if (parameter.name == std::string_view("temperature"))  // of rows that end
+      if (parameter.name == std::string_view("temperature"))  // for rows that end
         binding.changing_input(parameter.name, values.data(), shape);
       else
         binding.host_input(parameter.name, values.data(), shape);
@@ -91,7 +91,7 @@ class Sampler {
   }
 
   void draw_with(std::size_t row, float uniform) { uniform_[row] = uniform; }
-  void make_greedy(std::size_t row) { parameters_["temperature"][row] = 0; }  // the cheapest, for rows that have ended
+  void make_greedy(std::size_t row) { parameters_["temperature"][row] = 0; }  // the cheapest, for ended rows
   const Tokens &tokens() const { return token_; }
   void record(std::size_t index, Row &row) const {
     row.kept.push_back(kept_[index]);
@@ -109,10 +109,10 @@ class Sampler {
   bool has_logprob_ = false;
 };
 
-// One batch: the arrays that the graph reads and writes, bound once where possible.
+// One batch: the graph's arrays, bound once where possible.
 class Generation {
  public:
-  // Called with a row that gained a token, and its new text; the row may have ended.
+  // Called for a row with a new token, and its new text; the row may have ended.
   using Gained = std::function<void(std::size_t index, const Row &row, const std::string &text)>;
 
   Generation(const Session &session, const Folder &folder, const std::vector<RowRequest> &requests,
@@ -126,7 +126,7 @@ class Generation {
     edits_.bind(binding_);
   }
 
-  // Generate to the end; returns the time of the first tokens.
+  // Generates to the end; returns the time of the first tokens.
   Clock::time_point run(const Gained &gained) {
     for (std::size_t i = 0; i < rows_.size(); ++i)
       if (rows_[i].request.budget == 0) {
@@ -158,7 +158,7 @@ class Generation {
     return sizes;
   }
 
-  // Bind the inputs of this step and run the graph.
+  // Binds this step's inputs and runs the graph.
   void sample(std::int64_t step) {
     for (std::size_t i = 0; i < rows_.size(); ++i) {
       const RowRequest &request = rows_[i].request;
@@ -168,7 +168,7 @@ class Generation {
     binding_.run();
   }
 
-  // Add the drawn tokens to their rows, and retire finished rows.
+  // Adds drawn tokens, and retires finished rows.
   void accept(std::int64_t step, const Gained &gained) {
     const Tokens &drawn = sampler_.tokens();
     edits_.accept(drawn);
@@ -185,7 +185,7 @@ class Generation {
     }
   }
 
-  // Make row `i`, which the graph still runs, as cheap as possible.
+  // Makes row `i`, which the graph still runs, as cheap as possible.
   void retire(std::size_t i) {
     active_[i] = false;
     cache_->next_ids[i] = rows_[i].request.pad;

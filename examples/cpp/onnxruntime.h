@@ -1,4 +1,4 @@
-// onnxruntime, loaded when the program starts: the session and its bindings.
+// onnxruntime, loaded at startup: the session and its bindings.
 #ifndef TOPW_ONNXRUNTIME_H
 #define TOPW_ONNXRUNTIME_H
 
@@ -52,7 +52,7 @@ inline void check(OrtStatus *status) {
 template <typename T>
 using Owned = std::unique_ptr<T, void (*)(T *)>;
 
-// The result that a function of onnxruntime writes to its last argument.
+// The result that an onnxruntime function writes to its last argument.
 template <typename T, typename Function, typename... Arguments>
 Owned<T> make(void (*release)(T *), Function function, Arguments... arguments) {
   T *made = nullptr;
@@ -63,7 +63,7 @@ Owned<T> make(void (*release)(T *), Function function, Arguments... arguments) {
 using Shape = std::vector<std::int64_t>;
 using Value = Owned<OrtValue>;
 
-// Add the CUDA provider; returns the memory for the cache.
+// Adds the CUDA provider; returns the cache's memory.
 inline Owned<OrtMemoryInfo> choose_cuda(OrtSessionOptions *options) {
   const std::string without =
       ort_name + " does not start CUDA; give one that does with --onnxruntime, or --provider cpu";
@@ -72,13 +72,13 @@ inline Owned<OrtMemoryInfo> choose_cuda(OrtSessionOptions *options) {
   const Owned<OrtCUDAProviderOptionsV2> cuda_options(raw, ort->ReleaseCUDAProviderOptions);
   if (OrtStatus *status = ort->SessionOptionsAppendExecutionProvider_CUDA_V2(options, cuda_options.get()))
     fail(status, without);
-  // Some versions abort when this optimiser meets rotary embeddings in half precision (onnxruntime issue 28604).
+  // Some versions abort in this optimiser on half-precision rotary embeddings (onnxruntime issue 28604).
   check(ort->AddSessionConfigEntry(options, "optimization.disable_specified_optimizers", "GroupQueryAttentionFusion"));
   return make<OrtMemoryInfo>(ort->ReleaseMemoryInfo, ort->CreateMemoryInfo, "Cuda", OrtDeviceAllocator, 0,
                              OrtMemTypeDefault);
 }
 
-// The session. `device` is the memory of the cache, `host` the program's own.
+// `device`: the cache's memory; `host`: the program's.
 struct Session {
   Session(const Folder &folder, bool cuda, int threads, const std::string &native_library) : on_device(cuda) {
     const auto options = make<OrtSessionOptions>(ort->ReleaseSessionOptions, ort->CreateSessionOptions);
@@ -104,7 +104,7 @@ struct Session {
   Owned<OrtMemoryInfo> device = make<OrtMemoryInfo>(ort->ReleaseMemoryInfo, ort->CreateCpuMemoryInfo,
                                                     OrtDeviceAllocator, OrtMemTypeDefault);
   Owned<OrtSession> graph{nullptr, ort->ReleaseSession};
-  Owned<OrtAllocator> allocator{nullptr, ort->ReleaseAllocator};  // of `device`; must outlive what it allocates
+  Owned<OrtAllocator> allocator{nullptr, ort->ReleaseAllocator};  // of `device`; must outlive its allocations
 };
 
 inline OrtAllocator *host_allocator() {
@@ -113,7 +113,7 @@ inline OrtAllocator *host_allocator() {
   return borrowed;
 }
 
-// Names and element types of the graph's inputs or outputs, as listed by these three functions.
+// Names and element types of the graph's inputs or outputs, listed by these functions.
 template <typename Count, typename Name, typename Type>
 void list_tensors(const OrtSession *graph, Count count, Name name, Type type, std::map<std::string, int> &found) {
   std::size_t tensors = 0;
@@ -132,7 +132,7 @@ void list_tensors(const OrtSession *graph, Count count, Name name, Type type, st
   }
 }
 
-// Require the manifest and the graph to have the same tensors, with the same types.
+// Requires manifest and graph to have the same tensors and types.
 inline void check_graph(const Folder &folder, const OrtSession *graph) {
   std::map<std::string, int> stated, found;
   for (const TensorSpecs *specs : {&folder.inputs, &folder.outputs})
@@ -156,7 +156,7 @@ constexpr ElementType kElementType<std::int64_t> = ONNX_TENSOR_ELEMENT_DATA_TYPE
 template <>
 constexpr ElementType kElementType<bool> = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
 
-// The bound inputs and outputs. The program's memory is bound by address: it must not move, and each run reads its current
+// Bound inputs and outputs. The program's memory is bound by address: it must not move, and each run reads its current
 // contents. A provider with its own memory copies at binding, so changed inputs are bound again.
 class Binding {
  public:
@@ -189,7 +189,7 @@ class Binding {
     check(ort->RunWithBinding(session_.graph.get(), nullptr, io_.get()));
   }
 
-  // The outputs of the last run, in the order of their first binding.
+  // The last run's outputs, in the order of their first binding.
   std::vector<Value> outputs() {
     OrtValue **values = nullptr;
     std::size_t count = 0;

@@ -1,8 +1,8 @@
-// The part of onnxruntime's C interface that topw_host.cpp uses: from the vendor's header if TOPW_VENDOR_HEADER is defined,
-// else declared here under the same names, so that only the shared library is needed.
+// The part of onnxruntime's C interface that topw_host.cpp uses: from the vendor's header if TOPW_VENDOR_HEADER is
+// defined, else declared here, so only the shared library is needed.
 //
-// onnxruntime returns a table of function pointers that only grows at its end. The positions below are those of version 17
-// and valid in every later one; the assertions at the end check them, against the vendor's header too.
+// onnxruntime's table of function pointers only grows at its end. The positions below are of version 17 and valid in
+// every later one; the assertions at the end also check them against the vendor's header.
 #ifndef TOPW_ORT_C_ABI_H
 #define TOPW_ORT_C_ABI_H
 
@@ -13,7 +13,7 @@
 #include <onnxruntime_c_api.h>
 #else
 
-// Opaque. A status is an error; success is a null pointer.
+// Opaque. A status is an error; null is success.
 struct OrtStatus;
 struct OrtEnv;
 struct OrtSession;
@@ -27,7 +27,7 @@ struct OrtMemoryInfo;
 struct OrtAllocator;
 struct OrtCUDAProviderOptionsV2;
 
-// As ONNX numbers them.
+// ONNX's numbers.
 enum ONNXTensorElementDataType {
   ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED = 0,
   ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT = 1,

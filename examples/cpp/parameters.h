@@ -1,5 +1,5 @@
-// The parameters of requests and of generation_config.json: names, bounds, and reading them from JSON. The names are those
-// of the Python runtime (docs/guide/runtime.md).
+// Parameters of requests and generation_config.json: names (as in the Python runtime, docs/guide/runtime.md), bounds,
+// and reading them from JSON.
 #ifndef TOPW_PARAMETERS_H
 #define TOPW_PARAMETERS_H
 
@@ -17,9 +17,8 @@
 
 namespace topw {
 
-// A parameter of Top-W.
 struct Parameter {
-  const char *name, *alias;  // the paper's name, and that in its authors' code
+  const char *name, *alias;  // the paper's name, and its authors' code's
   const char *bound;
   bool (*holds)(double);
 };
@@ -35,7 +34,6 @@ inline constexpr std::array<Parameter, 6> kParameters{{
 using Parameters = std::map<std::string, float>;
 constexpr float kGreedyBelow = 1e-5F;  // a temperature
 
-// All parameters; empty where not given.
 struct Given {
   Parameters top_w;
   std::optional<std::int64_t> max_new_tokens, max_length, min_new_tokens, min_length, pad_token_id;
@@ -91,7 +89,7 @@ inline constexpr std::array<IdsField, 3> kIds{{{"eos_token_id", &Given::eos_toke
                                                {"stop_token_ids", &Given::stop_token_ids},
                                                {"suppress_tokens", &Given::suppress_tokens}}};
 
-// Aliases besides those of `kParameters`: of vLLM and of OpenAI's interface.
+// Further aliases, of vLLM and OpenAI's interface.
 inline const std::map<std::string, std::string> kAliases{{"max_tokens", "max_new_tokens"},
                                                          {"max_completion_tokens", "max_new_tokens"},
                                                          {"min_tokens", "min_new_tokens"},
@@ -103,12 +101,12 @@ inline std::string own_name(const std::string &name) {
   return found == kAliases.end() ? name : found->second;
 }
 
-inline float to_float32(double value) {  // rounded to nearest, as numpy does
+inline float to_float32(double value) {  // to nearest, as numpy does
   if (std::fabs(value) >= 0x1.ffffffp127) return value < 0 ? -INFINITY : INFINITY;
   if (std::fabs(value) > FLT_MAX) return value < 0 ? -FLT_MAX : FLT_MAX;
   return float(value);
 }
-// A number must be in its interval as float32 too, which the graph takes.
+// The range also applies to the float32 value the graph takes.
 inline bool in_range(bool (*holds)(double), double value) { return holds(value) && holds(to_float32(value)); }
 inline bool is_bias(double value) { return value < INFINITY; }  // -infinity bans
 constexpr const char *kBiasBound = "a number below infinity";
@@ -158,7 +156,7 @@ inline std::vector<std::string> read_texts(const Json &value) {  // one, or a li
   return texts;
 }
 
-// Set the field of that name to `value`; returns whether it exists.
+// Sets the field of that name; returns whether it exists.
 inline bool read_field(const std::string &name, const Json &value, Given &given) {
   double number = 0;
   for (const Parameter &parameter : kParameters)
@@ -186,7 +184,7 @@ inline bool read_field(const std::string &name, const Json &value, Given &given)
   return false;
 }
 
-// Read the parameters among the keys of `object`; returns the other keys.
+// Reads the parameters among the keys of `object`; returns the other keys.
 inline std::vector<std::string> read_fields(const Json &object, Given &given) {
   std::vector<std::string> others;
   std::set<std::string> known;

@@ -1,4 +1,4 @@
-// Prompts from the command line, standard input, or a batch of JSON lines on standard input.
+// Prompts from the command line, standard input, or a batch of JSON lines.
 #ifndef TOPW_PROMPTS_H
 #define TOPW_PROMPTS_H
 

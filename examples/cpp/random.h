@@ -1,4 +1,4 @@
-// The random numbers (docs/contract/random.md), a function of (seed, position, sample) alone.
+// Random numbers (docs/contract/random.md), a function of (seed, position, sample) alone.
 #ifndef TOPW_RANDOM_H
 #define TOPW_RANDOM_H
 
@@ -11,7 +11,7 @@ namespace topw {
 
 __extension__ typedef unsigned __int128 Product;
 
-// The first word of Philox 4x64-10 with the key (seed, 0) and the counter position + 2^64 sample + 1.
+// The first word of Philox 4x64-10 with key (seed, 0) and counter position + 2^64 sample + 1.
 inline std::uint64_t philox(std::uint64_t seed, std::uint64_t position, std::uint64_t sample) {
   std::uint64_t x0 = position + 1, x1 = sample + (x0 == 0), x2 = x0 == 0 && x1 == 0, x3 = 0, k0 = seed, k1 = 0;
   for (int round = 0; round < 10; ++round) {
@@ -30,7 +30,7 @@ inline float uniform_for(std::uint64_t seed, std::uint64_t position, std::uint64
   return float(philox(seed, position, sample) >> 40) * 0x1p-24F;  // exact, and below 1
 }
 
-inline std::uint64_t fresh_seed() {  // below 2^53, exact in JSON readers that use doubles
+inline std::uint64_t fresh_seed() {  // below 2^53: exact as a double in JSON readers
   std::random_device device;
   return (std::uint64_t{device()} << 32 | device()) >> 11;
 }

@@ -1,5 +1,5 @@
-// Resolves every parameter of every row: from the request, else generation_config.json, else the export (the six of Top-W)
-// or this program's default.
+// Resolves each row's parameters: from the request, else generation_config.json, else the export (Top-W's six) or a
+// default.
 #ifndef TOPW_REQUEST_H
 #define TOPW_REQUEST_H
 
@@ -18,13 +18,12 @@ namespace topw {
 
 constexpr std::int64_t kMaxNewTokens = 256;  // default
 
-// One prompt and its request's parameters.
 struct Prompt {
   Tokens ids;
   Given given;
 };
 
-// The resolved request of one sequence.
+// One sequence's resolved request.
 struct RowRequest {
   Tokens prompt;
   Parameters top_w;
@@ -75,7 +74,7 @@ inline Parameters choose_top_w(const Given &request, const Given &model, const P
   return values;
 }
 
-// Most tokens that may be drawn after a prompt of `prompt` tokens.
+// Most tokens to draw after a prompt of `prompt` tokens.
 inline std::int64_t choose_budget(std::int64_t prompt, const Given &request, const Given &model, const Folder &folder) {
   if (request.max_new_tokens && request.max_length)
     throw Failure("max_new_tokens and max_length are both given; give one of them.");
@@ -126,7 +125,7 @@ inline RowRequest resolve(const Prompt &prompt, const Folder &folder, std::uint6
   return row;
 }
 
-// One row per prompt and sample; samples of a prompt are adjacent.
+// One row per prompt and sample; a prompt's samples are adjacent.
 inline std::vector<RowRequest> resolve_all(const std::vector<Prompt> &prompts, const Folder &folder,
                                            std::int64_t samples) {
   std::vector<RowRequest> rows;

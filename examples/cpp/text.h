@@ -15,7 +15,7 @@
 
 namespace topw {
 
-constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD, decoders' replacement for invalid bytes
+constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD, for invalid bytes
 
 inline bool is_continuation(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) == 0x80; }
 
@@ -23,7 +23,6 @@ inline std::size_t count_characters(std::string_view text) {
   return text.size() - std::size_t(std::count_if(text.begin(), text.end(), is_continuation));
 }
 
-// `text` without its first `count` characters.
 inline std::string_view without_characters(std::string_view text, std::size_t count) {
   std::size_t at = 0;
   for (; count > 0 && at < text.size(); --count)
@@ -32,7 +31,7 @@ inline std::string_view without_characters(std::string_view text, std::size_t co
   return text.substr(at);
 }
 
-// Whether `text` is UTF-8: no stray bytes, no overlong forms, no surrogates, nothing beyond U+10FFFF.
+// Rejects stray bytes, overlong forms, surrogates and code points beyond U+10FFFF.
 inline bool is_utf8(std::string_view text) {
   for (std::size_t at = 0; at < text.size();) {
     const auto byte = [&](std::size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0U; };
@@ -51,7 +50,7 @@ inline bool is_utf8(std::string_view text) {
   return true;
 }
 
-// Whether `bytes`, one to four, are a multi-byte character or a prefix of one.
+// Whether `bytes` (one to four) are a multi-byte character or a prefix of one.
 inline bool begins_character(std::string_view bytes) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(bytes[i]); };
   const unsigned first = byte(0);
@@ -65,11 +64,11 @@ inline bool begins_character(std::string_view bytes) {
          !(first == 0xF4 && second > 0x8F);
 }
 
-// `bytes` as a decoder shows them: U+FFFD for each maximal invalid stretch.
+// Number of characters shown for `bytes`: U+FFFD for each maximal invalid stretch.
 inline std::size_t count_shown(std::string_view bytes) {
   std::size_t count = 0;
   for (std::size_t at = 0; at < bytes.size(); ++count) {
-    std::size_t size = 1;  // of the longest prefix of a character here
+    std::size_t size = 1;  // of the longest character prefix here
     for (std::size_t longer = 2; longer <= 4 && at + longer <= bytes.size(); ++longer)
       if (begins_character(bytes.substr(at, longer))) size = longer;
     at += size;
@@ -77,7 +76,7 @@ inline std::size_t count_shown(std::string_view bytes) {
   return count;
 }
 
-// Number of bytes at the end of `bytes` that form an incomplete character.
+// Number of trailing bytes that form an incomplete character.
 inline std::size_t count_pending(std::string_view bytes) {
   for (std::size_t size = 1; size <= std::min<std::size_t>(bytes.size(), 3); ++size) {
     const std::string_view end = bytes.substr(bytes.size() - size);
@@ -87,13 +86,13 @@ inline std::size_t count_pending(std::string_view bytes) {
 }
 
 using Decode = std::function<std::string(const Tokens &)>;
-// The bytes of a token: "" if it has no text, empty if it cannot share a character with other tokens.
+// A token's bytes: "" without text; nullopt if it cannot share a character with other tokens.
 using BytesOf = std::function<std::optional<std::string>(std::int64_t)>;
 
-// Decodes tokens one by one. A token's text depends on those before it: a byte-level token may hold part of a character,
-// and a SentencePiece token loses its leading space at the start of a text. So each token is decoded with the last ones
-// that gave text, whose own text is removed. Incomplete characters are held back. If the prompt ends inside a character,
-// the text begins with that character, or with U+FFFD if the answer does not complete it.
+// Decodes tokens one by one. A token's text depends on earlier ones: a byte-level token may hold part of a character,
+// and a SentencePiece token loses its leading space at the start of a text. So each token is decoded after the last
+// ones with text, whose own text is removed. Incomplete characters are held back. If the prompt ends inside a
+// character, the text begins with that character, or with U+FFFD if the answer does not complete it.
 class IncrementalDecoder {
  public:
   // The last few prompt tokens are context.
@@ -102,7 +101,7 @@ class IncrementalDecoder {
     prompt_ = ids_.size();
   }
 
-  // The text that `token` completes; may be empty.
+  // The text `token` completes; may be empty.
   std::string push(std::int64_t token) {
     ids_.push_back(token);
     const std::string text = decode_(from(start_));
@@ -110,17 +109,16 @@ class IncrementalDecoder {
                             text.compare(text.size() - kReplacement.size(), kReplacement.size(), kReplacement) == 0;
     return unfinished ? "" : give_out(text);
   }
-  // The text held back, an incomplete character as U+FFFD. To be called once, at the end. Without generated tokens there
-  // is no text.
+  // The text held back, an incomplete character as U+FFFD; none without generated tokens. Call once, at the end.
   std::string flush() {
     return ids_.size() == read_ || ids_.size() == prompt_ ? "" : give_out(decode_(from(start_)));
   }
 
  private:
-  static constexpr std::size_t kContext = 6;    // prompt tokens that are decoded with the first generated ones
-  static constexpr std::size_t kCharacter = 4;  // most tokens that can share one character of UTF-8
+  static constexpr std::size_t kContext = 6;    // prompt tokens decoded with the first generated ones
+  static constexpr std::size_t kCharacter = 4;  // most tokens per UTF-8 character
 
-  // Keep the tokens of an incomplete character at the prompt's end; false if there is none.
+  // Keeps the tokens of an incomplete character at the prompt's end; false if none.
   bool begin_inside_character(const BytesOf &bytes_of, const Tokens &prompt) {
     std::string bytes;
     std::vector<std::size_t> sizes;
@@ -144,7 +142,7 @@ class IncrementalDecoder {
     known_ = count_shown(std::string_view(bytes).substr(0, bytes.size() - pending));
     return true;
   }
-  // Keep the last tokens with text, starting at a character boundary.
+  // Keeps the last tokens with text, starting at a character boundary.
   void begin_behind(const BytesOf &bytes_of, const Tokens &prompt) {
     constexpr std::size_t most = kContext + kCharacter - 1;
     Tokens last;
@@ -171,18 +169,18 @@ class IncrementalDecoder {
   Decode decode_;
   Tokens ids_;
   std::size_t start_ = 0;   // of the context
-  std::size_t read_ = 0;    // of the tokens whose text was not returned yet
-  std::size_t known_ = 0;   // characters of the window that were returned
-  std::size_t prompt_ = 0;  // tokens of the prompt among ids_
+  std::size_t read_ = 0;    // of tokens whose text is not yet returned
+  std::size_t known_ = 0;   // characters of the window already returned
+  std::size_t prompt_ = 0;  // prompt tokens among ids_
 };
 
-// Passes text on up to the first stop string, for any split of the text. The one that ends first wins; of two that end
+// Passes text on up to the first stop string, however the text is split. The one that ends first wins; of two that end
 // together, the longer.
 class StopStrings {
  public:
   explicit StopStrings(std::vector<std::string> stops) : stops_(std::move(stops)) {}
 
-  // The new part of the text that cannot belong to a stop string.
+  // The new text that cannot belong to a stop string.
   std::string push(const std::string &piece) {
     if (found || piece.empty()) return "";
     std::string text = std::exchange(held_, "") + piece;
@@ -219,8 +217,8 @@ class StopStrings {
   std::string held_;
 };
 
-// The text of one row: decoder and stop strings; `push` and `flush` return the text to show. The first `guarded` tokens,
-// demanded by min_new_tokens, cannot end it.
+// A row's text: decoder and stop strings; `push` and `flush` return the text to show. The first `guarded` tokens,
+// required by min_new_tokens, cannot end it.
 class RowText {
  public:
   RowText(IncrementalDecoder decoder, std::vector<std::string> stops, std::int64_t guarded)
@@ -230,7 +228,7 @@ class RowText {
 
   std::string push(std::int64_t token) {
     const std::string text = decoder_.push(token);
-    if (guarded_ <= 1) return stops_.push(text);  // the last demanded token may already complete a stop string
+    if (guarded_ <= 1) return stops_.push(text);  // the last required token may complete a stop string
     --guarded_;
     return text;
   }

@@ -1,5 +1,5 @@
-// tokenizer.json, read through the C interface of mlc-ai/tokenizers-cpp (tokenizers_c.h), which wraps the tokenizers
-// library that the Python runtime uses. The shared library is loaded when the program starts.
+// tokenizer.json through mlc-ai/tokenizers-cpp's C interface (tokenizers_c.h), which wraps the Python runtime's
+// tokenizers library. The shared library is loaded at startup.
 #ifndef TOPW_TOKENIZER_H
 #define TOPW_TOKENIZER_H
 
@@ -25,7 +25,7 @@
 
 namespace topw {
 
-// The values of a JSON object's keys, found without parsing them, as a vocabulary is large.
+// The values of a JSON object's keys, located without parsing: a vocabulary is large.
 class OwnValues {
  public:
   explicit OwnValues(std::string_view text) : text_(text) {}
@@ -41,7 +41,7 @@ class OwnValues {
     });
     return result.append(text_.substr(copied));
   }
-  // The text of the value of `key`, "null" if absent.
+  // The raw value of a key, "null" if absent.
   std::string at(std::string_view wanted) {
     std::string found = "null";
     visit([&](std::string_view key, std::size_t start, std::size_t end) {
@@ -68,7 +68,7 @@ class OwnValues {
       ++at_;
     }
   }
-  std::string_view skip_text() {  // and return what is between the quotes
+  std::string_view skip_text() {  // returns the text between the quotes
     const std::size_t start = ++at_;
     while (at_ < text_.size() && text_[at_] != '"') at_ += text_[at_] == '\\' ? 2 : 1;
     const std::string_view inside = text_.substr(start, std::min(at_, text_.size()) - start);
@@ -81,7 +81,7 @@ class OwnValues {
     at_ = colon + 1;
     return true;
   }
-  void skip_value() {  // up to the comma or brace after it
+  void skip_value() {  // up to the next comma or brace
     for (int depth = 0; at_ < text_.size();) {
       const char c = text_[at_];
       if (c == '"') {
@@ -98,14 +98,13 @@ class OwnValues {
   std::size_t at_ = 0;
 };
 
-// Whether a component of the tokenizer, at any depth, has the type `wanted`.
+// Whether a tokenizer component, at any depth, has the type `wanted`.
 inline bool has_type(const Json &part, std::string_view wanted) {
   const Json *type = part.find("type");
   if (type && type->kind == Json::Text && type->text == wanted) return true;
   return std::any_of(part.items.begin(), part.items.end(), [&](const Json &item) { return has_type(item, wanted); });
 }
 
-// The code points of UTF-8 `text`.
 inline std::vector<char32_t> code_points(std::string_view text) {
   std::vector<char32_t> found;
   for (const char c : text)
@@ -118,8 +117,8 @@ inline std::vector<char32_t> code_points(std::string_view text) {
   return found;
 }
 
-// The bytes of a byte-level token, whose characters each represent a byte (GPT-2's table: printable bytes represent
-// themselves, the others are U+0100 and following); for any other text, its own bytes.
+// The bytes of a byte-level token, one per character (GPT-2's table: printable bytes represent themselves, the others
+// are U+0100 and following); of any other text, its own bytes.
 inline std::string byte_level_bytes(const std::string &token) {
   static const std::map<char32_t, char> bytes = [] {
     std::map<char32_t, char> table;
@@ -153,7 +152,7 @@ class Tokenizer {
     find(free_, "tokenizers_free");
     if (!folder.has("tokenizer.json"))
       throw Failure(folder.path.string() + " has no tokenizer.json; export the model again from a folder with one.");
-    // Remove the settings for training batches, which would silently cut or pad prompts.
+    // Remove the settings for training batches: they would silently cut or pad prompts.
     const std::string whole = read_file(folder.path / "tokenizer.json");
     const std::string json = OwnValues(whole).without("truncation", "padding");
     handle_ = {create_(json.data(), json.size()), free_};
@@ -181,16 +180,16 @@ class Tokenizer {
     decode_(handle_.get(), narrow.empty() ? &none : narrow.data(), narrow.size(), skip_special_tokens);
     const char *text = nullptr;
     std::size_t size = 0;
-    decoded_(handle_.get(), &text, &size);  // the library's own memory, until it decodes again
+    decoded_(handle_.get(), &text, &size);  // the library's memory, until its next call
     return std::string(text, size);
   }
 
-  // The bytes of a token, see BytesOf.
+  // See BytesOf.
   std::optional<std::string> bytes_of(std::int64_t id, bool skip_special_tokens) const {
     if (skip_special_tokens && special_.count(id)) return "";
     const char *data = nullptr;
     std::size_t size = 0;
-    token_of_(handle_.get(), std::uint32_t(id), &data, &size);  // the library's own memory; nothing for unknown ids
+    token_of_(handle_.get(), std::uint32_t(id), &data, &size);  // the library's memory; empty for unknown ids
     const std::string token(data, size);
     if (token.empty() || byte_level_) return byte_level_bytes(token);
     const bool byte = byte_fallback_ && size == 6 && token.compare(0, 3, "<0x") == 0 && token.back() == '>' &&
@@ -199,7 +198,7 @@ class Tokenizer {
     return std::string(1, static_cast<char>(std::strtoul(token.substr(3, 2).c_str(), nullptr, 16)));
   }
 
-  // The id of the special token that the tokenizer's configuration names for `role`: "bos_token" or "eos_token".
+  // Id of the special token configured for `role`: "bos_token" or "eos_token".
   std::optional<std::int64_t> special(const std::string &role, const Folder &folder) const {
     for (const char *file : {"tokenizer_config.json", "special_tokens_map.json"}) {
       const Json config = folder.json(file);
@@ -242,7 +241,7 @@ class Tokenizer {
   std::unique_ptr<void, void (*)(void *)> handle_{nullptr, nullptr};
 };
 
-// Complete the tokens that begin and end a sequence from the tokenizer's configuration.
+// Adds begin and end tokens from the tokenizer's configuration.
 inline void complete(Folder &folder, const Tokenizer &tokenizer) {
   if (!folder.begin) folder.begin = tokenizer.special("bos_token", folder);
   const auto end = folder.stated.eos_token_id ? std::nullopt : tokenizer.special("eos_token", folder);

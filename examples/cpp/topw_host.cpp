@@ -1,4 +1,4 @@
-// Runs an exported folder without Python. README.md describes the files and the features.
+// Runs an exported folder without Python; see README.md.
 #include <cstdio>
 #include <memory>
 #include <optional>
@@ -25,7 +25,6 @@ void print(const std::string &text) {
     throw Failure("standard output cannot be written.");
 }
 
-// Format the numbers of a list.
 template <typename Values, typename Write>
 std::string listed(const Values &values, Write write) {
   std::string list;
@@ -33,13 +32,13 @@ std::string listed(const Values &values, Write write) {
   return "[" + list + "]";
 }
 
-std::string digits_of(float value) {  // enough digits to restore the float32
+std::string digits_of(float value) {  // enough to restore the float32
   std::ostringstream digits;
   digits << std::setprecision(9) << value;
   return digits.str();
 }
 
-// An answer in the JSON of the Python runtime's command, with its row in the batch.
+// An answer as JSON of the Python runtime's command, with its batch row.
 std::string as_json(std::size_t index, const Row &row) {
   const auto whole = [](std::int64_t value) { return std::to_string(value); };
   std::string stop = "null";
@@ -94,7 +93,7 @@ void print_notes(const Folder &folder, const std::vector<RowRequest> &requests, 
     }
 }
 
-// Prints results: token ids or text of a single answer as they arrive, others when they end.
+// Prints token ids or text of a single answer as they arrive, others when they end.
 std::string shown(std::size_t index, const Row &row, const std::string &gained, bool json) {
   if (json) return row.ended ? as_json(index, row) : "";
   if (row.text) return gained + (row.ended ? "\n" : "");

@@ -1,4 +1,4 @@
-"""GPU architectures as nvcc, CMake and PyTorch write them: 87, sm_87, compute_87, 8.7, and `native`."""
+"""GPU architectures as nvcc, CMake and PyTorch write them: 87, sm_87, compute_87, 8.7, `native`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NATIVE = "native"
 
 
 def parse(text: str) -> tuple[str, ...]:
-    """Split a list at commas, semicolons or spaces into "87" or NATIVE each. Raises ParameterError."""
+    """Split a list at commas, semicolons or spaces into "87" or NATIVE. Raises ParameterError."""
     words = re.split(r"[,;\s]+", text.strip(",; \t\n"))
     return tuple(map(_one, words))
 
@@ -34,7 +34,7 @@ def _one(word: str) -> str:
 
 
 def resolve(names: Sequence[str]) -> tuple[int, ...]:
-    """The numbers of parsed names, ascending. Raises PluginError for NATIVE if the driver shows no GPU."""
+    """Architecture numbers, ascending. Raises PluginError for NATIVE without a GPU."""
     numbers = {int(name) for name in names if name != NATIVE}
     if NATIVE in names:
         found = driver.look()

@@ -1,6 +1,6 @@
-"""Compile the CUDA library: nvcc for `cuda/*.cu`, the C++ compiler for the rest.
+"""Compile the CUDA library with nvcc and the C++ compiler.
 
-The CUDA runtime is static and looks for the driver on first use, so the library loads anywhere.
+The CUDA runtime is static and loads the driver on first use, so the library loads anywhere.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FLAGS = ("-std=c++17", "-O3", "-Werror", "all-warnings")
 
 _HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-ffp-contract=off")
 _LINKED = ("-lcudart_static", "-ldl", "-lpthread", "-lrt", "-lm")
-_USUAL = Path("/usr/local/cuda")  # on a Jetson the toolkit is here, but not on PATH
-_SYMBOLIC = "-Wl,-Bsymbolic"  # libtopw.so, with the same symbols, may be in the same process
+_USUAL = Path("/usr/local/cuda")  # Jetson's toolkit is here, but not on PATH
+_SYMBOLIC = "-Wl,-Bsymbolic"  # libtopw.so in the same process has the same symbols
 
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A CUDA toolkit. libraries, headers: folders of the static runtime and of its headers."""
+    """A CUDA toolkit. libraries, headers: folders of the static runtime."""
 
     nvcc: Path
     version: str
@@ -63,11 +63,12 @@ def compile_cuda(
 ) -> CompiledLibrary:
     """Compile the CUDA library to `output`, by default into the package.
 
-    architectures: 87 for sm_87; by default all of ARCHITECTURES that nvcc knows. The newest is also kept as PTX, for
-        newer GPUs.
-    say: called with one line per phase. watch: called with nvcc's state.
+    architectures: 87 for sm_87; default: all of ARCHITECTURES nvcc supports. The newest is also kept as PTX, for newer
+        GPUs.
+    say: called with one line per phase.
+    watch: called with nvcc's state.
 
-    Raises PluginError if nvcc, a compiler or an architecture is missing or fails; a previous file then stays.
+    Raises PluginError if a tool or architecture is missing or fails; a previous file then stays.
     """
     started = time.perf_counter()
     if sys.platform != "linux":
@@ -128,7 +129,7 @@ def _toolkit(compiler: Path) -> Toolkit:
     version = re.search(r"release (\d+\.\d+)", _output(compiler, "--version"))
     codes = re.findall(r"sm_(\d+)\b", _output(compiler, "--list-gpu-code"))
     architectures = tuple(sorted({int(number) for number in codes}))
-    # nvcc may be a script or a link to elsewhere; with --dryrun it prints its toolkit's folder.
+    # nvcc may be a script or a link; --dryrun prints its toolkit's folder.
     top = re.search(r"^#\$ TOP=(.+)$", _output(compiler, "--dryrun", "-x", "cu", "-E", os.devnull), re.MULTILINE)
     if version is None or top is None or not architectures:
         raise PluginError(f"{compiler} is no nvcc that this topw_deploy understands; name another with CUDA_HOME.")
@@ -138,7 +139,6 @@ def _toolkit(compiler: Path) -> Toolkit:
 
 
 def _folder(compiler: Path, top: Path, names: Sequence[str], file: str) -> Path:
-    """The folder with `file`, in `top` or its part for this machine."""
     targets = sorted((top / "targets").glob(f"*{platform.machine()}*")) + sorted((top / "targets").glob("*"))
     for root in (top, *targets):
         for name in names:
@@ -171,7 +171,7 @@ def choose_architectures(toolkit: Toolkit, asked: Sequence[int]) -> tuple[int, .
 
 
 def code_flags(architectures: Sequence[int]) -> list[str]:
-    """nvcc's options for code of these architectures and PTX of the last."""
+    """nvcc options: code for these architectures, PTX for the last."""
     flags = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
     return [*flags, f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}"]
 
@@ -199,7 +199,7 @@ def compile_with_kernels(
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // len(kernels))
     cu = [str(toolkit.nvcc), *nvcc_flags(), *code_flags(architectures), f"--threads={threads}", *defines, *includes]
-    jobs = [(cu, source) for source in kernels] + [(cpp, source) for source in rest]  # the longest first
+    jobs = [(cu, source) for source in kernels] + [(cpp, source) for source in rest]  # longest first
 
     def compile_one(job: tuple[list[str], Path]) -> str:
         command, source = job
@@ -215,7 +215,7 @@ def compile_with_kernels(
 
 
 def nvcc_flags() -> list[str]:
-    """nvcc's options except architectures and paths. Raises NotBuiltError."""
+    """nvcc options except architectures and paths. Raises NotBuiltError."""
     compiler = compile_native.find_compiler()
     if len(compiler) > 1:
         words = " ".join(compiler)

@@ -1,6 +1,6 @@
 """Compile the native library; `python -m topw_deploy.plugins.compile_native` rebuilds it in a source tree.
 
-setup.py imports this module, so it must need nothing but the standard library.
+Standard library only: setup.py imports this module.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from topw_deploy.files import replacing
 SOURCES = Path(__file__).with_name("native")
 LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform, "libtopw.so")
 
-# Files that need an instruction set enable it themselves; the choice is made at run time.
-# No contraction to fused multiply-add: decisions are rounded alike on every processor.
+# Each instruction set's files enable it; dispatch is at run time. No fused multiply-adds: decisions round alike on
+# every processor.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off")
-# Link the C++ library statically, and hide its symbols from other libraries of the process.
+# Link the C++ library statically, with hidden symbols.
 _LINUX = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
 
-TIMEOUT = 3600  # seconds for a compiler: kernels for ten GPUs on a busy machine take a quarter of it
+TIMEOUT = 3600  # seconds per compiler: kernels for ten GPUs take a quarter of it on a busy machine
 _COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -35,14 +35,14 @@ class NotBuiltError(Exception):
 
 
 def compile_native(output: Path) -> None:
-    """Compile the library to `output` with the compiler of CXX or the system's.
+    """Compile the library to `output` with CXX or the system's compiler.
 
-    Raises NotBuiltError if it fails or TOPW_BUILD_NATIVE=0; there is no file at `output` then.
+    Raises NotBuiltError, leaving no file, on failure or TOPW_BUILD_NATIVE=0.
     """
     try:
         _compile(output)
     except NotBuiltError:
-        output.unlink(missing_ok=True)  # an earlier build may be of other sources
+        output.unlink(missing_ok=True)  # may be of other sources
         raise
 
 
@@ -67,7 +67,7 @@ def check_place(output: Path) -> None:
     """Raises NotBuiltError if `output` cannot be written, before minutes of compiling."""
     above = next(folder for folder in (output.parent, *output.parents) if os.path.lexists(folder))
     try:
-        if output.is_dir():  # so is the empty path
+        if output.is_dir():  # includes the empty path
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         with tempfile.TemporaryFile(dir=above):
             pass
@@ -76,7 +76,7 @@ def check_place(output: Path) -> None:
 
 
 def put(library: Path, output: Path) -> None:
-    """Replace `output` by `library`; processes that have loaded the old file keep it."""
+    """Replace `output` by `library`; processes with the old file loaded keep it."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with library.open("rb") as source, replacing(output) as target:
@@ -86,7 +86,7 @@ def put(library: Path, output: Path) -> None:
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler's command line. Raises NotBuiltError if there is none."""
+    """The C++ compiler's command line. Raises NotBuiltError."""
     named = os.environ.get("CXX")
     if named:
         try:
@@ -104,7 +104,7 @@ def find_compiler() -> list[str]:
 
 
 def linker_flags(compiler: Sequence[str]) -> list[str]:
-    """The linker flags that this compiler accepts."""
+    """The linker flags this compiler accepts."""
     if sys.platform != "linux":
         return []
     taken = []
@@ -133,7 +133,7 @@ def run(command: Sequence[str]) -> None:
 
 
 def complaint(command: Sequence[str], output: str) -> str:
-    """The first error in a compiler's output, with the compiler's name."""
+    """The compiler's name and first error."""
     lines = output.splitlines()
     words = [line for line in lines if "error" in line] or lines or ["?"]
     return f"{command[0]} failed ({words[0].strip()[:200]})"

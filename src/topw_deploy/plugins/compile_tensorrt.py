@@ -1,6 +1,6 @@
-"""Compile TensorRT's plugin as a library for C++ hosts and trtexec, against the installed TensorRT's headers.
+"""Compile TensorRT's plugin library for C++ hosts and trtexec.
 
-Tested with the headers of 10.3 to 11.1 and with NVIDIA's parser and builder; not run on a GPU.
+Tested with headers of 10.3 to 11.1 and NVIDIA's parser and builder; not run on a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VARIABLE = "TOPW_TENSORRT_LIBRARY"
 HEADERS = ("include", "include/x86_64-linux-gnu", "include/aarch64-linux-gnu", ".")
 """Folders of NvInferRuntime.h below TensorRT's: in its archive, in Debian's packages (/usr), in a headers folder."""
 
-_FLAGS = ("-frtti",)  # TensorRT may inspect the type of a plugin object
+_FLAGS = ("-frtti",)  # TensorRT may inspect a plugin's type
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,12 @@ def compile_tensorrt(
     say: Callable[[str], object] = lambda line: None,
     watch: nvcc.Watch = nvcc.unwatched,
 ) -> CompiledPlugin:
-    """Compile the plugin, the kernels and the CUDA runtime into one library, for any TensorRT of that major version.
+    """Compile the plugin, kernels and CUDA runtime into one library, for any TensorRT of the headers' major version.
 
     root: TensorRT's folder, see HEADERS. TensorRT is not linked.
-    architectures, say, watch: as for compile_cuda.
-    Raises PluginError if headers, nvcc or a compiler are missing, too old or fail; a previous file stays.
+    architectures, say, watch: see compile_cuda.
+
+    Raises PluginError if headers or tools are missing, too old or fail; a previous file stays.
     """
     started = time.perf_counter()
     if sys.platform != "linux":
@@ -72,7 +73,7 @@ def compile_tensorrt(
     chosen = choose_architectures(toolkit, architectures)
     names = ", ".join(f"sm_{number}" for number in chosen)
     say(f"TensorRT {version} ({headers}), nvcc {toolkit.version} ({toolkit.nvcc}), {names}")
-    sources = [SOURCE, compile_native.SOURCES / "quantised.cpp"]  # the latter is shared by CPU and CUDA
+    sources = [SOURCE, compile_native.SOURCES / "quantised.cpp"]  # shared by CPU and CUDA
     try:
         with tempfile.TemporaryDirectory(prefix="topw-tensorrt-") as scratch:
             library = Path(scratch) / output.name
@@ -86,7 +87,7 @@ def compile_tensorrt(
 
 
 def installed() -> Path | None:
-    """The library that VARIABLE names, existing or not, else PACKAGED if it exists."""
+    """The library VARIABLE names, existing or not, else PACKAGED if it exists."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
@@ -94,7 +95,7 @@ def installed() -> Path | None:
 
 
 def find_headers(root: Path) -> tuple[Path, str]:
-    """The folder and version of TensorRT's headers below `root`. Raises PluginError if none or older than OLDEST."""
+    """Folder and version of TensorRT's headers below `root`. Raises PluginError if none or older than OLDEST."""
     for place in HEADERS:
         folder = root / place
         if (folder / "NvInferRuntime.h").is_file():
@@ -112,7 +113,6 @@ def find_headers(root: Path) -> tuple[Path, str]:
 
 
 def _version(folder: Path) -> tuple[int, ...]:
-    """The headers' major and minor version, also if defined through another macro."""
     try:
         text = (folder / "NvInferVersion.h").read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -1,6 +1,6 @@
-"""The CUDA sampler from Python: the C interface of cuda/topw_cuda.h over device addresses.
+"""The CUDA sampler from Python: cuda/topw_cuda.h over device addresses.
 
-In the emulated build device memory is the process's, and an address is a numpy array's.
+In the emulated build an address is a numpy array's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Shape(Structure):
 
 @dataclass(frozen=True)
 class CudaShape:
-    """Upper bounds of calls. edits: of a row. table: only sizes and types count; None for the uniform metric."""
+    """Upper bounds of calls. edits: per row. table: only sizes and types count; None for `uniform`."""
 
     options: TopWOptions
     batch: int
@@ -84,16 +84,16 @@ class CudaKernel:
 
     @property
     def device_count(self) -> int:
-        """GPUs that the driver shows; 0 without a driver."""
+        """Visible GPUs; 0 without a driver."""
         return int(self.handle.topw_cuda_device_count())
 
     def refusal(self, shape: CudaShape) -> str:
-        """Why the kernels refuse such calls, as a clause; "" if they do not."""
+        """Why the kernels refuse such calls, as a clause; "" if supported."""
         reason = self.handle.topw_cuda_refusal(byref(shape.struct()))
         return reason.decode("utf-8") if reason else ""
 
     def workspace_bytes(self, shape: CudaShape) -> int:
-        """Bytes of scratch memory, to be aligned to 256 bytes; 0 for a refused shape."""
+        """Bytes of scratch memory, 256-byte aligned; 0 for a refused shape."""
         return int(self.handle.topw_cuda_workspace_bytes(byref(shape.struct())))
 
     def control_bytes(self, shape: CudaShape) -> int:
@@ -111,7 +111,7 @@ class CudaKernel:
         stream: int = 0,
         parts: int = EVERY_PART,
     ) -> None:
-        """Enqueue a step, all addresses being the device's. Raises PluginError if CUDA refuses.
+        """Enqueue a step; all addresses are the device's. Raises PluginError if CUDA refuses.
 
         parts: CERTIFY, GEOMETRY or both; one alone is for measurements.
         """
@@ -123,7 +123,7 @@ class CudaKernel:
             raise PluginError(f"the CUDA kernels were not launched: {self._reason(code)}.")
 
     def allocate(self, size: int) -> int:
-        """The address of zeroed device memory. Raises PluginError if there is none."""
+        """Address of zeroed device memory. Raises PluginError if out of memory."""
         memory = c_void_p()
         code = self.handle.topw_cuda_allocate(size, byref(memory))
         if code or memory.value is None:
@@ -131,7 +131,7 @@ class CudaKernel:
         return memory.value
 
     def release(self, address: int) -> None:
-        """Free what `allocate` returned, after the work that uses it."""
+        """Free memory from `allocate`, after the work that uses it."""
         self.handle.topw_cuda_release(address)
 
     def _reason(self, code: int) -> str:

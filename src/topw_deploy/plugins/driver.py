@@ -1,4 +1,4 @@
-"""The NVIDIA driver's version and GPUs, asked of the driver itself; needs neither a CUDA toolkit nor a package."""
+"""The NVIDIA driver's version and GPUs, without a CUDA toolkit or package."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Device:
 class Driver:
     """The driver's answers.
 
-    cuda: the newest CUDA version it supports, such as "13.0"; None without a driver.
-    devices: the GPUs visible to this process.
-    why_none: why there are none, as a clause; "" if there are.
+    cuda: newest supported version, such as "13.0"; None without a driver.
+    devices: visible GPUs.
+    why_none: why there are none, as a clause, or "".
     """
 
     cuda: str | None
@@ -33,7 +33,7 @@ class Driver:
 
 
 def look() -> Driver:
-    """Ask the driver for its version and its GPUs."""
+    """Query the driver's version and GPUs."""
     try:
         driver = ctypes.CDLL(LIBRARY)
     except OSError:

@@ -1,6 +1,6 @@
-"""The native sampler from Python: the C interface of native/topw.h with numpy arrays.
+"""The native sampler from Python: native/topw.h with numpy arrays.
 
-For tests, benchmarks and sampling without onnxruntime; the runtime calls the same code as an operator of its graph.
+For tests, benchmarks and sampling without onnxruntime, which calls the same code as a graph operator.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Edits = tuple[ArrayLike, ArrayLike, ArrayLike]
 
 @dataclass(frozen=True)
 class KernelSamples:
-    """The outputs of docs/contract/graph.md, [B] each, keep_mask [B, V]. reports: of dtype REPORT."""
+    """The outputs of docs/contract/graph.md, [B] each; keep_mask [B, V]; reports: dtype REPORT."""
 
     next_token: NDArray[np.int64]
     logprob: NDArray[np.float32]
@@ -84,11 +84,11 @@ class Kernel:
 
     @property
     def instruction_set(self) -> str:
-        """The instruction set in use by the whole process: avx512, avx2, neon or generic."""
+        """The process's instruction set: avx512, avx2, neon or generic."""
         return str(self._library.topw_instruction_set().decode())
 
     def use_instruction_set(self, name: str) -> None:
-        """Switch to another instruction set. Raises ParameterError if it is not available."""
+        """Switch the process to another instruction set. Raises ParameterError if unavailable."""
         if self._library.topw_use_instruction_set(name.encode()) != 0:
             raise ParameterError(
                 f"instruction set {name!r} is not available here; {self.instruction_set!r} is, and so is 'generic'."
@@ -107,7 +107,7 @@ class Kernel:
     ) -> KernelSamples:
         """Sample every row of `logits` [B, V] in this thread.
 
-        columns: parameters and `uniform` by name, a number or [B] each; by default the defaults and 0.
+        columns: parameters and `uniform` by name, a number or [B] each; missing ones get defaults (`uniform`: 0).
         table: None for the uniform metric.
         mass, keep_mask: also return these.
 
@@ -128,7 +128,7 @@ class Kernel:
         mass: bool = False,
         keep_mask: bool = False,
     ) -> KernelCall:
-        """The call that `sample` makes, for repeated use."""
+        """Prepare a call of `sample` for repeated use."""
         rows = np.ascontiguousarray(logits, dtype=np.float32)
         if rows.ndim != 2 or rows.shape[1] == 0:
             raise ParameterError(f"logits have shape {rows.shape}, but must be [B, V], V >= 1.")
@@ -142,10 +142,7 @@ class Kernel:
 
 
 class KernelCall:
-    """A call with all arguments bound; calling it fills `samples` at the cost of the C function.
-
-    It owns its workspace, so different objects may run in different threads.
-    """
+    """A call with bound arguments; calling it fills `samples`. Owns its workspace: one thread per object at a time."""
 
     def __init__(
         self,

@@ -15,11 +15,11 @@ from topw_deploy.sampling.geometry import Geometry
 
 @dataclass(frozen=True)
 class KernelBlocks:
-    """Block quantization of a table, as in onnxruntime's GatherBlockQuantized.
+    """Block quantization, as in onnxruntime's GatherBlockQuantized.
 
     bits: 4 or 8.
     scales: [V, blocks] float32 or float16, one per `block_size` coordinates.
-    zero_points: uint8 [V, ceil(blocks * bits / 8)], or [ceil(V * blocks / 2)] for uint4 and int4; None for none.
+    zero_points: uint8 [V, ceil(blocks * bits / 8)], [ceil(V * blocks / 2)] for uint4 and int4, or None.
     element: type of codes and zero points: uint8, uint4 or int4.
 
     Raises ParameterError for other types.
@@ -85,7 +85,7 @@ class KernelTable:
 
     @classmethod
     def from_geometry(cls, geometry: Geometry, neighbour_bound: ArrayLike | None = None) -> KernelTable | None:
-        """The table of a geometry, statistics rounded to float32 as in a graph; None for the uniform metric."""
+        """A geometry's table, statistics rounded to float32 as in a graph; None for the uniform metric."""
         if geometry.table is None or geometry.mean is None or geometry.inverse_std is None:
             return None
         bound = None if neighbour_bound is None else np.ascontiguousarray(neighbour_bound, dtype=np.float32)

@@ -1,7 +1,7 @@
-"""Run nvcc on the kernels and follow which architectures are being assembled and which are done.
+"""Run nvcc on the kernels and track which architectures are assembling or done.
 
-nvcc --verbose prints every command before running it. ptxas takes nearly all of the time, once per architecture, and
-writes its output file at its end.
+nvcc --verbose prints commands before running them. ptxas takes most of the time, once per architecture, and writes its
+output at its end.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import IO, TypeAlias
 from topw_deploy.plugins.compile_native import TIMEOUT, NotBuiltError, complaint
 
 _PTXAS = re.compile(r'^#\$ \S*ptxas\S* .*?-arch=sm_(\d+)\b.* -o "([^"]+)"')
-_COMMAND = "#$ "  # prefix of a command in nvcc's output
-_INTERVAL = 0.5  # seconds between two checks
+_COMMAND = "#$ "  # prefix of commands in nvcc's output
+_INTERVAL = 0.5  # seconds between checks
 
 
 @dataclass(frozen=True)
 class Compiling:
-    """The state of a compilation. running, done: architectures (87 for sm_87), in the order they were started."""
+    """State of a compilation. running, done: architectures (87 for sm_87), in starting order."""
 
     running: tuple[int, ...]
     done: tuple[int, ...]
@@ -40,7 +40,7 @@ def unwatched(_state: Compiling) -> None:
 
 
 class _Reader(threading.Thread):
-    """Collects nvcc's messages. outputs: the output file of each architecture whose ptxas was started."""
+    """Collects nvcc's messages. outputs: output file per started ptxas, by architecture."""
 
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(daemon=True)
@@ -58,7 +58,7 @@ class _Reader(threading.Thread):
 
 
 def run(command: Sequence[str], total: int, watch: Watch) -> None:
-    """Run nvcc for `total` architectures and call `watch` twice a second. Raises NotBuiltError."""
+    """Run nvcc for `total` architectures, calling `watch` twice a second. Raises NotBuiltError."""
     started = time.perf_counter()
     try:
         process = subprocess.Popen(
@@ -96,7 +96,6 @@ def _ended(process: subprocess.Popen[str]) -> bool:
 
 
 def _add_finished(reader: _Reader, done: list[int]) -> None:
-    """Add to `done` the architectures whose output file exists."""
     for number, path in list(reader.outputs.items()):
         if number not in done and path.is_file() and path.stat().st_size:
             done.append(number)

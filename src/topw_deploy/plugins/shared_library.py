@@ -1,7 +1,7 @@
-"""The native libraries: find them, say why one is missing, load them.
+"""Find and load the native libraries, or say why one is missing.
 
-The CUDA library contains the CPU operator as well. A library is in the package, or named by TOPW_NATIVE_LIBRARY or
-TOPW_CUDA_LIBRARY. None is loaded from a model's folder, which is data.
+The CUDA library includes the CPU operator. Libraries come from the package or TOPW_NATIVE_LIBRARY and
+TOPW_CUDA_LIBRARY; never from a model's folder, which is data.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _VARIABLES: dict[Kind, str] = {"cpu": "TOPW_NATIVE_LIBRARY", "cuda": "TOPW_CUDA_
 
 
 def library_path(kind: Kind = "cpu") -> Path | None:
-    """The library of this kind to use, or None (see `why_absent`). TOPW_NATIVE=0 switches both off."""
+    """The library to use, or None (see `why_absent`). TOPW_NATIVE=0 disables both kinds."""
     return None if why_absent(kind) else _named(kind)
 
 
 def why_absent(kind: Kind = "cpu") -> str:
-    """Why `library_path` is None, as a clause; "" if there is a library."""
+    """Why `library_path` is None, as a clause; "" if it is not."""
     if os.environ.get("TOPW_NATIVE") == "0":
         return "TOPW_NATIVE=0 switches it off"
     path = _named(kind)
@@ -85,12 +85,12 @@ class Library:
         self._knows.argtypes = [ctypes.c_char_p]
         self._set.restype = ctypes.c_char_p
         asked = os.environ.get("TOPW_INSTRUCTION_SET")
-        if asked and asked not in (self.instruction_set, "generic"):  # else the library would silently take the best
+        if asked and asked not in (self.instruction_set, "generic"):  # else the library would silently use the best
             raise OSError(f"TOPW_INSTRUCTION_SET is {asked!r}, which this processor or {path.name} does not have")
 
     @property
     def instruction_set(self) -> str:
-        """The instruction set of its hot loops on this processor: `avx512`, `avx2`, `neon` or `generic`."""
+        """Instruction set of its hot loops here: `avx512`, `avx2`, `neon` or `generic`."""
         return str(self._set().decode("ascii"))
 
     def knows(self, table_form: str) -> bool:
@@ -99,16 +99,16 @@ class Library:
 
     @property
     def kernels(self) -> int:
-        """Nodes assigned to the operator so far, by sessions that this thread opened."""
+        """Nodes assigned to the operator by sessions of this thread."""
         return int(self._kernels())
 
     def show(self, shown: bool) -> None:
-        """Show or hide the operator for sessions that this thread will open."""
+        """Show or hide the operator for this thread's later sessions."""
         self._show(int(shown))
 
 
 class CudaLibrary(Library):
-    """The loaded library with the CUDA kernels; needs no driver. Raises OSError if the file is no such library.
+    """The loaded CUDA library; needs no driver. Raises OSError if the file is no such library.
 
     architectures: ascending, 87 for sm_87; the library also has PTX of the last.
     """
@@ -129,13 +129,12 @@ class CudaLibrary(Library):
 
     @property
     def device_count(self) -> int:
-        """GPUs visible to this process; 0 without a driver."""
+        """Visible GPUs; 0 without a driver."""
         return int(self._devices())
 
     def serves(self, architecture: int) -> bool:
-        """Whether a GPU of this architecture can run the library.
-
-        It runs its own code, code of older architectures of its generation (not on Jetsons), and PTX.
+        """Whether a GPU of this architecture can run the library's code, code of older architectures of its
+        generation (not on Jetsons), or PTX.
         """
         if architecture in self.architectures or architecture >= self.architectures[-1]:
             return True
@@ -154,7 +153,7 @@ def load(path: Path) -> Library:
 
 
 def load_cuda(path: Path) -> CudaLibrary:
-    """As `load`, for a library with CUDA kernels."""
+    """As `load`, for the CUDA library."""
     found = _loaded.get(path)
     if not isinstance(found, CudaLibrary):
         _loaded[path] = found = CudaLibrary(path)
@@ -163,9 +162,9 @@ def load_cuda(path: Path) -> CudaLibrary:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Hide the operator from sessions that this thread opens meanwhile.
+    """Hide the operator from sessions this thread opens in the block.
 
-    onnxruntime's session options with a registered operator can neither be copied nor cleared of it.
+    onnxruntime can neither copy session options with a registered operator nor remove it.
     """
     libraries = list(_loaded.values())
     for library in libraries:

@@ -1,4 +1,4 @@
-"""Which native libraries and GPUs are present, and whether they fit each other."""
+"""Which native libraries and GPUs are present and fit each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CpuStatus:
 
 @dataclass(frozen=True)
 class CudaStatus:
-    """The CUDA library. why_unused: why it serves no GPU of this machine, as a clause; "" if it serves one."""
+    """The CUDA library. why_unused: why no GPU here can use it, as a clause; "" if one can."""
 
     path: str | None
     architectures: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The structures of native/topw.h for ctypes; the CUDA library takes the same ones."""
+"""The ctypes structures of native/topw.h, shared with the CUDA library."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ class Outputs(Structure):
 
 
 def address(array: NDArray[Any] | None) -> int | None:
-    """The address of the array's data; None for no array."""
+    """Address of the array's data; None for no array."""
     return None if array is None else array.ctypes.data

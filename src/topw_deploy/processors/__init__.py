@@ -1,4 +1,4 @@
-"""Top-W inside transformers' own `generate`, without exporting anything (docs/guide/transformers.md)."""
+"""Top-W inside transformers' `generate`, without an export (docs/guide/transformers.md)."""
 
 try:
     from topw_deploy.processors.processor import Choices, TopWLogitsProcessor

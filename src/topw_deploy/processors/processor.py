@@ -1,4 +1,4 @@
-"""`TopWLogitsProcessor`: the crop as a logits processor of transformers."""
+"""`TopWLogitsProcessor`: Top-W as a transformers logits processor."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from topw_deploy.sampling.torch import TensorCrop, TensorGeometry, crop_rows
 Source = Any
 """A transformers model, its embedding module, a table [V, d], a `TensorGeometry`, or None for the uniform metric."""
 
-# Embedding module -> metric -> (state of the table, its geometry), as the statistics read the whole table twice.
+# Embedding module -> metric -> (state of the table, its geometry). Cached: the statistics read the whole table twice.
 _KNOWN: WeakKeyDictionary[nn.Module, dict[str, tuple[tuple[int, int], TensorGeometry]]] = WeakKeyDictionary()
 
 
 class Choices(TypedDict, total=False):
-    """The fields of `sampling.TopWParameters` and `sampling.TopWOptions`; the authors' names are accepted too."""
+    """The fields of `sampling.TopWParameters` and `sampling.TopWOptions`, or the authors' names for them."""
 
     lam: float
     beta: float
@@ -48,17 +48,16 @@ class Choices(TypedDict, total=False):
 
 
 class TopWLogitsProcessor(LogitsProcessor):
-    """Masks, with -inf, every token that Top-W does not keep. For `generate(logits_processor=...)`:
+    """Masks every token outside the crop with -inf. For `generate(logits_processor=...)`:
 
         topw = TopWLogitsProcessor(model, lam=1.0, temperature=0.8)
         model.generate(**inputs, **topw.generate_arguments(), max_new_tokens=64)
 
-    Rows of a batch are independent and stay on their device. See docs/guide/transformers.md for what else `generate`
-    does to the scores.
+    Rows of a batch are independent and stay on their device.
 
-    parameters: rounded to float32, as an exported graph receives them.
+    parameters: rounded to float32, as in an exported graph.
     options, geometry: in use.
-    last: the `TensorCrop` of the last call (kept sizes, certificates, stages); None before the first.
+    last: the `TensorCrop` of the last call, or None.
     """
 
     def __init__(
@@ -69,15 +68,14 @@ class TopWLogitsProcessor(LogitsProcessor):
         neighbour_bound: Tensor | None = None,
         **choices: Unpack[Choices],
     ) -> None:
-        """Raises ParameterError for unknown names and presets, numbers out of range and a model without embeddings.
+        """Raises ParameterError for an unknown name or preset, a number out of range and a model without embeddings.
 
-        model_or_embeddings: the model, or its input embeddings as a module, a table [V, d] or a `TensorGeometry`; not
-            needed for the uniform metric.
-        preset: "paper" (default), "released" or "lively"; `choices` override its values.
+        model_or_embeddings: the model, its embedding module, a table [V, d] or a `TensorGeometry`; optional for
+            `uniform`.
+        preset: "paper" (default), "released" or "lively"; `choices` override it.
         neighbour_bound: float32 [V], see `crop_rows`.
-        temperature: of the draw; `generate` must be given the same.
-        selection_temperature: at which the crop is chosen, by default `temperature`. If given without `temperature`,
-            any temperature of `generate` is accepted.
+        temperature: of the draw; also pass it to `generate`.
+        selection_temperature: chooses the crop; default `temperature`. Alone, allows any temperature of `generate`.
         """
         given = canonical_names(choices, (*PARAMETER_NAMES, *OPTION_NAMES))
         name = "paper" if preset is None else preset
@@ -97,12 +95,12 @@ class TopWLogitsProcessor(LogitsProcessor):
         self.parameters = as_float32(TopWParameters(**(asdict(parameters) | own)))
         self.neighbour_bound = neighbour_bound
         self.last: TensorCrop | None = None
-        # Not rounded: it is compared with what generate was given.
+        # Not rounded: compared with generate's own argument.
         self._temperature = float(given.get("temperature", parameters.temperature))
         self._any_temperature = "temperature" not in given and self.parameters.selection_temperature > 0
 
     def generate_arguments(self) -> dict[str, Any]:
-        """Arguments for `generate` with this processor and no other warper."""
+        """Arguments for `generate` that apply this processor and no other warper."""
         arguments: dict[str, Any] = {
             "logits_processor": LogitsProcessorList([self]),
             "do_sample": True,
@@ -114,17 +112,17 @@ class TopWLogitsProcessor(LogitsProcessor):
             "eta_cutoff": 0.0,
             "min_p": None,
         }
-        if hasattr(GenerationConfig(), "top_h"):  # not every version of transformers has it
+        if hasattr(GenerationConfig(), "top_h"):  # absent in some transformers versions
             arguments["top_h"] = None
-        if self.parameters.greedy:  # one token is left, so any temperature draws it; generate refuses 0
+        if self.parameters.greedy:  # generate refuses 0
             return arguments | {"temperature": 1.0}
         return arguments if self._any_temperature else arguments | {"temperature": self._temperature}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores [B, V], same type and device, with -inf for tokens that are not kept.
+        """Scores [B, V], same dtype and device, with -inf outside the crop.
 
-        Raises GenerationError naming a row whose scores hold NaN, +inf or nothing finite, and ParameterError if
-        `generate` would change the crop (docs/guide/transformers.md) or the scores are wider than the embedding table.
+        Raises GenerationError for a row with NaN, +inf or nothing finite, and ParameterError if `generate` would change
+        the crop or the scores are wider than the embedding table.
         """
         any_temperature = self._any_temperature or self.parameters.greedy
         check_warpers(self, None if any_temperature else self._temperature, caller())
@@ -139,7 +137,7 @@ class TopWLogitsProcessor(LogitsProcessor):
 
 
 def geometry_of(source: Source, metric: str) -> TensorGeometry:
-    """The geometry of a model's input embeddings under `metric`; cached per module until its table changes.
+    """The geometry of a model's input embeddings, cached per module until its table changes.
 
     Raises ParameterError for a source without embeddings and for a geometry of another metric.
     """

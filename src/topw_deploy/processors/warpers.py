@@ -1,8 +1,7 @@
-"""Checks of the warpers that `generate` applies after a processor: refuse those that would change Top-W's result.
+"""Refuse warpers of `generate` that would change Top-W's result.
 
-`generate` does not pass its settings to a processor, and appends its own warpers: temperature, top-k (50 by default)
-and others. All of them are in the `LogitsProcessorList` whose `__call__` calls the processor, so the list is read from
-that frame. A processor called by anything else is not checked.
+`generate` appends its own warpers (by default top-k 50) without telling processors. They are in the
+`LogitsProcessorList` that calls the processor, so it is read from that frame. Other callers are not checked.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from topw_deploy.errors import ParameterError
 
-# Warpers that cut the crop again: class name -> (generate's argument, the attribute with its value, the value that cuts
-# nothing). By name, as not every version of transformers has all of them.
+# Warpers that cut the crop: class name -> (generate's argument, attribute, value that cuts nothing). By name: some
+# transformers versions lack some of them.
 _CUTTING = {
     "TopKLogitsWarper": ("top_k", "top_k", 0),
     "TopPLogitsWarper": ("top_p", "top_p", 1.0),
@@ -32,11 +31,11 @@ _CALLS_BETWEEN = 4  # a subclass may call its parent
 
 
 def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: FrameType | None) -> None:
-    """Check the list that calls `processor`, and what calls the list.
+    """Check the list that calls `processor`, and the list's caller.
 
-    temperature: at which the draw must be made, or None for any.
+    temperature: required for the draw; None for any.
     frame: of the caller of `processor.__call__`.
-    Raises ParameterError for beam search, for a later warper that removes tokens and for another temperature.
+    Raises ParameterError for beam search, a later warper that removes tokens and another temperature.
     """
     warpers = None
     for _ in range(_CALLS_BETWEEN):
@@ -80,5 +79,5 @@ def _refuse_cutting(warper: LogitsProcessor) -> None:
 
 
 def caller() -> FrameType | None:
-    """The frame that called the function which calls this."""
+    """The frame two calls up."""
     return sys._getframe(2) if hasattr(sys, "_getframe") else None

@@ -1,8 +1,8 @@
-"""What Top-W is: parameters, the algorithm, the draw.
+"""Top-W: parameters, algorithm, draw.
 
-`reference`: the literal algorithm in float64, the definition. `fast`: the same crops in numpy with the work that proofs
-make unnecessary left out, a row at a time; `topw stats` and the benchmarks use it without torch. `torch`: the same for
-batches of tensors on any device, for transformers' `generate`. Only `torch` imports torch.
+`reference`: the literal algorithm in float64, the definition.
+`fast`: the same crops in numpy, one row at a time, without provably unnecessary work.
+`torch`: the same for batches of tensors on any device. Only it imports torch.
 """
 
 from topw_deploy.sampling.fast.crop import FastCrop, fast_crop

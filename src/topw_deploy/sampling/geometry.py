@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
-SMALLEST_NORM = 1e-12  # "normalise" divides by max(norm, this): padding rows of zeros stay zeros
+SMALLEST_NORM = 1e-12  # "normalise" divides by max(norm, this): zero (padding) rows stay zero
 VARIANCE_ADDED = 1e-12  # mahalanobis: sqrt(variance + this)
 VARIANCE_FLOOR = 1e-6  # unit and cosine: sqrt(max(variance, this))
 
-_BLOCK_VALUES = 1_048_576  # float64 values held at a time while reading a table: 8 MiB
-# |x|^2 + |y|^2 - 2 x.y loses digits for close pairs. Where it is below this share of |x|^2 + |y|^2, the distance is
-# computed from x - y, which keeps every distance within about 1e-12.
+_BLOCK_VALUES = 1_048_576  # float64 values per block of a table: 8 MiB
+# |x|^2 + |y|^2 - 2 x.y loses digits for close pairs. Below this share of |x|^2 + |y|^2, x - y is used: every distance
+# is then within about 1e-12.
 _NEAR_SHARE = 1e-3
 
 
@@ -45,14 +45,14 @@ def _blocks(table: Any, metric: str) -> Iterator[Floats]:
 
 
 def embedding_statistics(table: ArrayLike, metric: str) -> tuple[Floats, Floats]:
-    """Mean and inverse standard deviation of each coordinate over all rows of the embedding table.
+    """Mean and inverse standard deviation of each coordinate of the embedding table.
 
-    table: [V, d], any floating type, also a memory map; read twice, in blocks of 8 MiB.
-    metric: `mahalanobis` uses rows normalised to unit length, `unit` and `cosine` raw rows.
+    table: [V, d], any floating type or a memory map; read twice, in 8 MiB blocks.
+    metric: `mahalanobis` normalises rows to unit length; `unit` and `cosine` use raw rows.
 
-    Returns (mean [d], inverse standard deviation [d]), float64. The latter is 1 / sqrt(variance + 1e-12) for
-    `mahalanobis` (paper, Appendix A) and 1 / sqrt(max(variance, 1e-6)) for the others.
-    Raises ParameterError for `uniform`, for a table that is not [V, d] and for values that are not finite.
+    Returns float64 (mean [d], inverse standard deviation [d]): 1 / sqrt(variance + 1e-12) for `mahalanobis` (paper,
+    Appendix A), else 1 / sqrt(max(variance, 1e-6)). Raises ParameterError for `uniform`, a table that is not [V, d] and
+    values that are not finite.
     """
     if metric not in METRICS or metric == "uniform":
         raise ParameterError(f"metric {metric!r} takes no embedding statistics; only mahalanobis, unit and cosine do.")
@@ -74,7 +74,7 @@ def _as_table(table: ArrayLike) -> Any:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Distances between tokens. Make one per model, with `from_embeddings` or `uniform`."""
+    """Distances between tokens. Create one per model, with `from_embeddings` or `uniform`."""
 
     metric: str
     table: Any = None  # [V, d], or None for `uniform`
@@ -85,9 +85,9 @@ class Geometry:
     def from_embeddings(
         cls, table: ArrayLike, metric: str, statistics: tuple[ArrayLike, ArrayLike] | None = None
     ) -> Self:
-        """The geometry of an input embedding table [V, d], kept by reference, under a metric other than `uniform`.
+        """The geometry of an embedding table [V, d], kept by reference, under a metric other than `uniform`.
 
-        statistics: in place of `embedding_statistics(table, metric)`, for instance the float32 ones of a graph.
+        statistics: replace `embedding_statistics(table, metric)`, for example with a graph's float32 ones.
         """
         mean, inverse_std = embedding_statistics(table, metric) if statistics is None else statistics
         return cls(
@@ -96,14 +96,15 @@ class Geometry:
 
     @classmethod
     def uniform(cls) -> Self:
-        """The 0-1 geometry (paper, section 4.3): distance 1 between any two different tokens."""
+        """The 0-1 geometry (paper, section 4.3): different tokens are at distance 1."""
         return cls("uniform")
 
     def features(self, ids: ArrayLike) -> Floats:
-        """The points [n, d] of the tokens `ids` [n], between which the metric measures.
+        """The points [n, d] of the tokens `ids` [n] in the metric's space.
 
-        `mahalanobis`: normalise, subtract the mean, divide by the standard deviation. `unit`, `cosine`: subtract,
-        divide, normalise. `uniform`: the ids themselves, [n, 1].
+        `mahalanobis`: normalise, subtract the mean, divide by the standard deviation.
+        `unit`, `cosine`: subtract, divide, normalise.
+        `uniform`: the ids, [n, 1].
         """
         ids = np.asarray(ids, dtype=np.int64)
         if self.table is None or self.mean is None or self.inverse_std is None:
@@ -122,7 +123,9 @@ class Geometry:
     def between(self, x: Floats, y: Floats) -> Floats:
         """Distances [n, m] between points `x` [n, d] and `y` [m, d] of `features`.
 
-        `uniform`: 0 or 1. `cosine`: 1 - clip(x.y, -1, 1), within 1e-15. Otherwise Euclidean, within 1e-12 relative.
+        `uniform`: 0 or 1.
+        `cosine`: 1 - clip(x.y, -1, 1), within 1e-15.
+        Otherwise Euclidean, within 1e-12 relative.
         """
         if self.metric == "uniform":
             return (x != y.T).astype(np.float64)
@@ -132,9 +135,8 @@ class Geometry:
 
 
 def euclidean(x: Floats, y: Floats) -> Floats:
-    """Euclidean distances [n, m] between the rows of `x` [n, d] and `y` [m, d], within about 1e-12 relative.
-
-    Close pairs are computed from x - y (_NEAR_SHARE), so duplicates give 0.
+    """Euclidean distances [n, m] between rows of `x` [n, d] and `y` [m, d], within about 1e-12 relative; duplicates
+    give 0.
     """
     sizes = np.square(x).sum(axis=1)[:, None] + np.square(y).sum(axis=1)  # [n, m]
     squares = sizes - 2.0 * (x @ y.T)

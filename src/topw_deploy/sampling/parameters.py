@@ -1,4 +1,4 @@
-"""The numbers of Top-W: parameters of a request, options fixed by an export, presets and accepted names."""
+"""Parameters of a request, options fixed by an export, and accepted names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from topw_deploy.errors import ParameterError
 
 METRICS = ("mahalanobis", "unit", "cosine", "uniform")
 POTENTIALS = ("nearest", "knn")
-GREEDY_BELOW = 9.999999747378752e-06  # 1e-5 as float32 holds it; a temperature under this means argmax
+GREEDY_BELOW = 9.999999747378752e-06  # 1e-5 in float32; below it, a temperature means argmax
 
 ALIASES = {"lambda_geom": "lam", "warm_p": "init_top_p", "m": "top_m"}
 """The names of the authors' released code -> ours."""
@@ -23,10 +23,10 @@ IN_FLOAT32 = "in float32 too, which holds magnitudes from 1.4e-45 to 3.4e+38"
 
 def _number(name: str, value: object) -> float:
     if not isinstance(value, bool) and hasattr(value, "__float__"):  # numpy's scalars have it, strings do not
-        with contextlib.suppress(TypeError, ValueError):  # arrays and tensors have it too, and refuse
+        with contextlib.suppress(TypeError, ValueError):  # arrays and tensors have it too, but raise
             try:
                 return float(value)
-            except OverflowError:  # an integer that no float can hold
+            except OverflowError:  # an integer beyond float64
                 return math.inf if value > 0 else -math.inf  # type: ignore[operator]
     raise ParameterError(f"{name} is {value!r}, but must be a number.", name)
 
@@ -34,7 +34,7 @@ def _number(name: str, value: object) -> float:
 def check_range(name: str, value: float, rounded: float | None = None) -> None:
     """Raises ParameterError unless `value` is in the range of the parameter `name`.
 
-    rounded: the value in float32, if that is to be in range instead.
+    rounded: its float32 value, checked in place of `value`.
     """
     holds, bound = _RANGES[name]
     number = _number(name, value)
@@ -64,13 +64,13 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopWParameters:
-    """Parameters that every row of a batch may choose for itself; the graph takes each as float32 [batch].
+    """Parameters of a row; the graph takes each as float32 [batch].
 
     lam: weight of the entropy term, >= 0.
     beta: weight of the log-mass reward, >= 0.
     temperature: sampling temperature T >= 0; below 1e-5 the row is greedy.
-    selection_temperature: temperature that chooses the crop, >= 0; 0 means the same as `temperature`.
-    init_top_p: mass of the nucleus warm start relative to the pool's mass, in (0, 1].
+    selection_temperature: chooses the crop, >= 0; 0 means `temperature`.
+    init_top_p: mass of the nucleus warm start relative to the pool's, in (0, 1].
     geom_scale: factor on distances, finite; negative is the paper's repulsive variant.
 
     Raises ParameterError naming the parameter, its value and its interval.
@@ -99,10 +99,10 @@ class TopWOptions:
     top_m: candidate pool size, >= 1; cut to the vocabulary.
     alt_iters: most alternations, >= 1.
     metric: token distance, one of METRICS.
-    potential: `nearest` (distance to the set is the smallest) or `knn` (mean of the knn_k smallest).
-    knn_k: neighbours of the `knn` potential, >= 1; without effect for `nearest`.
+    potential: distance to a set: `nearest` (the smallest) or `knn` (mean of the knn_k smallest).
+    knn_k: neighbours for `knn`, >= 1.
 
-    Raises ParameterError naming the option, its value and what is allowed.
+    Raises ParameterError naming the option, its value and the allowed values.
     """
 
     top_m: int = 1200
@@ -122,7 +122,7 @@ class TopWOptions:
 
     @property
     def neighbours(self) -> int:
-        """The graph's attribute `knn_k`: 0 for `nearest`, else the number of neighbours."""
+        """The graph's attribute `knn_k`: 0 for `nearest`."""
         return self.knn_k if self.potential == "knn" else 0
 
 
@@ -138,7 +138,7 @@ OPTION_NAMES = tuple(f.name for f in fields(TopWOptions))
 def canonical_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETER_NAMES) -> dict[str, Any]:
     """`given` with the authors' aliases replaced by our names.
 
-    Raises ParameterError for a name outside `known` (listing them) and for one given under two names.
+    Raises ParameterError for a name outside `known` (listing them) and for a parameter given under two names.
     """
     known = tuple(known)
     used: dict[str, str] = {}
@@ -153,7 +153,7 @@ def canonical_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETER_N
 
 
 def unknown_name(name: str, known: Iterable[str]) -> ParameterError:
-    """The error for an unknown parameter, with the nearest known name."""
+    """The error for an unknown parameter, suggesting the nearest known name."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""

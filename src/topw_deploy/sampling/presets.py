@@ -1,4 +1,4 @@
-"""Presets of a request's parameters, by name. They set none of the options that an export fixes."""
+"""Presets of a request's parameters. They set no option that an export fixes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from topw_deploy.sampling.parameters import TopWParameters
 LIVELY_DISTANCE = 1.5
 """geom_scale times `typical_distance` under `lively`."""
 
-# The crop is chosen at temperature 1: at 1.5 it would often be the whole pool.
+# Selection temperature 1: at 1.5 the crop would often be the whole pool.
 _LIVELY = TopWParameters(lam=1.0, beta=4.0, selection_temperature=1.0, init_top_p=0.3)
 
 REQUEST_PRESETS: Mapping[str, str] = {
@@ -23,10 +23,10 @@ REQUEST_PRESETS: Mapping[str, str] = {
 
 
 def preset_parameters(name: str, metric: str, width: int | None) -> dict[str, float]:
-    """The six parameters of preset `name`, for a model with this metric and embeddings of `width` coordinates.
+    """The six parameters of preset `name`, for a model with this metric and embedding width.
 
-    Distances grow with the width under `mahalanobis`, so `lively` divides its geom_scale by the typical distance.
-    Raises ParameterError for an unknown name, listing the known ones.
+    `mahalanobis` distances grow with the width, so `lively` divides its geom_scale by the typical distance. Raises
+    ParameterError for an unknown name, listing the known ones.
     """
     check_preset(name)
     if name == "paper":
@@ -35,17 +35,17 @@ def preset_parameters(name: str, metric: str, width: int | None) -> dict[str, fl
 
 
 def check_preset(name: object) -> str:
-    """`name` itself. Raises ParameterError for an unknown one."""
+    """`name` itself. Raises ParameterError if unknown."""
     if not isinstance(name, str) or name not in REQUEST_PRESETS:
         raise ParameterError(f"preset is {name!r:.60}, but must be one of {', '.join(REQUEST_PRESETS)}.")
     return name
 
 
 def typical_distance(metric: str, width: int | None) -> float:
-    """The distance of two tokens whose features are uncorrelated.
+    """The distance of two tokens with uncorrelated features.
 
-    Standardised features have a mean square of 1 in each of `width` coordinates, so it is sqrt(2 width) under
-    `mahalanobis`; `unit` and `cosine` divide features by their norm; `uniform` has only the distance 1.
+    Standardised features have a mean square of 1 per coordinate: sqrt(2 width) under `mahalanobis`. `unit` and `cosine`
+    normalise features; `uniform` has only the distance 1.
     """
     if metric == "mahalanobis":
         assert width is not None, "only the uniform metric does without embeddings"

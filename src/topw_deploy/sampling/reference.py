@@ -1,8 +1,7 @@
-"""Top-W, literally: the tokens that a row of logits keeps (the paper's Algorithm 1; docs/contract/graph.md, section 3).
+"""Top-W, literally (the paper's Algorithm 1; docs/contract/graph.md, section 3).
 
-This is the definition that every other implementation is compared with: float64, no shortcuts. `crop` reads like the
-algorithm and uses its symbols. It also measures how close the row came to another answer, so that a float32
-implementation can be judged by its rounding.
+Every other implementation is compared with this one: float64, no shortcuts, the paper's symbols. `Ties` measures how
+close a row came to another answer, to judge float32 rounding.
 """
 
 from __future__ import annotations
@@ -19,24 +18,23 @@ from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 Mask = NDArray[np.bool_]
 
-# Weights are in units of the largest and at least e^-60. With geom_scale >= 0 every prefix holds the largest logit, so
-# the floor changes no bit of a sum. With a negative one a prefix may hold only tiny weights, and the floor keeps its
-# mass a normal number in float32 and float64 alike.
+# Weights are in units of the largest and at least e^-60. With geom_scale >= 0 every prefix holds the largest logit: the
+# floor changes no sum. Otherwise a prefix may hold only tiny weights; the floor keeps its mass normal in float32 and
+# float64.
 SMALLEST_LOG_WEIGHT = -60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """How close the row came to another answer; inf where no other was possible.
+    """How close the row came to another answer; inf where none was possible.
 
     objective: the smallest lead of the best J over another prefix, over all steps, in units of max(1, lam, beta) or,
-        with a negative geom_scale, of the largest |f| if that is more. For beta <= lam and a negative geom_scale the
-        order alone decides, so it is the lead of the best phi.
-    nucleus: the mass by which the warm start's cut misses another size, relative to the mass it asks for.
-    certificate: the difference between the best base J inside the warm start and the best outside.
-    pool_cut: whether the pool ends between equal logits, so that token ids choose its last members.
-    warm_cut: whether the warm start of an uncertified row ends so. `allow` ignores it, as it matters only to sorts that
-        are not stable.
+        with a negative geom_scale, of the largest |f| if greater. For beta <= lam and a negative geom_scale: the lead
+        of the best phi, as order alone decides.
+    nucleus: the mass by which the warm start's cut misses another size, relative to the requested mass.
+    certificate: the gap between the best base J inside and outside the warm start.
+    pool_cut: whether the pool ends between equal logits, so token ids decide.
+    warm_cut: the same for an uncertified row's warm start. `allow` ignores it: it affects only unstable sorts.
     """
 
     objective: float = math.inf
@@ -50,13 +48,13 @@ class Ties:
         return self.pool_cut or self.objective <= bounds.objective or self.nucleus <= bounds.nucleus
 
     def allow_certified(self, bounds: TieBounds) -> bool:
-        """Whether such an implementation may give another value of `certified`."""
+        """Whether it may give another value of `certified`."""
         return self.allow(bounds) or self.certificate <= bounds.objective
 
 
 @dataclass(frozen=True, slots=True)
 class TieBounds:
-    """Leads up to which rounding may decide (docs/contract/graph.md, section 4)."""
+    """Leads within which rounding may decide (docs/contract/graph.md, section 4)."""
 
     objective: float
     nucleus: float
@@ -69,16 +67,15 @@ FLOAT32_TIES = TieBounds(objective=1e-5, nucleus=2e-6, draw=1e-6)
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """The kept set of one row, and how it came about.
+    """The kept set of one row, and how it was found.
 
     kept: token ids, int64 [k], by (logit descending, id ascending).
-    certified: K <= k0 and geom_scale >= 0, or greedy: geometry cannot change the answer (T2).
+    certified: greedy, or K <= k0 and geom_scale >= 0: geometry cannot change the answer (T2).
     warm_size: k0, the size of S(0).
     base_size: K, the first maximiser of J without geometry.
     steps: alternations, 0 if greedy.
     ties: see `Ties`.
-    distances: number of ordered pairs (pool token, member of some S(t)) whose distance was computed, including a token
-        with itself.
+    distances: computed ordered pairs (pool token, member of some S(t)), including a token with itself.
     """
 
     kept: Ids
@@ -96,10 +93,9 @@ def crop(
     """Choose the kept set of one row of (edited) logits [V].
 
     logits: float32 or float64; -inf bans a token.
-    options: default `TopWOptions()`.
-    geometry: of `options.metric`; not needed for `uniform`.
-    Raises ParameterError for logits that are not one row, hold NaN or +inf, or have no finite value, and for a geometry
-    of another metric.
+    geometry: of `options.metric`; optional for `uniform`.
+    Raises ParameterError for logits that are not one row, hold NaN or +inf or nothing finite, and for a geometry of
+    another metric.
     """
     options = TopWOptions() if options is None else options
     geometry = geometry_for(options, geometry)
@@ -109,7 +105,7 @@ def crop(
 
     C, pool_cut = pool(row, options.top_m)
     selection = parameters.selection_temperature or parameters.temperature
-    log_p = (row[C] - row[C[0]]) / selection  # in units of the largest weight: scale does not matter (F0)
+    log_p = (row[C] - row[C[0]]) / selection  # in units of the largest weight: scale cancels (F0)
     p = np.exp(np.maximum(log_p, SMALLEST_LOG_WEIGHT))
     lam, c, scale = parameters.lam, parameters.beta - parameters.lam, parameters.geom_scale
 
@@ -125,7 +121,7 @@ def crop(
         steps += 1
         f = -scale * distance_to(S)
         phi = f + lam * log_p
-        order = np.argsort(-phi, kind="stable")  # equal phi: pool position decides
+        order = np.argsort(-phi, kind="stable")  # stable: pool position breaks ties
         J = objective(p[order], phi[order], c)
         k = first_maximiser(J, c)
         largest = np.abs(f).max() if scale < 0 else 0.0
@@ -174,22 +170,22 @@ def objective(p: Floats, phi: Floats, c: float) -> Floats:
 
 
 def first_maximiser(J: Floats, c: float) -> int:
-    """k*, the first maximiser of J_1..J_m. For c <= 0, J never rises (Theorem 3.4, singleton collapse), so k* is 1."""
+    """k*, the first maximiser of J_1..J_m. For c <= 0, J never rises (Theorem 3.4, singleton collapse): k* = 1."""
     return 1 if c <= 0 else int(np.argmax(J)) + 1
 
 
 class SetDistance:
     """dist(i, S) of every pool token i to a subset S of the pool C; 0 for members.
 
-    `nearest` is the smallest distance to a member, `knn` the mean of the `neighbours` smallest. Each distance is
-    computed once.
+    `nearest`: the smallest distance to a member. `knn`: the mean of the `neighbours` smallest. Computes each distance
+    once.
     """
 
     def __init__(self, geometry: Geometry, C: Ids, neighbours: int) -> None:
         self._geometry = geometry
         self._neighbours = neighbours  # 0: nearest
         self._features = geometry.features(C)
-        self._known = np.zeros(len(C), dtype=np.bool_)  # the columns of _matrix that are filled
+        self._known = np.zeros(len(C), dtype=np.bool_)  # filled columns of _matrix
         self._matrix = np.empty((len(C), len(C)))
 
     @property
@@ -209,8 +205,7 @@ class SetDistance:
 
 
 def _lead(J: Floats, phi: Floats, k: int, c: float, scale: float) -> float:
-    """The lead of the chosen prefix: in J, or in phi where the order alone decides."""
-    if len(J) == 1 or (c <= 0 and scale >= 0):  # then it is the largest logit, at phi = 0
+    if len(J) == 1 or (c <= 0 and scale >= 0):  # the set is the largest logit, at phi = 0
         return math.inf
     if c <= 0:
         return float(phi[0] - phi[1])

@@ -1,4 +1,4 @@
-"""One row from logits to token, with the numbers the graph receives (docs/contract/graph.md, sections 3 to 7)."""
+"""One row from logits to token, with the graph's numbers (docs/contract/graph.md, sections 3 to 7)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from topw_deploy.sampling.geometry import Geometry, Ids
 from topw_deploy.sampling.parameters import GREEDY_BELOW, TopWOptions, TopWParameters, check_range
 from topw_deploy.sampling.reference import Crop, Ties, crop
 
-PADDING = -1  # an edit id without effect: rows of a batch have different numbers of edits
+PADDING = -1  # edit id without effect: rows of a batch have different numbers of edits
 _WORD = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The answer for one row: the graph's outputs, then what only the reference computes.
+    """The answer for one row: the graph's outputs, then reference-only values.
 
     next_token: -1 if the row is invalid.
-    logprob: of the token under the renormalised crop at `temperature`; 0 for a greedy or invalid row.
+    logprob: of the token under the renormalised crop at `temperature`; 0 if greedy or invalid.
     kept: the crop's size.
-    certified: see `reference.Crop`.
     mass: the crop's probability under the full softmax at the selection temperature.
-    kept_ids, ties: see `reference.Crop`.
-    draw_margin: see `Draw`; inf where nothing is drawn.
+    certified, kept_ids, ties: see `reference.Crop`.
+    draw_margin: see `Draw`; inf without a draw.
     """
 
     next_token: int = -1
@@ -46,9 +45,9 @@ class Row:
 
 
 def as_float32(parameters: TopWParameters | Mapping[str, float]) -> TopWParameters:
-    """The parameters rounded to float32, as a graph receives them; names left out of a mapping have their defaults.
+    """The parameters rounded to float32, as a graph receives them, with defaults for missing names.
 
-    Raises ParameterError where the rounded value is out of range: 1e-50 is a valid init_top_p, but 0 in float32.
+    Raises ParameterError if a rounded value is out of range: 1e-50 is a valid init_top_p, but 0 in float32.
     """
     given = asdict(parameters) if isinstance(parameters, TopWParameters) else parameters
     with np.errstate(over="ignore"):
@@ -57,7 +56,7 @@ def as_float32(parameters: TopWParameters | Mapping[str, float]) -> TopWParamete
         return TopWParameters(**rounded)
     except ParameterError:
         for name, value in rounded.items():
-            check_range(name, given[name], value)  # names the value given; TopWParameters would name the rounded one
+            check_range(name, given[name], value)  # TopWParameters would report the rounded value
         raise
 
 
@@ -69,16 +68,16 @@ def sample_row(
     uniform: float = 0.0,
     edits: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
 ) -> Row:
-    """Edit, crop and draw one row, as the graph does, but in float64 from its float32 inputs.
+    """Edit, crop and draw one row as the graph does, but in float64 from its float32 inputs.
 
     logits: [V], any float type, cast to float32.
     parameters: a mapping may hold values out of range.
     uniform: u in [0, 1), rounded to float32.
     edits: (ids, penalty, bias), see `apply_edits`.
 
-    An invalid row (NaN, +inf or nothing finite among the edited logits, a parameter or u out of range) gives `Row()`,
-    as a graph cannot raise. Raises ParameterError for what a graph could not run either: a wrong shape, edits out of
-    range, a geometry of another metric.
+    Returns `Row()` for an invalid row (edited logits with NaN, +inf or nothing finite; a parameter or u out of range),
+    as a graph cannot raise. Raises ParameterError for inputs a graph cannot run: a wrong shape, edits out of range, a
+    geometry of another metric.
     """
     with np.errstate(over="ignore"):
         row = np.asarray(logits).astype(np.float32)
@@ -102,7 +101,7 @@ def sample_row(
 
 
 def crop_mass(logits: ArrayLike, chosen: Crop, parameters: TopWParameters) -> float:
-    """The crop's probability under the softmax of the row [V] at the selection temperature; 1 if that is greedy."""
+    """The crop's probability under the softmax of the row [V] at the selection temperature; 1 if greedy."""
     selection = parameters.selection_temperature or parameters.temperature
     if selection < GREEDY_BELOW:
         return 1.0
@@ -116,14 +115,14 @@ def _usable(row: NDArray[np.float32]) -> bool:
 
 
 def apply_edits(logits: ArrayLike, ids: ArrayLike, penalty: ArrayLike, bias: ArrayLike) -> NDArray[np.float32]:
-    """Apply penalties, biases and bans to a row of logits [V], in float32 and in the graph's order of operations.
+    """Apply penalties, biases and bans to logits [V], in float32 and the graph's order of operations.
 
-    ids: [N] int64, distinct token ids; -1 is padding.
+    ids: [N] int64, distinct; -1 is padding.
     penalty: [N] > 0. A logit l becomes l / penalty if l > 0, else l * penalty (Keskar et al. 2019, as in transformers).
     bias: [N], added afterwards; -inf bans.
 
-    Returns a new float32 [V]. A penalty that is not > 0 makes its logit NaN, and so the row invalid.
-    Raises ParameterError for an id that is no token or comes twice.
+    Returns a new float32 [V]. A penalty that is not > 0 makes its logit NaN and the row invalid. Raises ParameterError
+    for an id out of range or repeated.
     """
     edited = np.array(logits, dtype=np.float32)
     i = np.asarray(ids, dtype=np.int64)
@@ -133,7 +132,7 @@ def apply_edits(logits: ArrayLike, ids: ArrayLike, penalty: ArrayLike, bias: Arr
     divide = np.where(divide > 0, divide, np.float32(np.nan))
     real = i != PADDING
     i, divide, add = i[real], divide[real], add[real]
-    with np.errstate(invalid="ignore", over="ignore"):  # what becomes NaN or infinite makes the row invalid, later
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities invalidate the row later
         old = edited[i]
         edited[i] = np.where(old > 0, old / divide, old * divide) + add
     return edited
@@ -167,14 +166,13 @@ class Draw:
 def draw(logits: ArrayLike, kept: ArrayLike, temperature: float, uniform: float) -> Draw:
     """Draw one token of a crop (docs/contract/graph.md, section 5).
 
-    logits: the row [V] the crop came from.
-    kept: the crop's ids [K], by (logit descending, id ascending) as in `Crop.kept`.
+    logits: the row [V].
+    kept: the crop's ids [K], by (logit descending, id ascending).
     temperature: T > 0 of the weights w_i = exp((l_i - l_max) / T), l_max the largest kept logit.
     uniform: u in [0, 1).
 
-    With G the inclusive cumulative sums of w over `kept`, the token is the first with G_i > u G_K; the margin is the
-    smallest |G_i - u G_K| / G_K over i < K.
-    Raises ParameterError for an empty crop and for a temperature or uniform out of range.
+    With G the inclusive sums of w, draws the first token with G_i > u G_K; the margin is the smallest |G_i - u G_K| /
+    G_K over i < K. Raises ParameterError for an empty crop and a temperature or uniform out of range.
     """
     ids = np.asarray(kept, dtype=np.int64)
     if len(ids) == 0:
@@ -193,18 +191,18 @@ def draw(logits: ArrayLike, kept: ArrayLike, temperature: float, uniform: float)
 
 
 def uniform_for(seed: int, position: int, sample: int = 0) -> float:
-    """The uniform number in [0, 1) of one draw, a function of its arguments alone (docs/contract/random.md).
+    """The uniform number in [0, 1) of one draw, a pure function of its arguments (docs/contract/random.md).
 
     seed: of the request, 0 <= seed < 2^64.
-    position: number of real tokens before the drawn one.
+    position: real tokens before the drawn one.
     sample: index among the request's `n` answers.
 
-    The top 24 bits of the first word of Philox 4x64-10 with key (seed, 0) and counter (position, sample, 0, 0), times
-    2^-24. numpy increments the counter before the first block.
+    The top 24 bits of the first word of Philox 4x64-10, key (seed, 0), counter (position, sample, 0, 0), times 2^-24.
+    numpy increments the counter before the first block.
     """
     for name, value in (("seed", seed), ("position", position), ("sample", sample)):
         if not 0 <= value < _WORD:
             raise ParameterError(f"{name} is {value!r}, but must be in 0..2^64 - 1.")
-    counter = np.array([position, sample, 0, 0], dtype=np.uint64)  # a list would pass through float64
+    counter = np.array([position, sample, 0, 0], dtype=np.uint64)  # a list would become float64
     word = np.random.Philox(key=seed, counter=counter).random_raw()
     return (int(word) >> 40) * 2.0**-24

@@ -2,8 +2,8 @@
 
 Needs `tensorrt` (and cuda-python to run engines), but neither onnxruntime nor onnx.
 
-- check: `check` sorts the nodes by `operators`, `scope`, `onnx_file` and `protobuf`; `parser` asks TensorRT itself
+- check: `check`, `operators`, `scope`, `onnx_file`, `protobuf`; `parser` runs TensorRT's own
 - build: `request`, `profiles`, `plugin_choice`, `build`, `progress`
-- stamp and find: `stamp`, `engines`
+- find: `stamp`, `engines`
 - run: `run/`
 """

@@ -9,7 +9,7 @@ from topw_deploy.plugins.tensorrt import tensorrt_module
 
 
 def load() -> Any:
-    """Import the module `tensorrt`. Raises EngineError if it is missing, broken or too old."""
+    """Import `tensorrt`. Raises EngineError if missing, broken or too old."""
     try:
         return tensorrt_module()
     except PluginError as error:
@@ -35,7 +35,7 @@ def create(trt: Any, kind: str, logger: Any) -> Any:
     """A tensorrt.Builder or tensorrt.Runtime (`kind`). Raises EngineError if CUDA does not start."""
     try:
         return getattr(trt, kind)(logger)
-    except (RuntimeError, TypeError) as error:  # what pybind11 raises for a null object
+    except (RuntimeError, TypeError) as error:  # pybind11's errors for a null object
         raise EngineError(f"TensorRT {trt.__version__} does not start here ({first_error(logger)})") from error
 
 

@@ -1,6 +1,6 @@
 """Build an engine of an exported folder on the machine that will run it.
 
-Tested with NVIDIA's parser and builder without a GPU; the engines built there were not run.
+Tested with NVIDIA's parser and builder; the engines were not run on a GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from topw_deploy.tensorrt.progress import Phases, monitor
 from topw_deploy.tensorrt.request import EngineRequest, load_exported
 from topw_deploy.tensorrt.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, EngineStamp, manifest_hash, write
 
-OLDEST = (10, 15)  # the first TensorRT whose parser takes TensorScatter, an in-place update of the cache
-_BLOCK = 64 << 20  # bytes written at a time
+OLDEST = (10, 15)  # first with TensorScatter, the cache's in-place update
+_BLOCK = 64 << 20  # bytes per write
 
 Sink: TypeAlias = Callable[[bytes | memoryview], object]
 
@@ -44,7 +44,7 @@ class BuiltEngine:
 def build_engine(request: EngineRequest, progress: Progress = SILENT) -> BuiltEngine:
     """Build an engine into the folder's `engines/`, replacing one for the same GPU and TensorRT.
 
-    An engine that fails to build is not left behind. Raises EngineError, ManifestError or ParameterError.
+    A failed build leaves no engine. Raises EngineError, ManifestError or ParameterError.
     """
     started = time.perf_counter()
     manifest, cache_length = load_exported(request.out)
@@ -130,7 +130,7 @@ def serialize(
     sink: Sink,
     progress: Progress = SILENT,
 ) -> None:
-    """Build an engine and pass its bytes to `sink`. Raises EngineError, and what interrupted the build."""
+    """Build an engine and pass its bytes to `sink`. Raises EngineError, and the error that interrupted the build."""
     logger = api.new_logger(trt)
     builder = api.create(trt, "Builder", logger)
     network = parse(trt, logger, builder, request.out / MODEL_NAME, fp16=request.fp16)
@@ -156,7 +156,7 @@ def _configure(
     trt: Any, builder: Any, request: EngineRequest, manifest: DecoderManifest, profiles: Sequence[Profile]
 ) -> Any:
     config = builder.create_builder_config()
-    # TF32 rounds the factors of float32 products to 10 bits; the graph was verified without it.
+    # TF32 rounds float32 factors to 10 bits; the graph was verified without it.
     config.clear_flag(trt.BuilderFlag.TF32)
     if request.fp16:
         _allow_half_precision(trt, config)
@@ -199,7 +199,7 @@ def _read_timings(config: Any, path: Path) -> None:
 
 
 def _build(trt: Any, builder: Any, network: Any, config: Any, sink: Sink) -> bool:
-    """Returns whether there is an engine. With IStreamWriter the weights are not held in a serialized copy, too."""
+    """Returns whether there is an engine. IStreamWriter avoids a second copy of the weights."""
     if hasattr(trt, "IStreamWriter"):
         writer = _writer(trt, sink)
         done = bool(builder.build_serialized_network_to_stream(network, config, writer))
@@ -216,8 +216,6 @@ def _build(trt: Any, builder: Any, network: Any, config: Any, sink: Sink) -> boo
 
 
 def _writer(trt: Any, sink: Sink) -> Any:
-    """A tensorrt.IStreamWriter into `sink`; `failed` is the error that stopped it."""
-
     class Writer(trt.IStreamWriter):  # type: ignore[misc]  # the base is a value of the module
         def __init__(self) -> None:
             trt.IStreamWriter.__init__(self)

@@ -1,7 +1,6 @@
-"""Sort the nodes of an exported graph by what a target does with them, before anything is built.
+"""Sort an exported graph's nodes by the target's support, before building.
 
 Verdicts:
-
 - `native`: an operator of the target
 - `plugin`: the sampler node, for our TensorRT plugin or onnxruntime operator
 - `inlined`: in a function that replaces its caller
@@ -38,7 +37,7 @@ Refusal = Callable[[Node, Scope], str | None]
 
 @dataclass(frozen=True)
 class NodeVerdict:
-    """where: "graph", or the function that contains the node. verdict: of VERDICTS. reason: a clause or ""."""
+    """where: "graph", or the function with the node. verdict: one of VERDICTS. reason: a clause or ""."""
 
     name: str
     operator: str
@@ -51,10 +50,10 @@ class NodeVerdict:
 class CheckReport:
     """The verdicts on a folder.
 
-    needs: the oldest version of the target with all operators; "" for any.
-    objections: problems of the graph as a whole.
+    needs: oldest target version with all operators, or "".
+    objections: problems of the whole graph.
     parser: TensorRT's answer; None for the reason `not_asked`.
-    next_step: advice, one line.
+    next_step: one line of advice.
     """
 
     folder: str
@@ -82,9 +81,9 @@ class CheckReport:
 
 
 def check(out: Path, target: str, *, ask: bool = True) -> CheckReport:
-    """Sort the nodes of an exported folder's graph for `target`, one of manifest.TARGETS.
+    """Sort the nodes of an exported graph for `target`, one of manifest.TARGETS.
 
-    ask: also ask TensorRT's parser, if installed.
+    ask: also run TensorRT's parser, if installed.
     Raises ManifestError, EngineError for an unreadable graph, ParameterError for an unknown target.
     """
     if target not in TARGETS:
@@ -99,7 +98,7 @@ def check(out: Path, target: str, *, ask: bool = True) -> CheckReport:
 
 
 def sort_nodes(model: Model, target: str) -> Iterator[NodeVerdict]:
-    """A verdict for every node of the graph and of the functions it calls."""
+    """A verdict for every node of the graph and of called functions."""
     refusal: Refusal = operators.refusal if target == "tensorrt" else _onnxruntime_refusal
     for node, scope in walk(model.graph):
         if (node.domain, node.op_type) == SAMPLER:
@@ -112,7 +111,6 @@ def sort_nodes(model: Model, target: str) -> Iterator[NodeVerdict]:
 
 
 def _sampler(node: Node, scope: Scope, model: Model, refusal: Refusal) -> Iterator[NodeVerdict]:
-    """The plugin, or the function if the plugin is refused."""
     body = model.functions.get(SAMPLER)
     inlined = list(_inlined(node, scope, model, refusal)) if body is not None else []
     refused = [each for each in inlined if each.verdict == "unsupported"]
@@ -150,7 +148,6 @@ def _last_size(node: Node, scope: Scope, index: int) -> int:
 def _inlined(
     node: Node, scope: Scope, model: Model, refusal: Refusal, callers: tuple[str, ...] = ()
 ) -> Iterator[NodeVerdict]:
-    """The nodes of a function at its caller, and of the functions it calls."""
     body = model.functions[node.domain, node.op_type]
     if node.operator in callers:
         raise EngineError(
@@ -184,7 +181,6 @@ def _onnxruntime_refusal(node: Node, scope: Scope) -> str | None:
 
 
 def _needs(model: Model, target: str) -> str:
-    """The oldest version of the target with every operator of the graph itself."""
     since = operators.SINCE if target == "tensorrt" else _ONNXRUNTIME_SINCE
     nodes = [node for node, _ in walk(model.graph)]
     found = [since[node.op_type] for node in nodes if node.op_type in since]

@@ -1,4 +1,4 @@
-"""The engines of a folder: which exist, which one fits this machine, and why the others do not."""
+"""The engines of a folder: which fits this machine, and why the others do not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Machine:
 
 
 def this_machine(tensorrt_version: str, device: int = 0) -> Machine:
-    """Raises EngineError if the driver shows no GPU number `device`."""
+    """Raises EngineError without a GPU number `device`."""
     seen = driver.look()
     if not 0 <= device < len(seen.devices):
         reason = seen.why_none or f"device {device} was asked for, and there are {len(seen.devices)} GPUs"
@@ -33,7 +33,7 @@ def this_machine(tensorrt_version: str, device: int = 0) -> Machine:
 
 
 def misplaced(out: Path) -> str | None:
-    """Why the folder's `engines` is ignored, as a clause after its name; None if it is not."""
+    """Why the folder's `engines` is ignored, as a clause after its name, or None."""
     path = out / FOLDER
     if path.is_symlink():
         return "is a symbolic link, and engines must lie in the folder itself"
@@ -60,7 +60,7 @@ def has_engines(out: Path) -> bool:
 
 
 def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
-    """An intact engine for `machine`, and its stamp. Raises EngineError with the reasons why there is none."""
+    """An intact engine for `machine`, and its stamp. Raises EngineError with the reasons if none."""
     reasons = []
     for path in stamps(out):
         try:
@@ -80,7 +80,7 @@ def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
 
 
 def misfit(stamp: EngineStamp, out: Path, machine: Machine) -> str | None:
-    """Why the stamp does not fit, as a clause after the engine's name; None if it does."""
+    """Why the stamp does not fit, as a clause after the engine's name, or None."""
     if stamp.manifest != manifest_hash(out):
         return "was built from another export than the one in this folder"
     if stamp.tensorrt != machine.tensorrt:
@@ -91,7 +91,7 @@ def misfit(stamp: EngineStamp, out: Path, machine: Machine) -> str | None:
 
 
 def damage(engine: Path, stamp: EngineStamp) -> str | None:
-    """Why the file differs from its stamp, as a clause after its name; None if it does not. Reads all of it."""
+    """Why the file differs from its stamp, as a clause after its name, or None. Reads the whole file."""
     try:
         with open_regular(engine) as stream:
             size = os.fstat(stream.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Read an ONNX file without `onnx`: nodes, functions, types and shapes of values, but not the weights."""
+"""Read an ONNX file without `onnx`: nodes, functions, types and shapes, but not weights."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DATA_TYPES = {element.number: element.numpy or name for name, element in ELEMENT
 }  # fmt: skip
 """TensorProto.DataType -> NumPy's name of the type, or ONNX's where NumPy has none."""
 
-_SMALL = 64  # bytes: tensors up to this size are read, as they may be shapes or axes
+_SMALL = 64  # bytes: read tensors up to this size, as they may be shapes or axes
 
 
 @dataclass(frozen=True)
 class Value:
-    """An input, output or inner value of a graph. shape: sizes or their names; None if the file has none."""
+    """An input, output or inner value. shape: sizes or their names; None if not in the file."""
 
     name: str
     dtype: str | None = None
@@ -37,7 +37,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor in the file. numbers: its values if it is a small integer tensor, else None."""
+    """A tensor in the file. numbers: its values if small and integer, else None."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Node:
-    """attributes: by name, a number, string, Constant or Graph, or a tuple of one of these."""
+    """attributes: by name, a number, string, Constant or Graph, or a tuple of these."""
 
     op_type: str
     domain: str
@@ -79,7 +79,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Model:
-    """opsets: version by domain, "" for the standard operators. functions: bodies by (domain, name)."""
+    """opsets: version by domain, "" for standard operators. functions: bodies by (domain, name)."""
 
     graph: Graph
     opsets: Mapping[str, int]
@@ -87,7 +87,7 @@ class Model:
 
 
 def read_model(path: Path) -> Model:
-    """Read the model at `path`. Raises EngineError if it is unreadable or not an ONNX model."""
+    """Read the model at `path`. Raises EngineError if unreadable or not ONNX."""
     with _bytes_of(path) as data:
         graph, opsets, functions = None, {}, {}
         for number, value, *_ in protobuf.fields(data):
@@ -105,12 +105,12 @@ def read_model(path: Path) -> Model:
 
 
 def without_function(path: Path, domain: str, name: str) -> bytes:
-    """The file's bytes without the model-local function `domain`::`name`, all other bytes unchanged.
+    """The file's bytes without the model-local function `domain`::`name`.
 
     TensorRT before 10.15 inlines a node's function even if a plugin is registered. To prevent that:
-    `parser.parse(without_function(path, "topw", "TopWSample"), str(path))`; it finds the weights by the path.
+    `parser.parse(without_function(path, "topw", "TopWSample"), str(path))`; the path locates the weights.
 
-    Raises EngineError if the file is unreadable or not an ONNX model.
+    Raises EngineError if unreadable or not ONNX.
     """
     with _bytes_of(path) as data:
         kept, copied = [], 0
@@ -125,7 +125,7 @@ def without_function(path: Path, domain: str, name: str) -> bytes:
 def _bytes_of(path: Path) -> Iterator[memoryview]:
     try:
         with open_regular(path) as file:
-            # Not closed here: fields are views into the map, which lives until the last of them is gone.
+            # Not closed here: fields are views into the map.
             yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except protobuf.ProtobufError as error:
         raise EngineError(f"{path} is not an ONNX model ({error}); export the model again.") from None

@@ -1,6 +1,6 @@
-"""The nodes that TensorRT's parser and builder take.
+"""The nodes that TensorRT's parser and builder support.
 
-Sources: NVIDIA's documentation of 10.15 to 11, and the answers of its parser in TensorRT-RTX 1.7.1.
+Sources: NVIDIA's documentation of 10.15 to 11, and the parser of TensorRT-RTX 1.7.1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from topw_deploy.tensorrt.scope import Scope
 
 NEWEST_OPSET = 25
 LARGEST_K = 3840  # of TopK
-FUSED_HEADS = range(16, 257, 8)  # head sizes of Attention over several tokens
+FUSED_HEADS = range(16, 257, 8)  # head sizes of multi-token Attention
 
 _NATIVE = """
 Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization
@@ -47,7 +47,7 @@ _REDUCTIONS = {"L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", 
 
 
 def refusal(node: Node, scope: Scope) -> str | None:
-    """Why TensorRT refuses `node`, as a clause; None if no objection is known."""
+    """Why TensorRT refuses `node`, as a clause; None if no reason is known."""
     if node.domain not in ("", "ai.onnx"):
         return f"TensorRT's list has no operators of {node.domain}"
     if node.op_type not in NATIVE:
@@ -119,7 +119,7 @@ def _top_k(node: Node, scope: Scope) -> str | None:
     constant = scope.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
     if constant is not None and constant.numbers and constant.numbers[0] > LARGEST_K:
         return f"it selects {constant.numbers[0]}, and TensorRT at most {LARGEST_K}"
-    return None  # it sorts what it selects even where `sorted` is 0, which asks for no order
+    return None  # sorts even where `sorted` is 0, which asks for no order
 
 
 def _reduction(node: Node, scope: Scope) -> str | None:

@@ -1,4 +1,4 @@
-"""TensorRT's ONNX parser: its verdict on a graph, and the network it makes of one."""
+"""TensorRT's ONNX parser: its verdict on a graph, and the resulting network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from topw_deploy.tensorrt import api
 class ParserAnswer:
     """takes: whether the parser accepts the whole graph.
 
-    plugin: whether a plugin for the sampler node was registered.
+    plugin: whether the sampler node had a plugin.
     refusals: one line per refused node.
     """
 
@@ -28,7 +28,7 @@ class ParserAnswer:
 
 
 def ask(model: Path) -> ParserAnswer:
-    """Let the installed TensorRT parse `model`, with the sampler plugin if available.
+    """Parse `model` with the installed TensorRT, with the sampler plugin if available.
 
     Raises PluginError without TensorRT, EngineError without a GPU.
     """
@@ -57,7 +57,7 @@ def _refusal(error: Any) -> str:
 
 
 def parse(trt: Any, logger: Any, builder: Any, model: Path, *, fp16: bool) -> Any:
-    """The network of `model`. fp16: let TensorRT lower the types. Raises EngineError with the parser's message."""
+    """The network of `model`. fp16: let TensorRT lower types. Raises EngineError with the parser's message."""
     flags = 0 if fp16 else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(flags)
     parser = trt.OnnxParser(network, logger)

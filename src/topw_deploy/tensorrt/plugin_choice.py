@@ -1,6 +1,6 @@
-"""What runs the sampler node in an engine: the Python plugin, the plugin's C++ library, or the node's function.
+"""Choose what runs the sampler node: the Python plugin, the C++ plugin library, or the node's function.
 
-Both kinds of plugin serialize the same fields, so either can run an engine built with the other.
+Both plugins serialize the same fields, so either runs the other's engines.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class PluginChoice:
 
 
 def choose(asked: str, trt: Any) -> PluginChoice:
-    """Register the plugin that EngineRequest.plugin names. Raises EngineError if it is missing, unless "auto"."""
+    """Register the plugin of EngineRequest.plugin. Raises EngineError if missing, unless "auto"."""
     if asked == "none":
-        if plugins.registered():  # the parser would take it
+        if plugins.registered():  # the parser would use it
             raise EngineError("this process has registered the sampler's plugin already; build without it in another.")
         return PluginChoice("none", "", "--plugin none asks for it")
     if asked not in ("auto", "python"):
@@ -50,7 +50,7 @@ def choose(asked: str, trt: Any) -> PluginChoice:
 
 
 def prepare(kind: str, version: str, trt: Any) -> None:
-    """Register the plugin that an engine needs. Raises EngineError if it is missing or of another version."""
+    """Register an engine's plugin. Raises EngineError if missing or of another version."""
     if kind == "none":
         return
     if version != BUILT_WITH:

@@ -1,6 +1,7 @@
-"""Optimization profiles: the shapes an engine accepts, and those it is tuned for.
+"""Optimization profiles: the shapes an engine accepts and is tuned for.
 
-decode: one new token per row. prefill: a chunk of the prompts.
+decode: one new token per row.
+prefill: a chunk of the prompts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from topw_deploy.errors import EngineError, ParameterError
 from topw_deploy.manifest import TensorSpec
 
 KINDS = ("both", "decode", "prefill")
-_USUAL_EDITS = 16  # the runtime's first allocation for a request that edits logits
+_USUAL_EDITS = 16  # the runtime's first allocation for logit edits
 _EDITS = ("edit_ids", "edit_penalty", "edit_bias")
 
 
@@ -30,7 +31,11 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """name: "decode" or "prefill". sequence: new tokens of a row. edits: logit edits of a row."""
+    """name: "decode" or "prefill".
+
+    sequence: new tokens of a row.
+    edits: logit edits of a row.
+    """
 
     name: str
     batch: Range
@@ -62,9 +67,9 @@ class Profile:
 
 
 def profiles(kind: str, *, max_batch: int, max_sequence: int, max_edits: int) -> tuple[Profile, ...]:
-    """The profiles of an engine, the preferred one first.
+    """The profiles of an engine, preferred first.
 
-    kind: "decode" (prompts run token by token), "prefill" (decodes, too, but is tuned for prompts) or "both".
+    kind: "decode" (prompts run token by token), "prefill" (tuned for prompts; also decodes) or "both".
     Raises ParameterError for another kind or a bound below 1.
     """
     if kind not in KINDS:
@@ -73,12 +78,12 @@ def profiles(kind: str, *, max_batch: int, max_sequence: int, max_edits: int) ->
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.", name)
     batch = Range(1, max_batch, max_batch)
-    edits = Range(0, min(_USUAL_EDITS, max_edits), max_edits)  # no edits are an empty tensor
+    edits = Range(0, min(_USUAL_EDITS, max_edits), max_edits)  # no edits: an empty tensor
     decode = Profile("decode", batch, Range(1, 1, 1), edits)
     prefill = Profile("prefill", batch, Range(1, max_sequence, max_sequence), edits)
     return {"both": (decode, prefill), "decode": (decode,), "prefill": (prefill,)}[kind]
 
 
 def preferred(available: Sequence[Profile], batch: int, sequence: int, edits: int) -> int | None:
-    """The index of the first profile that covers the shape, or None."""
+    """Index of the first profile that covers the shape, or None."""
     return next((i for i, profile in enumerate(available) if profile.holds(batch, sequence, edits)), None)

@@ -1,4 +1,4 @@
-"""TensorRT's progress monitor as one growing percentage; its phases nest and run on several threads."""
+"""TensorRT's progress monitor as one percentage; its phases nest and run on several threads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from topw_deploy.progress import Advance
 
 
 class Phases:
-    """Progress of nested phases, reported from any thread. `advance` gets whole percents gained.
+    """Progress of nested phases from any thread. `advance` gets whole percents gained.
 
-    stopped: what `advance` raised. No exception may pass through TensorRT: the build is cancelled, its caller raises.
+    stopped: an exception of `advance`, to be raised after the cancelled build: none may pass through TensorRT.
     """
 
     def __init__(self, advance: Advance) -> None:
@@ -48,7 +48,6 @@ class Phases:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock; keep any exception in `stopped`."""
         try:
             with self._lock:
                 yield

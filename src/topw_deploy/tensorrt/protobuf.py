@@ -1,6 +1,6 @@
-"""A reader of Protocol Buffers' wire format, as far as ONNX files need it.
+"""A reader of Protocol Buffers' wire format, limited to what ONNX files need.
 
-Machines that only build and run engines do not have `onnx`. Values are views into the file; nothing large is copied.
+Machines that only build and run engines lack `onnx`. Values are views into the file: nothing large is copied.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class ProtobufError(ValueError):
 
 
 def fields(message: memoryview) -> Iterator[tuple[int, Field, int, int]]:
-    """The message's fields in order: number, value, and the field's start and end in `message`.
+    """The message's fields in order: number, value, start and end in `message`.
 
-    Raises ProtobufError for truncated bytes or an unknown kind of field.
+    Raises ProtobufError for truncated bytes or an unknown field type.
     """
     place, end = 0, len(message)
     while place < end:
@@ -58,7 +58,7 @@ def inner(value: Field) -> memoryview:
 
 
 def integers(value: Field) -> Iterator[int]:
-    """Signed integers of a field or of a packed list."""
+    """Signed integers of a field or packed list."""
     if isinstance(value, int):
         yield _signed(value)
         return
@@ -76,7 +76,7 @@ def integer(value: Field) -> int:
 
 
 def float32(value: Field) -> float:
-    """The number in a four-byte field. Raises ProtobufError for any other."""
+    """The number in a four-byte field. Raises ProtobufError otherwise."""
     data = inner(value)
     if len(data) != 4:
         raise ProtobufError(f"{len(data)} bytes where a float belongs")

@@ -9,7 +9,7 @@ from topw_deploy.errors import EngineError, ParameterError
 from topw_deploy.manifest import DecoderManifest, load_manifest
 from topw_deploy.tensorrt.profiles import KINDS, Profile, profiles
 
-DEFAULT_SEQUENCE = 1024  # tokens of a row in one run: longer chunks take more memory and are no faster
+DEFAULT_SEQUENCE = 1024  # tokens of a row per run: longer chunks take more memory and are no faster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +17,14 @@ class EngineRequest:
     """What to build.
 
     out: a folder exported for TensorRT.
-    max_batch: most rows of a run.
-    max_sequence: most tokens of a row in a run; None for min(1,024, the cache's length).
-    max_edits: most logit edits of a row; None for the cache's length.
+    max_batch: rows per run.
+    max_sequence: tokens of a row per run; None for min(1,024, the cache's length).
+    max_edits: logit edits of a row; None for the cache's length.
     profile: one of profiles.KINDS.
-    fp16: let TensorRT compute a float32 decoder in half precision.
-    workspace: most bytes of scratch memory; None for TensorRT's choice.
-    timing_cache: a file of timings to read and update.
-    plugin: "auto", "python", "none", or the path of the plugin's library.
+    fp16: let a float32 decoder run in half precision.
+    workspace: scratch bytes; None for TensorRT's choice.
+    timing_cache: a file to read and update.
+    plugin: "auto", "python", "none", or a library's path.
 
     Raises ParameterError for an invalid field.
     """
@@ -56,7 +56,7 @@ class EngineRequest:
             )
 
     def profiles(self, cache_length: int) -> tuple[Profile, ...]:
-        """The optimization profiles for a cache of `cache_length` tokens. Raises ParameterError."""
+        """The profiles for a cache of `cache_length` tokens. Raises ParameterError."""
         sequence = self.max_sequence or min(DEFAULT_SEQUENCE, cache_length)
         if sequence > cache_length:
             raise ParameterError(
@@ -73,7 +73,7 @@ class EngineRequest:
 
 
 def load_exported(out: Path) -> tuple[DecoderManifest, int]:
-    """The manifest of `out` and its cache's length. Raises ManifestError, EngineError if no engine can be built."""
+    """The manifest of `out` and its cache length. Raises ManifestError, or EngineError if no engine can be built."""
     manifest = load_manifest(out)
     if manifest.verification.status == "provisional":
         raise EngineError(f"{out} is an export whose verification never ended; export the model again.")

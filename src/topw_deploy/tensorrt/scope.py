@@ -1,4 +1,4 @@
-"""What is known at each node of a graph: constants, types and shapes, those of outer graphs included."""
+"""Constants, types and shapes at each node of a graph, including those of outer graphs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _TYPE_OF_SECOND = {"Where"}
 
 @dataclass(frozen=True)
 class Scope:
-    """What is known at a node.
+    """The values visible at a node.
 
-    constants, types, shapes: of values by name.
-    within: operators of the nodes whose branches or bodies contain the node, outermost first.
+    constants, types, shapes: by name.
+    within: operators of the enclosing nodes, outermost first.
     """
 
     constants: Mapping[str, Constant] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Scope:
 def walk(graph: Graph, scope: Scope | None = None) -> Iterator[tuple[Node, Scope]]:
     """Each node of `graph` with its scope, followed by the nodes of its branches.
 
-    scope: what is known outside; for a function's body, of its inputs.
+    scope: of the outer graph, or of a function's inputs.
     Types missing in the file are those of the node's inputs, which most operators keep.
     """
     outer = scope or Scope()
@@ -73,7 +73,6 @@ def _infer_outputs(
 
 
 def _number(node: Node) -> Constant:
-    """A Constant node's number or list of numbers."""
     for name, dtype in (("value_int", "int64"), ("value_ints", "int64"), ("value_float", "float32")):
         if name in node.attributes:
             value = node.attributes[name]

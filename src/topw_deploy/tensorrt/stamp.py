@@ -1,6 +1,6 @@
-"""The stamp beside an engine: what it was built from and for, and proof that the file is intact.
+"""The stamp beside an engine: its source, target machine and hash.
 
-An engine is code for one GPU model and one TensorRT version: it is deserialized only if its stamp fits. The stamp is
+An engine is code for one GPU model and one TensorRT version: deserialize it only if its stamp fits. The stamp is
 written last: an engine without one is unfinished.
 """
 
@@ -34,10 +34,10 @@ class EngineStamp:
 
     engine, size, sha256: file name in engines/, bytes, hash.
     manifest: SHA-256 of the exported manifest.
-    sm: the GPU's architecture, 87 for sm_87.
-    plugin: of PLUGINS; "none" for the function in the graph.
+    sm: GPU architecture, 87 for sm_87.
+    plugin: of PLUGINS; "none" for the graph's function.
     cache_length: tokens.
-    workspace: most bytes of scratch memory; None for no limit.
+    workspace: scratch bytes; None for no limit.
     """
 
     engine: str
@@ -73,7 +73,7 @@ class EngineStamp:
 
 
 def read(path: Path) -> EngineStamp:
-    """Read the stamp in `path` and check every field. Raises EngineError if it is unreadable or malformed."""
+    """Read and check the stamp in `path`. Raises EngineError if unreadable or malformed."""
     try:
         with open_regular(path) as stream:
             raw = stream.read(_MAX_BYTES + 1)

@@ -1,6 +1,4 @@
-// The alternation with few distances, for rows without a certificate; the literal rule for a negative geom_scale
-// (docs/contract/theory.md, sections 3 and 4). Run by a row's leading block, which publishes the distances as jobs. The
-// steps are those of native/alternation.cpp.
+// native/alternation.cpp on a GPU: a row's leading block runs the steps and publishes the distances as jobs.
 #ifndef TOPW_CUDA_ALTERNATION_H
 #define TOPW_CUDA_ALTERNATION_H
 
@@ -13,14 +11,14 @@
 
 namespace topw::crop {
 
-// State bits of a pool token (Memory::state). Exact: its distance to the set is known; a member's is 0.
+// State bits (Memory::state). kExact: the distance to the set is computed; a member's is 0.
 constexpr uint8_t kMember = 1, kCandidate = 2, kExact = 4, kWasMember = 8, kSaved = 16, kNext = 32;
 
-constexpr double kRounding = 1e-9;     // of J, in units of max(1, lam, beta): the ties' bound
-constexpr int kRounds = 8;             // of pruning; any number is sound
-constexpr float kRoughly = 4e-6f;      // relative: bounds the roundings of pruning's float32 sums
-constexpr int32_t kFewestRows = 32;    // least number of tokens measured at a time
-constexpr int64_t kCheapHidden = 2048; // beyond, fewer pairs are measured at a time
+constexpr double kRounding = 1e-9;     // ties' bound of J, in units of max(1, lam, beta)
+constexpr int kRounds = 8;             // pruning rounds; any number is sound
+constexpr float kRoughly = 4e-6f;      // relative error bound of pruning's float32 sums
+constexpr int32_t kFewestRows = 32;    // fewest tokens measured at a time
+constexpr int64_t kCheapHidden = 2048; // beyond, measure fewer pairs at a time
 
 // A leading block's shared memory.
 struct Room {
@@ -30,7 +28,7 @@ struct Room {
   double *sums[2];  // [pool]
 };
 
-// A key whose ascending order is the descending order of the values; -0 and 0 have the same key.
+// A key that sorts values in descending order; -0 equals 0.
 __device__ __forceinline__ uint64_t phi_key(double value) {
   value += 0.0;
   uint64_t bits;
@@ -38,17 +36,17 @@ __device__ __forceinline__ uint64_t phi_key(double value) {
   return bits >> 63 ? bits : bits ^ 0x7fffffffffffffffu;
 }
 
-// h(y) = 1 - y/2 - y^2/6 - ..., every further term negative: an upper bound.
+// See native/alternation.cpp.
 __device__ __forceinline__ double h(double y) { return 1 - y * (0.5 + y / 6); }
 
 class Alternation {
  public:
   int64_t steps = 0;      // scans
   int64_t pairs = 0;      // distances computed
-  int64_t literal = 0;    // of the literal rule
+  int64_t literal = 0;    // under the literal rule
   int32_t kept = 0;
 
-  // The pool's tokens, base and p are in `memory`. helpers: number of blocks to cut work for.
+  // helpers: blocks to cut work for.
   __device__ Alternation(const Call &call, const Parameters &P, const Memory &memory, const Job &job, const Room &room,
                          Leader &leader, Distances &distances, int32_t helpers, BlockScratch &scratch)
       : P_(P),
@@ -68,10 +66,10 @@ class Alternation {
     pairs_at_once_ = hidden > kCheapHidden ? kPairs * kCheapHidden / hidden : kPairs;
   }
 
-  // Starts from the first k0 tokens of the pool; the members are the crop at the end.
+  // From the pool's first k0 tokens to the crop's members.
   __device__ TOPW_OUT_OF_LINE void run(int32_t k0) {
     kept = k0;
-    if (measures_) {  // meanwhile this block prepares its first distances
+    if (measures_) {  // others measure lengths while this block prepares
       job_.work = Work::measure_lengths;
       leader_.publish(job_, distances_.items(job_));
     }
@@ -91,13 +89,13 @@ class Alternation {
     literal = static_cast<int64_t>(pool_) * joined_;
   }
 
-  // Writes the positions of the members to memory.cols.
+  // Writes the members' positions to memory.cols.
   __device__ void list_members() { list(kMember, kMember, memory_.cols); }
 
  private:
   __device__ bool member(int32_t i) const { return memory_.state[i] & kMember; }
 
-  // Collects the positions whose bits of `mask` are `bits`, in order. Returns their number.
+  // Lists the positions whose bits of `mask` equal `bits`. Returns their number.
   __device__ TOPW_OUT_OF_LINE int32_t list(uint8_t mask, uint8_t bits, int32_t *positions) {
     return block_compact(
         pool_, [&](int32_t i) { return (memory_.state[i] & mask) == bits; },
@@ -124,7 +122,7 @@ class Alternation {
     scan();
   }
 
-  // Sets a token's state before any computation. Returns 1 for a new member.
+  // Initialises a token's state. Returns 1 for a new member.
   __device__ int32_t prepare(int32_t i) {
     const uint8_t known = memory_.state[i], kept_bits = kWasMember | kSaved;
     if (known & kMember) {
@@ -133,7 +131,7 @@ class Alternation {
     }
     memory_.state[i] = static_cast<uint8_t>((known & kept_bits) | kCandidate | (measures_ ? 0 : kExact));
     if (!measures_) {
-      memory_.distance[i] = P_.scale == 0 ? 0.0f : 1.0f;  // of the uniform metric
+      memory_.distance[i] = P_.scale == 0 ? 0.0f : 1.0f;
       return 0;
     }
     const float bound = bounds_ ? bounds_[id_of(memory_.tokens[i])] : 0.0f;
@@ -141,7 +139,6 @@ class Alternation {
     return 0;
   }
 
-  // A lower bound of this step's best J: the best over prefixes of S, which needs no distance.
   __device__ double surely_reached() {
 #pragma unroll 1
     for (int32_t n = own_index(); n < members_; n += block_size()) {
@@ -155,8 +152,7 @@ class Alternation {
     return best;
   }
 
-  // Row test: drops candidates that cannot be kept, given the remaining mass if the others stay. In float32 with an
-  // error bound, so a token near the limit stays; in double where float32 is undecided.
+  // Row test (see native/alternation.cpp) in float32 with an error bound, then in double where undecided.
   __device__ TOPW_OUT_OF_LINE void prune(double reached) {
     const float c = static_cast<float>(P_.c), scale = static_cast<float>(P_.scale);
     const float asked = static_cast<float>(reached - 2 * kRounding * P_.unit);
@@ -181,7 +177,7 @@ class Alternation {
     __syncthreads();
   }
 
-  // The mass of members and candidates, in float32. One barrier between rounds suffices: they use different places.
+  // Rounds alternate between two arrays, so one barrier suffices.
   __device__ float mass_left(int round) {
     float *const of_warp = reinterpret_cast<float *>(scratch_.values) + round % 2 * kMostWarps;
     float sum = 0;
@@ -202,8 +198,8 @@ class Alternation {
     return phi(i) + P_.c * h(memory_.p[i] / Gmax) < needed;
   }
 
-  // Distances of the candidates, most probable first, in chunks large enough for all blocks. After each chunk the row
-  // test narrows the rest, unless the rule is literal.
+  // Most probable tokens first, in chunks large enough for all blocks. Unless the rule is literal, each chunk's row
+  // test narrows the rest.
   __device__ void measure(double reached) {
     const int64_t at_once = pairs_at_once_ / members_;
     const int32_t most = at_once < kFewestRows ? kFewestRows : static_cast<int32_t>(at_once < pool_ ? at_once : pool_);
@@ -238,7 +234,7 @@ class Alternation {
     __syncthreads();
   }
 
-  // Other blocks wrote them: this one's first level of cache may be stale.
+  // Other blocks wrote them: this one's L1 cache may be stale.
   __device__ void read_distances(const Job &job) {
 #pragma unroll 1
     for (int32_t n = own_index(); n < job.rows; n += block_size()) {
@@ -248,8 +244,7 @@ class Alternation {
     __syncthreads();
   }
 
-  // Orders the remaining tokens by phi and takes the best prefix as the new set. Members are already ordered, as their
-  // phi falls with the pool's order; so only the candidates are sorted, then merged.
+  // Members' phi falls in pool order, so only the candidates are sorted, then merged.
   __device__ void scan() {
     const int32_t count = list(kCandidate, kCandidate, memory_.rows);
 #pragma unroll 1
@@ -318,7 +313,7 @@ class Alternation {
     return low;
   }
 
-  // Makes the first `kept` of the order the set, counts new ones, and compares with the saved set.
+  // Makes the first `kept` of the order the set.
   __device__ void take_prefix() {
 #pragma unroll 1
     for (int32_t n = own_index(); n < kept; n += block_size()) memory_.state[memory_.order[n]] |= kNext;
@@ -337,7 +332,7 @@ class Alternation {
     differs_ = __syncthreads_or(differs) != 0;
   }
 
-  // The length of the sets' cycle, or 0 (Brent's algorithm): with a negative scale they may never converge.
+  // See native/alternation.cpp.
   __device__ int64_t period() {
     if (saved_at_ > 0 && !differs_) return steps - saved_at_;
     if ((steps & (steps - 1)) == 0) {
@@ -365,9 +360,9 @@ class Alternation {
   const float *bounds_;
 
   int32_t members_ = 0;      // in memory_.cols
-  int32_t entered_ = 0;      // tokens that joined in the last step
+  int32_t entered_ = 0;      // new tokens in the last step
   bool differs_ = false;     // the last crop differs from the saved one
-  int32_t joined_ = 0;       // tokens that have ever been members
+  int32_t joined_ = 0;       // tokens ever in the set
   int64_t saved_at_ = 0;     // step of the saved crop
 };
 

@@ -1,8 +1,8 @@
 // Block-wide reductions, prefix sums, sorting and selection.
 //
-// All threads of the block (a multiple of 32, up to 1024) call each function. Unless noted, it begins without a
-// barrier. It ends with one: all threads see the result, and the scratch is free. Results do not depend on the number
-// of threads, not even prefix sums of doubles.
+// All threads of the block (a multiple of 32, up to 1024) call each function. Functions end with a barrier, after which
+// the result is visible and the scratch free; they begin without one unless noted. Results, even sums of doubles, do
+// not depend on the number of threads.
 #ifndef TOPW_CUDA_BLOCK_H
 #define TOPW_CUDA_BLOCK_H
 
@@ -49,7 +49,7 @@ struct Plus {
   }
 };
 
-// Over all lanes, or over each group of `width` (a power of 2) neighbours; the result is in every lane.
+// Over all lanes, or each group of `width` (a power of 2) neighbours; every lane gets the result.
 template <class T, class Operation>
 __device__ __forceinline__ T warp_reduce(T value, Operation operation, int width = kWarp) {
   for (int step = width / 2; step > 0; step /= 2) value = operation(value, __shfl_xor_sync(kEveryLane, value, step));
@@ -66,7 +66,7 @@ __device__ __forceinline__ T warp_scan(T value) {
   return value;
 }
 
-// Over all threads; the result is in every thread. For operations that may take a value twice. T of at most 8 bytes.
+// Every thread gets the result. The operation must tolerate repeated values; T: at most 8 bytes.
 template <class T, class Operation>
 __device__ __forceinline__ T block_reduce(T value, Operation operation, BlockScratch &scratch) {
   T *const of_warp = reinterpret_cast<T *>(scratch.values);
@@ -79,7 +79,7 @@ __device__ __forceinline__ T block_reduce(T value, Operation operation, BlockScr
   return value;
 }
 
-// Calls use(i, load(i)) for every i < count, with eight loads of a thread in flight.
+// Calls use(i, load(i)) for i < count, with eight loads per thread in flight.
 template <class Load, class Use>
 __device__ __forceinline__ void load_together(int32_t count, Load load, Use use) {
   constexpr int kTogether = 8;
@@ -97,14 +97,13 @@ __device__ __forceinline__ void load_together(int32_t count, Load load, Use use)
   }
 }
 
-// The largest value and, among equal ones, the lowest place.
+// The largest value, at the lowest place if tied.
 struct Best {
   double value;
   int32_t place;
 };
 
-// Integers in the order of the doubles, except that -0 comes before 0. Small GPUs compare integers 32 times as fast as
-// doubles.
+// Integers in the doubles' order, except -0 < 0. Small GPUs compare integers 32 times as fast as doubles.
 __device__ __forceinline__ int64_t ordered(double value) {
   int64_t bits;
   memcpy(&bits, &value, sizeof bits);
@@ -134,7 +133,7 @@ __device__ TOPW_OUT_OF_LINE inline Best block_best(Best best, BlockScratch &scra
 
 namespace scanning {
 
-// Sums within each 32 elements, in place, and their totals.
+// In-place prefix sums of each 32 elements, and their totals.
 __device__ __forceinline__ void tiles(double *values, int32_t count, double *totals) {
 #pragma unroll 1
   for (int32_t first = warp_index() * kWarp; first < count; first += block_size()) {
@@ -145,7 +144,7 @@ __device__ __forceinline__ void tiles(double *values, int32_t count, double *tot
   }
 }
 
-// One warp: replaces each total by the sum of those before it.
+// One warp: replaces each total by the sum of the earlier ones.
 __device__ __forceinline__ void carries(double *totals, int32_t count) {
   double carry = 0;
 #pragma unroll 1
@@ -160,9 +159,8 @@ __device__ __forceinline__ void carries(double *totals, int32_t count) {
 
 }  // namespace scanning
 
-// Inclusive prefix sums, in place, of one or two arrays [count] in shared or global memory; count <= kMostScanned. The
-// order of additions depends only on `count`. Needs no barrier before it if each thread wrote the elements own_index()
-// + n * block_size().
+// In-place inclusive prefix sums of one or two arrays [count], count <= kMostScanned, in an order that depends only on
+// `count`. Needs no barrier before it if each thread wrote the elements own_index() + n * block_size().
 __device__ TOPW_OUT_OF_LINE inline void block_scan(double *first, double *second, int32_t count,
                                                    BlockScratch &scratch) {
   const int32_t tiles = (count + kWarp - 1) / kWarp;
@@ -188,7 +186,7 @@ __device__ __forceinline__ int32_t power_of_two_from(int32_t count) {
 }
 
 // Bitonic sort by (key, item) ascending, in place in shared memory. `size`: a power of 2, at least 2; pad with the
-// largest key. `items` may be NULL if keys are distinct. Begins with a barrier.
+// largest key. `items`: NULL if keys are distinct. Begins with a barrier.
 __device__ TOPW_OUT_OF_LINE inline void block_sort(uint64_t *keys, uint32_t *items, int32_t size) {
   __syncthreads();
   for (int32_t run = 2; run <= size; run *= 2) {
@@ -209,7 +207,7 @@ __device__ TOPW_OUT_OF_LINE inline void block_sort(uint64_t *keys, uint32_t *ite
           }
         }
       }
-      // Up to a step of 32 a warp has its 64 entries to itself.
+      // For steps up to 32, a warp's 64 entries are its own.
       const int32_t next = step > 1 ? step / 2 : run;
       if (step > kWarp || next > kWarp)
         __syncthreads();
@@ -220,8 +218,8 @@ __device__ TOPW_OUT_OF_LINE inline void block_sort(uint64_t *keys, uint32_t *ite
   __syncthreads();
 }
 
-// Sorts distinct keys by counting the smaller ones of each: the fastest for up to a few hundred. keys and sorted
-// [count] are separate, in shared memory. Begins with a barrier.
+// Sorts distinct keys by counting smaller ones: fastest up to a few hundred. keys, sorted [count]: disjoint, in shared
+// memory. Begins with a barrier.
 __device__ __forceinline__ void block_rank_sort(const uint64_t *keys, int32_t count, uint64_t *sorted) {
   __syncthreads();
 #pragma unroll 1
@@ -235,7 +233,7 @@ __device__ __forceinline__ void block_rank_sort(const uint64_t *keys, int32_t co
   __syncthreads();
 }
 
-// Calls emit(i, place) for every i < count with keep(i), place = 0, 1, ... by i. Returns their number.
+// Calls emit(i, place) for i < count with keep(i), place = 0, 1, ... Returns their number.
 template <class Keep, class Emit>
 __device__ __forceinline__ int32_t block_compact(int32_t count, Keep keep, Emit emit, BlockScratch &scratch) {
   int32_t before = 0;
@@ -257,9 +255,8 @@ __device__ __forceinline__ int32_t block_compact(int32_t count, Keep keep, Emit 
   return before;
 }
 
-// A bound that at least `wanted` of the keys key(0 .. count) and, if ties allow, at most `enough` do not exceed; for
-// enough = wanted the `wanted`-th smallest key. 1 <= wanted <= count; wanted <= enough. Radix select: one pass over the
-// keys per 8 bits in which they differ.
+// A bound that at least `wanted` keys and, ties permitting, at most `enough` do not exceed; for enough = wanted, the
+// `wanted`-th smallest. 1 <= wanted <= count, enough. Radix select: one pass per 8 differing bits.
 template <class Key>
 __device__ __forceinline__ uint32_t block_select(int32_t count, Key key, int32_t wanted, int32_t enough,
                                                  BlockScratch &scratch) {
@@ -288,7 +285,7 @@ __device__ __forceinline__ uint32_t block_select(int32_t count, Key key, int32_t
       if (k >> (shift + width) == prefix) atomicAdd(&scratch.bins[(k >> shift) & ((1u << width) - 1)], 1u);
     }
     __syncthreads();
-    if (warp_index() == 0) {  // a lane has eight neighbouring bins
+    if (warp_index() == 0) {  // each lane has eight neighbouring bins
       const int first = 8 * lane_index();
       uint32_t sum = 0;
 #pragma unroll

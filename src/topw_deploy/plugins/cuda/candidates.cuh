@@ -1,5 +1,4 @@
-// A crop and its certificate from a few candidates, without the pool (docs/contract/theory.md, section 4), by one
-// block, with the steps and slacks of native/candidates.cpp.
+// native/candidates.cpp by one block: crop and certificate from a few candidates, with the same steps and slacks.
 #ifndef TOPW_CUDA_CANDIDATES_CUH
 #define TOPW_CUDA_CANDIDATES_CUH
 
@@ -13,10 +12,10 @@ constexpr int32_t kGroupsWithinGap = 384;  // beyond, take the best few instead 
 constexpr int32_t kMostListed = 1024;      // groups searched for tokens
 constexpr int32_t kRanked = 256;           // up to here sorting by counting is faster
 constexpr int32_t kGroupsAtOnce = 2;       // groups in flight per warp
-constexpr double kRounding = 1e-9;         // of J and of log-weights, in units of max(1, lam, beta): the ties' bound
-constexpr double kNucleusRounding = 4e-12;  // of sums of weights, whose errors pairs.h bounds
+constexpr double kRounding = 1e-9;         // ties' bound of J and log-weights, in units of max(1, lam, beta)
+constexpr double kNucleusRounding = 4e-12;  // of sums of weights; pairs.h bounds their errors
 
-// Shared memory of a block that settles a row, beside `maxima` [padded_groups, at least 2 * kMostCandidates] floats.
+// Shared memory besides `maxima`, floats [padded_groups, at least 2 * kMostCandidates].
 struct CandidateRoom {
   uint64_t keys[kMostCandidates], spare[kMostCandidates];
 };
@@ -30,7 +29,7 @@ inline size_t candidate_shared_bytes(int64_t padded_groups) {
   return sizeof(CandidateRoom) + static_cast<size_t>(floats) * sizeof(float);
 }
 
-// A logit below this is more than `gap` selection temperatures below the largest, rounding included.
+// Logits below this are outside the gap, rounding included.
 __device__ inline float bound_below(float top, const Parameters &P, double gap) {
   const double bound = static_cast<double>(top) - P.selection * (gap * (1 + kRounding) + kRounding);
   return nextafterf(static_cast<float>(bound), -static_cast<float>(INFINITY));
@@ -52,8 +51,8 @@ class Candidates {
         scratch_(scratch),
         sorted_(room.keys) {}
 
-  // Whether the first `kept` of keys() are the certified crop. Requires geom_scale >= 0 and c > 0. `edge`: the gap's,
-  // -inf if lam is 0. Overwrites `maxima`.
+  // Whether the first `kept` of keys() are the certified crop. Requires geom_scale >= 0 and c > 0. `edge`: the gap's
+  // lower end, -inf if lam is 0. Overwrites `maxima`.
   __device__ bool settle(float edge) {
     float from = edge;
 #pragma unroll 1
@@ -64,21 +63,21 @@ class Candidates {
       from = value_of_key(block_select(
           logits_.groups(), [&](int32_t g) { return descending_key(maxima_[g]); }, call_.best_groups,
           call_.best_groups + call_.best_groups / 16, scratch_));
-      if (!(from > -static_cast<float>(INFINITY))) return false;  // or NaN: a bound of bits may lie beyond -inf
+      if (!(from > -static_cast<float>(INFINITY))) return false;  // or NaN: block_select's bound may lie beyond -inf
     }
   }
 
   __device__ int32_t found() const { return found_; }
   __device__ int32_t kept() const { return kept_; }
   __device__ const uint64_t *keys() const { return sorted_; }
-  // Room for as many doubles; `weighed` if it holds the draw's sums.
+  // Room for as many doubles; if `weighed`, the draw's sums.
   __device__ double *sums() const {
     return reinterpret_cast<double *>(sorted_ == room_.keys ? room_.spare : room_.keys);
   }
   __device__ bool weighed() const { return weighed_; }
 
  private:
-  // Lists the groups with a finite logit from here on, unordered. Returns their number.
+  // Lists groups with a finite logit >= from, unordered. Returns their number.
   __device__ int32_t list(float from) {
     if (own_index() == 0) lists_.listed = lists_.found = 0;
     __syncthreads();
@@ -98,7 +97,7 @@ class Candidates {
     if (at < kMostCandidates) room_.keys[at] = token_key(logit, id);
   }
 
-  // Collects their finite logits from here on, unordered. Returns whether all fit.
+  // Collects their finite logits >= from, unordered. Returns whether all fit.
   __device__ bool collect(float from, int32_t listed) {
 #pragma unroll 1
     for (int32_t first = warp_index(); first < listed; first += kGroupsAtOnce * warps()) {
@@ -137,7 +136,7 @@ class Candidates {
     sorted_ = room_.keys;
   }
 
-  // Finds the best prefix of the candidates. Returns whether that settles the row.
+  // Finds the candidates' best prefix. Returns whether it settles the row.
   __device__ bool sum_up(bool gap_covers) {
     sort();
     const int64_t pool = call_.options.top_m;
@@ -163,21 +162,20 @@ class Candidates {
     return scratch_.chosen[0];
   }
 
-  // Block stop: whether no longer prefix can be the first maximiser, given at most `further` more tokens with scores of
-  // at most the last one's.
+  // See native/candidates.cpp.
   __device__ bool block_stop(double best, double Gamma, double Phi, int64_t further, int32_t counted) const {
     const double a = log_weight(logit_of(sorted_[counted - 1]), top_, P_.selection), t = P_.lam * a;
     const double X = Gamma + static_cast<double>(further) * weight(a);
     return t + (Phi - t * Gamma) / X + P_.c * log(X) <= best - kRounding * P_.unit;
   }
 
-  // Certificate without the pool: whether the best prefix is in the warm start, whose mass is at least these tokens'.
+  // See native/candidates.cpp.
   __device__ bool within_warm_start(const double *Gamma, int32_t counted) const {
     return kept_ == 1 || P_.init_top_p >= 1 ||
            Gamma[kept_ - 2] < P_.init_top_p * Gamma[counted - 1] * (1 - kNucleusRounding);
   }
 
-  // Whether all weights of the crop are the same at the drawing temperature, and none is bounded from below.
+  // Whether the weights equal those at the drawing temperature, none bounded from below.
   __device__ bool same_as_drawing() const {
     return P_.selection == P_.temperature &&
            log_weight(logit_of(sorted_[kept_ - 1]), top_, P_.selection) >= kSmallestLogWeight;

@@ -1,5 +1,4 @@
-// The first launch: reads all logits and answers every row that can be certified. The last block to finish a chunk of a
-// row continues with the row.
+// The first launch: reads all logits and answers every certifiable row. A row's last block continues with the row.
 #ifndef TOPW_CUDA_CERTIFY_CUH
 #define TOPW_CUDA_CERTIFY_CUH
 
@@ -9,9 +8,8 @@
 namespace topw {
 
 constexpr unsigned kCertifyThreads = 256;
-constexpr unsigned kCertifyBlocks = 4;  // per multiprocessor, by registers; some have threads for only three
+constexpr unsigned kCertifyBlocks = 4;  // per multiprocessor, limited by registers; some have threads for only three
 
-// A row's kind, by its largest logit and its parameters.
 enum class Way : int32_t { invalid, keep_best, settle, open };
 
 struct RowPlan {  // in shared memory, from one thread to all
@@ -22,16 +20,16 @@ struct RowPlan {  // in shared memory, from one thread to all
   Way way;
 };
 
-// The thread that reads the parameters: in the last warp, which waits for the fewest maxima.
+// Reads the parameters: in the last warp, which waits for the fewest maxima.
 __device__ __forceinline__ int32_t parameter_thread() { return block_size() - kWarp; }
 
-// That thread's work while the maxima arrive.
+// By parameter_thread, while the maxima load.
 __device__ inline void take_parameters(const Call &call, const GivenParameters &given, RowPlan &plan) {
   const bool valid = plan.P.take(given);
   plan.way = !valid ? Way::invalid
              : plan.P.greedy || (plan.P.c <= 0 && plan.P.scale >= 0) ? Way::keep_best
              : plan.P.scale < 0 ? Way::open : Way::settle;
-  // How far below the largest logit a kept token may be: the kept mass is at most the vocabulary's.
+  // The kept mass is at most the vocabulary's.
   plan.selection = cooling_of(plan.P.selection);
   if (plan.way == Way::settle) plan.gap = plan.P.lam > 0 ? plan.P.c / plan.P.lam * (1 + call.log_vocab) : 0;
 }
@@ -55,7 +53,7 @@ __device__ inline void answer_invalid(const Call &call, int64_t row) {
   if (out.reports) out.reports[row] = {TOPW_INVALID, 0, 0, 0, 0, 0};
 }
 
-// The largest logit alone, the lowest id among equals: a greedy row, or one whose J never rises (beta <= lam).
+// The largest logit, lowest id if tied: a greedy row, or beta <= lam, where J never rises.
 template <class Logit>
 __device__ void keep_best(const LogitRow &logits, float top, const float *maxima, uint64_t *key,
                                  BlockScratch &scratch) {
@@ -73,7 +71,7 @@ __device__ void keep_best(const LogitRow &logits, float top, const float *maxima
   __syncthreads();
 }
 
-// Loads the row's maxima into shared memory and returns the largest. A thread issues all loads before using the first.
+// Loads the row's maxima into shared memory, all loads before any use. Returns the largest.
 __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima) {
   constexpr int kTogether = 4;
   const float4 *const from = reinterpret_cast<const float4 *>(call.workspace.maxima + row * call.padded_groups);
@@ -98,7 +96,7 @@ __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima
   return largest;
 }
 
-// The row's remaining work, by its last block.
+// The rest of a row, by its last block.
 template <class Logit>
 __device__ void finish_or_open(const Call &call, int64_t row, const GivenParameters &given, CandidateLists &lists) {
   TOPW_SHARED(RowPlan, plan);
@@ -134,7 +132,7 @@ __device__ void finish_or_open(const Call &call, int64_t row, const GivenParamet
   }
 }
 
-// Whether this block is the last of its row; if so, the others' writes are visible.
+// Whether this block is the row's last, which then sees the others' writes.
 __device__ inline bool last_of_row(const Call &call, int64_t row) {
   TOPW_SHARED(uint32_t, last);
   __syncthreads();
@@ -147,7 +145,7 @@ __device__ inline bool last_of_row(const Call &call, int64_t row) {
   return last;
 }
 
-// Blocks: `chunks` for every row, one row after another.
+// Blocks: `chunks` for every row, row by row.
 template <class Logit>
 __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const __grid_constant__ Call call) {
   let_next_begin();
@@ -157,7 +155,7 @@ __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const
   const int32_t end = first + call.chunk_groups, groups = static_cast<int32_t>(call.groups);
   const Chunk chunk = {row, first, end < groups ? end : groups};
   if (call.inputs.edits > 0) {
-    // Later holds the row's maxima: has room for all its groups.
+    // Also holds the row's maxima later: has room for all its groups.
     ChunkEdits<Logit> edits(call, chunk, reinterpret_cast<int32_t *>(dynamic_shared() + sizeof(CandidateRoom)));
     measure_chunk<Logit>(call, chunk);
     edits.apply();

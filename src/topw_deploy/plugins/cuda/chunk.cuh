@@ -1,4 +1,4 @@
-// The pass over all logits: the maxima of groups of 64, and the edits. A block reads a chunk of a row.
+// The pass over all logits: maxima of groups of 64, and the edits. One chunk of a row per block.
 #ifndef TOPW_CUDA_CHUNK_CUH
 #define TOPW_CUDA_CHUNK_CUH
 
@@ -8,7 +8,7 @@
 namespace topw {
 
 constexpr int32_t kNoEdit = INT32_MAX;
-constexpr int kLoadsAtOnce = 4;  // per thread, of 16 bytes: enough in flight to cover the memory's latency
+constexpr int kLoadsAtOnce = 4;  // per thread, 16 bytes each: enough to hide memory latency
 
 // Groups [first, last) of a row.
 struct Chunk {
@@ -27,7 +27,7 @@ struct alignas(16) Pack {
   Logit logits[kSize];
 };
 
-// Accumulates a maximum: +inf if there is a NaN or +inf, which makes the row invalid.
+// +inf if there is a NaN or +inf, which makes the row invalid.
 __device__ __forceinline__ float or_invalid(float logit) {
   return logit < static_cast<float>(INFINITY) ? logit : static_cast<float>(INFINITY);
 }
@@ -42,7 +42,7 @@ __device__ __forceinline__ float largest_of(const uint4 &bytes) {
   return largest;
 }
 
-// Maxima of complete, 16-byte aligned groups; several neighbouring lanes share a group.
+// Maxima of complete, 16-byte aligned groups; neighbouring lanes share a group.
 template <class Logit>
 __device__ void measure_packs(const Logit *raw, int32_t first, int32_t last, float *maxima) {
   constexpr int kLanes = kGroup / Pack<Logit>::kSize, kGroups = kWarp / kLanes;
@@ -66,7 +66,7 @@ __device__ void measure_packs(const Logit *raw, int32_t first, int32_t last, flo
   }
 }
 
-// Maxima of any groups: one per warp, two logits per lane, several groups in flight.
+// Maxima of any groups: one per warp, two logits per lane.
 template <class Logit>
 __device__ void measure_loosely(const Logit *raw, int32_t vocab, int32_t first, int32_t last, float *maxima) {
   const float nothing = -static_cast<float>(INFINITY);
@@ -91,7 +91,7 @@ __device__ void measure_loosely(const Logit *raw, int32_t vocab, int32_t first, 
   }
 }
 
-// The maxima of a chunk's unedited groups, padded with -inf.
+// Maxima of unedited groups, padded with -inf.
 template <class Logit>
 __device__ void measure_chunk(const Call &call, const Chunk &chunk) {
   const Logit *raw = raw_row<Logit>(call, chunk.row);
@@ -105,17 +105,17 @@ __device__ void measure_chunk(const Call &call, const Chunk &chunk) {
     maxima[call.groups + own_index()] = -static_cast<float>(INFINITY);
 }
 
-// Rounds after every operation, as on a CPU, so that edited logits are the same everywhere.
+// Rounds every operation, as on a CPU: edited logits are the same everywhere.
 __device__ __forceinline__ float edited(float logit, float penalty, float bias) {
   return __fadd_rn(logit > 0 ? __fdiv_rn(logit, penalty) : __fmul_rn(logit, penalty), bias);
 }
 
-// The edits of a row within a chunk. An edited group is copied to a patch and edited there. Ids should be distinct; of
-// repeated ones, the last is applied to the raw logit, in any order of threads.
+// A row's edits within a chunk, applied in a patch (copy) of each edited group. Of repeated ids, the last applies to
+// the raw logit.
 template <class Logit>
 class ChunkEdits {
  public:
-  // Starts loading the edits, which arrive while measure_chunk reads the logits.
+  // Starts loading the edits, which arrive while measure_chunk runs.
   __device__ ChunkEdits(const Call &call, const Chunk &chunk, int32_t *slots)
       : call_(call),
         chunk_(chunk),
@@ -123,7 +123,7 @@ class ChunkEdits {
         edits_(static_cast<int32_t>(call.inputs.edits)),
         first_id_(own_index() < edits_ ? call.inputs.edit_ids[chunk.row * edits_ + own_index()] : -1) {}
 
-  // Corrects the maxima of measure_chunk. `slots`: shared memory for every group of the chunk.
+  // Corrects measure_chunk's maxima. `slots`: shared memory for the chunk's groups.
   __device__ void apply() {
     const int32_t groups = chunk_.last - chunk_.first;
 #pragma unroll 1
@@ -146,7 +146,7 @@ class ChunkEdits {
   }
 
  private:
-  // A group's patch has the lowest number of its edits or, if groups are fewer, the group's number.
+  // See patch_slots_of.
   __device__ int32_t slot(int32_t g) const { return edits_ <= call_.groups ? slots_[g] : chunk_.first + g; }
 
   __device__ float *patch(int32_t g) const {
@@ -154,14 +154,14 @@ class ChunkEdits {
   }
   __device__ int32_t *marks(int32_t g) const { return reinterpret_cast<int32_t *>(patch(g)); }
 
-  // The token of an edit, relative to the chunk, or -1 if outside it.
+  // An edit's token, relative to the chunk; -1 if outside.
   __device__ int32_t token(int32_t e) const {
     const int64_t id = e == own_index() ? first_id_ : call_.inputs.edit_ids[chunk_.row * edits_ + e];
     const int64_t from = static_cast<int64_t>(chunk_.first) * kGroup, to = static_cast<int64_t>(chunk_.last) * kGroup;
     return id >= from && id < to && id < call_.inputs.vocab ? static_cast<int32_t>(id - from) : -1;
   }
 
-  // Stores the lowest edit of every group. 0: this thread found none; 2: one with a penalty that makes the row invalid.
+  // Stores the lowest edit of every group. Returns 0 if this thread found none, 2 if a penalty invalidates the row.
   __device__ int find() {
     int found = 0;
 #pragma unroll 1
@@ -175,7 +175,7 @@ class ChunkEdits {
     return found;
   }
 
-  // Calls visit(group, place) for every logit of every patched group; one group per warp.
+  // Calls visit(group, place) for every patched logit; one group per warp.
   template <class Visit>
   __device__ void for_patched(Visit visit) {
 #pragma unroll 1
@@ -185,7 +185,7 @@ class ChunkEdits {
     }
   }
 
-  // The last edit of every token, at its place in the patch.
+  // Writes each token's last edit at its place in the patch.
   __device__ void mark_last() {
 #pragma unroll 1
     for (int32_t e = own_index(); e < edits_; e += block_size()) {
@@ -226,7 +226,6 @@ class ChunkEdits {
   const int64_t first_id_;
 };
 
-// Clears the chunk's keep_mask.
 __device__ inline void clear_keep_mask(const Call &call, const Chunk &chunk) {
   const int64_t vocab = call.inputs.vocab, from = static_cast<int64_t>(chunk.first) * kGroup;
   const int64_t end = static_cast<int64_t>(chunk.last) * kGroup, to = end < vocab ? end : vocab;

@@ -1,4 +1,4 @@
-// How certify cuts rows into chunks, each for one block. Host code.
+// How certify cuts rows into chunks, one block each. Host code.
 #ifndef TOPW_CUDA_CHUNKING_H
 #define TOPW_CUDA_CHUNKING_H
 
@@ -6,7 +6,7 @@
 
 namespace topw {
 
-// The device: multiprocessors, and resident blocks of the pass over the logits on each.
+// resident: blocks of the pass over the logits per multiprocessor.
 struct Device {
   int64_t multiprocessors, resident;
   bool operator==(const Device &other) const {
@@ -14,7 +14,7 @@ struct Device {
   }
 };
 
-// The work: rows of groups, to be cut at multiples of `step` groups.
+// Rows of groups, to be cut at multiples of `step` groups.
 struct Rows {
   int64_t groups, batch, step;
   bool operator==(const Rows &other) const {
@@ -23,11 +23,11 @@ struct Rows {
 };
 
 struct Chunking {
-  int64_t groups, chunks;  // of a chunk; of a row
+  int64_t groups, chunks;  // per chunk; per row
 };
 
-// Chunks that let the busiest multiprocessor end as early as possible. It reads the chunks of its resident blocks, then
-// the remaining ones; fewer than kBusy blocks take as long as kBusy.
+// Minimizes the busiest multiprocessor's time. It reads its resident blocks' chunks, then the rest; fewer than kBusy
+// blocks take as long as kBusy.
 inline Chunking cut_into_chunks(const Rows &rows, const Device &device) {
   constexpr int64_t kBusy = 3, kLate = 64;  // blocks; groups read while a block starts
   const auto ceiling = [](int64_t a, int64_t b) { return (a + b - 1) / b; };

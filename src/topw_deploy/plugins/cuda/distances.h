@@ -1,8 +1,8 @@
 // Distances of pool tokens to a set of members, as items of jobs (docs/contract/graph.md, section 2).
 //
 // Squared differences are added in float32 in a fixed tree: 32 coordinates in order, four such sums by pairs (a slice),
-// four slices in order (a section), all sections in order. Coordinates of points are rounded; so a pair whose distance
-// is small against its points' lengths is measured again in double from the table, if it may be among the nearest.
+// four slices in order (a section), all sections in order. Coordinates are rounded, so possible nearest pairs that are
+// close relative to their lengths are measured again in double.
 #ifndef TOPW_CUDA_DISTANCES_H
 #define TOPW_CUDA_DISTANCES_H
 
@@ -13,16 +13,16 @@
 namespace topw::crop {
 
 constexpr int kSlice = 128;             // coordinates in shared memory at a time
-constexpr int kChunks = 4;              // of a slice, one for each of four neighbouring lanes
+constexpr int kChunks = 4;              // of a slice, one per neighbouring lane
 constexpr int kChunk = kSlice / kChunks;
 constexpr int kSection = 4;             // slices
-constexpr int kTileRows = 32;           // pool tokens per block and tile, with two members per warp
+constexpr int kTileRows = 32;           // pool tokens per block and tile; each warp has two members
 constexpr int kRowsOfThread = 4, kColsOfWarp = 2;
-constexpr int kTileStride = kSlice + 4; // floats: puts neighbouring rows into different banks
+constexpr int kTileStride = kSlice + 4; // floats: neighbouring rows use different banks
 constexpr int kBatch = 4;               // columns per lane and load
 
-constexpr float kNear = 1.0f / 32;      // of the sum of squared lengths: closer pairs are measured again
-constexpr float kError = 1e-6f;         // bounds a distance's rounding error, in units of that sum's root
+constexpr float kNear = 1.0f / 32;      // relative to the sum of squared lengths: measure closer pairs again
+constexpr float kError = 1e-6f;         // rounding error bound of a distance, relative to that sum's root
 
 struct Tile {
   int32_t tokens[kTileRows + kColsOfWarp * kMostWarps];
@@ -43,7 +43,7 @@ class Distances {
         neighbours_(call.options.knn_k > 1 ? call.options.knn_k : 1),
         memory_(memory) {}
 
-  // Number of items of `job`, for blocks of this size.
+  // Number of items for blocks of this size.
   __device__ int32_t items(const Job &job) const {
     if (job.work == Work::measure_lengths) return (job.tokens + warps() - 1) / warps();
     if (job.work == Work::settle_rows) return (job.rows + warps() - 1) / warps();
@@ -65,7 +65,7 @@ class Distances {
     }
   }
 
-  // The smallest pieces that keep all blocks busy and fit. Affects who adds, not the order of additions.
+  // The smallest pieces that occupy all blocks and fit. Does not affect the order of additions.
   __device__ Pieces how_to_cut(const Job &job, int32_t blocks) const {
     const int64_t pairs = static_cast<int64_t>(job.rows) * job.cols;
     const int32_t found = tiles(job), enough = 4 * blocks;
@@ -104,7 +104,7 @@ class Distances {
            part * length, end < slices() ? end : slices());
   }
 
-  // Slices `from` to `to` of the pairs of the tile at this row and column.
+  // Adds slices `from` to `to` of the tile's pairs.
   __device__ void add_up(const Job &job, Pieces pieces, int32_t first_row, int32_t first_col, int32_t from,
                          int32_t to) {
     Tile &tile = *reinterpret_cast<Tile *>(dynamic_shared());
@@ -120,7 +120,7 @@ class Distances {
     }
     __syncthreads();
 
-    // A lane keeps one row of its four, for both columns of its warp.
+    // Each lane keeps one of its four rows, for its warp's two columns.
     const int32_t row = first_row + lane_index() / kChunks + kTileRows / kRowsOfThread * (lane_index() % kChunks);
     float total[kColsOfWarp] = {}, section[kColsOfWarp] = {};
     for (int32_t slice = from; slice < to; ++slice) {
@@ -148,7 +148,7 @@ class Distances {
     }
   }
 
-  // Loads the coordinates of the tile's points into shared memory, padded with zeros.
+  // Loads the tile's coordinates into shared memory, zero-padded.
   __device__ void load(const Tile &tile, float *points, int32_t both, int32_t slice) const {
     constexpr int kPieces = kSlice / kPiece, kTogether = 2;
 #pragma unroll 1
@@ -180,8 +180,8 @@ class Distances {
     return fmaf(difference, difference, sum);
   }
 
-  // The slice's sums of a lane's row (see add_up) and its warp's two columns. A lane adds one chunk for four rows. Four
-  // neighbours start at different places of their chunks, to read different banks.
+  // Sums for a lane's row (see add_up) and its warp's two columns. Each lane adds one chunk for four rows; neighbours
+  // start at different places to avoid bank conflicts.
   __device__ static void add_up_slice(const float *points, float *sums) {
     const int32_t chunk = lane_index() % kChunks, row = lane_index() / kChunks;
     const float *const cols = points + (kTileRows + kColsOfWarp * warp_index()) * kTileStride;
@@ -215,15 +215,15 @@ class Distances {
       }
   }
 
-  // Sum over four neighbouring lanes, (0 + 1) + (2 + 3), in each of them.
+  // (0 + 1) + (2 + 3) over four neighbouring lanes, in each.
   __device__ static float warp_reduce_pairs(float value) {
     value += __shfl_xor_sync(kEveryLane, value, 1);
     return value + __shfl_xor_sync(kEveryLane, value, 2);
   }
 
-  // ---- from sums of squares to the distance of a row to the set; by one warp ----
+  // ---- a row's distance to the set; by one warp ----
 
-  // The sort value of a distance: its square, or the cosine distance. NaN for a table with NaN.
+  // Squared or cosine distance. NaN for a table with NaN.
   __device__ float measure_of(float squares, float one, float other) const {
     if (metric_ != TOPW_COSINE) return squares;
     const float value = 0.5f * (squares + (1 - one) + (1 - other));  // 1 - x.y; lengths are 1 except for zero rows
@@ -251,7 +251,7 @@ class Distances {
     float *const own = memory_.pairs + static_cast<int64_t>(row) * job.cols;
     bool near = false;
     for (int32_t first = lane_index(); first < job.cols; first += kBatch * kWarp) {
-      float squares[kBatch], other[kBatch];  // all loads are issued before the first is used
+      float squares[kBatch], other[kBatch];  // issue all loads before using any
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int32_t c = first + b * kWarp < job.cols ? first + b * kWarp : first;
@@ -267,7 +267,7 @@ class Distances {
         const bool again = !same && !(squares[b] >= kNear * both);
         float value = measure_of(squares[b], length, other[b]);
         if (!(value >= 0)) value = static_cast<float>(INFINITY);
-        own[c] = again ? -value : value;  // the sign marks it for measuring again
+        own[c] = again ? -value : value;  // negative: to be measured again
         near = near || again;
       }
     }
@@ -277,7 +277,7 @@ class Distances {
     if (lane_index() == 0) memory_.distance[position] = distance;
   }
 
-  // Bits of non-negative floats are in the order of the values; the column makes them distinct.
+  // Bits of non-negative floats sort as their values; the column makes them distinct.
   __device__ static uint64_t next_smallest(const float *values, int32_t count, uint64_t after, bool any) {
     uint64_t best = ~uint64_t{0};
     for (int32_t c = lane_index(); c < count; c += kWarp) {
@@ -305,7 +305,7 @@ class Distances {
     return static_cast<float>(sum / k);
   }
 
-  // Measures the marked ones that may be among the nearest again. kth: the k-th smallest float32 value.
+  // Measures marked pairs again that may be among the nearest. kth: the k-th smallest float32 value.
   __device__ TOPW_OUT_OF_LINE void measure_near_ones(const Job &job, int32_t position, float length, float *own,
                                                       float kth) {
     for (int32_t first = 0; first < job.cols; first += kWarp) {
@@ -330,7 +330,7 @@ class Distances {
     __syncwarp();
   }
 
-  // The square of a distance, or the cosine distance.
+  // The squared distance, or the cosine distance.
   __device__ double measure_in_double(int32_t one, int32_t other) const {
     double squares, product;
     points_.compare_in_double(one, other, squares, product);

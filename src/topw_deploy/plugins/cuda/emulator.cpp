@@ -1,4 +1,4 @@
-// The fibres behind emulator.h: stacks, switching, barriers and scheduling.
+// The fibres of emulator.h: stacks, switching, barriers, scheduling.
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,7 +27,7 @@ Settings settings;
 namespace {
 
 constexpr unsigned kMostThreads = 1024;
-constexpr uint64_t kPatience = 20000;  // pauses per live thread without any other event
+constexpr uint64_t kPatience = 20000;  // pauses per live thread without another event before giving up
 constexpr size_t kStacksAtOnce = 256;
 constexpr size_t kMargin = 256;          // guard bytes after the dynamic shared memory
 constexpr unsigned char kUntouched = 0xc7;
@@ -42,8 +42,8 @@ struct Fibre : Thread {
   Place place = {"", 0};
 };
 
-// Lanes that wait at a warp function. Deposits alternate between two places: a fast lane may be at the next function,
-// but not further, while a slow one still reads this one's results.
+// Lanes waiting at a warp function. Deposits alternate between two arrays: a fast lane may enter the next function
+// while a slow one still reads.
 struct Warp {
   unsigned arrived = 0;
   Place place = {"", 0};
@@ -65,10 +65,10 @@ struct Block {
 
 std::vector<std::unique_ptr<Fibre>> fibres;
 std::vector<Fibre *> idle, ready;
-Fibre *last_ended = nullptr;  // may still run on its stack, so it is not idle
+Fibre *last_ended = nullptr;  // not idle: may still run on its stack
 std::vector<unsigned char *> stacks;
-std::vector<std::unique_ptr<Block>> blocks, spare_blocks;  // resident, and kept for their memory
-std::vector<unsigned> waiting_blocks;                      // numbers of those that are not resident yet
+std::vector<std::unique_ptr<Block>> blocks, spare_blocks;  // resident; kept for their memory
+std::vector<unsigned> waiting_blocks;                      // not yet resident
 Launch launched;
 Context outside;
 const std::function<void()> *body = nullptr;
@@ -113,8 +113,7 @@ std::string deadlock() {
   return text;
 }
 
-// Picks a ready fibre. Odd seeds prefer the one that became ready last: then a warp runs far ahead of the others, which
-// reveals barriers missing where memory is reused, and any thread is late now and then.
+// Picks a ready fibre. Odd seeds prefer the latest: a warp runs far ahead, which reveals missing barriers.
 Fibre *take_ready(bool any) {
   const uint64_t drawn = draw();
   const bool last = !any && settings.seed % 2 == 1 && drawn % 64 != 0;
@@ -125,7 +124,7 @@ Fibre *take_ready(bool any) {
   return next;
 }
 
-// Runs other threads until this one is ready again.
+// Runs other threads until this one is ready.
 void wait(bool any = false) {
   Fibre *const me = self();
   if (ready.empty()) fail(deadlock());
@@ -138,7 +137,7 @@ void wait(bool any = false) {
 void end_thread(Fibre *me);
 bool start_next_block();
 
-// Runs a thread to its end. When its block has ended, the next one takes its place.
+// Runs a thread to its end. The next block replaces a finished one.
 void entry() {
   (*body)();
   Fibre *const me = self();
@@ -179,8 +178,8 @@ void join_warp(const Place &place, unsigned mask, Warp &warp) {
 
 Warp &own_warp() { return self()->block->warps[current->threadIdx.x / 32]; }
 
-// Many stacks share a mapping, as a process can have only some ten thousand. Below a stack is another one, so a mark at
-// its end detects overflow.
+// Many stacks share a mapping: a process can have only some ten thousand. A mark at a stack's end detects overflow into
+// the next.
 unsigned char *stack_of(size_t index) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), size = page + kStacksAtOnce * kStack;
   while (stacks.size() <= index) {  // a guard page lies below the lowest
@@ -220,7 +219,7 @@ void end_thread(Fibre *me) {
   }
 }
 
-// An unused fibre with a stack. Null without memory.
+// A fibre with a stack; null without memory.
 Fibre *idle_fibre() {
   if (idle.empty()) {
     unsigned char *const stack = stack_of(fibres.size());
@@ -246,7 +245,7 @@ Block &new_block(const Launch &how) {
   block.variables.clear();
   block.warps.assign(how.threads / 32, Warp());
   block.memory.resize(how.shared + kSharedByDefault + kMargin + 256);
-  memset(block.memory.data(), static_cast<int>(draw() & 255), block.memory.size());  // its content is undefined
+  memset(block.memory.data(), static_cast<int>(draw() & 255), block.memory.size());  // shared memory starts undefined
   block.shared = block.memory.data() + (256 - reinterpret_cast<uintptr_t>(block.memory.data()) % 256);
   memset(block.shared + how.shared, kUntouched, kMargin);
   return block;
@@ -277,7 +276,7 @@ bool start_next_block() {
   return start_block(launched, number);
 }
 
-// Runs blocks until none is left; a new one begins whenever one ends.
+// Runs blocks until none is left; starts one when another ends.
 void run_started() {
   pauses = 0;
   Fibre *const first = take_ready(true);
@@ -286,7 +285,6 @@ void run_started() {
   current = nullptr;
 }
 
-// Cleans up after an abandoned launch.
 void clean_up() {
   ready.clear();
   waiting_blocks.clear();
@@ -330,7 +328,7 @@ int barrier(const Place &place, int predicate, Vote vote) {
     block.waiting.clear();
   }
   wait();
-  return block.verdict;  // the next one needs this thread, too
+  return block.verdict;  // the next vote needs this thread
 }
 
 void warp_barrier(const Place &place, unsigned mask) { join_warp(place, mask, own_warp()); }

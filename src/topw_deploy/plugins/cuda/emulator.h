@@ -1,12 +1,13 @@
-// Emulates CUDA on a CPU, to run the kernels without a device: every thread of a block is a fibre.
+// Emulates CUDA on a CPU, to run the kernels without a device: every thread is a fibre.
 //
 // Fibres run until they wait: at a barrier, at a warp function, or polling memory (`pause`). A seed determines which
-// one runs next, so a missing barrier changes results with the seed; odd seeds let a warp run ahead of the others.
-// Errors, reported with the place in the source, are: a barrier not reached by all threads, or reached elsewhere; a
-// warp function without all lanes; more shared memory than requested; a misaligned __ldg or __ldcg. An error abandons
-// the launch. A process runs one launch at a time.
+// runs next, so a missing barrier changes results with the seed; odd seeds let a warp run ahead.
 //
-// Not emulated: time, caches, and the order in which other blocks see writes. A missing __threadfence goes unnoticed.
+// Errors, reported with their source location, abandon the launch: a barrier not reached by all threads, or reached
+// elsewhere; a warp function without all lanes; too much shared memory; a misaligned __ldg or __ldcg.
+//
+// Not emulated: time, caches, and write order between blocks, so a missing __threadfence goes unnoticed. One launch at
+// a time per process.
 #ifndef TOPW_CUDA_EMULATOR_H
 #define TOPW_CUDA_EMULATOR_H
 
@@ -31,7 +32,7 @@ struct dim3 {
 namespace topw {
 namespace emulator {
 
-// The place in the source where a thread waits.
+// Source location of a waiting thread.
 struct Place {
   const char *file;
   int line;
@@ -58,22 +59,21 @@ void yield();
 uint64_t nanoseconds();
 [[noreturn]] void trap(const char *why);
 
-// Runs a kernel. Returns 0, or kUnlaunchable for the reason error().
+// Runs a kernel. Returns 0, or kUnlaunchable with the reason in error().
 int run(const Launch &, const std::function<void()> &kernel);
 const char *error();
 
-// Raises a kernel's limit of dynamic shared memory, as cudaFuncSetAttribute does: a block's total limit becomes
-// kSharedOnRequest instead of kSharedByDefault.
+// As cudaFuncSetAttribute: raises a block's shared memory limit from kSharedByDefault to kSharedOnRequest.
 void allow_shared(const void *kernel, size_t bytes);
 size_t allowed_shared(const void *kernel);
 void set_kernel(const void *kernel);
 
-// The settings of topw_emulate.
+// Set by topw_emulate.
 struct Settings {
   uint64_t seed = 1;
   unsigned threads = 0;   // per block; 0: as on a device
   unsigned blocks = 4;    // multiprocessors
-  unsigned resident = 0;  // blocks that run at once, others wait; 0: one per multiprocessor
+  unsigned resident = 0;  // concurrent blocks; 0: one per multiprocessor
   uint64_t tick = 0;      // nanoseconds per pause
 };
 extern Settings settings;
@@ -145,7 +145,7 @@ int resident_blocks(Kernel *, unsigned, size_t) {
   return static_cast<int>(4 * emulator::settings.blocks);
 }
 
-// A kernel's threads, or the number that topw_emulate set.
+// A kernel's threads, or topw_emulate's number.
 inline unsigned threads_of_block(unsigned threads) {
   return emulator::settings.threads ? emulator::settings.threads : threads;
 }

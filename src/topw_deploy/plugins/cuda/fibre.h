@@ -1,5 +1,4 @@
-// Switches between fibres. An emulated launch switches millions of times; unlike glibc's swapcontext, which makes two
-// system calls for signal masks, this makes none.
+// Switches between fibres, millions of times per launch. glibc's swapcontext would make two system calls each.
 #ifndef TOPW_CUDA_FIBRE_H
 #define TOPW_CUDA_FIBRE_H
 

@@ -1,4 +1,4 @@
-// The end of every row: the draw from its crop, and its outputs (docs/contract/graph.md, section 5).
+// The end of every row: draw and outputs (docs/contract/graph.md, section 5).
 #ifndef TOPW_CUDA_FINISH_H
 #define TOPW_CUDA_FINISH_H
 
@@ -8,15 +8,14 @@
 
 namespace topw {
 
-// A row's crop: `size` tokens by (logit descending, id ascending), as keys of token_key, in shared memory or in global
-// memory written by this block.
+// A crop: `size` keys of token_key, best first, in shared memory or in global memory written by this block.
 struct Kept {
   const uint64_t *keys;
   int32_t size;
   bool certified;
 };
 
-// The place of the drawn token. `G` [size]: inclusive sums of weights at the drawing temperature.
+// The drawn token's place. `G` [size]: inclusive sums of weights at the drawing temperature.
 __device__ inline int32_t draw(const Parameters &P, const Kept &kept, const double *G, BlockScratch &scratch) {
   const double reached = P.uniform * G[kept.size - 1];
   int32_t first = kept.size - 1;
@@ -38,8 +37,8 @@ __device__ TOPW_OUT_OF_LINE inline void sum_weights(const Kept &kept, float top,
   block_scan(room, nullptr, kept.size, scratch);
 }
 
-// `total`: sum of the weights at the drawing temperature, in units of the largest kept one. One thread computes the
-// doubles, of which a small GPU computes few at once.
+// `total`: sum of weights at the drawing temperature, in units of the largest kept one. One thread computes the
+// doubles: small GPUs have few double units.
 __device__ inline void write_outputs(const Call &call, int64_t row, const Parameters &P, const Kept &kept,
                                      int32_t place, double total, const topw_report &report) {
   const topw_outputs &out = call.outputs;
@@ -57,10 +56,9 @@ __device__ inline void write_outputs(const Call &call, int64_t row, const Parame
   if (out.reports) out.reports[row] = report;
 }
 
-// Draws, and writes all outputs of the row. All threads of a block call it with the same arguments, after a barrier
-// that follows the writes to `kept.keys`; it ends with a barrier. `room`: [kept.size] doubles of scratch, shared or
-// global; `weighed` if it already holds sum_weights for the drawing temperature. `top`: the row's largest logit, which
-// with a negative geom_scale may not be in the crop.
+// Draws, and writes the row's outputs. All threads call it, after a barrier that follows the writes to `kept.keys`; it
+// ends with a barrier. `room`: [kept.size] doubles of scratch, holding sum_weights at the drawing temperature if
+// `weighed`. `top`: the row's largest logit, which with a negative geom_scale the crop may lack.
 __device__ inline void finish_row(const Call &call, int64_t row, const Parameters &P, float top, const Kept &kept,
                                   const topw_report &report, double *room, BlockScratch &scratch,
                                   bool weighed = false) {

@@ -1,5 +1,4 @@
-// The second launch: answers the rows that certify left open. It may begin while certify still runs, and ends at once
-// if there are none.
+// The second launch: answers the rows certify left open; ends at once if none are. May begin while certify runs.
 #ifndef TOPW_CUDA_GEOMETRY_CUH
 #define TOPW_CUDA_GEOMETRY_CUH
 
@@ -10,13 +9,13 @@
 namespace topw {
 
 constexpr unsigned kGeometryThreads = 256;
-constexpr unsigned kGeometryBlocks = 2;  // that fit on a multiprocessor; as many are launched
+constexpr unsigned kGeometryBlocks = 2;  // launched per multiprocessor, all resident
 
 namespace crop {
 
 constexpr int64_t kSumsInShared = 1277;  // tokens of a pool: more would exceed 48 KB per block
 
-// Tokens that a leading block can sort at once, with room for extra tokens that the groups' maxima bring.
+// Tokens a leading block can sort at once, including extras from the groups' maxima.
 TOPW_SHARED_CODE inline int32_t sorted_at_once(int64_t pool) {
   int32_t capacity = 64;
   while (capacity < pool + pool / 2 && capacity < kMostPool) capacity *= 2;
@@ -27,7 +26,7 @@ TOPW_SHARED_CODE inline int64_t sorting_bytes(int64_t pool) {
   return sorted_at_once(pool) * static_cast<int64_t>(sizeof(uint64_t) + sizeof(uint32_t));
 }
 
-// A leading block's dynamic shared memory, which at other times holds the tiles of distances.
+// A leading block's dynamic shared memory; otherwise it holds distance tiles.
 __device__ inline Room room_of(const Memory &memory, int64_t pool) {
   Room room = {};
   room.capacity = sorted_at_once(pool);
@@ -38,9 +37,9 @@ __device__ inline Room room_of(const Memory &memory, int64_t pool) {
   return room;
 }
 
-// The pool of a row in Memory, and its sizes.
+// The pool in Memory, and its sizes.
 struct PoolSums {
-  int32_t size, k0, K;  // of the warm start; the first maximiser without geometry
+  int32_t size, k0, K;  // k0: warm start; K: first maximiser without geometry
 };
 
 __device__ inline PoolSums weigh(const Parameters &P, float top, int32_t size, const Memory &memory, const Room &room,
@@ -133,7 +132,7 @@ class OpenRows {
     }
   }
 
-  // Works on the jobs of all leaders until every row is answered.
+  // Works on all leaders' jobs until every row is answered.
   __device__ void help(int32_t &team, Claim &claim, BlockScratch &scratch) const {
     for (Patience patience;;) {
       __syncthreads();
@@ -146,7 +145,7 @@ class OpenRows {
   }
 
  private:
-  // A counter's next value, for all threads of the block.
+  // Increments a counter; all threads of the block get the old value.
   __device__ static uint32_t next(uint32_t *counter, int32_t &word) {
     if (own_index() == 0) word = static_cast<int32_t>(atomicAdd(counter, 1u));
     __syncthreads();
@@ -155,7 +154,7 @@ class OpenRows {
     return value;
   }
 
-  // Claims an item and returns its leader's number; -1 when all rows are answered. By one thread.
+  // Claims an item. Returns its leader's number, or -1 when all rows are answered. By one thread.
   __device__ int32_t find_job(Claim &claim, Patience &patience) const {
     for (uint64_t last = 0;;) {
       const bool all_done = polled(&control_->rows_done) >= open_;
@@ -174,7 +173,7 @@ class OpenRows {
     }
   }
 
-  // A leader whose job has items left, or -1, and the sum over all boards. Blocks start with different leaders.
+  // A leader whose job has items left, or -1; sum: over all boards. Blocks start with different leaders.
   __device__ int32_t offering(uint64_t &sum) const {
     constexpr int32_t kTogether = 8;  // loads in flight
     int32_t found = -1;
@@ -196,7 +195,7 @@ class OpenRows {
     return (static_cast<int32_t>(blockIdx.x) + (n < teams_ ? n : 0)) % teams_;
   }
 
-  // Works on all items of the claimed one's job that this block can claim.
+  // Works on all items of the claimed job that this block can claim.
   __device__ void work_on(const Memory &memory, Board *board, Claim &claim, BlockScratch &scratch) const {
     const Job job = load_written(memory.job);
     const LogitRow logits(call_, job.row);

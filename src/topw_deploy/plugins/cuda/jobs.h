@@ -1,10 +1,10 @@
-// Work on open rows for any block of the launch: each row has a leader, which publishes jobs cut into items.
+// Work on open rows for any block: each row's leader publishes jobs cut into items.
 //
-// A block waits only for items claimed by running blocks, never for a block that has not started. So a launch of any
-// size ends, whatever the number of resident blocks, and may share the device with other kernels.
+// A block waits only for items claimed by running blocks, so a launch ends with any number of resident blocks and may
+// share the device.
 //
-// Writes before `publish` are visible to whoever claims an item. Writes of an item are visible to the leader after
-// `finish`; those of other blocks must be read past the first level of cache (__ldcg).
+// Writes before `publish` are visible to claiming blocks. An item's writes are visible to the leader after `finish`, if
+// read past L1 (__ldcg).
 #ifndef TOPW_CUDA_JOBS_H
 #define TOPW_CUDA_JOBS_H
 
@@ -68,8 +68,8 @@ __device__ inline Claim claim_item(Board *board) {
   return {claimed_in(claims), static_cast<uint32_t>(claims >> (2 * kItemBits))};
 }
 
-// Calls work(item) with all threads of a block, for the claimed item and all others it can claim of the same job.
-// `claim`: in shared memory, written before a barrier; at the end it may hold an item of the board's next job.
+// Calls work(item) with all threads of a block, for the claimed item and others of the same job. `claim`: in shared
+// memory, written before a barrier; may end up holding an item of the board's next job.
 template <class Work>
 __device__ void work_off(Board *board, Claim &claim, Work work) {
   const uint32_t job = claim.job;
@@ -87,13 +87,13 @@ __device__ void work_off(Board *board, Claim &claim, Work work) {
   }
 }
 
-// A leader's side of its board. All threads of the leading block call every function.
+// The board's leader. All threads of the block call every function.
 class Leader {
  public:
-  // claim: in shared memory, used by this object only.
+  // claim: in shared memory, exclusive to this object.
   __device__ Leader(Board *board, Job *job, Claim &claim) : board_(board), job_(job), claim_(claim) {}
 
-  // Offers a job to all blocks and returns. The job's data must not be touched before `finish`.
+  // Offers a job to all blocks. Leave its data untouched until `finish`.
   __device__ void publish(const Job &job, int32_t items) {
     __syncthreads();
     if (own_index() == 0) {
@@ -106,7 +106,7 @@ class Leader {
     items_ = items;
   }
 
-  // Works on the remaining items, then waits for those of others. Does nothing if no job is published.
+  // Works on remaining items, then waits for others. Does nothing without a job.
   template <class Work>
   __device__ void finish(Work work) {
     if (items_ == 0) return;
@@ -143,7 +143,7 @@ class Leader {
   int32_t items_ = 0;
 };
 
-// Reads what another block or launch wrote.
+// Reads another block's or launch's writes.
 template <class T>
 __device__ T load_written(const T *from) {
   constexpr int kWords = sizeof(T) / sizeof(uint32_t);
@@ -155,12 +155,12 @@ __device__ T load_written(const T *from) {
   return value;
 }
 
-// Number of blocks that lead at once: one per open row, at most kTeams.
+// Concurrent leaders: one per open row, at most kTeams.
 __device__ inline int32_t leaders(uint32_t open_rows) {
   return static_cast<int32_t>(open_rows < static_cast<uint32_t>(kTeams) ? open_rows : static_cast<uint32_t>(kTeams));
 }
 
-// To be called last by every block. The last block zeroes the control memory for the next launch.
+// Every block's last call. The last block zeroes the control memory.
 __device__ inline void leave(const Call &call, int32_t teams) {
   Control *const control = call.workspace.control;
   __syncthreads();

@@ -1,4 +1,4 @@
-// Implements topw_cuda.h: refusals, workspace sizes, and the launches of a step.
+// Implements topw_cuda.h: refusals, workspace sizes, launches.
 
 #include <math.h>
 
@@ -10,9 +10,9 @@
 namespace topw {
 namespace {
 
-constexpr double kBestTokens = 640;       // for certify's look at the best tokens, if too many are within the gap
-constexpr int64_t kFewestGroups = 64;     // for it
-constexpr double kCrowded = 3;            // tokens per group: beyond, maxima say little about their number
+constexpr double kBestTokens = 640;       // certify's look at the best tokens, if too many are within the gap
+constexpr int64_t kFewestGroups = 64;     // for that look
+constexpr double kCrowded = 3;            // tokens per group; beyond, maxima say little about their number
 
 bool known_table(const topw_table &table) {
   if (table.blocks.bits == 0)
@@ -45,7 +45,7 @@ const char *refusal(const topw_cuda_shape &shape) {
   return refusal_of_table(shape);
 }
 
-// Number of maxima at which certify's look at the best tokens starts: as many as kBestTokens reach if placed at random.
+// Number of maxima for certify's look at the best tokens: kBestTokens randomly placed tokens reach them.
 int32_t best_groups(int64_t groups) {
   const double to_each = kBestTokens / static_cast<double>(groups);
   if (groups < kFewestGroups) return 0;
@@ -79,7 +79,7 @@ Call call_of(const topw_cuda_shape &shape, const topw_table *table, const topw_i
   return call;
 }
 
-// Cached: all steps of a loop need the same cut, and finding it takes longer than a launch.
+// Cached: a loop's steps need the same cut, and finding it takes longer than a launch.
 const Chunking &remembered_cut(const Rows &rows, const Device &device) {
   static thread_local Rows last_rows = {};
   static thread_local Device last_device = {};
@@ -178,11 +178,11 @@ int topw_cuda_device_count(void) { return topw::device_count(); }
 int topw_cuda_abi_version(void) { return TOPW_CUDA_ABI_VERSION; }
 
 #if defined(TOPW_EMULATE)
-/* seed: of the order of threads; threads per block, 0 for as on a device; multiprocessors. */
+/* seed: of the order of threads; threads per block, 0 for the device's; multiprocessors. */
 TOPW_EXPORT void topw_emulate(uint64_t seed, uint32_t threads, uint32_t blocks) {
   topw::emulator::settings = {seed, threads, blocks ? blocks : 1};
 }
-/* Blocks that run at once, 0 for one per multiprocessor; nanoseconds per unsuccessful wait. */
+/* Concurrent blocks, 0 for one per multiprocessor; nanoseconds per unsuccessful wait. */
 TOPW_EXPORT void topw_emulate_waiting(uint32_t resident, uint64_t tick) {
   topw::emulator::settings.resident = resident;
   topw::emulator::settings.tick = tick;

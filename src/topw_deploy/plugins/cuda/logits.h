@@ -1,4 +1,4 @@
-// A row of edited logits on the device: the caller's logits, and patches for edited groups.
+// Edited logits on the device: the caller's, with patches for edited groups.
 #ifndef TOPW_CUDA_LOGITS_H
 #define TOPW_CUDA_LOGITS_H
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t bits_of(float value) {
   return bits;
 }
 
-// A key whose ascending order is the descending order of the values; -0 and 0 have the same key.
+// A key that sorts values in descending order; -0 equals 0.
 __device__ __forceinline__ uint32_t descending_key(float value) {
   const uint32_t bits = bits_of(value + 0.0f);
   return bits >> 31 ? bits : bits ^ 0x7fffffffu;
@@ -34,7 +34,7 @@ __device__ __forceinline__ float value_of_key(uint32_t key) {
   return float_of_bits(key >> 31 ? key : key ^ 0x7fffffffu);
 }
 
-// (logit descending, id ascending) as one number, ascending.
+// Sorts ascending as (logit descending, id ascending).
 __device__ __forceinline__ uint64_t token_key(float logit, int32_t id) {
   return static_cast<uint64_t>(descending_key(logit)) << 32 | static_cast<uint32_t>(id);
 }
@@ -43,7 +43,7 @@ __device__ __forceinline__ int32_t id_of(uint64_t key) { return static_cast<int3
 
 constexpr int kPatched = 3;
 
-// Two loaded, undecoded logits of a row; their number, or kPatched.
+// Two undecoded logits of a row; their number, or kPatched.
 template <class Logit>
 struct Two {
   Logit raw[2];
@@ -51,7 +51,7 @@ struct Two {
   int there;
 };
 
-// For all steps after the pass over the logits. Any type of logits.
+// For all steps after the pass over the logits. Any logits type.
 class LogitRow {
  public:
   __device__ LogitRow(const Call &call, int64_t row)
@@ -67,20 +67,20 @@ class LogitRow {
   __device__ int32_t vocab() const { return vocab_; }
   __device__ int32_t groups() const { return groups_; }
 
-  // The largest logit of a group. [groups()]
+  // The largest logit of a group.
   __device__ float maximum(int32_t group) const { return __ldcg(maxima_ + group); }
 
-  // The logit of a token; -inf after the last, up to the end of its group.
+  // -inf after the last token, up to the end of its group.
   __device__ float at(int32_t id) const {
     const int32_t slot = patch_of_ ? __ldcg(patch_of_ + id / kGroup) : -1;
     if (slot >= 0) return __ldcg(patches_ + static_cast<int64_t>(slot) * kGroup + id % kGroup);
     return id < vocab_ ? raw(id) : -static_cast<float>(INFINITY);
   }
 
-  // The slot of a group's patch; negative: none.
+  // Slot of a group's patch; negative: none.
   __device__ int32_t slot(int32_t group) const { return patch_of_ ? __ldcg(patch_of_ + group) : -1; }
 
-  // Logits 4 * quarter to 4 * quarter + 3 of a group with this slot; one load if they are aligned.
+  // Logits 4 * quarter to 4 * quarter + 3 of a group; one load if aligned.
   __device__ float4 four(int32_t group, int32_t quarter, int32_t slot) const {
     if (slot >= 0)
       return __ldcg(reinterpret_cast<const float4 *>(patches_ + static_cast<int64_t>(slot) * kGroup) + quarter);
@@ -101,8 +101,7 @@ class LogitRow {
     return {at(first), at(first + 1), at(first + 2), at(first + 3)};
   }
 
-  // Logits lane and lane + 32 of a group, by a whole warp. In two steps, so that loads of several groups are in flight
-  // at once.
+  // Logits lane and lane + 32 of a group, by a whole warp. Separate load and decode keep several loads in flight.
   template <class Logit>
   __device__ Two<Logit> load_two(int32_t group, int lane) const {
     const int32_t slot = patch_of_ ? __ldcg(patch_of_ + group) : -1, first = group * kGroup + lane;
@@ -126,7 +125,6 @@ class LogitRow {
     return {two.there > 0 ? to_float(two.raw[0]) : nothing, two.there > 1 ? to_float(two.raw[1]) : nothing};
   }
 
-  // The logit without edits.
   __device__ float raw(int32_t id) const {
     if (type_ == TOPW_FLOAT32) return reinterpret_cast<const float *>(raw_)[id];
     const uint16_t bits = reinterpret_cast<const uint16_t *>(raw_)[id];

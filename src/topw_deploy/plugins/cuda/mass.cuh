@@ -1,6 +1,6 @@
-// For the output `mass`: each crop's share of the softmax over the whole row at the selection temperature, within 3e-7
-// relative. certify adds the weights of each unit while it has the logits; units are the same for every launch, so the
-// sums are, too. Whoever answers the row adds the units.
+// The output `mass`: each crop's share of the full softmax at the selection temperature, within 3e-7 relative. certify
+// sums weights per unit; the block that answers the row adds the units. Units, and so the sums, are the same for every
+// launch.
 #ifndef TOPW_CUDA_MASS_CUH
 #define TOPW_CUDA_MASS_CUH
 
@@ -9,7 +9,7 @@
 
 namespace topw {
 
-constexpr float kNegligible = -100.0f;  // e^-100 of the largest adds nothing
+constexpr float kNegligible = -100.0f;  // e^-100 is negligible
 constexpr int kUnitGroups = kMassUnit / kGroup;
 
 // 1 / the selection temperature; 0 if no weights are needed.
@@ -19,7 +19,7 @@ __device__ inline Pair rate_of(const Call &call, int64_t row) {
   return pair_of(1 / P.selection);
 }
 
-// e to the power (logit - top) * rate. Corrects for the exponent's rounding.
+// exp((logit - top) * rate), corrected for the exponent's rounding.
 __device__ __forceinline__ float weight_below(float logit, float top, Pair rate) {
   const Pair exponent = times(sum_of(logit, -top), rate);
   if (!(exponent.high > kNegligible)) return 0;
@@ -60,7 +60,7 @@ __device__ inline void weigh_unit(const Call &call, const LogitRow &logits, int6
   call.workspace.unit_sums[row * call.units + unit] = total;
 }
 
-// Over all units of a chunk, whose maxima are known. Begins with a barrier.
+// Over a chunk's units, after their maxima. Begins with a barrier.
 __device__ TOPW_OUT_OF_LINE inline void weigh_chunk(const Call &call, const Chunk &chunk) {
   TOPW_SHARED(Pair, rate);
   if (own_index() == 0) rate = rate_of(call, chunk.row);
@@ -73,7 +73,7 @@ __device__ TOPW_OUT_OF_LINE inline void weigh_chunk(const Call &call, const Chun
     weigh_unit(call, logits, chunk.row, unit, rate);
 }
 
-// kept: the crop's weight at the selection temperature, in units of the row's largest logit `top`. By the first warp.
+// kept: the crop's weight at the selection temperature, in units of the largest logit `top`. By the first warp.
 __device__ inline void write_mass(const Call &call, int64_t row, const Parameters &P, float top, double kept) {
   if (warp_index() != 0) return;
   double total = 0;

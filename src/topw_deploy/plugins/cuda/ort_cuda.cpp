@@ -1,7 +1,6 @@
-// topw::TopWSample for onnxruntime's CUDA provider: the node of docs/contract/graph.md, section 8, by topw_cuda_launch.
+// topw::TopWSample for onnxruntime's CUDA provider (docs/contract/graph.md, section 8).
 //
-// A call only launches, on the provider's stream, with device addresses and a workspace allocated by the first call of
-// its size. So a CUDA graph can capture a step once it has run.
+// The first call of a size allocates its workspace; later ones only launch, so a CUDA graph can capture them.
 
 #include <stdlib.h>
 
@@ -62,7 +61,7 @@ void destroy(void *data) {
   free(data);
 }
 
-// An error for a node that the kernels would refuse; the session is then opened without this operator.
+// An error for a node the kernels refuse; the session is then opened without this operator.
 Status *check(const Api &api, const Node &node) {
   const int64_t vocab = node.vocab > 0 ? node.vocab : node.has_table() ? node.table.tokens : 1;
   const topw_cuda_shape shape = shape_of(node, 1, vocab, 0);
@@ -100,7 +99,7 @@ ort::Operator on_a_gpu() {
 
 const ort::Operator cuda_operator = on_a_gpu();
 
-// The architectures of this library, separated by points: 87 is sm_87.
+// The library's architectures, separated by points: 87 is sm_87.
 #define TOPW_TEXT_OF(words) #words
 #define TOPW_TEXT(words) TOPW_TEXT_OF(words)
 extern "C" TOPW_EXPORT const char *topw_cuda_architectures(void) { return TOPW_TEXT(TOPW_WITH_CUDA); }

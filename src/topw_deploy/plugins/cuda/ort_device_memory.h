@@ -1,4 +1,4 @@
-// The operator's scratch memory on the device, a workspace per stream.
+// Device scratch memory, a workspace per stream.
 #ifndef TOPW_CUDA_ORT_DEVICE_MEMORY_H
 #define TOPW_CUDA_ORT_DEVICE_MEMORY_H
 
@@ -12,7 +12,7 @@
 
 namespace topw {
 
-// Control memory followed by scratch memory, for calls of at most this shape on one stream.
+// Control and scratch memory for one stream and calls of at most this shape.
 struct DeviceWorkspace {
   topw_cuda_shape shape;
   void *stream, *control;
@@ -21,12 +21,11 @@ struct DeviceWorkspace {
   void *scratch() const { return static_cast<unsigned char *>(control) + topw_cuda_control_bytes(&shape); }
 };
 
-// A larger call gets a workspace at least twice as large as earlier ones, so all together are at most twice the
-// largest. None is freed before the operator, as a captured graph keeps using its own.
+// A larger call gets a workspace at least twice the earlier size: the total is at most twice the largest. None is freed
+// early: captured graphs keep using theirs.
 class DeviceWorkspaces {
  public:
-  // Held while a step's workspace is found and the step launched: if two threads run a session on one stream, the
-  // launches of their steps must not interleave.
+  // Lock over finding a workspace and launching: two threads' launches on one stream must not interleave.
   class Turn {
    public:
     explicit Turn(DeviceWorkspaces &all) : busy_(all.busy_) {
@@ -48,8 +47,8 @@ class DeviceWorkspaces {
     }
   }
 
-  // The workspace for a call of this shape, allocated if none fits. Null, with a cudaError_t in *failed, without
-  // memory. The caller must hold the lock.
+  // The workspace for this shape, allocated if none fits. Null without memory, with a cudaError_t in *failed. Requires
+  // the lock.
   const DeviceWorkspace *find(const topw_cuda_shape &shape, void *stream, int *failed) {
     topw_cuda_shape wanted = shape;
     DeviceWorkspace *found = nullptr;
@@ -65,7 +64,7 @@ class DeviceWorkspaces {
   }
 
  private:
-  // The size to allocate for a dimension, given the size `had`.
+  // The size to allocate for a dimension, given the old size `had`.
   static void grow(int64_t *wanted, int64_t had) {
     if (*wanted < had) *wanted = had;
     else if (*wanted > had && *wanted < 2 * had) *wanted = 2 * had;

@@ -1,9 +1,8 @@
-// Weights as pairs of float32 numbers, for devices with slow doubles: a double's exponential takes some sixty
-// instructions, for which graphics GPUs and Jetsons have one unit per 64 of float32.
+// Weights as pairs of float32, for devices with slow doubles: graphics GPUs and Jetsons have one double unit per 64 of
+// float32, and a double's exponential takes some sixty instructions.
 //
-// A pair is the sum of `high` and `low`, |low| at most half a unit in the last place of `high`: about 47 bits.
-// Additions and products are the usual error-free ones (T. J. Dekker, 1971; D. E. Knuth, TAOCP 4.2.2), whose order no
-// compiler may change.
+// A pair is `high` + `low`, |low| at most half an ulp of `high`: about 47 bits. Error-free additions and products (T.
+// J. Dekker, 1971; D. E. Knuth, TAOCP 4.2.2) that no compiler may reorder.
 #ifndef TOPW_CUDA_PAIRS_H
 #define TOPW_CUDA_PAIRS_H
 
@@ -13,7 +12,7 @@
 #include "../native/parameters.h"
 #include "platform.h"
 
-// Whether doubles are fast on the target: sm_80, 90 and 100 have one unit per two of float32.
+// sm_80, 90 and 100 have one double unit per two of float32.
 #if !defined(TOPW_FAST_DOUBLES)
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
 #define TOPW_FAST_DOUBLES 1
@@ -35,7 +34,7 @@ __device__ __forceinline__ Pair pair_of(double value) {
   return {high, static_cast<float>(value - static_cast<double>(high))};
 }
 
-// a + b, of which |a| >= |b| or a is 0.
+// a + b, for |a| >= |b| or a = 0.
 __device__ __forceinline__ Pair joined(float a, float b) {
   const float sum = __fadd_rn(a, b);
   return {sum, __fadd_rn(b, -__fadd_rn(sum, -a))};
@@ -62,8 +61,8 @@ __device__ __forceinline__ Pair scaled(Pair a, float power_of_two) {
   return {__fmul_rn(a.high, power_of_two), __fmul_rn(a.low, power_of_two)};
 }
 
-// e to the power a, for -87 <= a <= 0, within 2^-42 relative. exp(a) = 2^n exp(r), and exp(r) - 1 by squaring
-// exp(r / 16) four times; a power series to the seventh term.
+// e^a for -87 <= a <= 0, within 2^-42 relative: 2^n exp(r), with exp(r) - 1 by squaring exp(r / 16) four times; power
+// series to the seventh term.
 __device__ TOPW_OUT_OF_LINE inline Pair exponential(Pair a) {
   constexpr float kLn2[] = {0x1.62e4p-1f, 0x1.7f7d1cp-20f, 0x1.ef357ap-45f};  // the first times n is exact
   const float n = rintf(a.high * 1.44269504f);
@@ -89,7 +88,7 @@ struct Cooling {
 
 __device__ inline Cooling cooling_of(double temperature) { return {pair_of(1 / temperature), temperature}; }
 
-// A token's log-weight and weight in units of `top`, a larger logit. The weight is at least e^-60 if `bounded`.
+// Log-weight and weight in units of `top`, a larger logit; at least e^-60 if `bounded`.
 struct Weight {
   double log, weight;
 };
@@ -100,7 +99,7 @@ __device__ __forceinline__ Weight weight_of(float logit, float top, const Coolin
   const Pair least = {static_cast<float>(kSmallestLogWeight), 0};
   if (log.high > least.high) return {as_double(log), as_double(exponential(log))};
   if (bounded && log.high <= least.high) return {as_double(log), as_double(exponential(least))};
-#endif  // values outside float32's range arrive as NaN
+#endif  // values outside float32's range become NaN
   const double exact = log_weight(logit, top, by.temperature);
   return {exact, bounded ? weight(exact) : exp(exact)};
 }

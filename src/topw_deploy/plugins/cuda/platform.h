@@ -1,16 +1,16 @@
-// The parts of CUDA that the kernels use. With TOPW_EMULATE they are the emulator's, and the same source is C++.
+// The parts of CUDA that the kernels use, or with TOPW_EMULATE the emulator's, in C++.
 //
-// Written differently for that:
-//   TOPW_SHARED(Type, name);        a variable in shared memory, of a plain type
-//   TOPW_OUT_OF_LINE                a function not to be inlined: a kernel's code is read from memory, too
-//   dynamic_shared()                the start of the dynamic shared memory, aligned to 16 bytes
-//   take_ticket(counter)            the atomic that identifies the last block of a row
+// In place of CUDA's own:
+//   TOPW_SHARED(Type, name);        a shared variable of a plain type
+//   TOPW_OUT_OF_LINE                not inlined: loading a kernel's code takes time, too
+//   dynamic_shared()                dynamic shared memory, aligned to 16 bytes
+//   take_ticket(counter)            identifies the last block of a row
 //   pause()                         in every loop that waits for another block: lets it run on a CPU
-//   fence()                         before a block signals its writes, and after it sees another's signal
-//   nanoseconds(), trap()           a clock, and abandoning a launch
-//   let_next_begin(), wait_for_previous()   overlap of a launch with an `early` next one
+//   fence()                         before a block signals its writes, and after it sees a signal
+//   nanoseconds(), trap()           a clock; abandons a launch
+//   let_next_begin(), wait_for_previous()   overlap with an `early` next launch
 //   launch(Launch{...}, kernel, arguments...)   instead of <<<>>>
-// Warp functions take kEveryLane only: warps do not diverge where they are called.
+// Warp functions take kEveryLane only: warps do not diverge there.
 #ifndef TOPW_CUDA_PLATFORM_H
 #define TOPW_CUDA_PLATFORM_H
 
@@ -31,8 +31,8 @@ constexpr int kWarp = 32;
 constexpr unsigned kEveryLane = 0xffffffffu;
 constexpr int kUnlaunchable = 1;   // cudaErrorInvalidValue
 constexpr size_t kSharedByDefault = 48 * 1024;  // a block's limit by default
-constexpr size_t kStaticAtMost = 16 * 1024;     // of that, at most for a kernel's static variables
-constexpr size_t kSharedOnRequest = 99 * 1024;  // the limit on request from sm_80 on; sm_75: 64 KB
+constexpr size_t kStaticAtMost = 16 * 1024;     // limit for a kernel's static variables
+constexpr size_t kSharedOnRequest = 99 * 1024;  // limit on request from sm_80 on; sm_75: 64 KB
 
 }  // namespace topw
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ void pause() {
 #endif
 }
 
-// An acquire-release fence for the block's writes; weaker than __threadfence(), which is sequentially consistent.
+// Acquire-release fence for the block's writes, weaker than the sequentially consistent __threadfence().
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ __forceinline__ uint64_t nanoseconds() {
@@ -71,20 +71,20 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   return now;
 }
 
-// The error stays with the process, together with the block's message.
+// The error stays with the process, after the block's message.
 __device__ __noinline__ inline void trap(const char *why, unsigned block) {
   printf("topw: block %u of %u gives up waiting for %s\n", block, gridDim.x, why);
   __trap();
 }
 
-// An early next launch of the stream begins once all blocks of this launch have reached this point or ended.
+// An early next launch begins once all blocks have called this or ended.
 __device__ __forceinline__ void let_next_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// In an early launch: waits until the previous launch has ended and its writes are visible.
+// In an early launch: waits for the previous launch's end and writes.
 __device__ __forceinline__ void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -98,9 +98,9 @@ __device__ __forceinline__ uint64_t exchange_with(uint64_t *word, uint64_t value
   return atomicExch(reinterpret_cast<unsigned long long *>(word), value);
 }
 
-// Increments a counter in global memory and returns its previous value. What this thread's block wrote before its last
-// barrier is visible to threads that take later tickets, and to their blocks after a barrier. Acquire-release suffices:
-// two __threadfence() around an atomicAdd cost about a microsecond more.
+// Increments a global counter and returns its previous value. Writes of this thread's block before its last barrier are
+// visible to threads with later tickets, and to their blocks after a barrier. Acquire-release suffices: two
+// __threadfence() would cost about a microsecond more.
 __device__ __forceinline__ uint32_t take_ticket(uint32_t *counter) {
   uint32_t before;
   asm volatile("atom.add.acq_rel.gpu.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
@@ -122,7 +122,6 @@ cudaError_t launch(const Launch &how, void (*kernel)(Parameters...), const Argum
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Of the current device.
 inline int multiprocessors() {
   int device = 0, count = 1;
   if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
@@ -156,8 +155,8 @@ class Remembered {
   unsigned next_ = 0;
 };
 
-// Raises the limit of dynamic bytes, if the default is too small, to all that the device grants. The limit belongs to
-// the kernel and not to the call: a smaller value of one thread could break another thread's pending launch.
+// Raises the dynamic shared memory limit, if too small, to the device's maximum: it belongs to the kernel, so a smaller
+// value could break another thread's pending launch.
 template <class Kernel>
 cudaError_t allow_shared(Kernel *kernel, size_t bytes) {
   static thread_local Remembered<Kernel> asked;
@@ -175,7 +174,7 @@ cudaError_t allow_shared(Kernel *kernel, size_t bytes) {
   return failed;
 }
 
-// Number of a kernel's blocks that fit on the device at once; may be 0.
+// How many of a kernel's blocks fit on the device; may be 0.
 template <class Kernel>
 int resident_blocks(Kernel *kernel, unsigned threads, size_t shared) {
   static thread_local Remembered<Kernel> known;
@@ -187,8 +186,8 @@ int resident_blocks(Kernel *kernel, unsigned threads, size_t shared) {
   return known.keep(device, kernel, shared, of_each * multiprocessors());
 }
 
-// Whether a kernel may be launched early: its code for this device has wait_for_previous, and the driver can capture
-// such a launch (12.3). TOPW_CUDA_OVERLAP=0 turns it off.
+// Whether a kernel may be launched early: its code has wait_for_previous, and the driver can capture such a launch
+// (12.3). TOPW_CUDA_OVERLAP=0 disables it.
 template <class Kernel>
 bool can_be_early(Kernel *kernel) {
   static thread_local Remembered<Kernel> known;
@@ -210,7 +209,7 @@ inline int zero(void *memory, size_t bytes, void *stream) {
   return cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream));
 }
 
-// While it lives, this thread's allocations do not spoil a capture of another thread.
+// Keeps this thread's allocations from spoiling another thread's capture.
 class BesideCaptures {
  public:
   BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -222,8 +221,8 @@ class BesideCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // later the previous mode
 };
 
-// Allocates zeroed memory of the current device. Waits for a stream of its own, not for the device, which is an error
-// that also ends a capture of another thread.
+// Zeroed memory of the current device. Waits for its own stream: waiting for the device would end another thread's
+// capture.
 inline int allocate(size_t bytes, void **memory) {
   const BesideCaptures beside;
   cudaStream_t stream = nullptr;

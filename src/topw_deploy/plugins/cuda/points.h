@@ -1,4 +1,4 @@
-// Rows of the embedding table as points of the metric, eight coordinates at a time (docs/contract/graph.md, section 2).
+// Table rows as points of the metric, eight coordinates at a time (docs/contract/graph.md, section 2).
 #ifndef TOPW_CUDA_POINTS_H
 #define TOPW_CUDA_POINTS_H
 
@@ -10,7 +10,7 @@
 
 namespace topw::crop {
 
-constexpr int kPiece = 8;  // coordinates of a row per load: 16 bytes of the 16-bit types
+constexpr int kPiece = 8;  // coordinates per load: 16 bytes of the 16-bit types
 constexpr double kSmallestNorm = 1e-12;
 
 struct alignas(16) Sixteen {  // bytes, loaded by one instruction
@@ -21,7 +21,7 @@ struct Piece {
   float at[kPiece];
 };
 
-// A loaded, undecoded piece: several loads are issued before the first is decoded.
+// An undecoded piece: several loads are issued before any is decoded.
 struct Raw {
   Sixteen halves[2];
 };
@@ -50,7 +50,7 @@ __device__ TOPW_OUT_OF_LINE inline Piece read_statistics(const float *from, int3
   return piece;
 }
 
-// The same of a row of codes: (code - zero point) * scale, as in dequantise_row. A piece is within one block.
+// Coordinates k to k + 7 of a row of codes, decoded as in dequantise_row. A piece is in one block.
 __device__ TOPW_OUT_OF_LINE inline Piece read_codes(const topw_table &table, int64_t token, int32_t k) {
   const topw_blocks &blocks = table.blocks;
   const int32_t hidden = static_cast<int32_t>(table.hidden), block = k / blocks.block_size;
@@ -72,7 +72,7 @@ __device__ TOPW_OUT_OF_LINE inline Piece read_codes(const topw_table &table, int
   return piece;
 }
 
-// The same of a row of floats of any type and alignment.
+// Coordinates k to k + 7 of a row of floats of any type and alignment.
 __device__ TOPW_OUT_OF_LINE inline Piece read_apart(const topw_table &table, int64_t token, int32_t k) {
   if (table.blocks.bits != 0) return read_codes(table, token, k);
   const int32_t hidden = static_cast<int32_t>(table.hidden);
@@ -85,7 +85,7 @@ __device__ TOPW_OUT_OF_LINE inline Piece read_apart(const topw_table &table, int
   return piece;
 }
 
-// The divisor of a token's point, and the point's length.
+// The divisor of a token's point, and its length.
 struct Length {
   float inverse_norm;
   float squared;  // of Points::point's result; NaN or inf if float32 overflowed
@@ -102,7 +102,7 @@ class Points {
 
   __device__ int32_t hidden() const { return hidden_; }
 
-  // Coordinates k to k + 7 of a token's row, 0 after the last; k is a multiple of 8.
+  // Coordinates k to k + 7 of a row, 0 after the last; k is a multiple of 8.
   __device__ __forceinline__ Raw fetch(int64_t token, int32_t k) const {
     if (whole_) {
       const int64_t from = token * hidden_ + k;
@@ -132,7 +132,7 @@ class Points {
   __device__ __forceinline__ Piece rate(int32_t k) const { return statistics(table_.inverse_std, k); }
   __device__ __forceinline__ Piece mean(int32_t k) const { return statistics(table_.mean, k); }
 
-  // The point of a row. For mahalanobis the mean is left out, as distances do not depend on it.
+  // The point of a row. mahalanobis omits the mean, which cancels in distances.
   __device__ __forceinline__ Piece point(Piece piece, int32_t k, float inverse_norm) const {
     const Piece of_white = rate(k);
     if (!whitened_) {
@@ -146,7 +146,7 @@ class Points {
     return piece;
   }
 
-  // By one warp. Sums of 32 coordinates in float32, added in double: the same on every device.
+  // By one warp. Adds 32 coordinates in float32, then in double: the same on every device.
   __device__ Length measure(int64_t token) const {
     constexpr int kTogether = 4;  // pieces whose squares are added in float32
     double norm = 0, length = 0;
@@ -176,7 +176,7 @@ class Points {
     return {static_cast<float>(inverse), unit ? 1.0f : static_cast<float>(length * inverse * inverse)};
   }
 
-  // The inverse norm of Length; squared distance and product of two points. In double, by one warp.
+  // Inverse norm, squared distance and product, in double, by one warp.
   __device__ double inverse_norm_in_double(int64_t token) const {
     double sum = 0;
 #pragma unroll 1
@@ -239,9 +239,9 @@ class Points {
   }
 
   const topw_table &table_;
-  bool whitened_;  // before the division by its norm
+  bool whitened_;  // before normalisation
   int32_t hidden_;
-  bool whole_;     // every piece of every row is complete and 16-byte aligned
+  bool whole_;     // every piece is complete and 16-byte aligned
 };
 
 }  // namespace topw::crop

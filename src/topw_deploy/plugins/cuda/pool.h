@@ -1,10 +1,9 @@
 // The pool of a row: its best finite logits, sorted (docs/contract/graph.md, section 3). A leading block decides, all
 // blocks read.
 //
-// The maxima of the groups of 64 logits show which groups can contain such tokens: at least `wanted` tokens reach the
-// `wanted`-th largest maximum. With fewer groups, or more tokens than can be sorted, the tokens are counted in 256
-// steps between the largest logit and a likely bound. Otherwise (a row crowded into few groups, or full of equal
-// logits) the pool is selected bit by bit from the whole row.
+// The groups to read follow from their maxima: at least `wanted` tokens reach the `wanted`-th largest. With fewer
+// groups, or too many tokens to sort, tokens are counted in 256 steps between the largest logit and a likely bound.
+// Otherwise (a row crowded into few groups, or full of ties) the pool is selected bit by bit from the whole row.
 #ifndef TOPW_CUDA_POOL_H
 #define TOPW_CUDA_POOL_H
 
@@ -22,7 +21,7 @@ constexpr int kAtOnce = 4;              // pieces in flight per thread, which ma
 __device__ __forceinline__ bool holds(const Cut &cut, float logit, int32_t id) {
   return logit > cut.bound || (logit == cut.bound && id <= cut.last_id);
 }
-// The step of a token that the cut takes.
+// The step of a token in the cut.
 __device__ __forceinline__ int32_t step_of(const Cut &cut, float logit) {
   return cut.rate > 0 ? static_cast<int32_t>((cut.top - logit) * cut.rate) : 0;
 }
@@ -30,16 +29,16 @@ __device__ __forceinline__ bool takes(const Cut &cut, float logit, int32_t id) {
   return holds(cut, logit, id) && step_of(cut, logit) <= cut.last_step;
 }
 
-// Reads the tokens of the listed groups, or of all, for one item of a job: kAtOnce pieces of four per thread.
+// Reads the tokens of the listed or all groups for one item: kAtOnce pieces of four per thread.
 class PoolReader {
  public:
   __device__ PoolReader(const LogitRow &row, const Job &job, const Memory &memory, BlockScratch &scratch)
       : row_(row), cut_(job.cut), listed_(job.listed), memory_(memory), scratch_(scratch) {}
 
-  // Number of items, for blocks of this size.
+  // Number of items for blocks of this size.
   __device__ int32_t items() const { return (pieces() + kAtOnce * block_size() - 1) / (kAtOnce * block_size()); }
 
-  // Adds the steps of the item's tokens to the counts after memory.found.
+  // Adds the item's tokens to the counts per step after memory.found.
   __device__ TOPW_OUT_OF_LINE void count(int32_t item) {
     for (int32_t b = own_index(); b < kSteps; b += block_size()) scratch_.bins[b] = 0;
     __syncthreads();
@@ -54,7 +53,7 @@ class PoolReader {
       if (scratch_.bins[b]) atomicAdd(memory_.found + 1 + b, scratch_.bins[b]);
   }
 
-  // Appends the keys of the item's tokens that the cut takes, up to the capacity, and counts them all.
+  // Appends the keys of the item's tokens in the cut, up to the capacity; counts all.
   __device__ TOPW_OUT_OF_LINE void take(int32_t item) {
     const Batch batch = read(item);
     uint32_t taken = 0;  // a bit for each token
@@ -66,7 +65,7 @@ class PoolReader {
     uint32_t place = 0;
     if (lane_index() == kWarp - 1) place = atomicAdd(memory_.found, sum);
     place = __shfl_sync(kEveryLane, place, kWarp - 1) + sum - own;
-    for (; taken; taken &= taken - 1, ++place) {  // few, so they are read again instead of kept in registers
+    for (; taken; taken &= taken - 1, ++place) {  // few, so read again instead of kept in registers
       const int bit = __ffs(static_cast<int>(taken)) - 1;
       const int32_t id = first_id(first_piece(item) + bit / 4 * block_size()) + bit % 4;
       if (place < static_cast<uint32_t>(kMostTaken)) memory_.taken[place] = token_key(row_.at(id), id);
@@ -76,7 +75,7 @@ class PoolReader {
  private:
   struct Batch {
     float4 logits[kAtOnce];
-    int32_t ids[kAtOnce];  // of the first of each four
+    int32_t ids[kAtOnce];  // first of each four
   };
 
   __device__ int32_t pieces() const { return (listed_ < 0 ? row_.groups() : listed_) * kQuarters; }
@@ -88,7 +87,7 @@ class PoolReader {
     return group * kGroup + piece % kQuarters * 4;
   }
 
-  // A thread's pieces, a block's size apart; -inf if there is none.
+  // A thread's pieces, a block's size apart; -inf if none.
   __device__ Batch read(int32_t item) const {
     Batch batch;
     int32_t slots[kAtOnce];
@@ -129,8 +128,7 @@ class PoolReader {
 // The leading block's part.
 class PoolTaker {
  public:
-  // job: of the row; its fields for reading are set here. keys [capacity] in shared memory, capacity a power of 2, at
-  // least `wanted` and at most kMostTaken.
+  // keys [capacity]: in shared memory, capacity a power of 2, at least `wanted`, at most kMostTaken.
   __device__ PoolTaker(const LogitRow &row, float top, int32_t wanted, uint64_t *keys, int32_t capacity, Job &job,
                        const Memory &memory, Leader &leader, BlockScratch &scratch)
       : row_(row),
@@ -145,8 +143,7 @@ class PoolTaker {
     job_.listed = -1;
   }
 
-  // Writes the sorted keys of the pool's tokens to `keys`. Returns their number: less than wanted only if no more are
-  // finite.
+  // Writes the pool's sorted keys to `keys`. Returns their number, less than wanted only if no more are finite.
   __device__ TOPW_OUT_OF_LINE int32_t run() {
     int32_t count = from_maxima();
     if (count < 0) count = selected();
@@ -165,7 +162,7 @@ class PoolTaker {
     return {value_of_key(bound < lowest ? bound : lowest), INT32_MAX, top_, 0.0f, 0};
   }
 
-  // -1: not possible this way.
+  // -1: not possible.
   __device__ int32_t from_maxima() {
     if (row_.vocab() <= capacity_) return take(everything_from(~uint32_t{0}));
     const int32_t groups = row_.groups();
@@ -180,8 +177,8 @@ class PoolTaker {
     return count >= wanted_ && count <= capacity_ ? count : -1;
   }
 
-  // Lists the groups with about the `reached` largest maxima, and takes their tokens from the least of these maxima up.
-  // The maxima are read once, into the later place of the keys, if they fit.
+  // Lists the groups with about the `reached` largest maxima; the least of these bounds their tokens. Reads the maxima
+  // once, into `keys`, if they fit.
   __device__ Cut list_groups(int32_t groups, int32_t reached) {
     uint32_t *const staged = groups <= 2 * capacity_ ? reinterpret_cast<uint32_t *>(keys_) : nullptr;
     if (staged) {
@@ -199,19 +196,19 @@ class PoolTaker {
     return cut;
   }
 
-  // Number of groups with a maximum among about twice the wanted tokens, if tokens are placed at random.
+  // Groups with a maximum among about twice the wanted tokens, if randomly placed.
   __device__ int32_t likely_groups(int32_t groups) const {
     const float share = 1 - expf(-2.0f * static_cast<float>(wanted_) / static_cast<float>(groups));
     const int32_t likely = static_cast<int32_t>(share * static_cast<float>(groups));
     return likely < 1 ? 1 : likely > groups ? groups : likely;
   }
 
-  // Zeroes what items add to; the barrier of `run` follows.
+  // Zeroes the items' counters; the barrier of `run` follows.
   __device__ void forget_counts() {
     for (int32_t n = own_index(); n < 1 + kSteps; n += block_size()) memory_.found[n] = 0;
   }
 
-  // Writes the keys of the tokens that `cut` takes to memory.taken, up to its capacity. Returns their number.
+  // Writes the keys of the cut's tokens to memory.taken, up to its capacity. Returns their number.
   __device__ int32_t take(const Cut &cut) {
     forget_counts();
     job_.work = Work::take_tokens;
@@ -223,8 +220,8 @@ class PoolTaker {
     return count;
   }
 
-  // Counts the tokens that `cut` takes by step, and limits it to the steps needed. False for too few tokens, too many
-  // in one step, or steps without width.
+  // Narrows the cut by counting tokens per step. False for too few tokens, too many in one step, or steps without
+  // width.
   __device__ TOPW_OUT_OF_LINE bool narrow(Cut &cut) {
     const float range = top_ - cut.bound;
     if (!(range > 0 && range < FLT_MAX)) return false;
@@ -274,7 +271,7 @@ class PoolTaker {
     Cut cut = everything_from(block_select(row_.vocab(), key, wanted_, capacity_, scratch_));
     int32_t count = take(cut);
     if (count <= capacity_) return count;
-    // Too many are equal at the cut: takes those with the lowest ids.
+    // Too many ties at the cut: takes the lowest ids.
     cut = everything_from(block_select(row_.vocab(), key, wanted_, wanted_, scratch_));
     cut.last_id = -1;
     const int32_t equals = wanted_ - take(cut);

@@ -1,4 +1,4 @@
-// J over the prefixes of an order, by one block (docs/contract/theory.md, Notation). Sums and decisions are in double.
+// J over the prefixes of an order, as in native/objective.h: by one block, in double.
 #ifndef TOPW_CUDA_SCAN_H
 #define TOPW_CUDA_SCAN_H
 
@@ -8,7 +8,7 @@
 
 namespace topw::crop {
 
-// Over all threads, in every thread; for floats the order depends on the number of threads.
+// Every thread gets the sum; a float's order depends on the number of threads.
 template <class T>
 __device__ inline T block_sum(T value, BlockScratch &scratch) {
   T *const of_warp = reinterpret_cast<T *>(scratch.values);
@@ -23,15 +23,15 @@ __device__ inline T block_sum(T value, BlockScratch &scratch) {
 
 struct Maximum {
   double J;
-  int32_t size;  // of the first prefix that has it
+  int32_t size;  // of its first prefix
 };
 
-// J of a prefix in float32 with an error bound: most prefixes need no logarithm in double.
+// J of a prefix in float32 with an error bound, to skip most logarithms in double.
 struct Roughly {
   float low, high;
 
   __device__ Roughly(double Gamma, double Phi, float c) {
-    constexpr float kRelative = 4e-6f;  // a few roundings each of the mean, the logarithm, and their product and sum
+    constexpr float kRelative = 4e-6f;  // a few roundings of the mean, the logarithm, and their product and sum
     const float mean = static_cast<float>(Phi) / static_cast<float>(Gamma), gain = logf(static_cast<float>(Gamma));
     const float J = mean + c * gain, error = kRelative * (fabsf(mean) + c * (1 + fabsf(gain)));
     const bool known = error < static_cast<float>(INFINITY);
@@ -40,8 +40,8 @@ struct Roughly {
   }
 };
 
-// The best prefix, given inclusive sums [count] of p and p * phi, count >= 1. For c <= 0 J never rises: the first,
-// whatever rounding says. Every thread must have written or seen its elements own_index() + n * block_size().
+// The best prefix, given inclusive sums [count] of p and p * phi, count >= 1; for c <= 0 the first. Every thread must
+// have written or seen its elements own_index() + n * block_size().
 __device__ TOPW_OUT_OF_LINE inline Maximum first_maximiser(const double *Gamma, const double *Phi, int32_t count,
                                                            double c, BlockScratch &scratch) {
   if (c <= 0) return {Phi[0] / Gamma[0] + c * log(Gamma[0]), 1};

@@ -1,7 +1,7 @@
 // Global memory of leaders and their helpers.
 //
-// Sizes depend on the shape alone. With few open rows there are few leaders, which have more room for sums of pairs and
-// cut their work into smaller items; results do not depend on that.
+// Sizes depend only on the shape. If there are few leaders, each has more room for sums of pairs and cuts work into
+// smaller items, with the same results.
 #ifndef TOPW_CUDA_TEAM_SCRATCH_H
 #define TOPW_CUDA_TEAM_SCRATCH_H
 
@@ -12,19 +12,19 @@ namespace topw {
 
 constexpr int kTeams = 32;  // most leaders at once
 
-// A leader's part of the control memory, zero between steps, in a cache line of its own.
+// A leader's control memory, zero between steps, in its own cache line.
 struct alignas(128) Board {
-  uint64_t claims;  // as jobs.h packs them
+  uint64_t claims;  // packed as in jobs.h
   uint32_t done;    // items
 };
 
 namespace crop {
 
-// The tokens that a pool takes: at least `bound`, and at most `last_step` steps below the row's largest.
+// A pool's tokens: at least `bound`, at most `last_step` steps below the row's largest.
 struct Cut {
   float bound;      // finite
-  int32_t last_id;  // of the tokens at it
-  float top, rate;  // (top - logit) * rate is the step; 0: all are at step 0
+  int32_t last_id;  // of the tokens at `bound`
+  float top, rate;  // (top - logit) * rate is the step; 0: a single step
   int32_t last_step;
 };
 
@@ -33,7 +33,6 @@ enum class Work : int32_t { count_steps, take_tokens, measure_lengths, compare_p
 // Distance between pieces of a pair's sum that different blocks may add.
 enum class Pieces : int32_t { slices, sections, one };
 
-// A leader's job.
 struct Job {
   Work work;
   int32_t row;         // of the batch
@@ -44,32 +43,31 @@ struct Job {
   Cut cut;
 };
 
-// One leader's memory. Positions are places in the pool; arrays are [pool] unless noted.
+// One leader's memory. Positions index the pool; arrays are [pool] unless noted.
 struct Memory {
   Job *job;
   uint32_t *found;        // number of tokens of take_tokens, then [kSteps] counts of count_steps
-  uint64_t *taken;        // [kMostTaken] the keys of tokens, in no order
+  uint64_t *taken;        // [kMostTaken] tokens' keys, unordered
   uint64_t *tokens;       // the pool: keys of tokens
   double *base, *p;       // lam times the log-weight, and weights in units of the largest
-  double *sums[2];        // scratch of scans where shared memory is too small for it
+  double *sums[2];        // scratch of scans where shared memory is too small
   float *rough_base, *rough_p;           // both in float32
   float *distance;        // to the set, or a lower bound
   float *inverse_norm, *squared_length;  // of the token's row and point
   int32_t *rows, *cols, *order;          // lists of positions
-  int32_t *groups;        // [groups of logits] those that may hold tokens of the pool
+  int32_t *groups;        // [groups of logits] those that may hold pool tokens
   uint8_t *state;
-  float *pairs;           // sums of squares: [pieces of the coordinates, rows, cols]
+  float *pairs;           // sums of squares [pieces of the coordinates, rows, cols]
   int64_t pairs_room;     // floats
 };
 
 constexpr int kSteps = 256;
 constexpr int64_t kMostTaken = 4096;
-constexpr int64_t kPairs = 131072;       // pairs of tokens compared between two row tests
-constexpr int64_t kPairsTogether = 524288;  // least floats for all leaders' pairs
+constexpr int64_t kPairs = 131072;       // pairs compared between two row tests
+constexpr int64_t kPairsTogether = 524288;  // fewest floats for all leaders' pairs
 
 TOPW_SHARED_CODE inline int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
 
-// Allocates memory piece by piece.
 class Taker {
  public:
   TOPW_SHARED_CODE explicit Taker(unsigned char *start) : start_(start) {}
@@ -86,7 +84,7 @@ class Taker {
   int64_t at_ = 0;
 };
 
-// Places everything but `pairs`, for `pool` tokens and `groups` groups. Returns the bytes used.
+// Places everything but `pairs`. Returns the bytes used.
 TOPW_SHARED_CODE inline int64_t lay_out_memory(unsigned char *start, int64_t pool, int64_t groups, Memory *memory) {
   Taker from(start);
   memory->job = from.take<Job>(1);

@@ -1,7 +1,7 @@
-/* Top-W for rows of logits on a CUDA device (docs/contract/graph.md): topw.h's step, enqueued on a stream.
+/* topw.h's step on a CUDA device, enqueued on a stream.
  *
- * Only launches: no allocation, no copy, no synchronisation with the host, so a CUDA graph can capture a step. All
- * addresses are the device's, borrowed until the stream has passed the step.
+ * Only launches: no allocation, copy or host synchronisation, so a CUDA graph can capture a step. All addresses are the
+ * device's, borrowed until the step has run.
  */
 #ifndef TOPW_CUDA_H
 #define TOPW_CUDA_H
@@ -12,11 +12,10 @@
 extern "C" {
 #endif
 
-/* Version of these functions and of the workspace size, which a TensorRT engine keeps: incremented if either
- * changes. */
+/* Incremented if these functions or the workspace size change; a TensorRT engine stores both. */
 #define TOPW_CUDA_ABI_VERSION 2
 
-/* Upper bounds of a call, which determine its scratch memory. */
+/* Upper bounds of a call; they determine its scratch memory. */
 typedef struct {
   topw_options options;
   topw_table table;           /* sizes and types; addresses unused; hidden 0 with the uniform metric */
@@ -25,36 +24,35 @@ typedef struct {
   int32_t reserved;
 } topw_cuda_shape;
 
-/* NULL if the kernels serve calls of this shape, else why not, as a clause. */
+/* NULL if the kernels support this shape, else the reason, as a clause. */
 TOPW_EXPORT const char *topw_cuda_refusal(const topw_cuda_shape *);
 
-/* The device memory for a step of this shape, the same on every device; 0 for a refused shape. Both blocks must be
- * aligned to 256 bytes. Control memory must be zero before the first launch and kept between steps; each launch, even a
- * failed one, leaves it zero. The workspace may have any content. Launches that share either must not overlap. */
+/* Device memory for a step of this shape, the same on every device; 0 for a refused shape. Align both blocks to 256
+ * bytes. Control memory: zero before the first launch and left zero by each, even a failed one; keep it between steps.
+ * Workspace: any content. Launches that share either must not overlap. */
 TOPW_EXPORT int64_t topw_cuda_control_bytes(const topw_cuda_shape *);
 TOPW_EXPORT int64_t topw_cuda_workspace_bytes(const topw_cuda_shape *);
 
-/* Enqueues the step on `stream`, a cudaStream_t of the current device. `inputs` has at most the shape's batch and
- * edits, its vocabulary and its logits_type. `table`: NULL for the uniform metric. The structures are read during the
- * call, their data later. Returns 0 or a cudaError_t. */
+/* Enqueues the step on `stream`, a cudaStream_t of the current device. `inputs`: at most the shape's batch and edits;
+ * its vocabulary and logits_type. `table`: NULL for the uniform metric. Structures are read during the call, their data
+ * later. Returns 0 or a cudaError_t. */
 TOPW_EXPORT int topw_cuda_launch(const topw_cuda_shape *, const topw_table *table, const topw_inputs *,
                                  const topw_outputs *, void *control, void *workspace, void *stream);
 
-/* Enqueues some launches of a step, for measurements. Geometry alone answers the rows that an earlier certify left open
- * in the same control memory and workspace. */
+/* Enqueues some launches of a step, for measurements. Geometry alone answers rows that an earlier certify left open in
+ * the same memory. */
 #define TOPW_CUDA_CERTIFY 1
 #define TOPW_CUDA_GEOMETRY 2
 TOPW_EXPORT int topw_cuda_launch_parts(const topw_cuda_shape *, const topw_table *table, const topw_inputs *,
                                        const topw_outputs *, void *control, void *workspace, void *stream,
                                        int32_t parts);
 
-/* Allocates zeroed memory of the current device, aligned to 256 bytes, for control memory that outlives a call;
- * releases it, with any device current, once no work uses it. Both may wait, so a thread that captures a stream must not
- * call them. Return 0 or a cudaError_t. */
+/* Allocates zeroed control memory on the current device, aligned to 256 bytes; releases it, with any device current,
+ * once unused. Both may wait: do not call them while the thread captures a stream. Return 0 or a cudaError_t. */
 TOPW_EXPORT int topw_cuda_allocate(int64_t bytes, void **memory);
 TOPW_EXPORT int topw_cuda_release(void *memory);
 
-TOPW_EXPORT const char *topw_cuda_error(int code); /* the text of such a code */
+TOPW_EXPORT const char *topw_cuda_error(int code); /* text of such a code */
 TOPW_EXPORT int topw_cuda_device_count(void);      /* 0 without a device or a driver */
 TOPW_EXPORT int topw_cuda_abi_version(void);
 

@@ -1,22 +1,21 @@
-// What the kernels of a step share: the call, and scratch memory in global memory.
+// Shared by the kernels of a step: the call, and scratch memory.
 //
-// Two launches answer a batch. `certify` (certify.cuh) reads all logits, answers every row that is invalid or can be
-// certified, and appends the others to `open_rows`. `geometry` (geometry.cuh) answers those.
+// Two launches answer a batch. `certify` (certify.cuh) reads all logits, answers rows that are invalid or certifiable,
+// and appends the others to `open_rows` in any order. `geometry` (geometry.cuh) answers those through finish_row
+// (finish.h) and zeroes the control memory; it returns at once if open_count is 0.
 //
 // certify writes for an open row, before its number is in open_rows[0 .. control->open_count):
 //   rows[row]             parameters (valid, not greedy), the largest logit `top`
 //   maxima[row][group]    the largest of each 64 logits, edited; finite or -inf
 //   LogitRow (logits.h)   the edited logits, through patch_of and patches
-//   unit_tops, unit_sums  if `mass` is asked for: weights of each unit, in units of its largest logit
-// and all of keep_mask[row] is 0. open_rows is in no particular order.
+//   unit_tops, unit_sums  for `mass`: weights of each unit, in units of its largest logit
+// and zeroes keep_mask[row].
 //
-// geometry.cuh provides for launch.cu:
-//   constexpr unsigned kGeometryThreads;                          threads of a block; the emulation may use fewer
-//   __global__ void geometry(Call call);                          for any number of blocks
-//   geometry_shared_bytes(shape, threads)                         dynamic, at most kSharedOnRequest
-// and team_scratch.h the global memory of a row's leader. geometry returns at once if open_count is 0.
-//
-// geometry answers every open row through finish_row (finish.h) and zeroes the control memory.
+// launch.cu uses from geometry.cuh:
+//   kGeometryThreads                        threads of a block; the emulation may use fewer
+//   geometry(Call call)                     for any number of blocks
+//   geometry_shared_bytes(shape, threads)   dynamic, at most kSharedOnRequest
+// and from team_scratch.h the global memory of a row's leader.
 #ifndef TOPW_CUDA_WORKSPACE_H
 #define TOPW_CUDA_WORKSPACE_H
 
@@ -37,7 +36,7 @@ constexpr int64_t kMassUnit = 1024;   // logits per partial sum of weights, for 
 // Zero between steps: the first bytes of the control memory, before the rows' tickets.
 struct Control {
   uint32_t open_count;   // rows that certify left open
-  // Geometry's; its last block zeroes them and open_count.
+  // Used by geometry; its last block zeroes them and open_count.
   uint32_t leaders;      // blocks that asked to lead
   uint32_t next_row;     // the next open row to take
   uint32_t rows_done;
@@ -45,7 +44,7 @@ struct Control {
   Board boards[kTeams];
 };
 
-// The state of a row after certify.
+// A row after certify.
 struct RowState {
   Parameters parameters;
   float top;           // the largest logit
@@ -57,14 +56,14 @@ struct Workspace {
   int32_t *open_rows;  // [batch]
   RowState *rows;      // [batch]
   float *maxima;       // [batch, padded_groups]
-  int32_t *patch_of;   // [batch, groups] the slot of a group that edits touch, or -1; NULL without edits
+  int32_t *patch_of;   // [batch, groups] slot of an edited group, or -1; NULL without edits
   float *patches;      // [batch, patch_slots, kGroup]
   float *unit_tops;    // [batch, units]
   double *unit_sums;   // [batch, units]
-  unsigned char *team_scratch;  // as team_scratch.h lays it out
+  unsigned char *team_scratch;  // see team_scratch.h
 };
 
-// The kernels' argument for a step, by value.
+// The kernels' argument, by value.
 struct Call {
   topw_options options;  // top_m at most vocab
   topw_table table;
@@ -76,14 +75,14 @@ struct Call {
   int32_t logits_type;
   int32_t units;                  // of kMassUnit logits in a row
   int32_t chunk_groups, chunks;   // certify: groups per chunk, chunks per row
-  int32_t best_groups;            // certify: number of maxima at which its look at the best tokens starts; 0: none
+  int32_t best_groups;            // certify: number of maxima for its look at the best tokens; 0: none
   double log_vocab;
 };
 
 inline int64_t groups_of(int64_t vocab) { return (vocab + kGroup - 1) / kGroup; }
 inline int64_t padded_groups_of(int64_t vocab) { return (groups_of(vocab) + 3) / 4 * 4; }
 inline int64_t units_of(int64_t vocab) { return (vocab + kMassUnit - 1) / kMassUnit; }
-// A group's patch has the lowest number of its edits or, if groups are fewer, the group's number.
+// A group's slot is the lowest number of its edits, or the group's number if groups are fewer.
 inline int64_t patch_slots_of(int64_t vocab, int64_t edits) {
   return edits < groups_of(vocab) ? edits : groups_of(vocab);
 }
@@ -93,7 +92,7 @@ inline int64_t control_bytes(const topw_cuda_shape &shape) {
   return (bytes + 255) / 256 * 256;
 }
 
-// The parts of control and scratch memory. Both may be NULL to query only the `bytes` of the latter.
+// Parts of control and scratch memory. Both may be NULL to query only the `bytes` of scratch.
 inline Workspace lay_out(const topw_cuda_shape &shape, void *control, void *memory, int64_t *bytes) {
   unsigned char *const start = static_cast<unsigned char *>(memory);
   int64_t at = 0;

@@ -10,10 +10,10 @@
 namespace topw {
 namespace {
 
-constexpr double kRounding = 1e-9;  // of J, in units of max(1, lam, beta): the ties' bound
-constexpr int kRounds = 16;         // of pruning; any number is sound
+constexpr double kRounding = 1e-9;  // ties' bound of J, in units of max(1, lam, beta)
+constexpr int kRounds = 16;         // pruning rounds; any number is sound
 
-// h(y) = 1 - y/2 - y^2/6 - ..., every further term negative: an upper bound.
+// h(y) = 1 - y/2 - y^2/6 - ...: later terms are negative, so this is an upper bound.
 double h(double y) { return 1 - y * (0.5 + y / 6); }
 
 }  // namespace
@@ -66,7 +66,6 @@ bool Alternation::step() {
   return true;
 }
 
-// The known bound of a token's distance before any computation.
 void Alternation::bound_from_below(int64_t i) {
   exact_[i] = !table_;
   far_[i] = P_->scale == 0 ? 0 : 1;  // of the uniform metric
@@ -90,7 +89,7 @@ bool Alternation::measure_all() {
   return true;
 }
 
-// The row test, before any distance and after each chunk of them, which narrows it for the rest.
+// The row test, before any distance and after each chunk.
 bool Alternation::measure_survivors() {
   const double reached = surely_reached();
   prune(reached);
@@ -111,7 +110,7 @@ bool Alternation::measure_survivors() {
   return true;
 }
 
-// A lower bound of this step's best J: the best over prefixes of S, which needs no distance.
+// A lower bound of this step's best J: the best prefix of S, which needs no distance.
 double Alternation::surely_reached() const {
   Prefixes within(P_->c);
   for (int64_t i = 0; i < pool_->tokens.size; ++i)
@@ -119,7 +118,7 @@ double Alternation::surely_reached() const {
   return within.best();
 }
 
-// Row test: drops candidates that cannot be kept, given the remaining mass if the others stay.
+// Row test: drops candidates that cannot be kept even if all others stay.
 void Alternation::prune(double reached) {
   const int64_t m = pool_->tokens.size;
   const double c = P_->c;
@@ -138,13 +137,13 @@ void Alternation::prune(double reached) {
   }
 }
 
-// Orders the remaining tokens by phi and takes the best prefix as the new set.
+// Sorts the remaining tokens by phi; the best prefix becomes the set.
 void Alternation::scan() {
   int64_t count = 0;
   for (int64_t i = 0; i < pool_->tokens.size; ++i) {
     if (!member_[i] && !candidate_[i]) continue;
     const double f = member_[i] ? 0.0 : -P_->scale * far_[i];
-    far_[i] = f + P_->lam * pool_->a[i];  // phi from here on
+    far_[i] = f + P_->lam * pool_->a[i];  // phi from here
     sorter_->set(count++, descending(far_[i]), static_cast<int32_t>(i));
   }
   const Sorter::Entry *order = sorter_->sort(count);
@@ -157,7 +156,7 @@ void Alternation::scan() {
   for (int64_t n = 0; n < kept; ++n) member_[order[n].item] = 1;
 }
 
-// The length of the sets' cycle, or 0 (Brent's algorithm): with a negative scale they may never converge.
+// The sets' cycle length, or 0 (Brent's algorithm): with a negative scale they may never converge.
 int64_t Alternation::period() {
   const size_t m = static_cast<size_t>(pool_->tokens.size);
   if (saved_at_ > 0 && memcmp(saved_.data(), member_.data(), m) == 0) return steps - saved_at_;

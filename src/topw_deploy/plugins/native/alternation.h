@@ -1,5 +1,5 @@
-// Stage C: the alternation with few distances, for rows without a certificate; the literal rule for a negative
-// geom_scale (docs/contract/theory.md, sections 3 and 4).
+// Stage C: the alternation with few distances, for uncertified rows; the literal rule for a negative geom_scale
+// (docs/contract/theory.md, sections 3 and 4).
 #ifndef TOPW_ALTERNATION_H
 #define TOPW_ALTERNATION_H
 
@@ -13,10 +13,10 @@ class Alternation {
  public:
   int64_t steps = 0;              // scans
   int64_t pairs = 0;              // distances computed
-  int64_t literal_pairs = 0;      // of the literal rule
+  int64_t literal_pairs = 0;      // under the literal rule
   int64_t kept = 0;
 
-  // Puts the crop into members(). `table`: NULL for the uniform metric. False if out of memory.
+  // Writes the crop to members(). `table`: NULL for the uniform metric. False if out of memory.
   [[nodiscard]] bool run(const topw_options &, const topw_table *, const Pool &, const Parameters &, Sorter &);
   const uint8_t *members() const { return member_.data(); }  // [pool]
 
@@ -37,12 +37,12 @@ class Alternation {
   const Parameters *P_ = nullptr;
   Sorter *sorter_ = nullptr;
   SetDistances distances_;
-  int64_t entered_ = 0;           // tokens that joined in the last step
-  int64_t saved_at_ = 0;          // step of the crop in saved_
+  int64_t entered_ = 0;           // new tokens in the last step
+  int64_t saved_at_ = 0;          // step of saved_
 
   Array<uint8_t> member_, saved_;
   Array<uint8_t> candidate_;      // may enter
-  Array<uint8_t> exact_;          // far_ is the distance, not a lower bound
+  Array<uint8_t> exact_;          // far_ is exact, not a lower bound
   Array<double> far_;             // dist(i, S)
 };
 

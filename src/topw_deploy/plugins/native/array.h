@@ -1,4 +1,4 @@
-// Scratch memory that only grows: malloc without exceptions, aligned for the widest vectors.
+// Scratch arrays that only grow: malloc without exceptions, aligned for the widest vectors.
 #ifndef TOPW_ARRAY_H
 #define TOPW_ARRAY_H
 
@@ -9,7 +9,6 @@
 
 namespace topw {
 
-// An array of plain values.
 template <class T>
 class Array {
  public:
@@ -18,10 +17,10 @@ class Array {
   Array &operator=(const Array &) = delete;
   ~Array() { free(memory_); }
 
-  // Reserves `count` values; growing loses the contents. False if out of memory.
+  // Growing loses the contents. False if out of memory.
   [[nodiscard]] bool reserve(int64_t count) { return count <= size_ || move_to(count, 0); }
 
-  // Reserves `count` values and keeps the first `used`. False if out of memory.
+  // Keeps the first `used` values. False if out of memory.
   [[nodiscard]] bool extend(int64_t used, int64_t count) {
     return count <= size_ || move_to(count > 2 * size_ ? count : 2 * size_, used);
   }

@@ -1,4 +1,4 @@
-// The C interface of topw.h over the C++ of this folder.
+// The C interface of topw.h.
 
 #include <stdlib.h>
 

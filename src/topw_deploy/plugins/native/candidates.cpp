@@ -10,23 +10,23 @@ namespace topw {
 namespace {
 
 constexpr int64_t kBlocksWithinGap = 192;  // beyond, take the best few instead of all within the gap
-constexpr int64_t kFew = 64;        // the best few; if these leave it open, the best of more
+constexpr int64_t kFew = 64;        // the best few, tried first
 constexpr int64_t kMore = 640;
-constexpr int64_t kMost = 1024;     // candidates; beyond (ties, a flat row) the pool is faster
-constexpr int64_t kStride = 64;     // candidates between two tests whether the row is settled
-constexpr double kRounding = 1e-9;  // of J and of log-weights, in units of max(1, lam, beta): the ties' bound
+constexpr int64_t kMost = 1024;     // beyond (ties, a flat row) the pool is faster
+constexpr int64_t kStride = 64;     // candidates between two tests
+constexpr double kRounding = 1e-9;  // ties' bound of J and log-weights, in units of max(1, lam, beta)
 constexpr double kNucleusRounding = 1e-12;
 
-// A logit below this is more than `gap` selection temperatures below the largest, rounding included.
+// Logits below this are outside the gap, rounding included.
 float bound_below(float top, const Parameters &P, double gap) {
   const double bound = static_cast<double>(top) - P.selection * (gap * (1 + kRounding) + kRounding);
   return nextafterf(static_cast<float>(bound), -INFINITY);
 }
 
-// How far below the largest logit a kept token may be, given an upper bound of the kept mass.
+// Largest distance of a kept token below the largest logit; mass: an upper bound of the kept mass.
 double gap(const Parameters &P, double mass) { return P.c / P.lam * (1 + log(mass)); }
 
-// The kept mass is at most the candidates'. Narrows the gap by it as long as that drops some.
+// Narrows the gap while the candidates' mass, a bound of the kept mass, drops some.
 void shrink(Ranked &tokens, float top, const Parameters &P) {
   for (int round = 0; round < 4; ++round) {
     double mass = 0;
@@ -37,15 +37,15 @@ void shrink(Ranked &tokens, float top, const Parameters &P) {
   }
 }
 
-// Block stop: whether no longer prefix can be the first maximiser, given at most `further` more tokens with scores of
-// at most the last one's.
+// Block stop: a longer prefix cannot be the first maximiser, if at most `further` more tokens score at most the last
+// one's.
 bool block_stop(const Prefixes &base, double last_log_weight, const Parameters &P, int64_t further) {
   const double t = P.lam * last_log_weight;
   const double X = base.Gamma() + static_cast<double>(further) * weight(last_log_weight);
   return t + (base.Phi() - t * base.Gamma()) / X + P.c * log(X) <= base.best() - kRounding * P.unit;
 }
 
-// Certificate without the pool: whether the best prefix is in the warm start, whose mass is at least these tokens'.
+// Certificate without the pool: the best prefix is in the warm start, whose mass is at least these tokens'.
 bool within_warm_start(const Prefixes &base, const Parameters &P) {
   return base.first_maximiser() == 1 || P.init_top_p >= 1 ||
          base.mass_before() < P.init_top_p * base.Gamma() * (1 - kNucleusRounding);
@@ -54,11 +54,11 @@ bool within_warm_start(const Prefixes &base, const Parameters &P) {
 struct Candidates {
   const EditedRow &row;
   const Parameters &P;
-  int64_t pool;  // its size
+  int64_t pool;  // pool size
   Sorter &sorter;
   Ranked &tokens;
   Prefixes base;
-  double last = 0;   // log-weight of the last token added
+  double last = 0;   // log-weight of the last token
   int64_t seen = 0;  // tokens found by the last look
 
   Outcome look(float from, bool gap_covers);
@@ -66,7 +66,7 @@ struct Candidates {
   bool promising(float from) const;
 };
 
-// Collects the tokens down to this logit: all that can be kept, if the gap covers them.
+// Collects tokens down to logit `from`; all that can be kept if the gap covers them.
 Outcome Candidates::look(float from, bool gap_covers) {
   if (!tokens.take_from(row, from, kMost)) return Outcome::out_of_memory;
   seen = tokens.size;
@@ -77,7 +77,7 @@ Outcome Candidates::look(float from, bool gap_covers) {
   return settle(gap_covers) ? Outcome::settled : Outcome::open;
 }
 
-// Adds them, best first, until the crop and its certificate follow.
+// Adds tokens, best first, until the crop and its certificate follow.
 bool Candidates::settle(bool gap_covers) {
   const int64_t counted = std::min(tokens.size, pool);
   for (int64_t n = 1; n <= counted; ++n) {
@@ -90,8 +90,8 @@ bool Candidates::settle(bool gap_covers) {
   return false;
 }
 
-// Whether a second look, down to this logit, is likely to settle the row, if it finds kMore tokens and the new ones lie
-// two thirds of the way down. Affects speed, not results.
+// Whether a second look, down to this logit, is likely to settle the row with kMore new tokens two thirds of the way
+// down. Affects only speed.
 bool Candidates::promising(float from) const {
   const double a = log_weight(from, row.top(), P.selection), between = (last + 2 * a) / 3;
   const double entering = static_cast<double>(kMore - base.size()) * weight(between);

@@ -1,4 +1,4 @@
-// Stage A: a crop and its certificate from a few candidates, without the pool (docs/contract/theory.md, section 4).
+// Stage A: crop and certificate from a few candidates (docs/contract/theory.md, section 4).
 #ifndef TOPW_CANDIDATES_H
 #define TOPW_CANDIDATES_H
 
@@ -9,8 +9,8 @@ namespace topw {
 
 enum class Outcome { settled, open, out_of_memory };
 
-// Settled: the crop is the first `kept` of `tokens`, certified. Open: the pool must decide. `seen`: candidates visited.
-// Requires geom_scale >= 0, c > 0 and top_m >= 1.
+// Settled: the certified crop is the first `kept` of `tokens`. Open: the pool must decide. `seen`: candidates visited.
+// Requires geom_scale >= 0, c > 0, top_m >= 1.
 Outcome from_candidates(const EditedRow &, const Parameters &, int64_t top_m, Sorter &, Ranked &tokens, int64_t &kept,
                         int64_t &seen);
 

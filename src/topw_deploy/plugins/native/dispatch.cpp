@@ -1,4 +1,4 @@
-// Chooses the instruction set of the hot loops: the processor's best, or the one asked for.
+// Chooses the hot loops' instruction set: the best available or the requested one.
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -17,8 +17,7 @@ namespace {
 std::atomic<const Hot *> in_use{nullptr};
 
 #if defined(__x86_64__)
-// Uses cpuid: __builtin_cpu_supports reads a table that not every compiler's runtime fills (zig's does not, and denies
-// everything).
+// Uses cpuid: __builtin_cpu_supports needs a table that some runtimes (zig's) leave empty.
 struct Features {
   bool avx2 = false, avx512 = false;
 
@@ -39,7 +38,7 @@ bool has_avx2() { return Features().avx2; }
 bool has_avx512() { return Features().avx512; }
 #endif
 
-// NULL if the processor or the build has no such set.
+// NULL if the processor or build lacks it.
 const Hot *named(const char *name) {
 #if defined(__x86_64__)
   if (strcmp(name, kAvx512.name) == 0 && has_avx512()) return &kAvx512;
@@ -63,7 +62,7 @@ const Hot *best() {
 const Hot &hot() {
   const Hot *chosen = in_use.load(std::memory_order_acquire);
   if (!chosen) {
-    chosen = best();  // concurrent threads find the same
+    chosen = best();  // concurrent threads choose the same
     in_use.store(chosen, std::memory_order_release);
   }
   return *chosen;

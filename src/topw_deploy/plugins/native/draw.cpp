@@ -5,7 +5,7 @@
 namespace topw {
 namespace {
 
-constexpr double kNegligible = -60;  // a block whose best logit weighs less than e^-60 of the largest adds nothing
+constexpr double kNegligible = -60;  // skip blocks whose largest weight is below e^-60
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// The draw from a crop, and the crop's mass in the whole row (docs/contract/graph.md, section 5).
+// The draw from a crop, and the crop's mass (docs/contract/graph.md, section 5).
 #ifndef TOPW_DRAW_H
 #define TOPW_DRAW_H
 
@@ -15,7 +15,7 @@ struct Draw {
 // `logits` [kept], descending. `weights`: scratch [kept].
 Draw draw(const float *logits, int64_t kept, const Parameters &, double *weights);
 
-// The crop's probability under the softmax of the whole row at the selection temperature, within 3e-7 relative.
+// The crop's probability under the full softmax at the selection temperature, within 3e-7 relative.
 double mass(const float *logits, int64_t kept, const EditedRow &, const Parameters &);
 
 }  // namespace topw

@@ -26,7 +26,7 @@ EditedRow::Verdict EditedRow::open(const topw_inputs &inputs, int64_t row) {
     return Verdict::out_of_memory;
   memset(patch_of_.data(), -1, static_cast<size_t>(blocks_) * sizeof(int32_t));
 
-  // No edit makes NaN a number or +inf finite.
+  // No edit repairs NaN or +inf.
   const int64_t whole = vocab_ / kBlock;
   if (hot().block_maxima(raw_, whole, maxima_.data())) return Verdict::invalid;
   if (whole < blocks_) patch(whole);
@@ -45,8 +45,7 @@ int64_t EditedRow::patch(int64_t block) {
   return patch_count_++;
 }
 
-// False if a real token has a penalty that is not > 0. Ids should be distinct; of repeated ones, the last is applied to
-// the raw logit.
+// False for a real token with a penalty that is not > 0. Of repeated ids, the last applies to the raw logit.
 bool EditedRow::edit(const topw_inputs &inputs, int64_t row) {
   for (int64_t e = row * inputs.edits; e < (row + 1) * inputs.edits; ++e) {
     const int64_t id = inputs.edit_ids[e];
@@ -57,7 +56,7 @@ bool EditedRow::edit(const topw_inputs &inputs, int64_t row) {
   return true;
 }
 
-// Computes the maxima of the patched blocks and of all. False if the row is invalid.
+// Maxima of patched blocks and of all. False if the row is invalid.
 bool EditedRow::measure() {
   for (int64_t i = 0; i < patch_count_; ++i)
     if (hot().block_maxima(patches_.data() + i * kBlock, 1, &maxima_[patched_block_[i]])) return false;

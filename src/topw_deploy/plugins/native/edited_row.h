@@ -1,4 +1,4 @@
-// A row of edited logits (docs/contract/graph.md, section 6) in whole blocks, mostly without a copy.
+// A row of edited logits (docs/contract/graph.md, section 6) in whole blocks, mostly uncopied.
 #ifndef TOPW_EDITED_ROW_H
 #define TOPW_EDITED_ROW_H
 
@@ -8,13 +8,13 @@
 
 namespace topw {
 
-// Blocks point into the caller's logits. Only edited ones and an incomplete last one are patched: copied, edited and
-// padded with -inf.
+// Blocks point into the caller's logits. Edited blocks and an incomplete last one are patches: copied, edited, padded
+// with -inf.
 class EditedRow {
  public:
   enum class Verdict { valid, invalid, out_of_memory };
 
-  // Invalid: NaN or +inf among the edited logits, no finite one, or a penalty of a real token that is not > 0.
+  // Invalid: edited logits with NaN, +inf or nothing finite, or a real token's penalty not > 0.
   [[nodiscard]] Verdict open(const topw_inputs &inputs, int64_t row);
 
   int64_t vocab() const { return vocab_; }
@@ -26,10 +26,10 @@ class EditedRow {
   const float *block(int64_t b) const {
     return patch_of_[b] < 0 ? raw_ + b * kBlock : patches_.data() + patch_of_[b] * kBlock;
   }
-  int64_t first_at_top() const;  // the lowest id among the largest logits
+  int64_t first_at_top() const;  // lowest id among the largest logits
 
  private:
-  int64_t patch(int64_t block);  // the number of its patch, created on first use
+  int64_t patch(int64_t block);  // index of its patch, created on first use
   bool edit(const topw_inputs &inputs, int64_t row);
   bool measure();
 

@@ -1,4 +1,4 @@
-// Conversions between 16-bit floating-point types and float32.
+// 16-bit floats to and from float32.
 #ifndef TOPW_HALF_H
 #define TOPW_HALF_H
 
@@ -18,7 +18,7 @@ TOPW_SHARED_CODE inline float float_of_bits(uint32_t bits) {
 
 TOPW_SHARED_CODE inline float from_bfloat16(uint16_t bits) { return float_of_bits(static_cast<uint32_t>(bits) << 16); }
 
-// IEEE binary16: a multiplication rebiases the exponent, exactly and also for subnormals.
+// IEEE binary16: a multiplication rebiases the exponent exactly, subnormals included.
 TOPW_SHARED_CODE inline float from_float16(uint16_t bits) {
   const uint32_t sign = (bits & 0x8000u) << 16, rest = (bits & 0x7fffu) << 13;
   const bool finite = (bits & 0x7c00u) != 0x7c00u;
@@ -26,17 +26,16 @@ TOPW_SHARED_CODE inline float from_float16(uint16_t bits) {
   return sign ? -magnitude : magnitude;
 }
 
-// The value rounded to binary16 (ties to even), as float32.
+// Rounds to binary16 (ties to even), as float32.
 TOPW_SHARED_CODE inline float rounded_to_float16(float value) {
   const float magnitude = fabsf(value);
   if (!(magnitude < 65520.0f)) return magnitude == magnitude ? copysignf(INFINITY, value) : value;
-  // Adding this moves binary16's last bit to float32's last one. Below 2^-14 are binary16's subnormals, which share one
-  // spacing.
+  // Adding this aligns binary16's last bit with float32's. Subnormals (below 2^-14) share one spacing.
   uint32_t bits;
   memcpy(&bits, &magnitude, sizeof bits);
   const uint32_t exponent = bits >> 23 < 113 ? 113 : bits >> 23;
   const float coarse = float_of_bits((exponent + 13) << 23);
-  volatile float sum = magnitude + coarse;  // volatile: must not be simplified
+  volatile float sum = magnitude + coarse;  // volatile: prevents simplification
   return copysignf(sum - coarse, value);
 }
 

@@ -1,4 +1,4 @@
-// Marks code shared by CPU and CUDA; expands to nothing outside CUDA.
+// Marks code shared by CPU and CUDA; empty outside CUDA.
 #ifndef TOPW_HOST_DEVICE_H
 #define TOPW_HOST_DEVICE_H
 

@@ -1,8 +1,8 @@
-// The hot loops: everything that touches many logits or many coordinates at once.
+// The hot loops: everything that touches many logits or coordinates.
 //
-// hot_loops.inc is their source; hot_avx512.cpp, hot_avx2.cpp and hot_generic.cpp compile it for their registers, and
-// dispatch.cpp chooses. Results are bit-identical for every instruction set, except `closeness`, which only nominates
-// (see set_distances.h), and `sum_of_weights`, which decides nothing.
+// hot_avx512.cpp, hot_avx2.cpp and hot_generic.cpp compile hot_loops.inc; dispatch.cpp chooses. Results are
+// bit-identical for every instruction set, except `closeness`, which only nominates (set_distances.h), and
+// `sum_of_weights`, which decides nothing.
 #ifndef TOPW_HOT_H
 #define TOPW_HOT_H
 
@@ -10,13 +10,13 @@
 
 namespace topw {
 
-constexpr int64_t kBlock = 128;   // logits that share one maximum; every array below is padded to whole blocks
-constexpr int64_t kColumns = 16;  // finer maxima: a block is 8 rows of 16 columns, one maximum for each column
-constexpr int64_t kPanel = 32;    // members whose coordinates are interleaved, see `closeness`
-constexpr int64_t kRowGroup = 12;  // rows of `closeness` come in multiples of this
+constexpr int64_t kBlock = 128;   // logits per maximum; every array below is padded to whole blocks
+constexpr int64_t kColumns = 16;  // a block is 8 rows of 16 columns, with a finer maximum per column
+constexpr int64_t kPanel = 32;    // members with interleaved coordinates, see `closeness`
+constexpr int64_t kRowGroup = 12;  // `closeness` takes a multiple of this many rows
 constexpr int64_t kDepth = 256;   // coordinates per partial sum
 
-// How a table row r becomes a point: x = (r - mean) * inverse_std / norm, or (r / norm - mean) * inverse_std.
+// Converts a table row r to a point: (r - mean) * inverse_std / norm, or (r / norm - mean) * inverse_std.
 struct Normalisation {
   const float *mean, *inverse_std;  // [hidden]
   int64_t hidden;
@@ -26,32 +26,31 @@ struct Normalisation {
 struct Hot {
   const char *name;
 
-  // Maxima of `blocks` blocks of logits; true if there is a NaN among them.
+  // Maxima of `blocks` blocks of logits; true if any is NaN.
   bool (*block_maxima)(const float *logits, int64_t blocks, float *maxima);
-  // The 16 column maxima of one block.
   void (*column_maxima)(const float *block, float *maxima);
-  // The largest of `count` values (a multiple of 16), NaN ignored; -inf if there is none.
+  // The largest of `count` values (a multiple of 16), ignoring NaN; -inf if none.
   float (*highest_of)(const float *values, int64_t count);
   // How many of `count` values (a multiple of 16) are at least `bound`.
   int64_t (*count_from)(const float *values, int64_t count, float bound);
-  // Collects those of `count` values (a multiple of 16) that are not less than `bound`, in order, with their places,
-  // counted from `first`. Returns their number. The outputs have room for 16 more.
+  // Collects in order the values (`count`, a multiple of 16) not less than `bound`, and their places from `first`.
+  // Returns their number. The outputs need room for 16 more.
   int64_t (*take_from)(const float *values, int64_t count, int32_t first, float bound, float *taken, int32_t *places);
-  // The sum of exp((x - top) * rate) over one block, within 2e-7 relative; x <= top. -inf counts as 0.
+  // Sum of exp((x - top) * rate) over a block, within 2e-7 relative; x <= top. -inf counts as 0.
   double (*sum_of_weights)(const float *block, float top, double rate);
 
-  // The squared norm: |r|^2 if `by.first`, else |(r - mean) * inverse_std|^2.
+  // |r|^2 if `by.first`, else |(r - mean) * inverse_std|^2.
   double (*squared_norm)(const float *row, const Normalisation &by);
-  // Writes a row's point, rounded to float32 and padded with zeros to `padded`. Returns its squared length.
+  // Writes a row's point in float32, zero-padded to `padded`. Returns its squared length.
   double (*point)(const float *row, double norm, const Normalisation &by, float *x, int64_t padded);
-  // The squared Euclidean distance and the scalar product of two points, in double from the table's rows.
+  // Squared Euclidean distance and scalar product of two points, in double from table rows.
   double (*squared_distance)(const float *r, double r_norm, const float *s, double s_norm, const Normalisation &by);
   double (*scalar_product)(const float *r, double r_norm, const float *s, double s_norm, const Normalisation &by);
 
   // panel[k * kPanel + j] = x[j * stride + k] for kPanel points and `depth` coordinates.
   void (*interleave)(const float *x, int64_t stride, int64_t depth, float *panel);
-  // sums[i][j] += x_i . y_j for `rows` points x (float32, `stride` apart) and kPanel points y, whose coordinates are
-  // interleaved: panel[k * kPanel + j]. `depth` coordinates, at most kDepth.
+  // sums[i][j] += x_i . y_j for `rows` points x (float32, `stride` apart) and kPanel points y interleaved as panel[k *
+  // kPanel + j]; `depth` <= kDepth coordinates.
   void (*closeness)(const float *x, int64_t rows, int64_t stride, const float *panel, int64_t depth, float *sums,
                     int64_t sums_stride);
 };

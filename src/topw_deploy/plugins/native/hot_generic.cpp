@@ -1,4 +1,4 @@
-// The hot loops for every processor: SSE2 on x86-64, NEON on arm64.
+// The portable hot loops: SSE2 on x86-64, NEON on arm64.
 
 #include <string.h>
 

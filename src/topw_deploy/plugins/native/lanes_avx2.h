@@ -1,4 +1,4 @@
-// 8 floats, and 8 doubles in two registers, of AVX2 with FMA. Included inside a namespace, after <immintrin.h>.
+// AVX2 with FMA: 8 floats; 8 doubles in two registers. Included inside a namespace, after <immintrin.h>.
 
 constexpr int kLanes = 8;
 using Floats = __m256;

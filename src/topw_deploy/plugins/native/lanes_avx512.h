@@ -1,4 +1,4 @@
-// 16 floats, and 8 doubles, of AVX-512. Included inside a namespace, after <immintrin.h>.
+// AVX-512: 16 floats; 8 doubles. Included inside a namespace, after <immintrin.h>.
 
 constexpr int kLanes = 16;
 using Floats = __m512;

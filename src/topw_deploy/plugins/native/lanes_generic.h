@@ -1,5 +1,4 @@
-// 4 floats, and 8 doubles in four registers, with compiler vectors: SSE2 on x86-64, NEON on arm64. Included inside a
-// namespace, after <string.h>.
+// Compiler vectors (SSE2, NEON): 4 floats; 8 doubles in four registers. Included inside a namespace, after <string.h>.
 
 constexpr int kLanes = 4;
 typedef float Floats __attribute__((vector_size(16)));

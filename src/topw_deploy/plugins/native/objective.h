@@ -1,4 +1,4 @@
-// J over the prefixes of an order (docs/contract/theory.md, Notation), in double, with the reference's order of
+// J over the prefixes of an order (docs/contract/theory.md, Notation), in double, in the reference's order of
 // operations.
 #ifndef TOPW_OBJECTIVE_H
 #define TOPW_OBJECTIVE_H
@@ -20,11 +20,11 @@ TOPW_SHARED_CODE inline double weight(double log_weight) {
   return exp(log_weight < kSmallestLogWeight ? kSmallestLogWeight : log_weight);
 }
 
-// J_k = Phi_k / Gamma_k + c log Gamma_k of the tokens added so far, in descending order of phi, and its first maximum.
-// For c <= 0 J never rises, so the first prefix is taken, whatever rounding says.
+// J_k = Phi_k / Gamma_k + c log Gamma_k of the tokens added so far, by phi descending, and its first maximum. For c <=
+// 0 J never rises: the first prefix wins, despite rounding.
 //
-// The mean Phi_k / Gamma_k never rises. So once J is below the best, it stays there until c log Gamma has grown by the
-// difference: up to that mass no logarithm is computed.
+// Phi_k / Gamma_k never rises, so a J below the best stays below until c log Gamma makes up the difference: no
+// logarithm is needed up to that mass.
 class Prefixes {
  public:
   TOPW_SHARED_CODE explicit Prefixes(double c) : c_(c) {}
@@ -45,8 +45,8 @@ class Prefixes {
   TOPW_SHARED_CODE double Phi() const { return Phi_; }
 
  private:
-  static constexpr double kRounding = 1e-9;  // of J: the ties' bound
-  static constexpr double kWorthwhile = 8;   // tokens that save their logarithms for one exponential
+  static constexpr double kRounding = 1e-9;  // ties' bound of J
+  static constexpr double kWorthwhile = 8;   // tokens whose logarithms cost as much as one exponential
 
   TOPW_SHARED_CODE void compare() {
     const double mean = Phi_ / Gamma_, J = mean + c_ * log(Gamma_);

@@ -3,7 +3,7 @@
 namespace topw {
 namespace {
 
-constexpr int64_t kShort = 48;  // up to here insertion is faster
+constexpr int64_t kShort = 48;  // up to here insertion sort is faster
 
 void insert(Sorter::Entry *entries, int64_t count) {
   for (int64_t i = 1; i < count; ++i) {
@@ -22,7 +22,7 @@ const Sorter::Entry *Sorter::sort(int64_t count) {
     insert(from, count);
     return from;
   }
-  uint64_t same = ~uint64_t{0}, first = from[0].key;  // bits shared by all keys need no pass
+  uint64_t same = ~uint64_t{0}, first = from[0].key;  // skip bits shared by all keys
   for (int64_t i = 1; i < count; ++i) same &= ~(from[i].key ^ first);
   for (int shift = 0; shift < 64; shift += 8) {
     if (((same >> shift) & 255) == 255) continue;

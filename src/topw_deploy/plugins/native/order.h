@@ -9,7 +9,7 @@
 
 namespace topw {
 
-// A key whose ascending order is the descending order of the values; -0 and 0 have the same key.
+// A key that sorts values in descending order; -0 equals 0.
 inline uint64_t descending(double value) {
   value += 0.0;  // -0 becomes 0
   uint64_t bits;
@@ -38,10 +38,10 @@ class Sorter {
     int32_t item;
   };
 
-  // Reserves `count` entries. False if out of memory.
+  // False if out of memory.
   [[nodiscard]] bool reserve(int64_t count) { return entries_.reserve(count) && spare_.reserve(count); }
   void set(int64_t i, uint64_t key, int32_t item) const { entries_[i] = {key, item}; }
-  // The first `count` entries by ascending key; equal keys keep their order.
+  // The first `count` entries by ascending key; stable.
   const Entry *sort(int64_t count);
 
  private:

@@ -1,8 +1,8 @@
-// The part of onnxruntime's C interface that the operator uses, declared here to need no vendor header.
+// The part of onnxruntime's C interface that the operator uses, declared here to avoid vendor headers.
 //
-// onnxruntime's table of functions only grows at its end, and `version` determines the size of an operator's struct.
-// So the interface is the positions in the table and the offsets in the struct. Those below are of version 17
-// (onnxruntime 1.17) and hold in every later one; tests/plugins/test_ort_abi.py calls the installed runtime with them.
+// The function table only grows at its end, and `version` fixes the size of an operator's struct, so table positions
+// and struct offsets of version 17 (onnxruntime 1.17) hold in every later one; tests/plugins/test_ort_abi.py checks the
+// installed runtime.
 #ifndef TOPW_ORT_ABI_H
 #define TOPW_ORT_ABI_H
 
@@ -13,7 +13,7 @@ namespace ort {
 
 constexpr uint32_t kVersion = 17;
 
-// Opaque types. A Status is an error; success is a null pointer.
+// Opaque types. A Status is an error; null is success.
 struct Status;
 struct SessionOptions;
 struct Domain;
@@ -33,13 +33,13 @@ struct ApiBase {
 static_assert(sizeof(Function) == 8, "the interface is declared for 64-bit processors");
 static_assert(sizeof(ApiBase) == 16, "two pointers");
 
-// A function's position in the table, and its type.
+// A function's table position and type.
 template <typename Signature>
 struct Slot {
   int position;
 };
 
-// Codes of a Status.
+// Status codes.
 constexpr int kFail = 1;
 constexpr int kInvalidArgument = 2;
 
@@ -55,14 +55,14 @@ constexpr Slot<Status *(const TensorInfo *, size_t *)> dimension_count{61};
 constexpr Slot<Status *(const TensorInfo *, int64_t *, size_t)> dimensions{62};  // -1: unknown
 constexpr Slot<Status *(const Value *, TensorInfo **)> tensor_info{65};
 constexpr Slot<Status *(const KernelInfo *, const char *name, int64_t *)> int_attribute{86};
-// The size includes the final zero. With a null buffer the function only returns it.
+// The size includes the final zero. A null buffer queries it.
 constexpr Slot<Status *(const KernelInfo *, const char *name, char *, size_t *)> string_attribute{87};
 constexpr Slot<Status *(const KernelContext *, size_t index, const Value **)> get_input{90};
 constexpr Slot<Status *(KernelContext *, size_t index, const int64_t *shape, size_t rank, Value **)> get_output{91};
 constexpr Slot<void(Status *)> release_status{93};
 constexpr Slot<void(TypeInfo *)> release_type_info{98};
 constexpr Slot<void(TensorInfo *)> release_tensor_info{99};
-// The stream of a provider with a GPU, a cudaStream_t; null on the CPU.
+// A GPU provider's cudaStream_t; null on the CPU.
 constexpr Slot<Status *(const KernelContext *, void **)> gpu_stream{193};
 constexpr Slot<Status *(const KernelInfo *, size_t *)> input_count{230};
 constexpr Slot<Status *(const KernelInfo *, size_t *)> output_count{231};
@@ -70,7 +70,7 @@ constexpr Slot<Status *(const KernelInfo *, size_t index, TypeInfo **)> input_ty
 constexpr Slot<Status *(const KernelInfo *, size_t index, TypeInfo **)> output_type{235};
 constexpr Slot<Status *(SessionOptions *, const char *key, const char *value)> add_config_entry{130};
 constexpr Slot<Status *(const SessionOptions *, const char *key, int *)> has_config_entry{237};
-// Runs function(data, i) for i < total on the session's threads, at most `batches` at a time (0: all threads).
+// Runs function(data, i) for i < total on the session's threads, at most `batches` at a time (0: all).
 constexpr Slot<Status *(const KernelContext *, void (*function)(void *, size_t), size_t total, size_t batches,
                         void *data)>
     parallel_for{274};
@@ -89,9 +89,8 @@ class Api {
   const Function *table_;
 };
 
-// Element types, as ONNX numbers them.
+// ONNX element types.
 enum Element { kAny = 0, kFloat = 1, kInt32 = 6, kInt64 = 7, kBool = 9, kFloat16 = 10, kBfloat16 = 16 };
-// Whether an input or output is required, optional, or variadic.
 enum Presence { kRequired = 0, kOptional = 1, kVariadic = 2 };
 
 // An operator as the runtime reads it. Later members replace make_v1 and compute_v1.

@@ -1,5 +1,4 @@
-// Reads a call's inputs and allocates its outputs, for every provider: uses only shapes and addresses, which are always
-// on the host.
+// Inputs and outputs of a call, for every provider: uses only shapes and addresses, which are always on the host.
 
 #include "ort_call.h"
 

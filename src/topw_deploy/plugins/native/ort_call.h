@@ -1,4 +1,4 @@
-// The inputs and outputs of one call of the operator.
+// Inputs and outputs of one operator call.
 #ifndef TOPW_ORT_CALL_H
 #define TOPW_ORT_CALL_H
 
@@ -14,7 +14,7 @@ struct OrtCall {
   topw_outputs outputs;
 };
 
-// Reads the call's inputs and allocates its outputs. An error if the shapes do not fit each other or the node.
+// Reads the inputs and allocates the outputs. An error if shapes do not fit each other or the node.
 ort::Status *bind(const ort::Api &api, ort::KernelContext *context, const Node &node, OrtCall *call);
 
 }  // namespace topw

@@ -1,4 +1,4 @@
-// topw::TopWSample for onnxruntime's CPU provider: the node of docs/contract/graph.md, section 8, by topw_sample_row.
+// topw::TopWSample for onnxruntime's CPU provider (docs/contract/graph.md, section 8).
 
 #include <stdlib.h>
 

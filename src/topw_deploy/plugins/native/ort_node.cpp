@@ -1,4 +1,4 @@
-// Reads the node of docs/contract/graph.md, section 8: its attributes, and types and sizes of inputs and outputs.
+// Reads a node (docs/contract/graph.md, section 8): attributes, types and sizes of inputs and outputs.
 
 #include "ort_node.h"
 
@@ -14,7 +14,7 @@ using ort::Status;
 
 namespace {
 
-// The shape of an input (or output) in the graph; unknown sizes are -1, an unknown rank is 0.
+// The declared shape of an input (or output); unknown sizes are -1, an unknown rank 0.
 Status *declared(const Api &api, const ort::KernelInfo *info, bool is_input, size_t index, Shape *shape) {
   ort::TypeInfo *type = nullptr;
   TOPW_TRY(api[is_input ? ort::input_type : ort::output_type](info, index, &type));
@@ -81,13 +81,13 @@ Status *check_inputs(const Api &api, const ort::KernelInfo *info, Node *node) {
   return nullptr;
 }
 
-// Scales and zero points of a quantised table, whose own sizes are already in `table`.
+// Scales and zero points of a quantised table; its own sizes are already in `table`.
 Status *read_blocks(const Api &api, const ort::KernelInfo *info, bool has_zero_points, topw_table *table) {
   Shape scales, zeros;
   TOPW_TRY(declared(api, info, true, kScales, &scales));
   if (has_zero_points) TOPW_TRY(declared(api, info, true, kZeroPoints, &zeros));
   table->blocks.scale_type = scales.type;
-  table->blocks.scales = table;  // marks that there are some; only tested against null here
+  table->blocks.scales = table;  // only its non-nullness is tested here
   const bool rows = scales.rank == 2 && scales.size[0] == table->tokens && scales.size[1] == blocks_in_row(*table);
   const bool fits = !has_zero_points || (zeros.type == table->dtype && zeros.rank == 2 &&
                                          zeros.size[0] == table->tokens && zeros.size[1] == zero_points_in_row(*table));
@@ -96,7 +96,7 @@ Status *read_blocks(const Api &api, const ort::KernelInfo *info, bool has_zero_p
   return nullptr;
 }
 
-// The table and its statistics are part of the model, so their sizes are known.
+// Table and statistics are constants of the model, so their sizes are known.
 Status *read_table(const Api &api, const ort::KernelInfo *info, Node *node) {
   const int64_t vocab = node->vocab;
   Shape mean, inverse_std, bound, rows;
@@ -122,7 +122,7 @@ Status *read_table(const Api &api, const ort::KernelInfo *info, Node *node) {
   return node->quantised() ? read_blocks(api, info, node->has_zero_points, &node->table) : nullptr;
 }
 
-// Which of the two optional outputs are present; a single one is identified by its element type.
+// Which optional outputs are present; a single one is identified by its element type.
 Status *read_outputs(const Api &api, const ort::KernelInfo *info, Node *node) {
   size_t count = 0;
   TOPW_TRY(api[ort::output_count](info, &count));

@@ -1,4 +1,4 @@
-// A node of the operator in a graph, read and checked when its session opens.
+// The operator's node in a graph, read and checked when its session opens.
 #ifndef TOPW_ORT_NODE_H
 #define TOPW_ORT_NODE_H
 
@@ -16,7 +16,7 @@ enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
 constexpr size_t kMostOutputs = kFirstOnRequest + 2;
 constexpr int kNowhere = -1;
 
-// Element types and ranks of the inputs that every node has.
+// Types and ranks of the required inputs.
 constexpr int kInputTypes[] = {ort::kFloat, ort::kInt64, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
                                ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};  // fmt: skip
 static_assert(sizeof kInputTypes / sizeof kInputTypes[0] == kWithoutTable, "one for each input of every node");
@@ -35,7 +35,7 @@ struct Node {
   bool quantised() const { return table.blocks.bits != 0; }
 };
 
-// An error for a node that the operator cannot answer.
+// An error for a node that the operator does not support.
 ort::Status *read_node(const ort::Api &api, const ort::KernelInfo *info, Node *node);
 
 }  // namespace topw

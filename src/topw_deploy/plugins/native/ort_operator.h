@@ -1,4 +1,4 @@
-// topw::TopWSample for onnxruntime: what the operators of all providers share, and the list of them.
+// topw::TopWSample for onnxruntime: code shared by all providers, and the list of operators.
 #ifndef TOPW_ORT_OPERATOR_H
 #define TOPW_ORT_OPERATOR_H
 
@@ -6,12 +6,12 @@
 
 namespace topw {
 
-// The operator without provider and kernel: name, inputs and outputs, all in the provider's memory.
+// The operator without provider and kernel; inputs and outputs are in the provider's memory.
 ort::Operator describe();
 
 // Called when a session of this thread assigns a node to an operator.
 void count_kernel();
-// See topw_ort_show and topw_ort_kernels in ort_register.cpp.
+// See ort_register.cpp.
 void show_operators(bool shown);
 int64_t kernels_of_this_thread();
 

@@ -1,7 +1,7 @@
 // The library's entry points: register the operators with onnxruntime, and query them.
 //
-// A model with the node also has a function of standard operators for it. The runtime prefers a registered operator. If
-// the operator refuses a node, the session does not open, and its caller opens it without the operator.
+// The model also defines the node as a function of standard operators; the runtime prefers a registered operator. If
+// the operator refuses a node, the session does not open, and its caller retries without the operator.
 
 #include "ort_abi.h"
 #include "ort_operator.h"
@@ -21,7 +21,7 @@ constexpr const ort::Operator *kOperators[] = {
     &cuda_operator,
 #endif
 };
-constexpr char kRegistered[] = "topw.registered";  // option that marks registered operators
+constexpr char kRegistered[] = "topw.registered";  // session option that marks registered operators
 #if defined(TOPW_WITH_CUDA)
 constexpr char kWhich[] = "cuda";
 #else
@@ -32,8 +32,8 @@ constexpr char kWhich[] = "cpu";
 
 extern "C" {
 
-// Called by onnxruntime for a library of operators. Does nothing for options that already have them: onnxruntime
-// refuses a session whose options have a domain twice.
+// Called by onnxruntime. Does nothing for options that have the operators: onnxruntime refuses a session with a
+// repeated domain.
 TOPW_EXPORT Status *RegisterCustomOps(ort::SessionOptions *options, const ort::ApiBase *base) {
   const Api api(base->get_api(ort::kVersion));
   if (!api)  // every version can create a Status
@@ -49,14 +49,14 @@ TOPW_EXPORT Status *RegisterCustomOps(ort::SessionOptions *options, const ort::A
   return api[ort::add_config_entry](options, kRegistered, kWhich);
 }
 
-// Whether sessions that this thread opens from now on use the operators (1, the default) or the model's own function
-// (0), even if their options have the operators: options can be neither copied nor cleared.
+// Whether later sessions of this thread use the operators (1, the default) or the model's function (0). Options can be
+// neither copied nor cleared.
 TOPW_EXPORT void topw_ort_show(int shown) { show_operators(shown != 0); }
 
-// Nodes that this thread's sessions have assigned to the operators so far.
+// Nodes assigned to the operators by this thread's sessions.
 TOPW_EXPORT int64_t topw_ort_kernels(void) { return kernels_of_this_thread(); }
 
-// Whether the operators support this table form (the node's attribute `table_form`).
+// Whether the operators support this `table_form`.
 TOPW_EXPORT int topw_ort_knows_table_form(const char *form) {
   topw_blocks blocks;
   return read_table_form(form, &blocks);

@@ -1,4 +1,4 @@
-// A tensor's type and sizes in onnxruntime, and the operator's errors.
+// Tensor types and sizes in onnxruntime, and the operator's errors.
 #ifndef TOPW_ORT_SHAPE_H
 #define TOPW_ORT_SHAPE_H
 
@@ -25,7 +25,7 @@ ort::Status *refuse(const ort::Api &api, int code, const char *format, Values...
 struct Shape {
   int type = ort::kAny;
   size_t rank = 0;
-  int64_t size[2] = {-1, -1};  // of the first two dimensions
+  int64_t size[2] = {-1, -1};  // first two dimensions
 };
 
 inline ort::Status *read_shape(const ort::Api &api, const ort::TensorInfo *info, Shape *shape) {

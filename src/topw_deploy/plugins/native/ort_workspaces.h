@@ -1,4 +1,4 @@
-// The operator's scratch memory, shared by the threads of a session.
+// Scratch memory shared by the threads of a session.
 #ifndef TOPW_ORT_WORKSPACES_H
 #define TOPW_ORT_WORKSPACES_H
 
@@ -10,7 +10,7 @@
 
 namespace topw {
 
-// Unused workspaces. One is created if all are in use, so there are as many as threads ever ran at once.
+// Unused workspaces. Creates one if all are in use: as many as threads ever ran at once.
 class Workspaces {
  public:
   struct Entry {

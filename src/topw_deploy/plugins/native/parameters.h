@@ -15,7 +15,6 @@ TOPW_SHARED_CODE inline bool finite_and_not_negative(float value) {
   return value >= 0 && value < static_cast<float>(INFINITY);
 }
 
-// The parameters as given.
 struct GivenParameters {
   float temperature, selection_temperature, lam, beta, init_top_p, geom_scale, uniform;
 };
@@ -29,10 +28,10 @@ struct Parameters {
   double lam, beta, c;  // c = beta - lam
   double temperature, selection, init_top_p, scale, uniform;
   bool greedy;            // temperature under 1e-5
-  bool certain_selection;  // selection temperature under 1e-5: all mass is on the largest logit
+  bool certain_selection;  // selection temperature under 1e-5: all mass on the largest logit
   double unit;            // max(1, lam, beta), the unit of errors in J
 
-  // False if one is outside its interval.
+  // False if one is out of range.
   [[nodiscard]] TOPW_SHARED_CODE bool take(const GivenParameters &given);
   [[nodiscard]] TOPW_SHARED_CODE bool read(const topw_inputs &inputs, int64_t row) {
     return take(given_parameters(inputs, row));

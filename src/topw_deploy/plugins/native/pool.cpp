@@ -9,8 +9,8 @@
 namespace topw {
 namespace {
 
-constexpr int64_t kSorted = 2;  // times the pool's size: beyond, it is cut before sorting
-constexpr int64_t kSpare = 12;  // one extra per so many tokens, as their number varies
+constexpr int64_t kSorted = 2;  // times the pool's size; beyond, cut before sorting
+constexpr int64_t kSpare = 12;  // one extra token per this many, for the estimate's error
 
 }  // namespace
 
@@ -25,8 +25,8 @@ bool Pool::fill(const EditedRow &row, const Parameters &P, int64_t top_m, Sorter
   return true;
 }
 
-// The `size` best among some more. The first bound assumes tokens placed at random in the blocks. If that fails, the
-// bound is the `size`-th largest maximum of many small groups: at least `size` tokens reach it.
+// The first bound assumes tokens spread at random over the blocks. If it fails, use the `size`-th largest maximum of
+// many small groups, which at least `size` tokens reach.
 bool Pool::take_some(const EditedRow &row, int64_t size) {
   const float likely = value_reached_by_tokens(row, size + size / kSpare);
   if (likely > -INFINITY) {

@@ -1,4 +1,4 @@
-// Stage B: the pool, its mass, its warm start, and the certificate without distances.
+// Stage B: the pool, its mass and warm start, and the certificate without distances.
 #ifndef TOPW_POOL_H
 #define TOPW_POOL_H
 
@@ -10,7 +10,7 @@ namespace topw {
 struct Pool {
   Ranked tokens;     // the top_m best finite logits
   Array<double> a, p;  // log-weights and weights in units of the largest
-  int64_t k0 = 0;      // size of the warm start
+  int64_t k0 = 0;      // warm start size
   int64_t K = 0;       // first maximiser of the base J
   double mass = 0;
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr char kGather[] = "Gather(axis=0)", kBlockwise[] = "com.microsoft.GatherBlockQuantized(";
 
-// Parses `name=number` at *text and moves past it and a comma. False for anything else.
+// Parses `name=number` at *text and advances past it and a comma. False for anything else.
 bool read_attribute(const char **text, const char *name, long *number) {
   const size_t length = strlen(name);
   if (strncmp(*text, name, length) != 0 || (*text)[length] != '=') return false;
@@ -21,7 +21,7 @@ bool read_attribute(const char **text, const char *name, long *number) {
   return true;
 }
 
-// `code_at(stored, row, per_row, k)`: element k of a row of codes or zero points as a number.
+// `code_at(stored, row, per_row, k)`: element k of a row of codes or zero points.
 template <class CodeAt>
 void dequantise(const topw_table &table, int64_t token, float *room, CodeAt code_at) {
   const topw_blocks &blocks = table.blocks;
@@ -39,7 +39,7 @@ void dequantise(const topw_table &table, int64_t token, float *room, CodeAt code
   }
 }
 
-// Two 4-bit codes per byte: code values come from a lookup table of the same products as above.
+// Two 4-bit codes per byte: looks up precomputed products.
 void dequantise_pairs(const topw_table &table, int64_t token, float *room) {
   const topw_blocks &blocks = table.blocks;
   const int64_t in_row = blocks_in_row(table), zeros_in_row = zero_points_in_row(table);
@@ -68,8 +68,8 @@ bool read_table_form(const char *form, topw_blocks *blocks) {
   if (strcmp(form, kGather) == 0) return true;
   if (strncmp(form, kBlockwise, sizeof kBlockwise - 1) != 0) return false;
   const char *text = form + sizeof kBlockwise - 1;
-  long bits = 4, size = 128, gather_axis = 0, quantise_axis = 1;  // the operator's own defaults
-  read_attribute(&text, "bits", &bits);  // in alphabetical order, all optional
+  long bits = 4, size = 128, gather_axis = 0, quantise_axis = 1;  // GatherBlockQuantized's defaults
+  read_attribute(&text, "bits", &bits);  // alphabetical, all optional
   read_attribute(&text, "block_size", &size);
   read_attribute(&text, "gather_axis", &gather_axis);
   read_attribute(&text, "quantize_axis", &quantise_axis);
@@ -91,7 +91,7 @@ bool quantised_readable(const topw_table &table) {
 }
 
 void dequantise_row(const topw_table &table, int64_t token, float *room) {
-  // A row of uint8 starts at a byte; a 4-bit tensor is packed without gaps.
+  // A uint8 row starts at a byte; a 4-bit tensor is packed without gaps.
   const auto byte = [](const uint8_t *stored, int64_t row, int64_t per_row, int64_t k) -> int32_t {
     return stored[row * per_row + k];
   };

@@ -1,4 +1,4 @@
-// Tables of 4- and 8-bit codes in the forms of onnxruntime's GatherBlockQuantized.
+// 4- and 8-bit tables in the forms of onnxruntime's GatherBlockQuantized.
 #ifndef TOPW_QUANTISED_H
 #define TOPW_QUANTISED_H
 
@@ -10,8 +10,8 @@
 
 namespace topw {
 
-// Parses the node's attribute `table_form`. False for an unknown form. Sets bits and block size for
-// GatherBlockQuantized with gather_axis 0 and quantize_axis 1, and 0 bits for Gather(axis=0).
+// Parses the attribute `table_form`; false if unknown. Sets bits and block size for GatherBlockQuantized with
+// gather_axis 0 and quantize_axis 1; 0 bits for Gather(axis=0).
 bool read_table_form(const char *form, topw_blocks *blocks);
 
 // Codes per stored element: two for 4 bits in uint8, else one.
@@ -38,7 +38,7 @@ TOPW_SHARED_CODE inline int32_t signed_half_byte(const uint8_t *packed, int64_t 
   return found >= 8 ? found - 16 : found;
 }
 
-// The default zero point: the middle of the range for uint8, 0 for a 4-bit tensor.
+// The default zero point: mid-range for uint8, 0 for a 4-bit tensor.
 TOPW_SHARED_CODE inline int32_t middle(int32_t dtype, const topw_blocks &blocks) {
   return dtype == TOPW_UINT8 ? 1 << (blocks.bits - 1) : 0;
 }
@@ -48,7 +48,7 @@ TOPW_SHARED_CODE inline float scale_at(const topw_blocks &blocks, int64_t index)
                                            : from_float16(static_cast<const uint16_t *>(blocks.scales)[index]);
 }
 
-// Element k of a row of codes or zero points with `elements` stored elements per row.
+// Element k of a row with `elements` stored elements.
 TOPW_SHARED_CODE inline int32_t code_at(const topw_table &table, const void *stored, int64_t row, int64_t elements,
                                         int64_t k) {
   const uint8_t *bytes = static_cast<const uint8_t *>(stored);
@@ -58,10 +58,10 @@ TOPW_SHARED_CODE inline int32_t code_at(const topw_table &table, const void *sto
   return bytes[row * elements + k];
 }
 
-// Whether the sizes and types of a quantised table fit together.
+// Whether a quantised table's sizes and types fit together.
 bool quantised_readable(const topw_table &table);
 
-// Decodes a token's row to float32 [hidden]: (code - zero point) * scale, rounded as by GatherBlockQuantized.
+// Decodes a row to float32 [hidden]: (code - zero point) * scale, rounded as in GatherBlockQuantized.
 void dequantise_row(const topw_table &table, int64_t token, float *room);
 
 }  // namespace topw

@@ -9,7 +9,7 @@
 namespace topw {
 namespace {
 
-// Floats as integers of the same order.
+// Integers in the floats' order.
 int32_t place(float value) {
   int32_t bits;
   memcpy(&bits, &value, sizeof bits);
@@ -23,7 +23,7 @@ float at_place(int32_t place) {
   return value;
 }
 
-constexpr double kCrowded = 3;                    // tokens to a block
+constexpr double kCrowded = 3;                    // tokens per block
 constexpr int64_t kFirstStep = int64_t{1} << 22;  // half of the floats between two powers of 2
 constexpr int64_t kEveryFloat = int64_t{1} << 32;
 
@@ -31,8 +31,8 @@ int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
 
 }  // namespace
 
-// Bisection over at most 2^32 floats. From the largest value down, steps double at first: the bound is near it, and
-// half of all floats are closer to 0 than any logit.
+// Bisects at most 2^32 floats. Steps first double, down from the largest value: the bound is near it, and half of all
+// floats are closer to 0 than any logit.
 float value_reached_by(const float *values, int64_t size, int64_t count, int64_t enough) {
   int64_t low = place(-FLT_MAX), high = place(hot().highest_of(values, size));
   for (int64_t step = kFirstStep; low < high; step = std::min(2 * step, kEveryFloat)) {
@@ -83,7 +83,7 @@ bool Ranked::cut(int64_t count) {
   std::copy(logit.data(), logit.data() + size, maxima_.data());
   std::fill(maxima_.data() + size, maxima_.data() + padded(size), -INFINITY);
   const float last = value_reached_by(maxima_.data(), padded(size), count, count);
-  int64_t equals = count;  // room for tokens equal to `last`
+  int64_t equals = count;  // room for ties with `last`
   for (int64_t i = 0; i < size; ++i) equals -= logit[i] > last;
   int64_t kept = 0;
   for (int64_t i = 0; i < size && kept < count; ++i)

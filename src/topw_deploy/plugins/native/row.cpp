@@ -21,7 +21,7 @@ struct Crop {
 
 constexpr int64_t kMostTokens = INT32_MAX / 2;
 
-// Whether the arguments are readable; false for a graph that was not checked.
+// False for arguments of an unchecked graph that cannot be read.
 bool readable(const topw_options &options, const topw_table *table, const topw_inputs &inputs) {
   if (inputs.vocab < 1 || inputs.vocab > kMostTokens) return false;
   return options.metric == TOPW_UNIFORM ||
@@ -39,7 +39,7 @@ void answer_invalid(const topw_inputs &inputs, int64_t row, const topw_outputs &
   if (out.reports) out.reports[row] = {TOPW_INVALID, 0, 0, 0, 0, 0};
 }
 
-// The largest logit alone: a greedy row, or one whose J never rises (beta <= lam).
+// The largest logit alone: a greedy row, or beta <= lam, where J never rises.
 bool keep_best(topw_workspace &w, int32_t stage, Crop &crop) {
   if (!w.candidates.id.reserve(1) || !w.candidates.logit.reserve(1)) return false;
   w.candidates.id[0] = static_cast<int32_t>(w.row.first_at_top());

@@ -1,4 +1,5 @@
-// One row from logits to token, by the stages of docs/contract/theory.md; each runs only if the one before is open.
+// One row from logits to token, by the stages of docs/contract/theory.md, each only if the one before leaves the row
+// open.
 #ifndef TOPW_ROW_H
 #define TOPW_ROW_H
 

@@ -9,12 +9,12 @@ namespace topw {
 namespace {
 
 constexpr int64_t kMostRemembered = 16;
-constexpr double kHalfUlp = 0x1p-24;      // float32's rounding error, relative
-constexpr double kLargestLength = 1e18;   // longer points could overflow float32: then every member is nominated
+constexpr double kHalfUlp = 0x1p-24;      // float32's relative rounding error
+constexpr double kLargestLength = 1e18;   // beyond, float32 could overflow: nominate every member
 
 int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
-// -inf if there are fewer than k; `size` is a multiple of 16.
+// -inf if fewer than k; `size` is a multiple of 16.
 double kth_largest(const float *values, int64_t size, int64_t k) {
   if (k == 1) return static_cast<double>(hot().highest_of(values, size));
   return size < k ? -INFINITY : static_cast<double>(value_reached_by(values, size, k, k));
@@ -29,10 +29,10 @@ bool SetDistances::open(const topw_options &options, const topw_table &table, co
   neighbours_ = std::max(1, options.knn_k);
   remembered_ = neighbours_ <= kMostRemembered ? neighbours_ : 0;
   const int64_t d = table_.hidden();
-  stride_ = rounded_up(d, 16) + 16;  // not a multiple of the cache's ways
+  stride_ = rounded_up(d, 16) + 16;  // avoids multiples of the cache's ways
   pairs_ = joined_ = 0;
-  // A product of d terms in blocks of kDepth: each term is rounded at most that often (Higham, Accuracy and Stability
-  // of Numerical Algorithms, 3.1), coordinates and bias once each; the rest covers this bound's own rounding.
+  // A product of d terms in blocks of kDepth rounds each term at most that often (Higham, Accuracy and Stability of
+  // Numerical Algorithms, 3.1), coordinates and bias once each. 1.01 covers this bound's own rounding.
   relative_error_ = static_cast<double>(std::min(d, kDepth) + d / kDepth + 12) * kHalfUlp * 1.01;
 
   const int64_t m = pool.size;
@@ -47,7 +47,6 @@ bool SetDistances::open(const topw_options &options, const topw_table &table, co
   return true;
 }
 
-// Clears members and memories.
 void SetDistances::forget() {
   slots_ = packed_ = 0;
   longest_ = 0;
@@ -85,7 +84,7 @@ bool SetDistances::join(int64_t place) {
   return true;
 }
 
-// Interleaves the points of new members in panels.
+// Interleaves new members' points in panels.
 bool SetDistances::pack() {
   const int64_t d = table_.hidden();
   if (!panels_.extend(packed_ * d, slots_ * d)) return false;
@@ -130,8 +129,8 @@ bool SetDistances::measure(const int32_t *places, int64_t count) {
   return true;
 }
 
-// Whether the token's memory is valid: none of its nearest has left, or it remembers all it was compared with (then
-// those that left are forgotten).
+// Whether the remembered members are valid: none has left, or all compared ones are remembered (those that left are
+// then dropped).
 bool SetDistances::recall(int64_t place) {
   Near *near = near_.data() + place * remembered_;
   int32_t held = 0;
@@ -170,8 +169,8 @@ void SetDistances::points_of(const int32_t *places, int64_t count) {
     memset(&points_[i * stride_], 0, static_cast<size_t>(stride_) * sizeof(float));
 }
 
-// The sum that a member must reach to be possibly among the token's k nearest. Sums are x.y for `cosine`, else
-// x.y - |y|^2 / 2: larger is nearer. Each is within `error` of the exact value.
+// The sum a member needs to be possibly among the k nearest. Sums are x.y for `cosine`, else x.y - |y|^2 / 2; larger is
+// nearer. Each is within `error` of exact.
 float SetDistances::threshold(int64_t place, const float *sums, int64_t columns, double squared_length) const {
   const double length = sqrt(squared_length);
   if (!(length < kLargestLength && longest_ < kLargestLength)) return -INFINITY;
@@ -208,10 +207,10 @@ double SetDistances::between(const float *row, double norm, int32_t slot) {
     distance = 1.0 - std::clamp(hot().scalar_product(row, norm, other, norm_[place], table_.by()), -1.0, 1.0);
   else
     distance = sqrt(hot().squared_distance(row, norm, other, norm_[place], table_.by()));
-  return distance >= 0 ? distance : INFINITY;  // a table with NaN: infinitely far
+  return distance >= 0 ? distance : INFINITY;  // NaN: infinitely far
 }
 
-// The k nearest among the remembered and the first `found` of found_.
+// Stores the k nearest among the remembered and the first `found` of found_.
 void SetDistances::remember(int64_t place, int64_t found) {
   Near *near = near_.data() + place * remembered_;
   for (int32_t n = 0; n < held_[place]; ++n) found_[found++] = near[n];

@@ -1,8 +1,7 @@
 // dist(i, S) of pool tokens to a changing set S (docs/contract/graph.md, section 2), with few distances in double.
 //
-// Float32 products of points, with a rigorous error bound, nominate the members that can be among a token's nearest.
-// Their distances are then computed in double from the table's rows. A token remembers its nearest members, so the next
-// step compares it only with new ones.
+// Float32 products with a rigorous error bound nominate a token's possible nearest members, whose distances are then
+// computed in double. Each token remembers its nearest members, so the next step compares only new ones.
 #ifndef TOPW_SET_DISTANCES_H
 #define TOPW_SET_DISTANCES_H
 
@@ -17,17 +16,17 @@ constexpr int64_t kChunk = 192;  // tokens measured at a time
 
 class SetDistances {
  public:
-  // Sets the pool; places below are places in it. False if out of memory.
+  // Sets the pool; places below index it. False if out of memory.
   [[nodiscard]] bool open(const topw_options &, const topw_table &, const Ranked &pool);
-  // Sets S to the places with member[place]. False if out of memory.
+  // S = places with member[place]. False if out of memory.
   [[nodiscard]] bool set_members(const uint8_t *member);
-  // Computes distance(place) to S for `count` places outside it, at most kChunk. False if out of memory.
+  // Computes distances of `count` <= kChunk places outside S. False if out of memory.
   [[nodiscard]] bool measure(const int32_t *places, int64_t count);
-  // The distance to the nearest member, or the mean of those to the knn_k nearest.
+  // To the nearest member, or the mean of the knn_k nearest.
   double distance(int64_t place) const { return distance_[place]; }
 
   int64_t pairs() const { return pairs_; }        // compared so far
-  int64_t joined() const { return joined_; }      // tokens that have ever been members
+  int64_t joined() const { return joined_; }      // tokens ever in S
 
  private:
   struct Near {
@@ -52,25 +51,25 @@ class SetDistances {
   const Ranked *pool_ = nullptr;
   int32_t metric_ = 0;
   int64_t neighbours_ = 1;      // k
-  int64_t remembered_ = 0;      // k, or 0 if too large to remember between steps
-  int64_t stride_ = 0;          // of a point in points_
-  int64_t slots_ = 0;           // columns of members; a column of a former member stays empty
-  int64_t packed_ = 0;          // slots whose points are in panels_, filled on first use
+  int64_t remembered_ = 0;      // k, or 0 if too large to remember
+  int64_t stride_ = 0;          // stride of points_
+  int64_t slots_ = 0;           // member columns; former members leave theirs empty
+  int64_t packed_ = 0;          // slots packed into panels_, on first use
   int64_t pairs_ = 0, joined_ = 0;
-  double longest_ = 0;          // of the members' points
-  double relative_error_ = 0;   // of a product, in units of the lengths' product
+  double longest_ = 0;          // length of the members' points
+  double relative_error_ = 0;   // of a product, relative to the lengths' product
 
   Array<int32_t> slot_of_;      // [pool] -1: no member
-  Array<int32_t> place_at_;     // [slots] -1: nobody
+  Array<int32_t> place_at_;     // [slots] -1: empty
   Array<uint8_t> was_member_;   // [pool]
   Array<float> panels_;         // [slots / kPanel, hidden, kPanel] the members' points
-  Array<float> bias_;           // [slots] what the product starts from; -inf where nobody is
+  Array<float> bias_;           // [slots] initial value of the product; -inf if empty
   Array<float> points_, sums_;  // [kChunk, stride_], [kChunk, columns]
   Array<double> squared_length_;  // [kChunk]
-  Array<double> norm_;          // [pool] of the table's row; -1: not known yet
+  Array<double> norm_;          // [pool] of table rows; -1: not computed
   Array<double> distance_;      // [pool]
-  Array<int64_t> compared_;     // [pool] slots that the token was compared with
-  Array<int32_t> held_;         // [pool] how many it remembers
+  Array<int64_t> compared_;     // [pool] slots compared so far
+  Array<int32_t> held_;         // [pool] remembered count
   Array<Near> near_;            // [pool, remembered_]
   Array<Near> found_;           // scratch
   Array<float> taken_, own_row_, other_row_;

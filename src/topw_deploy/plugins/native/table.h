@@ -1,4 +1,4 @@
-// The input embeddings, read row by row in any storage type (docs/contract/graph.md, section 2).
+// The input embeddings, read by row in any storage type (docs/contract/graph.md, section 2).
 #ifndef TOPW_TABLE_H
 #define TOPW_TABLE_H
 
@@ -12,7 +12,7 @@ class Table {
   Table() = default;
   explicit Table(const topw_table &table, int32_t metric);
 
-  // Whether the rows of all tokens below `vocab` are readable.
+  // Whether all rows below `vocab` are readable.
   static bool readable(const topw_table &table, int64_t vocab);
 
   int64_t hidden() const { return by_.hidden; }

@@ -1,7 +1,6 @@
 /* Top-W for rows of logits on a CPU (docs/contract/graph.md): the whole step from edits to the drawn token.
  *
- * The onnxruntime operator, the Python binding and the fuzzers call this C interface. Pointers are borrowed for the
- * call; only the workspace's scratch memory is kept.
+ * Used by the onnxruntime operator, the Python binding and the fuzzers. Pointers are borrowed for the call.
  */
 #ifndef TOPW_H
 #define TOPW_H
@@ -30,26 +29,26 @@ typedef struct {
   int32_t knn_k; /* 0: nearest */
 } topw_options;
 
-/* Quantisation of a table, as in onnxruntime's GatherBlockQuantized(gather_axis=0, quantize_axis=1): every block_size
- * coordinates of a row share a scale and a zero point, and are (code - zero point) * scale. Codes and zero points have
- * the table's type: TOPW_UINT8 with two 4-bit codes per byte (a row's zero points start at a byte) or one of 8 bits;
- * TOPW_UINT4 and TOPW_INT4, packed without gaps. The default zero point is 2^(bits - 1) for TOPW_UINT8, else 0. */
+/* Quantisation as in onnxruntime's GatherBlockQuantized(gather_axis=0, quantize_axis=1): every block_size coordinates
+ * of a row share a scale and a zero point; a value is (code - zero point) * scale. Codes and zero points have the
+ * table's type: TOPW_UINT8 with one 8-bit or two 4-bit codes per byte (a row's zero points start at a byte); TOPW_UINT4
+ * and TOPW_INT4, packed without gaps. The default zero point is 2^(bits - 1) for TOPW_UINT8, else 0. */
 typedef struct {
-  int32_t bits, block_size; /* bits 0: not quantised, all else unused */
-  int32_t scale_type;       /* TOPW_FLOAT32, or TOPW_FLOAT16: then rows are rounded to it */
+  int32_t bits, block_size; /* bits 0: not quantised, the rest unused */
+  int32_t scale_type;       /* TOPW_FLOAT32, or TOPW_FLOAT16: rows are then rounded to it */
   int32_t reserved;
-  const void *scales;      /* [tokens, blocks of a row] */
+  const void *scales;      /* [tokens, blocks per row] */
   const void *zero_points; /* or NULL */
 } topw_blocks;
 
-/* The input embeddings [tokens, hidden], tokens >= vocab, and the statistics [hidden] of their coordinates. */
+/* The input embeddings [tokens, hidden], tokens >= vocab, and their statistics [hidden]. */
 typedef struct {
   const void *rows;
   int64_t tokens, hidden;
-  int32_t dtype; /* of the enum above, whose numbers are ONNX's TensorProto.DataType */
+  int32_t dtype; /* enum above, numbered as ONNX's TensorProto.DataType */
   int32_t reserved;
   const float *mean, *inverse_std;
-  const float *neighbour_bound; /* [vocab] lower bounds of each token's distance to its nearest other one, or NULL */
+  const float *neighbour_bound; /* [vocab] lower bounds of distances to the nearest other token, or NULL */
   topw_blocks blocks;
 } topw_table;
 
@@ -62,7 +61,7 @@ typedef struct {
   const float *temperature, *selection_temperature, *lam, *beta, *init_top_p, *geom_scale, *uniform;
 } topw_inputs;
 
-/* The work for a row. `stage`: the last stage it needed, see the enum above. */
+/* The work for a row. `stage`: the last one run, see the enum above. */
 typedef struct {
   int32_t stage, candidates, steps, reserved;
   int64_t distances, distances_avoided; /* pairs of tokens */
@@ -79,13 +78,13 @@ typedef struct {
   topw_report *reports;
 } topw_outputs;
 
-typedef struct topw_workspace topw_workspace; /* scratch memory of one thread, kept between rows */
+typedef struct topw_workspace topw_workspace; /* scratch memory of one thread */
 
 TOPW_EXPORT topw_workspace *topw_workspace_create(void); /* NULL: out of memory */
 TOPW_EXPORT void topw_workspace_destroy(topw_workspace *);
 
-/* Samples one row; returns 0, or 1 if out of memory. Several threads may call, each with its own workspace. `table`:
- * NULL for the uniform metric. */
+/* Samples one row; returns 1 if out of memory, else 0. One workspace per thread. `table`: NULL for the uniform
+ * metric. */
 TOPW_EXPORT int topw_sample_row(const topw_options *, const topw_table *table, const topw_inputs *, int64_t row,
                                 topw_workspace *, const topw_outputs *);
 
@@ -94,9 +93,9 @@ TOPW_EXPORT int topw_sample(const topw_options *, const topw_table *table, const
 
 TOPW_EXPORT int topw_abi_version(void);
 
-/* "avx512", "avx2", "neon" or "generic": chosen at first use by the processor or TOPW_INSTRUCTION_SET. */
+/* "avx512", "avx2", "neon" or "generic": chosen on first use by the processor or TOPW_INSTRUCTION_SET. */
 TOPW_EXPORT const char *topw_instruction_set(void);
-TOPW_EXPORT int topw_use_instruction_set(const char *name); /* 0, or 1 if this processor or build has no such set */
+TOPW_EXPORT int topw_use_instruction_set(const char *name); /* 1 if this processor or build lacks the set, else 0 */
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,6 @@
-"""TensorRT's plugin for the node `topw::TopWSample`: in Python (`register`) and in C++ (`topw_plugin.cpp`).
+"""TensorRT's plugin for `topw::TopWSample`: in Python (`register`) and C++ (`topw_plugin.cpp`).
 
-Optional: without a plugin TensorRT inlines the node's function. Imports TensorRT only on use.
+Optional: otherwise TensorRT inlines the node's function. Imports TensorRT only on use.
 """
 
 from topw_deploy.plugins.tensorrt.module import tensorrt_module

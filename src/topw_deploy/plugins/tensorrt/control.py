@@ -1,7 +1,7 @@
-"""The kernels' control memory for one TensorRT execution context; control_memory.h is the same in C++.
+"""The kernels' control memory for one TensorRT execution context; control_memory.h does the same in C++.
 
-The kernels need it zero before the first step and leave it zero after each (topw_cuda.h), so persistent memory needs no
-clearing. TensorRT's workspace, which other layers overwrite, would need a memset node in every captured graph.
+The kernels leave it zero (topw_cuda.h), so persistent memory needs no clearing. Other layers overwrite TensorRT's
+workspace: it would need a memset node in every captured graph.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from topw_deploy.plugins.cuda_kernel import CudaKernel
 class ControlMemory:
     """Blocks of the current device's memory; the newest is in use.
 
-    Each block is at least twice as large as the one before. None is freed before `release`: captured graphs keep using
-    older ones. Steps of a context share a block; contexts that run at once need one object each.
+    Each is at least twice as large as the one before. Only `release` frees them: captured graphs keep using older ones.
+    Concurrent contexts need one object each.
     """
 
     def __init__(self, kernel: CudaKernel) -> None:
         self._kernel = kernel
         self._size = 0  # bytes of the newest block
         self._blocks: list[int] = []  # addresses, the newest last
-        # For an owner that is collected without `release`. Not at exit: the driver frees a process's memory, and
-        # a process that ends must not wait for a device that may have failed.
+        # For an owner collected without `release`. Not at exit, which must not wait for a failed device; the driver
+        # frees the memory.
         self._finalizer = weakref.finalize(self, _release, kernel, self._blocks)
         self._finalizer.atexit = False
 
     def reserve(self, size: int) -> int:
-        """The address of at least `size` bytes. Raises PluginError with CUDA's reason if there is no memory.
+        """Address of at least `size` bytes. Raises PluginError with CUDA's reason if out of memory.
 
         Allocates only if every block is smaller; CUDA refuses that while the thread captures a stream.
         """
@@ -39,7 +39,7 @@ class ControlMemory:
         return self._blocks[-1] if self._blocks else 0
 
     def release(self) -> None:
-        """Free every block, whatever the current device. All steps that use them must have ended."""
+        """Free every block, whatever the current device. Steps that use them must have ended."""
         self._finalizer()
 
 

@@ -1,4 +1,4 @@
-// The kernels' control memory for one TensorRT execution context; see control.py, the same in Python, for the reason.
+// The kernels' control memory for one TensorRT execution context; see control.py.
 #ifndef TOPW_TENSORRT_CONTROL_MEMORY_H
 #define TOPW_TENSORRT_CONTROL_MEMORY_H
 
@@ -6,9 +6,7 @@
 
 namespace topw {
 
-// Blocks of the current device's memory; the newest is in use. Each is at least twice as large as the one before. None
-// is freed before the object: captured graphs keep using older ones. Steps of a context share a block; contexts that
-// run at once need one object each.
+// See control.py.
 class ControlMemory {
  public:
   ControlMemory() = default;
@@ -21,7 +19,7 @@ class ControlMemory {
   }
 
   // At least `bytes`. Allocates only if every block is smaller; CUDA refuses that while the thread captures a stream.
-  // NULL, with a cudaError_t in *failed, if there is no memory.
+  // NULL without memory, with a cudaError_t in *failed.
   void *reserve(int64_t bytes, int *failed) {
     *failed = 0;
     if (bytes > size_) {
@@ -36,7 +34,7 @@ class ControlMemory {
  private:
   int64_t size_ = 0;  // bytes of the newest block
   int count_ = 0;
-  void *blocks_[64];  // an int64_t can count at most 63 doublings of a byte
+  void *blocks_[64];  // int64_t allows at most 63 doublings of a byte
 };
 
 }  // namespace topw

@@ -22,7 +22,7 @@ class Kernels:
         self._kernel = CudaKernel(path)
 
     def check(self, call: CallShape) -> None:
-        """Raises PluginError if the kernels do not serve such calls."""
+        """Raises PluginError if the kernels do not support such calls."""
         try:
             reason = self._kernel.refusal(_shape(call, _table(call)))
         except ParameterError as error:
@@ -34,14 +34,14 @@ class Kernels:
             )
 
     def workspace_bytes(self, call: CallShape) -> int:
-        """Bytes of scratch memory, to be aligned to 256 bytes."""
+        """Bytes of scratch memory, 256-byte aligned."""
         return self._kernel.workspace_bytes(_shape(call, _table(call)))
 
     def control_memory(self) -> ControlMemory:
         return ControlMemory(self._kernel)
 
     def reserve(self, control: ControlMemory, call: CallShape) -> int:
-        """The address of control memory for such calls. Raises PluginError with CUDA's reason if there is none."""
+        """Address of control memory for such calls. Raises PluginError with CUDA's reason if out of memory."""
         try:
             return control.reserve(self._kernel.control_bytes(_shape(call, _table(call))))
         except PluginError as error:
@@ -60,7 +60,7 @@ class Kernels:
         workspace: int,
         stream: int,
     ) -> None:
-        """Enqueue the kernels of a call, and nothing else. All arguments are addresses. Raises PluginError."""
+        """Enqueue only the kernels of a call. All arguments are addresses. Raises PluginError."""
         table = _table(call, inputs)
         shape = _shape(call, table)
         arguments = Inputs(
@@ -72,7 +72,7 @@ class Kernels:
 
 
 def installed_kernels() -> Kernels:
-    """The kernels of the CUDA library. Raises PluginError if there is none, or none for the GPUs of this machine."""
+    """The CUDA library's kernels. Raises PluginError if missing or not for this machine's GPUs."""
     path = library_path("cuda")
     if path is None:
         raise PluginError(
@@ -103,7 +103,6 @@ def _shape(call: CallShape, table: Table | None) -> CudaShape:
 
 
 def _table(call: CallShape, inputs: Mapping[str, int] | None = None) -> Table | None:
-    """The C structure: sizes and types, with `inputs` also addresses; None for the uniform metric."""
     if not call.node.has_table:
         return None
     given: Mapping[str, int | None] = inputs or {}

@@ -24,12 +24,12 @@ engine's workspace."""
 
 
 def tensorrt_module() -> Any:
-    """Import TensorRT's Python module. Raises PluginError if it is missing or older than OLDEST."""
+    """Import TensorRT's Python module. Raises PluginError if missing or older than OLDEST."""
     failures = []
     for name in MODULES:
         try:
             module = importlib.import_module(name)
-        except ImportError as error:  # of the module, or of NVIDIA's libraries
+        except ImportError as error:  # of the module or NVIDIA's libraries
             failures.append(f"{name}: {error}")
             continue
         if version_of(module) < OLDEST:

@@ -1,7 +1,4 @@
-"""The sampler node in TensorRT's terms: attributes, types and shapes (docs/contract/graph.md, section 8).
-
-Plain Python, testable without TensorRT.
-"""
+"""The sampler node in TensorRT's terms: attributes, types and shapes (docs/contract/graph.md, section 8)."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ _MOST = 2**31 - 1  # an int32 in the engine
 
 @dataclass(frozen=True, kw_only=True)
 class NodeAttributes:
-    """The node's attributes. Raises PluginError, with value and bound, if the kernels cannot serve them."""
+    """The node's attributes. Raises PluginError, with value and bound, for unsupported ones."""
 
     top_m: int
     alt_iters: int
@@ -91,12 +88,12 @@ class NodeAttributes:
             raise PluginError(f"the node has no {', '.join(missing)}; export the model again.") from None
 
     def to_fields(self) -> dict[str, int | str]:
-        """The attributes by name, in the order of FIELDS."""
+        """Attributes by name, in the order of FIELDS."""
         values = asdict(self)
         return {name: values[name] for name in FIELDS}
 
     def beyond_kernels(self, vocab: int = 1, hidden: int = 1) -> str:
-        """Why the kernels refuse the node over [`vocab`, `hidden`] coordinates, as a clause; "" if they do not."""
+        """Why the kernels refuse the node over [`vocab`, `hidden`] coordinates, as a clause; "" if supported."""
         for what, value, most in (
             ("top_m", min(self.top_m, vocab), MOST_POOL), ("knn_k", self.knn_k, MOST_NEIGHBOURS),
             ("the vocabulary", vocab, MOST_VOCAB), ("the table's width", hidden, MOST_HIDDEN),
@@ -106,7 +103,7 @@ class NodeAttributes:
         return ""
 
     def to_engine(self) -> dict[str, int | str]:
-        """The fields that an engine serializes: to_fields and KERNELS."""
+        """An engine's fields: to_fields and KERNELS."""
         return {**self.to_fields(), KERNELS: CUDA_ABI_VERSION}
 
     @property
@@ -115,18 +112,18 @@ class NodeAttributes:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the inputs, in order."""
+        """Input names, in order."""
         return (*INPUTS, *TABLE_INPUTS) if self.has_table else INPUTS
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the outputs, in order."""
+        """Output names, in order."""
         wanted = {"mass": self.with_mass, "keep_mask": self.with_keep_mask}
         return tuple(name for name in OUTPUT_TYPES if wanted.get(name, 1))
 
 
 def check_engine(fields: Mapping[str, int | str]) -> None:
-    """Raises PluginError if an engine was built with kernels of another interface version.
+    """Raises PluginError for an engine built with another kernel interface version.
 
     Such kernels might write beyond the engine's workspace.
     """
@@ -148,7 +145,7 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class CallShape:
-    """The topw_cuda_shape of a call. tokens and hidden are 0 without a table."""
+    """A call's topw_cuda_shape. tokens and hidden are 0 without a table."""
 
     node: NodeAttributes
     batch: int

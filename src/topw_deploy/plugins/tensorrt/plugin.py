@@ -1,8 +1,7 @@
-"""The plugin as a Python class, which enqueues the kernels of the CUDA library.
+"""The Python plugin: enqueues only the CUDA library's kernels, so a CUDA graph can capture a step and replay it without
+Python.
 
-A step enqueues nothing but kernels, so a CUDA graph can capture it, and replaying it does not call Python.
-
-Imports TensorRT. Tested with NVIDIA's parser and builder, and with emulated kernels on a CPU; not run on a GPU.
+Imports TensorRT. Tested with NVIDIA's parser and builder and kernels emulated on a CPU; not run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ _FLOATS = tuple(_TYPES[name] for name in FLOATS)
 class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):
     """The plugin of a node.
 
-    Only TensorRT calls its methods. If one raises, TensorRT prints the error and fails the build or the run.
-
-    Every object has its own control memory. TensorRT clones the plugin for each execution context, so concurrent
-    contexts do not share it.
+    If a method raises, TensorRT prints the error and fails the build or run. TensorRT clones the plugin for each
+    execution context, so concurrent contexts do not share control memory.
     """
 
     def __init__(self, node: NodeAttributes, kernels: Kernels) -> None:
@@ -39,7 +36,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         self.num_outputs = len(node.outputs)
         self.node = node
         self.kernels = kernels
-        # The graph's types of logits and table; float32 until get_output_data_types gets them.
+        # The graph's types; float32 until get_output_data_types receives them.
         self.given = {"logits": trt.float32, "table": trt.float32}
         self._control = kernels.control_memory()
         self._written: list[Any] = []
@@ -73,7 +70,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         return shapes
 
     def supports_format_combination(self, position: int, tensors: Sequence[Any], inputs: int) -> bool:
-        """Only the graph's type for every tensor, so that the builder cannot round logits."""
+        """Only the graph's types: the builder must not round logits."""
         tensor = tensors[position].desc
         if tensor.format != trt.TensorFormat.LINEAR:
             return False
@@ -96,7 +93,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
     # ---- while an engine runs
 
     def set_tactic(self, tactic: int) -> None:
-        """There is one."""
+        """There is only one tactic."""
 
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Allocate control memory, with the engine's device current.
@@ -133,12 +130,12 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
 
 
 class TopWSampleCreator(trt.IPluginCreatorV3One):
-    """Creates plugins from a node's attributes for the parser, and from serialized fields for engines."""
+    """Creates plugins from a node's attributes (parser) or serialized fields (engine)."""
 
     def __init__(self, kernels: Kernels) -> None:
         trt.IPluginCreatorV3One.__init__(self)
         self.name, self.plugin_version, self.plugin_namespace = NAME, VERSION, NAMESPACE
-        # The fields that the parser passes; the values are examples. TensorRT keeps the names' addresses.
+        # Fields for the parser; the values are examples. TensorRT keeps the names' addresses.
         self._known = _plugin_fields(NodeAttributes(top_m=1, alt_iters=1, metric="uniform").to_fields())
         self.field_names = trt.PluginFieldCollection(self._known)
         self.kernels = kernels
@@ -150,11 +147,11 @@ class TopWSampleCreator(trt.IPluginCreatorV3One):
         return TopWSamplePlugin(NodeAttributes.from_fields(values), self.kernels)
 
 
-_creators: list[TopWSampleCreator] = []  # TensorRT keeps their addresses for the life of the process
+_creators: list[TopWSampleCreator] = []  # TensorRT keeps their addresses for the process's life
 
 
 def register(kernels: Kernels | None = None) -> None:
-    """Add a creator to TensorRT's registry. kernels: by default those of the CUDA library.
+    """Add a creator to TensorRT's registry. kernels: by default the CUDA library's.
 
     Raises PluginError if that library is missing.
     """
@@ -164,7 +161,7 @@ def register(kernels: Kernels | None = None) -> None:
 
 
 def _plugin_fields(values: dict[str, int | str]) -> list[Any]:
-    """An engine's fields: numbers as int32, strings with a final zero. TensorRT borrows the arrays' memory."""
+    """An engine's fields: int32 numbers, zero-terminated strings. TensorRT borrows the arrays' memory."""
     made = []
     for name, value in values.items():
         if isinstance(value, str):

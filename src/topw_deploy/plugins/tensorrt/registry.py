@@ -1,4 +1,4 @@
-"""TensorRT's registry of plugins, where its parser and runtime look for them."""
+"""TensorRT's plugin registry, which its parser and runtime search."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from topw_deploy.plugins.tensorrt.module import NAME, NAMESPACE, VERSION, tensor
 
 
 def register() -> None:
-    """Register the Python plugin, unless a plugin for the node is registered, such as the C++ library's.
+    """Register the Python plugin, unless the node has one, such as the C++ library's.
 
-    Call this before parsing a model or deserializing an engine with the plugin.
-    Raises PluginError if TensorRT or the CUDA library is missing.
+    Call before parsing a model or deserializing an engine. Raises PluginError without TensorRT or the CUDA library.
     """
     if not registered():
         from topw_deploy.plugins.tensorrt import plugin  # imports TensorRT
@@ -18,7 +17,7 @@ def register() -> None:
 
 
 def registered() -> bool:
-    """Whether a plugin for the node is registered. Raises PluginError without TensorRT."""
+    """Whether the node has a registered plugin. Raises PluginError without TensorRT."""
     registry = tensorrt_module().get_plugin_registry()
     return any(
         (creator.name, creator.plugin_version, creator.plugin_namespace) == (NAME, VERSION, NAMESPACE)

@@ -1,5 +1,4 @@
-// A node topw::TopWSample in TensorRT's terms: its attributes, which an engine serializes, and types and sizes of its
-// inputs. node.py is the same in Python.
+// A node topw::TopWSample in TensorRT's terms: attributes, types and sizes of inputs. Matches node.py.
 #ifndef TOPW_TENSORRT_NODE_H
 #define TOPW_TENSORRT_NODE_H
 
@@ -23,9 +22,9 @@ enum Input {
 constexpr int32_t kWithoutTable = kMean, kWithTable = kTable + 1;
 enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
 
-void complain(const char *format, ...);  // an error, to TensorRT's logger
+void complain(const char *format, ...);  // logs an error to TensorRT
 
-// ---- the node's attributes, which an engine serializes
+// ---- attributes
 
 struct Settings {
   int32_t top_m = 0, alt_iters = 0, knn_k = 0, with_mass = 0, with_keep_mask = 0;
@@ -106,8 +105,7 @@ inline bool read_settings(const nvinfer1::PluginFieldCollection &fields, Setting
   return true;
 }
 
-// Whether the kernels have the interface version that an engine was built with. Others might write beyond the engine's
-// workspace.
+// Whether the engine was built with kernels of this interface version. Others might write beyond its workspace.
 inline bool check_engine(const nvinfer1::PluginFieldCollection &fields) {
   for (int32_t index = 0; index < fields.nbFields; ++index) {
     const PluginField &field = fields.fields[index];
@@ -119,7 +117,7 @@ inline bool check_engine(const nvinfer1::PluginFieldCollection &fields) {
   return false;
 }
 
-// The attributes, and behind them kKernels, in `fields` that point into `settings`; how many attributes there are.
+// Writes `fields` that point into `settings`: the attributes, then kKernels. Returns the number of attributes.
 inline int32_t write_fields(const Settings &settings, PluginField (&fields)[kFields]) {
   int32_t count = 0;
   for (const Number &number : kNumbers)

@@ -1,9 +1,8 @@
-// TensorRT's plugin for the node topw::TopWSample (docs/contract/graph.md, section 8), for hosts in C++ and for
-// trtexec.
+// TensorRT's plugin for the node topw::TopWSample (docs/contract/graph.md, section 8), for C++ hosts and trtexec.
 //
-// Compiled with the CUDA kernels and the CUDA runtime into one library, against the headers of the TensorRT that will
-// load it. TensorRT is not linked: its plugin registry opens the library and calls getCreators. plugin.py is the same
-// plugin in Python; both serialize the same fields, so either can run the other's engines.
+// One library with the CUDA kernels and runtime, compiled against the headers of the TensorRT that will load it.
+// TensorRT is not linked: its plugin registry opens the library and calls getCreators. plugin.py serializes the same
+// fields, so either plugin runs the other's engines.
 
 #include <NvInferRuntime.h>
 #include <stdarg.h>
@@ -48,8 +47,8 @@ void complain(const char *format, ...) {
 
 namespace {
 
-// The plugin of a node. Every object has its own control memory, allocated when the shape is known. TensorRT clones the
-// plugin for each execution context, so concurrent contexts do not share it.
+// The plugin of a node. TensorRT clones it for each execution context, so concurrent contexts do not share control
+// memory.
 class Plugin final : public nvinfer1::IPluginV3,
                      public nvinfer1::IPluginV3OneCore,
                      public nvinfer1::IPluginV3OneBuild,
@@ -100,7 +99,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     return 0;
   }
 
-  // Only the graph's type for every tensor, so that the builder cannot round logits for speed.
+  // Only the graph's types: the builder must not round logits for speed.
   bool supportsFormatCombination(int32_t place, const nvinfer1::DynamicPluginTensorDesc *tensors, int32_t inputs,
                                  int32_t) noexcept override {
     const nvinfer1::PluginTensorDesc &tensor = tensors[place].desc;
@@ -126,16 +125,15 @@ class Plugin final : public nvinfer1::IPluginV3,
     return takes(count) && largest(in, &shape) ? static_cast<size_t>(topw_cuda_workspace_bytes(&shape)) : 0;
   }
 
-  // Allocates control memory, with the engine's device current. TensorRT calls this in the first run after a shape or
-  // address changed, and forbids capturing that run.
+  // See on_shape_change in plugin.py.
   int32_t onShapeChange(const nvinfer1::PluginTensorDesc *in, int32_t count, const nvinfer1::PluginTensorDesc *,
                         int32_t) noexcept override {
     topw_cuda_shape shape;
     return takes(count) && actual(in, &shape) && reserve(shape) ? 0 : -1;
   }
 
-  // Enqueues the kernels and nothing else: no synchronisation, no allocation, so a CUDA graph can capture it. Allocates
-  // only if onShapeChange was not called, as by a builder that times layers.
+  // Only enqueues kernels, so a CUDA graph can capture it. Allocates only if onShapeChange was not called, as by a
+  // builder that times layers.
   int32_t enqueue(const nvinfer1::PluginTensorDesc *in, const nvinfer1::PluginTensorDesc *, const void *const *inputs,
                   void *const *outputs, void *workspace, cudaStream_t stream) noexcept override {
     topw_cuda_shape shape;
@@ -233,7 +231,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   }
 
   const Settings settings_;
-  // The graph's types of logits and table; float32 until TensorRT passes them.
+  // The graph's types; float32 until TensorRT passes them.
   mutable DataType logits_type_ = DataType::kFLOAT, table_type_ = DataType::kFLOAT;
   ControlMemory control_;
   PluginField fields_[kFields];
@@ -266,7 +264,7 @@ class Creator final : public nvinfer1::IPluginCreatorV3One {
 
 }  // namespace topw
 
-// The entry points for TensorRT's registry (IPluginRegistry::loadLibrary, trtexec --dynamicPlugins).
+// Entry points for TensorRT's registry (IPluginRegistry::loadLibrary, trtexec --dynamicPlugins).
 extern "C" TOPW_EXPORT nvinfer1::IPluginCreatorInterface *const *getCreators(int32_t &count) {
   static topw::Creator creator;
   static nvinfer1::IPluginCreatorInterface *const creators[] = {&creator};

@@ -1,1 +1,1 @@
-"""The reference's kept sets in numpy, a row at a time, without the work that proofs make unnecessary."""
+"""The reference's crops in numpy, one row at a time, without provably unnecessary work."""

@@ -1,6 +1,6 @@
-"""The alternation with as few distances as the row test allows (docs/contract/theory.md, sections 3 and 4).
+"""The alternation with the fewest distances the row test allows (docs/contract/theory.md, sections 3 and 4).
 
-For geom_scale >= 0 and c = beta - lam > 0, and rows that the certificate does not settle.
+For uncertified rows with geom_scale >= 0 and c = beta - lam > 0.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import numpy as np
 from topw_deploy.sampling.geometry import Floats, Geometry, Ids
 from topw_deploy.sampling.reference import Mask, first_maximiser, objective
 
-# Tokens measured before the row test is repeated, doubling. The most probable ones bound the mass and the objective
-# best, so they come first, in a small batch.
+# Tokens measured before the row test is repeated, doubling. The most probable ones bound mass and objective best, so a
+# small batch of them comes first.
 _FIRST_ROWS, _MOST_ROWS = 64, 256
-_FEATURES_AT_ONCE = 128  # rows whose float64 intermediates stay in the CPU's cache
-_SLACK = 1e-9  # times max(1, lam, beta), so that rounding in the row test only lets more tokens pass
+_FEATURES_AT_ONCE = 128  # rows whose float64 intermediates fit in the CPU's cache
+_SLACK = 1e-9  # times max(1, lam, beta); rounding then only lets more tokens pass the row test
 
 
 @dataclass(frozen=True, slots=True)
 class Alternation:
-    """The rule over the pool of one row.
+    """The alternation over one row's pool of n tokens.
 
-    p, scores: weights and lam log p [n], in pool order, in units of the largest weight.
+    p, scores: weights and lam log p [n], in units of the largest weight.
     c: beta - lam > 0.
     unit: max(1, lam, beta).
     penalty: geom_scale >= 0.
-    distance_to: dist(i, S) of positions i outside S; None where it is 1 for all of them.
-    bound: lower bounds [n] of each token's distance to any other.
+    distance_to: dist(i, S) of positions i outside S; None if always 1.
+    bound: lower bounds [n] of distances to any other token.
     settled_at: a step to a subset of at least this size is final (T1).
     """
 
@@ -44,7 +44,7 @@ class Alternation:
     settled_at: int
 
     def run(self, S: Mask, most_steps: int) -> tuple[Mask, Mask, int]:
-        """Alternate from the warm start S. Returns (the last set, the union of the sets before each step, steps)."""
+        """Alternate from the warm start S. Returns (last set, union of earlier sets, steps)."""
         seen = S.copy()
         for steps in range(1, most_steps + 1):
             before, S = S, self._step(S)
@@ -56,7 +56,6 @@ class Alternation:
         return S, seen, most_steps
 
     def _step(self, S: Mask) -> Mask:
-        """The set after S: measure tokens until the others provably do not belong to it."""
         phi = np.where(S, self.scores, self.scores - self.penalty * self.bound)  # an upper bound until measured
         known = np.ones_like(S) if self.distance_to is None else S.copy()
         rows = _FIRST_ROWS
@@ -73,23 +72,22 @@ class Alternation:
             rows = min(2 * rows, _MOST_ROWS)
 
     def _best_prefix(self, phi: Floats, known: Mask) -> tuple[Ids, float]:
-        """The first best prefix of the tokens with known phi, and its J."""
+        """The best prefix of the tokens with known phi, the first if tied, and its J."""
         positions = np.flatnonzero(known)
-        order = positions[np.argsort(-phi[positions], kind="stable")]  # equal phi: pool position decides
+        order = positions[np.argsort(-phi[positions], kind="stable")]  # stable: pool position breaks ties
         J = objective(self.p[order], phi[order], self.c)
         k = first_maximiser(J, self.c)
         return order[:k], float(J[k - 1])
 
     def _may_be_kept(self, phi: Floats, best: float) -> Mask:
-        """The row test, with upper bounds `phi` and a lower bound `best` of the step's J.
-
-        The tokens that pass bound the kept mass; repeat with that bound until it settles.
+        """The row test, with upper bounds `phi` and a lower bound `best` of J. Passing tokens bound the kept mass;
+        repeat until stable.
         """
         G = float(self.p.sum())
         while True:
             threshold = best - self.c * math.log(G) - self.c * loss_of_share(self.p / G) - _SLACK * self.unit
             passes = phi >= threshold
-            mass = max(1.0, float(self.p[passes].sum()) * (1.0 + 1e-12))  # the largest token is in every set
+            mass = max(1.0, float(self.p[passes].sum()) * (1.0 + 1e-12))  # every set holds the largest token
             if mass >= 0.999 * G:
                 return passes
             G = mass
@@ -102,12 +100,10 @@ def loss_of_share(y: Floats) -> Floats:
 
 
 class SetDistances:
-    """dist(i, S) for pool tokens i outside the set S, for sets that change from step to step.
-
-    Each distance is computed once, and features only for tokens that need one.
+    """dist(i, S) for pool tokens i outside a changing set S, each distance computed once.
 
     C: token ids of the pool [n].
-    neighbours: 0 for the smallest distance, else how many of the smallest are averaged.
+    neighbours: 0 for the smallest distance, else average this many.
     """
 
     def __init__(self, geometry: Geometry, C: Ids, neighbours: int) -> None:
@@ -117,14 +113,14 @@ class SetDistances:
         self._features: Floats | None = None
         self._has_features = np.zeros(len(C), dtype=np.bool_)
         self._store = np.empty((len(C), len(C)))
-        # Rows measured in the same steps have the same columns filled. They form a group, so that what is missing is a
-        # rectangle of the store.
+        # Rows measured in the same steps form a group: they have the same columns filled, so missing values form a
+        # rectangle.
         self._group = np.zeros(len(C), dtype=np.int64)
         self._known: list[Mask] = [np.zeros(len(C), dtype=np.bool_)]
         self.computed = 0
 
     def __call__(self, rows: Ids, S: Mask) -> Floats:
-        """Distances [n] of the pool positions `rows` [n], none of them in S, to S, a mask."""
+        """Distances [n] of the pool positions `rows` [n], all outside S, to the mask S."""
         for group in np.unique(self._group[rows]):
             same = rows[self._group[rows] == group]
             missing = S & ~self._known[group]

@@ -1,7 +1,6 @@
-"""The largest logits of a row without sorting it: one pass of blocked maxima, then only the blocks that matter.
+"""The largest logits of a row without sorting: compute block maxima, then search only relevant blocks.
 
-Block j holds the tokens j, j + W, j + 2 W, ..., so that the maxima of W blocks are a few long vector operations. Every
-token at or above a threshold is found through its block, ties included.
+Block j holds the tokens j, j + W, j + 2 W, ..., so W maxima take a few long vector operations.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from topw_deploy.sampling.geometry import Ids
 
 Logits = NDArray[np.floating]
 
-_ONE_BLOCK_EACH = 4096  # up to this many tokens, a block is a token
-# Relative to the gap, so that rounding in a threshold only lets more tokens pass; logits round at 1e-16 or 6e-8 of it.
+_ONE_BLOCK_EACH = 4096  # up to this many tokens, one block per token
+# Relative to the gap: rounding (1e-16 or 6e-8) then only lets more tokens pass.
 _GAP_SLACK = 1e-9
 
 
 class Blocks:
-    """The maxima of one row of logits [V], float32 or float64. NaN and infinities appear in `largest`."""
+    """Block maxima of one row of logits [V], float32 or float64. `largest` propagates NaN and infinities."""
 
     def __init__(self, logits: Logits) -> None:
         self._logits = logits
         V = len(logits)
-        # Near 8 sqrt(V): long vector operations, and few enough maxima to search.
+        # Near 8 sqrt(V): long vector operations, few maxima to search.
         self._width = V if V <= _ONE_BLOCK_EACH else 1 << math.ceil(math.log2(8 * math.sqrt(V)))
         whole = V - V % self._width
         self._grid = logits[:whole].reshape(-1, self._width)  # [tokens of a block, W]
@@ -37,7 +36,7 @@ class Blocks:
         self.largest = float(self._maxima.max())
 
     def at_least(self, threshold: float, most: int | None = None) -> Ids | None:
-        """Ids, ascending, of all finite logits >= `threshold`, or None if more than `most` blocks have one."""
+        """Ascending ids of all finite logits >= `threshold`; None if more than `most` blocks hold one."""
         bound = _rounded_down(threshold, self._logits.dtype)
         if not bound > -np.inf:
             return None if most is not None else np.flatnonzero(self._logits > -np.inf)
@@ -52,14 +51,14 @@ class Blocks:
         return np.concatenate([ids, rest + self._grid.size]) if len(rest) else ids
 
     def holding_the_largest(self, count: int) -> Ids:
-        """Ids, ascending, that include the `count` largest finite logits and their equals."""
+        """Ascending ids that include the `count` largest finite logits and their ties."""
         values = self._maxima if count <= len(self._maxima) // 2 else self._logits
         if count >= len(values):
             return np.flatnonzero(self._logits > -np.inf)
-        # `count` blocks reach this value, hence at least as many tokens do.
+        # At least `count` tokens reach this value, one per block.
         cut = np.partition(values, len(values) - count)[len(values) - count]
         found = self.at_least(float(cut))
-        assert found is not None  # only a limit on the number of blocks gives None
+        assert found is not None  # without `most`
         return found
 
 
@@ -70,7 +69,7 @@ def _rounded_down(threshold: float, dtype: np.dtype) -> np.floating:
 
 
 def gap(lam: float, c: float, most_mass: float) -> float:
-    """The most that a kept logit can be below the largest, in units of the selection temperature.
+    """Largest distance of a kept logit below the maximum, in units of the selection temperature.
 
     (c / lam) (1 + log W), W >= the kept mass in units of the largest weight (docs/contract/theory.md, section 4); inf
     for lam = 0.

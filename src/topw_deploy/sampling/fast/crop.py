@@ -1,7 +1,4 @@
-"""Top-W without the work that proofs make unnecessary: the same kept sets as `reference.crop`.
-
-docs/contract/theory.md, sections 3, 4 and 7, proves what may be left out; each step here names its statement.
-"""
+"""The crops of `reference.crop` without provably unnecessary work (docs/contract/theory.md, sections 3, 4 and 7)."""
 
 from __future__ import annotations
 
@@ -33,14 +30,13 @@ _DEFAULT_OPTIONS = TopWOptions()
 class FastCrop:
     """The kept set of one row, and the work it took.
 
-    kept: token ids, int64, as `reference.Crop.kept`.
-    certified: as `reference.Crop.certified`; a property of the row, not of the path taken.
+    kept, certified: as in `reference.Crop`.
     stage: what settled the row: "greedy"; "candidates", without the pool; "pool", without a distance; "geometry", the
         alternation; "literal", the reference, for a negative geom_scale.
-    candidates: tokens whose weights were computed; 0 for greedy rows and beta <= lam, which need only the largest.
+    candidates: tokens with computed weights; 0 if greedy or beta <= lam.
     steps: alternations, without the reference's confirming one.
-    distances: ordered pairs (pool token, member of a set) whose distance was computed.
-    distances_avoided: `reference.Crop.distances` less `distances`; 0 for "candidates", where it is unknown.
+    distances: computed ordered pairs (pool token, member of a set).
+    distances_avoided: `reference.Crop.distances` less `distances`; 0 if unknown ("candidates").
     """
 
     kept: Ids
@@ -59,14 +55,12 @@ def fast_crop(
     geometry: Geometry | None = None,
     neighbour_bound: ArrayLike | None = None,
 ) -> FastCrop:
-    """Choose the kept set of one row: that of `reference.crop`, except on ties of rounding.
+    """The kept set of `reference.crop` for one row, except where rounding decides.
 
-    neighbour_bound: float32 [V] or longer, a lower bound of each token's distance to any other. It saves distances and
-        never changes the answer.
+    neighbour_bound: float32 [V] or longer, lower bounds of distances to any other token. Only affects speed.
 
-    The other arguments and the errors are those of `reference.crop`. float32 logits are searched as they are; decisions
-    are float64, summed in the reference's order. Raises ParameterError also for a neighbour bound that is too short or
-    NaN at a pool token.
+    Other arguments and errors: see `reference.crop`. Searches float32 logits as they are; decides in float64, summed in
+    the reference's order. Raises ParameterError also for a neighbour bound that is too short or NaN at a pool token.
     """
     options = _DEFAULT_OPTIONS if options is None else options
     geometry = geometry_for(options, geometry)
@@ -74,7 +68,7 @@ def fast_crop(
     if row.ndim != 1 or row.dtype not in (np.float32, np.float64):
         row = checked_row(row)
     bound = None if neighbour_bound is None else _long_enough(neighbour_bound, len(row))
-    if parameters.geom_scale < 0 and not parameters.greedy:  # nothing is proven for it
+    if parameters.geom_scale < 0 and not parameters.greedy:  # no proof covers it
         return _literal(row, parameters, options, geometry)
     return _Row(row, parameters, options, geometry, bound).settle()
 
@@ -95,7 +89,7 @@ class _Row:
         self.c = parameters.beta - parameters.lam
         self.selection = parameters.selection_temperature or parameters.temperature
         table = geometry.table
-        # If not, a pool token may lack an embedding, which is an error even where no distance is needed.
+        # Otherwise a pool token may lack an embedding: an error even without distances.
         self.every_token_embedded = table is None or table.shape[0] >= len(row)
 
     def settle(self) -> FastCrop:
@@ -111,19 +105,19 @@ class _Row:
         return self._by_pool(candidates)
 
     def _check(self, largest: float) -> None:
-        if not math.isfinite(largest):  # NaN if the row has one; the reference raises the error
+        if not math.isfinite(largest):  # NaN if the row holds one; the reference raises the error
             checked_row(self.row)
 
     def _largest(self) -> FastCrop:
-        best = int(self.row.argmax())  # the first NaN, if there is one
+        best = int(self.row.argmax())  # the first NaN, if any
         self._check(float(self.row[best]))
         stage = "greedy" if self.parameters.greedy else "candidates"
         return FastCrop(np.array([best], dtype=np.int64), True, stage, 0, 0, 0, 0)
 
     def _candidates(self) -> Ids | None:
-        """All tokens within the gap, as every kept token is; None if too many."""
+        """All tokens within the gap, which contain the crop; None if too many."""
         lam, top_m = self.parameters.lam, self.options.top_m
-        width = gap(lam, self.c, min(top_m, len(self.row)))  # no token weighs more than the largest
+        width = gap(lam, self.c, min(top_m, len(self.row)))  # no weight exceeds the largest
         ids = self.blocks.at_least(self.blocks.largest - self.selection * width, most=top_m)
         while ids is not None and len(ids) > top_m:
             below = self._log_weights(ids)
@@ -138,7 +132,7 @@ class _Row:
         return (self.row[ids].astype(np.float64) - self.blocks.largest) / self.selection
 
     def _by_candidates(self, ids: Ids) -> FastCrop | None:
-        """The certificate without the pool, of which the candidates are a prefix; None without proof."""
+        """Certify by the candidates, a prefix of the pool; None without proof."""
         lam, share = self.parameters.lam, self.parameters.init_top_p
         ordered = in_pool_order(self.row, ids)
         log_p = self._log_weights(ordered)
@@ -151,7 +145,7 @@ class _Row:
         return FastCrop(ordered[:K], True, "candidates", len(ids), 0, 0, 0)
 
     def _by_pool(self, candidates: Ids | None) -> FastCrop:
-        """The certificate by the pool (T2), else the alternation."""
+        """Certify by the pool (T2), else alternate."""
         size = self.options.top_m
         if candidates is None or len(candidates) < size:
             candidates = self.blocks.holding_the_largest(size)

@@ -1,7 +1,7 @@
-"""Top-W on torch tensors: a batch of rows, on the device of the logits. Nothing else in `sampling` imports it.
+"""Top-W on torch tensors: a batch of rows, on the device of the logits.
 
-Decisions are made in float64, on Apple's GPUs, which have none, in float32 with the looser ties of
-docs/contract/graph.md, section 4. Only the CPU has been tested.
+Decisions use float64, or float32 with looser ties on MPS, which lacks float64 (docs/contract/graph.md, section 4). Only
+tested on the CPU.
 """
 
 from topw_deploy.sampling.torch.crop import Stage, TensorCrop, crop_rows

@@ -1,6 +1,6 @@
 """Stage C: the alternation of one row over its pool (docs/contract/theory.md, sections 3 and 4), and the literal one.
 
-Its steps depend on values, so it syncs the device; only rows that are not certified need it.
+Its steps depend on values, so it syncs the device; only uncertified rows need it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from topw_deploy.sampling.torch.geometry import TensorGeometry
 
-# Tokens measured before the row test is repeated, doubling. The most probable ones bound the mass and the objective
-# best, so they come first, in a small batch.
+# Tokens measured before the row test is repeated, doubling; the most probable ones bound mass and objective best.
 _FIRST_ROWS = 64
-_SLACK = {torch.float64: 1e-9, torch.float32: 1e-5}  # of J, in its unit, so that rounding only lets more tokens pass
+_SLACK = {torch.float64: 1e-9, torch.float32: 1e-5}  # of J, in its unit; rounding then only lets more tokens pass
 
 
 class SetDistances:
@@ -27,7 +26,7 @@ class SetDistances:
         self._points: Tensor | None = None
         self._has_point = torch.zeros_like(C, dtype=torch.bool)
         self._store = geometry.features(C[:0]).new_empty(len(C), len(C))
-        # Rows measured in the same steps have the same columns filled: a group, so that what is missing is a rectangle.
+        # As in `fast.alternation`: rows measured in the same steps have the same columns filled.
         self._group = torch.zeros_like(C)
         self._known = [torch.zeros_like(self._has_point)]
         self.computed = 0
@@ -70,7 +69,7 @@ class Alternation:
     """As `fast.alternation.Alternation`, for tensors.
 
     scale: geom_scale.
-    distances: None where every distance to a set is 1, or geom_scale is 0.
+    distances: None if every distance to a set is 1 or geom_scale is 0.
     bound: lower bounds of each token's distance to any other, [n] or 1.
     """
 
@@ -148,7 +147,7 @@ def literal(
 
 
 def in_order_of(phi: Tensor, positions: Tensor) -> Tensor:
-    """`positions`, given ascending, by phi descending; equal phi keep pool order."""
+    """Sort ascending `positions` by phi descending, keeping pool order among ties."""
     return positions[phi[positions].neg().argsort(stable=True)]
 
 

@@ -1,4 +1,4 @@
-"""Rows that are settled without a distance: by a few candidates (stage A), or by the whole pool (stage B).
+"""Rows settled without a distance: by a few candidates (stage A) or the whole pool (stage B).
 
 Both compute the objective without geometry over a prefix of the tokens (docs/contract/theory.md, section 4).
 """
@@ -18,8 +18,8 @@ CANDIDATES = 64
 """Largest logits looked at in stage A; crops of language models at the defaults have a handful."""
 
 _CANDIDATE_BLOCK, _POOL_BLOCK = 64, 8  # of `largest_logits`
-# Slacks against calling a row settled that the pool would not call certified: of J, in its unit, and of the warm
-# start's mass, relative. A row in between goes to the pool, where nothing is estimated.
+# Against settling a row the pool would not certify: of J, in its unit, and of the warm start's mass, relative. Rows in
+# between go to the pool.
 _SLACK = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-5, 1e-5)}
 
 
@@ -28,7 +28,7 @@ class Candidates:
     """The outcome of stage A; all but `found` are [B, 1].
 
     found: the largest logits.
-    valid: usable parameters, and logits without NaN or +inf, not all -inf.
+    valid: usable parameters; logits without NaN or +inf, not all -inf.
     settled: the first K of `found` are the crop, greedy or certified.
     """
 
@@ -45,7 +45,7 @@ def settle_by_candidates(logits: Tensor, rows: Rows, top_m: int) -> Candidates:
     valid = (found.top.abs() < torch.inf) & rows.usable
     scan = base_scan(found, rows)
     settled = valid & (_inside_warm_start(scan, rows) & _covers_the_pool(scan, rows, logits, top_m) | rows.greedy)
-    if count < logits.shape[1]:  # which of the tokens equal to the last candidate are candidates is left open
+    if count < logits.shape[1]:  # ties with the last candidate are undefined here
         settled &= found.logits.gather(1, scan.K - 1) > found.logits[:, -1:]
     return Candidates(found, valid, settled, scan.K)
 
@@ -58,9 +58,9 @@ def _inside_warm_start(scan: Scan, rows: Rows) -> Tensor:
 
 
 def _covers_the_pool(scan: Scan, rows: Rows, logits: Tensor, top_m: int) -> Tensor:
-    """No longer prefix is the first maximiser (block stop).
+    """Block stop: a longer prefix is not the first maximiser.
 
-    The bound gives every other pool token the last candidate's weight and score, which none exceeds.
+    The last candidate's weight and score bound every other pool token's.
     """
     outside = min(top_m, logits.shape[1]) - scan.p.shape[1]
     nothing_left = scan.banned[:, -1:]
@@ -79,7 +79,7 @@ class Pool:
 
     found: its tokens in order, -inf logits last.
     scan: the objective without geometry over its prefixes.
-    size, k0 [B, 1]: tokens of the pool, of the warm start.
+    size, k0 [B, 1]: tokens of the pool and of the warm start.
     certified [B, 1]: see `reference.Crop`.
     """
 
@@ -91,7 +91,7 @@ class Pool:
 
 
 def take_pool(logits: Tensor, rows: Rows, top_m: int) -> Pool:
-    """Stage B on the logits [B, V] of valid rows."""
+    """Stage B on logits [B, V] of valid rows."""
     found = largest_logits(logits, min(top_m, logits.shape[1]), _POOL_BLOCK)
     scan = base_scan(found, rows)
     size = (~scan.banned).sum(1, keepdim=True)
@@ -102,14 +102,12 @@ def take_pool(logits: Tensor, rows: Rows, top_m: int) -> Pool:
 
 @dataclass(frozen=True)
 class Scan:
-    """The objective without geometry over the prefixes of each row's tokens; all [B, n] but `K`.
+    """The objective without geometry over each row's prefixes; all [B, n] but `K`.
 
     log_p, p: in units of the largest weight.
-    banned: -inf logits, which belong to no pool; their log_p and p are 0.
+    banned: -inf logits, outside every pool; log_p and p are 0.
     Gamma, Phi: inclusive sums of p and lam p log p.
-    J: the objective.
-    K [B, 1]: the size of the first best prefix; 1 for greedy rows and for beta <= lam (singleton collapse), whatever
-        rounding gives.
+    K [B, 1]: the size of the first best prefix; 1 if greedy or beta <= lam (singleton collapse), despite rounding.
     """
 
     log_p: Tensor
@@ -130,5 +128,5 @@ def base_scan(found: Largest, rows: Rows) -> Scan:
     Gamma = p.cumsum(1)
     Phi = (rows.lam * log_p).mul_(p).cumsum(1)
     J = (Phi / Gamma).add_(rows.reward * Gamma.log())
-    K = J.argmax(1, keepdim=True) * rows.scanned + 1  # argmax answers the first maximiser
+    K = J.argmax(1, keepdim=True) * rows.scanned + 1  # argmax returns the first maximiser
     return Scan(log_p, p, banned, Gamma, Phi, J, K)

@@ -22,8 +22,8 @@ class Stage(IntEnum):
 
     INVALID = -1
     GREEDY = 0  # the largest logit
-    CANDIDATES = 1  # stage A: a few logits, without the pool
-    POOL = 2  # stage B: the pool's mass, without a distance
+    CANDIDATES = 1  # stage A: a few logits
+    POOL = 2  # stage B: the pool, no distances
     GEOMETRY = 3  # stage C: the alternation
     LITERAL = 4  # no shortcuts, for a negative geom_scale
 
@@ -38,8 +38,7 @@ class TensorCrop:
     invalid: bool [B], rows with NaN, +inf, nothing finite or a parameter out of range; they keep nothing.
     stage: int8 [B], see `Stage`.
     distances, distances_avoided: int64 [B], as in `FastCrop`.
-    vocab: V.
-    any_invalid: on the host, so that reading it does not sync the device.
+    any_invalid: on the host: reading it does not sync.
     """
 
     ids: Tensor
@@ -64,13 +63,12 @@ class TensorCrop:
         return mask.scatter_(1, self._kept_ids, ~self.invalid[:, None].expand_as(self.ids))
 
     def masked(self, logits: Tensor) -> Tensor:
-        """The logits [B, V], same type, with -inf for tokens that are not kept."""
+        """Logits [B, V], same type, with -inf for tokens not kept."""
         chosen = logits.gather(1, self._kept_ids).masked_fill_(self.invalid[:, None], -torch.inf)
         return torch.full_like(logits, -torch.inf).scatter_(1, self._kept_ids, chosen)
 
     @cached_property
     def _kept_ids(self) -> Tensor:
-        """The ids, with a row's first one in place of those not kept."""
         place = torch.arange(self.ids.shape[1], device=self.ids.device)
         return torch.where(place < self.kept[:, None], self.ids, self.ids[:, :1])
 
@@ -83,16 +81,16 @@ def crop_rows(
     geometry: TensorGeometry | None = None,
     neighbour_bound: Tensor | None = None,
 ) -> TensorCrop:
-    """Choose the kept sets of a batch of rows [B, V]: those of `reference.crop`, except on ties of rounding.
+    """Choose the kept sets of rows [B, V]: those of `reference.crop`, except where rounding decides.
 
     logits: any floating type, cast to float32; -inf bans a token.
     parameters: numbers for all rows, or tensors [B] by name.
     options, geometry: as for `reference.crop`.
     neighbour_bound: [V], see `fast_crop`.
 
-    Rows do not affect each other. Syncs the device once where candidates settle every row; never copies logits to the
-    host. Raises ParameterError for shapes, for numbers out of range, for a geometry of another metric or with fewer
-    tokens than the logits, and for a NaN bound where one is needed.
+    Rows are independent. Syncs once if candidates settle every row; never copies logits to the host. Raises
+    ParameterError for wrong shapes, numbers out of range, a geometry of another metric or with too few tokens, and a
+    NaN bound where one is needed.
     """
     options = TopWOptions() if options is None else options
     geometry = _geometry_for(options, geometry)
@@ -119,7 +117,7 @@ def crop_rows(
 def _by_candidates(first: Candidates, rows: Rows, vocab: int) -> TensorCrop:
     settled = first.settled[:, 0]
     none = torch.zeros_like(settled, dtype=torch.int64)
-    by_what = Stage.CANDIDATES - rows.greedy.to(torch.int8)  # GREEDY is the one before
+    by_what = Stage.CANDIDATES - rows.greedy.to(torch.int8)  # GREEDY is CANDIDATES - 1
     stage = torch.where(first.valid, by_what, int(Stage.INVALID))
     return TensorCrop(
         ids=first.found.ids,
@@ -137,7 +135,6 @@ def _finish(
     crop: TensorCrop, left: Tensor, logits: Tensor, rows: Rows, options: TopWOptions, geometry: TensorGeometry,
     neighbour_bound: Tensor | None,
 ) -> TensorCrop:  # fmt: skip
-    """Settle the rows `left` [R] of `crop`, with logits [R, V], by the pool or by geometry."""
     crop = replace(crop, any_invalid=bool(crop.invalid.any()))
     if not len(left):
         return crop
@@ -164,8 +161,6 @@ def _finish(
 
 @dataclass
 class _Answer:
-    """The answers of stage B; the alternation fills in its rows."""
-
     ids: Tensor
     kept: Tensor
     stage: Tensor

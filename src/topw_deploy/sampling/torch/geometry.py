@@ -17,9 +17,8 @@ from topw_deploy.sampling.torch.rows import working_dtype
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
-_BLOCK_VALUES = 1 << 19  # numbers held at a time while reading a table: 4 MiB in float64, about a cache
-# As in `sampling.geometry`: where |x - y|^2 is below this share of |x|^2 + |y|^2, it is computed from x - y. float32
-# has fewer digits to lose, so its share is larger.
+_BLOCK_VALUES = 1 << 19  # values per block of a table: 4 MiB in float64, to fit in cache
+# As in `sampling.geometry`; larger for float32, which has fewer digits.
 _NEAR_SHARE = {torch.float64: 1e-3, torch.float32: 0.05}
 
 
@@ -39,10 +38,10 @@ class TensorGeometry:
 
     @classmethod
     def from_embeddings(cls, weight: Tensor, metric: str) -> Self:
-        """The geometry of an input embedding table [V, d] under `mahalanobis`, `unit` or `cosine`.
+        """The geometry of an embedding table [V, d] under `mahalanobis`, `unit` or `cosine`.
 
-        weight: any floating type, on any device; kept by reference, so train no further with it. Its statistics are
-        those of `sampling.embedding_statistics`, taken in float64 (float32 on MPS) on its device, in blocks.
+        weight: any floating type and device; kept by reference, so do not train it further. Statistics as in
+            `sampling.embedding_statistics`, in float64 (float32 on MPS), on its device.
         Raises ParameterError for another metric, a table that is not a floating [V, d] and values that are not finite.
         """
         if metric not in METRICS or metric == "uniform":
@@ -65,7 +64,7 @@ class TensorGeometry:
         return cls("uniform")
 
     def features(self, ids: Tensor) -> Tensor:
-        """The points [n, d] of the tokens `ids` [n], on the device of `ids`; see `Geometry.features`.
+        """The points [n, d] of the tokens `ids` [n], on their device; see `Geometry.features`.
 
         Raises ParameterError for an id without an embedding.
         """
@@ -95,7 +94,6 @@ def _blocks(table: Tensor, metric: str) -> Iterator[Tensor]:
 
 
 def _euclidean(x: Tensor, y: Tensor) -> Tensor:
-    """Euclidean distances [n, m]; see `sampling.geometry.euclidean`."""
     sizes = x.square().sum(1)[:, None] + y.square().sum(1)
     squares = torch.addmm(sizes, x, y.T, alpha=-2.0)
     row, col = torch.nonzero(squares <= _NEAR_SHARE[x.dtype] * sizes, as_tuple=True)

@@ -1,7 +1,6 @@
 """The largest logits of each row by (logit descending, id ascending), without sorting the row.
 
-No backend's topk promises an order among equals. Where it matters, logit and position are combined into one integer,
-so that no two of a row are equal.
+No backend's topk orders ties. Where order matters, logit and position form one integer key, unique in the row.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 _POSITION_BITS = 32
-_MAGNITUDE = 0x7FFFFFFF  # every bit of a float32 but its sign
+_MAGNITUDE = 0x7FFFFFFF  # all bits of a float32 except the sign
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,11 @@ class Largest:
 def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = False) -> Largest:
     """The `count` <= V largest logits of each row [B, V], float32.
 
-    One pass computes the maxima of blocks of `block` neighbouring tokens. The first `count` blocks by (maximum
-    descending, position ascending) contain the result: a token outside them comes after one token of each, which is
-    larger, or equal with a lower id. Tokens after the last whole block are always searched.
+    Takes the maxima of blocks of `block` neighbouring tokens. The first `count` blocks by (maximum descending, position
+    ascending) contain the result: each has a token that precedes all tokens of other blocks. A last, partial block is
+    always searched.
 
-    any_last: half the cost, but which of the tokens equal to the last one are taken is undefined. Those above it are
+    any_last: halves the cost, but leaves the choice among ties with the last token undefined. Tokens above it are
         exact: no block left out has a larger maximum than the last block taken.
     """
     first = _first_values if any_last else _first
@@ -49,7 +48,7 @@ def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = F
     maxima = grid.amax(2)  # [B, blocks]
     top = maxima.amax(1, keepdim=True)
     chosen = maxima.topk(count, dim=1, sorted=False).indices if any_last else _first(maxima, count)[1]
-    chosen = chosen.sort(1).values  # places follow ids again
+    chosen = chosen.sort(1).values  # restores id order
     searched = grid.gather(1, chosen[:, :, None].expand(-1, -1, block)).flatten(1)  # [B, count * block]
     if blocks * block < vocab:
         rest = logits[:, blocks * block :]
@@ -62,7 +61,6 @@ def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = F
 
 
 def _first_values(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As `_first`, with `any_last`."""
     found = values.topk(count, dim=1, sorted=False)
     place, order = found.indices.sort(1)
     ordered, order = torch.sort(found.values.gather(1, order), dim=1, descending=True, stable=True)
@@ -75,8 +73,8 @@ def _first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _keys(values: Tensor) -> Tensor:
-    """int64 [B, n] that sort as (value, lower position); no two of a row are equal."""
-    # The bits of float32 numbers sort as integers once those of negative magnitudes are inverted; + 0.0 makes -0 a 0.
+    """Unique int64 keys [B, n] that sort as (value, lower position)."""
+    # float32 bits sort as integers once negative magnitudes are inverted; + 0.0 makes -0 a 0.
     bits = (values + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & _MAGNITUDE)).to(torch.int64)
     return (ordered << _POSITION_BITS) | torch.arange(values.shape[1] - 1, -1, -1, device=values.device)

@@ -18,12 +18,12 @@ TensorParameters = TopWParameters | Mapping[str, "float | Tensor"]
 
 @dataclass(frozen=True)
 class Rows:
-    """The parameters as the algorithm reads them: tensors [B, 1], or [1, 1] where all rows share them.
+    """Parameters as tensors [B, 1], or [1, 1] where all rows share them.
 
     reward: beta - lam.
     unit: max(1, lam, beta), the scale of differences in J.
     selection: the temperature that chooses the crop, 1 for greedy rows.
-    scanned: int64, 1 where prefixes are compared, 0 where one token is kept (greedy, or beta <= lam).
+    scanned: int64, 1 where prefixes are compared, 0 where one token is kept (greedy, beta <= lam).
     usable: every number is in its interval.
     """
 
@@ -44,15 +44,15 @@ class Rows:
 
 
 def working_dtype(device: torch.device) -> torch.dtype:
-    """float64; float32 on Apple's GPUs, which have no float64."""
+    """float64; float32 on MPS, which lacks float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def read_parameters(parameters: TensorParameters, batch: int, device: torch.device) -> Rows:
     """The columns of a batch.
 
-    Raises ParameterError for unknown names, numbers out of range and tensors that are not [batch]. Values of tensors
-    are not checked, which would sync the device: a row with one out of range is not `usable`.
+    Raises ParameterError for unknown names, numbers out of range and tensors that are not [batch]. Does not check
+    tensor values, which would sync the device; a row out of range is not `usable`.
     """
     if isinstance(parameters, TopWParameters):
         return _shared(parameters, device)
@@ -77,7 +77,7 @@ def read_parameters(parameters: TensorParameters, batch: int, device: torch.devi
 
 @lru_cache(maxsize=64)
 def _shared(parameters: TopWParameters, device: torch.device) -> Rows:
-    """Cached, as a decoding loop passes the same numbers at every step."""
+    """Cached: a decoding loop passes the same numbers at every step."""
     values = [getattr(parameters, name) for name in PARAMETER_NAMES]
     packed = torch.tensor(values, dtype=working_dtype(device), device=device)[:, None, None]
     return _derived(dict(zip(PARAMETER_NAMES, packed, strict=True)))

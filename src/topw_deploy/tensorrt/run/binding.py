@@ -1,6 +1,6 @@
 """The inputs and outputs of one generation on an engine.
 
-A step moves its changing arrays in one copy and its results in another, both pinned and part of the CUDA graph.
+A step copies all changing inputs at once and all results at once, both pinned and part of the CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from topw_deploy.tensorrt.run.stream import EngineStream
 
 @dataclass(frozen=True)
 class _Plan:
-    """A run's shapes and addresses. changing, results: (caller's array, its pinned copy)."""
+    """A run's shapes and addresses. changing, results: (caller's array, pinned copy)."""
 
     layout: Layout
     context: Context
@@ -33,7 +33,7 @@ class _Plan:
     repeated: bool
 
     def holds(self, stream: EngineStream, repeated: bool) -> bool:
-        """Whether the plan is still valid: the stream's memory has not moved."""
+        """Whether the plan is valid: the stream's memory has not moved."""
         where = self.copies.host, self.copies.device
         return where == (stream.host.pointer, stream.device.pointer) and self.repeated == repeated
 
@@ -41,7 +41,7 @@ class _Plan:
 class EngineBinding:
     """The runtime's binding protocol over an engine.
 
-    Arrays of `bind_changing` are copied for every run, others once after binding or `refresh`.
+    Copies arrays of `bind_changing` for every run, others once after binding or `refresh`.
     """
 
     def __init__(self, engine: Engine, stream: EngineStream, *, owns: bool = True) -> None:
@@ -51,7 +51,7 @@ class EngineBinding:
         self._stale: set[str] = set()  # inputs not yet copied to the device
         self._results: dict[str, np.ndarray] = {}
         self._memory: dict[str, tuple[tuple[int, ...], int]] = {}  # caches: shape and address
-        self._inputs: set[str] = set()  # names of caches that are inputs
+        self._inputs: set[str] = set()  # caches that are inputs
         self._plan: _Plan | None = None
         self._closed = False
 
@@ -76,7 +76,7 @@ class EngineBinding:
         self._stale.add(name)
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
-        """TensorRT updates a cache in place: past and present have the same address."""
+        """TensorRT updates a cache in place: past and present share an address."""
         self._plan = None
         self._memory[source] = self._memory[target] = (tuple(shape), pointer)
         self._inputs.add(source)
@@ -89,7 +89,7 @@ class EngineBinding:
         return EngineBinding(self._engine, self._stream, owns=False)
 
     def close(self) -> None:
-        """Wait for an interrupted run and give the stream back, unless CUDA fails on it."""
+        """Wait for an interrupted run and return the stream, unless CUDA fails on it."""
         if self._owns and not self._closed:
             self._closed = True
             with suppress(GenerationError):
@@ -100,7 +100,7 @@ class EngineBinding:
     def run(self, step: int | None = None) -> None:
         try:
             with self._engine.cuda.lock.using:
-                plan = self._compute(repeated=bool(step))  # step 0 is the last chunk of the prompts
+                plan = self._compute(repeated=bool(step))  # step 0 is the prompts' last chunk
         except GenerationError as error:
             self._stream.loaded = None
             where = "in the prompt" if step is None else f"at step {step}"
@@ -167,6 +167,5 @@ class EngineBinding:
 
 
 def _view(memory: np.ndarray, start: int, like: np.ndarray) -> np.ndarray:
-    """The bytes from `start`, shaped and typed as `like`."""
     view: Any = memory[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
     return view

@@ -1,6 +1,6 @@
 """TensorRT's execution context for one profile, and the CUDA graph of its last shape.
 
-A graph is valid while its context keeps its shapes and addresses, so only differences are set, and discard the graph.
+Only changed shapes and addresses are set: each change invalidates the graph.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Context:
     """The execution context for profile number `profile` of `engine`.
 
     scratch: may be shared by contexts of one stream.
-    why_no_graph: why steps are not launched as a graph; "" otherwise.
+    why_no_graph: why steps are not launched as a graph, or "".
     """
 
     def __init__(self, trt: Any, engine: Any, profile: int, stream: Stream, scratch: Memory, logger: Any) -> None:
         self._stream, self._logger = stream, logger
-        self._scratch = scratch  # must live as long as the context
+        self._scratch = scratch  # must outlive the context
         self._raw = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self._raw is None:
             raise GenerationError(f"TensorRT gave no context for the engine: {_last_error(logger)}.")
@@ -52,7 +52,7 @@ class Context:
         self.why_no_graph = ""
 
     def set(self, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:
-        """Set the inputs' shapes and all addresses for the next runs."""
+        """Set the inputs' shapes and all addresses for later runs."""
         new_shapes = [(name, shape) for name, shape in shapes.items() if self._shapes.get(name) != shape]
         new_addresses = [(name, at) for name, at in addresses.items() if self._addresses.get(name) != at]
         if not new_shapes and not new_addresses:
@@ -81,7 +81,6 @@ class Context:
         self._warm = True
 
     def _capture(self, copies: Copies) -> bool:
-        """Try to capture a graph, until _TRIES failures. Returns whether there is one."""
         try:
             self._graph = self._stream.capture(lambda: self._enqueue(copies))
         except GenerationError as error:
@@ -100,7 +99,7 @@ class Context:
             self._stream.copy_out(copies.host + copies.out.start, copies.device + copies.out.start, copies.out.size)
 
     def _unset(self) -> list[str]:
-        """Inputs without a shape. Raises GenerationError if the shapes contradict each other."""
+        """Inputs without a shape. Raises GenerationError for contradictory shapes."""
         try:
             return list(self._raw.infer_shapes())
         except RuntimeError as error:

@@ -20,18 +20,18 @@ INSTALL = "pip install 'cuda-python>=12.6'"
 
 
 class DeviceLock(Protocol):
-    """The lock between users of a device and captures of a CUDA graph (runtime/device_lock.py)."""
+    """The lock between users of a device and CUDA graph captures (runtime/device_lock.py)."""
 
     @property
     def using(self) -> AbstractContextManager[None]:
-        """To hold for every run, copy, allocation and release."""
+        """Hold for every run, copy, allocation and release."""
 
     def opening(self) -> AbstractContextManager[None]:
-        """To hold while an engine is opened."""
+        """Hold while an engine is opened."""
 
 
 class Cuda:
-    """A device, to be used only while holding `lock`.
+    """A device, used only while holding `lock`.
 
     Raises EngineError without cuda-python, GenerationError with CUDA's reason for every failed call.
     """
@@ -46,7 +46,7 @@ class Cuda:
         self.use()
 
     def use(self) -> None:
-        """Make the device current: a thread starts with device 0, and other users of CUDA may change it."""
+        """Make the device current: threads start with device 0, and other CUDA users may change it."""
         self.call("cudaSetDevice", self._device)
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -93,7 +93,7 @@ class PinnedMemory(Memory):
 
 
 class Stream:
-    """A CUDA stream. handle: its address, for other libraries."""
+    """A CUDA stream. handle: its address."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
@@ -117,9 +117,9 @@ class Stream:
         self._cuda.call("cudaStreamSynchronize", self._stream)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Capture what `work` enqueues. Raises GenerationError if that is impossible, and what `work` raises."""
+        """Capture the work that `work` enqueues. Raises GenerationError if impossible, and `work`'s errors."""
         call = self._cuda.call
-        # other threads, which run other generations, may allocate meanwhile
+        # other threads' generations may allocate meanwhile
         mode = self._cuda.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         call("cudaStreamBeginCapture", self._stream, mode)
         try:
@@ -134,7 +134,6 @@ class Stream:
             call("cudaGraphDestroy", graph)
 
     def _abandon(self) -> None:
-        """End a failed capture and clear CUDA's error."""
         _, graph = self._cuda.api.cudaStreamEndCapture(self._stream)
         if graph is not None and int(graph):
             self._cuda.api.cudaGraphDestroy(graph)

@@ -1,4 +1,4 @@
-"""A deserialized engine on a GPU, with a pool of streams to run it on."""
+"""A deserialized engine on a GPU, with a pool of streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from topw_deploy.tensorrt.stamp import EngineStamp
 class Engine:
     """The engine in `path` with its `stamp`; inputs, outputs: the manifest's.
 
-    tensors: names of the engine's own inputs and outputs; it drops inputs that nothing reads.
+    tensors: the engine's own inputs and outputs; it drops unread inputs.
     Raises EngineError if TensorRT refuses the file, GenerationError if CUDA fails.
     """
 
@@ -39,7 +39,7 @@ class Engine:
         self._results = [spec for spec in outputs if not spec.name.startswith("present.")]
         self._lock = threading.Lock()
         with cuda.lock.opening():
-            self._runtime = api.create(trt, "Runtime", self._logger)  # must live as long as the engine
+            self._runtime = api.create(trt, "Runtime", self._logger)  # must outlive the engine
             self._raw = _deserialize(self._runtime, path)
             if self._raw is None:
                 raise EngineError(f"TensorRT does not open {path} ({api.first_error(self._logger)})")
@@ -53,7 +53,7 @@ class Engine:
             self._free = [self._new_stream()]
 
     def borrow(self) -> EngineStream:
-        """An unused stream, to be given back."""
+        """An unused stream, to be returned later."""
         with self._lock:
             stream = self._free.pop() if self._free else None
         if stream is None:
@@ -68,12 +68,12 @@ class Engine:
 
     @property
     def why_no_graph(self) -> str:
-        """Why steps are not launched as a CUDA graph; "" if they are or none was tried."""
+        """Why steps are not launched as a CUDA graph, or ""."""
         with self._lock:
             return next((c.why_no_graph for stream in self._free for c in stream.contexts if c.why_no_graph), "")
 
     def profile_for(self, batch: int, sequence: int, edits: int) -> int:
-        """The profile's number for this shape. Raises GenerationError if there is none."""
+        """The profile's number for this shape. Raises GenerationError if none fits."""
         found = preferred(self._profiles, batch, sequence, edits)
         if found is None:
             raise GenerationError(
@@ -83,7 +83,7 @@ class Engine:
         return found
 
     def output_bytes(self, batch: int) -> dict[str, int]:
-        """Sizes of the outputs, without the in-place caches."""
+        """Output sizes, without the in-place caches."""
         sizes = {}
         for spec in self._results:
             size = element_bytes(spec.dtype)

@@ -1,4 +1,4 @@
-"""Placement of a run's small tensors, the same in pinned and device memory, so that one copy moves a whole span."""
+"""Placement of a run's small tensors, equal in pinned and device memory: one copy moves a whole span."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ALIGNMENT = 256  # bytes: that of CUDA's allocator, on which TensorRT's kernels rely
+ALIGNMENT = 256  # bytes: CUDA's allocation alignment, on which TensorRT's kernels rely
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Span:
 class Layout:
     """Spans: `changing` inputs (copied for every run), other inputs, `results`, then `unread` outputs.
 
-    arrays: all inputs. unread: bytes by name; they get device memory only.
+    arrays: all inputs.
+    unread: bytes by name; device memory only.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Open the engine of an exported folder on this machine's GPU."""
+"""Open an exported folder's engine on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class EngineSession:
 
 
 def _check_manifest(manifest: DecoderManifest) -> None:
-    """Raises ManifestError if it lacks sizes of buffers or edit slots."""
     slots = [spec.shape for spec in manifest.inputs if spec.name == "edit_ids"]
     if not slots or len(slots[0]) != 2:
         raise ManifestError("the manifest states no input edit_ids of two dimensions; export the model again.")

@@ -1,7 +1,4 @@
-"""What a generation runs on: a stream, contexts with scratch memory, and memory for small tensors.
-
-A generation borrows and returns it, so that the next one need not allocate or capture.
-"""
+"""A stream, contexts with scratch memory, and memory for small tensors, reused by later generations."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from topw_deploy.tensorrt.run.context import Context
 from topw_deploy.tensorrt.run.cuda import Cuda, Memory, PinnedMemory, Stream
 from topw_deploy.tensorrt.run.layout import Layout
 
-_SMALLEST = 64 << 10  # bytes: enough for most steps and chunks of prompts
+_SMALLEST = 64 << 10  # bytes: enough for most steps and prompt chunks
 
 
 class EngineStream:
@@ -31,7 +28,7 @@ class EngineStream:
         return list(self._contexts.values())
 
     def reserve(self, layout: Layout) -> None:
-        """Grow the memory for `layout`; that discards contents and addresses."""
+        """Grow the memory for `layout`, discarding contents and addresses."""
         if layout.host_size > self.host.size:
             self.host = self._cuda.pinned(_rounded(layout.host_size))
             self.loaded = None
@@ -40,7 +37,9 @@ class EngineStream:
             self.loaded = None
 
     def context(self, profile: int, *, repeated: bool) -> Context:
-        """The context for profile number `profile`; repeated steps have their own, so that prompts keep its graph."""
+        """The context for profile number `profile`; repeated steps have their own, so prompts do not discard its
+        graph.
+        """
         found = self._contexts.get((profile, repeated))
         if found is None:
             if self._scratch is None:
@@ -54,5 +53,5 @@ class EngineStream:
 
 
 def _rounded(size: int) -> int:
-    """The next power of two, so that longer prompts seldom invalidate graphs."""
+    """The next power of two, so longer prompts seldom invalidate graphs."""
     return max(_SMALLEST, 1 << (size - 1).bit_length())
