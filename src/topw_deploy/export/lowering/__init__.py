@@ -1,10 +1,10 @@
-"""Replaces the markers of a trace with the attention and key-value cache of a target.
+"""Replace trace markers with a target's attention and key-value cache.
 
 | lowering | operators | cache | for |
 |---|---|---|---|
 | `group_query` | GroupQueryAttention | static | onnxruntime |
-| `scatter` | TensorScatter, Attention of opset 24 | static | TensorRT |
-| `concat` | Concat, Attention of opset 23 | concat | any other decoder |
+| `scatter` | TensorScatter, Attention-24 | static | TensorRT |
+| `concat` | Concat, Attention-23 | concat | other decoders |
 """
 
 from topw_deploy.export.lowering.choose import Lowered, lower

@@ -18,9 +18,9 @@ _HELD_BYTES = 128 << 20  # of codes, scales and zero points
 
 
 class RecentBlocks:
-    """Bounded cache: a weight's tensors are written consecutively, so each weight is quantised once.
+    """Bounded cache: a weight's tensors are written consecutively, so it is quantised once.
 
-    A small model fits whole and can be written twice.
+    Small models fit whole and can be written twice.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class QuantisedWeight:
     """A weight quantised on demand.
 
     compute: makes the Blocks.
-    recent: the cache.
-    keep: cache the Blocks without bound, for a weight that is read again later.
+    recent: the bounded cache.
+    keep: keep the Blocks for another read.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class QuantisedWeight:
         return blocks
 
     def codes(self, shape: tuple[int, ...] | None = None) -> ir.TensorProtocol:
-        """The codes; `shape`: another shape for the same leading bytes of each output."""
+        """The codes; `shape` takes the leading bytes of each output."""
         wanted = self.shape.codes if shape is None else shape
         per_output = int(np.prod(wanted[1:]))
 
@@ -121,8 +121,8 @@ class QuantisedWeight:
     def middle(self) -> ir.TensorProtocol:
         """Explicit zero points of a symmetric weight, 2 ** (bits - 1).
 
-        They also fill the unused half of a row's last byte: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, read zero
-        points as if there were no unused halves.
+        They also fill the unused half of each row's last byte: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, reads
+        zero points as if unpadded.
         """
         byte = 0x88 if self.shape.bits == 4 else 0x80
 
