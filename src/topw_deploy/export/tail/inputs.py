@@ -1,4 +1,4 @@
-"""The node's inputs: parameters as columns, and logits after their edits."""
+"""The node's inputs: parameter columns and edited logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
-# Closed interval of each parameter, in the order of `Rows.given`. NaN is in none.
+# Closed intervals in the order of `Rows.given`; none contains NaN.
 _INTERVALS = {
     "temperature": (0.0, LARGEST),
     "selection_temperature": (0.0, LARGEST),
@@ -30,19 +30,19 @@ Bounded = tuple[Tensor, float, float]
 """A column [batch, 1] with its lowest and highest allowed value."""
 
 BLOCK = 128
-"""Tokens per block of the candidate search: maxima of shorter blocks cost more, longer ones leave more to sort."""
+"""Tokens per block of the candidate search: shorter blocks cost more maxima, longer ones more sorting."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """Parameters as float32 columns [batch, 1].
 
-    given: the inputs in the order of `PARAMETERS`.
-    greedy: bool, temperature below 1e-5. Such rows keep one token: `reward` is -1 and `scale` 0.
+    given: inputs in the order of `PARAMETERS`.
+    greedy: bool, temperature below 1e-5; one token is kept, `reward` is -1, `scale` 0.
     temperature, selection: T and Ts, never 0.
-    lam, beta: weights of the entropy term and of the log-mass reward.
+    lam, beta: weights of entropy and log-mass reward.
     reward: beta - lam, the weight of log Gamma in J.
-    warm_mass, scale: init_top_p and geom_scale.
+    warm_mass, scale: init_top_p, geom_scale.
     """
 
     given: tuple[Tensor, ...]
@@ -81,7 +81,7 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
 
 @scope
 def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
-    """Whether each parameter and `further` column is in its interval: bool [batch, 7 + further].
+    """Whether parameters and `further` columns are in their intervals: bool [batch, 7 + further].
 
     One comparison, because a graph's cost is per node.
     """
@@ -94,7 +94,7 @@ def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
 
 @scope
 def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
-    """Logical AND of bool `flags`, over everything or one axis (kept)."""
+    """AND of bool `flags`, over everything or one axis (kept)."""
     numbers = op.Cast(flags, to=1)
     if axis is None:
         return op.Cast(op.ReduceMin(numbers, keepdims=0), to=9)
@@ -113,9 +113,8 @@ def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Ten
     ids: int64 [batch, edits], distinct where >= 0; edits may be 0.
     penalty, bias: float32 [batch, edits].
 
-    The new logit is l / penalty if l > 0 else l * penalty, then + bias. An id outside the vocabulary edits the column
-    after it, which stays -inf. A penalty <= 0 or NaN makes the logit NaN. Padding copies the logits, so onnxruntime
-    scatters in place.
+    A logit l becomes l / penalty if l > 0 else l * penalty, then + bias; NaN for a penalty <= 0 or NaN. Ids outside the
+    vocabulary edit a padding column, which stays -inf. Padding copies the logits, so onnxruntime scatters in place.
     """
     spare = op.constant(vocab_size, np.int64)
     nothing = op.constant(-np.inf)

@@ -1,6 +1,6 @@
-"""The candidate pool in double precision: the `top_m` largest logits, warm start, base scan and alternation.
+"""The `top_m` largest logits in double precision: warm start, base scan and alternation.
 
-Shapes are fixed; dynamic.py has the alternation with dynamic shapes.
+Shapes are static; dynamic.py alternates with dynamic ones.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Pool:
     """The pool by (logit descending, token id ascending), [batch, size].
 
     ids: int64.
-    finite: bool, false for a logit of -inf, which is not in the pool.
+    finite: bool, false for -inf logits, which are outside the pool.
     drop: double, logits minus the largest.
-    weight, score: double, w = exp(drop / Ts) and lam * drop / Ts.
+    weight, score: double, exp(drop / Ts) and lam * drop / Ts.
     positions: int64 [size], 0..size-1.
     width, final: int64 [1], size and size - 1.
     """
@@ -46,7 +46,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Start:
-    """Last positions int64 [batch, 1] of the warm start (k0 - 1) and of the base scan (K - 1)."""
+    """Last positions int64 [batch, 1]: warm start (k0 - 1), base scan (K - 1)."""
 
     warm: Tensor
     base: Tensor
@@ -80,8 +80,8 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
     """Position of the first maximum of J [batch, size]: int64 [batch, 1].
 
-    For reward <= 0 J never rises (singleton collapse): 0, despite rounding. Prefixes with tokens of logit -inf are
-    ignored: they add no weight, but onnxruntime's Log may change J's last bit with its threads.
+    0 for reward <= 0, where J never rises (singleton collapse) but for rounding. Ignores prefixes with -inf logits:
+    they add no weight, but onnxruntime's Log may change J's last bit with the thread count.
     """
     objective = op.Where(pool.finite, objective, op.constant(-np.inf, np.float64))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
@@ -132,7 +132,7 @@ def potential(op: Ops, members: Tensor, distances: Tensor, scale: Tensor) -> Ten
 def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
     """The next set, the best prefix by phi = f + score: bool [batch, size].
 
-    Of tokens with the last member's phi, it contains those up to its pool position.
+    Ties with the last member's phi are kept up to its pool position.
     """
     phi = op.Where(pool.finite, op.Add(f, pool.score), op.constant(2 * LOWEST, np.float64))
     ordered, place = op.TopK(phi, pool.width, axis=1)
@@ -146,9 +146,9 @@ def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
 
 @scope
 def alternate(op: Ops, pool: Pool, warm: Tensor, rows: Rows, distances: Distances, iterations: int) -> Tensor:
-    """Alternate between crop and potential (docs/contract/graph.md, section 3, step 4): bool [batch, size].
+    """Alternate crop and potential (docs/contract/graph.md, section 3, step 4): bool [batch, size].
 
-    Always runs all `iterations`, since a converged set does not change.
+    Runs all `iterations`: a converged set does not change.
     """
     members = up_to(op, warm, pool.positions)
     reward = op.Cast(rows.reward, to=11)
