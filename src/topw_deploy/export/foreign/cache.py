@@ -37,7 +37,7 @@ def is_written_in_place(graph: ir.Graph) -> bool:
 def takes_right_padding(graph: ir.Graph) -> bool:
     """Whether every GroupQueryAttention takes the mask's row sums as lengths.
 
-    False if one caches only a sliding window: it places all rows by the longest, or fails.
+    False if one caches only a window: it places all rows by the longest, or fails.
     """
     mask = find_input(graph, "attention_mask")
     nodes = [node for node in graph if node.op_type == IN_PLACE]
@@ -45,7 +45,7 @@ def takes_right_padding(graph: ir.Graph) -> bool:
 
 
 def kept_window(node: ir.Node) -> int:
-    """The window that limits the node's cache, its shortest buffer; 0 for none."""
+    """The window limiting the node's cache; 0 for none."""
     keeps = node.attributes.get("sliding_window_cache")
     return node.attributes["local_window_size"].as_int() if keeps is not None and keeps.as_int() else 0
 

@@ -61,7 +61,7 @@ def sequence_limit(graph: ir.Graph, configured: int, window: Window | None) -> S
 
 
 def window_of(config: dict[str, Any], genai: dict[str, Any]) -> Window | None:
-    """The sliding window in config.json (text part) or, if empty, genai_config.json (decoder)."""
+    """The window in config.json (text part) or, if empty, genai_config.json (decoder)."""
     if config:
         size, types = config.get("sliding_window"), config.get("layer_types")
         if not _is_size(size) or config.get("use_sliding_window") is False:
@@ -104,7 +104,7 @@ def lost_soft_cap(graph: ir.Graph, config: dict[str, Any]) -> float | None:
 
 
 def _position_rows(graph: ir.Graph) -> Iterator[int]:
-    """Row counts of constant tables indexed by position: rotary caches, learned embeddings."""
+    """Row counts of tables indexed by position: rotary caches, learned embeddings."""
     for node in graph:
         if node.domain == "com.microsoft" and node.op_type in _COS_CACHE_AT:
             at = _COS_CACHE_AT[node.op_type]

@@ -70,14 +70,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The text model's part of a composite config.json, else all of it."""
+    """A composite config.json's text part, else all of it."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 
 
 class _Configuration:
-    """config.json (text part), genai_config.json's model and decoder."""
-
     def __init__(self, folder: Path) -> None:
         self.text = text_part(read_json(folder / "config.json"))
         self.genai = _object(read_json(folder / "genai_config.json"), "model")
@@ -214,7 +212,6 @@ def _fix_cache_sizes(graph: ir.Graph, layer: int, heads: int, dim: int) -> None:
 
 
 def _weights_dtype(graph: ir.Graph) -> str:
-    """The type of most weight bytes."""
     sizes: dict[str, int] = {}
     for value in graph.initializers.values():
         if value.const_value is not None:

@@ -1,8 +1,7 @@
 """Logits of each row's last attended position.
 
-The position comes from `attention_mask`, padded on either side, or from `row_lengths` (static cache). If all nodes from
-the vocabulary matmul to the logits act per position, the hidden state is selected first, so the matmul processes one
-position per row.
+The position comes from `attention_mask`, padded on either side, or `row_lengths` (static cache). If nodes from the
+vocabulary matmul to the logits act per position, the matmul gets one position per row.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _MATMULS = {("", "MatMul"), ("com.microsoft", "MatMulNBits"), ("com.microsoft", 
 def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
     """Each row's last logits, float32 [batch, vocab]; `logits` stays a graph output.
 
-    graph: inputs input_ids [batch, sequence], attention_mask [batch, past + sequence] or row_lengths [batch]; output
-        logits [batch, sequence, vocab].
+    graph: input_ids [batch, sequence], attention_mask [batch, past + sequence] or row_lengths [batch] -> logits [batch,
+        sequence, vocab].
     before_matmul: select before the matmul if possible; False leaves the graph's logits complete.
     """
     logits = next(value for value in graph.outputs if value.name == "logits")
@@ -69,7 +68,7 @@ def _last_column(editor: GraphEditor, graph: ir.Graph) -> ir.Value:
 
 
 def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None:
-    """The matmul and the row-wise nodes after it, last first; None if uncertain."""
+    """With the row-wise nodes after it, last first; None if uncertain."""
     if logits.shape is None or len(logits.shape) != 3:
         return None
     path: list[ir.Node] = []
@@ -86,7 +85,7 @@ def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None
 
 
 def _keeps_rows(matmul: ir.Node) -> bool:
-    """Whether each output row depends only on its row of the first input, of rank 3 like the logits."""
+    """Whether output rows depend only on input rows, of rank 3."""
     weights = matmul.inputs[1]
     if not all(source is None or is_constant(source) for source in matmul.inputs[1:]) or weights is None:
         return False
@@ -98,7 +97,7 @@ def _keeps_rows(matmul: ir.Node) -> bool:
 
 
 def _rowwise_source(node: ir.Node) -> ir.Value | None:
-    """The variable input of a node that acts row by row at any rank, else None."""
+    """The variable input of a row-wise node of any rank, else None."""
     if node.domain != "" or len(node.outputs) != 1:
         return None
     if node.op_type in _ROWWISE:

@@ -1,8 +1,8 @@
 """Lower bound of each token's distance to its nearest neighbour, computed at export.
 
-A token outside the crop is at least this far from every member, so many tokens fail the row test without a distance
-(docs/contract/graph.md, section 8). Float32 products of blocks process each pair once. Two extra coordinates per token
-keep the rounded product below the distance.
+A token outside the crop is at least this far from every member, so many fail the row test without a distance
+(docs/contract/graph.md, section 8). Float32 products of blocks process each pair once. Two extra coordinates keep
+rounded products below distances.
 
 For float32 points x, y with n = d + 2 coordinates and unit roundoff u = 2^-24, let
 
@@ -14,7 +14,7 @@ Accuracy and Stability of Numerical Algorithms, section 3.1). So the rounded pro
 
 With points off by e_x and e_y, true distance D and any r > 0, |x - y|^2 <= (D + e_x + e_y)^2 <= (1 + r) D^2 + 2 (1 +
 1/r)(e_x^2 + e_y^2). For t_x = 2 (1 + 1/r) e_x^2 then D^2 >= s / (1 + r). For `cosine`, x -> (-x, q_x, 1) with q_x = 1/2
-- 1.1 g - 2.1 e_x gives the same for 1 - x.y, as |x|, |y| <= 1 up to rounding.
+- 1.1 g - 2.1 e_x bounds 1 - x.y, as |x|, |y| <= 1 up to rounding.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def measure_for(wanted: bool, dry_run: bool, progress: Progress) -> Measure:
 def neighbour_bound(geometry: Geometry, tokens: int, progress: Progress = SILENT) -> Bound:
     """A lower bound of each token's distance to the nearest of the first `tokens`: float32 [tokens].
 
-    geometry: with float64 statistics; the bound also holds for a graph's float32 roundings.
-    progress: counts pairs of tokens.
+    geometry: float64 statistics; the bound also holds for a graph's float32 roundings.
+    progress: counts pairs.
 
     0 for duplicates, near-duplicates within float32's rounding, and a single token. Valid under `knn`, whose mean is at
     least the smallest distance.
-    Memory: about 500 MB beside the table, which is read in blocks. Time: tokens^2 / 2 products of width d.
+    Memory: about 500 MB beside the table. Time: tokens^2 / 2 products of width d.
     Raises ParameterError for the `uniform` metric.
     """
     points = _Points(geometry, tokens)
@@ -100,11 +100,7 @@ def _held_points(points: _Points, first: int, last: int, block: int) -> Bound:
 
 
 def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> int:
-    """Update `lowest` [tokens] with two blocks' products; returns the number of pairs.
-
-    left: points [n, width] of tokens from `top`.
-    right: points [m, width] of tokens from `start`.
-    """
+    """Update `lowest` [tokens] from blocks `left` [n, width] and `right` [m, width]; returns the number of pairs."""
     n, m = len(left), len(right)
     products = left @ right.T
     if top == start:
@@ -117,9 +113,7 @@ def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> in
 
 
 class _Points:
-    """Float32 points of d + 2 coordinates. Left-right products are <= distances, squared for `mahalanobis` and
-    `unit`.
-    """
+    """Float32 points of d + 2 coordinates; products bound distances, squared for `mahalanobis` and `unit`."""
 
     def __init__(self, geometry: Geometry, tokens: int) -> None:
         if geometry.mean is None or geometry.inverse_std is None:
@@ -163,7 +157,7 @@ class _Points:
         return lifted
 
     def _offset(self, ids: NDArray[np.int64], exact: NDArray[np.float64], x: NDArray[np.float64]) -> Bound:
-        """q of float32 points `x` [n, d], for `exact` and the graph's statistics."""
+        """q of `x` [n, d], for `exact` and the graph's statistics."""
         g, in_graph = self._growth, self._in_graph.features(ids)
         e = np.maximum(np.linalg.norm(exact - x, axis=1), np.linalg.norm(in_graph - x, axis=1))
         e += _ARITHMETIC * np.linalg.norm(x, axis=1)

@@ -1,7 +1,7 @@
 """Read a graph's embedding table in blocks of rows.
 
-Plain or transposed Gather tables are read directly. For others onnxruntime runs the decoder's lookup nodes, so
-quantised tables read exactly as in the sampler.
+Plain or transposed Gather tables are read directly, others by the decoder's own nodes in onnxruntime, exactly as in the
+sampler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class EmbeddingTable:
 
 
 def _stored_rows(embedding: EmbeddingNode) -> Any:
-    """None unless the table is plain or transposed."""
     if embedding.node.op_type != "Gather":
         return None
     value, producer = embedding.data[0], embedding.data[0].producer()
@@ -96,7 +95,7 @@ def _looked_up_rows(embedding: EmbeddingNode) -> Any:
 
 
 def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndarray]]:
-    """The lookup with initializers as inputs, and the arrays to feed."""
+    """With initializers as inputs, and their arrays."""
     source = embedding.node.graph
     imports = dict(source.opset_imports) if source is not None else {}
     graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="embedding")

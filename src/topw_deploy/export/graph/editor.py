@@ -1,4 +1,4 @@
-"""Add named nodes and constants to an onnx_ir graph."""
+"""Add nodes and constants to onnx_ir graphs."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class GraphEditor:
 
 
 def rewrite_each(model: ir.Model, prefix: str, op_type: str, rewrite: Callable[[GraphEditor, ir.Node], bool]) -> int:
-    """Call `rewrite` for each standard `op_type` node; it returns whether it replaced the node.
+    """Rewrite each standard `op_type` node; `rewrite` returns whether it did.
 
-    Removes unused nodes. Returns the number replaced.
+    Removes unused nodes. Returns the number rewritten.
     """
     editor = GraphEditor(model.graph, prefix)
     nodes = [node for node in model.graph if (node.domain, node.op_type) == ("", op_type)]

@@ -1,4 +1,4 @@
-"""Initializers loaded on demand, in parts if possible."""
+"""Initializers loaded on demand."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Read = Callable[[Any], np.ndarray]
 
 
 class LazyWeight(ir.LazyTensor):
-    """A tensor that loads its data on demand and does not cache it.
+    """A tensor loaded on demand and not cached.
 
     key: equal for tensors of one weight (a tied table).
     whole: loads everything.
-    read: loads a part; None if impossible.
+    read: loads a part, if possible.
     """
 
     __slots__ = ("key", "read")
@@ -53,7 +53,7 @@ def transposed(tensor: ir.TensorProtocol, permutation: tuple[int, ...]) -> LazyW
 
 
 def parts(tensor: ir.TensorProtocol, most: int = PART) -> Iterator[memoryview]:
-    """The tensor's bytes in order; if it can be read in parts, in blocks of `most` bytes or one row."""
+    """The tensor's bytes in order, in blocks of `most` bytes or one row if readable in parts."""
     read = tensor.read if isinstance(tensor, LazyWeight) else None
     if read is None or len(tensor.shape) == 0 or tensor.nbytes <= most or tensor.dtype.itemsize < 1:
         yield memoryview(tensor.tobytes())

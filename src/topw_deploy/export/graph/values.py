@@ -1,4 +1,4 @@
-"""Read sizes, constants and producers in onnx_ir graphs."""
+"""Read onnx_ir graphs."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary,
 from topw_deploy.export.trace.trace import TracedDecoder
 
 _MULTIPLE = 64  # max_length is a multiple, in tokens
-_DEFAULT_LENGTH = 4096  # tokens; at most 0.5 GB of cache in models up to 3 B
+_DEFAULT_LENGTH = 4096  # tokens; at most 0.5 GB of cache up to 3 B parameters
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """How the runtime drives the decoder; fields as in manifest.DecoderInfo.
+    """How to drive the decoder; fields as in manifest.DecoderInfo.
 
     context_length: None for the model's own.
     """

@@ -1,7 +1,7 @@
 """Lower markers to standard attention over a concatenated cache.
 
-Slots decide which tokens are past; positions (cumulative sums of `attention_mask`) decide distances. So padding may be
-left, right or between chunks. Every query sees its own slot, so no softmax is empty.
+Masks compare slots, windows compare positions (running sums of `attention_mask`), so padding may be left, right or
+between chunks. Every query sees its own slot, so no softmax is empty.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PREFIX = "topw.attention"
 
 
 def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> None:
-    """Replace every marker in place; adds input `attention_mask`, int64 [batch, past + new].
+    """Replace every marker; adds input `attention_mask`, int64 [batch, past + new].
 
     tensorrt: decompose attention that TensorRT cannot build.
     """
@@ -64,14 +64,13 @@ class _Masks:
         self._own = op("Equal", [slots, own_slots])
 
     def of(self, window: int) -> ir.Value:
-        """window: 0 for none."""
         if window not in self._by_window:
             visible = self._visible if window == 0 else self._within(window)
             self._by_window[window] = self._editor.op("Or", [visible, self._own], dtype=ir.DataType.BOOL)
         return self._by_window[window]
 
     def _within(self, window: int) -> ir.Value:
-        """Visible keys less than `window` attended tokens before the query."""
+        """Keys less than `window` attended tokens before the query."""
         op, constant = self._editor.op, self._editor.constant
         positions = op("CumSum", [self._attention_mask, constant(np.int64(1))])  # [batch, past + sequence]
         start = op("Unsqueeze", [self._past, constant(np.array([0]))])

@@ -1,7 +1,4 @@
-"""Fuse linear layers of one input into one matrix product.
-
-A decode step then starts threads and rounds activations only once.
-"""
+"""Fuse linear layers of one input into one product, to start threads and round activations once."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ _ELEMENTWISE = {"Sigmoid", "Tanh", "Gelu", "Relu", "Erf", "Mul", "Div", "Add", "
 def fuse_qkv(editor: GraphEditor, parts: Sequence[ir.Value]) -> ir.Value | None:
     """Fuse queries, keys and values [batch, sequence, n_i] into [batch, sequence, n]; None if impossible.
 
-    A product that the model splits (Phi-3, GPT-2) is used whole. Otherwise needs stored weights, one source, and all or
-    no biases.
+    A product that the model splits (Phi-3, GPT-2) is used whole. Others need stored weights, one source, and all or no
+    biases.
     """
     return _split_source(parts) or _fuse_products(editor, parts, "qkv")
 
@@ -40,7 +37,6 @@ def fuse_gate_up(model: ir.Model) -> int:
 
 
 def _split_source(parts: Sequence[ir.Value]) -> ir.Value | None:
-    """The value that `parts` slice completely, in order."""
     nodes = [part.producer() for part in parts]
     first = nodes[0]
     if first is None or first.domain:
@@ -82,7 +78,6 @@ def _fuse_gate(editor: GraphEditor, product: ir.Node) -> bool:
 
 
 def _linear_behind(value: ir.Value | None) -> ir.Value | None:
-    """Looks through elementwise operators."""
     ends: list[ir.Value] = []
     pending = [value]
     while pending:
@@ -107,9 +102,9 @@ def _is_biased(add: ir.Node) -> bool:
 
 
 def _fuse_products(editor: GraphEditor, parts: Sequence[ir.Value], label: str) -> ir.Value | None:
-    """None if the linear layers `parts` [batch, sequence, n_i] cannot become one [batch, sequence, n].
+    """`parts` [batch, sequence, n_i] as [batch, sequence, n], or None.
 
-    The new weight's name contains all old ones, so patterns still match.
+    The new weight's name contains all old ones, so patterns match.
     """
     linear = [_linear(part) for part in parts]
     if any(one is None for one in linear):
@@ -173,7 +168,7 @@ def _is_stored(value: ir.Value | None, rank: int) -> bool:
 
 
 def concatenated(tensors: Sequence[ir.TensorProtocol], axis: int = -1) -> ir.TensorProtocol:
-    """Concatenate `tensors` along `axis`, only when written: weights may be large."""
+    """Concatenate `tensors` when written: weights may be large."""
     shape = [int(size) for size in tensors[0].shape]
     shape[axis] = sum(int(tensor.shape[axis]) for tensor in tensors)
     dtype = tensors[0].dtype

@@ -1,9 +1,9 @@
 """Lower markers to onnxruntime's GroupQueryAttention over a static cache.
 
 It takes merged heads, reads only used slots, and can rotate queries and keys. Rules of onnxruntime 1.24 to 1.31:
-- A call with total_sequence_length columns starts all rows. Any other call has one new token per row of a batch
-  (`ragged_chunks: false` in the manifest).
-- total_sequence_length is an input: it is read on the host, so a computed one would be copied from the GPU.
+- A call with total_sequence_length columns starts all rows. Any other has one new token per row of a batch
+  (`ragged_chunks: false`).
+- total_sequence_length is read on the host: an input, because a computed one would be copied from the GPU.
 - seqlens_k is a row's length *after* the call, less one, counting padded columns.
 """
 
@@ -62,8 +62,7 @@ def lower(decoder: TracedDecoder, context_length: int) -> None:
 def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Value:
     """seqlens_k, int32 [batch].
 
-    half: for CUDA kernels. Adding the column count (host) to device values would copy; a Range takes its length on the
-        host.
+    half: for CUDA, where adding the host's column count would copy; a Range of that length does not.
     """
     op, constant = editor.op, editor.constant
     if half:
@@ -109,7 +108,6 @@ def _lower_layer(
 
 
 def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value) -> None:
-    """output: [batch, sequence, heads * head_dim]."""
     separate = None
     for node, place in list(layer.output.uses()):
         merged = node.outputs[0]

@@ -1,7 +1,6 @@
 """Follow queries, keys and values back to the linear layers.
 
-transformers reshapes [batch, sequence, heads * head_dim] to [batch, heads, sequence, head_dim], often with per-head
-norms and rotary embeddings.
+transformers splits and transposes heads, often with per-head norms and rotary embeddings.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ _FUSED = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormaliz
 
 
 def cast_rows_of_norms(model: ir.Model) -> int:
-    """Cast each RMSNormalization's rows to its weights' type. Returns the number of casts.
+    """Cast RMSNormalization's rows to its weights' type. Returns the number of casts.
 
-    Gemma mixes half-precision rows with float32 weights. Opset 23 allows it, but onnxruntime 1.31.1 expands it wrongly
+    Gemma mixes half-precision rows and float32 weights: valid in opset 23, but expanded wrongly by onnxruntime 1.31.1
     on CPU. The operator casts likewise (`stash_type` 1).
     """
     editor = GraphEditor(model.graph, "topw.norm")
@@ -28,7 +28,7 @@ def cast_rows_of_norms(model: ir.Model) -> int:
 
 
 def fuse_skip_norms(model: ir.Model) -> int:
-    """Fuse each residual add with the norm that follows. Returns the number of fused pairs.
+    """Fuse residual adds with following norms. Returns the number of pairs.
 
     The fused node also returns the sum.
     """
@@ -63,7 +63,6 @@ def _fuse(editor: GraphEditor, add: ir.Node) -> bool:
 
 
 def _adds_rows(add: ir.Node) -> bool:
-    """Two computed values of one shape [batch, sequence, hidden]."""
     first, second = add.inputs
     if first is None or second is None or is_constant(first) or is_constant(second):
         return False
@@ -72,7 +71,6 @@ def _adds_rows(add: ir.Node) -> bool:
 
 
 def _is_over_rows(norm: ir.Node) -> bool:
-    """Over the last axis, with stored weights."""
     axis = norm.attributes["axis"].as_int() if "axis" in norm.attributes else -1
     return axis in (-1, 2) and all(is_constant(value) and _is_vector(value) for value in norm.inputs[1:])
 

@@ -30,18 +30,18 @@ def fuse_rotary(model: ir.Model) -> int:
 
 
 def narrow_rotary(model: ir.Model) -> int:
-    """Remove float32 casts around RotaryEmbedding. Returns the number of nodes changed.
+    """Remove float32 casts around RotaryEmbedding. Returns the number removed.
 
-    OLMo, Cohere and Ernie rotate in float32, which prevents rotation inside attention. Cosines and sines are cast to
-    half precision instead, as in Llama and Qwen.
+    OLMo, Cohere and Ernie rotate in float32, which prevents rotation inside attention. Cosines and sines are cast
+    instead, as in Llama and Qwen.
     """
     return rewrite_each(model, "topw.narrow_rotary", "Cast", partial(_narrow, {}))
 
 
 def fuse_partial_rotary(model: ir.Model) -> int:
-    """Replace rotations of part of each head by one operator on the whole. Returns their number.
+    """Replace rotations of part of each head by one operator. Returns their number.
 
-    Phi, StableLM, GPT-NeoX, Nemotron and GLM split heads, rotate one part and concatenate.
+    For Phi, StableLM, GPT-NeoX, Nemotron and GLM.
     """
     return rewrite_each(model, "topw.partial_rotary", "Concat", _fuse_partial)
 
@@ -130,7 +130,7 @@ def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, bool] | None:
 
 
 def _pairing(x: ir.Value | None, rotated: ir.Value | None) -> bool | None:
-    """Whether pairs interleave; None if `rotated` is not rotated(x). Both may be cast."""
+    """None if `rotated` is not rotated(x). Both may be cast."""
     if x is None or rotated is None:
         return None
     if _half_rotated(rotated) is x:
@@ -171,7 +171,7 @@ def _common_source(
 ) -> ir.Value | None:
     """x [batch, heads, sequence, even width] if `plain` and -`negated` are its slices.
 
-    ranges: (start, stop, step) of both slices for a width.
+    ranges: (start, stop, step) of both.
     """
     neg = producer(negated, "Neg")
     first, second = producer(plain, "Slice"), producer(neg.inputs[0] if neg else None, "Slice")
@@ -187,7 +187,7 @@ def _common_source(
 
 
 def _angles(factor: ir.Value, function: str, interleaved: bool) -> tuple[ir.Value, list[ir.Node]] | None:
-    """One angle per pair, [batch, sequence, head_dim / 2], and the nodes from `function` to `factor`."""
+    """One angle per pair, [batch, sequence, head_dim / 2], and the nodes from `function` on."""
     steps: list[ir.Node] = []
     value: ir.Value | None = factor
     unsqueezed = repeated = False
@@ -246,7 +246,6 @@ def _repeated(value: ir.Value | None) -> ir.Value | None:
 
 
 def _apply(editor: GraphEditor, value: ir.Value, steps: list[ir.Node], made: dict[ir.Value, ir.Value]) -> ir.Value:
-    """made: step's output -> copy's."""
     for step in steps:
         whole = step.outputs[0]
         if whole not in made:
@@ -269,7 +268,6 @@ def _variable_input(node: ir.Node) -> int:
 
 
 def _slice_of(node: ir.Node, width: int) -> tuple[int, int, int] | None:
-    """(start, stop, step) on the last axis."""
     start, stop, axis, step = (constant_integer(value) for value in (*node.inputs[1:], None, None, None)[:4])
     rank = len(node.inputs[0].shape or ()) if node.inputs[0] is not None else 0
     if start is None or stop is None or axis not in (-1, rank - 1):

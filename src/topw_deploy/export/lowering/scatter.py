@@ -1,7 +1,7 @@
 """Lower markers to TensorScatter into a static cache, and opset 24 Attention over all of it.
 
 NVIDIA's parser ignores `nonpad_kv_seqlen`, so boolean masks hide slots. A step's cost grows with the buffer, which
-`buffer_step` in the manifest keeps short. Masked slots must be finite: they are multiplied by zero.
+`buffer_step` keeps short. Masked slots are multiplied by zero, so they must be finite.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
 
 
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
-    """One product, transpose and rotation for all heads: a third of the operators.
+    """Share one product, transpose and rotation: a third of the operators.
 
     Unchanged if projections cannot fuse, rotations differ, or unrotated queries and keys differ in heads
     (`_slice_heads`).
@@ -80,8 +80,8 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
 def _slice_heads(editor: GraphEditor, heads: ir.Value, start: int, stop: int) -> ir.Value:
     """Slice without Split.
 
-    For CUDA, onnxruntime's Split copies unequal sizes to the device in every run; a replayed step then reads freed
-    memory. onnxruntime also merges slices of a whole value into a Split.
+    For CUDA, onnxruntime's Split copies unequal sizes per run; a replayed step reads freed memory. It also merges
+    slices of a whole value into a Split.
     """
     return editor.op("Slice", [heads, *(editor.constant(np.array([number])) for number in (start, stop, 1))])
 
@@ -107,7 +107,6 @@ class _Masks:
         self._by_window = {0: self._past}
 
     def of(self, window: int) -> ir.Value:
-        """window: 0 for none."""
         if window not in self._by_window:
             op = self._editor.op
             start = op("Sub", [self._queries, self._editor.constant(np.int64(window))])

@@ -34,18 +34,15 @@ def attend(
 
 
 def tensorrt_fuses(layer: AttentionLayer) -> bool:
-    """Whether TensorRT has fused attention for such heads; otherwise it refuses the operator.
-
-    Tested with TensorRT-RTX 1.7.1.
-    """
+    """Whether TensorRT can fuse such heads (tested with TensorRT-RTX 1.7.1); otherwise it refuses the operator."""
     half = layer.query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return half and layer.head_dim == layer.value_dim and layer.head_dim in range(16, 257, 8)
 
 
 def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """NVIDIA's parser requires a single output.
+    """NVIDIA's parser requires one output.
 
-    In float32 the query is scaled first: onnxruntime's one-row kernel reads the cache 1.3 times as fast, but takes no
+    Float32 queries are scaled first: onnxruntime's one-row kernel reads the cache 1.3 times as fast, but takes no
     factor.
     """
     query, scale = layer.query, layer.scale
@@ -55,15 +52,15 @@ def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
 
 
 def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """Two products and a softmax; scores are capped as cap * tanh(score / cap).
+    """Two products and a softmax, with scores capped as cap * tanh(score / cap).
 
-    The operator's `softcap` is unused: the specification first applied it after the mask, which reveals the future,
-    later before. Runtimes differ.
+    Not by the operator's `softcap`: the specification first applied it after the mask, which reveals the future, later
+    before. Runtimes differ.
     """
     op, constant = editor.op, editor.constant
     query, cap = _scaled(editor, layer.query, layer.scale / (layer.softcap or 1.0)), layer.softcap
     number = _scalar_type(query.dtype)
-    # Query heads of one key head become its rows: keys and values need no repetition.
+    # Query heads of one key head become its rows, to avoid repeating keys and values.
     grouped = op("Reshape", [query, constant(np.array([0, layer.kv_heads, -1, layer.head_dim]))])
     scores = op("MatMul", [grouped, op("Transpose", [keys], perm=[0, 1, 3, 2])])
     if cap:

@@ -1,4 +1,4 @@
-"""A cache written in place: inputs, positions and tensors.
+"""A cache written in place.
 
 A row fills its buffer from slot 0. `write_indices` is its length, `row_lengths` the number of real columns in this
 call, which come first. The next call overwrites padded columns before any query sees them.
@@ -36,7 +36,7 @@ class StaticCache:
         self._positions: ir.Value | None = None
 
     def host_length(self) -> ir.Value:
-        """Add total_sequence_length, int32 [1], for GroupQueryAttention on the host."""
+        """Add total_sequence_length, int32 [1], read on the host."""
         value = ir.Value(name="total_sequence_length", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([1]))
         self._editor.graph.inputs.insert(3, value)
         return value
@@ -57,7 +57,7 @@ class StaticCache:
     def replace_present(
         self, layer: AttentionLayer, keys: ir.Value, values: ir.Value, slots: int | str = "max_length"
     ) -> None:
-        """Make `keys` and `values` [batch, kv_heads, slots, dim] the layer's presents."""
+        """`keys` and `values`: [batch, kv_heads, slots, dim]."""
         outputs = self._editor.graph.outputs
         for kind, past, present in (("key", layer.past_key, keys), ("value", layer.past_value, values)):
             name = f"present.{layer.index}.{kind}"
@@ -70,7 +70,7 @@ class StaticCache:
                 value.shape = ir.Shape(["batch_size", layer.kv_heads, slots, dim])
 
     def finish(self, model: ir.Model) -> None:
-        """Remove marker leftovers and the input position_ids."""
+        """Remove markers and position_ids."""
         model.opset_imports.pop(MARKER_DOMAIN, None)
         RemoveUnusedNodesPass()(model)
         given = find_input(model.graph, "position_ids")

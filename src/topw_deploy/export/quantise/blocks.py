@@ -29,7 +29,7 @@ ReadRows = Callable[[int, int], np.ndarray]
 class Blocks:
     """A weight as MatMulNBits stores it: (code - zero point) * scale.
 
-    codes: uint8 [outputs, blocks, block_size * bits / 8]; the first of two 4-bit codes is the low half.
+    codes: uint8 [outputs, blocks, block_size * bits / 8], low half first.
     scales: [outputs, blocks].
     zero_points: uint8 [outputs, ceil(blocks * bits / 8)], packed alike; None if all are 2 ** (bits - 1).
     """
@@ -70,7 +70,7 @@ class BlocksShape:
 
 
 def quantise_weight(read: ReadRows, shape: BlocksShape, scheme: Quantisation, dtype: np.dtype[Any]) -> Blocks:
-    """Quantise the weight that `read` returns; weight and scales have type `dtype`.
+    """Quantise the weight that `read` returns; `dtype`: of weight and scales.
 
     Blocks never cross outputs, so slicing does not change results. Raises ExportError for NaN or infinity.
     """
@@ -138,7 +138,7 @@ def _by_tool(rows: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> Bloc
 
 
 def _run_tool(weight: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> list[np.ndarray]:
-    """Inputs of MatMulNBits after a placeholder, for weight [inputs, outputs]."""
+    """In MatMulNBits' order, after a placeholder."""
     name, inputs = "product", "weight"
     node = onnx.helper.make_node("MatMul", ["x", inputs], ["y"], name=name)
     x = onnx.helper.make_tensor_value_info("x", onnx.helper.np_dtype_to_tensor_dtype(weight.dtype), [None, len(weight)])

@@ -1,6 +1,6 @@
 """Match a graph's float weights to the packed rows of a GPTQ or AWQ checkpoint.
 
-Tracing renames, transposes and concatenates weights, but each output remains a dequantised row.
+Tracing renames, transposes and concatenates weights but keeps each dequantised row.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Origin:
     """A weight's place in the checkpoint.
 
     places: (layer, row) of each output.
-    shape: of the blocks for MatMulNBits.
+    shape: of the MatMulNBits blocks.
     group_size: the checkpoint's.
-    order: int64 [inputs], gathers the data by group; None if sorted already.
+    order: int64 [inputs], gathers data by group; None if sorted.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -33,7 +33,7 @@ class Origin:
 
 
 class PackedRows:
-    """A checkpoint's packed rows, indexed by content."""
+    """A checkpoint's packed rows, by content."""
 
     def __init__(self, checkpoint: PackedCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -43,10 +43,7 @@ class PackedRows:
                 self._places.setdefault(_digest(values), (prefix, row))
 
     def origin(self, weight: np.ndarray) -> Origin | None:
-        """The origin of `weight` float32 [outputs, inputs].
-
-        None if an output is not in the checkpoint or no MatMulNBits block size fits its groups.
-        """
+        """For `weight` float32 [outputs, inputs]; None if outputs are missing or no MatMulNBits block size fits."""
         places = []
         for row in weight:
             place = self._places.get(_digest(row))
@@ -69,7 +66,7 @@ class PackedRows:
         return Origin(tuple(places), shape, size, order)
 
     def blocks(self, origin: Origin) -> Blocks:
-        """The checkpoint's codes, scales and zero points for MatMulNBits."""
+        """The checkpoint's values for MatMulNBits."""
         shape = origin.shape
         codes = np.empty((shape.outputs, shape.inputs), np.uint8)
         scales = np.empty(shape.scales, np.float32)
@@ -95,7 +92,7 @@ def _digest(values: np.ndarray) -> bytes:
 
 
 def _order(matrix: PackedMatrix) -> tuple[np.ndarray | None, int | None]:
-    """Both None for groups of unequal size."""
+    """Both None for unequal groups."""
     counts = np.bincount(matrix.groups, minlength=matrix.scales.shape[1])
     if not (counts == counts[0]).all():
         return None, None

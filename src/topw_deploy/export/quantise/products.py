@@ -14,8 +14,8 @@ class Product:
     """data x weight (+ bias).
 
     nodes: in order; the last makes the output.
-    weight, tensor: the initializer, [outputs, inputs] if by_output, else [inputs, outputs].
-    bias: an initializer [outputs].
+    weight, tensor: [outputs, inputs] if by_output, else [inputs, outputs].
+    bias: [outputs].
     """
 
     nodes: tuple[ir.Node, ...]
@@ -35,7 +35,7 @@ class Product:
 
     @property
     def names(self) -> tuple[str | None, ...]:
-        """Names for patterns to match."""
+        """For patterns to match."""
         return self.nodes[0].name, self.weight.name
 
 
@@ -46,7 +46,7 @@ def find_products(graph: ir.Graph) -> list[Product]:
 
 
 def stored_tensor(value: ir.Value | None, rank: int) -> ir.TensorProtocol | None:
-    """The tensor of a float initializer of `rank` dimensions, else None."""
+    """A float initializer's tensor of `rank` dimensions, else None."""
     tensor = value.const_value if value is not None and not value.is_graph_input() else None
     return tensor if tensor is not None and len(tensor.shape) == rank and tensor.dtype in _FLOATS else None
 
@@ -77,7 +77,6 @@ def _of_gemm(node: ir.Node) -> Product | None:
 
 
 def _matrix(value: ir.Value | None) -> tuple[ir.Value, ir.TensorProtocol, bool] | None:
-    """Initializer, tensor, and whether it is stored transposed."""
     if value is None:
         return None
     tensor = stored_tensor(value, 2)
@@ -93,7 +92,7 @@ def _matrix(value: ir.Value | None) -> tuple[ir.Value, ir.TensorProtocol, bool] 
 
 
 def _added_bias(matmul: ir.Node, outputs: int) -> tuple[ir.Node, ir.Value] | None:
-    """The Add and its vector, if the product has no other use."""
+    """None if the product has other uses."""
     product = matmul.outputs[0]
     uses = product.uses()
     if len(uses) != 1 or product.is_graph_output():

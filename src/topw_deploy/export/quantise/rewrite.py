@@ -1,4 +1,4 @@
-"""Quantise a lowered decoder: products to MatMulNBits, the table to GatherBlockQuantized.
+"""Quantise a lowered decoder's products to MatMulNBits, its table to GatherBlockQuantized.
 
 Weights are quantised when written. A tied head shares the table's bytes.
 """
@@ -20,7 +20,7 @@ from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks, ro
 from topw_deploy.sizes import decimal_size
 
 DOMAIN = "com.microsoft"
-_NOTABLE = 0.01  # share of the weights' bytes; larger float matrices are reported
+_NOTABLE = 0.01  # share of weight bytes; larger float matrices are reported
 
 
 def quantise(
@@ -29,10 +29,10 @@ def quantise(
     """Quantise `model` in place; returns notices about weights left float.
 
     model: a lowered decoder without sampler.
-    packed: a quantised checkpoint's rows; their codes, scales and zero points are kept.
-    cut: the graph has only the first layers, so patterns may match nothing.
+    packed: a quantised checkpoint's rows, kept as stored.
+    cut: only the first layers exist, so patterns may match nothing.
 
-    Raises ParameterError for an unmatched pattern in `scheme.exclude`, UnsupportedModelError without a product to
+    Raises ParameterError for an unmatched `scheme.exclude` pattern, UnsupportedModelError without a product to
     quantise.
     """
     graph = model.graph
@@ -78,10 +78,7 @@ class _Found:
         return last if last.outputs == self.embedding.rows else None
 
     def excluded(self, scheme: Quantisation) -> set[int]:
-        """Weights excluded by their name or that of a node using them.
-
-        So a tied head's pattern also excludes the table.
-        """
+        """Weights excluded by name or by a node using them, so a tied head's pattern excludes the table."""
         return {id(weight) for weight, names in self._uses() if scheme.excludes(*names)}
 
     def check_patterns(self, scheme: Quantisation) -> None:
@@ -159,7 +156,6 @@ class _Replacer:
         return True
 
     def product(self, product: Product, scheme: Quantisation) -> None:
-        """Keep the checkpoint's codes if possible."""
         origin = self._origin(product)
         if origin is not None and self._packed is not None:
             self._keep_codes(product, self._packed, origin)
@@ -221,7 +217,6 @@ class _Replacer:
         attributes: dict[str, int],
         scheme: Quantisation,
     ) -> None:
-        """The new node takes the last output's name."""
         old, graph = nodes[-1].outputs[0], self.editor.graph
         node = ir.node(op_type, inputs, attributes=attributes, domain=DOMAIN, name=f"{nodes[0].name}_Q{scheme.bits}")
         new = node.outputs[0]
@@ -235,7 +230,6 @@ class _Replacer:
 
 
 def _drop_unused(graph: ir.Graph) -> None:
-    """Including their unused transposes."""
     for node in [node for node in graph if node.op_type == "Transpose" and not node.outputs[0].uses()]:
         if stored_tensor(node.inputs[0], 2) is not None and not node.outputs[0].is_graph_output():
             graph.remove(node, safe=True)

@@ -18,7 +18,7 @@ _HELD_BYTES = 128 << 20  # of codes, scales and zero points
 
 
 class RecentBlocks:
-    """Bounded cache: a weight's tensors are written consecutively, so it is quantised once.
+    """Bounded cache: a weight's consecutive tensors quantise it once.
 
     Small models fit whole and can be written twice.
     """
@@ -51,9 +51,9 @@ def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
 class QuantisedWeight:
     """A weight quantised on demand.
 
-    compute: makes the Blocks.
+    compute: makes Blocks.
     recent: the bounded cache.
-    keep: keep the Blocks for another read.
+    keep: keep Blocks for another read.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class QuantisedWeight:
         return self._lazy(lambda blocks: blocks.zero_points, ir.DataType.UINT8, self.shape.zero_points)
 
     def middle(self) -> ir.TensorProtocol:
-        """Explicit zero points of a symmetric weight, 2 ** (bits - 1).
+        """2 ** (bits - 1), explicit for symmetric weights.
 
-        They also fill the unused half of each row's last byte: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, reads
-        zero points as if unpadded.
+        Also fills the unused half of each row's last byte: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, reads zero
+        points as if unpadded.
         """
         byte = 0x88 if self.shape.bits == 4 else 0x80
 

@@ -20,8 +20,8 @@ class Answer:
     """One path's columns [batch, 1] and mask.
 
     certified: bool.
-    crop_mass: float32 or None, the crop's weight at Ts relative to the largest logit.
-    keep_mask: bool [batch, padded] or None.
+    crop_mass: float32, the crop's weight at Ts relative to the largest logit.
+    keep_mask: bool [batch, padded].
     """
 
     drawn: Drawn
@@ -46,7 +46,7 @@ def answer_of(spec: TailSpec, parts: Sequence[Tensor]) -> Answer:
 
 @scope
 def fast_answer(op: Ops, spec: TailSpec, path: ShortPath, sure: Tensor) -> Answer:
-    """The candidates' answer, with certificate `sure`."""
+    """The candidates' answer."""
     candidates, scan = path.candidates, path.scan
     mask = None
     if spec.with_keep_mask:
@@ -84,7 +84,7 @@ def draw_member(op: Ops, pool: Pool, members: Tensor, rows: Rows) -> Drawn:
 
 
 def scattered(op: Ops, spec: TailSpec, ids: Tensor, flags: Tensor) -> Tensor:
-    """`flags` [batch, n] at columns `ids`: bool [batch, padded]."""
+    """`flags` [batch, n] at `ids`: bool [batch, padded]."""
     batch = op.Shape(ids, start=0, end=1)
     shape = op.Concat(batch, op.constant([padded_width(spec.vocab_size)], np.int64), axis=0)
     nothing = op.Expand(op.constant(False, np.bool_), shape)
@@ -93,7 +93,7 @@ def scattered(op: Ops, spec: TailSpec, ids: Tensor, flags: Tensor) -> Tensor:
 
 @scope
 def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
-    """`one` where `first`, bool [batch, 1], else `other`."""
+    """`one` where `first`, else `other`."""
 
     def choose(a: Tensor, b: Tensor) -> Tensor:
         return op.Where(first, a, b)
@@ -108,7 +108,7 @@ def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
 
 @scope
 def put_answer(op: Ops, answer: Answer, index: Tensor, part: Answer) -> Answer:
-    """Replace rows `index` int64 [n] of `answer`."""
+    """Replace rows `index` of `answer`."""
 
     def put(whole: Tensor | None, rows: Tensor | None) -> Tensor | None:
         return None if whole is None else put_rows(op, whole, index, rows)
@@ -134,7 +134,7 @@ def invalidate(op: Ops, answer: Answer, valid: Tensor) -> Answer:
 
 @scope
 def finish(op: Ops, spec: TailSpec, answer: Answer, share: Tensor | None) -> list[Tensor]:
-    """The node's outputs; `share` is from `top_share`."""
+    """The node's outputs."""
     axis = op.constant([1], np.int64)
     outputs = [
         op.Squeeze(answer.drawn.token, axis),

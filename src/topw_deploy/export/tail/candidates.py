@@ -1,4 +1,4 @@
-"""The certified path: crop and draw from the largest logits, with proof that no other token matters.
+"""The certified path: crop and draw from the largest logits.
 
 A certified crop is the K most probable tokens (docs/contract/graph.md, section 4, T2).
 """
@@ -32,7 +32,7 @@ class Blocks:
 
     logits: float32 [batch, n, BLOCK].
     index: int64 [batch, n].
-    total: float32 [batch, 1], the whole row's sum, to detect NaN and +inf.
+    total: float32 [batch, 1], row sums, to detect NaN and +inf.
     """
 
     logits: Tensor
@@ -62,7 +62,7 @@ class Candidates:
 class ShortScan:
     """Prefix objective, float32 [batch, width].
 
-    weight: w = exp(a), 1 for the largest logit.
+    weight: w = exp(a).
     score: lam * a.
     mass, gain, objective: prefix Gamma, Phi, J.
     best: [batch, 1], maximum J.
@@ -89,7 +89,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class ShortPath:
-    """Crop and draw, valid where all of `settled`, bool [batch, n], hold."""
+    """Crop and draw, valid where all `settled`, bool [batch, n], hold."""
 
     candidates: Candidates
     scan: ShortScan
@@ -99,9 +99,9 @@ class ShortPath:
 
 @scope
 def largest_blocks(op: Ops, logits: Tensor, width: int) -> Blocks:
-    """Find the blocks of logits [batch, width] with the `CANDIDATES` largest.
+    """Blocks of logits [batch, width] with the `CANDIDATES` largest.
 
-    Up to ties, the n largest tokens are in the n blocks with the largest maxima.
+    Up to ties, the n largest are in the n blocks with the largest maxima.
     """
     blocks = width // BLOCK
     grid = op.Reshape(logits, op.constant([-1, blocks, BLOCK], np.int64))
@@ -129,19 +129,16 @@ def block_candidates(op: Ops, blocks: Blocks, vocab_size: int, top_m: int) -> Ca
 
 @scope
 def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor) -> Tensor:
-    """The first true position of `flags` [batch, n], at most `otherwise`: int64 [batch, 1].
+    """First true position of `flags` [batch, n], at most `otherwise`: int64 [batch, 1].
 
-    A minimum, because runtimes break ArgMax's ties differently.
+    Not ArgMax, whose ties differ between runtimes.
     """
     return op.ReduceMin(op.Where(flags, positions, otherwise), op.constant([1], np.int64), keepdims=1)
 
 
 @scope
 def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
-    """J of prefixes (docs/contract/graph.md, section 3, step 4, f = 0).
-
-    drop: logits minus the largest; -inf gets weight 0.
-    """
+    """J of prefixes (docs/contract/graph.md, section 3, step 4); `drop`: logits minus the largest."""
     axis = op.constant(1, np.int64)
     a = op.Max(op.Div(drop, rows.selection), op.constant(-1e4))
     weight = op.Exp(a)
@@ -159,11 +156,11 @@ def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
 def certificate(
     op: Ops, candidates: Candidates, drop: Tensor, scan: ShortScan, rows: Rows, spec: TailSpec
 ) -> list[Bounded]:
-    """Conditions for the crop to be the top K tokens: (column [batch, 1], lowest, highest).
+    """Conditions for the top K tokens to be the crop: (column [batch, 1], lowest, highest).
 
-    - Warm start: the mass before token K is below init_top_p times the candidates' mass, so K <= k0 in the pool too.
+    - Warm start: the mass before token K is below init_top_p times the candidates', so K <= k0 in the pool too.
     - Block stop: J falls even if all other pool tokens get the last candidate's score, their upper bound. So no longer
-      prefix is the first maximum, and token K ties with no outsider (in a run of equal scores J is best at an end).
+      prefix is best, and token K ties with no outsider (J is best at an end of equal scores).
     - The largest logit exceeds the last candidate's, so a single kept token ties with no outsider.
     - geom_scale >= 0.
     """
@@ -201,9 +198,9 @@ def short_path(op: Ops, spec: TailSpec, blocks: Blocks, rows: Rows) -> ShortPath
 
 @scope
 def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
-    """Conditions bool [batch, n] for a row to be valid and, by `proof`, certified.
+    """Conditions bool [batch, n] for valid and, by `proof`, certified rows.
 
-    A row's sum reveals NaN or +inf but may overflow; then `valid_rows` decides.
+    Row sums reveal NaN or +inf but may overflow; then `valid_rows` decides.
     """
     finite = [(largest, -LARGEST, LARGEST), (blocks.total, -np.inf, LARGEST)]
     return within(op, rows, [*finite, *proof])
@@ -225,7 +222,7 @@ def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, 
 
 @scope
 def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
-    """The token at `position` by (logit descending, token id ascending).
+    """By (logit descending, token id ascending).
 
     Runtimes order TopK's ties differently, so equals are sorted by id.
     """
@@ -240,7 +237,7 @@ def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
 
 @scope
 def kept_candidates(op: Ops, candidates: Candidates, last: Tensor) -> Tensor:
-    """Candidates up to position `last`: bool [batch, n]."""
+    """Candidates up to `last`: bool [batch, n]."""
     logit = op.GatherElements(candidates.logits, last, axis=1)
     tied = op.And(op.Equal(candidates.logits, logit), op.LessOrEqual(candidates.ids, token_at(op, candidates, last)))
     return op.Or(op.Greater(candidates.logits, logit), tied)

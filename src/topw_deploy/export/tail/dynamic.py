@@ -3,7 +3,7 @@
 Three exact reductions (docs/contract/graph.md, section 4):
 - process only rows neither settled nor certified;
 - cut the pool's tail by the row test;
-- in the first iteration, compute distances only from outsiders to the warm start.
+- first compute distances only from outsiders to the warm start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TIGHTENINGS = 3  # of the row test; each lowers the next one's mass
 
 @scope
 def places_of(op: Ops, flags: Tensor) -> Tensor:
-    """Indices of true rows of `flags` bool [batch, 1]: int64 [n]."""
+    """Indices of true rows: int64 [n]."""
     return op.Gather(op.Transpose(op.NonZero(flags)), op.constant(0, np.int64), axis=1)
 
 
@@ -43,7 +43,7 @@ def take_pool(op: Ops, pool: Pool, index: Tensor) -> Pool:
 
 @scope
 def cut_pool(op: Ops, pool: Pool, width: Tensor) -> Pool:
-    """Keep each pool's first `width` tokens."""
+    """Keep `width` tokens per pool."""
     start, axis = op.constant([0], np.int64), op.constant([1], np.int64)
     cut = {name: op.Slice(getattr(pool, name), start, width, axis) for name in _BY_ROW}
     positions = op.Range(op.constant(0, np.int64), op.Squeeze(width), op.constant(1, np.int64))
@@ -52,7 +52,7 @@ def cut_pool(op: Ops, pool: Pool, width: Tensor) -> Pool:
 
 @scope
 def put_rows(op: Ops, whole: Tensor, index: Tensor, part: Tensor) -> Tensor:
-    """Replace rows `index` int64 [n] of `whole` [batch, ...] by `part` [n, ...]."""
+    """Replace rows `index` int64 [n] of `whole` by `part` [n, ...]."""
     return op.ScatterND(whole, op.Unsqueeze(index, op.constant([1], np.int64)), part)
 
 
@@ -61,8 +61,8 @@ def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
     """The last position any iteration can keep (row test): int64 [batch, 1].
 
     As h <= 1 and distances are >= 0, a kept token has lam log p >= LB - c log Gmax - c. LB, the best base J in the warm
-    start, bounds later J from below (T3); Gmax, the mass up to the last position found, bounds the kept mass. Rows
-    without geom_scale >= 0 and c > 0 keep the whole pool.
+    start, bounds later J from below (T3); Gmax, the mass up to the last position found, bounds kept mass. Rows without
+    geom_scale >= 0 and c > 0 keep the whole pool.
     """
     axis = op.constant([1], np.int64)
     zero, one = op.constant(0.0, np.float64), op.constant(1, np.int64)
@@ -84,9 +84,9 @@ def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
 
 @scope
 def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: int) -> Tensor:
-    """Whether another iteration may change any row's set: bool scalar.
+    """Whether another iteration may change any set: bool scalar.
 
-    An unchanged set is final. So is a smaller one (T1), unless geom_scale < 0 or members < neighbours.
+    Unchanged sets are final. So are smaller ones (T1), unless geom_scale < 0 or members < neighbours.
     """
     axis = op.constant([1], np.int64)
     grew = op.ReduceMax(op.Cast(op.And(after, op.Not(before)), to=1), axis, keepdims=1)
@@ -102,7 +102,7 @@ def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: i
 def alternate_pruned(
     op: Ops, spec: TailSpec, pool: Pool, start: Start, rows: Rows, inputs: Mapping[str, Tensor], index: Tensor
 ) -> Tensor:
-    """The final sets of rows `index`: bool [n, top_m]."""
+    """Final sets of rows `index`: bool [n, top_m]."""
     rows = take_rows(op, rows, index)
     start = replace(start, warm=op.Gather(start.warm, index, axis=0))
     pool = take_pool(op, pool, index)
@@ -138,7 +138,6 @@ def _with_geometry(
     rows: Rows,
     inputs: Mapping[str, Tensor],
 ) -> Tensor:
-    """Outsiders to the warm start first, all pairs only if needed."""
     metric, reward = Metric.of(spec), op.Cast(rows.reward, to=11)
     whitened = token_features(op, spec, lookup, pool.ids, inputs)
     double = metric.name != "cosine"
@@ -168,7 +167,7 @@ def _with_geometry(
 def _distances_from_outside(
     op: Ops, metric: Metric, pool: Pool, start: Start, warm: Tensor, whitened: Tensor
 ) -> Tensor:
-    """Double [batch, size]; 0 for tokens inside all warm starts."""
+    """0 for tokens inside all warm starts."""
     zero, one = op.constant([0], np.int64), op.constant([1], np.int64)
     shortest = op.Add(op.Reshape(op.ReduceMin(start.warm, keepdims=0), one), one)
     longest = op.Add(op.Reshape(op.ReduceMax(start.warm, keepdims=0), one), one)

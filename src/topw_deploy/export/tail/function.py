@@ -1,4 +1,4 @@
-"""The ONNX function `topw::TopWSample` (docs/contract/graph.md, section 8)."""
+"""The function `topw::TopWSample` (docs/contract/graph.md, section 8)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from topw_deploy.sampling.parameters import GREEDY_BELOW
 def build_tail(spec: TailSpec) -> ir.Function:
     """The function from `tail_inputs(spec)` to `tail_outputs(spec)`.
 
-    Contains its constants; uses standard operators of `spec.opset` and the embedding node's.
+    Contains its constants; uses operators of `spec.opset` and the embedding node's.
     """
     recorder = Recorder()
     inputs = {name: ir.Value(name=name) for name in tail_inputs(spec)}
@@ -73,7 +73,7 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
         return without_padding(op, edited(), spec.vocab_size)
 
     def fast() -> Answer:
-        # All true: every row is settled, so uniform numbers are >= 0.
+        # Settled rows have uniform numbers >= 0: all true.
         return fast_answer(op, spec, path, op.GreaterOrEqual(rows.uniform, op.constant(0.0)))
 
     def pooled() -> tuple[Answer, Tensor]:
@@ -113,13 +113,13 @@ def _two_branches(
     """The `portable` form with geometry: two consecutive branches with static shapes.
 
     The first builds the pool unless candidates settle every row, the second computes distances unless every answer is
-    final. With a dynamic batch NVIDIA's builder refuses nested branches and sides of different shapes. So the second
+    final. With a dynamic batch NVIDIA's builder refuses nested branches and sides of different shapes, so the second
     rebuilds the pool, which is cheap beside distances.
 
-    settled: bool scalar, whether candidates settle every row.
+    settled: bool scalar.
     fast: records the candidates' answer.
-    pooled: records the pool's answer and whether it is final, bool [batch, 1].
-    moved: records the alternation's answer with given certificates.
+    pooled: records the pool's and whether it is final, bool [batch, 1].
+    moved: records the alternation's with given certificates.
     """
 
     def by_candidates() -> list[Tensor]:
@@ -142,7 +142,7 @@ def _two_branches(
 
 
 def skips_edits(spec: TailSpec) -> bool:
-    """Whether calls without edits read the logits in place, in a separate branch.
+    """Whether calls without edits read logits in place, in a separate branch.
 
     False if padding or `mass` needs a copy, or the vocabulary is small.
     """
@@ -157,7 +157,7 @@ def edited_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tens
 
 @scope
 def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
-    """The largest blocks; without edits straight from the input."""
+    """Without edits, reads the input directly."""
 
     def parts(blocks: Blocks) -> list[Tensor]:
         return [blocks.logits, blocks.index, blocks.total]
@@ -175,10 +175,7 @@ def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
 
 @scope
 def top_share(op: Ops, logits: Tensor, candidates: Candidates, rows: Rows) -> Tensor:
-    """Probability of the largest logit at Ts: float32 [batch, 1].
-
-    NaN for greedy rows, whose kept token has all mass.
-    """
+    """Probability of the largest logit at Ts: float32 [batch, 1]; NaN for greedy rows."""
     temperature, selection, *_ = rows.given
     asked = op.Where(op.Equal(selection, op.constant(0.0)), temperature, selection)
     frozen = op.Less(asked, op.constant(GREEDY_BELOW))

@@ -37,7 +37,7 @@ BLOCK = 128
 class Rows:
     """Parameters as float32 columns [batch, 1].
 
-    given: inputs in the order of `PARAMETERS`.
+    given: in the order of `PARAMETERS`.
     greedy: bool, temperature below 1e-5; one token is kept, `reward` is -1, `scale` 0.
     temperature, selection: T and Ts, never 0.
     lam, beta: weights of entropy and log-mass reward.
@@ -81,7 +81,7 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
 
 @scope
 def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
-    """Whether parameters and `further` columns are in their intervals: bool [batch, 7 + further].
+    """Whether columns are in their intervals: bool [batch, 7 + further].
 
     One comparison, because a graph's cost is per node.
     """
@@ -94,7 +94,7 @@ def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
 
 @scope
 def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
-    """AND of bool `flags`, over everything or one axis (kept)."""
+    """AND of `flags`, over everything or one axis (kept)."""
     numbers = op.Cast(flags, to=1)
     if axis is None:
         return op.Cast(op.ReduceMin(numbers, keepdims=0), to=9)
@@ -108,13 +108,13 @@ def padded_width(vocab_size: int) -> int:
 
 @scope
 def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Tensor, vocab_size: int) -> Tensor:
-    """Edit logits [batch, vocab] (docs/contract/graph.md, section 6), padded with -inf to [batch, padded].
+    """Edit logits [batch, vocab] and pad with -inf to [batch, padded] (docs/contract/graph.md, section 6).
 
     ids: int64 [batch, edits], distinct where >= 0; edits may be 0.
     penalty, bias: float32 [batch, edits].
 
     A logit l becomes l / penalty if l > 0 else l * penalty, then + bias; NaN for a penalty <= 0 or NaN. Ids outside the
-    vocabulary edit a padding column, which stays -inf. Padding copies the logits, so onnxruntime scatters in place.
+    vocabulary edit padding, which stays -inf. Padding copies, so onnxruntime scatters in place.
     """
     spare = op.constant(vocab_size, np.int64)
     nothing = op.constant(-np.inf)

@@ -1,7 +1,7 @@
 """Operator sets: `Recorder` records an ONNX function; `Eager` evaluates it in unit tests.
 
-onnxscript's `@script` makes every `if` an ONNX `If` and every `for` a `Loop`, and passes only single tensors. The tail
-chooses metric and form while recording, unrolls loops, and passes bundles of tensors.
+onnxscript's `@script` makes every `if` and `for` an ONNX node and passes only single tensors. The tail chooses metric
+and form while recording, unrolls loops, and passes bundles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class Ops(Protocol):
-    """Operators as methods, attributes as keywords: `op.TopK(x, k, axis=1)`."""
+    """Operators as methods: `op.TopK(x, k, axis=1)`."""
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]: ...
 
@@ -37,10 +37,10 @@ class Ops(Protocol):
         """`If` on a bool scalar."""
 
     def loop(self, trips: int, state: Tensor, body: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """`Loop`: the state after at most `trips` >= 1 iterations; `body` returns (continue, next state)."""
+        """`Loop`: the state after at most `trips` >= 1; `body` returns (continue, next state)."""
 
     def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
-        """An operator of any domain, with one output."""
+        """An operator with one output, of any domain."""
 
     def named(self, name: str) -> Any:
         """Context that prefixes node names."""

@@ -1,6 +1,6 @@
 """The `top_m` largest logits in double precision: warm start, base scan and alternation.
 
-Shapes are static; dynamic.py alternates with dynamic ones.
+Shapes are static; dynamic.py has dynamic ones.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Distances = Callable[[Ops, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Pool:
-    """The pool by (logit descending, token id ascending), [batch, size].
+    """By (logit descending, token id ascending), [batch, size].
 
     ids: int64.
-    finite: bool, false for -inf logits, which are outside the pool.
+    finite: bool, false for logits of -inf, outside the pool.
     drop: double, logits minus the largest.
     weight, score: double, exp(drop / Ts) and lam * drop / Ts.
     positions: int64 [size], 0..size-1.
@@ -80,8 +80,8 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
     """Position of the first maximum of J [batch, size]: int64 [batch, 1].
 
-    0 for reward <= 0, where J never rises (singleton collapse) but for rounding. Ignores prefixes with -inf logits:
-    they add no weight, but onnxruntime's Log may change J's last bit with the thread count.
+    0 for reward <= 0, where J never rises (singleton collapse) but for rounding. Prefixes with -inf logits are ignored:
+    onnxruntime's Log may change their last bit with the thread count.
     """
     objective = op.Where(pool.finite, objective, op.constant(-np.inf, np.float64))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
@@ -92,7 +92,7 @@ def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Ten
 
 @scope
 def warm_end(op: Ops, pool: Pool, rows: Rows) -> Tensor:
-    """The last position of the shortest prefix with `init_top_p` of the pool's mass."""
+    """Last position of the shortest prefix with `init_top_p` of the mass."""
     one_axis = op.constant([1], np.int64)
     mass = op.CumSum(pool.weight, op.constant(1, np.int64))
     share = op.Cast(rows.warm_mass, to=11)
@@ -130,7 +130,7 @@ def potential(op: Ops, members: Tensor, distances: Tensor, scale: Tensor) -> Ten
 
 @scope
 def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
-    """The next set, the best prefix by phi = f + score: bool [batch, size].
+    """The best prefix by phi = f + score: bool [batch, size].
 
     Ties with the last member's phi are kept up to its pool position.
     """

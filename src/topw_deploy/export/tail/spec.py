@@ -48,7 +48,7 @@ AttributeValue = int | float | str | tuple[int, ...]
 class EmbeddingForm:
     """The decoder's embedding node without tensors; maps ids [...] to rows [..., hidden].
 
-    domain, op_type: e.g. "" and "Gather", or "com.microsoft" and "GatherBlockQuantized".
+    domain, op_type: e.g. "com.microsoft" and "GatherBlockQuantized".
     attributes: (name, value) pairs.
     inputs: (element type, shape) of data inputs, without ids.
     indices_position: input index of the ids.
@@ -78,7 +78,7 @@ class EmbeddingForm:
     def form(self) -> str:
         """The operator as text, e.g. `Gather(axis=0)`, for attribute `table_form`.
 
-        Sorted attributes, because kernels compare it with supported forms.
+        Kernels compare it, so attributes are sorted.
         """
         attributes = dict(self.attributes)
         if self.op_type == "Gather" and not self.domain:
@@ -96,7 +96,6 @@ def plain_gather(rows: int, hidden: int, dtype: ir.DataType = ir.DataType.FLOAT)
 class TailSpec:
     """Options of one sampler node.
 
-    options: pool size, alternations, metric, potential.
     vocab_size: width V of the logits, >= 1.
     embedding, hidden_size: row lookup and width d; optional for the `uniform` metric.
     form: `portable` (consecutive branches, static shapes), `onnxruntime` (nested branches, dynamic shapes) or `static`
@@ -153,7 +152,7 @@ def tail_inputs(spec: TailSpec) -> tuple[str, ...]:
 
 
 def tail_outputs(spec: TailSpec) -> tuple[str, ...]:
-    """Names of the node's outputs.
+    """Output names.
 
     next_token int64, logprob float32, kept int32, certified bool [batch]; on request mass float32 [batch], keep_mask
     bool [batch, vocab].

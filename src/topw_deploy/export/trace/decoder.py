@@ -49,7 +49,7 @@ def traced_decoder(job: Job) -> Decoder:
     notices += _limits_of(model, dtype)
     traced = _traced(model, job)
     context = context_length(model.config)
-    # A packed checkpoint's codes may not survive fusion: fused products must be packed alike.
+    # Fused products must be packed alike to keep a checkpoint's codes.
     fuse_gates = weights.quantisation is not None and packed_format(source.folder) is None
     lowered = lower(
         traced,
@@ -131,7 +131,7 @@ def _overflow_notice(model: PreTrainedModel, job: Job) -> str:
 
 
 def sample_batches(model: PreTrainedModel, folder: Path) -> list[torch.Tensor]:
-    """Token ids [1, n]: spread over the vocabulary, then the sample text if there is a tokenizer."""
+    """Token ids [1, n]: spread over the vocabulary, then sample text if there is a tokenizer."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     length = min(64, context_length(model.config))
     batches = [torch.linspace(0, vocab - 1, length).long()[None]]

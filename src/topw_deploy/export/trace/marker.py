@@ -1,6 +1,6 @@
 """Markers: placeholder nodes for attention in a trace.
 
-A marker has scale, soft cap, window and layer as attributes, and no mask, so one trace serves every target.
+A marker has scale, soft cap, window and layer but no mask, so one trace serves every target.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARKER_DOMAIN = "topw.trace"
 MARKER_OP = "Attention"
 _IMPLEMENTATION = "topw_marker"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Arguments that do not affect a causal decoder in inference.
+# Arguments without effect in causal inference.
 _HARMLESS = {
     "dropout",
     "position_ids",
@@ -92,7 +92,7 @@ def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph, layers: 
 
 
 def _stated_window(config: Any, layer: int) -> int | None:
-    """0: no window. None: the configuration lists no layer types."""
+    """0: no window. None: no layer types configured."""
     types = getattr(config, "layer_types", None)
     if not types:
         return None

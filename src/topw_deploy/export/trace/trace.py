@@ -91,8 +91,9 @@ def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDe
 
 
 def _filled_cache(model: PreTrainedModel, config: Any, weights: Weights) -> DynamicCache:
-    """Built without the configuration: with a sliding window, a configured cache drops old tokens. The graph's masks
-    them.
+    """Built without configuration.
+
+    A configured sliding-window cache drops old tokens; the graph masks them.
     """
     found = DynamicCache()
     with torch.no_grad(), weights.fake_mode:
@@ -185,7 +186,7 @@ def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _drop_origins(model: ir.Model) -> None:
-    """Stack traces and paths bloat the file and reveal the exporting machine."""
+    """Stack traces and paths bloat files and reveal the exporting machine."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.name = "decoder"

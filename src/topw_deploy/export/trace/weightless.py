@@ -19,7 +19,7 @@ from topw_deploy.export.source.unread_tensor import UnreadTensor
 
 
 class Weights:
-    """The real parameters behind a model's fake ones; `fake_mode` computes shapes."""
+    """The real parameters behind fake ones; `fake_mode` computes shapes."""
 
     def __init__(self, by_name: dict[str, torch.Tensor]) -> None:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -39,7 +39,7 @@ class Weights:
 
 @contextlib.contextmanager
 def weightless(model: torch.nn.Module) -> Iterator[Weights]:
-    """Replace the model's parameters with fake ones inside the block; shared ones stay shared."""
+    """Make parameters fake inside the block; shared ones stay shared."""
     real = dict(model.named_parameters(remove_duplicate=False))
     weights = Weights(
         {

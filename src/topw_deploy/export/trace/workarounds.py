@@ -21,8 +21,8 @@ _SMALLEST_TERM = 1e-7  # above the optimizer's 1e-8
 def fixed_frequencies(model: torch.nn.Module) -> Iterator[None]:
     """Fix rotary frequencies inside the block.
 
-    `longrope` and `dynamic` switch frequencies for long sequences and store them in the module. This cannot be traced,
-    so the export's context ends there (`checkpoint.switching_rope`).
+    `longrope` and `dynamic` switch them for long sequences, which cannot be traced. So the export's context ends there
+    (`checkpoint.switching_rope`).
     """
     modules = [module for module in model.modules() if isinstance(getattr(module, "rope_type", None), str | dict)]
     before = [module.rope_type for module in modules]
@@ -51,8 +51,7 @@ def batch_experts(model: PreTrainedModel) -> None:
 def small_terms_kept(graph: ir.Graph) -> Iterator[None]:
     """Hide small constant addends, such as Helium's norm epsilon, from the optimizer.
 
-    It drops terms up to 1e-8; without the epsilon, rows of zeros (padding) become NaN. Inside the block the terms are
-    graph inputs.
+    It drops terms up to 1e-8; without the epsilon, rows of zeros (padding) become NaN.
     """
     hidden: dict[tuple[str, bytes], tuple[ir.Value, ir.TensorProtocol]] = {}
     for node in graph:
@@ -75,7 +74,6 @@ def small_terms_kept(graph: ir.Graph) -> Iterator[None]:
 
 
 def _small_term(node: ir.Node, value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor of `value` if small, nonzero and added by `node`."""
     producer = None if value is None else value.producer()
     if node.domain or node.op_type not in ("Add", "Sub") or producer is None or producer.op_type != "Constant":
         return None
