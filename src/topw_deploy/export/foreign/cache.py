@@ -10,7 +10,7 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph.editor import find_input, required_input
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
-# Takes one length per row, so silently misplaces left-padded rows; updates a cache bound as past and present.
+# Takes one length per row, so silently misplaces left-padded rows; writes in place.
 IN_PLACE = "GroupQueryAttention"
 _LENGTHS = 5  # the operator's input seqlens_k: row lengths - 1
 _TYPES = ("float", "float16", "bfloat16")

@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """A composite config.json's text part, else all of it."""
+    """A composite config.json's text part, else all."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 

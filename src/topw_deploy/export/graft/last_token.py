@@ -1,7 +1,7 @@
 """Logits of each row's last attended position.
 
 The position comes from `attention_mask`, padded on either side, or `row_lengths` (static cache). If nodes from the
-vocabulary matmul to the logits act per position, the matmul gets one position per row.
+vocabulary matmul on act per position, it gets one position per row.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
 """Lower bound of each token's distance to its nearest neighbour, computed at export.
 
 A token outside the crop is at least this far from every member, so many fail the row test without a distance
-(docs/contract/graph.md, section 8). Float32 products of blocks process each pair once. Two extra coordinates keep
-rounded products below distances.
+(docs/contract/graph.md, section 8). Two extra coordinates keep rounded float32 products below distances.
 
 For float32 points x, y with n = d + 2 coordinates and unit roundoff u = 2^-24, let
 
     x -> (-2 x, q_x, 1)    y -> (y, 1, q_y)    q_x = (1 - 2 g) |x|^2 - (1 + g) t_x    g = n u / (1 - n u)
 
-Their product is |x - y|^2 - 2 g (|x|^2 + |y|^2) - (1 + g)(t_x + t_y). In any summation order, with or without fused
-multiply-add, its error is at most g times 2 sum |x_k y_k| + |q_x| + |q_y| <= 2 (|x|^2 + |y|^2) + t_x + t_y (N. Higham,
-Accuracy and Stability of Numerical Algorithms, section 3.1). So the rounded product s is at most |x - y|^2 - t_x - t_y.
+Their product is |x - y|^2 - 2 g (|x|^2 + |y|^2) - (1 + g)(t_x + t_y). In any summation order, fused or not, its error
+is at most g times 2 sum |x_k y_k| + |q_x| + |q_y| <= 2 (|x|^2 + |y|^2) + t_x + t_y (N. Higham, Accuracy and Stability
+of Numerical Algorithms, section 3.1). So the rounded product s is at most |x - y|^2 - t_x - t_y.
 
-With points off by e_x and e_y, true distance D and any r > 0, |x - y|^2 <= (D + e_x + e_y)^2 <= (1 + r) D^2 + 2 (1 +
-1/r)(e_x^2 + e_y^2). For t_x = 2 (1 + 1/r) e_x^2 then D^2 >= s / (1 + r). For `cosine`, x -> (-x, q_x, 1) with q_x = 1/2
-- 1.1 g - 2.1 e_x bounds 1 - x.y, as |x|, |y| <= 1 up to rounding.
+With points off by e_x and e_y, true distance D and r > 0, |x - y|^2 <= (D + e_x + e_y)^2 <= (1 + r) D^2 + 2 (1 +
+1/r)(e_x^2 + e_y^2). For t_x = 2 (1 + 1/r) e_x^2, D^2 >= s / (1 + r). For `cosine`, x -> (-x, q_x, 1) with q_x = 1/2 -
+1.1 g - 2.1 e_x bounds 1 - x.y, as |x|, |y| <= 1 up to rounding.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ def neighbour_bound(geometry: Geometry, tokens: int, progress: Progress = SILENT
     progress: counts pairs.
 
     0 for duplicates, near-duplicates within float32's rounding, and a single token. Valid under `knn`, whose mean is at
-    least the smallest distance.
-    Memory: about 500 MB beside the table. Time: tokens^2 / 2 products of width d.
+    least the minimum. Needs about 500 MB beside the table, and tokens^2 / 2 products of width d.
     Raises ParameterError for the `uniform` metric.
     """
     points = _Points(geometry, tokens)
@@ -100,7 +98,7 @@ def _held_points(points: _Points, first: int, last: int, block: int) -> Bound:
 
 
 def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> int:
-    """Update `lowest` [tokens] from blocks `left` [n, width] and `right` [m, width]; returns the number of pairs."""
+    """Update `lowest` [tokens] from `left` [n, width] and `right` [m, width]; returns the number of pairs."""
     n, m = len(left), len(right)
     products = left @ right.T
     if top == start:
@@ -113,13 +111,13 @@ def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> in
 
 
 class _Points:
-    """Float32 points of d + 2 coordinates; products bound distances, squared for `mahalanobis` and `unit`."""
+    """Products bound distances, squared for `mahalanobis` and `unit`."""
 
     def __init__(self, geometry: Geometry, tokens: int) -> None:
         if geometry.mean is None or geometry.inverse_std is None:
             raise ParameterError("the uniform metric needs no neighbour bound: all distances are 1; leave it out.")
         self._geometry = geometry
-        # The mean cancels in mahalanobis distances, so its rounding does not matter.
+        # The mean cancels in mahalanobis distances.
         mean = geometry.mean if geometry.metric == "mahalanobis" else _rounded(geometry.mean)
         self._in_graph = replace(geometry, mean=mean, inverse_std=_rounded(geometry.inverse_std))
         self.width = len(geometry.mean) + 2

@@ -49,8 +49,7 @@ def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound)
 
     `logits` stays an output on request: a foreign decoder's own, which then also runs without sampler inputs; otherwise
     float32 [batch, vocab].
-    Raises UnsupportedModelError without input embeddings (unless the metric is `uniform`) or with fewer table rows than
-    tokens.
+    Raises UnsupportedModelError without input embeddings (unless metric `uniform`) or with fewer rows than tokens.
     """
     graph = decoder.model.graph
     embedding = find_embedding(graph) if wanted.options.metric != "uniform" else None
@@ -96,8 +95,8 @@ def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
 def with_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value) -> list[ir.Value]:
     """Make the sampler's graph `inputs` optional; returns the node's inputs.
 
-    onnxruntime requires graph inputs without an initializer. With greedy defaults for every row of `logits`, other
-    callers can run the decoder.
+    onnxruntime requires graph inputs without an initializer. Greedy defaults for every row of `logits` let other
+    callers run the decoder.
     """
     rows = editor.op("Shape", [logits], start=0, end=1)
     rows_and_one = editor.op("Concat", [rows, editor.constant(np.array([1]))], axis=0)
@@ -120,7 +119,7 @@ def _default(name: str) -> np.ndarray:
 def geometry_constants(
     editor: GraphEditor, embedding: EmbeddingNode, spec: TailSpec, measure: Measure
 ) -> list[ir.Value]:
-    """The table's mean and inverse standard deviation [hidden], and the neighbour bound."""
+    """Mean and inverse standard deviation [hidden], and the neighbour bound."""
     table = EmbeddingTable(embedding, spec.vocab_size)
     geometry = Geometry.from_embeddings(table, spec.options.metric)
     return [

@@ -1,6 +1,6 @@
 """Read a graph's embedding table in blocks of rows.
 
-Plain or transposed Gather tables are read directly, others by the decoder's own nodes in onnxruntime, exactly as in the
+Plain or transposed Gather tables are read directly, others by the decoder's nodes in onnxruntime, exactly as in the
 sampler.
 """
 

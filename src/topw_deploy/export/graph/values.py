@@ -38,5 +38,5 @@ def constant_integer(value: ir.Value | None) -> int | None:
 
 
 def attributes_of(node: ir.Node) -> dict[str, Any]:
-    """Attributes as Python values, for `GraphEditor.op`."""
+    """As Python values, for `GraphEditor.op`."""
     return {name: attribute.value for name, attribute in node.attributes.items()}

@@ -46,10 +46,10 @@ def lower(
     kv: `static`, `concat`, or None for static where possible.
     target: `onnxruntime` or `tensorrt`.
     context_length: longest sequence in tokens.
-    max_length: cache slots for tensorrt, a multiple of 64. None: `default_length`. 0: symbolic, for onnxruntime only.
+    max_length: cache slots for tensorrt, a multiple of 64. None: `default_length`. 0: symbolic, onnxruntime only.
     fuse_gates: fuse gate and up products; needs a static cache.
     """
-    # Lowerings compare angles by identity, but the trace computes them once per use.
+    # Lowerings compare angles by identity.
     CommonSubexpressionEliminationPass()(decoder.model)
     fuse_rotary(decoder.model)
     narrow_rotary(decoder.model)

@@ -44,8 +44,6 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> None:
 
 
 class _Masks:
-    """Masks bool [batch, 1, sequence, past + sequence], one per window."""
-
     def __init__(self, editor: GraphEditor, attention_mask: ir.Value) -> None:
         self._editor = editor
         self._attention_mask = attention_mask

@@ -1,9 +1,9 @@
 """Lower markers to onnxruntime's GroupQueryAttention over a static cache.
 
-It takes merged heads, reads only used slots, and can rotate queries and keys. Rules of onnxruntime 1.24 to 1.31:
+It reads only used slots and can rotate queries and keys. Rules of onnxruntime 1.24 to 1.31:
 - A call with total_sequence_length columns starts all rows. Any other has one new token per row of a batch
   (`ragged_chunks: false`).
-- total_sequence_length is read on the host: an input, because a computed one would be copied from the GPU.
+- total_sequence_length is read on the host: a computed one would be copied from the GPU, so it is an input.
 - seqlens_k is a row's length *after* the call, less one, counting padded columns.
 """
 

@@ -6,7 +6,7 @@ Most families pair elements half a head apart: rotated(x) = concat(-x[half:], x[
 angles). Cohere, GLM, Ernie and Helium interleave: rotated(x) = (-x[1], x[0], -x[3], ...); pairs repeats each angle, or
 each element in the first half of f(Cos(concat(angles, angles))).
 
-The tracer finds only the first kind, without `f`: a cast in half precision, or a factor (YaRN, LongRoPE). Both are
+The tracer finds only the first kind, without `f`: a half-precision cast or a factor (YaRN, LongRoPE). It is
 elementwise, so the operator takes `f(Cos(angles))`.
 """
 
@@ -33,15 +33,14 @@ def narrow_rotary(model: ir.Model) -> int:
     """Remove float32 casts around RotaryEmbedding. Returns the number removed.
 
     OLMo, Cohere and Ernie rotate in float32, which prevents rotation inside attention. Cosines and sines are cast
-    instead, as in Llama and Qwen.
+    instead.
     """
     return rewrite_each(model, "topw.narrow_rotary", "Cast", partial(_narrow, {}))
 
 
 def fuse_partial_rotary(model: ir.Model) -> int:
-    """Replace rotations of part of each head by one operator. Returns their number.
-
-    For Phi, StableLM, GPT-NeoX, Nemotron and GLM.
+    """Replace rotations of part of each head by one operator (Phi, StableLM, GPT-NeoX, Nemotron, GLM). Returns their
+    number.
     """
     return rewrite_each(model, "topw.partial_rotary", "Concat", _fuse_partial)
 

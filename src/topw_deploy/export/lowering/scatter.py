@@ -1,7 +1,7 @@
 """Lower markers to TensorScatter into a static cache, and opset 24 Attention over all of it.
 
-NVIDIA's parser ignores `nonpad_kv_seqlen`, so boolean masks hide slots. A step's cost grows with the buffer, which
-`buffer_step` keeps short. Masked slots are multiplied by zero, so they must be finite.
+NVIDIA's parser ignores `nonpad_kv_seqlen`, so boolean masks hide slots. A step costs time for the whole buffer;
+`buffer_step` keeps it short. Masked slots are multiplied by zero, so they must be finite.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
     """Share one product, transpose and rotation: a third of the operators.
 
-    Unchanged if projections cannot fuse, rotations differ, or unrotated queries and keys differ in heads
-    (`_slice_heads`).
+    Unchanged if projections cannot fuse, rotations differ, or unrotated heads differ in number (`_slice_heads`).
     """
     query, key, value = (merge_heads(editor, part) for part in (layer.query, layer.new_key, layer.new_value))
     if not _rotate_alike(query, key) or value.rotary is not None or layer.head_dim != layer.value_dim:

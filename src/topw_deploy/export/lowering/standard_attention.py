@@ -54,8 +54,8 @@ def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
 def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
     """Two products and a softmax, with scores capped as cap * tanh(score / cap).
 
-    Not by the operator's `softcap`: the specification first applied it after the mask, which reveals the future, later
-    before. Runtimes differ.
+    The operator's `softcap` is unused: the specification first applied it after the mask, which reveals the future,
+    later before. Runtimes differ.
     """
     op, constant = editor.op, editor.constant
     query, cap = _scaled(editor, layer.query, layer.scale / (layer.softcap or 1.0)), layer.softcap

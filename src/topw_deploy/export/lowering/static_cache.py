@@ -1,7 +1,7 @@
 """A cache written in place.
 
-A row fills its buffer from slot 0. `write_indices` is its length, `row_lengths` the number of real columns in this
-call, which come first. The next call overwrites padded columns before any query sees them.
+A row fills its buffer from slot 0. `write_indices` is its length, `row_lengths` this call's number of real columns,
+which come first. The next call overwrites padded columns before queries see them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class StaticCache:
     """Adds inputs write_indices and row_lengths, int64 [batch].
 
     sequence: number of columns, int64 [1].
-    total: row lengths after this call if all columns are real, int64 [batch].
+    total: row lengths after this call without padding, int64 [batch].
     """
 
     def __init__(self, editor: GraphEditor) -> None:

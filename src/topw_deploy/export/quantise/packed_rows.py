@@ -1,7 +1,4 @@
-"""Match a graph's float weights to the packed rows of a GPTQ or AWQ checkpoint.
-
-Tracing renames, transposes and concatenates weights but keeps each dequantised row.
-"""
+"""Match a graph's float weights to a GPTQ or AWQ checkpoint's packed rows, which tracing moves but does not change."""
 
 from __future__ import annotations
 

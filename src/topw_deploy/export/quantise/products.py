@@ -40,7 +40,7 @@ class Product:
 
 
 def find_products(graph: ir.Graph) -> list[Product]:
-    """Every MatMul and Gemm with a constant float matrix on the right, in order."""
+    """MatMuls and Gemms with a constant float matrix on the right, in order."""
     found = (_of_matmul(node) if node.op_type == "MatMul" else _of_gemm(node) for node in graph if _is_product(node))
     return [product for product in found if product is not None]
 

@@ -1,6 +1,6 @@
 """Quantise a lowered decoder's products to MatMulNBits, its table to GatherBlockQuantized.
 
-Weights are quantised when written. A tied head shares the table's bytes.
+Weights are quantised when written; a tied head shares the table's bytes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def quantise(
     packed: a quantised checkpoint's rows, kept as stored.
     cut: only the first layers exist, so patterns may match nothing.
 
-    Raises ParameterError for an unmatched `scheme.exclude` pattern, UnsupportedModelError without a product to
-    quantise.
+    Raises ParameterError for an unmatched `scheme.exclude` pattern, UnsupportedModelError without products to quantise.
     """
     graph = model.graph
     before = _float_bytes(graph)
@@ -117,8 +116,6 @@ class _Stored:
 
 
 class _Replacer:
-    """`kept` counts products with the checkpoint's codes."""
-
     def __init__(self, editor: GraphEditor, scheme: Quantisation, packed: PackedRows | None) -> None:
         self.editor, self.kept = editor, 0
         self._scheme, self._packed, self._recent = scheme, packed, RecentBlocks()
@@ -144,8 +141,7 @@ class _Replacer:
         )
         flat = (embedding.rows, embedding.hidden * scheme.bits // 8)
         stored = _Stored(self.editor, weight, str(table.name), flat)
-        # State symmetric zero points: if absent, some versions of onnxruntime's CUDA provider assume 0 for tables, all
-        # others 2 ** (bits - 1).
+        # If absent, onnxruntime assumes 2 ** (bits - 1), but some versions of its CUDA provider 0 for tables.
         zero_points = stored.zero_points
         if zero_points is None:
             zero_points = self.editor.initializer(weight.middle(), f"{table.name}_zero_points")

@@ -1,7 +1,7 @@
 """The `search` quantiser: each block's scale and zero point of least squared error, from a few candidates.
 
 For q = code - zero point the best scale is sum(x q) / sum(q^2), its squared error sum(x^2) - sum(x q)^2 / sum(q^2).
-Zero points are always integers; k_quant rounds them last.
+Zero points are always integers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 # Candidate inverse scales, relative to the block's range. Above 1 clips large weights.
 _RANGES = (0.93, 1.0, 1.07, 1.14, 1.24, 1.37)
-# Symmetric: relative to half the codes for the largest weight; negative puts it on the longer side.
+# Symmetric: relative to half the codes for the largest weight; negative: on the longer side.
 _SIDES = (-0.85, -0.925, -1.0, -1.075, -1.175, 0.875, 0.95, 1.05)
 _CHUNK = 1 << 15  # weights per step, to fit a core's cache
 _REFINEMENTS = 1  # rounds: scale for the codes, codes for that scale
@@ -22,7 +22,7 @@ _REFINEMENTS = 1  # rounds: scale for the codes, codes for that scale
 
 @dataclass(frozen=True)
 class Rounded:
-    """Quantised rows, (code - zero point) * scale.
+    """(code - zero point) * scale.
 
     codes: uint8 [n, blocks * block_size], not packed.
     scales: [n, blocks].
@@ -35,9 +35,9 @@ class Rounded:
 
 
 def search(rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dtype: np.dtype[Any]) -> Rounded:
-    """Quantise rows [n, inputs], zero-padded to whole blocks; `dtype` is the scales'.
+    """Quantise rows [n, inputs], zero-padded to whole blocks; scales have type `dtype`.
 
-    symmetric: zero points are 2 ** (bits - 1); scales may be negative.
+    symmetric: zero points are 2 ** (bits - 1).
     """
     wide = np.pad(rows.astype(np.float32, copy=False), ((0, 0), (0, -rows.shape[1] % block_size)))
     blocks = wide.reshape(-1, block_size)
@@ -88,7 +88,7 @@ def _asymmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.
 
 
 def _symmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Zero points in the middle; the scale's sign selects the longer side."""
+    """The scale's sign selects the longer side."""
     half = 1 << (bits - 1)
     high, low = blocks.max(axis=1), blocks.min(axis=1)
     largest = np.where(high > -low, high, low)

@@ -18,10 +18,7 @@ _HELD_BYTES = 128 << 20  # of codes, scales and zero points
 
 
 class RecentBlocks:
-    """Bounded cache: a weight's consecutive tensors quantise it once.
-
-    Small models fit whole and can be written twice.
-    """
+    """Bounded cache: a weight's consecutive tensors quantise it once. Small models can be written twice."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,7 +48,6 @@ def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
 class QuantisedWeight:
     """A weight quantised on demand.
 
-    compute: makes Blocks.
     recent: the bounded cache.
     keep: keep Blocks for another read.
     """
@@ -121,8 +117,8 @@ class QuantisedWeight:
     def middle(self) -> ir.TensorProtocol:
         """2 ** (bits - 1), explicit for symmetric weights.
 
-        Also fills the unused half of each row's last byte: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, reads zero
-        points as if unpadded.
+        Also fills each row's unused last half byte: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, reads zero points
+        as if unpadded.
         """
         byte = 0x88 if self.shape.bits == 4 else 0x80
 

@@ -1,4 +1,4 @@
-"""Each row's answer, merged from several paths."""
+"""Answers merged from several paths."""
 
 from __future__ import annotations
 

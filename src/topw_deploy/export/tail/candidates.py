@@ -22,7 +22,7 @@ _VECTOR = 16
 differently, so a row's bits would depend on its place in the batch.
 """
 
-_SLACK = 8e-6  # of J, in units of beta: several times a float32 scan's rounding over CANDIDATES terms
+_SLACK = 8e-6  # of J, in units of beta: several times a float32 scan's rounding
 _WARM_SLACK = 1e-5  # relative, of the warm start's mass
 
 
@@ -62,8 +62,7 @@ class Candidates:
 class ShortScan:
     """Prefix objective, float32 [batch, width].
 
-    weight: w = exp(a).
-    score: lam * a.
+    weight, score: w = exp(a), lam * a.
     mass, gain, objective: prefix Gamma, Phi, J.
     best: [batch, 1], maximum J.
     last: int64 [batch, 1], its first position, K - 1.
@@ -89,7 +88,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class ShortPath:
-    """Crop and draw, valid where all `settled`, bool [batch, n], hold."""
+    """Crop and draw; final where all `settled`, bool [batch, n], hold."""
 
     candidates: Candidates
     scan: ShortScan
@@ -129,7 +128,7 @@ def block_candidates(op: Ops, blocks: Blocks, vocab_size: int, top_m: int) -> Ca
 
 @scope
 def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor) -> Tensor:
-    """First true position of `flags` [batch, n], at most `otherwise`: int64 [batch, 1].
+    """First true position of `flags`, at most `otherwise`: int64 [batch, 1].
 
     Not ArgMax, whose ties differ between runtimes.
     """
@@ -138,7 +137,7 @@ def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor)
 
 @scope
 def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
-    """J of prefixes (docs/contract/graph.md, section 3, step 4); `drop`: logits minus the largest."""
+    """J of prefixes (docs/contract/graph.md, section 3, step 4)."""
     axis = op.constant(1, np.int64)
     a = op.Max(op.Div(drop, rows.selection), op.constant(-1e4))
     weight = op.Exp(a)
@@ -156,12 +155,12 @@ def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
 def certificate(
     op: Ops, candidates: Candidates, drop: Tensor, scan: ShortScan, rows: Rows, spec: TailSpec
 ) -> list[Bounded]:
-    """Conditions for the top K tokens to be the crop: (column [batch, 1], lowest, highest).
+    """Conditions for the crop to be the top K tokens: (column [batch, 1], lowest, highest).
 
     - Warm start: the mass before token K is below init_top_p times the candidates', so K <= k0 in the pool too.
     - Block stop: J falls even if all other pool tokens get the last candidate's score, their upper bound. So no longer
-      prefix is best, and token K ties with no outsider (J is best at an end of equal scores).
-    - The largest logit exceeds the last candidate's, so a single kept token ties with no outsider.
+      prefix is best, and no outsider ties with token K (J is best at an end of equal scores).
+    - The last logit is below the largest, so no outsider ties with a single kept token.
     - geom_scale >= 0.
     """
     final = op.constant([candidates.count - 1], np.int64)
@@ -170,7 +169,7 @@ def certificate(
     target = op.Mul(op.Gather(scan.mass, final, axis=1), op.Mul(rows.warm_mass, op.constant(1 - _WARM_SLACK)))
     room = op.Sub(target, op.Sub(scan.mass, scan.weight))
     if outside == 0 and candidates.count < spec.vocab_size:
-        # The candidates are the whole pool: leave ties across its cut to the literal path.
+        # Leave ties across the pool's cut to the literal path.
         room = op.Min(room, op.Sub(candidates.logits, op.Gather(candidates.logits, final, axis=1)))
     bounds = [(op.GatherElements(room, scan.last, axis=1), SMALLEST, np.inf), (rows.scale, 0.0, LARGEST)]
     if outside == 0:
@@ -208,14 +207,14 @@ def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Boun
 
 @scope
 def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, rows: Rows) -> Drawn:
-    """Draw up to position `last` [batch, 1]."""
+    """Draw up to `last` [batch, 1]."""
     log_weight = op.Div(drop, rows.temperature)
     mass = op.CumSum(op.Exp(log_weight), op.constant(1, np.int64))
     total = op.GatherElements(mass, last, axis=1)
     reached = op.Greater(mass, op.Mul(rows.uniform, total))
     position = first_position(op, reached, op.constant(np.arange(candidates.width), np.int64), last)
     token = token_at(op, candidates, position)
-    # Logarithm of all sums before the gather: see _VECTOR.
+    # All logarithms before the gather: see _VECTOR.
     logprob = op.Sub(op.GatherElements(log_weight, position, axis=1), op.GatherElements(op.Log(mass), last, axis=1))
     return Drawn(token, logprob, op.Add(last, op.constant(1, np.int64)))
 

@@ -1,7 +1,7 @@
 """The literal path with dynamic shapes, for onnxruntime.
 
-Three exact reductions (docs/contract/graph.md, section 4):
-- process only rows neither settled nor certified;
+Exact reductions (docs/contract/graph.md, section 4):
+- skip rows already settled or certified;
 - cut the pool's tail by the row test;
 - first compute distances only from outsiders to the warm start.
 """
@@ -19,9 +19,9 @@ from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.pool import Pool, Start, best_prefix, potential, prefix_objective, up_to
 from topw_deploy.export.tail.spec import EmbeddingForm, TailSpec
 
-_ROW_SLACK = 1e-6  # of J in double: far above rounding, costs a token or two
+_ROW_SLACK = 1e-6  # of J in double, far above rounding
 _BY_ROW = ("ids", "finite", "drop", "weight", "score")  # the pool's [batch, size] tensors
-_TIGHTENINGS = 3  # of the row test; each lowers the next one's mass
+_TIGHTENINGS = 3  # rounds of the row test; each lowers the next one's mass
 
 
 @scope
@@ -61,8 +61,8 @@ def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
     """The last position any iteration can keep (row test): int64 [batch, 1].
 
     As h <= 1 and distances are >= 0, a kept token has lam log p >= LB - c log Gmax - c. LB, the best base J in the warm
-    start, bounds later J from below (T3); Gmax, the mass up to the last position found, bounds kept mass. Rows without
-    geom_scale >= 0 and c > 0 keep the whole pool.
+    start, bounds later J from below (T3); Gmax, the mass up to the last position found, bounds kept mass. Unless
+    geom_scale >= 0 and c > 0, rows keep the whole pool.
     """
     axis = op.constant([1], np.int64)
     zero, one = op.constant(0.0, np.float64), op.constant(1, np.int64)
@@ -84,7 +84,7 @@ def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
 
 @scope
 def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: int) -> Tensor:
-    """Whether another iteration may change any set: bool scalar.
+    """Whether another iteration may change any set.
 
     Unchanged sets are final. So are smaller ones (T1), unless geom_scale < 0 or members < neighbours.
     """
@@ -191,7 +191,7 @@ def settled_or_moved(
     rows: Rows,
     inputs: Mapping[str, Tensor],
 ) -> Tensor:
-    """Final sets bool [batch, top_m]: the base scan's where `sure` or invalid, else alternated."""
+    """Final sets bool [batch, top_m]: the base scan's if `sure` or invalid, else alternated."""
     settled = up_to(op, start.base, pool.positions)
     done = op.Or(sure, op.Not(valid))
 

@@ -36,10 +36,7 @@ from topw_deploy.sampling.parameters import GREEDY_BELOW
 
 
 def build_tail(spec: TailSpec) -> ir.Function:
-    """The function from `tail_inputs(spec)` to `tail_outputs(spec)`.
-
-    Contains its constants; uses operators of `spec.opset` and the embedding node's.
-    """
+    """The function from `tail_inputs(spec)` to `tail_outputs(spec)`, with its constants."""
     recorder = Recorder()
     inputs = {name: ir.Value(name=name) for name in tail_inputs(spec)}
     outputs = sample(recorder, spec, inputs)
@@ -114,12 +111,9 @@ def _two_branches(
 
     The first builds the pool unless candidates settle every row, the second computes distances unless every answer is
     final. With a dynamic batch NVIDIA's builder refuses nested branches and sides of different shapes, so the second
-    rebuilds the pool, which is cheap beside distances.
+    rebuilds the pool, which is cheap.
 
-    settled: bool scalar.
-    fast: records the candidates' answer.
-    pooled: records the pool's and whether it is final, bool [batch, 1].
-    moved: records the alternation's with given certificates.
+    fast, pooled, moved: record an answer; `pooled` also whether it is final, bool [batch, 1].
     """
 
     def by_candidates() -> list[Tensor]:
@@ -142,7 +136,7 @@ def _two_branches(
 
 
 def skips_edits(spec: TailSpec) -> bool:
-    """Whether calls without edits read logits in place, in a separate branch.
+    """Whether unedited logits are read in place, in a separate branch.
 
     False if padding or `mass` needs a copy, or the vocabulary is small.
     """

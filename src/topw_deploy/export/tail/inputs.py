@@ -38,10 +38,10 @@ class Rows:
     """Parameters as float32 columns [batch, 1].
 
     given: in the order of `PARAMETERS`.
-    greedy: bool, temperature below 1e-5; one token is kept, `reward` is -1, `scale` 0.
+    greedy: bool, temperature below 1e-5; `reward` is -1 and `scale` 0.
     temperature, selection: T and Ts, never 0.
-    lam, beta: weights of entropy and log-mass reward.
-    reward: beta - lam, the weight of log Gamma in J.
+    lam, beta: weights of entropy and log mass.
+    reward: beta - lam.
     warm_mass, scale: init_top_p, geom_scale.
     """
 
@@ -83,7 +83,7 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
 def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
     """Whether columns are in their intervals: bool [batch, 7 + further].
 
-    One comparison, because a graph's cost is per node.
+    One comparison: a graph's cost is per node.
     """
     bounds = [*_INTERVALS.values(), *((low, high) for _, low, high in further)]
     columns = op.Concat(*rows.given, *(column for column, _, _ in further), axis=1)
@@ -94,7 +94,7 @@ def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
 
 @scope
 def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
-    """AND of `flags`, over everything or one axis (kept)."""
+    """AND over everything or one axis (kept)."""
     numbers = op.Cast(flags, to=1)
     if axis is None:
         return op.Cast(op.ReduceMin(numbers, keepdims=0), to=9)
@@ -102,7 +102,7 @@ def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
 
 
 def padded_width(vocab_size: int) -> int:
-    """Whole blocks, with at least one column after the vocabulary."""
+    """Whole blocks, with at least one padding column."""
     return (vocab_size // BLOCK + 1) * BLOCK
 
 
@@ -110,11 +110,11 @@ def padded_width(vocab_size: int) -> int:
 def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Tensor, vocab_size: int) -> Tensor:
     """Edit logits [batch, vocab] and pad with -inf to [batch, padded] (docs/contract/graph.md, section 6).
 
-    ids: int64 [batch, edits], distinct where >= 0; edits may be 0.
+    ids: int64 [batch, edits], distinct where >= 0.
     penalty, bias: float32 [batch, edits].
 
-    A logit l becomes l / penalty if l > 0 else l * penalty, then + bias; NaN for a penalty <= 0 or NaN. Ids outside the
-    vocabulary edit padding, which stays -inf. Padding copies, so onnxruntime scatters in place.
+    A logit l becomes (l / penalty if l > 0 else l * penalty) + bias; NaN unless penalty > 0. Ids outside the vocabulary
+    edit padding, which stays -inf. Padding copies, so onnxruntime scatters in place.
     """
     spare = op.constant(vocab_size, np.int64)
     nothing = op.constant(-np.inf)

@@ -1,7 +1,7 @@
 """Operator sets: `Recorder` records an ONNX function; `Eager` evaluates it in unit tests.
 
-onnxscript's `@script` makes every `if` and `for` an ONNX node and passes only single tensors. The tail chooses metric
-and form while recording, unrolls loops, and passes bundles.
+onnxscript's `@script` makes every `if` and `for` an ONNX node and passes only single tensors. The tail passes bundles,
+and chooses and unrolls while recording.
 """
 
 from __future__ import annotations

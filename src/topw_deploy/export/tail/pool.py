@@ -1,7 +1,4 @@
-"""The `top_m` largest logits in double precision: warm start, base scan and alternation.
-
-Shapes are static; dynamic.py has dynamic ones.
-"""
+"""The pool of the `top_m` largest logits in double precision, with static shapes."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ class Pool:
     ids: int64.
     finite: bool, false for logits of -inf, outside the pool.
     drop: double, logits minus the largest.
-    weight, score: double, exp(drop / Ts) and lam * drop / Ts.
-    positions: int64 [size], 0..size-1.
+    weight, score: double, exp(drop / Ts), lam * drop / Ts.
+    positions: int64 [size].
     width, final: int64 [1], size and size - 1.
     """
 
@@ -69,7 +66,7 @@ def candidate_pool(op: Ops, logits: Tensor, rows: Rows, size: int) -> Pool:
 
 @scope
 def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> Tensor:
-    """J of every prefix, Phi_k / Gamma_k + (beta - lam) log Gamma_k: double [batch, n]."""
+    """J of prefixes, Phi_k / Gamma_k + (beta - lam) log Gamma_k: double [batch, n]."""
     axis = op.constant(1, np.int64)
     mass = op.CumSum(weight, axis)
     gain = op.CumSum(op.Mul(weight, score), axis)
@@ -78,9 +75,9 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 
 @scope
 def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
-    """Position of the first maximum of J [batch, size]: int64 [batch, 1].
+    """First maximum of J [batch, size]: int64 [batch, 1].
 
-    0 for reward <= 0, where J never rises (singleton collapse) but for rounding. Prefixes with -inf logits are ignored:
+    0 for reward <= 0, where only rounding lets J rise (singleton collapse). Ignores prefixes with -inf logits:
     onnxruntime's Log may change their last bit with the thread count.
     """
     objective = op.Where(pool.finite, objective, op.constant(-np.inf, np.float64))
@@ -111,7 +108,7 @@ def warm_start(op: Ops, pool: Pool, rows: Rows) -> Start:
 
 @scope
 def certified(op: Ops, start: Start, rows: Rows) -> Tensor:
-    """geom_scale >= 0 and K <= k0: bool [batch, 1]. True for greedy rows."""
+    """geom_scale >= 0 and K <= k0: bool [batch, 1]."""
     return op.And(op.GreaterOrEqual(rows.scale, op.constant(0.0)), op.LessOrEqual(start.base, start.warm))
 
 
@@ -123,16 +120,16 @@ def up_to(op: Ops, last: Tensor, positions: Tensor) -> Tensor:
 
 @scope
 def potential(op: Ops, members: Tensor, distances: Tensor, scale: Tensor) -> Tensor:
-    """f = -geom_scale * distance, 0 for members; double [batch, size]."""
+    """-geom_scale * distance, 0 for members: double [batch, size]."""
     zero = op.constant(0.0, np.float64)
     return op.Where(members, zero, op.Neg(op.Mul(op.Cast(scale, to=11), distances)))
 
 
 @scope
 def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
-    """The best prefix by phi = f + score: bool [batch, size].
+    """Best prefix by phi = f + score: bool [batch, size].
 
-    Ties with the last member's phi are kept up to its pool position.
+    Ties are kept up to the last member's pool position.
     """
     phi = op.Where(pool.finite, op.Add(f, pool.score), op.constant(2 * LOWEST, np.float64))
     ordered, place = op.TopK(phi, pool.width, axis=1)
@@ -148,7 +145,7 @@ def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
 def alternate(op: Ops, pool: Pool, warm: Tensor, rows: Rows, distances: Distances, iterations: int) -> Tensor:
     """Alternate crop and potential (docs/contract/graph.md, section 3, step 4): bool [batch, size].
 
-    Runs all `iterations`: a converged set does not change.
+    Runs all `iterations`: converged sets do not change.
     """
     members = up_to(op, warm, pool.positions)
     reward = op.Cast(rows.reward, to=11)

@@ -49,7 +49,6 @@ class EmbeddingForm:
     """The decoder's embedding node without tensors; maps ids [...] to rows [..., hidden].
 
     domain, op_type: e.g. "com.microsoft" and "GatherBlockQuantized".
-    attributes: (name, value) pairs.
     inputs: (element type, shape) of data inputs, without ids.
     indices_position: input index of the ids.
 
@@ -76,9 +75,9 @@ class EmbeddingForm:
 
     @property
     def form(self) -> str:
-        """The operator as text, e.g. `Gather(axis=0)`, for attribute `table_form`.
+        """The operator as text, e.g. `Gather(axis=0)`.
 
-        Kernels compare it, so attributes are sorted.
+        Kernels compare it (`table_form`), so attributes are sorted.
         """
         attributes = dict(self.attributes)
         if self.op_type == "Gather" and not self.domain:
@@ -98,8 +97,7 @@ class TailSpec:
 
     vocab_size: width V of the logits, >= 1.
     embedding, hidden_size: row lookup and width d; optional for the `uniform` metric.
-    form: `portable` (consecutive branches, static shapes), `onnxruntime` (nested branches, dynamic shapes) or `static`
-        (no control flow).
+    form: `portable` (consecutive branches, static shapes), `onnxruntime` (nested, dynamic) or `static` (no branches).
     opset: of the surrounding model, 18 to 24.
     with_mass, with_keep_mask: add these outputs.
 
@@ -152,9 +150,7 @@ def tail_inputs(spec: TailSpec) -> tuple[str, ...]:
 
 
 def tail_outputs(spec: TailSpec) -> tuple[str, ...]:
-    """Output names.
-
-    next_token int64, logprob float32, kept int32, certified bool [batch]; on request mass float32 [batch], keep_mask
+    """next_token int64, logprob float32, kept int32, certified bool [batch]; on request mass float32 [batch], keep_mask
     bool [batch, vocab].
     """
     optional = (("mass", spec.with_mass), ("keep_mask", spec.with_keep_mask))

@@ -42,7 +42,7 @@ def has_experts(model: PreTrainedModel) -> bool:
 
 
 def batch_experts(model: PreTrainedModel) -> None:
-    """Make the model's experts, if any, multiply with fixed shapes."""
+    """Make experts, if any, multiply with fixed shapes."""
     if has_experts(model):
         model.set_experts_implementation(_BATCHED_EXPERTS)
 
