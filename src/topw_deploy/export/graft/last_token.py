@@ -43,7 +43,7 @@ def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
 def _pick(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Value:
     """[batch, sequence, n] -> [batch, n]"""
     op, constant = editor.op, editor.constant
-    if rows.shape is not None and rows.shape[1] == 1:  # already selected
+    if rows.shape is not None and rows.shape[1] == 1:
         return op("Squeeze", [rows, constant(np.array([1]))])
     last = _last_column(editor, graph)
     if rows.shape is None or rows.dtype is None:
@@ -68,7 +68,7 @@ def _last_column(editor: GraphEditor, graph: ir.Graph) -> ir.Value:
 
 
 def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None:
-    """With the row-wise nodes after it, last first; None if uncertain."""
+    """Row-wise nodes are last first; None if uncertain."""
     if logits.shape is None or len(logits.shape) != 3:
         return None
     path: list[ir.Node] = []
@@ -97,7 +97,7 @@ def _keeps_rows(matmul: ir.Node) -> bool:
 
 
 def _rowwise_source(node: ir.Node) -> ir.Value | None:
-    """The variable input of a row-wise node of any rank, else None."""
+    """The variable input of a row-wise node, else None."""
     if node.domain != "" or len(node.outputs) != 1:
         return None
     if node.op_type in _ROWWISE:

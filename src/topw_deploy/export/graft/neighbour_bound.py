@@ -98,7 +98,7 @@ def _held_points(points: _Points, first: int, last: int, block: int) -> Bound:
 
 
 def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> int:
-    """Update `lowest` [tokens] from `left` [n, width] and `right` [m, width]; returns the number of pairs."""
+    """Update `lowest`; returns the number of pairs."""
     n, m = len(left), len(right)
     products = left @ right.T
     if top == start:
@@ -124,7 +124,7 @@ class _Points:
         growth = self.width * _UNIT
         self._growth = growth / (1.0 - growth)
         self._euclidean = geometry.metric != "cosine"
-        self._offsets = np.full(tokens, np.nan, dtype=np.float32)  # q, computed once
+        self._offsets = np.full(tokens, np.nan, dtype=np.float32)
 
     def left(self, start: int, stop: int) -> Bound:
         """[stop - start, width]: -2 x (or -x), q, 1."""
@@ -139,7 +139,7 @@ class _Points:
         return lifted
 
     def distance(self, products: Bound) -> Bound:
-        """Distances proven by `products`, rounded down; 0 for inf (no pair)."""
+        """Proven distances, rounded down; 0 for inf (no pair)."""
         s = np.where(np.isfinite(products), np.maximum(products, 0.0), 0.0).astype(np.float64)
         distances = np.sqrt(s / (1.0 + _SHARE)) if self._euclidean else np.minimum(s, 2.0)
         return np.maximum(np.nextafter(distances.astype(np.float32), np.float32(-1.0)), np.float32(0.0))
@@ -155,7 +155,6 @@ class _Points:
         return lifted
 
     def _offset(self, ids: NDArray[np.int64], exact: NDArray[np.float64], x: NDArray[np.float64]) -> Bound:
-        """q of `x` [n, d], for `exact` and the graph's statistics."""
         g, in_graph = self._growth, self._in_graph.features(ids)
         e = np.maximum(np.linalg.norm(exact - x, axis=1), np.linalg.norm(in_graph - x, axis=1))
         e += _ARITHMETIC * np.linalg.norm(x, axis=1)

@@ -95,7 +95,6 @@ def _looked_up_rows(embedding: EmbeddingNode) -> Any:
 
 
 def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndarray]]:
-    """With initializers as inputs, and their arrays."""
     source = embedding.node.graph
     imports = dict(source.opset_imports) if source is not None else {}
     graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="embedding")

@@ -87,7 +87,7 @@ class GraphEditor:
         return name
 
     def replace(self, node: ir.Node, value: ir.Value) -> None:
-        """Replace `node` by `value`, which takes its name."""
+        """Replace `node` by `value`, keeping the name."""
         (old,) = node.outputs
         value.name, old.name = old.name, None
         ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
@@ -100,7 +100,7 @@ class GraphEditor:
 def rewrite_each(model: ir.Model, prefix: str, op_type: str, rewrite: Callable[[GraphEditor, ir.Node], bool]) -> int:
     """Rewrite each standard `op_type` node; `rewrite` returns whether it did.
 
-    Removes unused nodes. Returns the number rewritten.
+    Removes unused nodes. Returns the number.
     """
     editor = GraphEditor(model.graph, prefix)
     nodes = [node for node in model.graph if (node.domain, node.op_type) == ("", op_type)]

@@ -19,8 +19,8 @@ class LazyWeight(ir.LazyTensor):
     """A tensor loaded on demand and not cached.
 
     key: equal for tensors of one weight (a tied table).
-    whole: loads everything.
-    read: loads a part, if possible.
+    whole: loads all.
+    read: loads a part.
     """
 
     __slots__ = ("key", "read")

@@ -17,7 +17,7 @@ _ELEMENTWISE = {"Sigmoid", "Tanh", "Gelu", "Relu", "Erf", "Mul", "Div", "Add", "
 def fuse_qkv(editor: GraphEditor, parts: Sequence[ir.Value]) -> ir.Value | None:
     """Fuse queries, keys and values [batch, sequence, n_i] into [batch, sequence, n], or None.
 
-    A product that the model splits (Phi-3, GPT-2) is used whole. Others need stored weights, one source, and all or no
+    Products that the model splits (Phi-3, GPT-2) are used whole. Others need stored weights, one source, and all or no
     biases.
     """
     return _split_source(parts) or _fuse_products(editor, parts, "qkv")
@@ -102,7 +102,7 @@ def _is_biased(add: ir.Node) -> bool:
 
 
 def _fuse_products(editor: GraphEditor, parts: Sequence[ir.Value], label: str) -> ir.Value | None:
-    """Joins all names, so patterns still match."""
+    """The new weight joins all names, so patterns still match."""
     linear = [_linear(part) for part in parts]
     if any(one is None for one in linear):
         return None

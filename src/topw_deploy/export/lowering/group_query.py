@@ -60,7 +60,7 @@ def lower(decoder: TracedDecoder, context_length: int) -> None:
 
 
 def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Value:
-    """seqlens_k, int32 [batch].
+    """int32 [batch].
 
     half: for CUDA, where adding the host's column count would copy; a Range of that length does not.
     """

@@ -30,7 +30,7 @@ def fuse_rotary(model: ir.Model) -> int:
 
 
 def narrow_rotary(model: ir.Model) -> int:
-    """Remove float32 casts around RotaryEmbedding. Returns the number removed.
+    """Remove float32 casts around RotaryEmbedding. Returns the number of nodes changed.
 
     OLMo, Cohere and Ernie rotate in float32, which prevents rotation inside attention. Cosines and sines are cast
     instead.
@@ -39,8 +39,9 @@ def narrow_rotary(model: ir.Model) -> int:
 
 
 def fuse_partial_rotary(model: ir.Model) -> int:
-    """Replace rotations of part of each head by one operator (Phi, StableLM, GPT-NeoX, Nemotron, GLM). Returns their
-    number.
+    """Replace rotations of part of each head by one operator. Returns their number.
+
+    For Phi, StableLM, GPT-NeoX, Nemotron and GLM.
     """
     return rewrite_each(model, "topw.partial_rotary", "Concat", _fuse_partial)
 
@@ -168,10 +169,7 @@ def _pair_rotated(value: ir.Value | None) -> ir.Value | None:
 def _common_source(
     negated: ir.Value | None, plain: ir.Value | None, ranges: Callable[[int], list[tuple[int, int, int]]]
 ) -> ir.Value | None:
-    """x [batch, heads, sequence, even width] if `plain` and -`negated` are its slices.
-
-    ranges: (start, stop, step) of both.
-    """
+    """x [batch, heads, sequence, even width] if `plain` and -`negated` are its slices."""
     neg = producer(negated, "Neg")
     first, second = producer(plain, "Slice"), producer(neg.inputs[0] if neg else None, "Slice")
     if first is None or second is None or first.inputs[0] is not second.inputs[0]:
@@ -186,7 +184,7 @@ def _common_source(
 
 
 def _angles(factor: ir.Value, function: str, interleaved: bool) -> tuple[ir.Value, list[ir.Node]] | None:
-    """One angle per pair, [batch, sequence, head_dim / 2], and the nodes from `function` on."""
+    """Angles [batch, sequence, head_dim / 2], and the nodes from `function` on."""
     steps: list[ir.Node] = []
     value: ir.Value | None = factor
     unsqueezed = repeated = False

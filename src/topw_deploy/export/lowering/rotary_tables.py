@@ -1,6 +1,6 @@
 """Cosine and sine tables for GroupQueryAttention, shared by layers with equal frequencies.
 
-The trace's nodes compute them, so scaling and arithmetic match the model's.
+The trace's nodes compute them, to match the model's arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from topw_deploy.export.lowering.heads import MergedHeads
 from topw_deploy.export.lowering.rotary import rotary_kind
 from topw_deploy.export.trace.trace import TracedDecoder
 
-# Larger tables are replaced by angles computed in every call.
+# For larger tables, angles are computed in every call.
 _SHARE_OF_WEIGHTS = 1 / 16
 _ALWAYS_SMALL = 1 << 20  # bytes
 
@@ -54,7 +54,6 @@ class RotaryTables:
         return RotaryTable(cos, sin, kind[0])
 
     def _table(self, value: ir.Value | None) -> ir.Value | None:
-        """As an initializer [context_length, n]."""
         nodes = _nodes_between(self._positions, value)
         if nodes is None or value is None or self._positions is None:
             return None
@@ -68,7 +67,6 @@ class RotaryTables:
 
 
 def _nodes_between(source: ir.Value | None, value: ir.Value | None) -> list[ir.Node] | None:
-    """None if `value` needs other inputs."""
     found: list[ir.Node] = []
 
     def visit(value: ir.Value | None) -> bool:
@@ -94,7 +92,6 @@ def _signature(node: ir.Node) -> str:
 
 
 def _run(nodes: list[ir.Node], positions: ir.Value, value: ir.Value, length: int) -> np.ndarray | None:
-    """[length, n] for positions 0 to length - 1."""
     graph = ir.Graph([], [], nodes=[], name="angles", opset_imports={"": 23})
     known = {id(positions): ir.Value(name="positions", type=positions.type, shape=ir.Shape([1, length]))}
     graph.inputs.append(known[id(positions)])

@@ -77,10 +77,8 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
 
 
 def _slice_heads(editor: GraphEditor, heads: ir.Value, start: int, stop: int) -> ir.Value:
-    """Slice without Split.
-
-    For CUDA, onnxruntime's Split copies unequal sizes per run; a replayed step reads freed memory. It also merges
-    slices of a whole value into a Split.
+    """Avoids Split: onnxruntime's for CUDA copies unequal sizes per run, so replayed steps read freed memory. It also
+    merges slices of a whole value into a Split.
     """
     return editor.op("Slice", [heads, *(editor.constant(np.array([number])) for number in (start, stop, 1))])
 
@@ -94,7 +92,7 @@ def _rotate_alike(query: MergedHeads, key: MergedHeads) -> bool:
 
 
 class _Masks:
-    """Masks bool [batch, 1, sequence, slots], one per window."""
+    """bool [batch, 1, sequence, slots] per window."""
 
     def __init__(self, editor: GraphEditor, cache: StaticCache, past_key: ir.Value) -> None:
         self._editor = editor

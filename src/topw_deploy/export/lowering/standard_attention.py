@@ -52,7 +52,7 @@ def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
 
 
 def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """Two products and a softmax, with scores capped as cap * tanh(score / cap).
+    """Scores are capped as cap * tanh(score / cap).
 
     The operator's `softcap` is unused: the specification first applied it after the mask, which reveals the future,
     later before. Runtimes differ.

@@ -42,7 +42,7 @@ class StaticCache:
         return value
 
     def positions(self) -> ir.Value:
-        """int64 [batch, sequence]. Padded columns repeat the last position, so table reads stay in bounds."""
+        """int64 [batch, sequence]. Padded columns repeat the last position, to stay inside tables."""
         if self._positions is None:
             op, constant = self._editor.op, self._editor.constant
             count = op("Squeeze", [self.sequence])

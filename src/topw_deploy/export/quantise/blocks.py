@@ -72,7 +72,7 @@ class BlocksShape:
 def quantise_weight(read: ReadRows, shape: BlocksShape, scheme: Quantisation, dtype: np.dtype[Any]) -> Blocks:
     """Quantise the weight that `read` returns; `dtype`: of weight and scales.
 
-    Blocks never cross outputs, so slicing does not change results. Raises ExportError for NaN or infinity.
+    Slicing does not change results: blocks never cross outputs. Raises ExportError for NaN or infinity.
     """
     codes = np.empty(shape.codes, np.uint8)
     scales = np.empty(shape.scales, dtype)
@@ -138,7 +138,6 @@ def _by_tool(rows: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> Bloc
 
 
 def _run_tool(weight: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> list[np.ndarray]:
-    """In MatMulNBits' order, after a placeholder."""
     name, inputs = "product", "weight"
     node = onnx.helper.make_node("MatMul", ["x", inputs], ["y"], name=name)
     x = onnx.helper.make_tensor_value_info("x", onnx.helper.np_dtype_to_tensor_dtype(weight.dtype), [None, len(weight)])

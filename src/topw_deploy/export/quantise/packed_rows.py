@@ -1,4 +1,7 @@
-"""Match a graph's float weights to a GPTQ or AWQ checkpoint's packed rows, which tracing moves but does not change."""
+"""Match a graph's float weights to a GPTQ or AWQ checkpoint's packed rows.
+
+Tracing rearranges weights, but keeps each row.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class Origin:
 
 
 class PackedRows:
-    """A checkpoint's packed rows, by content."""
+    """Packed rows by content."""
 
     def __init__(self, checkpoint: PackedCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -89,7 +92,6 @@ def _digest(values: np.ndarray) -> bytes:
 
 
 def _order(matrix: PackedMatrix) -> tuple[np.ndarray | None, int | None]:
-    """Both None for unequal groups."""
     counts = np.bincount(matrix.groups, minlength=matrix.scales.shape[1])
     if not (counts == counts[0]).all():
         return None, None

@@ -1,4 +1,4 @@
-"""Find a decoder's products with constant weights."""
+"""Find products with constant weights."""
 
 from __future__ import annotations
 
@@ -92,7 +92,6 @@ def _matrix(value: ir.Value | None) -> tuple[ir.Value, ir.TensorProtocol, bool] 
 
 
 def _added_bias(matmul: ir.Node, outputs: int) -> tuple[ir.Node, ir.Value] | None:
-    """None if the product has other uses."""
     product = matmul.outputs[0]
     uses = product.uses()
     if len(uses) != 1 or product.is_graph_output():

@@ -141,7 +141,7 @@ class _Replacer:
         )
         flat = (embedding.rows, embedding.hidden * scheme.bits // 8)
         stored = _Stored(self.editor, weight, str(table.name), flat)
-        # If absent, onnxruntime assumes 2 ** (bits - 1), but some versions of its CUDA provider 0 for tables.
+        # Absent zero points mean 2 ** (bits - 1), but 0 for tables in some versions of onnxruntime's CUDA provider.
         zero_points = stored.zero_points
         if zero_points is None:
             zero_points = self.editor.initializer(weight.middle(), f"{table.name}_zero_points")
@@ -160,7 +160,7 @@ class _Replacer:
         table = self._tables.get(id(weight)) if product.by_output else None
         if table is not None:
             self._stored.setdefault(id(weight), table)
-            # A view of the same bytes, made once, at load.
+            # A view of the same bytes, made at load.
             shape = table.shape.codes
             target = self.editor.constant([int(size) for size in shape])
             codes = self.editor.op("Reshape", [table.codes, target], dtype=ir.DataType.UINT8, shape=shape)

@@ -1,7 +1,6 @@
-"""The `search` quantiser: each block's scale and zero point of least squared error, from a few candidates.
+"""The `search` quantiser: per block, the scale and zero point of least squared error among a few candidates.
 
 For q = code - zero point the best scale is sum(x q) / sum(q^2), its squared error sum(x^2) - sum(x q)^2 / sum(q^2).
-Zero points are always integers.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ def _search(
 
 
 def _asymmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The range centred on the codes, rounded both ways."""
     most = (1 << bits) - 1
     high, low = np.maximum(blocks.max(axis=1), 0), np.minimum(blocks.min(axis=1), 0)
     span, middle = high - low, (high + low) / 2
@@ -100,7 +98,7 @@ def _symmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.n
 def _round(
     blocks: np.ndarray, inverses: np.ndarray, zeros: np.ndarray, bits: int, rounded: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """q = code - zero point in `rounded`; returns sum(x q) [n], sum(q^2) [n]."""
+    """Writes q to `rounded`; returns sum(x q) [n], sum(q^2) [n]."""
     np.multiply(blocks, inverses[:, None], out=rounded)
     np.rint(rounded, out=rounded)
     np.maximum(rounded, -zeros[:, None], out=rounded)

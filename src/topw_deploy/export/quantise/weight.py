@@ -29,7 +29,7 @@ class RecentBlocks:
             if weight not in self._made:
                 room = _HELD_BYTES - weight.shape.nbytes
                 while self._made and sum(made.shape.nbytes for made in self._made) > room:
-                    del self._made[next(iter(self._made))]  # the oldest
+                    del self._made[next(iter(self._made))]
                 self._made[weight] = weight.compute()
             return self._made[weight]
 

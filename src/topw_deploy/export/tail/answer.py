@@ -38,7 +38,7 @@ def parts_of(answer: Answer) -> list[Tensor]:
 
 
 def answer_of(spec: TailSpec, parts: Sequence[Tensor]) -> Answer:
-    """The inverse of `parts_of`."""
+    """Inverse of `parts_of`."""
     token, logprob, kept, certified, *further = parts
     crop_mass = further.pop(0) if spec.with_mass else None
     return Answer(Drawn(token, logprob, kept), certified, crop_mass, further.pop() if spec.with_keep_mask else None)

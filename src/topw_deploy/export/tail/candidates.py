@@ -32,7 +32,7 @@ class Blocks:
 
     logits: float32 [batch, n, BLOCK].
     index: int64 [batch, n].
-    total: float32 [batch, 1], row sums, to detect NaN and +inf.
+    total: float32 [batch, 1], row sums to detect NaN and +inf.
     """
 
     logits: Tensor
@@ -42,11 +42,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The largest logits, descending, padded with -inf.
+    """The largest logits, descending.
 
-    logits: float32 [batch, width].
-    ids: int64 [batch, width].
-    count: candidates without padding.
+    logits, ids: float32 and int64 [batch, width], padded with -inf.
+    count: without padding.
     """
 
     logits: Tensor
@@ -100,7 +99,7 @@ class ShortPath:
 def largest_blocks(op: Ops, logits: Tensor, width: int) -> Blocks:
     """Blocks of logits [batch, width] with the `CANDIDATES` largest.
 
-    Up to ties, the n largest are in the n blocks with the largest maxima.
+    Up to ties, the n blocks with the largest maxima hold the n largest.
     """
     blocks = width // BLOCK
     grid = op.Reshape(logits, op.constant([-1, blocks, BLOCK], np.int64))
@@ -197,7 +196,7 @@ def short_path(op: Ops, spec: TailSpec, blocks: Blocks, rows: Rows) -> ShortPath
 
 @scope
 def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
-    """Conditions bool [batch, n] for valid and, by `proof`, certified rows.
+    """Whether rows are valid and, by `proof`, certified: bool [batch, n].
 
     Row sums reveal NaN or +inf but may overflow; then `valid_rows` decides.
     """

@@ -1,7 +1,7 @@
 """The literal path with dynamic shapes, for onnxruntime.
 
 Exact reductions (docs/contract/graph.md, section 4):
-- skip rows already settled or certified;
+- skip settled and certified rows;
 - cut the pool's tail by the row test;
 - first compute distances only from outsiders to the warm start.
 """
@@ -167,7 +167,6 @@ def _with_geometry(
 def _distances_from_outside(
     op: Ops, metric: Metric, pool: Pool, start: Start, warm: Tensor, whitened: Tensor
 ) -> Tensor:
-    """0 for tokens inside all warm starts."""
     zero, one = op.constant([0], np.int64), op.constant([1], np.int64)
     shortest = op.Add(op.Reshape(op.ReduceMin(start.warm, keepdims=0), one), one)
     longest = op.Add(op.Reshape(op.ReduceMax(start.warm, keepdims=0), one), one)

@@ -107,13 +107,13 @@ def _two_branches(
     pooled: Callable[[], tuple[Answer, Tensor]],
     moved: Callable[[Tensor], Answer],
 ) -> list[Tensor]:
-    """The `portable` form with geometry: two consecutive branches with static shapes.
+    """The `portable` form with geometry: two consecutive branches.
 
     The first builds the pool unless candidates settle every row, the second computes distances unless every answer is
     final. With a dynamic batch NVIDIA's builder refuses nested branches and sides of different shapes, so the second
     rebuilds the pool, which is cheap.
 
-    fast, pooled, moved: record an answer; `pooled` also whether it is final, bool [batch, 1].
+    pooled: also returns whether the answer is final, bool [batch, 1].
     """
 
     def by_candidates() -> list[Tensor]:
@@ -169,7 +169,7 @@ def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
 
 @scope
 def top_share(op: Ops, logits: Tensor, candidates: Candidates, rows: Rows) -> Tensor:
-    """Probability of the largest logit at Ts: float32 [batch, 1]; NaN for greedy rows."""
+    """Softmax of the largest logit at Ts: float32 [batch, 1]; NaN for greedy rows."""
     temperature, selection, *_ = rows.given
     asked = op.Where(op.Equal(selection, op.constant(0.0)), temperature, selection)
     frozen = op.Less(asked, op.constant(GREEDY_BELOW))

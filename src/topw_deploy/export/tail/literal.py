@@ -26,7 +26,7 @@ from topw_deploy.export.tail.spec import TailSpec
 
 @scope
 def valid_rows(op: Ops, logits: Tensor, rows: Rows) -> Tensor:
-    """Parameters in range, a finite logit, no NaN or +inf after edits: bool [batch, 1]."""
+    """Parameters in range, a finite logit, no NaN or +inf: bool [batch, 1]."""
     axis = op.constant([1], np.int64)
     largest = op.ReduceMax(logits, axis, keepdims=1)
     broken = op.Or(op.IsNaN(logits), op.Equal(logits, op.constant(np.inf)))

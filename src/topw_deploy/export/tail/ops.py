@@ -20,7 +20,7 @@ Tensor = Any
 Side = Callable[[], Sequence[Tensor]]
 """One side of a branch: records or evaluates it and returns its tensors."""
 
-_OUTPUTS = {"TopK": 2}  # operators with more than one output
+_OUTPUTS = {"TopK": 2}  # operators with several outputs
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -37,7 +37,7 @@ class Ops(Protocol):
         """`If` on a bool scalar."""
 
     def loop(self, trips: int, state: Tensor, body: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """`Loop`: the state after at most `trips` >= 1; `body` returns (continue, next state)."""
+        """The state after at most `trips` >= 1; `body` returns (continue, next state)."""
 
     def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
         """An operator with one output, of any domain."""
@@ -47,7 +47,7 @@ class Ops(Protocol):
 
 
 def scope(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Ops, P], R]:
-    """Prefix recorded nodes' names, which exported files contain, with the function's name."""
+    """Prefix recorded nodes' names, as in exported files, with the function's name."""
 
     @functools.wraps(function)
     def recorded(op: Ops, *args: P.args, **kwargs: P.kwargs) -> R:

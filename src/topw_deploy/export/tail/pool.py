@@ -16,7 +16,7 @@ LOWEST = -1e30
 """Score of a token with logit -inf: below every other, yet finite in float32."""
 
 Distances = Callable[[Ops, Tensor], Tensor]
-"""Called with `members` bool [batch, size]; the distance of each pool token to them, double [batch, size]."""
+"""Maps `members` bool [batch, size] to each pool token's distance, double [batch, size]."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
     """First maximum of J [batch, size]: int64 [batch, 1].
 
-    0 for reward <= 0, where only rounding lets J rise (singleton collapse). Ignores prefixes with -inf logits:
-    onnxruntime's Log may change their last bit with the thread count.
+    0 for reward <= 0, where only rounding lets J rise (singleton collapse). Skips -inf logits: onnxruntime's Log may
+    change their J with the thread count.
     """
     objective = op.Where(pool.finite, objective, op.constant(-np.inf, np.float64))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)

@@ -52,7 +52,7 @@ class EmbeddingForm:
     inputs: (element type, shape) of data inputs, without ids.
     indices_position: input index of the ids.
 
-    Raises UnsupportedModelError for an index out of range or a Gather over an axis other than 0.
+    Raises UnsupportedModelError for an index out of range or a Gather axis other than 0.
     """
 
     domain: str
@@ -75,10 +75,7 @@ class EmbeddingForm:
 
     @property
     def form(self) -> str:
-        """The operator as text, e.g. `Gather(axis=0)`.
-
-        Kernels compare it (`table_form`), so attributes are sorted.
-        """
+        """The operator as text, e.g. `Gather(axis=0)`, with sorted attributes for kernels to compare."""
         attributes = dict(self.attributes)
         if self.op_type == "Gather" and not self.domain:
             attributes.setdefault("axis", 0)
@@ -95,10 +92,10 @@ def plain_gather(rows: int, hidden: int, dtype: ir.DataType = ir.DataType.FLOAT)
 class TailSpec:
     """Options of one sampler node.
 
-    vocab_size: width V of the logits, >= 1.
-    embedding, hidden_size: row lookup and width d; optional for the `uniform` metric.
+    vocab_size: width of the logits, >= 1.
+    embedding, hidden_size: row lookup and width; optional for the `uniform` metric.
     form: `portable` (consecutive branches, static shapes), `onnxruntime` (nested, dynamic) or `static` (no branches).
-    opset: of the surrounding model, 18 to 24.
+    opset: 18 to 24.
     with_mass, with_keep_mask: add these outputs.
 
     Raises ParameterError for a value out of range.
@@ -150,7 +147,9 @@ def tail_inputs(spec: TailSpec) -> tuple[str, ...]:
 
 
 def tail_outputs(spec: TailSpec) -> tuple[str, ...]:
-    """next_token int64, logprob float32, kept int32, certified bool [batch]; on request mass float32 [batch], keep_mask
+    """Output names.
+
+    next_token int64, logprob float32, kept int32, certified bool [batch]; on request mass float32 [batch], keep_mask
     bool [batch, vocab].
     """
     optional = (("mass", spec.with_mass), ("keep_mask", spec.with_keep_mask))

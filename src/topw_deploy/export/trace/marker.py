@@ -111,7 +111,6 @@ def _marker_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Outside a trace only the output's shape is right."""
     unknown = sorted(name for name, given in others.items() if name not in _HARMLESS and given is not None)
     masked = attention_mask is not None  # `_no_mask` was bypassed
     if masked or unknown or is_causal is False or not getattr(module, "is_causal", True):

@@ -91,10 +91,7 @@ def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDe
 
 
 def _filled_cache(model: PreTrainedModel, config: Any, weights: Weights) -> DynamicCache:
-    """Built without configuration.
-
-    A configured sliding-window cache drops old tokens; the graph masks them.
-    """
+    """Built without configuration: a configured sliding window drops old tokens; the graph masks them."""
     found = DynamicCache()
     with torch.no_grad(), weights.fake_mode:
         try:
