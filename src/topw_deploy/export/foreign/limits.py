@@ -136,7 +136,7 @@ def _compared_numbers(graph: ir.Graph) -> Iterator[int]:
 
 
 def _is_near(value: int, window: int) -> bool:
-    """`window` itself or either neighbour; negative if added."""
+    """The window, its last position or the first outside; negative if added."""
     return abs(value) in (window - 1, window, window + 1)
 
 

@@ -98,7 +98,7 @@ def _held_points(points: _Points, first: int, last: int, block: int) -> Bound:
 
 
 def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> int:
-    """Update `lowest`; returns the number of pairs."""
+    """Update `lowest` by `left` and `right` points; returns the number of pairs."""
     n, m = len(left), len(right)
     products = left @ right.T
     if top == start:

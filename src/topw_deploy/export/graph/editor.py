@@ -100,7 +100,7 @@ class GraphEditor:
 def rewrite_each(model: ir.Model, prefix: str, op_type: str, rewrite: Callable[[GraphEditor, ir.Node], bool]) -> int:
     """Rewrite each standard `op_type` node; `rewrite` returns whether it did.
 
-    Removes unused nodes. Returns the number.
+    Removes unused nodes. Returns the number rewritten.
     """
     editor = GraphEditor(model.graph, prefix)
     nodes = [node for node in model.graph if (node.domain, node.op_type) == ("", op_type)]

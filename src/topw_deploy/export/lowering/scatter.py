@@ -77,8 +77,10 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
 
 
 def _slice_heads(editor: GraphEditor, heads: ir.Value, start: int, stop: int) -> ir.Value:
-    """Avoids Split: onnxruntime's for CUDA copies unequal sizes per run, so replayed steps read freed memory. It also
-    merges slices of a whole value into a Split.
+    """Slice without Split.
+
+    For CUDA, onnxruntime's Split copies unequal sizes per run, so replayed steps read freed memory. It also merges
+    slices of a whole value into a Split.
     """
     return editor.op("Slice", [heads, *(editor.constant(np.array([number])) for number in (start, stop, 1))])
 

@@ -33,7 +33,7 @@ class Origin:
 
 
 class PackedRows:
-    """Packed rows by content."""
+    """A checkpoint's packed rows, by content."""
 
     def __init__(self, checkpoint: PackedCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -43,7 +43,10 @@ class PackedRows:
                 self._places.setdefault(_digest(values), (prefix, row))
 
     def origin(self, weight: np.ndarray) -> Origin | None:
-        """For `weight` float32 [outputs, inputs]; None if outputs are missing or no MatMulNBits block size fits."""
+        """The origin of `weight` float32 [outputs, inputs].
+
+        None if outputs are missing or no MatMulNBits block size fits.
+        """
         places = []
         for row in weight:
             place = self._places.get(_digest(row))

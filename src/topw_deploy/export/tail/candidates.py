@@ -136,7 +136,10 @@ def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor)
 
 @scope
 def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
-    """J of prefixes (docs/contract/graph.md, section 3, step 4)."""
+    """J of prefixes (docs/contract/graph.md, section 3, step 4).
+
+    drop: logits minus the largest; -inf gets weight 0.
+    """
     axis = op.constant(1, np.int64)
     a = op.Max(op.Div(drop, rows.selection), op.constant(-1e4))
     weight = op.Exp(a)
@@ -220,7 +223,7 @@ def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, 
 
 @scope
 def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
-    """By (logit descending, token id ascending).
+    """The token at `position` by (logit descending, token id ascending).
 
     Runtimes order TopK's ties differently, so equals are sorted by id.
     """

@@ -84,7 +84,7 @@ def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
 
 @scope
 def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: int) -> Tensor:
-    """Whether another iteration may change any set.
+    """Whether another iteration may change any set: bool scalar.
 
     Unchanged sets are final. So are smaller ones (T1), unless geom_scale < 0 or members < neighbours.
     """

@@ -151,7 +151,7 @@ def edited_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tens
 
 @scope
 def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
-    """Without edits, reads the input directly."""
+    """The largest blocks; without edits, read from the input directly."""
 
     def parts(blocks: Blocks) -> list[Tensor]:
         return [blocks.logits, blocks.index, blocks.total]

@@ -72,7 +72,7 @@ def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bo
     `cosine`: minus the cosine. Others: |x|^2 + |y|^2 - 2 x.y, which cancels for near-duplicates: with 2,048 float32
     coordinates the root errs by up to 0.03. Pass doubles or use `recompute_nearest`.
 
-    double: onnxruntime up to 1.24 cannot fuse Transpose into a double product; a Reshape prevents it.
+    double: onnxruntime up to 1.24 has no double product with fused Transpose; a Reshape prevents fusion.
     """
     transposed = op.Transpose(columns, perm=[0, 2, 1])
     products = op.MatMul(rows, op.Reshape(transposed, op.Shape(transposed)) if double else transposed)

@@ -37,7 +37,7 @@ def valid_rows(op: Ops, logits: Tensor, rows: Rows) -> Tensor:
 
 @scope
 def pool_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows) -> tuple[Answer, Tensor]:
-    """Without distances, and where final: bool [batch, 1]."""
+    """The answer without distances, and where final: bool [batch, 1]."""
     valid = valid_rows(op, logits, rows)
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     start = warm_start(op, pool, rows)
@@ -50,7 +50,7 @@ def pool_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows) -> tuple[An
 def moved_answer(
     op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: Mapping[str, Tensor], sure: Tensor
 ) -> Answer:
-    """With distances and certificate `sure`."""
+    """The alternation's answer, with certificate `sure`."""
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     warm = warm_end(op, pool, rows)
     moved = alternate(op, pool, warm, rows, _distances(op, spec, pool, inputs), spec.options.alt_iters)
@@ -59,7 +59,7 @@ def moved_answer(
 
 @scope
 def literal_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: Mapping[str, Tensor]) -> Answer:
-    """Without control flow."""
+    """The whole algorithm without control flow."""
     valid = valid_rows(op, logits, rows)
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     start = warm_start(op, pool, rows)

@@ -21,13 +21,13 @@ Distances = Callable[[Ops, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Pool:
-    """By (logit descending, token id ascending), [batch, size].
+    """The pool by (logit descending, token id ascending), [batch, size].
 
     ids: int64.
     finite: bool, false for logits of -inf, outside the pool.
     drop: double, logits minus the largest.
     weight, score: double, exp(drop / Ts), lam * drop / Ts.
-    positions: int64 [size].
+    positions: int64 [size], 0..size-1.
     width, final: int64 [1], size and size - 1.
     """
 
