@@ -28,7 +28,7 @@ class EmbeddingNode:
 
 
 def find_embedding(graph: ir.Graph) -> EmbeddingNode:
-    """Raises UnsupportedModelError unless `input_ids` has exactly one lookup."""
+    """The lookup of `input_ids`. Raises UnsupportedModelError unless there is exactly one."""
     found = _lookups(graph)
     if not found:
         raise UnsupportedModelError(

@@ -65,7 +65,7 @@ def measure_for(wanted: bool, dry_run: bool, progress: Progress) -> Measure:
 
 
 def neighbour_bound(geometry: Geometry, tokens: int, progress: Progress = SILENT) -> Bound:
-    """A lower bound of each token's distance to the nearest of the first `tokens`: float32 [tokens].
+    """A lower bound of each token's distance to the nearest other of the first `tokens`: float32 [tokens].
 
     geometry: float64 statistics; the bound also holds for a graph's float32 roundings.
     progress: counts pairs.

@@ -56,7 +56,7 @@ def _stored_rows(embedding: EmbeddingNode) -> Any:
 
 
 def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
-    """The tensor's values; data files are mapped, even hard links."""
+    """The tensor's values; data files are mapped, even with hard links."""
     whole_bytes = tensor.dtype.itemsize >= 1
     if not isinstance(tensor, ir.ExternalTensor) or not whole_bytes:
         return tensor.numpy()

@@ -57,7 +57,7 @@ class StaticCache:
     def replace_present(
         self, layer: AttentionLayer, keys: ir.Value, values: ir.Value, slots: int | str = "max_length"
     ) -> None:
-        """`keys` and `values`: [batch, kv_heads, slots, dim]."""
+        """Make `keys` and `values` [batch, kv_heads, slots, dim] the layer's presents."""
         outputs = self._editor.graph.outputs
         for kind, past, present in (("key", layer.past_key, keys), ("value", layer.past_value, values)):
             name = f"present.{layer.index}.{kind}"

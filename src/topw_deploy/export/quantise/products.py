@@ -35,7 +35,7 @@ class Product:
 
     @property
     def names(self) -> tuple[str | None, ...]:
-        """For patterns to match."""
+        """Names for patterns to match."""
         return self.nodes[0].name, self.weight.name
 
 

@@ -20,7 +20,7 @@ _SMALLEST_BLOCK = BLOCK_SIZES[0]
 
 @dataclass(frozen=True, kw_only=True)
 class Quantisation:
-    """Weights rounded in blocks along each output's inputs, one scale per block.
+    """How weights are rounded: in blocks along each output's inputs, one scale per block.
 
     bits: 4 or 8.
     block_size: weights per scale.

@@ -21,7 +21,7 @@ _REFINEMENTS = 1  # rounds: scale for the codes, codes for that scale
 
 @dataclass(frozen=True)
 class Rounded:
-    """(code - zero point) * scale.
+    """Rows as (code - zero point) * scale.
 
     codes: uint8 [n, blocks * block_size], not packed.
     scales: [n, blocks].
