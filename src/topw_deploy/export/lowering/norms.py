@@ -28,10 +28,7 @@ def cast_rows_of_norms(model: ir.Model) -> int:
 
 
 def fuse_skip_norms(model: ir.Model) -> int:
-    """Fuse residual adds with following norms. Returns the number of pairs.
-
-    The fused node also returns the sum.
-    """
+    """Fuse residual adds with following norms. Returns the number of pairs."""
     editor = GraphEditor(model.graph, "topw.skip")
     fused = sum(_fuse(editor, node) for node in list(model.graph) if is_op(node, "Add"))
     if fused:

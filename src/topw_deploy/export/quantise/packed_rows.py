@@ -1,7 +1,4 @@
-"""Match a graph's float weights to a GPTQ or AWQ checkpoint's packed rows.
-
-Tracing rearranges weights, but keeps each row.
-"""
+"""Match a graph's float weights to a GPTQ or AWQ checkpoint's packed rows, which tracing only rearranges."""
 
 from __future__ import annotations
 

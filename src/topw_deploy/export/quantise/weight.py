@@ -48,7 +48,6 @@ def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
 class QuantisedWeight:
     """A weight quantised on demand.
 
-    recent: the bounded cache.
     keep: keep Blocks for another read.
     """
 

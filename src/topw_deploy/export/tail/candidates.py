@@ -97,10 +97,7 @@ class ShortPath:
 
 @scope
 def largest_blocks(op: Ops, logits: Tensor, width: int) -> Blocks:
-    """Blocks of logits [batch, width] with the `CANDIDATES` largest.
-
-    Up to ties, the n blocks with the largest maxima hold the n largest.
-    """
+    """Blocks of logits [batch, width] with the `CANDIDATES` largest."""
     blocks = width // BLOCK
     grid = op.Reshape(logits, op.constant([-1, blocks, BLOCK], np.int64))
     maxima = op.ReduceMax(grid, op.constant([2], np.int64), keepdims=0)
@@ -201,7 +198,7 @@ def short_path(op: Ops, spec: TailSpec, blocks: Blocks, rows: Rows) -> ShortPath
 def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
     """Whether rows are valid and, by `proof`, certified: bool [batch, n].
 
-    Row sums reveal NaN or +inf but may overflow; then `valid_rows` decides.
+    Row sums reveal NaN or +inf but may overflow: `valid_rows` decides.
     """
     finite = [(largest, -LARGEST, LARGEST), (blocks.total, -np.inf, LARGEST)]
     return within(op, rows, [*finite, *proof])

@@ -20,7 +20,7 @@ from topw_deploy.export.tail.pool import Pool, Start, best_prefix, potential, pr
 from topw_deploy.export.tail.spec import EmbeddingForm, TailSpec
 
 _ROW_SLACK = 1e-6  # of J in double, far above rounding
-_BY_ROW = ("ids", "finite", "drop", "weight", "score")  # the pool's [batch, size] tensors
+_BY_ROW = ("ids", "finite", "drop", "weight", "score")  # [batch, size]
 _TIGHTENINGS = 3  # rounds of the row test; each lowers the next one's mass
 
 
@@ -190,7 +190,7 @@ def settled_or_moved(
     rows: Rows,
     inputs: Mapping[str, Tensor],
 ) -> Tensor:
-    """Final sets bool [batch, top_m]: the base scan's if `sure` or invalid, else alternated."""
+    """Final sets bool [batch, top_m]: the base scan's if `sure` or invalid."""
     settled = up_to(op, start.base, pool.positions)
     done = op.Or(sure, op.Not(valid))
 

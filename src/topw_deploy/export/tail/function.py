@@ -112,8 +112,6 @@ def _two_branches(
     The first builds the pool unless candidates settle every row, the second computes distances unless every answer is
     final. With a dynamic batch NVIDIA's builder refuses nested branches and sides of different shapes, so the second
     rebuilds the pool, which is cheap.
-
-    pooled: also returns whether the answer is final, bool [batch, 1].
     """
 
     def by_candidates() -> list[Tensor]:

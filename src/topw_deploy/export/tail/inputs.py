@@ -38,7 +38,7 @@ class Rows:
     """Parameters as float32 columns [batch, 1].
 
     given: in the order of `PARAMETERS`.
-    greedy: bool, temperature below 1e-5; `reward` is -1 and `scale` 0.
+    greedy: bool, temperature below 1e-5; `reward` is -1, `scale` 0.
     temperature, selection: T and Ts, never 0.
     lam, beta: weights of entropy and log mass.
     reward: beta - lam.

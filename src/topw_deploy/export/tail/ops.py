@@ -20,7 +20,7 @@ Tensor = Any
 Side = Callable[[], Sequence[Tensor]]
 """One side of a branch: records or evaluates it and returns its tensors."""
 
-_OUTPUTS = {"TopK": 2}  # operators with several outputs
+_OUTPUTS = {"TopK": 2}
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -48,7 +48,6 @@ AttributeValue = int | float | str | tuple[int, ...]
 class EmbeddingForm:
     """The decoder's embedding node without tensors; maps ids [...] to rows [..., hidden].
 
-    domain, op_type: e.g. "com.microsoft" and "GatherBlockQuantized".
     inputs: (element type, shape) of data inputs, without ids.
     indices_position: input index of the ids.
 
