@@ -1,1 +1,1 @@
-"""Decoders that another exporter wrote."""
+"""Decoders from other exporters."""

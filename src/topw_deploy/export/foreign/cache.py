@@ -1,4 +1,4 @@
-"""How a decoder of another exporter keeps its key-value cache."""
+"""Key-value caches of other exporters' decoders."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph.editor import find_input, required_input
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
-# Takes one length per row, so it silently misplaces rows padded on the left; writes into a cache bound as past and
-# present.
+# Takes one length per row, so silently misplaces left-padded rows; writes in place.
 IN_PLACE = "GroupQueryAttention"
-_LENGTHS = 5  # the operator's input seqlens_k: a row's tokens, less one
+_LENGTHS = 5  # the operator's input seqlens_k: row lengths - 1
 _TYPES = ("float", "float16", "bfloat16")
 _AFTER_SUM = ("Cast", "Sub", "Squeeze")  # between a row's sum and seqlens_k
 
 
 def cache_type(graph: ir.Graph) -> str:
-    """Element type of the cache. Raises UnsupportedModelError for a quantised one."""
+    """The cache's element type. Raises UnsupportedModelError if quantised."""
     name = (required_input(graph, "past_key_values.0.key").dtype or ir.DataType.FLOAT).name.lower()
     if name not in _TYPES:
         raise UnsupportedModelError(
@@ -36,9 +35,9 @@ def is_written_in_place(graph: ir.Graph) -> bool:
 
 
 def takes_right_padding(graph: ir.Graph) -> bool:
-    """Whether every GroupQueryAttention takes the sum of a row's mask as its length.
+    """Whether every GroupQueryAttention takes the mask's row sums as lengths.
 
-    False if one keeps only a sliding window: it places all rows by the longest one, or refuses.
+    False if one caches only a window: it places all rows by the longest, or fails.
     """
     mask = find_input(graph, "attention_mask")
     nodes = [node for node in graph if node.op_type == IN_PLACE]
@@ -46,13 +45,12 @@ def takes_right_padding(graph: ir.Graph) -> bool:
 
 
 def kept_window(node: ir.Node) -> int:
-    """The sliding window that `node` keeps alone, its shortest buffer; 0 if it keeps all tokens."""
+    """The window limiting the node's cache; 0 for none."""
     keeps = node.attributes.get("sliding_window_cache")
     return node.attributes["local_window_size"].as_int() if keeps is not None and keeps.as_int() else 0
 
 
 def _sums_rows(value: ir.Value | None, mask: ir.Value | None) -> bool:
-    """Whether `value` is computed from sums of the rows of `mask`."""
     node = value.producer() if value is not None else None
     while node is not None and node.op_type in _AFTER_SUM:
         source = node.inputs[0]

@@ -1,7 +1,7 @@
-"""What ends the sequences of another exporter's decoder, and what it leaves out of its model.
+"""Sequence limits of another exporter's decoder, and model features that its graph lacks.
 
-A graph without its model's sliding window is silently wrong beyond it, one without the soft cap everywhere. Comparing a
-graft with its own decoder shows neither.
+A missing sliding window is silently wrong beyond it, a missing soft cap everywhere. Comparing a graft with its own
+decoder shows neither.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from topw_deploy.export.graph.editor import find_input, is_constant
 
 _TRANSPARENT = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"}
 _COS_CACHE_AT = {"GroupQueryAttention": 7, "RotaryEmbedding": 2}  # of com.microsoft's operators
-# In plain operators a window is a distance or a bound on positions, compared or subtracted.
+# Plain operators compare or subtract a window.
 _COMPARISONS = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Sub", "Add"}
 _FUSED = ("GroupQueryAttention", "Attention")
 _BETWEEN_CAP_AND_SOFTMAX = {"Mul", "Add", "Where", "Cast", "Identity", "Reshape", "Max", "Clip"}
-_CAP_TOLERANCE = 1e-3  # relative: a cap may have been rounded to half precision
+_CAP_TOLERANCE = 1e-3  # relative: caps may be rounded to half precision
 
 
 @dataclass(frozen=True)
 class Window:
-    """A sliding window of `size` tokens, the query included, in `layers` layers (None: at least one)."""
+    """A sliding window of `size` tokens, including the query, in `layers` layers (None: at least one)."""
 
     size: int
     layers: int | None
@@ -35,14 +35,14 @@ class Window:
 
 @dataclass(frozen=True)
 class SequenceLimit:
-    """Tokens of the longest sequence, and why they are fewer than configured."""
+    """The longest sequence in tokens, and why it is below the configured one."""
 
     tokens: int
     notices: tuple[str, ...] = ()
 
 
 def sequence_limit(graph: ir.Graph, configured: int, window: Window | None) -> SequenceLimit:
-    """The smallest of the configured context, the position tables, and a window that `graph` ignores."""
+    """The least of configured context, position tables, and a window that `graph` ignores."""
     tokens, notices = configured, []
     rows = min(_position_rows(graph), default=tokens)
     if rows < tokens:
@@ -61,7 +61,7 @@ def sequence_limit(graph: ir.Graph, configured: int, window: Window | None) -> S
 
 
 def window_of(config: dict[str, Any], genai: dict[str, Any]) -> Window | None:
-    """The sliding window in config.json (text part) or, if empty, genai_config.json (decoder)."""
+    """The window in config.json (text part) or, if empty, genai_config.json (decoder)."""
     if config:
         size, types = config.get("sliding_window"), config.get("layer_types")
         if not _is_size(size) or config.get("use_sliding_window") is False:
@@ -73,16 +73,13 @@ def window_of(config: dict[str, Any], genai: dict[str, Any]) -> Window | None:
     stated = genai.get("sliding_window")
     if not isinstance(stated, dict) or not _is_size(stated.get("window_size")):
         return None
-    # The builder writes an empty list for models without layer_types, which have a window in every layer.
+    # Without layer_types the builder writes an empty list; every layer then has the window.
     layers = stated.get("layers")
     return Window(stated["window_size"], len(layers) if isinstance(layers, list) and layers else None)
 
 
 def applies_window(graph: ir.Graph, window: Window) -> bool:
-    """Whether as many layers apply the window as should.
-
-    GroupQueryAttention has an attribute for it; plain operators compare something with it.
-    """
+    """Whether enough layers apply the window, by GroupQueryAttention's attribute or a comparison."""
     fused = [node for node in graph if node.op_type == "GroupQueryAttention"]
     if not fused:
         return any(_is_near(value, window.size) for value in _compared_numbers(graph))
@@ -91,10 +88,7 @@ def applies_window(graph: ir.Graph, window: Window) -> bool:
 
 
 def lost_soft_cap(graph: ir.Graph, config: dict[str, Any]) -> float | None:
-    """The soft cap on attention scores (Gemma 2) in `config` that `graph` does not apply.
-
-    Attention operators have an attribute for it; plain operators have a Tanh before the Softmax.
-    """
+    """The attention soft cap in `config` (Gemma 2) that `graph` does not apply, by attribute or Tanh before Softmax."""
     cap = config.get("attn_logit_softcapping")
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
         return None
@@ -110,7 +104,7 @@ def lost_soft_cap(graph: ir.Graph, config: dict[str, Any]) -> float | None:
 
 
 def _position_rows(graph: ir.Graph) -> Iterator[int]:
-    """Rows of constant tables indexed by positions: rotary caches and learned embeddings."""
+    """Row counts of tables indexed by position: rotary caches, learned embeddings."""
     for node in graph:
         if node.domain == "com.microsoft" and node.op_type in _COS_CACHE_AT:
             at = _COS_CACHE_AT[node.op_type]
@@ -133,7 +127,6 @@ def _table_rows(table: ir.Value | None) -> Iterator[int]:
 
 
 def _compared_numbers(graph: ir.Graph) -> Iterator[int]:
-    """Constant integers that are compared, subtracted or added."""
     for node in graph.all_nodes():
         if node.domain == "" and node.op_type in _COMPARISONS:
             for value in node.inputs:
@@ -143,7 +136,7 @@ def _compared_numbers(graph: ir.Graph) -> Iterator[int]:
 
 
 def _is_near(value: int, window: int) -> bool:
-    """Whether `value` is the window, its last position or the first outside; negative if added."""
+    """The window, its last position or the first outside; negative if added."""
     return abs(value) in (window - 1, window, window + 1)
 
 

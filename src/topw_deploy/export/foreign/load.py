@@ -1,4 +1,4 @@
-"""Reads decoders that another exporter wrote."""
+"""Load decoders from other exporters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from topw_deploy.files import open_regular
 from topw_deploy.manifest import MOST_TOKENS, DecoderInfo
 
 _ATTENTION = (IN_PLACE, "Attention")
-# Inputs of unsupported layouts -> how to build the supported one.
+# Inputs of unsupported layouts, and how to build the supported one.
 _OTHER_LAYOUTS = {
     "key_cache.0": "mobius's static cache; build it without --static-cache",
     "block_table": "a paged cache; build it without use_paged_attention",
@@ -34,15 +34,15 @@ _OTHER_LAYOUTS = {
 
 
 def load_decoder(file: Path, folder: Path) -> Decoder:
-    """The decoder of the ONNX `file`, its weights left where they are; configuration from `folder`.
+    """Load ONNX `file`, leaving weights in their files; configuration from `folder`.
 
-    Its notices say what the graph leaves out of its model and what ends its sequences early (limits.py).
+    Notices state missing features and early limits (limits.py).
     Raises SourceError for an unreadable file or data file, UnsupportedModelError unless inputs are input_ids,
     attention_mask, (position_ids), past_key_values.{i}.key|value, and outputs logits, present.{i}.key|value.
     """
     try:
         model = ir.load(file)
-    except Exception as error:  # protobuf and onnx_ir raise many kinds for a damaged file
+    except Exception as error:  # protobuf and onnx_ir raise many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise SourceError(
             f"{file} cannot be read as ONNX ({type(error).__name__}: {reason}); export it again."
@@ -55,11 +55,11 @@ def load_decoder(file: Path, folder: Path) -> Decoder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, {} without such a file. Raises SourceError for anything else."""
+    """The object in `path`, {} if absent. Raises SourceError for anything else."""
     try:
         with open_regular(path, follow=True) as stream:
             data = json.loads(stream.read().decode("utf-8"))
-        json.dumps(data, ensure_ascii=False).encode("utf-8")  # lone surrogates could not be written to the export
+        json.dumps(data, ensure_ascii=False).encode("utf-8")  # lone surrogates cannot be exported
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -70,21 +70,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a composite config.json, else all of it."""
+    """A composite config.json's text part, else all."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 
 
 class _Configuration:
-    """config.json (its text part), genai_config.json's model, and that model's decoder."""
-
     def __init__(self, folder: Path) -> None:
         self.text = text_part(read_json(folder / "config.json"))
         self.genai = _object(read_json(folder / "genai_config.json"), "model")
         self.decoder = _object(self.genai, "decoder")
 
     def count(self, *names: str) -> int | None:
-        """The first of the counts `names`. Raises UnsupportedModelError for one out of range."""
+        """The first count in `names`. Raises UnsupportedModelError if out of range."""
         for name in names:
             for where in (self.text, self.decoder, self.genai):
                 value = where.get(name)
@@ -206,7 +204,6 @@ def _cache_size(value: ir.Value, axis: int, configured: int | None) -> int:
 
 
 def _fix_cache_sizes(graph: ir.Graph, layer: int, heads: int, dim: int) -> None:
-    """Put numbers for heads and head_dim into the graph's signature."""
     names = _cache_names("past_key_values", {str(layer)}) | _cache_names("present", {str(layer)})
     for value in (*graph.inputs, *graph.outputs):
         shape = value.shape
@@ -215,7 +212,6 @@ def _fix_cache_sizes(graph: ir.Graph, layer: int, heads: int, dim: int) -> None:
 
 
 def _weights_dtype(graph: ir.Graph) -> str:
-    """The element type of most weight bytes."""
     sizes: dict[str, int] = {}
     for value in graph.initializers.values():
         if value.const_value is not None:

@@ -1,4 +1,4 @@
-"""Find the node that looks up token embeddings."""
+"""Find the token embedding lookup."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph.editor import find_input, is_constant
 from topw_deploy.export.tail import EmbeddingForm
 
-# Allowed between ids and lookup: they change neither the ids' values nor their order.
+# Allowed between ids and lookup: preserve the ids' values and order.
 _TRANSPARENT = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"}
 _LOOKUPS = {("", "Gather"), ("com.microsoft", "GatherBlockQuantized")}
 _IDS_AT = 1  # input index of the ids
@@ -18,7 +18,7 @@ _IDS_AT = 1  # input index of the ids
 
 @dataclass(frozen=True)
 class EmbeddingNode:
-    """The lookup of a table [rows, hidden]; `data`: its inputs without the ids."""
+    """A lookup in a table [rows, hidden]; `data`: inputs without the ids."""
 
     node: ir.Node
     form: EmbeddingForm
@@ -28,7 +28,7 @@ class EmbeddingNode:
 
 
 def find_embedding(graph: ir.Graph) -> EmbeddingNode:
-    """The lookup downstream of `input_ids`. Raises UnsupportedModelError unless there is exactly one."""
+    """The lookup of `input_ids`. Raises UnsupportedModelError unless there is exactly one."""
     found = _lookups(graph)
     if not found:
         raise UnsupportedModelError(

@@ -1,8 +1,7 @@
 """Logits of each row's last attended position.
 
-The position comes from `attention_mask`, padded on either side, or from `row_lengths` (static cache). If every node
-from the vocabulary matmul to the logits provably acts on each position alone, the hidden state is selected before that
-matmul, which saves n - 1 of a prompt's n products with the vocabulary.
+The position comes from `attention_mask`, padded on either side, or `row_lengths` (static cache). If nodes from the
+vocabulary matmul on act per position, it gets one position per row.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ _MATMULS = {("", "MatMul"), ("com.microsoft", "MatMulNBits"), ("com.microsoft", 
 
 
 def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
-    """Each row's last logits, float32 [batch, vocab]; the graph's output `logits` stays listed.
+    """Each row's last logits, float32 [batch, vocab]; `logits` stays a graph output.
 
-    graph: has input_ids [batch, sequence], attention_mask [batch, past + sequence] or row_lengths [batch], and the
-        output logits [batch, sequence, vocab].
-    before_matmul: select before the matmul if possible; False keeps the graph's own logits complete.
+    graph: input_ids [batch, sequence], attention_mask [batch, past + sequence] or row_lengths [batch] -> logits [batch,
+        sequence, vocab].
+    before_matmul: select before the matmul if possible; False leaves the graph's logits complete.
     """
     logits = next(value for value in graph.outputs if value.name == "logits")
     editor = GraphEditor(graph, PREFIX)
@@ -44,7 +43,7 @@ def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
 def _pick(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Value:
     """[batch, sequence, n] -> [batch, n]"""
     op, constant = editor.op, editor.constant
-    if rows.shape is not None and rows.shape[1] == 1:  # already selected
+    if rows.shape is not None and rows.shape[1] == 1:
         return op("Squeeze", [rows, constant(np.array([1]))])
     last = _last_column(editor, graph)
     if rows.shape is None or rows.dtype is None:
@@ -53,7 +52,7 @@ def _pick(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Value:
 
 
 def _last_column(editor: GraphEditor, graph: ir.Graph) -> ir.Value:
-    """Each row's last attended column of input_ids: int64 [batch, 1]."""
+    """int64 [batch, 1]."""
     op, constant = editor.op, editor.constant
     lengths = find_input(graph, "row_lengths")
     if lengths is not None:
@@ -69,7 +68,7 @@ def _last_column(editor: GraphEditor, graph: ir.Graph) -> ir.Value:
 
 
 def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None:
-    """It and the row-wise nodes after it, last first; None if uncertain."""
+    """Row-wise nodes are last first; None if uncertain."""
     if logits.shape is None or len(logits.shape) != 3:
         return None
     path: list[ir.Node] = []
@@ -86,10 +85,7 @@ def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None
 
 
 def _keeps_rows(matmul: ir.Node) -> bool:
-    """Whether each row of the product depends only on that row of the first input, of rank 3 like the logits.
-
-    True for a constant matrix, which MatMulNBits always has.
-    """
+    """Whether output rows depend only on input rows, of rank 3."""
     weights = matmul.inputs[1]
     if not all(source is None or is_constant(source) for source in matmul.inputs[1:]) or weights is None:
         return False
@@ -101,7 +97,7 @@ def _keeps_rows(matmul: ir.Node) -> bool:
 
 
 def _rowwise_source(node: ir.Node) -> ir.Value | None:
-    """The variable input of a node that acts on each row alone, whatever the rank; else None."""
+    """The variable input of a row-wise node, else None."""
     if node.domain != "" or len(node.outputs) != 1:
         return None
     if node.op_type in _ROWWISE:
@@ -116,7 +112,6 @@ def _rowwise_source(node: ir.Node) -> ir.Value | None:
 
 
 def _replay(editor: GraphEditor, matmul: ir.Node, path: list[ir.Node], hidden: ir.Value) -> ir.Value:
-    """Copy the nodes for one row per sequence; the old ones are removed later."""
     value = _copy(editor, matmul, matmul.inputs[0], hidden)
     old = matmul.outputs[0]
     for node in reversed(path):

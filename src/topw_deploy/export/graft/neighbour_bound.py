@@ -1,20 +1,19 @@
-"""The neighbour bound: a lower bound of each token's distance to its nearest neighbour, computed once at export.
+"""Lower bound of each token's distance to its nearest neighbour, computed at export.
 
-A token outside the crop is at least this far from every member, so that many tokens fail the row test without a
-distance (docs/contract/graph.md, section 8). Every pair is computed once, by float32 products of blocks. Two extra
-coordinates per token ensure that the rounded product of two tokens never exceeds their distance.
+A token outside the crop is at least this far from every member, so many fail the row test without a distance
+(docs/contract/graph.md, section 8). Two extra coordinates keep rounded float32 products below distances.
 
-For points x, y of float32 with n = d + 2 coordinates and a unit of rounding u = 2^-24, let
+For float32 points x, y with n = d + 2 coordinates and unit roundoff u = 2^-24, let
 
     x -> (-2 x, q_x, 1)    y -> (y, 1, q_y)    q_x = (1 - 2 g) |x|^2 - (1 + g) t_x    g = n u / (1 - n u)
 
-Their product is |x - y|^2 less 2 g (|x|^2 + |y|^2) + (1 + g)(t_x + t_y). Summed in any order, with or without fused
-multiply-add, its error is at most g times the sum of its terms' magnitudes, 2 sum |x_k y_k| + |q_x| + |q_y| <=
-2 (|x|^2 + |y|^2) + t_x + t_y (N. Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). So the rounded
-product s is at most |x - y|^2 - t_x - t_y. The true points are within e_x and e_y of the rounded ones: with D their
-distance and any r > 0, |x - y|^2 <= (D + e_x + e_y)^2 <= (1 + r) D^2 + 2 (1 + 1/r)(e_x^2 + e_y^2); with t_x =
-2 (1 + 1/r) e_x^2 then D^2 >= s / (1 + r). For `cosine`, x -> (-x, q_x, 1) with q_x = 1/2 - 1.1 g - 2.1 e_x gives the
-same for 1 - x.y, as |x|, |y| <= 1 up to rounding.
+Their product is |x - y|^2 - 2 g (|x|^2 + |y|^2) - (1 + g)(t_x + t_y). In any summation order, fused or not, its error
+is at most g times 2 sum |x_k y_k| + |q_x| + |q_y| <= 2 (|x|^2 + |y|^2) + t_x + t_y (N. Higham, Accuracy and Stability
+of Numerical Algorithms, section 3.1). So the rounded product s is at most |x - y|^2 - t_x - t_y.
+
+With points off by e_x and e_y, true distance D and r > 0, |x - y|^2 <= (D + e_x + e_y)^2 <= (1 + r) D^2 + 2 (1 +
+1/r)(e_x^2 + e_y^2). For t_x = 2 (1 + 1/r) e_x^2, D^2 >= s / (1 + r). For `cosine`, x -> (-x, q_x, 1) with q_x = 1/2 -
+1.1 g - 2.1 e_x bounds 1 - x.y, as |x|, |y| <= 1 up to rounding.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from topw_deploy.sampling import Geometry
 
 Bound = NDArray[np.float32]
 Measure = Callable[[Geometry, int], Bound]
-"""Called with the geometry and the number of tokens; returns node input 13, float32 [tokens] or [0]."""
+"""Maps geometry and number of tokens to node input 13, float32 [tokens] or [0]."""
 
-_UNIT = 2.0**-24  # of float32's rounding
+_UNIT = 2.0**-24  # float32's unit roundoff
 _SHARE = 2.0**-16  # r above
-_ARITHMETIC = 1e-9  # of a point's norm: more than double-precision points can differ
-_UNDERFLOW = 2.0**-100  # more than a sum can lose by underflow
-_BLOCK = 2048  # maximum tokens on each side of a product
-_BLOCK_VALUES = 4 << 20  # float64 coordinates of one block of points: 32 MiB
-_HELD_VALUES = 64 << 20  # float32 coordinates of the left sides held at a time: 256 MiB
+_ARITHMETIC = 1e-9  # of a point's norm, above double-precision error
+_UNDERFLOW = 2.0**-100  # above a sum's underflow
+_BLOCK = 2048  # tokens per side of a product
+_BLOCK_VALUES = 4 << 20  # float64 coordinates per block: 32 MiB
+_HELD_VALUES = 64 << 20  # float32 coordinates of left sides held: 256 MiB
 
 
 def no_bound(_geometry: Geometry, _tokens: int) -> Bound:
-    """A Measure that returns [0], no bound."""
+    """A Measure without a bound: [0]."""
     return np.zeros(0, dtype=np.float32)
 
 
 def zero_bound(_geometry: Geometry, tokens: int) -> Bound:
-    """A valid Measure of the real size, for a dry run."""
+    """A valid Measure of full size, for dry runs."""
     return np.zeros(tokens, dtype=np.float32)
 
 
@@ -68,12 +67,11 @@ def measure_for(wanted: bool, dry_run: bool, progress: Progress) -> Measure:
 def neighbour_bound(geometry: Geometry, tokens: int, progress: Progress = SILENT) -> Bound:
     """A lower bound of each token's distance to the nearest other of the first `tokens`: float32 [tokens].
 
-    geometry: with float64 statistics; the bound also holds for their float32 roundings in a graph.
-    progress: its bar counts pairs of tokens.
+    geometry: float64 statistics; the bound also holds for a graph's float32 roundings.
+    progress: counts pairs.
 
-    0 for duplicates, for near-duplicates within float32's rounding, and for a single token. Holds under `knn`, whose
-    mean is at least the smallest distance.
-    Memory: about 500 MB beside the table, which is read in blocks. Time: tokens^2 / 2 products of width d.
+    0 for duplicates, near-duplicates within float32's rounding, and a single token. Valid under `knn`, whose mean is at
+    least the minimum. Needs about 500 MB beside the table, and tokens^2 / 2 products of width d.
     Raises ParameterError for the `uniform` metric.
     """
     points = _Points(geometry, tokens)
@@ -85,7 +83,7 @@ def neighbour_bound(geometry: Geometry, tokens: int, progress: Progress = SILENT
             left = _held_points(points, first, min(first + held, tokens), block)
             for start in range(first, tokens, block):
                 right = points.right(start, min(start + block, tokens))
-                for top in range(first, min(first + held, start + 1), block):  # on the diagonal and above
+                for top in range(first, min(first + held, start + 1), block):  # diagonal and above
                     part = left[top - first : top - first + block]
                     advance(_lower(lowest, part, right, top, start))
     return points.distance(lowest)
@@ -100,11 +98,7 @@ def _held_points(points: _Points, first: int, last: int, block: int) -> Bound:
 
 
 def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> int:
-    """Update `lowest` [tokens] with the products of two blocks; returns their number of pairs.
-
-    left: points [n, width] of the tokens from `top` on.
-    right: points [m, width] of the tokens from `start` on.
-    """
+    """Update `lowest` by `left` and `right` points; returns the number of pairs."""
     n, m = len(left), len(right)
     products = left @ right.T
     if top == start:
@@ -117,23 +111,20 @@ def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> in
 
 
 class _Points:
-    """Points of d + 2 float32 coordinates: the product of a left and a right one is <= the tokens' distance.
-
-    For `mahalanobis` and `unit` that is squared.
-    """
+    """Products bound distances, squared for `mahalanobis` and `unit`."""
 
     def __init__(self, geometry: Geometry, tokens: int) -> None:
         if geometry.mean is None or geometry.inverse_std is None:
             raise ParameterError("the uniform metric needs no neighbour bound: all distances are 1; leave it out.")
         self._geometry = geometry
-        # In a mahalanobis distance the mean cancels, so its rounding does not matter.
+        # The mean cancels in mahalanobis distances.
         mean = geometry.mean if geometry.metric == "mahalanobis" else _rounded(geometry.mean)
         self._in_graph = replace(geometry, mean=mean, inverse_std=_rounded(geometry.inverse_std))
         self.width = len(geometry.mean) + 2
         growth = self.width * _UNIT
         self._growth = growth / (1.0 - growth)
         self._euclidean = geometry.metric != "cosine"
-        self._offsets = np.full(tokens, np.nan, dtype=np.float32)  # q, computed once
+        self._offsets = np.full(tokens, np.nan, dtype=np.float32)
 
     def left(self, start: int, stop: int) -> Bound:
         """[stop - start, width]: -2 x (or -x), q, 1."""
@@ -148,7 +139,7 @@ class _Points:
         return lifted
 
     def distance(self, products: Bound) -> Bound:
-        """The distances proven by `products`, rounded down; 0 for inf (no pair)."""
+        """Proven distances, rounded down; 0 for inf (no pair)."""
         s = np.where(np.isfinite(products), np.maximum(products, 0.0), 0.0).astype(np.float64)
         distances = np.sqrt(s / (1.0 + _SHARE)) if self._euclidean else np.minimum(s, 2.0)
         return np.maximum(np.nextafter(distances.astype(np.float32), np.float32(-1.0)), np.float32(0.0))
@@ -164,7 +155,6 @@ class _Points:
         return lifted
 
     def _offset(self, ids: NDArray[np.int64], exact: NDArray[np.float64], x: NDArray[np.float64]) -> Bound:
-        """q of the float32 points `x` [n, d] for `exact` and for the graph's statistics."""
         g, in_graph = self._growth, self._in_graph.features(ids)
         e = np.maximum(np.linalg.norm(exact - x, axis=1), np.linalg.norm(in_graph - x, axis=1))
         e += _ARITHMETIC * np.linalg.norm(x, axis=1)

@@ -1,6 +1,6 @@
-"""Add the sampler to a decoder: one node, one model-local function, inputs and outputs.
+"""Add the sampler to a decoder.
 
-Weights are not copied; only the embedding table is read, for its statistics.
+Reads no weights but the embedding table, for its statistics.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ _OUTPUT_TYPES = {
 def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound) -> TailSpec:
     """Add the sampler to `decoder.model` in place; `measure` makes the neighbour bound.
 
-    `logits` stays an output only on request: a foreign decoder's own, otherwise float32 [batch, vocab]. A foreign
-    decoder that keeps its logits also runs without the sampler's inputs.
-    Raises UnsupportedModelError for a decoder without input embeddings (unless the metric is `uniform`) and for a table
-    with fewer rows than the vocabulary.
+    `logits` stays an output on request: a foreign decoder's own, which then also runs without sampler inputs; otherwise
+    float32 [batch, vocab].
+    Raises UnsupportedModelError without input embeddings (unless metric `uniform`) or with fewer rows than tokens.
     """
     graph = decoder.model.graph
     embedding = find_embedding(graph) if wanted.options.metric != "uniform" else None
@@ -83,7 +82,7 @@ def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound)
 
 
 def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
-    """Append the sampler's inputs in the node's order, without the logits."""
+    """Append the sampler's inputs, without logits, in the node's order."""
     made = []
     for name in TAIL_INPUTS[1:]:
         if name in _EDITS:
@@ -94,10 +93,10 @@ def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
 
 
 def with_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value) -> list[ir.Value]:
-    """Make the sampler's graph `inputs` optional; returns what the sampler reads instead.
+    """Make the sampler's graph `inputs` optional; returns the node's inputs.
 
-    onnxruntime requires every graph input that is not also an initializer, its default. So callers that do not know the
-    sampler can run the decoder. The default is greedy without edits, for every row of `logits`.
+    onnxruntime requires graph inputs without an initializer. Greedy defaults for every row of `logits` let other
+    callers run the decoder.
     """
     rows = editor.op("Shape", [logits], start=0, end=1)
     rows_and_one = editor.op("Concat", [rows, editor.constant(np.array([1]))], axis=0)
@@ -120,7 +119,7 @@ def _default(name: str) -> np.ndarray:
 def geometry_constants(
     editor: GraphEditor, embedding: EmbeddingNode, spec: TailSpec, measure: Measure
 ) -> list[ir.Value]:
-    """Add the table's mean and inverse standard deviation [hidden], and the neighbour bound."""
+    """Mean and inverse standard deviation [hidden], and the neighbour bound."""
     table = EmbeddingTable(embedding, spec.vocab_size)
     geometry = Geometry.from_embeddings(table, spec.options.metric)
     return [

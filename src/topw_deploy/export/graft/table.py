@@ -1,7 +1,7 @@
 """Read a graph's embedding table in blocks of rows.
 
-A plain Gather's table, or its transpose, is read directly. Others are looked up by the decoder's own nodes in
-onnxruntime, so a quantised table reads exactly as in the sampler.
+Plain or transposed Gather tables are read directly, others by the decoder's nodes in onnxruntime, exactly as in the
+sampler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
 
 
 class EmbeddingTable:
-    """A graph's table as an array-like [rows, hidden], indexed by slice or ids."""
+    """A graph's table as array-like [rows, hidden]."""
 
     def __init__(self, embedding: EmbeddingNode, rows: int | None = None) -> None:
         self.shape = (embedding.rows if rows is None else rows, embedding.hidden)
@@ -31,12 +31,11 @@ class EmbeddingTable:
         return self._read(ids)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """For callers that cannot read it in blocks."""
+        """For callers that cannot read blocks."""
         return self[:].astype(dtype or self.dtype)
 
 
 def _stored_rows(embedding: EmbeddingNode) -> Any:
-    """Reader of a plain or transposed table, else None."""
     if embedding.node.op_type != "Gather":
         return None
     value, producer = embedding.data[0], embedding.data[0].producer()
@@ -57,7 +56,7 @@ def _stored_rows(embedding: EmbeddingNode) -> Any:
 
 
 def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
-    """The tensor's values; those in a data file are mapped, also where that file has a second name (a hard link)."""
+    """The tensor's values; data files are mapped, even with hard links."""
     whole_bytes = tensor.dtype.itemsize >= 1
     if not isinstance(tensor, ir.ExternalTensor) or not whole_bytes:
         return tensor.numpy()
@@ -66,7 +65,7 @@ def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 def _mapped_rows(tensor: ir.ExternalTensor, transposed: bool) -> Any:
-    """Each read maps the file again, so one block's pages are released before the next."""
+    """Maps the file per read, so pages are released between blocks."""
 
     def read(ids: np.ndarray) -> np.ndarray:
         array = stored_array(tensor)
@@ -96,7 +95,6 @@ def _looked_up_rows(embedding: EmbeddingNode) -> Any:
 
 
 def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndarray]]:
-    """A model of the lookup with its initializers as inputs, and the arrays to feed."""
     source = embedding.node.graph
     imports = dict(source.opset_imports) if source is not None else {}
     graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="embedding")

@@ -1,4 +1,4 @@
-"""Add nodes and constants to an onnx_ir graph with unique names, in topological order."""
+"""Add nodes and constants to onnx_ir graphs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from topw_deploy.errors import UnsupportedModelError
 
 
 class GraphEditor:
-    """Append nodes to `graph`; `finish` restores the topological order.
+    """Appends nodes to `graph`; `finish` sorts them topologically.
 
-    Every new name starts with `prefix`. Equal small constants become one initializer.
+    New names are unique and start with `prefix`. Equal small constants share an initializer.
     """
 
     def __init__(self, graph: ir.Graph, prefix: str) -> None:
@@ -87,7 +87,7 @@ class GraphEditor:
         return name
 
     def replace(self, node: ir.Node, value: ir.Value) -> None:
-        """Replace `node` by `value`, which takes over its name."""
+        """Replace `node` by `value`, keeping the name."""
         (old,) = node.outputs
         value.name, old.name = old.name, None
         ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
@@ -98,9 +98,9 @@ class GraphEditor:
 
 
 def rewrite_each(model: ir.Model, prefix: str, op_type: str, rewrite: Callable[[GraphEditor, ir.Node], bool]) -> int:
-    """Call `rewrite` with every standard `op_type` node; it returns whether it replaced the node.
+    """Rewrite each standard `op_type` node; `rewrite` returns whether it did.
 
-    Removes unused nodes. Returns the number of replaced nodes.
+    Removes unused nodes. Returns the number rewritten.
     """
     editor = GraphEditor(model.graph, prefix)
     nodes = [node for node in model.graph if (node.domain, node.op_type) == ("", op_type)]
@@ -116,7 +116,7 @@ def find_input(graph: ir.Graph, name: str) -> ir.Value | None:
 
 
 def required_input(graph: ir.Graph, name: str) -> ir.Value:
-    """The graph input `name`. Raises UnsupportedModelError if there is none."""
+    """Raises UnsupportedModelError if the input is missing."""
     value = find_input(graph, name)
     if value is None:
         raise UnsupportedModelError(f"the decoder has no input {name}; export it as text-generation-with-past.")
@@ -124,7 +124,7 @@ def required_input(graph: ir.Graph, name: str) -> ir.Value:
 
 
 def is_constant(value: ir.Value | None) -> bool:
-    """Whether `value` depends on initializers alone."""
+    """Whether `value` depends only on initializers."""
     if value is None or value.is_graph_input():
         return False
     node = value.producer()

@@ -1,4 +1,4 @@
-"""Initializers that load their data on demand, if possible in parts."""
+"""Initializers loaded on demand."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 import onnx_ir as ir
 
 PART = 64 << 20
-"""Maximum bytes of a weight held while writing it (or one row, if that is more)."""
+"""Maximum bytes held while writing a weight, or one row if larger."""
 
 Read = Callable[[Any], np.ndarray]
-"""Called with a NumPy index (slices or ids); returns those values of the weight."""
+"""Returns the weight's values at a NumPy index (slices or ids)."""
 
 
 class LazyWeight(ir.LazyTensor):
-    """A tensor that loads its data on demand and does not cache it.
+    """A tensor loaded on demand and not cached.
 
     key: equal for tensors of one weight (a tied table).
-    whole: loads all of it.
-    read: loads a part; None if impossible.
+    whole: loads all.
+    read: loads a part.
     """
 
     __slots__ = ("key", "read")
@@ -53,7 +53,7 @@ def transposed(tensor: ir.TensorProtocol, permutation: tuple[int, ...]) -> LazyW
 
 
 def parts(tensor: ir.TensorProtocol, most: int = PART) -> Iterator[memoryview]:
-    """The bytes of `tensor` in file order, in blocks of at most `most` bytes or one row if it can be read in parts."""
+    """The tensor's bytes in order, in blocks of `most` bytes or one row if readable in parts."""
     read = tensor.read if isinstance(tensor, LazyWeight) else None
     if read is None or len(tensor.shape) == 0 or tensor.nbytes <= most or tensor.dtype.itemsize < 1:
         yield memoryview(tensor.tobytes())

@@ -1,4 +1,4 @@
-"""Reading onnx_ir graphs: sizes, constants, and the node that makes a value."""
+"""Read onnx_ir graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from topw_deploy.errors import UnsupportedModelError
 
 
 def fixed_size(value: ir.Value, axis: int) -> int:
-    """The size of one axis of `value`. Raises UnsupportedModelError if the graph does not give a number."""
+    """The size of one axis. Raises UnsupportedModelError if symbolic."""
     size = value.shape[axis] if value.shape is not None else None
     if not isinstance(size, int):
         raise UnsupportedModelError(
@@ -26,17 +26,17 @@ def is_op(node: ir.Node, op_type: str) -> bool:
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that makes `value` if it is this standard operator, else None."""
+    """The node that makes `value` if it is this operator, else None."""
     node = None if value is None else value.producer()
     return node if node is not None and is_op(node, op_type) else None
 
 
 def constant_integer(value: ir.Value | None) -> int | None:
-    """The number in a constant of one element, else None."""
+    """The value of a one-element constant, else None."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return int(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None
 
 
 def attributes_of(node: ir.Node) -> dict[str, Any]:
-    """The attributes of `node` as Python values, as `GraphEditor.op` takes them."""
+    """As Python values, for `GraphEditor.op`."""
     return {name: attribute.value for name, attribute in node.attributes.items()}

@@ -1,10 +1,8 @@
-"""Replaces the markers of a trace with the attention and key-value cache of a target.
+"""Replace trace markers with a target's attention and key-value cache.
 
-| lowering | operators | cache | for |
-|---|---|---|---|
-| `group_query` | GroupQueryAttention | static | onnxruntime |
-| `scatter` | TensorScatter, Attention of opset 24 | static | TensorRT |
-| `concat` | Concat, Attention of opset 23 | concat | any other decoder |
+- `group_query`: GroupQueryAttention, static cache, for onnxruntime.
+- `scatter`: TensorScatter and Attention-24, static cache, for TensorRT.
+- `concat`: Concat and Attention-23, concatenated cache, for others.
 """
 
 from topw_deploy.export.lowering.choose import Lowered, lower

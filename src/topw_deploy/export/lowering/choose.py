@@ -1,4 +1,4 @@
-"""Chooses the lowering for a target."""
+"""Choose the lowering for a target."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from topw_deploy.export.lowering.norms import cast_rows_of_norms
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
 from topw_deploy.export.trace.trace import TracedDecoder
 
-_MULTIPLE = 64  # tokens, of which max_length is a multiple
-_DEFAULT_LENGTH = 4096  # tokens; half a gigabyte of cache or less in models of up to 3 B
+_MULTIPLE = 64  # max_length is a multiple, in tokens
+_DEFAULT_LENGTH = 4096  # tokens; at most 0.5 GB of cache up to 3 B parameters
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """How the runtime must drive the decoder; fields as in manifest.DecoderInfo.
+    """How to drive the decoder; fields as in manifest.DecoderInfo.
 
     context_length: None for the model's own.
     """
@@ -45,12 +45,11 @@ def lower(
 
     kv: `static`, `concat`, or None for static where possible.
     target: `onnxruntime` or `tensorrt`.
-    context_length: tokens of the longest sequence.
-    max_length: slots of a static cache for tensorrt, a multiple of 64; None for `default_length`; 0 for a symbol, which
-        only onnxruntime accepts.
+    context_length: longest sequence in tokens.
+    max_length: cache slots for tensorrt, a multiple of 64. None: `default_length`. 0: symbolic, onnxruntime only.
     fuse_gates: fuse gate and up products; needs a static cache.
     """
-    # The trace computes equal angles once per use; lowerings compare them by identity.
+    # Lowerings compare angles by identity.
     CommonSubexpressionEliminationPass()(decoder.model)
     fuse_rotary(decoder.model)
     narrow_rotary(decoder.model)
@@ -69,7 +68,7 @@ def lower(
 
 
 def default_length(context_length: int) -> int:
-    """Slots of a cache for tensorrt: the context, but at most 4,096."""
+    """Cache slots for tensorrt: the context, at most 4,096."""
     return min(-(-context_length // _MULTIPLE) * _MULTIPLE, _DEFAULT_LENGTH)
 
 

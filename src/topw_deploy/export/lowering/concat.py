@@ -1,8 +1,7 @@
-"""Lowers markers to standard attention over a concatenated cache.
+"""Lower markers to standard attention over a concatenated cache.
 
-The mask comes from `attention_mask`. Slots decide what is past; positions (the running count of attended tokens) decide
-distances. Padding may therefore stand left, right or between chunks. A query always sees its own slot, so no softmax is
-over nothing.
+Masks compare slots, windows compare positions (running sums of `attention_mask`), so padding may be left, right or
+between chunks. Every query sees its own slot, so no softmax is empty.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PREFIX = "topw.attention"
 
 
 def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> None:
-    """Replace every marker in place; adds the input `attention_mask`, int64 [batch, past + new].
+    """Replace every marker; adds input `attention_mask`, int64 [batch, past + new].
 
     tensorrt: decompose attention that TensorRT cannot build.
     """
@@ -45,8 +44,6 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> None:
 
 
 class _Masks:
-    """The masks, bool [batch, 1, sequence, past + sequence], one per window."""
-
     def __init__(self, editor: GraphEditor, attention_mask: ir.Value) -> None:
         self._editor = editor
         self._attention_mask = attention_mask
@@ -65,14 +62,13 @@ class _Masks:
         self._own = op("Equal", [slots, own_slots])
 
     def of(self, window: int) -> ir.Value:
-        """The mask for this sliding window; 0 for none."""
         if window not in self._by_window:
             visible = self._visible if window == 0 else self._within(window)
             self._by_window[window] = self._editor.op("Or", [visible, self._own], dtype=ir.DataType.BOOL)
         return self._by_window[window]
 
     def _within(self, window: int) -> ir.Value:
-        """The visible keys fewer than `window` attended tokens before the query."""
+        """Keys less than `window` attended tokens before the query."""
         op, constant = self._editor.op, self._editor.constant
         positions = op("CumSum", [self._attention_mask, constant(np.int64(1))])  # [batch, past + sequence]
         start = op("Unsqueeze", [self._past, constant(np.array([0]))])

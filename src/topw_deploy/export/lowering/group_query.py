@@ -1,11 +1,10 @@
-"""Lowers markers to onnxruntime's GroupQueryAttention over a static cache.
+"""Lower markers to onnxruntime's GroupQueryAttention over a static cache.
 
-The operator takes heads side by side, reads only the slots in use, and can rotate queries and keys. Three of its rules
-(onnxruntime 1.24 to 1.31):
-- A call with as many columns as total_sequence_length starts all rows. In any other, rows of a batch have one new token
-  each (`ragged_chunks: false` in the manifest).
-- It reads total_sequence_length on the host. A computed one would be copied from the GPU, so it is an input.
-- seqlens_k is a row's tokens *after* the call, less one, counting padded columns.
+It reads only used slots and can rotate queries and keys. Rules of onnxruntime 1.24 to 1.31:
+- A call with total_sequence_length columns starts all rows. Any other has one new token per row of a batch
+  (`ragged_chunks: false`).
+- total_sequence_length is read on the host: a computed one would be copied from the GPU, so it is an input.
+- seqlens_k is a row's length *after* the call, less one, counting padded columns.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def refusal(decoder: TracedDecoder) -> str | None:
 
 
 def lower(decoder: TracedDecoder, context_length: int) -> None:
-    """Replace every marker in place. The decoder must have no `refusal`.
+    """Replace every marker in place; `refusal` must be None.
 
     context_length: rows of the rotary tables.
     """
@@ -61,10 +60,9 @@ def lower(decoder: TracedDecoder, context_length: int) -> None:
 
 
 def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Value:
-    """seqlens_k, int32 [batch].
+    """int32 [batch].
 
-    half: half precision, which has CUDA kernels. There the number of columns, on the host, cannot be added to a value
-        on the device without a copy, but it can be the length of a Range.
+    half: for CUDA, where adding the host's column count would copy; a Range of that length does not.
     """
     op, constant = editor.op, editor.constant
     if half:
@@ -110,7 +108,6 @@ def _lower_layer(
 
 
 def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value) -> None:
-    """Replace the marker's output with `output` [batch, sequence, heads * head_dim]."""
     separate = None
     for node, place in list(layer.output.uses()):
         merged = node.outputs[0]

@@ -1,7 +1,6 @@
-"""Follows queries, keys and values back to the layout of the linear layers.
+"""Follow queries, keys and values back to the linear layers.
 
-transformers reshapes and transposes [batch, sequence, heads * head_dim] to [batch, heads, sequence, head_dim], often
-with a norm per head and a rotary embedding on the way.
+transformers splits and transposes heads, often with per-head norms and rotary embeddings.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from topw_deploy.export.lowering.rotary import rotary_producer
 
 @dataclass(frozen=True)
 class MergedHeads:
-    """Queries, keys or values with heads side by side.
+    """Queries, keys or values with merged heads.
 
     unrotated: [batch, sequence, heads * head_dim].
-    rotary: the RotaryEmbedding node that follows, if any.
+    rotary: the RotaryEmbedding that follows, if any.
     """
 
     unrotated: ir.Value
@@ -38,7 +37,7 @@ class MergedHeads:
 
 
 def merge_heads(editor: GraphEditor, value: ir.Value) -> MergedHeads:
-    """`value` [batch, heads, sequence, head_dim] with its heads side by side."""
+    """Merge the heads of `value` [batch, heads, sequence, head_dim]."""
     heads = fixed_size(value, 1)
     rotary = rotary_producer(value)
     source = value if rotary is None else rotary.inputs[0]

@@ -1,4 +1,4 @@
-"""The attention layers of a trace, as the lowerings need them."""
+"""The attention layers of a trace."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from topw_deploy.export.trace.trace import TracedDecoder
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One layer: its marker and the values around it.
+    """A marker and its values.
 
     query: [batch, heads, sequence, head_dim].
-    new_key, new_value: of this call's tokens, [batch, kv_heads, sequence, head_dim or value_dim].
+    new_key, new_value: [batch, kv_heads, sequence, head_dim or value_dim].
     past_key, past_value: graph inputs.
     softcap: 0 for none.
-    window: tokens a query sees, itself included; 0 for all.
+    window: visible tokens including the query; 0 for all.
     """
 
     index: int
@@ -39,7 +39,7 @@ class AttentionLayer:
 
     @property
     def output(self) -> ir.Value:
-        """The marker's output, [batch, sequence, heads, value_dim]."""
+        """[batch, sequence, heads, value_dim]."""
         return self.marker.outputs[0]
 
 
@@ -47,7 +47,7 @@ def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
     layers = []
     for index, marker in enumerate(marker_nodes(decoder.model.graph)):
         query, keys, values = marker.inputs
-        # `trace` has checked that keys and values come from the cache's Concat.
+        # Checked by `trace`.
         past_key, new_key = keys.producer().inputs
         past_value, new_value = values.producer().inputs
         layers.append(

@@ -1,4 +1,4 @@
-"""Fits norms to onnxruntime's operators."""
+"""Adapt norms to onnxruntime's operators."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _FUSED = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormaliz
 
 
 def cast_rows_of_norms(model: ir.Model) -> int:
-    """Cast the rows of each RMSNormalization to its weights' type. Returns the number of casts.
+    """Cast RMSNormalization's rows to its weights' type. Returns the number of casts.
 
-    Gemma has half-precision rows and float32 weights. Opset 23 allows that, but onnxruntime's CPU expands the operator
-    wrongly (1.31.1). The cast is what it does inside (`stash_type` 1).
+    Gemma mixes half-precision rows and float32 weights: valid in opset 23, but expanded wrongly by onnxruntime 1.31.1
+    on CPU. The operator casts likewise (`stash_type` 1).
     """
     editor = GraphEditor(model.graph, "topw.norm")
     mixed = [node for node in model.graph if is_op(node, "RMSNormalization") and _has_mixed_types(node)]
@@ -28,10 +28,7 @@ def cast_rows_of_norms(model: ir.Model) -> int:
 
 
 def fuse_skip_norms(model: ir.Model) -> int:
-    """Fuse each residual add with the norm that follows it. Returns the number of fused pairs.
-
-    The fused operator also returns the sum, for the next residual.
-    """
+    """Fuse residual adds with following norms. Returns the number of pairs."""
     editor = GraphEditor(model.graph, "topw.skip")
     fused = sum(_fuse(editor, node) for node in list(model.graph) if is_op(node, "Add"))
     if fused:
@@ -63,7 +60,6 @@ def _fuse(editor: GraphEditor, add: ir.Node) -> bool:
 
 
 def _adds_rows(add: ir.Node) -> bool:
-    """Whether `add` adds two computed values of one shape [batch, sequence, hidden]."""
     first, second = add.inputs
     if first is None or second is None or is_constant(first) or is_constant(second):
         return False
@@ -72,7 +68,6 @@ def _adds_rows(add: ir.Node) -> bool:
 
 
 def _is_over_rows(norm: ir.Node) -> bool:
-    """Whether `norm` is over the last axis, with stored weights."""
     axis = norm.attributes["axis"].as_int() if "axis" in norm.attributes else -1
     return axis in (-1, 2) and all(is_constant(value) and _is_vector(value) for value in norm.inputs[1:])
 

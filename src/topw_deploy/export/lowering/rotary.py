@@ -1,13 +1,13 @@
-"""Rewrites rotary embeddings as RotaryEmbedding operators.
+"""Rewrite rotary embeddings as RotaryEmbedding operators.
 
     x * cos + rotated(x) * sin      cos = f(Cos(pairs(angles))), sin = f(Sin(pairs(angles)))
 
-Most families pair numbers half a head apart: rotated(x) is concat(-x[half:], x[:half]), pairs(angles) is concat(angles,
-angles). Others (Cohere, GLM, Ernie, Helium) interleave: rotated(x) is (-x[1], x[0], -x[3], ...) and pairs repeats each
-angle, or each number in the first half of f(Cos(concat(angles, angles))).
+Most families pair elements half a head apart: rotated(x) = concat(-x[half:], x[:half]), pairs(angles) = concat(angles,
+angles). Cohere, GLM, Ernie and Helium interleave: rotated(x) = (-x[1], x[0], -x[3], ...); pairs repeats each angle, or
+each element in the first half of f(Cos(concat(angles, angles))).
 
-The tracer finds the first kind only, and only without `f`: a cast in half precision, a factor with attention scaling
-(YaRN, LongRoPE). Both are elementwise, so the operator takes `f(Cos(angles))`.
+The tracer finds only the first kind, without `f`: a half-precision cast or a factor (YaRN, LongRoPE). It is
+elementwise, so the operator takes `f(Cos(angles))`.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def fuse_rotary(model: ir.Model) -> int:
-    """Replace rotations of [batch, heads, sequence, head_dim] with RotaryEmbedding. Returns their number."""
+    """Rewrite rotations of [batch, heads, sequence, head_dim]. Returns their number."""
     return rewrite_each(model, "topw.rotary", "Add", partial(_fuse, {}))
 
 
 def narrow_rotary(model: ir.Model) -> int:
-    """Remove casts to float32 around RotaryEmbedding nodes. Returns the number of nodes changed.
+    """Remove float32 casts around RotaryEmbedding. Returns the number of nodes changed.
 
-    OLMo, Cohere and Ernie rotate in float32, which keeps attention from rotating by itself. Cosines and sines are cast
-    to half precision instead, as in Llama and Qwen.
+    OLMo, Cohere and Ernie rotate in float32, which prevents rotation inside attention. Cosines and sines are cast
+    instead.
     """
     return rewrite_each(model, "topw.narrow_rotary", "Cast", partial(_narrow, {}))
 
 
 def fuse_partial_rotary(model: ir.Model) -> int:
-    """Replace a rotation of each head's first part with one operator on the whole. Returns their number.
+    """Replace rotations of part of each head by one operator. Returns their number.
 
-    Phi, StableLM, GPT-NeoX, Nemotron and GLM split the head, rotate one part and concatenate.
+    For Phi, StableLM, GPT-NeoX, Nemotron and GLM.
     """
     return rewrite_each(model, "topw.partial_rotary", "Concat", _fuse_partial)
 
 
 def rotary_producer(value: ir.Value | None) -> ir.Node | None:
-    """The RotaryEmbedding node that makes `value`, if it has no fourth input (position ids)."""
+    """The RotaryEmbedding that makes `value`, if it has no position ids."""
     node = producer(value, "RotaryEmbedding")
     return node if node is not None and len(node.inputs) == 3 and node.inputs[0] is not None else None
 
 
 def rotary_kind(rotary: ir.Node) -> tuple[int, int]:
-    """`interleaved` and `rotary_embedding_dim` (0: the whole head) of a RotaryEmbedding node."""
+    """`interleaved` and `rotary_embedding_dim` (0: the whole head)."""
     names = ("interleaved", "rotary_embedding_dim")
     interleaved, width = (rotary.attributes[n].as_int() if n in rotary.attributes else 0 for n in names)
     return interleaved, width
@@ -117,7 +117,7 @@ def _fuse_partial(editor: GraphEditor, concat: ir.Node) -> bool:
 
 
 def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, bool] | None:
-    """x [batch, heads, sequence, head_dim], cos, sin, and whether pairs interleave."""
+    """x [batch, heads, sequence, head_dim], cos, sin, interleaved."""
     for straight, crossed in permutations(producer(value, "Mul") for value in add.inputs):
         if straight is None or crossed is None:
             continue
@@ -130,7 +130,7 @@ def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, bool] | None:
 
 
 def _pairing(x: ir.Value | None, rotated: ir.Value | None) -> bool | None:
-    """Whether pairs are interleaved, or None if `rotated` is not rotated(x). Both may be cast."""
+    """None if `rotated` is not rotated(x). Both may be cast."""
     if x is None or rotated is None:
         return None
     if _half_rotated(rotated) is x:
@@ -169,10 +169,7 @@ def _pair_rotated(value: ir.Value | None) -> ir.Value | None:
 def _common_source(
     negated: ir.Value | None, plain: ir.Value | None, ranges: Callable[[int], list[tuple[int, int, int]]]
 ) -> ir.Value | None:
-    """The x [batch, heads, sequence, even width] of which `plain` and -`negated` are slices.
-
-    ranges: (start, stop, step) of both slices, given the width.
-    """
+    """x [batch, heads, sequence, even width] if `plain` and -`negated` are its slices."""
     neg = producer(negated, "Neg")
     first, second = producer(plain, "Slice"), producer(neg.inputs[0] if neg else None, "Slice")
     if first is None or second is None or first.inputs[0] is not second.inputs[0]:
@@ -187,7 +184,7 @@ def _common_source(
 
 
 def _angles(factor: ir.Value, function: str, interleaved: bool) -> tuple[ir.Value, list[ir.Node]] | None:
-    """One angle per pair, [batch, sequence, head_dim / 2], and the nodes from `function` to `factor`."""
+    """Angles [batch, sequence, head_dim / 2], and the nodes from `function` on."""
     steps: list[ir.Node] = []
     value: ir.Value | None = factor
     unsqueezed = repeated = False
@@ -218,7 +215,7 @@ def _joined_to_itself(value: ir.Value | None) -> ir.Value | None:
 
 
 def _halved(value: ir.Value | None) -> ir.Value | None:
-    """The value of which this is the first half."""
+    """The v of v[:half]."""
     part = producer(value, "Slice")
     whole = part.inputs[0] if part is not None else None
     width = whole.shape[-1] if whole is not None and whole.shape is not None else None
@@ -228,7 +225,7 @@ def _halved(value: ir.Value | None) -> ir.Value | None:
 
 
 def _repeated(value: ir.Value | None) -> ir.Value | None:
-    """The a of (a[0], a[0], a[1], a[1], ...) along the last axis."""
+    """The a of (a[0], a[0], a[1], ...) on the last axis."""
     reshape = producer(value, "Reshape")
     tile = producer(reshape.inputs[0] if reshape else None, "Tile")
     unsqueeze = producer(tile.inputs[0] if tile else None, "Unsqueeze")
@@ -246,7 +243,6 @@ def _repeated(value: ir.Value | None) -> ir.Value | None:
 
 
 def _apply(editor: GraphEditor, value: ir.Value, steps: list[ir.Node], made: dict[ir.Value, ir.Value]) -> ir.Value:
-    """Applies copies of `steps` to `value`. made: step's output -> copy's."""
     for step in steps:
         whole = step.outputs[0]
         if whole not in made:
@@ -269,7 +265,6 @@ def _variable_input(node: ir.Node) -> int:
 
 
 def _slice_of(node: ir.Node, width: int) -> tuple[int, int, int] | None:
-    """(start, stop, step) of a Slice of the last axis."""
     start, stop, axis, step = (constant_integer(value) for value in (*node.inputs[1:], None, None, None)[:4])
     rank = len(node.inputs[0].shape or ()) if node.inputs[0] is not None else 0
     if start is None or stop is None or axis not in (-1, rank - 1):

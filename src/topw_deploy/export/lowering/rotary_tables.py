@@ -1,7 +1,6 @@
-"""Tables of cosines and sines for GroupQueryAttention, shared by layers with equal frequencies.
+"""Cosine and sine tables for GroupQueryAttention, shared by layers with equal frequencies.
 
-The trace's own nodes compute them for the positions 0 to context_length - 1, so they have the model's frequency scaling
-in the trace's arithmetic.
+The trace's nodes compute them, to match the model's arithmetic.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from topw_deploy.export.lowering.heads import MergedHeads
 from topw_deploy.export.lowering.rotary import rotary_kind
 from topw_deploy.export.trace.trace import TracedDecoder
 
-# Tables may take this share of the weights; above it, angles are computed in every call.
+# For larger tables, angles are computed in every call.
 _SHARE_OF_WEIGHTS = 1 / 16
 _ALWAYS_SMALL = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """cos, sin: initializers [context_length, rotary_dim / 2]. interleaved: 1 if neighbours are pairs."""
+    """cos, sin: initializers [context_length, rotary_dim / 2]. interleaved: 1 if neighbours pair."""
 
     cos: ir.Value
     sin: ir.Value
@@ -42,11 +41,11 @@ class RotaryTables:
         self._made: dict[tuple[str, ...], ir.Value] = {}
 
     def of(self, query: MergedHeads, key: MergedHeads, head_dim: int) -> RotaryTable | None:
-        """The table for `query` and `key`; None if the operator cannot rotate them or the table is too large."""
+        """None if the operator cannot rotate or the table is too large."""
         if query.rotary is None or key.rotary is None or head_dim % 16:  # the operator's own condition
             return None
         kind = rotary_kind(query.rotary)
-        if kind != rotary_kind(key.rotary) or kind[1] % 16:  # also for a part of the head
+        if kind != rotary_kind(key.rotary) or kind[1] % 16:  # also for partial rotation
             return None
         tables = [self._table(value) for node in (query.rotary, key.rotary) for value in node.inputs[1:]]
         cos, sin = tables[:2]
@@ -55,7 +54,6 @@ class RotaryTables:
         return RotaryTable(cos, sin, kind[0])
 
     def _table(self, value: ir.Value | None) -> ir.Value | None:
-        """`value` [batch, sequence, n] for all positions, as an initializer [context_length, n]."""
         nodes = _nodes_between(self._positions, value)
         if nodes is None or value is None or self._positions is None:
             return None
@@ -69,7 +67,6 @@ class RotaryTables:
 
 
 def _nodes_between(source: ir.Value | None, value: ir.Value | None) -> list[ir.Node] | None:
-    """The nodes that compute `value` from `source` and initializers alone, in order."""
     found: list[ir.Node] = []
 
     def visit(value: ir.Value | None) -> bool:
@@ -88,14 +85,13 @@ def _nodes_between(source: ir.Value | None, value: ir.Value | None) -> list[ir.N
 
 
 def _signature(node: ir.Node) -> str:
-    """Equal for nodes that compute the same if the nodes before them do."""
+    """Equal for nodes that compute alike from equal inputs."""
     names = [value.name if value is not None and value.is_initializer() else "" for value in node.inputs]
     attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
     return f"{node.domain}::{node.op_type}{attributes}{names}"
 
 
 def _run(nodes: list[ir.Node], positions: ir.Value, value: ir.Value, length: int) -> np.ndarray | None:
-    """`value` for positions 0 to length - 1, [length, n]."""
     graph = ir.Graph([], [], nodes=[], name="angles", opset_imports={"": 23})
     known = {id(positions): ir.Value(name="positions", type=positions.type, shape=ir.Shape([1, length]))}
     graph.inputs.append(known[id(positions)])

@@ -1,7 +1,7 @@
-"""Lowers markers to TensorScatter into a static cache, and Attention of opset 24 over all of it.
+"""Lower markers to TensorScatter into a static cache, and opset 24 Attention over all of it.
 
-Boolean masks say what a query sees, since NVIDIA's parser ignores `nonpad_kv_seqlen`. A step costs what the buffer is
-long: `buffer_step` in the manifest keeps it short. Masked slots are multiplied by zero, so they must be finite.
+NVIDIA's parser ignores `nonpad_kv_seqlen`, so boolean masks hide slots. A step costs time for the whole buffer;
+`buffer_step` keeps it short. Masked slots are multiplied by zero, so they must be finite.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from topw_deploy.export.trace.trace import TracedDecoder
 PREFIX = "topw.attention"
 OPERATOR = "Attention"
 OPSET = 24  # the first with TensorScatter
-BUFFER_STEP = 64  # tokens; at 1,024 a step then costs at most 6 % more attention than it must
+BUFFER_STEP = 64  # tokens; at 1,024 a step costs at most 6 % extra attention
 
 
 def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
-    """Replace every marker in place; the model gets opset 24.
+    """Replace every marker in place; sets opset 24.
 
-    max_length: slots of the cache, a number in the graph for NVIDIA's parser; None for a symbol.
+    max_length: cache slots, a number for NVIDIA's parser; None for a symbol.
     """
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
@@ -39,7 +39,7 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
     for layer in (_fuse_heads(editor, layer) for layer in layers):
         keys = editor.op("TensorScatter", [layer.past_key, layer.new_key, cache.write_indices], axis=2)
         values = editor.op("TensorScatter", [layer.past_value, layer.new_value, cache.write_indices], axis=2)
-        # A number of slots means TensorRT. onnxruntime reads a prompt faster with the operator.
+        # A number means TensorRT. onnxruntime reads prompts faster with the operator.
         decomposed = max_length is not None and not tensorrt_fuses(layer)
         attend(editor, layer, keys, values, masks.of(layer.window), decomposed=decomposed)
         cache.replace_present(layer, keys, values, max_length or "max_length")
@@ -48,10 +48,9 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
 
 
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
-    """The layer with one product, transpose and rotation for all heads: a third of the operators.
+    """Share one product, transpose and rotation: a third of the operators.
 
-    Unchanged if projections cannot be fused, if queries and keys are rotated differently, or if they have different
-    numbers of heads and no rotation (see `_slice_heads`).
+    Unchanged if projections cannot fuse, rotations differ, or unrotated heads differ in number (`_slice_heads`).
     """
     query, key, value = (merge_heads(editor, part) for part in (layer.query, layer.new_key, layer.new_value))
     if not _rotate_alike(query, key) or value.rotary is not None or layer.head_dim != layer.value_dim:
@@ -66,7 +65,7 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
     shape = editor.constant(np.array([0, 0, every, layer.head_dim]))
     heads = editor.op("Transpose", [editor.op("Reshape", [fused, shape])], perm=[0, 2, 1, 3])
     rotated = heads  # [batch, all heads, sequence, dim]
-    if query.rotary is not None:  # rotates the values too; they are taken from `heads`
+    if query.rotary is not None:  # also rotates the values, so they come from `heads`
         attributes = {**attributes_of(query.rotary), "num_heads": every}
         rotated = editor.op("RotaryEmbedding", [heads, *query.rotary.inputs[1:]], **attributes)
     new_query = _slice_heads(editor, rotated, 0, layer.heads)
@@ -78,10 +77,10 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
 
 
 def _slice_heads(editor: GraphEditor, heads: ir.Value, start: int, stop: int) -> ir.Value:
-    """Heads `start` to `stop`, not by Split.
+    """Slice without Split.
 
-    onnxruntime's Split for CUDA copies unequal sizes to the device in every run, from memory that is gone when a
-    captured step is replayed. onnxruntime also makes a Split of slices that cover a whole value.
+    For CUDA, onnxruntime's Split copies unequal sizes per run, so replayed steps read freed memory. It also merges
+    slices of a whole value into a Split.
     """
     return editor.op("Slice", [heads, *(editor.constant(np.array([number])) for number in (start, stop, 1))])
 
@@ -95,7 +94,7 @@ def _rotate_alike(query: MergedHeads, key: MergedHeads) -> bool:
 
 
 class _Masks:
-    """The masks, bool [batch, 1, sequence, slots], one per window."""
+    """bool [batch, 1, sequence, slots] per window."""
 
     def __init__(self, editor: GraphEditor, cache: StaticCache, past_key: ir.Value) -> None:
         self._editor = editor
@@ -107,7 +106,6 @@ class _Masks:
         self._by_window = {0: self._past}
 
     def of(self, window: int) -> ir.Value:
-        """The mask for this sliding window; 0 for none."""
         if window not in self._by_window:
             op = self._editor.op
             start = op("Sub", [self._queries, self._editor.constant(np.int64(window))])

@@ -19,14 +19,14 @@ def attend(
     *,
     decomposed: bool = False,
 ) -> None:
-    """Replace the layer's marker with attention over `keys` and `values` [batch, kv_heads, tokens, head_dim].
+    """Replace the marker with attention over `keys` and `values` [batch, kv_heads, tokens, head_dim].
 
-    mask: bool [batch, 1, sequence, tokens], True where a query may look.
-    decomposed: use products and a softmax, as always for soft-capped scores.
+    mask: bool [batch, 1, sequence, tokens], True for visible.
+    decomposed: use products and a softmax, as always with a soft cap.
     """
     attention = _products if decomposed or layer.softcap else _operator
     output = attention(editor, layer, keys, values, mask)
-    # [batch, heads, sequence, dim] -> [batch, sequence, heads, dim], the marker's layout
+    # the marker's layout, [batch, sequence, heads, dim]
     output = editor.op("Transpose", [output], perm=[0, 2, 1, 3], dtype=layer.output.dtype)
     output.shape = layer.output.shape
     ir.convenience.replace_all_uses_with(layer.output, output)
@@ -34,19 +34,16 @@ def attend(
 
 
 def tensorrt_fuses(layer: AttentionLayer) -> bool:
-    """Whether TensorRT has fused attention for such heads, without which it refuses the operator.
-
-    Found by building with TensorRT-RTX 1.7.1.
-    """
+    """Whether TensorRT can fuse such heads (tested with TensorRT-RTX 1.7.1); otherwise it refuses the operator."""
     half = layer.query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return half and layer.head_dim == layer.value_dim and layer.head_dim in range(16, 257, 8)
 
 
 def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """The operator with one output, the only form that NVIDIA's parser takes.
+    """NVIDIA's parser requires one output.
 
-    In float32 the query is scaled before: for one row onnxruntime has a kernel that reads the cache 1.3 times as fast,
-    but only for a product without a factor.
+    Float32 queries are scaled first: onnxruntime's one-row kernel reads the cache 1.3 times as fast, but takes no
+    factor.
     """
     query, scale = layer.query, layer.scale
     if query.dtype == ir.DataType.FLOAT:
@@ -55,15 +52,15 @@ def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
 
 
 def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """Two products and a softmax; scores are capped as cap * tanh(score / cap).
+    """Scores are capped as cap * tanh(score / cap).
 
-    The operator's `softcap` is unused: the specification first applied it after the mask, where it lets a query see the
-    future, later before it. Runtimes follow either.
+    The operator's `softcap` is unused: the specification first applied it after the mask, which reveals the future,
+    later before. Runtimes differ.
     """
     op, constant = editor.op, editor.constant
     query, cap = _scaled(editor, layer.query, layer.scale / (layer.softcap or 1.0)), layer.softcap
     number = _scalar_type(query.dtype)
-    # Query heads that share a key head become more rows of it, so keys and values are not repeated.
+    # Query heads of one key head become its rows, to avoid repeating keys and values.
     grouped = op("Reshape", [query, constant(np.array([0, layer.kv_heads, -1, layer.head_dim]))])
     scores = op("MatMul", [grouped, op("Transpose", [keys], perm=[0, 1, 3, 2])])
     if cap:

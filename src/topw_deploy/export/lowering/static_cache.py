@@ -1,8 +1,7 @@
-"""A cache that is written in place: its inputs, positions and tensors.
+"""A cache written in place.
 
-A row's tokens fill its buffer from slot 0. `write_indices` is their number, `row_lengths` the number of real columns of
-this call, which come first. Padded columns are written behind them, where the next call overwrites them before any
-query sees them.
+A row fills its buffer from slot 0. `write_indices` is its length, `row_lengths` this call's number of real columns,
+which come first. The next call overwrites padded columns before queries see them.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from topw_deploy.export.trace.marker import MARKER_DOMAIN
 
 
 class StaticCache:
-    """Adds the inputs write_indices and row_lengths, int64 [batch].
+    """Adds inputs write_indices and row_lengths, int64 [batch].
 
     sequence: number of columns, int64 [1].
-    total: each row's tokens after this call if every column is real, int64 [batch].
+    total: row lengths after this call without padding, int64 [batch].
     """
 
     def __init__(self, editor: GraphEditor) -> None:
@@ -37,13 +36,13 @@ class StaticCache:
         self._positions: ir.Value | None = None
 
     def host_length(self) -> ir.Value:
-        """Add total_sequence_length, int32 [1], which GroupQueryAttention reads on the host."""
+        """Add total_sequence_length, int32 [1], read on the host."""
         value = ir.Value(name="total_sequence_length", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([1]))
         self._editor.graph.inputs.insert(3, value)
         return value
 
     def positions(self) -> ir.Value:
-        """int64 [batch, sequence]. Padded columns repeat the last position, so no table is read beyond its end."""
+        """int64 [batch, sequence]. Padded columns repeat the last position, to stay inside tables."""
         if self._positions is None:
             op, constant = self._editor.op, self._editor.constant
             count = op("Squeeze", [self.sequence])
@@ -71,7 +70,7 @@ class StaticCache:
                 value.shape = ir.Shape(["batch_size", layer.kv_heads, slots, dim])
 
     def finish(self, model: ir.Model) -> None:
-        """Remove the markers' remains and position_ids, which is computed here."""
+        """Remove markers and position_ids."""
         model.opset_imports.pop(MARKER_DOMAIN, None)
         RemoveUnusedNodesPass()(model)
         given = find_input(model.graph, "position_ids")

@@ -1,4 +1,4 @@
-"""Weight-only quantisation of decoders (docs/guide/quantisation.md)."""
+"""Weight-only quantisation (docs/guide/quantisation.md)."""
 
 from topw_deploy.export.quantise.rewrite import quantise
 from topw_deploy.export.quantise.scheme import ALGORITHMS, BLOCK_SIZES, DTYPE_BITS, Quantisation

@@ -1,4 +1,4 @@
-"""Quantise one weight, a slice of its outputs at a time."""
+"""Quantise one weight in slices of outputs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from topw_deploy.errors import ExportError
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.search import search
 
-_SLICE_VALUES = 16 << 20  # 64 MiB of float32, of which k_quant makes several copies
+_SLICE_VALUES = 16 << 20  # 64 MiB of float32, which k_quant copies several times
 
 _LOGGERS = ("onnxruntime.quantization.matmul_nbits_quantizer", "neural_compressor")
 
 ReadRows = Callable[[int, int], np.ndarray]
-"""(start, stop) -> the weights [stop - start, inputs] of these outputs."""
+"""(start, stop) -> weights [stop - start, inputs]."""
 
 
 @dataclass(frozen=True)
 class Blocks:
     """A weight as MatMulNBits stores it: (code - zero point) * scale.
 
-    codes: uint8 [outputs, blocks, block_size * bits / 8]; the low half of a byte is the first of two 4-bit codes.
+    codes: uint8 [outputs, blocks, block_size * bits / 8], low half first.
     scales: [outputs, blocks].
     zero_points: uint8 [outputs, ceil(blocks * bits / 8)], packed alike; None if all are 2 ** (bits - 1).
     """
@@ -70,9 +70,9 @@ class BlocksShape:
 
 
 def quantise_weight(read: ReadRows, shape: BlocksShape, scheme: Quantisation, dtype: np.dtype[Any]) -> Blocks:
-    """Quantise the weight that `read` returns, of type `dtype`, with scales of that type.
+    """Quantise the weight that `read` returns; `dtype`: of weight and scales.
 
-    Blocks never cross outputs, so slices do not change the result. Raises ExportError for NaN or infinity.
+    Slicing does not change results: blocks never cross outputs. Raises ExportError for NaN or infinity.
     """
     codes = np.empty(shape.codes, np.uint8)
     scales = np.empty(shape.scales, dtype)
@@ -102,14 +102,14 @@ def dequantise(blocks: Blocks, shape: BlocksShape) -> np.ndarray:
 
 
 def unpack_codes(packed: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 [n, bytes] -> uint8 [n, bytes * 8 / bits]."""
+    """uint8 [n, bytes] -> [n, bytes * 8 / bits]."""
     if bits == 8:
         return packed
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
 
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 [n, m] < 2 ** bits -> uint8 [n, ceil(m * bits / 8)]."""
+    """uint8 [n, m] < 2 ** bits -> [n, ceil(m * bits / 8)]."""
     if bits == 8:
         return codes
     if codes.shape[1] % 2:
@@ -124,9 +124,8 @@ def _searched(rows: np.ndarray, shape: BlocksShape) -> Blocks:
 
 
 def _by_tool(rows: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> Blocks:
-    """With onnxruntime's tool."""
     blocks = shape.blocks
-    # Except for `default` the tool packs pairs of zero points across rows: make the number of blocks even.
+    # All but `default` pack zero points across rows: make the number of blocks even.
     blocks += blocks % 2 if shape.bits == 4 and scheme.algorithm != "default" else 0
     weight = np.zeros((blocks * shape.block_size, len(rows)), rows.dtype)
     weight[: shape.inputs] = rows.T
@@ -139,7 +138,6 @@ def _by_tool(rows: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> Bloc
 
 
 def _run_tool(weight: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> list[np.ndarray]:
-    """Inputs of the tool's MatMulNBits for weight [inputs, outputs], after a placeholder."""
     name, inputs = "product", "weight"
     node = onnx.helper.make_node("MatMul", ["x", inputs], ["y"], name=name)
     x = onnx.helper.make_tensor_value_info("x", onnx.helper.np_dtype_to_tensor_dtype(weight.dtype), [None, len(weight)])
@@ -175,7 +173,7 @@ def _run_tool(weight: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> l
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The tool prints, logs every node, configures the root logger and divides by 0."""
+    """The tool prints, logs, configures the root logger and divides by 0."""
     root = logging.getLogger()
     others = [logging.getLogger(name) for name in _LOGGERS]
     handlers, levels = list(root.handlers), [logger.level for logger in (root, *others)]

@@ -1,7 +1,4 @@
-"""Find the bit-packed rows of a GPTQ or AWQ checkpoint behind a graph's float weights.
-
-Tracing renames, transposes and concatenates weights, but each output is still a dequantised row of the checkpoint.
-"""
+"""Match a graph's float weights to a GPTQ or AWQ checkpoint's packed rows, which tracing only rearranges."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a weight in the checkpoint.
+    """A weight's place in the checkpoint.
 
     places: (layer, row) of each output.
-    shape: of the blocks for MatMulNBits.
+    shape: of the MatMulNBits blocks.
     group_size: the checkpoint's.
-    order: int64 [inputs], inputs sorted by group, for gathering the data; None if sorted already.
+    order: int64 [inputs], gathers data by group; None if sorted.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -33,7 +30,7 @@ class Origin:
 
 
 class PackedRows:
-    """The rows of a checkpoint's packed layers, by content."""
+    """A checkpoint's packed rows, by content."""
 
     def __init__(self, checkpoint: PackedCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -45,7 +42,7 @@ class PackedRows:
     def origin(self, weight: np.ndarray) -> Origin | None:
         """The origin of `weight` float32 [outputs, inputs].
 
-        None if an output is not in the checkpoint or no block size of MatMulNBits fits its groups.
+        None if outputs are missing or no MatMulNBits block size fits.
         """
         places = []
         for row in weight:
@@ -69,7 +66,7 @@ class PackedRows:
         return Origin(tuple(places), shape, size, order)
 
     def blocks(self, origin: Origin) -> Blocks:
-        """The checkpoint's codes, scales and zero points in MatMulNBits' layout."""
+        """The checkpoint's values for MatMulNBits."""
         shape = origin.shape
         codes = np.empty((shape.outputs, shape.inputs), np.uint8)
         scales = np.empty(shape.scales, np.float32)
@@ -95,7 +92,6 @@ def _digest(values: np.ndarray) -> bytes:
 
 
 def _order(matrix: PackedMatrix) -> tuple[np.ndarray | None, int | None]:
-    """`Origin.order` and the group size, None if groups are unequal."""
     counts = np.bincount(matrix.groups, minlength=matrix.scales.shape[1])
     if not (counts == counts[0]).all():
         return None, None
@@ -104,7 +100,6 @@ def _order(matrix: PackedMatrix) -> tuple[np.ndarray | None, int | None]:
 
 
 def _block_size(group_size: int, inputs: int) -> int | None:
-    """The largest block size that divides a group."""
     size = _LARGEST_BLOCK
     while size >= _SMALLEST_BLOCK:
         if group_size % size == 0 and inputs % size == 0:

@@ -1,4 +1,4 @@
-"""Find the products with constant weights in a decoder's graph."""
+"""Find products with constant weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 class Product:
     """data x weight (+ bias).
 
-    nodes: compute it; the last one outputs it.
-    weight, tensor: the initializer, [outputs, inputs] if by_output, else [inputs, outputs].
-    bias: an initializer [outputs].
+    nodes: in order; the last makes the output.
+    weight, tensor: [outputs, inputs] if by_output, else [inputs, outputs].
+    bias: [outputs].
     """
 
     nodes: tuple[ir.Node, ...]
@@ -26,7 +26,7 @@ class Product:
 
     @property
     def data(self) -> ir.Value | None:
-        """The left factor in the graph's current state."""
+        """The current left factor."""
         return self.nodes[0].inputs[0]
 
     @property
@@ -35,18 +35,18 @@ class Product:
 
     @property
     def names(self) -> tuple[str | None, ...]:
-        """Names that a pattern may match."""
+        """Names for patterns to match."""
         return self.nodes[0].name, self.weight.name
 
 
 def find_products(graph: ir.Graph) -> list[Product]:
-    """Every MatMul and Gemm with a constant float matrix on its right, in order."""
+    """MatMuls and Gemms with a constant float matrix on the right, in order."""
     found = (_of_matmul(node) if node.op_type == "MatMul" else _of_gemm(node) for node in graph if _is_product(node))
     return [product for product in found if product is not None]
 
 
 def stored_tensor(value: ir.Value | None, rank: int) -> ir.TensorProtocol | None:
-    """The tensor of a float initializer of `rank` dimensions, else None."""
+    """A float initializer's tensor of `rank` dimensions, else None."""
     tensor = value.const_value if value is not None and not value.is_graph_input() else None
     return tensor if tensor is not None and len(tensor.shape) == rank and tensor.dtype in _FLOATS else None
 
@@ -77,7 +77,6 @@ def _of_gemm(node: ir.Node) -> Product | None:
 
 
 def _matrix(value: ir.Value | None) -> tuple[ir.Value, ir.TensorProtocol, bool] | None:
-    """The initializer of a right side, its tensor, and whether it is stored transposed."""
     if value is None:
         return None
     tensor = stored_tensor(value, 2)
@@ -93,7 +92,6 @@ def _matrix(value: ir.Value | None) -> tuple[ir.Value, ir.TensorProtocol, bool] 
 
 
 def _added_bias(matmul: ir.Node, outputs: int) -> tuple[ir.Node, ir.Value] | None:
-    """The Add of a constant vector that is the product's only use, and the vector."""
     product = matmul.outputs[0]
     uses = product.uses()
     if len(uses) != 1 or product.is_graph_output():

@@ -1,6 +1,6 @@
-"""Quantise a lowered decoder: MatMulNBits for its products, GatherBlockQuantized for its table.
+"""Quantise a lowered decoder's products to MatMulNBits, its table to GatherBlockQuantized.
 
-Initializers are lazy: weights are quantised when written. A tied head shares the table's bytes.
+Weights are quantised when written; a tied head shares the table's bytes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks, ro
 from topw_deploy.sizes import decimal_size
 
 DOMAIN = "com.microsoft"
-_NOTABLE = 0.01  # share of the weights' bytes above which a matrix that stays float is reported
+_NOTABLE = 0.01  # share of weight bytes; larger float matrices are reported
 
 
 def quantise(
     model: ir.Model, scheme: Quantisation, packed: PackedRows | None = None, *, cut: bool = False
 ) -> list[str]:
-    """Quantise `model` in place; returns notices about weights that keep their type.
+    """Quantise `model` in place; returns notices about weights left float.
 
-    model: a lowered decoder without the sampler.
-    packed: rows of a quantised checkpoint, whose codes, scales and zero points are kept.
-    cut: the graph has only the first layers, so patterns may match nothing.
+    model: a lowered decoder without sampler.
+    packed: a quantised checkpoint's rows, kept as stored.
+    cut: only the first layers exist, so patterns may match nothing.
 
-    Raises ParameterError for a pattern of `scheme.exclude` that matches nothing, UnsupportedModelError for a graph
-    without a product to quantise.
+    Raises ParameterError for an unmatched `scheme.exclude` pattern, UnsupportedModelError without products to quantise.
     """
     graph = model.graph
     before = _float_bytes(graph)
@@ -71,17 +70,14 @@ class _Found:
     embedding: EmbeddingNode | None
 
     def head(self) -> Product | None:
-        """The last product, if it has an output per table row."""
+        """The last product, if it has one output per table row."""
         if not self.products or self.embedding is None:
             return None
         last = self.products[-1]
         return last if last.outputs == self.embedding.rows else None
 
     def excluded(self, scheme: Quantisation) -> set[int]:
-        """Weights excluded by their name or by that of a node that uses them.
-
-        So a pattern for a tied head also excludes its table.
-        """
+        """Weights excluded by name or by a node using them, so a tied head's pattern excludes the table."""
         return {id(weight) for weight, names in self._uses() if scheme.excludes(*names)}
 
     def check_patterns(self, scheme: Quantisation) -> None:
@@ -112,7 +108,7 @@ def _stored_lookup(graph: ir.Graph) -> EmbeddingNode | None:
 class _Stored:
     def __init__(self, editor: GraphEditor, weight: QuantisedWeight, name: str, codes: tuple[int, ...]) -> None:
         self.shape = weight.shape
-        # Consecutive, for weight.RecentBlocks.
+        # Consecutive, for RecentBlocks.
         self.codes = editor.initializer(weight.codes(codes), f"{name}_Q{weight.shape.bits}")
         self.scales = editor.initializer(weight.scales(), f"{name}_scales")
         zeros = weight.zero_points()
@@ -120,8 +116,6 @@ class _Stored:
 
 
 class _Replacer:
-    """Replaces float nodes; `kept` counts products with the checkpoint's codes."""
-
     def __init__(self, editor: GraphEditor, scheme: Quantisation, packed: PackedRows | None) -> None:
         self.editor, self.kept = editor, 0
         self._scheme, self._packed, self._recent = scheme, packed, RecentBlocks()
@@ -136,7 +130,7 @@ class _Replacer:
         return {stored.scales.name for stored in (*self._stored.values(), *self._tables.values())}
 
     def table(self, embedding: EmbeddingNode) -> bool:
-        """Replace the lookup; False if rows are not whole blocks."""
+        """False if rows are not whole blocks."""
         scheme = self._scheme.of_table
         table, node = embedding.data[0], embedding.node
         block_size = scheme.table_block_size(embedding.hidden)
@@ -147,8 +141,7 @@ class _Replacer:
         )
         flat = (embedding.rows, embedding.hidden * scheme.bits // 8)
         stored = _Stored(self.editor, weight, str(table.name), flat)
-        # Symmetric tables need zero points too: for missing ones onnxruntime's CUDA provider assumes 0 in some
-        # versions, its CPU provider 2 ** (bits - 1). MatMulNBits (a tied head) assumes 2 ** (bits - 1) on both.
+        # Absent zero points mean 2 ** (bits - 1), but 0 for tables in some versions of onnxruntime's CUDA provider.
         zero_points = stored.zero_points
         if zero_points is None:
             zero_points = self.editor.initializer(weight.middle(), f"{table.name}_zero_points")
@@ -159,7 +152,6 @@ class _Replacer:
         return True
 
     def product(self, product: Product, scheme: Quantisation) -> None:
-        """Replace a product, keeping the checkpoint's codes if it has them."""
         origin = self._origin(product)
         if origin is not None and self._packed is not None:
             self._keep_codes(product, self._packed, origin)
@@ -168,7 +160,7 @@ class _Replacer:
         table = self._tables.get(id(weight)) if product.by_output else None
         if table is not None:
             self._stored.setdefault(id(weight), table)
-            # The same bytes as blocks: a view, created once, at load time.
+            # A view of the same bytes, made at load.
             shape = table.shape.codes
             target = self.editor.constant([int(size) for size in shape])
             codes = self.editor.op("Reshape", [table.codes, target], dtype=ir.DataType.UINT8, shape=shape)
@@ -195,7 +187,7 @@ class _Replacer:
         made = QuantisedWeight(origin.shape, ir.DataType.FLOAT, lambda: packed.blocks(origin), self._recent)
         stored = _Stored(self.editor, made, str(product.weight.name), origin.shape.codes)
         data = product.data
-        if origin.order is not None and data is not None:  # act-order: a group's inputs are not consecutive
+        if origin.order is not None and data is not None:  # act-order: a group's inputs are scattered
             order = self.editor.constant(origin.order, f"{product.weight.name}_order")
             data = self.editor.op("Gather", [data, order], axis=-1, dtype=data.dtype, shape=data.shape)
         self._replace_product(product, data, stored.codes, stored, self._scheme)
@@ -221,7 +213,6 @@ class _Replacer:
         attributes: dict[str, int],
         scheme: Quantisation,
     ) -> None:
-        """One node takes over the name of the last one's output."""
         old, graph = nodes[-1].outputs[0], self.editor.graph
         node = ir.node(op_type, inputs, attributes=attributes, domain=DOMAIN, name=f"{nodes[0].name}_Q{scheme.bits}")
         new = node.outputs[0]
@@ -235,7 +226,6 @@ class _Replacer:
 
 
 def _drop_unused(graph: ir.Graph) -> None:
-    """Remove unused initializers, and unused transposes of them."""
     for node in [node for node in graph if node.op_type == "Transpose" and not node.outputs[0].uses()]:
         if stored_tensor(node.inputs[0], 2) is not None and not node.outputs[0].is_graph_output():
             graph.remove(node, safe=True)

@@ -20,19 +20,18 @@ _SMALLEST_BLOCK = BLOCK_SIZES[0]
 
 @dataclass(frozen=True, kw_only=True)
 class Quantisation:
-    """How weights are rounded: in blocks along the inputs of each output, with one scale per block.
+    """How weights are rounded: in blocks along each output's inputs, one scale per block.
 
     bits: 4 or 8.
     block_size: weights per scale.
-    table_bits: of the token table and the head, `bits` or 8; None for 8.
-    symmetric: all zero points are 2 ** (bits - 1); None for the algorithm's default (false for `search`, `k_quant`).
-    accuracy_level: MatMulNBits' attribute, the least precise type for activations: 0 unset, 1 float32, 2 float16,
-        3 bfloat16, 4 int8.
-    algorithm: `search` minimises squared errors (search.py). The others are onnxruntime's: `default` and `rtn` round to
-        nearest, if symmetric with 8 negative and 7 positive steps or 7 each way; `k_quant` minimises a weighted error.
-    exclude: file-name patterns of nodes or weights that keep their type.
+    table_bits: of token table and head, `bits` or 8; None for 8.
+    symmetric: all zero points are 2 ** (bits - 1). None: false for `search` and `k_quant`.
+    accuracy_level: MatMulNBits' least precise activation type: 0 unset, 1 float32, 2 float16, 3 bfloat16, 4 int8.
+    algorithm: `search` minimises squared errors, onnxruntime's `k_quant` weighted ones; its `default` and `rtn` round
+        to nearest (symmetric: 8 negative and 7 positive steps, or 7 each way).
+    exclude: file-name patterns of nodes or weights to leave float.
 
-    Raises ParameterError for a value out of range and for a symmetric `k_quant`.
+    Raises ParameterError for a value out of range or a symmetric `k_quant`.
     """
 
     bits: int
@@ -74,7 +73,7 @@ class Quantisation:
 
     @property
     def of_table(self) -> Quantisation:
-        """The scheme of the token table and of the head."""
+        """The scheme of the token table and head."""
         return replace(self, bits=self.table_bits or _TABLE_BITS)
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,15 +86,14 @@ class Quantisation:
         return cls(**{**data, "exclude": tuple(data["exclude"])})
 
     def excludes(self, *names: str | None) -> bool:
-        """Whether a pattern matches one of `names`."""
+        """Whether a pattern matches a name."""
         return any(name and fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.exclude)
 
     def table_block_size(self, width: int) -> int | None:
         """The largest block size up to block_size for table rows of `width` weights, or None.
 
-        Rows must be whole blocks: a tied head reads the same bytes, and onnxruntime's CUDA provider counts blocks
-        through the whole table. With asymmetric 4-bit zero points their number must be even: onnxruntime 1.24, and its
-        CUDA provider up to 1.31, look up an odd number wrongly.
+        Rows must be whole blocks: a tied head shares them, and onnxruntime's CUDA provider counts blocks across rows.
+        Asymmetric 4-bit rows need an even number: onnxruntime 1.24, and CUDA up to 1.31, look up odd ones wrongly.
         """
         size = self.block_size
         pairs = self.of_table.bits == 4 and not self.is_symmetric

@@ -1,7 +1,6 @@
-"""The quantiser `search`: scale and zero point of least squared error for each block, of a few candidates.
+"""The `search` quantiser: per block, the scale and zero point of least squared error among a few candidates.
 
-For q = code - zero point the best scale is sum(x q) / sum(q^2), with squared error sum(x^2) - sum(x q)^2 / sum(q^2):
-one rounding and two sums per candidate. Zero points are integers throughout; k_quant rounds them at the end.
+For q = code - zero point the best scale is sum(x q) / sum(q^2), its squared error sum(x^2) - sum(x q)^2 / sum(q^2).
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-# Candidate inverse scales, relative to steps that span the block's range. Above 1 the largest weights are clipped.
+# Candidate inverse scales, relative to the block's range. Above 1 clips large weights.
 _RANGES = (0.93, 1.0, 1.07, 1.14, 1.24, 1.37)
-# Symmetric: relative to half the codes for the largest weight. Negative: it is on the side with one code more.
+# Symmetric: relative to half the codes for the largest weight; negative: on the longer side.
 _SIDES = (-0.85, -0.925, -1.0, -1.075, -1.175, 0.875, 0.95, 1.05)
-_CHUNK = 1 << 15  # weights at a time: they fit a core's cache
-_REFINEMENTS = 1  # rounds of: best scale for the codes, codes for that scale
+_CHUNK = 1 << 15  # weights per step, to fit a core's cache
+_REFINEMENTS = 1  # rounds: scale for the codes, codes for that scale
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """Rows of weights, (code - zero point) * scale.
+    """Rows as (code - zero point) * scale.
 
     codes: uint8 [n, blocks * block_size], not packed.
     scales: [n, blocks].
@@ -35,9 +34,9 @@ class Rounded:
 
 
 def search(rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dtype: np.dtype[Any]) -> Rounded:
-    """Quantise rows [n, inputs], padded with zeros to whole blocks; `dtype` is the scales'.
+    """Quantise rows [n, inputs], zero-padded to whole blocks; scales have type `dtype`.
 
-    symmetric: all zero points are 2 ** (bits - 1), and scales may be negative.
+    symmetric: zero points are 2 ** (bits - 1).
     """
     wide = np.pad(rows.astype(np.float32, copy=False), ((0, 0), (0, -rows.shape[1] % block_size)))
     blocks = wide.reshape(-1, block_size)
@@ -53,7 +52,7 @@ def search(rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dty
 def _search(
     blocks: np.ndarray, bits: int, symmetric: bool, dtype: np.dtype[Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes [n, block_size], scales [n] and zero points [n] of blocks [n, block_size]."""
+    """Codes [n, block_size], scales [n], zero points [n]."""
     rounded = np.empty_like(blocks)
     best = np.zeros(len(blocks), np.float32)  # sum(x q)^2 / sum(q^2) of the best candidate
     inverses, zeros = np.ones(len(blocks), np.float32), np.full(len(blocks), 1 << (bits - 1), np.float32)
@@ -76,7 +75,6 @@ def _search(
 
 
 def _asymmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(inverse scale [n], zero point [n]): the range centred on the codes, rounded either way."""
     most = (1 << bits) - 1
     high, low = np.maximum(blocks.max(axis=1), 0), np.minimum(blocks.min(axis=1), 0)
     span, middle = high - low, (high + low) / 2
@@ -88,7 +86,7 @@ def _asymmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.
 
 
 def _symmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The same with the middle code as zero point; the scale's sign selects the longer side."""
+    """The scale's sign selects the longer side."""
     half = 1 << (bits - 1)
     high, low = blocks.max(axis=1), blocks.min(axis=1)
     largest = np.where(high > -low, high, low)
@@ -100,7 +98,7 @@ def _symmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.n
 def _round(
     blocks: np.ndarray, inverses: np.ndarray, zeros: np.ndarray, bits: int, rounded: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Write q = code - zero point into `rounded`; returns sum(x q) [n] and sum(q^2) [n]."""
+    """Writes q to `rounded`; returns sum(x q) [n], sum(q^2) [n]."""
     np.multiply(blocks, inverses[:, None], out=rounded)
     np.rint(rounded, out=rounded)
     np.maximum(rounded, -zeros[:, None], out=rounded)

@@ -18,10 +18,7 @@ _HELD_BYTES = 128 << 20  # of codes, scales and zero points
 
 
 class RecentBlocks:
-    """Bounded cache: a weight's tensors are written consecutively, so each weight is quantised once.
-
-    A small model fits whole and can be written twice.
-    """
+    """Bounded cache: a weight's consecutive tensors quantise it once. Small models can be written twice."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +29,7 @@ class RecentBlocks:
             if weight not in self._made:
                 room = _HELD_BYTES - weight.shape.nbytes
                 while self._made and sum(made.shape.nbytes for made in self._made) > room:
-                    del self._made[next(iter(self._made))]  # the oldest
+                    del self._made[next(iter(self._made))]
                 self._made[weight] = weight.compute()
             return self._made[weight]
 
@@ -51,9 +48,7 @@ def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
 class QuantisedWeight:
     """A weight quantised on demand.
 
-    compute: makes the Blocks.
-    recent: the cache.
-    keep: cache the Blocks without bound, for a weight that is read again later.
+    keep: keep Blocks for another read.
     """
 
     def __init__(
@@ -100,7 +95,7 @@ class QuantisedWeight:
         return blocks
 
     def codes(self, shape: tuple[int, ...] | None = None) -> ir.TensorProtocol:
-        """The codes; `shape`: another shape for the same leading bytes of each output."""
+        """The codes; `shape` takes the leading bytes of each output."""
         wanted = self.shape.codes if shape is None else shape
         per_output = int(np.prod(wanted[1:]))
 
@@ -119,10 +114,10 @@ class QuantisedWeight:
         return self._lazy(lambda blocks: blocks.zero_points, ir.DataType.UINT8, self.shape.zero_points)
 
     def middle(self) -> ir.TensorProtocol:
-        """Explicit zero points of a symmetric weight, 2 ** (bits - 1).
+        """2 ** (bits - 1), explicit for symmetric weights.
 
-        They also fill the unused half of a row's last byte: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, read zero
-        points as if there were no unused halves.
+        Also fills each row's unused last half byte: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, reads zero points
+        as if unpadded.
         """
         byte = 0x88 if self.shape.bits == 4 else 0x80
 

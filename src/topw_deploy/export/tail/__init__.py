@@ -1,4 +1,4 @@
-"""The sampler as one ONNX function, `topw::TopWSample` (docs/contract/graph.md, section 8)."""
+"""The sampler as an ONNX function (docs/contract/graph.md, section 8)."""
 
 from topw_deploy.export.tail.function import build_tail
 from topw_deploy.export.tail.spec import (

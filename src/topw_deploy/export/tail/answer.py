@@ -1,4 +1,4 @@
-"""The answer for each row, merged from several paths."""
+"""Answers merged from several paths."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from topw_deploy.export.tail.spec import TailSpec
 
 @dataclass(frozen=True)
 class Answer:
-    """Columns [batch, 1] of one path, and its mask.
+    """One path's columns [batch, 1] and mask.
 
     certified: bool.
-    crop_mass: float32, the crop's weight at Ts relative to the largest logit, or None.
-    keep_mask: bool [batch, padded], or None.
+    crop_mass: float32, the crop's weight at Ts relative to the largest logit.
+    keep_mask: bool [batch, padded].
     """
 
     drawn: Drawn
@@ -31,14 +31,14 @@ class Answer:
 
 
 def parts_of(answer: Answer) -> list[Tensor]:
-    """Its tensors, for a branch to return."""
+    """The answer as branch outputs."""
     drawn = answer.drawn
     parts = (drawn.token, drawn.logprob, drawn.kept, answer.certified, answer.crop_mass, answer.keep_mask)
     return [part for part in parts if part is not None]
 
 
 def answer_of(spec: TailSpec, parts: Sequence[Tensor]) -> Answer:
-    """The inverse of `parts_of`."""
+    """Inverse of `parts_of`."""
     token, logprob, kept, certified, *further = parts
     crop_mass = further.pop(0) if spec.with_mass else None
     return Answer(Drawn(token, logprob, kept), certified, crop_mass, further.pop() if spec.with_keep_mask else None)
@@ -46,7 +46,7 @@ def answer_of(spec: TailSpec, parts: Sequence[Tensor]) -> Answer:
 
 @scope
 def fast_answer(op: Ops, spec: TailSpec, path: ShortPath, sure: Tensor) -> Answer:
-    """The candidates' answer, with certificate `sure`."""
+    """The candidates' answer."""
     candidates, scan = path.candidates, path.scan
     mask = None
     if spec.with_keep_mask:
@@ -67,7 +67,7 @@ def member_answer(op: Ops, spec: TailSpec, pool: Pool, members: Tensor, sure: Te
 
 @scope
 def draw_member(op: Ops, pool: Pool, members: Tensor, rows: Rows) -> Drawn:
-    """Draw from the pool's `members`, bool [batch, top_m]."""
+    """Draw from `members`, bool [batch, top_m]."""
     one_axis, axis = op.constant([1], np.int64), op.constant(1, np.int64)
     never = op.constant(-1e30, np.float64)
     drop = op.Where(members, pool.drop, never)
@@ -84,7 +84,7 @@ def draw_member(op: Ops, pool: Pool, members: Tensor, rows: Rows) -> Drawn:
 
 
 def scattered(op: Ops, spec: TailSpec, ids: Tensor, flags: Tensor) -> Tensor:
-    """`flags` [batch, n] at the columns `ids`: bool [batch, padded]."""
+    """`flags` [batch, n] at `ids`: bool [batch, padded]."""
     batch = op.Shape(ids, start=0, end=1)
     shape = op.Concat(batch, op.constant([padded_width(spec.vocab_size)], np.int64), axis=0)
     nothing = op.Expand(op.constant(False, np.bool_), shape)
@@ -93,7 +93,7 @@ def scattered(op: Ops, spec: TailSpec, ids: Tensor, flags: Tensor) -> Tensor:
 
 @scope
 def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
-    """`one` in the rows where `first`, bool [batch, 1], else `other`."""
+    """`one` where `first`, else `other`."""
 
     def choose(a: Tensor, b: Tensor) -> Tensor:
         return op.Where(first, a, b)
@@ -108,7 +108,7 @@ def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
 
 @scope
 def put_answer(op: Ops, answer: Answer, index: Tensor, part: Answer) -> Answer:
-    """Replace the rows `index` int64 [n] of `answer` by `part`."""
+    """Replace rows `index` of `answer`."""
 
     def put(whole: Tensor | None, rows: Tensor | None) -> Tensor | None:
         return None if whole is None else put_rows(op, whole, index, rows)
@@ -120,7 +120,7 @@ def put_answer(op: Ops, answer: Answer, index: Tensor, part: Answer) -> Answer:
 
 @scope
 def invalidate(op: Ops, answer: Answer, valid: Tensor) -> Answer:
-    """Invalid rows get token -1 and zeros."""
+    """Give invalid rows token -1 and zeros."""
     nothing = op.constant(0, np.int64)
     drawn = Drawn(
         op.Where(valid, answer.drawn.token, op.constant(-1, np.int64)),
@@ -134,7 +134,7 @@ def invalidate(op: Ops, answer: Answer, valid: Tensor) -> Answer:
 
 @scope
 def finish(op: Ops, spec: TailSpec, answer: Answer, share: Tensor | None) -> list[Tensor]:
-    """The node's outputs; `share` is that of `top_share`."""
+    """The node's outputs."""
     axis = op.constant([1], np.int64)
     outputs = [
         op.Squeeze(answer.drawn.token, axis),

@@ -1,6 +1,6 @@
-"""The certified path: crop and draw from the largest logits, and the proof that no other token matters.
+"""The certified path: crop and draw from the largest logits.
 
-By the certificate (docs/contract/graph.md, section 4, T2) the crop is the K most probable tokens.
+A certified crop is the K most probable tokens (docs/contract/graph.md, section 4, T2).
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ CANDIDATES = 64
 """Number of largest logits examined. They lie in at most as many blocks, so that many blocks are searched."""
 
 _VECTOR = 16
-"""Candidates are padded with -inf to a multiple of this. onnxruntime's logarithm rounds differently in a full vector
-and in a remainder, so a row's bits would depend on its place in the batch."""
+"""Candidates are padded with -inf to a multiple of this: onnxruntime's logarithm rounds full vectors and remainders
+differently, so a row's bits would depend on its place in the batch.
+"""
 
-_SLACK = 8e-6  # of J, in units of beta: several times the rounding of a float32 scan over CANDIDATES terms
+_SLACK = 8e-6  # of J, in units of beta: several times a float32 scan's rounding
 _WARM_SLACK = 1e-5  # relative, of the warm start's mass
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks with the largest maxima.
+    """Blocks with the largest maxima.
 
     logits: float32 [batch, n, BLOCK].
     index: int64 [batch, n].
-    total: float32 [batch, 1], the row's sum: NaN or +inf if one of its logits is.
+    total: float32 [batch, 1], row sums to detect NaN and +inf.
     """
 
     logits: Tensor
@@ -41,11 +42,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The largest logits in descending order, padded with -inf.
+    """The largest logits, descending.
 
-    logits: float32 [batch, width].
-    ids: int64 [batch, width].
-    count: number of candidates without padding.
+    logits, ids: float32 and int64 [batch, width], padded with -inf.
+    count: without padding.
     """
 
     logits: Tensor
@@ -59,12 +59,11 @@ class Candidates:
 
 @dataclass(frozen=True)
 class ShortScan:
-    """Prefix objective over the candidates, float32 [batch, width].
+    """Prefix objective, float32 [batch, width].
 
-    weight: w = exp(a), 1 for the largest logit.
-    score: lam * a.
-    mass, gain, objective: Gamma, Phi and J of each prefix.
-    best: [batch, 1], maximum of J.
+    weight, score: w = exp(a), lam * a.
+    mass, gain, objective: prefix Gamma, Phi, J.
+    best: [batch, 1], maximum J.
     last: int64 [batch, 1], its first position, K - 1.
     """
 
@@ -79,7 +78,7 @@ class ShortScan:
 
 @dataclass(frozen=True)
 class Drawn:
-    """token int64, logprob float32 and kept int64, each [batch, 1]."""
+    """token int64, logprob float32, kept int64: [batch, 1]."""
 
     token: Tensor
     logprob: Tensor
@@ -88,7 +87,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class ShortPath:
-    """Crop and draw, valid where all of `settled`, bool [batch, n], are true."""
+    """Crop and draw; final where all `settled`, bool [batch, n], hold."""
 
     candidates: Candidates
     scan: ShortScan
@@ -98,10 +97,7 @@ class ShortPath:
 
 @scope
 def largest_blocks(op: Ops, logits: Tensor, width: int) -> Blocks:
-    """The blocks of logits [batch, width] that hold the `CANDIDATES` largest.
-
-    Up to ties, a token among the n largest is in a block whose maximum is among the n largest.
-    """
+    """Blocks of logits [batch, width] with the `CANDIDATES` largest."""
     blocks = width // BLOCK
     grid = op.Reshape(logits, op.constant([-1, blocks, BLOCK], np.int64))
     maxima = op.ReduceMax(grid, op.constant([2], np.int64), keepdims=0)
@@ -121,23 +117,23 @@ def block_candidates(op: Ops, blocks: Blocks, vocab_size: int, top_m: int) -> Ca
     ids = op.Add(place, op.GatherElements(offset, op.Div(place, size), axis=1))
     found = Candidates(values, ids, count)
     if count == vocab_size or count == found.width:
-        return found  # the other columns, if any, are the logits' own padding
+        return found  # other columns are the logits' own padding
     inside = op.constant(np.arange(found.width) < count, np.bool_)
     return Candidates(op.Where(inside, values, op.constant(-np.inf)), ids, count)
 
 
 @scope
 def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor) -> Tensor:
-    """The first true position of `flags` [batch, n], at most `otherwise`: int64 [batch, 1].
+    """First true position of `flags`, at most `otherwise`: int64 [batch, 1].
 
-    A minimum of `positions`, because runtimes differ in ArgMax's choice among equals.
+    Not ArgMax, whose ties differ between runtimes.
     """
     return op.ReduceMin(op.Where(flags, positions, otherwise), op.constant([1], np.int64), keepdims=1)
 
 
 @scope
 def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
-    """J over the candidates' prefixes (docs/contract/graph.md, section 3, step 4 with f = 0).
+    """J of prefixes (docs/contract/graph.md, section 3, step 4).
 
     drop: logits minus the largest; -inf gets weight 0.
     """
@@ -158,13 +154,12 @@ def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
 def certificate(
     op: Ops, candidates: Candidates, drop: Tensor, scan: ShortScan, rows: Rows, spec: TailSpec
 ) -> list[Bounded]:
-    """Conditions under which the top K tokens are the crop: (column [batch, 1], lowest, highest).
+    """Conditions for the crop to be the top K tokens: (column [batch, 1], lowest, highest).
 
-    - Warm start: the mass before token K is below init_top_p times the candidates' mass, so K <= k0 in the pool too.
-    - Block stop: J falls if all other pool tokens get the last candidate's score, their upper bound. Then no longer
-      prefix is the first maximum, and token K does not tie with an outsider (a run of equal scores has its best J at an
-      end).
-    - The largest logit exceeds the last candidate's, so a single kept token does not tie with an outsider.
+    - Warm start: the mass before token K is below init_top_p times the candidates', so K <= k0 in the pool too.
+    - Block stop: J falls even if all other pool tokens get the last candidate's score, their upper bound. So no longer
+      prefix is best, and no outsider ties with token K (J is best at an end of equal scores).
+    - The last logit is below the largest, so no outsider ties with a single kept token.
     - geom_scale >= 0.
     """
     final = op.constant([candidates.count - 1], np.int64)
@@ -173,7 +168,7 @@ def certificate(
     target = op.Mul(op.Gather(scan.mass, final, axis=1), op.Mul(rows.warm_mass, op.constant(1 - _WARM_SLACK)))
     room = op.Sub(target, op.Sub(scan.mass, scan.weight))
     if outside == 0 and candidates.count < spec.vocab_size:
-        # The candidates are the whole pool: leave a tie across its cut to the literal path.
+        # Leave ties across the pool's cut to the literal path.
         room = op.Min(room, op.Sub(candidates.logits, op.Gather(candidates.logits, final, axis=1)))
     bounds = [(op.GatherElements(room, scan.last, axis=1), SMALLEST, np.inf), (rows.scale, 0.0, LARGEST)]
     if outside == 0:
@@ -201,9 +196,9 @@ def short_path(op: Ops, spec: TailSpec, blocks: Blocks, rows: Rows) -> ShortPath
 
 @scope
 def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
-    """Conditions bool [batch, n] under which a row is valid and, by `proof`, certified.
+    """Whether rows are valid and, by `proof`, certified: bool [batch, n].
 
-    A row's sum reveals NaN or +inf, but also overflows for absurdly large logits: `valid_rows` decides.
+    Row sums reveal NaN or +inf but may overflow: `valid_rows` decides.
     """
     finite = [(largest, -LARGEST, LARGEST), (blocks.total, -np.inf, LARGEST)]
     return within(op, rows, [*finite, *proof])
@@ -211,14 +206,14 @@ def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Boun
 
 @scope
 def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, rows: Rows) -> Drawn:
-    """Draw up to position `last` [batch, 1]."""
+    """Draw up to `last` [batch, 1]."""
     log_weight = op.Div(drop, rows.temperature)
     mass = op.CumSum(op.Exp(log_weight), op.constant(1, np.int64))
     total = op.GatherElements(mass, last, axis=1)
     reached = op.Greater(mass, op.Mul(rows.uniform, total))
     position = first_position(op, reached, op.constant(np.arange(candidates.width), np.int64), last)
     token = token_at(op, candidates, position)
-    # The logarithm of all sums, then one of them: see _VECTOR.
+    # All logarithms before the gather: see _VECTOR.
     logprob = op.Sub(op.GatherElements(log_weight, position, axis=1), op.GatherElements(op.Log(mass), last, axis=1))
     return Drawn(token, logprob, op.Add(last, op.constant(1, np.int64)))
 
@@ -227,7 +222,7 @@ def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, 
 def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
     """The token at `position` by (logit descending, token id ascending).
 
-    Runtimes differ in TopK's order of equal logits, so the r-th of equals is taken from their sorted ids.
+    Runtimes order TopK's ties differently, so equals are sorted by id.
     """
     logit = op.GatherElements(candidates.logits, position, axis=1)
     equal = op.Equal(candidates.logits, logit)
@@ -240,7 +235,7 @@ def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
 
 @scope
 def kept_candidates(op: Ops, candidates: Candidates, last: Tensor) -> Tensor:
-    """The candidates up to position `last`: bool [batch, n]."""
+    """Candidates up to `last`: bool [batch, n]."""
     logit = op.GatherElements(candidates.logits, last, axis=1)
     tied = op.And(op.Equal(candidates.logits, logit), op.LessOrEqual(candidates.ids, token_at(op, candidates, last)))
     return op.Or(op.Greater(candidates.logits, logit), tied)

@@ -1,9 +1,9 @@
 """The literal path with dynamic shapes, for onnxruntime.
 
-Three reductions, none of which can change an answer (docs/contract/graph.md, section 4):
-- it processes only the rows that are neither settled nor certified;
-- the row test cuts off the pool's tail;
-- the first iteration computes only the distances of outsiders to the warm start.
+Exact reductions (docs/contract/graph.md, section 4):
+- skip settled and certified rows;
+- cut the pool's tail by the row test;
+- first compute distances only from outsiders to the warm start.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.pool import Pool, Start, best_prefix, potential, prefix_objective, up_to
 from topw_deploy.export.tail.spec import EmbeddingForm, TailSpec
 
-_ROW_SLACK = 1e-6  # of J in double: far above its rounding, and costs a token or two
-_BY_ROW = ("ids", "finite", "drop", "weight", "score")  # the pool's [batch, size] tensors
-_TIGHTENINGS = 3  # of the row test; each lowers the mass that the next one assumes
+_ROW_SLACK = 1e-6  # of J in double, far above rounding
+_BY_ROW = ("ids", "finite", "drop", "weight", "score")  # [batch, size]
+_TIGHTENINGS = 3  # rounds of the row test; each lowers the next one's mass
 
 
 @scope
 def places_of(op: Ops, flags: Tensor) -> Tensor:
-    """Indices of the true rows of `flags` bool [batch, 1]: int64 [n]."""
+    """Indices of true rows: int64 [n]."""
     return op.Gather(op.Transpose(op.NonZero(flags)), op.constant(0, np.int64), axis=1)
 
 
@@ -43,7 +43,7 @@ def take_pool(op: Ops, pool: Pool, index: Tensor) -> Pool:
 
 @scope
 def cut_pool(op: Ops, pool: Pool, width: Tensor) -> Pool:
-    """The first `width` tokens of each pool."""
+    """Keep `width` tokens per pool."""
     start, axis = op.constant([0], np.int64), op.constant([1], np.int64)
     cut = {name: op.Slice(getattr(pool, name), start, width, axis) for name in _BY_ROW}
     positions = op.Range(op.constant(0, np.int64), op.Squeeze(width), op.constant(1, np.int64))
@@ -52,17 +52,17 @@ def cut_pool(op: Ops, pool: Pool, width: Tensor) -> Pool:
 
 @scope
 def put_rows(op: Ops, whole: Tensor, index: Tensor, part: Tensor) -> Tensor:
-    """Replace the rows `index` int64 [n] of `whole` [batch, ...] by `part` [n, ...]."""
+    """Replace rows `index` int64 [n] of `whole` by `part` [n, ...]."""
     return op.ScatterND(whole, op.Unsqueeze(index, op.constant([1], np.int64)), part)
 
 
 @scope
 def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
-    """The last position that can be kept in any iteration (row test): int64 [batch, 1].
+    """The last position any iteration can keep (row test): int64 [batch, 1].
 
-    As h <= 1 and distances are >= 0, a kept token has lam log p >= LB - c log Gmax - c. LB, the best base J within the
-    warm start, bounds later J from below (T3); Gmax, the mass up to the position found last, bounds the kept mass.
-    Needs geom_scale >= 0 and c > 0; other rows keep the whole pool.
+    As h <= 1 and distances are >= 0, a kept token has lam log p >= LB - c log Gmax - c. LB, the best base J in the warm
+    start, bounds later J from below (T3); Gmax, the mass up to the last position found, bounds kept mass. Unless
+    geom_scale >= 0 and c > 0, rows keep the whole pool.
     """
     axis = op.constant([1], np.int64)
     zero, one = op.constant(0.0, np.float64), op.constant(1, np.int64)
@@ -84,9 +84,9 @@ def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
 
 @scope
 def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: int) -> Tensor:
-    """Whether another iteration may change the set of any row: bool scalar.
+    """Whether another iteration may change any set: bool scalar.
 
-    Not a set that stayed, or that shrank (T1), unless geom_scale < 0 or it has fewer members than neighbours.
+    Unchanged sets are final. So are smaller ones (T1), unless geom_scale < 0 or members < neighbours.
     """
     axis = op.constant([1], np.int64)
     grew = op.ReduceMax(op.Cast(op.And(after, op.Not(before)), to=1), axis, keepdims=1)
@@ -102,7 +102,7 @@ def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: i
 def alternate_pruned(
     op: Ops, spec: TailSpec, pool: Pool, start: Start, rows: Rows, inputs: Mapping[str, Tensor], index: Tensor
 ) -> Tensor:
-    """The final sets of the rows `index`: bool [n, top_m]."""
+    """Final sets of rows `index`: bool [n, top_m]."""
     rows = take_rows(op, rows, index)
     start = replace(start, warm=op.Gather(start.warm, index, axis=0))
     pool = take_pool(op, pool, index)
@@ -138,12 +138,11 @@ def _with_geometry(
     rows: Rows,
     inputs: Mapping[str, Tensor],
 ) -> Tensor:
-    """Outsiders' distances to the warm start first, then all pairs if needed."""
     metric, reward = Metric.of(spec), op.Cast(rows.reward, to=11)
     whitened = token_features(op, spec, lookup, pool.ids, inputs)
     double = metric.name != "cosine"
     if double:
-        whitened = op.Cast(whitened, to=11)  # products of near-duplicates are then exact enough
+        whitened = op.Cast(whitened, to=11)  # makes near-duplicates' products exact enough
     warm = up_to(op, start.warm, pool.positions)
     distances = _distances_from_outside(op, metric, pool, start, warm, whitened)
     first = best_prefix(op, pool, potential(op, warm, distances, rows.scale), reward)
@@ -168,11 +167,10 @@ def _with_geometry(
 def _distances_from_outside(
     op: Ops, metric: Metric, pool: Pool, start: Start, warm: Tensor, whitened: Tensor
 ) -> Tensor:
-    """Distances to the warm starts, double [batch, size]; 0 for tokens inside all of them."""
     zero, one = op.constant([0], np.int64), op.constant([1], np.int64)
     shortest = op.Add(op.Reshape(op.ReduceMin(start.warm, keepdims=0), one), one)
     longest = op.Add(op.Reshape(op.ReduceMax(start.warm, keepdims=0), one), one)
-    begin = op.Min(shortest, pool.final)  # at least one row: runtimes differ in empty products
+    begin = op.Min(shortest, pool.final)  # at least one row: runtimes differ on empty products
     columns = op.Max(longest, op.constant([metric.averaged], np.int64))
     outside = op.Slice(whitened, begin, pool.width, one)
     members = op.Slice(whitened, zero, columns, one)
@@ -192,7 +190,7 @@ def settled_or_moved(
     rows: Rows,
     inputs: Mapping[str, Tensor],
 ) -> Tensor:
-    """The final sets, bool [batch, top_m]: the base scan's where `sure` or invalid, else alternated."""
+    """Final sets bool [batch, top_m]: the base scan's if `sure` or invalid."""
     settled = up_to(op, start.base, pool.positions)
     done = op.Or(sure, op.Not(valid))
 

@@ -1,4 +1,4 @@
-"""The ONNX function `topw::TopWSample` (docs/contract/graph.md, section 8)."""
+"""The function `topw::TopWSample` (docs/contract/graph.md, section 8)."""
 
 from __future__ import annotations
 
@@ -36,10 +36,7 @@ from topw_deploy.sampling.parameters import GREEDY_BELOW
 
 
 def build_tail(spec: TailSpec) -> ir.Function:
-    """Its inputs are `tail_inputs(spec)`, its outputs `tail_outputs(spec)`.
-
-    It contains its constants and uses standard operators of `spec.opset` and the embedding node's operator.
-    """
+    """The function from `tail_inputs(spec)` to `tail_outputs(spec)`, with its constants."""
     recorder = Recorder()
     inputs = {name: ir.Value(name=name) for name in tail_inputs(spec)}
     outputs = sample(recorder, spec, inputs)
@@ -56,9 +53,9 @@ def build_tail(spec: TailSpec) -> ir.Function:
 
 
 def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Run the sampler over `inputs`, named as in `tail_inputs(spec)`; returns the outputs of `tail_outputs(spec)`.
+    """Sample: `tail_inputs(spec)` -> `tail_outputs(spec)`.
 
-    An answer depends neither on the form nor on other rows.
+    Answers depend neither on form nor on other rows.
     """
     rows = row_parameters(op, [inputs[name] for name in PARAMETERS])
     direct = edited_logits(op, spec, inputs) if not skips_edits(spec) else None
@@ -73,7 +70,7 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
         return without_padding(op, edited(), spec.vocab_size)
 
     def fast() -> Answer:
-        # Every row is settled, so valid and certified, and its uniform number is >= 0: all true.
+        # Settled rows have uniform numbers >= 0: all true.
         return fast_answer(op, spec, path, op.GreaterOrEqual(rows.uniform, op.constant(0.0)))
 
     def pooled() -> tuple[Answer, Tensor]:
@@ -110,15 +107,11 @@ def _two_branches(
     pooled: Callable[[], tuple[Answer, Tensor]],
     moved: Callable[[Tensor], Answer],
 ) -> list[Tensor]:
-    """The `portable` form with geometry: two consecutive branches around static shapes.
+    """The `portable` form with geometry: two consecutive branches.
 
-    The first builds the pool unless the candidates settle every row, the second computes distances unless every answer
-    is final. With a dynamic batch NVIDIA's builder refuses nested branches, and sides that return different shapes
-    (docs/contract/graph.md, section 8). So the second builds the pool again, which is cheap beside the distances.
-
-    settled: bool scalar, whether the candidates settle every row.
-    fast, pooled, moved: record the answer of the candidates, of the pool (with bool [batch, 1], whether it is final),
-        and of the alternation (with the given certificates).
+    The first builds the pool unless candidates settle every row, the second computes distances unless every answer is
+    final. With a dynamic batch NVIDIA's builder refuses nested branches and sides of different shapes, so the second
+    rebuilds the pool, which is cheap.
     """
 
     def by_candidates() -> list[Tensor]:
@@ -141,9 +134,9 @@ def _two_branches(
 
 
 def skips_edits(spec: TailSpec) -> bool:
-    """Whether a call without edits reads the logits in place, in a branch of its own.
+    """Whether unedited logits are read in place, in a separate branch.
 
-    Not if a copy is needed anyway (padding, `mass`), nor for a small vocabulary.
+    False if padding or `mass` needs a copy, or the vocabulary is small.
     """
     whole = spec.vocab_size % BLOCK == 0 and spec.vocab_size // BLOCK >= CANDIDATES
     return whole and spec.form != "static" and not spec.with_mass
@@ -156,7 +149,7 @@ def edited_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tens
 
 @scope
 def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
-    """The largest blocks; without edits straight from the input."""
+    """The largest blocks; without edits, read from the input directly."""
 
     def parts(blocks: Blocks) -> list[Tensor]:
         return [blocks.logits, blocks.index, blocks.total]
@@ -174,10 +167,7 @@ def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
 
 @scope
 def top_share(op: Ops, logits: Tensor, candidates: Candidates, rows: Rows) -> Tensor:
-    """Softmax probability of the largest logit at Ts: float32 [batch, 1].
-
-    NaN for a greedy Ts, where the kept token has all mass.
-    """
+    """Softmax of the largest logit at Ts: float32 [batch, 1]; NaN for greedy rows."""
     temperature, selection, *_ = rows.given
     asked = op.Where(op.Equal(selection, op.constant(0.0)), temperature, selection)
     frozen = op.Less(asked, op.constant(GREEDY_BELOW))

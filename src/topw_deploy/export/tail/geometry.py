@@ -11,19 +11,18 @@ from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.spec import EmbeddingForm, TailSpec, tail_inputs
 
 FARTHER = 3e38
-"""Squared distance of a non-member: larger than any real one, finite in float32."""
+"""Squared distance of a non-member: above any real one, finite in float32."""
 
 _RECOMPUTED = 4
-"""Number of nearest other tokens whose distance `recompute_nearest` computes again."""
+"""Number of nearest other tokens that `recompute_nearest` recomputes."""
 
 
 @dataclass(frozen=True)
 class Metric:
     """A distance to a set.
 
-    name: `mahalanobis`, `unit` or `cosine`.
-    neighbours: number of smallest distances to average; 0 for the nearest.
-    size: the pool's size.
+    neighbours: smallest distances to average; 0 for the nearest.
+    size: of the pool.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Metric:
 
 
 def token_features(op: Ops, spec: TailSpec, lookup: EmbeddingForm, ids: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Features of the tokens `ids` int64 [batch, n]: float32 [batch, n, hidden]."""
+    """Features of `ids` [batch, n]: float32 [batch, n, hidden]."""
     tables = [inputs[name] for name in tail_inputs(spec) if name.startswith("embedding_")]
     rows = embedding_rows(op, lookup, tables, ids)
     return features(op, rows, inputs["mean"], inputs["inverse_std"], Metric.of(spec))
@@ -48,14 +47,14 @@ def token_features(op: Ops, spec: TailSpec, lookup: EmbeddingForm, ids: Tensor, 
 
 @scope
 def embedding_rows(op: Ops, form: EmbeddingForm, tables: Sequence[Tensor], ids: Tensor) -> Tensor:
-    """Look up ids [..., n] as the decoder does: float32 [..., n, hidden]."""
+    """The decoder's lookup of ids [..., n]: float32 [..., n, hidden]."""
     inputs = [*tables[: form.indices_position], ids, *tables[form.indices_position :]]
     return op.Cast(op.custom(form.domain, form.op_type, inputs, dict(form.attributes)), to=1)
 
 
 @scope
 def features(op: Ops, rows: Tensor, mean: Tensor, inverse_std: Tensor, metric: Metric) -> Tensor:
-    """Whiten rows; `mahalanobis` normalises them before, the others after."""
+    """`mahalanobis` normalises before whitening, the others after."""
     if metric.name == "mahalanobis":
         return op.Mul(op.Sub(_normalised(op, rows), mean), inverse_std)
     return _normalised(op, op.Mul(op.Sub(rows, mean), inverse_std))
@@ -68,13 +67,12 @@ def _normalised(op: Ops, rows: Tensor) -> Tensor:
 
 @scope
 def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bool = False) -> Tensor:
-    """A monotone function of the features' distances: [batch, rows, columns], of their type.
+    """Monotone in the features' distances: [batch, rows, columns].
 
     `cosine`: minus the cosine. Others: |x|^2 + |y|^2 - 2 x.y, which cancels for near-duplicates: with 2,048 float32
-    coordinates its root is off by up to 0.03, so pass doubles or use `recompute_nearest`.
+    coordinates the root errs by up to 0.03. Pass doubles or use `recompute_nearest`.
 
-    double: whether the features are doubles. onnxruntime up to 1.24 has no kernel for their product with a fused
-        Transpose; a Reshape to the same shape prevents the fusion.
+    double: onnxruntime up to 1.24 has no double product with fused Transpose; a Reshape prevents fusion.
     """
     transposed = op.Transpose(columns, perm=[0, 2, 1])
     products = op.MatMul(rows, op.Reshape(transposed, op.Shape(transposed)) if double else transposed)
@@ -88,9 +86,9 @@ def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bo
 
 @scope
 def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, metric: Metric) -> Tensor:
-    """`closeness` of all pairs, float32 [batch, n, n], each token's nearest few recomputed from differences.
+    """Recompute each token's nearest `closeness`, float32 [batch, n, n], from differences, which do not cancel.
 
-    x - y does not cancel. One neighbour at a time bounds the memory. Cosines lose no digits.
+    One neighbour at a time bounds memory. Cosines lose no digits.
     """
     if metric.name == "cosine":
         return near
@@ -106,10 +104,10 @@ def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, metric: Metric) -
 
 @scope
 def distance_to_set(op: Ops, near: Tensor, members: Tensor, metric: Metric) -> Tensor:
-    """Distance of each row's token to the set: double [batch, rows].
+    """Distance to the set: double [batch, rows].
 
     near: `closeness`, at least `metric.averaged` columns.
-    members: bool [batch, columns], at least one true.
+    members: bool [batch, columns], not empty.
     """
     last = op.constant([2], np.int64)
     farther = op.CastLike(op.constant(FARTHER), near)

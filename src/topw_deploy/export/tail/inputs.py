@@ -1,4 +1,4 @@
-"""The node's inputs: parameters as columns, and logits after their edits."""
+"""The node's inputs: parameter columns and edited logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
-# Closed interval of each parameter, in the order of `Rows.given`. NaN is in none.
+# Closed intervals in the order of `Rows.given`; none contains NaN.
 _INTERVALS = {
     "temperature": (0.0, LARGEST),
     "selection_temperature": (0.0, LARGEST),
@@ -30,19 +30,19 @@ Bounded = tuple[Tensor, float, float]
 """A column [batch, 1] with its lowest and highest allowed value."""
 
 BLOCK = 128
-"""Tokens per block of the candidate search: maxima of shorter blocks cost more, longer ones leave more to sort."""
+"""Tokens per block of the candidate search: shorter blocks cost more maxima, longer ones more sorting."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """Parameters as float32 columns [batch, 1].
 
-    given: the inputs in the order of `PARAMETERS`.
-    greedy: bool, temperature below 1e-5. Such rows keep one token: `reward` is -1 and `scale` 0.
+    given: in the order of `PARAMETERS`.
+    greedy: bool, temperature below 1e-5; `reward` is -1, `scale` 0.
     temperature, selection: T and Ts, never 0.
-    lam, beta: weights of the entropy term and of the log-mass reward.
-    reward: beta - lam, the weight of log Gamma in J.
-    warm_mass, scale: init_top_p and geom_scale.
+    lam, beta: weights of entropy and log mass.
+    reward: beta - lam.
+    warm_mass, scale: init_top_p, geom_scale.
     """
 
     given: tuple[Tensor, ...]
@@ -81,9 +81,9 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
 
 @scope
 def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
-    """Whether each parameter and `further` column is in its interval: bool [batch, 7 + further].
+    """Whether columns are in their intervals: bool [batch, 7 + further].
 
-    One comparison, because a graph's cost is per node.
+    One comparison: a graph's cost is per node.
     """
     bounds = [*_INTERVALS.values(), *((low, high) for _, low, high in further)]
     columns = op.Concat(*rows.given, *(column for column, _, _ in further), axis=1)
@@ -94,7 +94,7 @@ def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
 
 @scope
 def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
-    """Logical AND of bool `flags`, over everything or one axis (kept)."""
+    """AND over everything or one axis (kept)."""
     numbers = op.Cast(flags, to=1)
     if axis is None:
         return op.Cast(op.ReduceMin(numbers, keepdims=0), to=9)
@@ -102,20 +102,19 @@ def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
 
 
 def padded_width(vocab_size: int) -> int:
-    """Whole blocks, with at least one column after the vocabulary."""
+    """Whole blocks, with at least one padding column."""
     return (vocab_size // BLOCK + 1) * BLOCK
 
 
 @scope
 def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Tensor, vocab_size: int) -> Tensor:
-    """Edit logits [batch, vocab] (docs/contract/graph.md, section 6), padded with -inf to [batch, padded].
+    """Edit logits [batch, vocab] and pad with -inf to [batch, padded] (docs/contract/graph.md, section 6).
 
-    ids: int64 [batch, edits], distinct where >= 0; edits may be 0.
+    ids: int64 [batch, edits], distinct where >= 0.
     penalty, bias: float32 [batch, edits].
 
-    The new logit is l / penalty if l > 0 else l * penalty, then + bias. An id outside the vocabulary edits the column
-    after it, which stays -inf. A penalty <= 0 or NaN makes the logit NaN. Padding copies the logits, so onnxruntime
-    scatters in place.
+    A logit l becomes (l / penalty if l > 0 else l * penalty) + bias; NaN unless penalty > 0. Ids outside the vocabulary
+    edit padding, which stays -inf. Padding copies, so onnxruntime scatters in place.
     """
     spare = op.constant(vocab_size, np.int64)
     nothing = op.constant(-np.inf)

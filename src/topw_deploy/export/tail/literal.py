@@ -26,7 +26,7 @@ from topw_deploy.export.tail.spec import TailSpec
 
 @scope
 def valid_rows(op: Ops, logits: Tensor, rows: Rows) -> Tensor:
-    """Parameters in range, a finite logit, and no NaN or +inf after edits: bool [batch, 1]."""
+    """Parameters in range, a finite logit, no NaN or +inf: bool [batch, 1]."""
     axis = op.constant([1], np.int64)
     largest = op.ReduceMax(logits, axis, keepdims=1)
     broken = op.Or(op.IsNaN(logits), op.Equal(logits, op.constant(np.inf)))
@@ -37,7 +37,7 @@ def valid_rows(op: Ops, logits: Tensor, rows: Rows) -> Tensor:
 
 @scope
 def pool_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows) -> tuple[Answer, Tensor]:
-    """The answer without distances, and where it is final: bool [batch, 1]."""
+    """The answer without distances, and where final: bool [batch, 1]."""
     valid = valid_rows(op, logits, rows)
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     start = warm_start(op, pool, rows)

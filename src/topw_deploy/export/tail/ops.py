@@ -1,8 +1,7 @@
-"""Operator sets: `Recorder` turns the tail's calls into nodes of an ONNX function; `Eager` evaluates them for unit
-tests.
+"""Operator sets: `Recorder` records an ONNX function; `Eager` evaluates it in unit tests.
 
-onnxscript's `@script` does not fit: every `if` becomes an ONNX `If`, every `for` a `Loop`, and only single tensors are
-passed. The tail chooses metric and form while it is recorded, unrolls loops, and passes bundles of tensors.
+onnxscript's `@script` makes every `if` and `for` an ONNX node and passes only single tensors. The tail passes bundles,
+and chooses and unrolls while recording.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ Tensor = Any
 """An `onnx_ir.Value` while recording, an array-like while evaluating."""
 
 Side = Callable[[], Sequence[Tensor]]
-"""One side of a branch: called to record or evaluate it; returns its tensors."""
+"""One side of a branch: records or evaluates it and returns its tensors."""
 
-_OUTPUTS = {"TopK": 2}  # operators with more than one output
+_OUTPUTS = {"TopK": 2}
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Ops(Protocol):
-    """An operator set: `op.TopK(x, k, axis=1)`, attributes as keywords."""
+    """Operators as methods: `op.TopK(x, k, axis=1)`."""
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]: ...
 
@@ -35,20 +34,20 @@ class Ops(Protocol):
         """Equal constants are recorded once."""
 
     def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
-        """`If` over a bool scalar."""
+        """`If` on a bool scalar."""
 
     def loop(self, trips: int, state: Tensor, body: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """`Loop`: the state after at most `trips` >= 1 iterations; `body` returns (continue, next state)."""
+        """The state after at most `trips` >= 1; `body` returns (continue, next state)."""
 
     def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
-        """An operator of any domain, with one output."""
+        """An operator with one output, of any domain."""
 
     def named(self, name: str) -> Any:
         """Context that prefixes node names."""
 
 
 def scope(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Ops, P], R]:
-    """Prefix the names of the nodes that `function` records with its name. Exported files contain these names."""
+    """Prefix recorded nodes' names, as in exported files, with the function's name."""
 
     @functools.wraps(function)
     def recorded(op: Ops, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -82,7 +81,7 @@ class Recorder:
     def constant(self, value: Any, dtype: type = np.float32) -> ir.Value:
         array: np.ndarray = np.asarray(value, dtype=dtype)
         key = repr((array.dtype, array.shape)).encode() + array.tobytes()
-        for _, constants in self._scopes:  # a branch sees the constants of enclosing graphs
+        for _, constants in self._scopes:  # branches see constants of enclosing graphs
             if key in constants:
                 return constants[key]
         tensor = self._add("", "Constant", (), {"value": ir.tensor(array)}, 1).outputs[0]
@@ -116,7 +115,7 @@ class Recorder:
         nodes: list[ir.Node] = []
         self._scopes.append((nodes, {}))
         with self.named(name):
-            # A branch must produce what it returns: Identity for a tensor from outside.
+            # A branch must produce its outputs: Identity for outside tensors.
             outputs = [value if value.producer() in nodes else self.Identity(value) for value in body()]
         self._scopes.pop()
         self._counter += 1

@@ -1,7 +1,4 @@
-"""The candidate pool in double precision: the `top_m` largest logits, warm start, base scan and alternation.
-
-Shapes are fixed; dynamic.py has the alternation with dynamic shapes.
-"""
+"""The pool of the `top_m` largest logits in double precision, with static shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ LOWEST = -1e30
 """Score of a token with logit -inf: below every other, yet finite in float32."""
 
 Distances = Callable[[Ops, Tensor], Tensor]
-"""Called with `members` bool [batch, size]; the distance of each pool token to them, double [batch, size]."""
+"""Maps `members` bool [batch, size] to each pool token's distance, double [batch, size]."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +24,9 @@ class Pool:
     """The pool by (logit descending, token id ascending), [batch, size].
 
     ids: int64.
-    finite: bool, false for a logit of -inf, which is not in the pool.
+    finite: bool, false for logits of -inf, outside the pool.
     drop: double, logits minus the largest.
-    weight, score: double, w = exp(drop / Ts) and lam * drop / Ts.
+    weight, score: double, exp(drop / Ts), lam * drop / Ts.
     positions: int64 [size], 0..size-1.
     width, final: int64 [1], size and size - 1.
     """
@@ -46,7 +43,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Start:
-    """Last positions int64 [batch, 1] of the warm start (k0 - 1) and of the base scan (K - 1)."""
+    """Last positions int64 [batch, 1]: warm start (k0 - 1), base scan (K - 1)."""
 
     warm: Tensor
     base: Tensor
@@ -69,7 +66,7 @@ def candidate_pool(op: Ops, logits: Tensor, rows: Rows, size: int) -> Pool:
 
 @scope
 def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> Tensor:
-    """J of every prefix, Phi_k / Gamma_k + (beta - lam) log Gamma_k: double [batch, n]."""
+    """J of prefixes, Phi_k / Gamma_k + (beta - lam) log Gamma_k: double [batch, n]."""
     axis = op.constant(1, np.int64)
     mass = op.CumSum(weight, axis)
     gain = op.CumSum(op.Mul(weight, score), axis)
@@ -78,10 +75,10 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 
 @scope
 def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
-    """Position of the first maximum of J [batch, size]: int64 [batch, 1].
+    """First maximum of J [batch, size]: int64 [batch, 1].
 
-    For reward <= 0 J never rises (singleton collapse): 0, despite rounding. Prefixes with tokens of logit -inf are
-    ignored: they add no weight, but onnxruntime's Log may change J's last bit with its threads.
+    0 for reward <= 0, where only rounding lets J rise (singleton collapse). Skips -inf logits: onnxruntime's Log may
+    change their J with the thread count.
     """
     objective = op.Where(pool.finite, objective, op.constant(-np.inf, np.float64))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
@@ -92,7 +89,7 @@ def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Ten
 
 @scope
 def warm_end(op: Ops, pool: Pool, rows: Rows) -> Tensor:
-    """The last position of the shortest prefix with `init_top_p` of the pool's mass."""
+    """Last position of the shortest prefix with `init_top_p` of the mass."""
     one_axis = op.constant([1], np.int64)
     mass = op.CumSum(pool.weight, op.constant(1, np.int64))
     share = op.Cast(rows.warm_mass, to=11)
@@ -111,7 +108,7 @@ def warm_start(op: Ops, pool: Pool, rows: Rows) -> Start:
 
 @scope
 def certified(op: Ops, start: Start, rows: Rows) -> Tensor:
-    """geom_scale >= 0 and K <= k0: bool [batch, 1]. True for greedy rows."""
+    """geom_scale >= 0 and K <= k0: bool [batch, 1]."""
     return op.And(op.GreaterOrEqual(rows.scale, op.constant(0.0)), op.LessOrEqual(start.base, start.warm))
 
 
@@ -123,16 +120,16 @@ def up_to(op: Ops, last: Tensor, positions: Tensor) -> Tensor:
 
 @scope
 def potential(op: Ops, members: Tensor, distances: Tensor, scale: Tensor) -> Tensor:
-    """f = -geom_scale * distance, 0 for members; double [batch, size]."""
+    """-geom_scale * distance, 0 for members: double [batch, size]."""
     zero = op.constant(0.0, np.float64)
     return op.Where(members, zero, op.Neg(op.Mul(op.Cast(scale, to=11), distances)))
 
 
 @scope
 def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
-    """The next set, the best prefix by phi = f + score: bool [batch, size].
+    """Best prefix by phi = f + score: bool [batch, size].
 
-    Of tokens with the last member's phi, it contains those up to its pool position.
+    Ties are kept up to the last member's pool position.
     """
     phi = op.Where(pool.finite, op.Add(f, pool.score), op.constant(2 * LOWEST, np.float64))
     ordered, place = op.TopK(phi, pool.width, axis=1)
@@ -146,9 +143,9 @@ def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
 
 @scope
 def alternate(op: Ops, pool: Pool, warm: Tensor, rows: Rows, distances: Distances, iterations: int) -> Tensor:
-    """Alternate between crop and potential (docs/contract/graph.md, section 3, step 4): bool [batch, size].
+    """Alternate crop and potential (docs/contract/graph.md, section 3, step 4): bool [batch, size].
 
-    Always runs all `iterations`, since a converged set does not change.
+    Runs all `iterations`: converged sets do not change.
     """
     members = up_to(op, warm, pool.positions)
     reward = op.Cast(rows.reward, to=11)

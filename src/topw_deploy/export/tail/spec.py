@@ -1,4 +1,4 @@
-"""The choices that an export bakes into the sampler node (docs/contract/graph.md, section 8)."""
+"""Choices baked into the sampler node (docs/contract/graph.md, section 8)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logits [batch, vocab]; the three edit inputs [batch, edits] with edits >= 0; the
 """
 
 GEOMETRY_INPUTS = ("mean", "inverse_std", "neighbour_bound")
-"""Inputs added where the metric needs embeddings, all float32; the embedding node's data inputs follow.
+"""Inputs added if the metric needs embeddings, all float32; the embedding node's data inputs follow.
 
 mean, inverse_std: [hidden], statistics of the table.
 neighbour_bound: [vocab], a lower bound of each token's distance to its nearest neighbour; [0] for none.
@@ -46,14 +46,12 @@ AttributeValue = int | float | str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingForm:
-    """The decoder's embedding node without its tensors. It must map ids [...] to rows [..., hidden].
+    """The decoder's embedding node without tensors; maps ids [...] to rows [..., hidden].
 
-    domain, op_type: e.g. "" and "Gather", or "com.microsoft" and "GatherBlockQuantized".
-    attributes: (name, value) pairs.
-    inputs: (element type, shape) of the data inputs in order, without the ids.
+    inputs: (element type, shape) of data inputs, without ids.
     indices_position: input index of the ids.
 
-    Raises UnsupportedModelError for an index out of range and for a Gather over another axis than 0.
+    Raises UnsupportedModelError for an index out of range or a Gather axis other than 0.
     """
 
     domain: str
@@ -76,10 +74,7 @@ class EmbeddingForm:
 
     @property
     def form(self) -> str:
-        """Text of the operator, e.g. `Gather(axis=0)`, for the node attribute `table_form`.
-
-        Kernels compare it with the forms they support, so attributes are sorted.
-        """
+        """The operator as text, e.g. `Gather(axis=0)`, with sorted attributes for kernels to compare."""
         attributes = dict(self.attributes)
         if self.op_type == "Gather" and not self.domain:
             attributes.setdefault("axis", 0)
@@ -94,16 +89,13 @@ def plain_gather(rows: int, hidden: int, dtype: ir.DataType = ir.DataType.FLOAT)
 
 @dataclass(frozen=True, kw_only=True)
 class TailSpec:
-    """What is baked into one sampler node.
+    """Options of one sampler node.
 
-    options: pool size, alternations, metric and potential.
-    vocab_size: width V of the logits, >= 1.
-    embedding: how to look up embedding rows; optional for the `uniform` metric.
-    hidden_size: width d of an embedding row; optional for the `uniform` metric.
-    form: `portable` (consecutive branches, static shapes), `onnxruntime` (nested branches, dynamic shapes) or `static`
-        (no control flow).
-    opset: of the surrounding model, 18 to 24.
-    with_mass, with_keep_mask: whether to add these outputs.
+    vocab_size: width of the logits, >= 1.
+    embedding, hidden_size: row lookup and width; optional for the `uniform` metric.
+    form: `portable` (consecutive branches, static shapes), `onnxruntime` (nested, dynamic) or `static` (no branches).
+    opset: 18 to 24.
+    with_mass, with_keep_mask: add these outputs.
 
     Raises ParameterError for a value out of range.
     """
@@ -139,7 +131,7 @@ class TailSpec:
 
     @property
     def lookup(self) -> EmbeddingForm | None:
-        """`embedding` where the metric needs it, else None."""
+        """`embedding` if the metric needs it, else None."""
         return self.embedding if self.has_geometry else None
 
     @cached_property
@@ -154,21 +146,21 @@ def tail_inputs(spec: TailSpec) -> tuple[str, ...]:
 
 
 def tail_outputs(spec: TailSpec) -> tuple[str, ...]:
-    """Names of the node's outputs.
+    """Output names.
 
-    next_token int64 [batch], logprob float32 [batch], kept int32 [batch], certified bool [batch];
-    on request mass float32 [batch], keep_mask bool [batch, vocab].
+    next_token int64, logprob float32, kept int32, certified bool [batch]; on request mass float32 [batch], keep_mask
+    bool [batch, vocab].
     """
     optional = (("mass", spec.with_mass), ("keep_mask", spec.with_keep_mask))
     return ("next_token", "logprob", "kept", "certified", *(name for name, wanted in optional if wanted))
 
 
 def tail_attributes(spec: TailSpec) -> dict[str, str | int]:
-    """Attributes of the node, for native kernels; the function's body ignores them.
+    """Attributes for native kernels; the function's body ignores them.
 
-    plugin_namespace, plugin_version: how TensorRT finds a plugin.
+    plugin_namespace, plugin_version: TensorRT's plugin lookup.
     knn_k: 0 for `nearest`.
-    with_mass, with_keep_mask: TensorRT asks a plugin for its number of outputs.
+    with_mass, with_keep_mask: TensorRT's number of outputs.
     """
     return {
         "plugin_namespace": DOMAIN,

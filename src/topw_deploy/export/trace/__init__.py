@@ -1,1 +1,1 @@
-"""From a transformers model to an ONNX graph."""
+"""Trace transformers models to ONNX."""

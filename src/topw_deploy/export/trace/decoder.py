@@ -1,4 +1,4 @@
-"""From a Hugging Face checkpoint to a traced and lowered decoder."""
+"""Load, trace and lower a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Wir fahren morgen nach München. Où est la bibliothèque? 東京は日本の首
 
 
 def traced_decoder(job: Job) -> Decoder:
-    """Load, check, trace and lower the checkpoint of the job's source."""
+    """Load, check, trace and lower the job's checkpoint."""
     source, wanted, weights = job.source, job.request.graph, job.request.weights
     dtype, target, opset = weights.torch_dtype, wanted.target or TARGETS[0], wanted.opset or DEFAULT_OPSET
     notices: list[str] = []
@@ -49,7 +49,7 @@ def traced_decoder(job: Job) -> Decoder:
     notices += _limits_of(model, dtype)
     traced = _traced(model, job)
     context = context_length(model.config)
-    # A checkpoint's own codes are kept for products packed alike only, which two fused ones may not be.
+    # Fused products must be packed alike to keep a checkpoint's codes.
     fuse_gates = weights.quantisation is not None and packed_format(source.folder) is None
     lowered = lower(
         traced,
@@ -62,7 +62,7 @@ def traced_decoder(job: Job) -> Decoder:
     job.progress.say(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
         notices.append(lowered.notice)
-    # Traced at 23, whose operators are all valid at 24.
+    # Traced at 23; those operators are valid at 24.
     traced.model.opset_imports[""] = max(opset, traced.model.opset_imports[""])
     traced.model.ir_version = max(traced.model.ir_version, _IR_VERSION)
     info = DecoderInfo(
@@ -85,7 +85,6 @@ def traced_decoder(job: Job) -> Decoder:
 
 
 def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
-    """Notices of what the graph cannot do, or only at a cost."""
     found = []
     if dtype == "bfloat16":
         found.append(
@@ -132,7 +131,7 @@ def _overflow_notice(model: PreTrainedModel, job: Job) -> str:
 
 
 def sample_batches(model: PreTrainedModel, folder: Path) -> list[torch.Tensor]:
-    """Token ids [1, n]: ids over the whole vocabulary, and the sample text if it can be tokenized."""
+    """Token ids [1, n]: spread over the vocabulary, then sample text if there is a tokenizer."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     length = min(64, context_length(model.config))
     batches = [torch.linspace(0, vocab - 1, length).long()[None]]

@@ -1,7 +1,6 @@
-"""Marker nodes, which stand for attention in a trace.
+"""Markers: placeholder nodes for attention in a trace.
 
-Each layer leaves one node with scale, soft cap and sliding window as attributes, and no mask. So one trace serves every
-target, and lowerings need not match patterns of nodes.
+A marker has scale, soft cap, window and layer but no mask, so one trace serves every target.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MARKER_DOMAIN = "topw.trace"
 MARKER_OP = "Attention"
 _IMPLEMENTATION = "topw_marker"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Arguments of attention functions without effect on a causal decoder in inference.
+# Arguments without effect in causal inference.
 _HARMLESS = {
     "dropout",
     "position_ids",
@@ -35,7 +34,7 @@ _HARMLESS = {
 
 @contextlib.contextmanager
 def marked(model: PreTrainedModel) -> Iterator[None]:
-    """Let the attention of `model` leave markers within the block."""
+    """Trace attention of `model` as markers inside the block."""
     AttentionInterface.register(_IMPLEMENTATION, _marker_attention)
     AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
     before = model.config._attn_implementation
@@ -47,13 +46,13 @@ def marked(model: PreTrainedModel) -> Iterator[None]:
 
 
 def marker_nodes(graph: ir.Graph) -> list[ir.Node]:
-    """The marker nodes in layer order."""
+    """The markers in layer order."""
     nodes = [node for node in graph if node.domain == MARKER_DOMAIN and node.op_type == MARKER_OP]
     return sorted(nodes, key=lambda node: node.attributes["layer"].as_int())
 
 
 def check_layer_types(model: PreTrainedModel, config: Any) -> None:
-    """Raise UnsupportedModelError for layers that no marker can stand for."""
+    """Raises UnsupportedModelError for layers that markers cannot represent."""
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if other:
         raise UnsupportedModelError(
@@ -67,7 +66,7 @@ def check_layer_types(model: PreTrainedModel, config: Any) -> None:
 
 
 def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph, layers: int) -> None:
-    """Raise UnsupportedModelError unless each layer has one marker with the stated window."""
+    """Raises UnsupportedModelError unless each layer has one marker with the configured window."""
     nodes = marker_nodes(graph)
     name = type(model).__name__
     if [node.attributes["layer"].as_int() for node in nodes] != list(range(layers)):
@@ -93,7 +92,7 @@ def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph, layers: 
 
 
 def _stated_window(config: Any, layer: int) -> int | None:
-    """The window in the configuration, 0 for none; None if it lists no layer types."""
+    """0: no window. None: no layer types configured."""
     types = getattr(config, "layer_types", None)
     if not types:
         return None
@@ -112,9 +111,8 @@ def _marker_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Replaces attention while tracing. Run eagerly, only its shape is right."""
     unknown = sorted(name for name, given in others.items() if name not in _HARMLESS and given is not None)
-    masked = attention_mask is not None  # not by `_no_mask`
+    masked = attention_mask is not None  # `_no_mask` was bypassed
     if masked or unknown or is_causal is False or not getattr(module, "is_causal", True):
         what = f"the attention argument {unknown[0]}" if unknown else "attention that is not causal"
         what = "an attention mask of its own" if masked else what
@@ -141,4 +139,4 @@ def _marker_attention(
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Replaces transformers' mask; lowerings write it."""
+    """Lowerings add the masks."""

@@ -1,4 +1,4 @@
-"""Traces a causal LM with transformers' exporter, leaving one marker node per layer (marker.py)."""
+"""Trace a causal LM with transformers' exporter, one marker node per layer."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from topw_deploy.export.trace.workarounds import batch_experts, fixed_frequencie
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
-_BATCH, _PAST, _NEW = 2, 5, 3  # sample sizes: all different and above 1
+_BATCH, _PAST, _NEW = 2, 5, 3  # sample sizes: distinct and above 1
 _FILE = "trace.onnx"
 _STAGE = "traced graph"
-_PARAMETERS = "checkpoint"  # stands for the data file of parameters
+_PARAMETERS = "checkpoint"  # placeholder for the parameters' data file
 
 
 @dataclass(frozen=True)
 class TracedDecoder:
-    """A traced graph; num_kv_heads and head_dim per layer.
+    """A traced graph, with key-value heads and head size per layer.
 
-    model: takes input_ids, position_ids and past_key_values.{i}.key|value; gives logits [batch, sequence, vocab] and
+    model: inputs input_ids, position_ids, past_key_values.{i}.key|value; outputs logits [batch, sequence, vocab],
         present.{i}.key|value.
     """
 
@@ -42,9 +42,9 @@ class TracedDecoder:
 
 
 def trace(model: PreTrainedModel) -> TracedDecoder:
-    """Trace `model` (in evaluation mode, on the CPU) at opset 23.
+    """Trace `model`, in evaluation mode on the CPU, at opset 23.
 
-    Raises UnsupportedModelError for layers without a marker and for a failed trace.
+    Raises UnsupportedModelError for layers without a marker or a failed trace.
     """
     config = model.config.get_text_config(decoder=True)
     check_layer_types(model, config)
@@ -62,7 +62,7 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
 
 
 def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, stamp: str) -> None:
-    """Keep `traced` for a resumed export, without the parameters of `model`."""
+    """Save `traced` for a resumed export, without the model's parameters."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     values = [value for name, value in traced.model.graph.initializers.items() if name in parameters]
     before = [value.const_value for value in values]
@@ -78,7 +78,7 @@ def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, 
 
 
 def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDecoder | None:
-    """The trace kept under this stamp, with the parameters of `model`."""
+    """The trace saved under `stamp`, with the model's parameters, or None."""
     found = journal.find(_STAGE, stamp)
     if found is None:
         return None
@@ -91,17 +91,13 @@ def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDe
 
 
 def _filled_cache(model: PreTrainedModel, config: Any, weights: Weights) -> DynamicCache:
-    """A cache of `_PAST` zero tokens in the model's own shapes.
-
-    Made without the configuration: a cache with a sliding window drops old tokens; the graph's never does (the mask
-    hides them).
-    """
+    """Built without configuration: a configured sliding window drops old tokens; the graph masks them."""
     found = DynamicCache()
     with torch.no_grad(), weights.fake_mode:
         try:
             ids = torch.zeros(_BATCH, _PAST, dtype=torch.int64)
             model(input_ids=ids, past_key_values=found, use_cache=True)
-        except Exception as error:  # the model's own code may raise anything
+        except Exception as error:  # model code may raise anything
             raise _refusal(model, error) from error
     each: list[tuple[int, ...]] = [getattr(getattr(layer, "keys", None), "shape", ()) for layer in found.layers]
     if len(each) != config.num_hidden_layers or any(len(s) != 4 or s[2] != _PAST for s in each):
@@ -138,7 +134,7 @@ def _export(model: PreTrainedModel, cache: DynamicCache) -> ir.Model:
 
 
 def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weights) -> None:
-    """Attach the weights and run torch's optimizer, which may fold other constants only."""
+    """The optimizer must not fold weights."""
 
     def may_fold(node: ir.Node) -> bool | None:
         return False if any(value is not None and value.name in weights.by_name for value in node.inputs) else None
@@ -187,7 +183,7 @@ def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _drop_origins(model: ir.Model) -> None:
-    """Drop stack traces and paths: they bloat the file and reveal the exporting machine."""
+    """Stack traces and paths bloat files and reveal the exporting machine."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.name = "decoder"
@@ -200,7 +196,6 @@ def _drop_origins(model: ir.Model) -> None:
 
 
 def _refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModelError:
-    """The UnsupportedModelError wrapped in `error`, or one that states `error`."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UnsupportedModelError):
@@ -210,7 +205,7 @@ def _refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModelError:
 
 
 def _untraceable(model: PreTrainedModel, error: Exception) -> UnsupportedModelError:
-    plain = _COLOURS.sub("", str(error)).strip()  # torch.onnx writes for terminals
+    plain = _COLOURS.sub("", str(error)).strip()  # torch.onnx colours its messages
     reason = (plain.splitlines() or [type(error).__name__])[0][:120]
     return UnsupportedModelError(
         f"the architecture {type(model).__name__} cannot be traced ({type(error).__name__}: {reason}); "

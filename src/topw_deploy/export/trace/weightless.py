@@ -1,7 +1,4 @@
-"""Traces without weights: parameters are fake tensors while tracing, initializers afterwards.
-
-Unread weights (`UnreadTensor`) are read when an initializer's values are.
-"""
+"""Trace without weights: parameters are fake tensors in the trace, then initializers read on demand."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ from topw_deploy.export.source.unread_tensor import UnreadTensor
 
 
 class Weights:
-    """The real parameters of a model that has fake ones. fake_mode computes the shapes of these."""
+    """The real parameters behind fake ones; `fake_mode` computes shapes."""
 
     def __init__(self, by_name: dict[str, torch.Tensor]) -> None:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.by_name = by_name
 
     def attach(self, model: ir.Model) -> None:
-        """Give fake initializers of `model` their parameters. Raises ValueError for other names."""
+        """Replace fake initializers of `model` with parameters. Raises ValueError for unknown names."""
         for name, value in model.graph.initializers.items():
             fake = getattr(value.const_value, "raw", None)
             if not isinstance(fake, FakeTensor):
@@ -42,7 +39,7 @@ class Weights:
 
 @contextlib.contextmanager
 def weightless(model: torch.nn.Module) -> Iterator[Weights]:
-    """Replace the parameters of `model` with fake ones within the block; shared ones stay shared."""
+    """Make parameters fake inside the block; shared ones stay shared."""
     real = dict(model.named_parameters(remove_duplicate=False))
     weights = Weights(
         {
@@ -83,7 +80,6 @@ def _set_parameters(model: torch.nn.Module, parameters: dict[str, torch.nn.Param
 
 
 def _read(file: StoredTensor, dtype: torch.dtype, index: Any) -> np.ndarray:
-    """The part `index` of a stored tensor, cast to `dtype`."""
-    stored = UnreadTensor.of(file).values()  # mapped, and unmapped with the last reference
+    stored = UnreadTensor.of(file).values()  # unmapped with the last reference
     index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
     return tensor_adapters.TorchTensor(stored[index].to(dtype).contiguous()).numpy()

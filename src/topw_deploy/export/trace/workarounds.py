@@ -13,16 +13,16 @@ import torch
 from transformers import PreTrainedModel
 
 _DEFAULT_ROPE = "default"
-_BATCHED_EXPERTS = "batched_mm"  # the only one with shapes independent of the routing
-_SMALLEST_TERM = 1e-7  # above the optimizer's 1e-8; a larger bound costs nothing
+_BATCHED_EXPERTS = "batched_mm"  # the only one with shapes independent of routing
+_SMALLEST_TERM = 1e-7  # above the optimizer's 1e-8
 
 
 @contextlib.contextmanager
 def fixed_frequencies(model: torch.nn.Module) -> Iterator[None]:
-    """Let rotary embeddings keep their current frequencies within the block.
+    """Fix rotary frequencies inside the block.
 
-    `longrope` and `dynamic` choose others for long sequences, by the values of positions, and write them into the
-    module. Neither can be traced, so the export's context ends there (`checkpoint.switching_rope`).
+    `longrope` and `dynamic` switch them for long sequences, which cannot be traced. So the export's context ends there
+    (`checkpoint.switching_rope`).
     """
     modules = [module for module in model.modules() if isinstance(getattr(module, "rope_type", None), str | dict)]
     before = [module.rope_type for module in modules]
@@ -37,22 +37,21 @@ def fixed_frequencies(model: torch.nn.Module) -> Iterator[None]:
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """Whether the model has experts that can be traced."""
+    """Whether the model has traceable experts."""
     return bool(getattr(model, "_can_set_experts_implementation", lambda: False)())
 
 
 def batch_experts(model: PreTrainedModel) -> None:
-    """Let the experts of `model`, if any, multiply with fixed shapes."""
+    """Make experts, if any, multiply with fixed shapes."""
     if has_experts(model):
         model.set_experts_implementation(_BATCHED_EXPERTS)
 
 
 @contextlib.contextmanager
 def small_terms_kept(graph: ir.Graph) -> Iterator[None]:
-    """Hide small constant terms of sums, such as the epsilon of Helium's norms, from the optimizer.
+    """Hide small constant addends, such as Helium's norm epsilon, from the optimizer.
 
-    It drops terms of up to 1e-8; without the epsilon a row of zeros (padding) becomes NaN. The terms are graph inputs
-    within the block, initializers after it.
+    It drops terms up to 1e-8; without the epsilon, rows of zeros (padding) become NaN.
     """
     hidden: dict[tuple[str, bytes], tuple[ir.Value, ir.TensorProtocol]] = {}
     for node in graph:
@@ -75,7 +74,6 @@ def small_terms_kept(graph: ir.Graph) -> Iterator[None]:
 
 
 def _small_term(node: ir.Node, value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor of `value` if it is small, not 0, and `node` adds it."""
     producer = None if value is None else value.producer()
     if node.domain or node.op_type not in ("Add", "Sub") or producer is None or producer.op_type != "Constant":
         return None
@@ -87,7 +85,7 @@ def _small_term(node: ir.Node, value: ir.Value | None) -> ir.TensorProtocol | No
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Keep torch.onnx from printing progress and failed graphs."""
+    """Suppress torch.onnx's progress and failed graphs."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "transformers", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
