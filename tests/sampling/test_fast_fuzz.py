@@ -20,7 +20,7 @@ def test_random_and_adversarial_rows_keep_the_references_sets():
     outcome = fuzz(3000, 6, ["fast"], SMALL)
     assert outcome.sides["fast"].unexplained == []
     assert sum(outcome.certified.values()) < 0.75 * 3000
-    assert {"turning logit", "equal phi", "pool cut tied", "invalid"} <= set(outcome.rows)
+    assert {"logit at threshold", "equal phi", "pool cut tied", "invalid"} <= set(outcome.rows)
     assert min(outcome.tied, outcome.nearly_tied - outcome.tied) > 50
     assert "| unexplained | 0" in report(outcome)
 
