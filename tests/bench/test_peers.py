@@ -13,6 +13,8 @@ from topw_deploy.bench.decode.run import run
 from topw_deploy.bench.process import Worker
 from topw_deploy.errors import BenchmarkError
 
+pytestmark = pytest.mark.slow
+
 GENAI = '''
 import json
 import numpy as np

@@ -18,6 +18,8 @@ from topw_deploy.demo import demo_model_path
 from topw_deploy.demo.corpus import Corpus
 from topw_deploy.demo.train import Recipe, held_out_loss, pack
 
+pytestmark = pytest.mark.slow
+
 FOLDER = demo_model_path()
 LOG = json.loads((FOLDER / "training_log.json").read_text())
 RECIPE = Recipe(**{**LOG["recipe"], "betas": tuple(LOG["recipe"]["betas"])})

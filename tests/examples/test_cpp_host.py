@@ -18,8 +18,9 @@ from topw_deploy.export.request import export_request
 from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("sampler", ["graph", "native"])
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_equal_the_python_runtimes(form: str, sampler: str, host: Host, folders: dict[str, Path]) -> None:
@@ -28,7 +29,6 @@ def test_tokens_equal_the_python_runtimes(form: str, sampler: str, host: Host, f
         compare(host, model, folders[form], ["a", "some longer prompt than that"], *library)
 
 
-@pytest.mark.slow
 def test_the_bundled_model_draws_the_same_tokens_with_both_caches(
     host: Host, demo_export: Path, tmp_path: Path
 ) -> None:
@@ -72,7 +72,6 @@ def narrow_cache(element_type: int) -> Callable[[onnx.ModelProto], None]:
     return change
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["concat", "scatter"])
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_caches_of_sixteen_bits_are_supported(

@@ -32,6 +32,8 @@ from tests.support.toy_model import VOCAB
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel
 
+pytestmark = pytest.mark.slow
+
 OLDEST = "1.23.2"  # supported
 
 
@@ -91,7 +93,6 @@ def test_the_vendors_header_has_the_same_declarations(
         assert ids_of(host_of(with_it, ort_library)(*given)) == ids_of(host(*given))
 
 
-@pytest.mark.slow
 def test_sanitizers_find_no_error(
     folders: dict[str, Path], host: Host, ort_library: Path, tokenizers_library: Path, tmp_path: Path
 ) -> None:
@@ -125,7 +126,6 @@ def cmake() -> str:
     return found
 
 
-@pytest.mark.slow
 def test_the_commands_of_its_readme_run_and_draw_what_the_python_runtime_draws(
     cmake: str, demo_export: Path, tmp_path: Path
 ) -> None:

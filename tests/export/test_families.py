@@ -87,6 +87,7 @@ def test_one_sequence_agrees_with_torch_for_all_chunks(driver: CacheDriver, fami
         np.testing.assert_allclose(found[0], wanted[end - 1], atol=FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [[90], [30, 20, 39, 1]], ids=["whole", "chunks"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_rows_of_a_batch_agree_with_torch_alone(

@@ -21,6 +21,8 @@ from topw_deploy.errors import BenchmarkError
 
 from .test_pack import HOST, LIMIT, refuse, stage_tree, write_tree
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -30,7 +32,6 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return sorted((tmp_path / "pack").glob("*.tar.xz"))
 
 
-@pytest.mark.slow
 def test_unpacking_restores_the_packed_files(pack: list[Path], tmp_path: Path) -> None:
     assert unpack(pack, tmp_path / "host") == [
         "tensorrt was not packed: libthing.so has code for sm_120, none for sm_90."
@@ -43,7 +44,6 @@ def test_unpacking_restores_the_packed_files(pack: list[Path], tmp_path: Path) -
     assert not list(found.rglob("*.slice-*"))
 
 
-@pytest.mark.slow
 def test_archives_can_arrive_one_by_one_in_any_order(pack: list[Path], tmp_path: Path) -> None:
     host = tmp_path / "host"
     for archive in reversed(pack[1:]):
@@ -54,7 +54,6 @@ def test_archives_can_arrive_one_by_one_in_any_order(pack: list[Path], tmp_path:
     assert (host / "onnxruntime" / "large.bin").stat().st_size == 700_000
 
 
-@pytest.mark.slow
 def test_an_archive_is_unpacked_once(pack: list[Path], tmp_path: Path) -> None:
     host = tmp_path / "host"
     unpack(pack, host)
@@ -63,7 +62,6 @@ def test_an_archive_is_unpacked_once(pack: list[Path], tmp_path: Path) -> None:
     assert not (host / "onnxruntime" / "small-1.txt").exists()
 
 
-@pytest.mark.slow
 def test_an_interrupted_unpacking_is_resumed(pack: list[Path], tmp_path: Path) -> None:
     host = tmp_path / "host"
     unpack(pack, host)
@@ -76,7 +74,6 @@ def test_an_interrupted_unpacking_is_resumed(pack: list[Path], tmp_path: Path) -
     assert not list(host.rglob("*.slice-*"))
 
 
-@pytest.mark.slow
 def test_packed_packages_come_before_installed_ones(pack: list[Path], tmp_path: Path) -> None:
     host = tmp_path / "host"
     assert environment(host, {"PATH": "/bin"}) == {"PATH": "/bin"}

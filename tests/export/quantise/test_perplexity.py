@@ -30,6 +30,8 @@ from topw_deploy.export.verification.reference import TorchReference
 from topw_deploy.export.verification.sampler_checks import graph_geometry
 from topw_deploy.manifest import Check, Note, load_decoder_manifest
 
+pytestmark = pytest.mark.slow
+
 Change = Callable[[np.ndarray], np.ndarray]
 
 
@@ -163,7 +165,6 @@ def test_a_large_model_is_measured_on_fewer_tokens() -> None:
     assert tokens_for(3_000_000_000) == 1024
 
 
-@pytest.mark.slow
 def test_every_row_starts_with_the_tokenizers_prefix(exported: Callable[..., Path]) -> None:
     manifest = load_decoder_manifest(exported())
     text = evaluation_text(exported(), manifest, 4_000_000)

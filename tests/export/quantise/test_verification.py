@@ -22,6 +22,8 @@ from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
 
+pytestmark = pytest.mark.slow
+
 CASES = {
     "llama_tied": {"dtype": "int4", "block_size": 16, "quantisation_algorithm": "k_quant"},
     "gpt2": {"dtype": "int8", "symmetric": False},
@@ -75,7 +77,6 @@ def test_native_sampler_and_function_agree_on_a_quantised_export(verified: Calla
         assert native == model.generate([5, 9, 7], **settings).token_ids
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tail", ["portable", "onnxruntime", "static"])
 def test_every_form_of_the_sampler_reads_the_quantised_table(
     tail: str, tmp_path: Path, checkpoint: Callable[[str], Path]
@@ -97,7 +98,6 @@ def test_every_form_of_the_sampler_reads_the_quantised_table(
     assert manifest.sampler.table_form.startswith("com.microsoft.GatherBlockQuantized(bits=4,block_size=32")
 
 
-@pytest.mark.slow
 def test_wrong_zero_points_in_one_weight_fail_the_verification(
     tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +149,6 @@ def test_layers_that_the_export_keeps_in_float_are_not_rounded(
     assert same & matrices == {"model.layers.0.self_attn.o_proj.weight"}
 
 
-@pytest.mark.slow
 def test_block_sizes_that_a_table_cannot_have_are_halved(tmp_path: Path) -> None:
     """hidden_size 96, block size 64: 16 for the table (32 gives an odd number of blocks)."""
     config = Qwen2Config(

@@ -20,6 +20,8 @@ from topw_deploy.export.trace.trace import trace
 from topw_deploy.export.write import weights
 from topw_deploy.export.write.weights import external_files, weight_bytes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("family", ["llama_tied", "gemma2", "gpt2"])
 def test_a_tied_head_uses_the_embedding_table(exported: Callable[[str], Path], family: str) -> None:
@@ -49,7 +51,6 @@ def test_an_untied_head_is_stored_transposed(exported: Callable[[str], Path]) ->
     assert find_embedding(graph).data[0].uses()
 
 
-@pytest.mark.slow
 def test_equal_but_separate_tables_are_not_tied() -> None:
     model = make_model("llama_untied")
     with torch.no_grad():
@@ -66,7 +67,6 @@ def test_equal_but_separate_tables_are_not_tied() -> None:
     assert not [n for n in traced.model.graph if n.op_type == "Gemm" and n.inputs[1] is table]
 
 
-@pytest.mark.slow
 def test_large_weights_lie_in_one_file_beside_the_graph(
     tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
