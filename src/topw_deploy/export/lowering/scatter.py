@@ -50,7 +50,8 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
     """Share one product, transpose and rotation: a third of the operators.
 
-    Unchanged if projections cannot fuse, rotations differ, or unrotated heads differ in number (`_slice_heads`).
+    Returns `layer` as it is if its projections cannot be fused, if queries and keys are rotated differently, or if
+    unrotated heads differ in number (see `_slice_heads`).
     """
     query, key, value = (merge_heads(editor, part) for part in (layer.query, layer.new_key, layer.new_value))
     if not _rotate_alike(query, key) or value.rotary is not None or layer.head_dim != layer.value_dim:

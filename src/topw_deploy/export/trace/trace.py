@@ -91,7 +91,11 @@ def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDe
 
 
 def _filled_cache(model: PreTrainedModel, config: Any, weights: Weights) -> DynamicCache:
-    """Built without configuration: a configured sliding window drops old tokens; the graph masks them."""
+    """A cache with one chunk of tokens in it.
+
+    It is made without the model's configuration: with a sliding window configured, transformers drops old tokens from
+    the cache, while the graph keeps them and masks them.
+    """
     found = DynamicCache()
     with torch.no_grad(), weights.fake_mode:
         try:

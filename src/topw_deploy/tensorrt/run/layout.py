@@ -1,4 +1,4 @@
-"""Placement of a run's small tensors, equal in pinned and device memory: one copy moves a whole span."""
+"""Where a run's small tensors lie: at the same offsets in pinned and in device memory, so one copy moves them all."""
 
 from __future__ import annotations
 
