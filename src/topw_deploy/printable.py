@@ -20,7 +20,7 @@ def printable(text: object, keep: str = "") -> str:
 def json_text(document: Any, *, indent: int | None = None, ascii_only: bool = False) -> str:
     """JSON with escaped control characters; unknown types become strings."""
     text = json.dumps(document, indent=indent, ensure_ascii=ascii_only, default=str)
-    # Apart from line breaks of the layout, these characters can stand only inside strings, where JSON allows the escape.
+    # Apart from line breaks of the layout, these can stand only inside strings, where JSON allows the escape.
     return _UNSAFE.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
 
 
