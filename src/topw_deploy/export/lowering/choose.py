@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
+from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.lowering.fused_projections import fuse_gate_up
 from topw_deploy.export.lowering.norms import cast_rows_of_norms
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
@@ -40,6 +41,7 @@ def lower(
     context_length: int,
     max_length: int | None = None,
     fuse_gates: bool = True,
+    quantised: bool = False,
 ) -> Lowered:
     """Replace every marker of `decoder` in place.
 
@@ -48,7 +50,9 @@ def lower(
     context_length: longest sequence in tokens.
     max_length: cache slots for tensorrt, a multiple of 64. None: `default_length`. 0: symbolic, onnxruntime only.
     fuse_gates: fuse gate and up products; needs a static cache.
+    quantised: weights are going to be quantised, by onnxruntime's operators.
     """
+    lower_experts(decoder.model, operator=target != "tensorrt" and (quantised or kv != "concat"), quantised=quantised)
     # Lowerings compare angles by identity.
     CommonSubexpressionEliminationPass()(decoder.model)
     fuse_rotary(decoder.model)

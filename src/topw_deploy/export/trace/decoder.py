@@ -15,7 +15,6 @@ from topw_deploy.export.source.checkpoint import context_length, load_unread, ov
 from topw_deploy.export.source.packed import packed_format
 from topw_deploy.export.source.unread_tensor import streamed
 from topw_deploy.export.trace.trace import TracedDecoder, load_trace, save_trace, trace
-from topw_deploy.export.trace.workarounds import has_experts
 from topw_deploy.manifest import TARGETS, DecoderInfo
 
 _IR_VERSION = 11  # the first with opset 23
@@ -58,6 +57,7 @@ def traced_decoder(job: Job) -> Decoder:
         context_length=context,
         max_length=wanted.max_length,
         fuse_gates=fuse_gates,
+        quantised=weights.quantisation is not None,
     )
     job.progress.say(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
@@ -94,11 +94,6 @@ def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
         found.append(
             f"this model changes its rotary frequencies beyond {context_length(model.config)} tokens, which a graph "
             "cannot; the export's context ends there"
-        )
-    if has_experts(model):
-        found.append(
-            "this mixture of experts copies each token's experts to multiply with them, so a prompt takes memory in "
-            "proportion to its length times the experts' size: expect that only short prompts fit"
         )
     return found
 
