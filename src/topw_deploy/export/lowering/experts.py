@@ -92,7 +92,7 @@ def _given(value: ir.Value | None) -> ir.Value:
 
 def _mark_router(marker: ir.Node) -> None:
     """Name the products behind a marker's ids and weights as routers, whose rounding would change experts."""
-    pending = [value for value in marker.inputs[1 : 2 if marker.op_type == PRODUCT_OP else 3]]
+    pending = list(marker.inputs[1 : 2 if marker.op_type == PRODUCT_OP else 3])
     seen: set[int] = set()
     while pending:
         value = pending.pop()

@@ -29,7 +29,7 @@ _LEAST = 1e-37  # of a weight; its logarithm stands for experts not chosen
 _FAR = 100.0  # exp(-_FAR) is 0 beside 1
 _UNLIMITED = float(np.finfo(np.float32).max)
 _ROWS = "routed_tokens"  # unlike any input's dimension
-_BLOCK = 16  # the smallest block of quantised weights
+_WIDTH = 32  # two of the smallest blocks of quantised weights
 _POSITIVE = {"Softmax", "Sigmoid", "Exp", "Softplus", "Relu", "Abs", "Sqrt", "ReduceL1", "ReduceL2"}
 _OF_FIRST = {
     *("TopK", "Gather", "GatherElements", "GatherND", "Slice", "Reshape", "Cast", "Squeeze", "Unsqueeze", "Transpose"),
@@ -44,7 +44,7 @@ def refusal(marker: ir.Node, stacks: list[LazyWeight | None], *, quantised: bool
     if hidden is None or None in stacks or any(stored_stack(bias) is None for bias in marker.inputs[5:]):
         return "its matrices are computed"
     sizes = [int(stack.shape[2]) for stack in stacks if stack is not None]
-    if hidden.dtype != ir.DataType.FLOAT and not (quantised and all(size % _BLOCK == 0 for size in sizes)):
+    if hidden.dtype != ir.DataType.FLOAT and not (quantised and all(size % _WIDTH == 0 for size in sizes)):
         return f"it computes in {hidden.dtype}"
     return None
 

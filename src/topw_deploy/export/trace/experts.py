@@ -115,13 +115,20 @@ def _in_trace(module: Any) -> dict[str, Any]:
     return names
 
 
+def expert_matrices(module: Any) -> tuple[torch.Tensor, ...]:
+    """Views [E, N, K] of the parameters that a mixture of experts multiplies with; none for other modules."""
+    name = type(module).__name__
+    if _is_of_interface(module):
+        matrices = module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
+        return tuple(matrix.transpose(1, 2) for matrix in matrices) if module.is_transposed else matrices
+    return _MATRICES[name](module) if name in _MATRICES else ()
+
+
 def _experts(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Of transformers' interface; arguments as `mix`'s."""
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = getattr(module, name), module.down_proj
-    if module.is_transposed:  # [E, in, out]
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    biases = (getattr(module, f"{name}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
+    name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
+    up, down = expert_matrices(module)
+    biases = (getattr(module, name), module.down_proj_bias) if module.has_bias else (None, None)
     activate = module._apply_gate if module.has_gate else module.act_fn
     norm = module.post_expert_norm if module.has_post_expert_norm else None
     return mix(hidden, ids, weights, (up, down), activate, getattr(module, _STATED), biases=biases, norm=norm)
@@ -215,10 +222,9 @@ def _gate_of(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[to
 
 def _dbrx(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
     """DbrxExperts: matrices of all experts are stacked in two dimensions."""
-    shape = (self.num_experts, self.ffn_hidden_size, self.hidden_size)
-    gate, up, down = (getattr(self.mlp, name).view(shape) for name in ("w1", "v1", "w2"))
+    gate, up, down = expert_matrices(self)
     rows = hidden_states.reshape(-1, self.hidden_size)
-    matrices = torch.cat([gate, up], dim=1), down.transpose(1, 2)
+    matrices = torch.cat([gate, up], dim=1), down
     mixed = mix(rows, top_k_index, top_k_weights, matrices, _gate_of(self.mlp.activation_fn), getattr(self, _STATED))
     return mixed.view(hidden_states.shape)
 
@@ -229,12 +235,11 @@ def _llama4(self: Any, hidden_states: torch.Tensor) -> Any:
     logits = functional.linear(rows, self.router.weight, self.router.bias)
     values, ids = torch.topk(logits, self.top_k, dim=1)  # [tokens, k]
     scaled = rows[:, None] * torch.sigmoid(values.float()).to(rows.dtype)[..., None]  # [tokens, k, D]
-    experts = self.experts
-    matrices = experts.gate_up_proj.transpose(1, 2), experts.down_proj.transpose(1, 2)
+    up, down = expert_matrices(self)
     one = torch.ones_like(values).reshape(-1, 1)
-    gate = _gate_of(experts.act_fn)
+    gate = _gate_of(self.experts.act_fn)
     scaled_rows = scaled.reshape(-1, self.hidden_dim)
-    mixed = mix(scaled_rows, ids.reshape(-1, 1), one, matrices, gate, getattr(self, _STATED))
+    mixed = mix(scaled_rows, ids.reshape(-1, 1), one, (up, down), gate, getattr(self, _STATED))
     return self.shared_expert(rows) + mixed.reshape(scaled.shape).sum(dim=1), logits
 
 
@@ -243,10 +248,10 @@ def _longcat(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
     weights = top_k_weights.to(hidden_states.dtype)
     same = top_k_index >= self.num_routed_experts
     kept = (weights * same).sum(dim=-1, keepdim=True) * hidden_states
-    matrices = self.gate_up_proj[: self.num_routed_experts], self.down_proj
+    up, down = expert_matrices(self)
     ids = top_k_index.masked_fill(same, 0)
     gate = _gate_of(self.act_fn)
-    mixed = mix(hidden_states, ids, weights.masked_fill(same, 0.0), matrices, gate, getattr(self, _STATED))
+    mixed = mix(hidden_states, ids, weights.masked_fill(same, 0.0), (up, down), gate, getattr(self, _STATED))
     return kept + mixed
 
 
@@ -254,8 +259,8 @@ def _jetmoe(self: Any, layer_input: torch.Tensor) -> Any:
     """JetMoeMoE."""
     rows = layer_input.reshape(-1, self.input_size)
     weights, ids = _jetmoe_route(self.router, rows)
-    matrices = self.input_linear.weight, self.output_linear.weight
-    mixed = mix(rows, ids, weights, matrices, _gate_of(self.activation), getattr(self, _STATED))
+    up, down = expert_matrices(self)
+    mixed = mix(rows, ids, weights, (up, down), _gate_of(self.activation), getattr(self, _STATED))
     return mixed.view(layer_input.shape) + self.bias
 
 
@@ -290,3 +295,22 @@ _ADAPTERS = {
     "Llama4TextMoe": Adapter({"forward": _llama4}, "experts.act_fn"),
     "LongcatFlashExperts": Adapter({"forward": _longcat}, "act_fn"),
 }
+
+
+def _dbrx_matrices(module: Any) -> tuple[torch.Tensor, ...]:
+    shape = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
+    gate, up, down = (getattr(module.mlp, name).view(shape) for name in ("w1", "v1", "w2"))
+    return gate, up, down.transpose(1, 2)
+
+
+_MATRICES: dict[str, Callable[[Any], tuple[torch.Tensor, ...]]] = {
+    "DbrxExperts": _dbrx_matrices,
+    "JetMoeMoA": lambda module: (module.input_linear.weight, module.output_linear.weight),
+    "JetMoeMoE": lambda module: (module.input_linear.weight, module.output_linear.weight),
+    "Llama4TextMoe": lambda module: (
+        module.experts.gate_up_proj.transpose(1, 2),
+        module.experts.down_proj.transpose(1, 2),
+    ),
+    "LongcatFlashExperts": lambda module: (module.gate_up_proj[: module.num_routed_experts], module.down_proj),
+}
+"""Class of experts outside transformers' interface -> `expert_matrices` of it."""
