@@ -14,6 +14,8 @@ Of the CPU kernel (1.23 to 1.31):
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
@@ -97,7 +99,7 @@ def is_positive(value: ir.Value | None) -> bool:
 def _operator(
     editor: GraphEditor, marker: ir.Node, stacks: list[LazyWeight], rows: ir.Value, router: ir.Value, count: int
 ) -> ir.Value:
-    attributes: dict[str, int | float | str] = {"k": count, "normalize_routing_weights": 0}
+    attributes: dict[str, Any] = {"k": count, "normalize_routing_weights": 0}
     attributes["activation_type"] = activation = marker.attributes["activation"].as_string()
     if activation == GATED:
         limit = marker.attributes["limit"].as_float()
@@ -112,7 +114,7 @@ def _operator(
         inputs.append(_kept(editor, value, stack, interleave=False))
     while inputs[-1] is None:
         inputs.pop()
-    shape = [_ROWS, fixed_size(rows, 1)]
+    shape: list[int | str | None] = [_ROWS, fixed_size(rows, 1)]
     return editor.op(OPERATOR, inputs, domain=DOMAIN, dtype=rows.dtype, shape=shape, **attributes)
 
 
