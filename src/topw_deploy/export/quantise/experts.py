@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.graph.lazy_weight import LazyWeight
-from topw_deploy.export.quantise.packed_rows import PackedRows
+from topw_deploy.export.quantise.packed_rows import Origin, PackedRows
 from topw_deploy.export.quantise.products import stored_tensor
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks
@@ -69,6 +69,11 @@ def _weights(graph: ir.Graph) -> Iterator[ExpertWeight]:
                 yield ExpertWeight(node, place, value, tensor)
 
 
+def keeps_codes(origin: Origin) -> bool:
+    """Whether experts can take a packed checkpoint's codes: QMoE reads the zero points of one block as rows'."""
+    return origin.order is None and (origin.shape.symmetric or origin.shape.blocks > 1)
+
+
 class ExpertsReplacer:
     """Replaces nodes of experts by quantised ones.
 
@@ -85,19 +90,22 @@ class ExpertsReplacer:
     def replace(self, weights: Iterable[ExpertWeight]) -> int:
         """Replace nodes all of whose matrices are in `weights`. Returns the number of nodes.
 
-        All experts have one block size; if none fits, nothing is replaced.
+        Experts without codes of their own have one block size; if none fits, they stay float.
         """
         by_node: dict[int, list[ExpertWeight]] = {}
         for weight in weights:
             by_node.setdefault(id(weight.node), []).append(weight)
         whole = [found for found in by_node.values() if len(found) == len(_MATRICES) or found[0].place == 0]
-        block_size = self._scheme.experts_block_size({weight.sizes[2] for found in whole for weight in found})
-        if block_size is None:
-            return 0
-        for found in whole:
-            made = self._kept(found) or [self._quantised(weight, block_size) for weight in found]
-            self._replace(found, made)
-        return len(whole)
+        made = [(found, self._kept(found)) for found in whole]
+        widths = {weight.sizes[2] for found, kept in made if kept is None for weight in found}
+        block_size, replaced = self._scheme.experts_block_size(widths), 0
+        for found, kept in made:
+            if kept is None and block_size is not None:
+                kept = [self._quantised(weight, block_size) for weight in found]
+            if kept is not None:
+                self._replace(found, kept)
+                replaced += 1
+        return replaced
 
     def _quantised(self, weight: ExpertWeight, block_size: int) -> QuantisedWeight:
         return QuantisedWeight.of_tensor(
@@ -115,10 +123,8 @@ class ExpertsReplacer:
         if packed is None or any(weight.tensor.dtype != ir.DataType.FLOAT for weight in found):
             return None
         origins = [packed.origin(_rows(weight).numpy()) for weight in found]
-        shapes = [origin.shape for origin in origins if origin is not None and origin.order is None]
+        shapes = [origin.shape for origin in origins if origin is not None and keeps_codes(origin)]
         if len(shapes) < len(found) or len({(shape.bits, shape.block_size) for shape in shapes}) > 1:
-            return None
-        if any(not shape.symmetric and shape.blocks < 2 for shape in shapes):  # read as zero points of whole rows
             return None
         self.kept += 1
         return [

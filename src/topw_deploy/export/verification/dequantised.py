@@ -24,6 +24,7 @@ import onnx_ir as ir
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.graft.table import stored_array
 from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
+from topw_deploy.export.quantise.experts import keeps_codes
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.write.weights import MODEL_FILE
@@ -81,13 +82,16 @@ def _dequantise_experts(
 
     from topw_deploy.export.trace.experts import expert_matrices
 
+    def kept_codes(matrix: torch.Tensor) -> bool:
+        origin = None if packed is None else packed.origin(matrix.reshape(-1, matrix.shape[2]).numpy())
+        return origin is not None and keeps_codes(origin)
+
     matrices = [matrix for module in model.modules() for matrix in expert_matrices(module)]
-    found = [matrix for matrix in matrices if _key(matrix[0, 0].numpy()) not in kept]
+    found = [matrix for matrix in matrices if _key(matrix[0, 0].numpy()) not in kept and not kept_codes(matrix)]
     block_size = settings.experts_block_size({matrix.shape[2] for matrix in found})
-    for matrix in found:
-        rows = matrix.reshape(-1, matrix.shape[2])  # [experts * outputs, inputs]
-        exact = packed is not None and packed.origin(rows.numpy()) is not None
-        if block_size is not None and not exact:
+    if block_size is not None:
+        for matrix in found:
+            rows = matrix.reshape(-1, matrix.shape[2])  # [experts * outputs, inputs]
             matrix.copy_(torch.from_numpy(rounded(rows, block_size, settings, scales)).view(matrix.shape))
     return {id(matrix if matrix._base is None else matrix._base) for matrix in matrices}
 
