@@ -15,6 +15,8 @@ from tests.examples.cpp_host import Host, fails, host_of, ids_of
 from tests.support.toy_model import VOCAB, Toy, export_sampler
 from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
 
+pytestmark = pytest.mark.slow
+
 NOT_JSON = (
     "", "{", "[1, 2", '{"a": 1,}', '{"a" 1}', '{"a": 01}', '{"a": 1.}', '{"a": NaN}', '{"a": .5}', "{'a': 1}",
     '{"a": 1} 2', '{"a": 1, "a": 2}', '{"a": "\\x"}', '{"a": "\\u12"}', '{"a": "\\ud800"}', '{"a": "\\udc00\\ud800"}',
@@ -36,7 +38,6 @@ def change_manifest(folder: Path, *keys: str | int, value: Any) -> None:
     (folder / MANIFEST_NAME).write_text(json.dumps(data), encoding="utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("text", NOT_JSON)
 def test_a_manifest_that_is_not_json_is_refused(text: str, host: Host, folder: Path) -> None:
     (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")

@@ -99,7 +99,7 @@ def test_logits_on_request_are_of_the_last_position(tmp_path: Path, checkpoint: 
     assert (outputs["logits"].dtype, outputs["logits"].shape) == ("float", ("batch_size", VOCAB))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_export_without_any_default_verifies(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     lines: list[str] = []
     request = export_request(
