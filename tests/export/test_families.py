@@ -130,7 +130,7 @@ def test_inputs_and_operators_are_those_of_the_lowering(family: str, lowering: s
     assert form.kv_form == "static"
     on_host = {"total_sequence_length"} if lowering == "group_query" else set()
     assert inputs == {"input_ids", "write_indices", "row_lengths"} | on_host
-    layers = len(decoder.head_dim)
+    layers = decoder.num_layers
     if lowering == "group_query":
         assert (form.attention, form.ragged_chunks, form.buffer_step) == ("GroupQueryAttention", False, 0)
         assert kinds.count("GroupQueryAttention") == layers

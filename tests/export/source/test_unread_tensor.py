@@ -84,7 +84,7 @@ def test_buffers_of_a_checkpoint_are_read(tmp_path: Path) -> None:
     buffers = dict(unread.named_buffers())
     assert torch.equal(buffers["model.layers.1.mlp.gate.e_score_correction_bias"], torch.arange(4.0))
     assert not any(isinstance(buffer, UnreadTensor) for buffer in buffers.values())
-    assert len(trace(unread).head_dim) == 2
+    assert trace(unread).num_layers == 2
 
 
 def test_a_checkpoint_of_the_base_model_gets_its_prefix(tmp_path: Path) -> None:
