@@ -63,6 +63,12 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     help="Capacity in tokens of the cache for tensorrt, a multiple of 64; 0 leaves it open, which only onnxruntime "
     "supports.  [default: the model's context, at most 4096]",
 )
+@click.option(
+    "--window-cache/--no-window-cache",
+    default=None,
+    help="Keep only the last tokens in layers with a sliding window, or all of them as onnxruntime before 1.29 needs.  "
+    "[default: only the last, where supported]",
+)
 @quantisation_options
 @tail_option
 @baked_options

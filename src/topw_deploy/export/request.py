@@ -45,6 +45,7 @@ class GraphOptions:
     kv: static or concat cache; default static where supported.
     max_length: capacity of tensorrt's static cache in tokens, a multiple of 64; default the model's context, at most
     4,096. 0: chosen at run time (onnxruntime only).
+    window_cache: whether layers with a sliding window keep only its tokens (onnxruntime's static cache); default true.
     num_hidden_layers: export only the first layers.
     Raises ParameterError for invalid values or combinations.
     """
@@ -53,6 +54,7 @@ class GraphOptions:
     opset: int | None = None
     kv: str | None = None
     max_length: int | None = None
+    window_cache: bool | None = None
     num_hidden_layers: int | None = None
 
     def __post_init__(self) -> None:
@@ -71,6 +73,10 @@ class GraphOptions:
         if self.max_length is not None and (self.target != "tensorrt" or self.kv == "concat"):
             raise ParameterError(
                 "max_length fixes the static cache of tensorrt; leave it out for others.", "max_length"
+            )
+        if self.window_cache and (self.target == "tensorrt" or self.kv == "concat"):
+            raise ParameterError(
+                "window_cache is for onnxruntime's static cache; leave it out for others.", "window_cache"
             )
         if self.max_length is not None and (self.max_length < 0 or self.max_length % 64):
             raise ParameterError(

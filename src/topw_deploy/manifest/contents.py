@@ -42,14 +42,15 @@ class State:
     layer: the layer that writes it.
     kind: one of STATE_KINDS.
         full: keys or values of all tokens.
-        window: of the last tokens, in a buffer that may be as short as the window.
+        window: of the last `window` tokens.
         latent: keys and values of all tokens, compressed.
         convolution: the last columns of a causal convolution's input.
         recurrent: the state of a recurrence.
-        The last two have a fixed size and start as zeros.
+        All but `full` and `latent` have a fixed size and start as zeros.
     dtype: lower-case ONNX element type.
     shape: of one row. 0 is the axis of tokens, in at most one place.
-    window: of the kind `window`, tokens that a query sees, itself included; else 0.
+    window: of the kind `window`, tokens that a query sees, itself included; else 0. The operator evicts tokens by their
+        number, counting padding, so rows of a call must have equal lengths.
     shared_by: later layers that read it too.
     """
 
@@ -86,7 +87,10 @@ def key_value_states(
     window: int = 0,
     shared_by: tuple[int, ...] = (),
 ) -> tuple[State, State]:
-    """The keys and values of an attention layer, each [batch, heads, tokens, dim]."""
+    """The keys and values of an attention layer, each [batch, heads, tokens, dim].
+
+    window: number of tokens kept; 0 for all.
+    """
 
     def state(part: str, dim: int) -> State:
         return State(
@@ -95,7 +99,7 @@ def key_value_states(
             past=f"past_key_values.{layer}.{part}",
             present=f"present.{layer}.{part}",
             dtype=dtype,
-            shape=(heads, 0, dim),
+            shape=(heads, window, dim),
             window=window,
             shared_by=shared_by,
         )
@@ -122,6 +126,7 @@ class DecoderInfo:
     multiple.
     buffer_least: minimum buffer tokens, 0 for any. Operators with a sliding window in the buffer refuse shorter ones.
     target: one of TARGETS.
+    least_onnxruntime: first version that runs the graph, such as "1.29"; "" for any supported one.
     weights: bytes of initializers by element type.
     quantisation: fields of export.quantise.Quantisation, {} if not by this package.
     """
@@ -141,8 +146,14 @@ class DecoderInfo:
     buffer_step: int = 0
     buffer_least: int = 0
     target: str = "onnxruntime"
+    least_onnxruntime: str = ""
     weights: dict[str, int] = field(default_factory=dict)
     quantisation: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether prompts of different lengths must be read one by one (see State.window)."""
+        return any(state.window for state in self.states)
 
     @property
     def recurs(self) -> bool:

@@ -22,6 +22,7 @@ class Lowered:
     """How to drive the decoder; fields as in manifest.DecoderInfo.
 
     context_length: None for the model's own.
+    least_onnxruntime: as in the manifest.
     """
 
     states: tuple[State, ...]
@@ -32,6 +33,7 @@ class Lowered:
     buffer_step: int = 0
     buffer_least: int = 0
     context_length: int | None = None
+    least_onnxruntime: str = ""
     notice: str | None = None
 
 
@@ -43,6 +45,7 @@ def lower(
     context_length: int,
     max_length: int | None = None,
     fuse_gates: bool = True,
+    window_cache: bool = True,
 ) -> Lowered:
     """Replace every marker of `decoder` in place.
 
@@ -50,6 +53,7 @@ def lower(
     target: `onnxruntime` or `tensorrt`.
     context_length: longest sequence in tokens.
     max_length: cache slots for tensorrt, a multiple of 64. None: `default_length`. 0: symbolic, onnxruntime only.
+    window_cache: for onnxruntime's static cache, keep only the window's tokens in layers that have one.
     fuse_gates: fuse gate and up products; needs a static cache.
     """
     # Lowerings compare angles by identity.
@@ -62,7 +66,7 @@ def lower(
     elif target == "tensorrt":
         lowered = _lower_for_tensorrt(decoder, context_length, max_length)
     else:
-        lowered = _lower_for_onnxruntime(decoder, context_length)
+        lowered = _lower_for_onnxruntime(decoder, context_length, window_cache)
     if fuse_gates and lowered.kv_form == "static":
         fuse_gate_up(decoder.model)
     cast_rows_of_norms(decoder.model)
@@ -74,13 +78,14 @@ def default_length(context_length: int) -> int:
     return min(-(-context_length // _MULTIPLE) * _MULTIPLE, _DEFAULT_LENGTH)
 
 
-def _lower_for_onnxruntime(decoder: TracedDecoder, context_length: int) -> Lowered:
+def _lower_for_onnxruntime(decoder: TracedDecoder, context_length: int, window_cache: bool) -> Lowered:
     reason = group_query.refusal(decoder)
     if reason is not None:
         states = tuple(concat.lower(decoder))
         return Lowered(states, notice=f"the cache is copied in every step (--kv concat), because {reason}")
-    states = tuple(group_query.lower(decoder, context_length))
-    return Lowered(states, "static", group_query.OPERATOR, ragged_chunks=False)
+    states = tuple(group_query.lower(decoder, context_length, window_cache=window_cache))
+    least = group_query.WINDOW_CACHE_SINCE if any(state.window for state in states) else ""
+    return Lowered(states, "static", group_query.OPERATOR, ragged_chunks=False, least_onnxruntime=least)
 
 
 def _lower_for_tensorrt(decoder: TracedDecoder, context_length: int, max_length: int | None) -> Lowered:

@@ -38,11 +38,11 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> list[State]:
     for layer in attention_layers(decoder):
         keys, values = (
             editor.op("Concat", [states.past(state), new], axis=2)
-            for state, new in zip(layer.states, (layer.new_key, layer.new_value), strict=True)
+            for state, new in zip(layer.states(), (layer.new_key, layer.new_value), strict=True)
         )
         decomposed = tensorrt and not tensorrt_fuses(layer)
         attend(editor, layer, keys, values, masks.of(layer.window), decomposed=decomposed)
-        for state, value in zip(layer.states, (keys, values), strict=True):
+        for state, value in zip(layer.states(), (keys, values), strict=True):
             states.present(state, value)
     decoder.model.opset_imports.pop(MARKER_DOMAIN, None)
     editor.finish()

@@ -36,11 +36,10 @@ class AttentionLayer:
     softcap: float
     window: int
 
-    @property
-    def states(self) -> tuple[State, State]:
-        """Keys and values of all tokens."""
+    def states(self, kept: int = 0) -> tuple[State, State]:
+        """Keys and values of the last `kept` tokens; 0 for all."""
         dtype = dtype_name(self.new_key)
-        return key_value_states(self.index, dtype, self.kv_heads, self.head_dim, self.value_dim)
+        return key_value_states(self.index, dtype, self.kv_heads, self.head_dim, self.value_dim, window=kept)
 
     @property
     def output(self) -> ir.Value:

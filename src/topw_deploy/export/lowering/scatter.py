@@ -38,7 +38,7 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
     cache = StaticCache(editor, max_length or "max_length")
     masks: _Masks | None = None
     for layer in (_fuse_heads(editor, layer) for layer in layers):
-        pasts = [cache.states.past(state) for state in layer.states]
+        pasts = [cache.states.past(state) for state in layer.states()]
         masks = masks or _Masks(editor, cache, pasts[0])
         keys, values = (
             editor.op("TensorScatter", [past, new, cache.write_indices], axis=2)
@@ -47,7 +47,7 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
         # A number means TensorRT. onnxruntime reads prompts faster with the operator.
         decomposed = max_length is not None and not tensorrt_fuses(layer)
         attend(editor, layer, keys, values, masks.of(layer.window), decomposed=decomposed)
-        for state, value in zip(layer.states, (keys, values), strict=True):
+        for state, value in zip(layer.states(), (keys, values), strict=True):
             cache.states.present(state, value)
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
     cache.finish(model)

@@ -57,6 +57,7 @@ def traced_decoder(job: Job) -> Decoder:
         target=target,
         context_length=context,
         max_length=wanted.max_length,
+        window_cache=wanted.window_cache is not False,
         fuse_gates=fuse_gates,
     )
     job.progress.say(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
@@ -80,6 +81,7 @@ def traced_decoder(job: Job) -> Decoder:
         buffer_step=lowered.buffer_step,
         buffer_least=lowered.buffer_least,
         target=target,
+        least_onnxruntime=lowered.least_onnxruntime,
     )
     return Decoder(traced.model, info, foreign=False, notices=tuple(notices))
 

@@ -122,7 +122,8 @@ class _Static(_InPlace):
     def _columns(self, ids: Array, lengths: NDArray[np.int64]) -> Array:
         # Without a recurrent state, a row without tokens gets padding, which its next token overwrites.
         real = lengths if self._decoder.recurs else np.maximum(lengths, 1)
-        if self._decoder.ragged_chunks or len(ids) == 1 or ids.shape[1] == 1 or not self._used.any():
+        apart = self._decoder.evicts and len(set(real.tolist())) > 1
+        if self._decoder.ragged_chunks or len(ids) == 1 or ids.shape[1] == 1 or not (self._used.any() or apart):
             return self._rows(slice(None), ids, real)
         each = [
             self._rows(slice(r, r + 1), ids[r : r + 1, : max(1, real[r])], real[r : r + 1]) for r in range(len(ids))

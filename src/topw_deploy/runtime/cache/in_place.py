@@ -47,7 +47,8 @@ class InPlaceCache(ABC):
         width = int(self._lengths.max())
         self._most_columns = min(session.most_columns or chunk, decoder.most_columns or chunk)
         self._columns_per_run = max(1, min(chunk // len(prompts), self._most_columns))
-        in_one_run = width <= self._columns_per_run and (self._ends_rows_anywhere or int(self._lengths.min()) == width)
+        may_pad = self._ends_rows_anywhere and not decoder.evicts
+        in_one_run = width <= self._columns_per_run and (may_pad or int(self._lengths.min()) == width)
         may_repeat = self._takes_ragged_chunks and not decoder.recurs  # see `_chunks`
         self._together = len(prompts) == 1 or in_one_run or may_repeat
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
@@ -139,7 +140,8 @@ class InPlaceCache(ABC):
         for row, prompt in enumerate(self._prompts):
             wider = max(width, len(prompt) - 1, 1)
             too_many = (row - first + 1) * wider > self._chunk or wider > self._most_columns
-            if row > first and too_many:
+            other_length = self._decoder.evicts and len(prompt) != len(self._prompts[first])
+            if row > first and (too_many or other_length):
                 yield range(first, row)
                 first, wider = row, max(len(prompt) - 1, 1)
             width = wider

@@ -23,7 +23,7 @@ import onnxruntime as ort
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import ManifestError
 from topw_deploy.files import mapped
-from topw_deploy.manifest import Manifest
+from topw_deploy.manifest import DecoderManifest, Manifest
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.ort.graph_file import Initializer, Node, read_graph
@@ -39,6 +39,7 @@ _TAKES_MIDDLE = (1, 29)  # first with the CPU's zero point
 
 def check_before_opening(folder: ModelFolder[Manifest]) -> None:
     """Raises ManifestError for a graph that this onnxruntime cannot run correctly."""
+    _check_version(folder)
     if not is_older():
         return
     opset = folder.manifest.opset.get("", 0)
@@ -54,6 +55,20 @@ def check_before_opening(folder: ModelFolder[Manifest]) -> None:
             f"{folder.path} has attention with a sliding window in GroupQueryAttention, which onnxruntime "
             f"{ort.__version__} makes a token too long; export with --kv concat, or install onnxruntime 1.24 or newer."
         )
+
+
+def _check_version(folder: ModelFolder[Manifest]) -> None:
+    manifest = folder.manifest
+    if not isinstance(manifest, DecoderManifest):
+        return
+    least = manifest.decoder.least_onnxruntime
+    if not least or _numbers(ort.__version__) >= _numbers(least):
+        return
+    other = ", or export with --no-window-cache" if manifest.decoder.evicts else ""
+    raise ManifestError(
+        f"{folder.path} needs the operators of onnxruntime {least}, and this is {ort.__version__}; install onnxruntime "
+        f"{least} or newer{other}."
+    )
 
 
 def is_older() -> bool:
