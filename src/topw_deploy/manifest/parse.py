@@ -39,8 +39,8 @@ from topw_deploy.sampling.parameters import (
 
 MOST_LAYERS = 4096
 MOST_HEADS = MOST_HEAD_DIM = 1 << 16
-MOST_TOKENS = (1 << 31) - 1  # context; operators count in 32 bits
-MOST_BUFFER = 1 << 22  # allocated for any request
+MOST_TOKENS = (1 << 31) - 1  # of a context; operators count in 32 bits
+MOST_BUFFER = 1 << 22  # tokens of a buffer, which any request may allocate
 MOST_VOCABULARY = MOST_WIDTH = 1 << 24
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 _SCALARS = (str, int, float, type(None))
@@ -134,7 +134,7 @@ def _sampler(data: Fields) -> SamplerInfo:
 
 
 def _defaults(data: Fields) -> TopWParameters:
-    """The graph takes defaults in float32."""
+    """The default parameters, which must be valid in float32, the graph's type."""
     data.only(PARAMETER_NAMES)
     given = {name: data.real(name) for name in data.given(PARAMETER_NAMES)}
     found = TopWParameters(**given)
@@ -242,7 +242,7 @@ def _check(index: int, data: object) -> Check:
 
 
 def _safe_name(name: str) -> str:
-    """Refuses `..`, absolute paths and drives."""
+    """Return `name`; raises ValueError for `..`, absolute paths and drives."""
     parts = name.split("/")
     if not name or "\\" in name or ":" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ManifestError(

@@ -1,6 +1,6 @@
 """Memory of in-place caches: one block with a buffer for each layer's keys and values.
 
-Host pages are zeroed on first write, so unused length is free.
+The system allocates host pages on first write, so unused length costs nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "b
 """Supported cache element types."""
 
 _ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
-_ROUND = 64  # tokens; divides buffer lengths
-_GROWTH = 32  # growing moves the whole buffer, so by at least 1 / _GROWTH
+_ROUND = 64  # tokens; buffer lengths are multiples of it
+_GROWTH = 32  # buffers grow by at least 1 / _GROWTH, because growing moves the whole buffer
 
 
 def tensors(decoder: DecoderInfo) -> Iterator[tuple[str, str, int, int]]:
-    """(past name, present name, kv_heads, head_dim) per tensor."""
+    """(past name, present name, kv_heads, head_dim) of each cache tensor."""
     for layer in range(decoder.num_layers):
         for part in ("key", "value"):
             sizes = decoder.num_kv_heads[layer], decoder.head_dim[layer]
@@ -62,7 +62,7 @@ class Buffers:
         self._starts = layout.starts(batch, length)
 
     def bind(self, binding: Binding, rows: range | None = None) -> None:
-        """Bind each tensor as past and present, optionally of `rows` only."""
+        """Bind each tensor as past and present; only `rows` of it if given."""
         count, first = (self.batch, 0) if rows is None else (len(rows), rows.start)
         for (past, present, heads, dim), start in zip(self.layout.tensors, self._starts, strict=False):
             pointer = self.block.pointer + start + first * self.length * self.layout.token_bytes(heads, dim)
@@ -78,7 +78,7 @@ class Buffers:
         old_starts, new_starts = self._starts, self.layout.starts(self.batch, length)
 
         def spread(memory: np.ndarray) -> None:
-            # backwards: no overwrite before a move
+            # Move the last row first, so that no row is overwritten before it is moved.
             for index in reversed(range(len(self.layout.tensors))):
                 _, _, heads, dim = self.layout.tensors[index]
                 size = self.layout.token_bytes(1, dim)
@@ -93,9 +93,9 @@ class Buffers:
 
 
 class MemoryPool:
-    """A session's memory block, lent to one generation at a time; concurrent ones get temporary blocks.
+    """A session's memory block, lent to one generation at a time; concurrent generations get temporary blocks.
 
-    length: tokens to allocate for each of `rows` rows. None: on demand.
+    length: tokens to allocate at once for each of `rows` rows. None: allocate on demand.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class MemoryPool:
         return self._lent + (self._kept.size if self._kept is not None else 0)
 
     def borrow(self, batch: int, tokens: int, first: int) -> Buffers:
-        """Buffers for `batch` rows of up to `tokens` tokens, `first` of them immediately."""
+        """Buffers for `batch` rows of up to `tokens` tokens, with room for `first` of them at once."""
         tokens, first = max(tokens, self._least), max(first, self._least)
         capacity = self._length or min(_round_up(tokens, _ROUND), max(self._limit, tokens))
         size = self._layout.size(batch, capacity)
