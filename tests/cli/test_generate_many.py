@@ -127,7 +127,7 @@ def test_an_interruption_leaves_whole_lines_and_says_how_to_go_on(
     monkeypatch.setattr(TopWModel, "generate", interrupted)
     result = invoke(*command)
     assert result.exit_code != 0
-    assert f"What is finished is in {out}; the same command with --resume goes on from there." in result.stderr
+    assert f"Finished answers are in {out}; run the same command with --resume to continue." in result.stderr
     assert [line["index"] for line in answers(out.read_text("utf-8"))] == [0]
 
 
@@ -194,11 +194,11 @@ def test_answers_that_are_there_are_replaced_only_on_request(
     out = tmp_path / "out.jsonl"
     out.write_text("precious\n")
     command = ("generate", random_model, "--prompts-jsonl", source, "--output", out, *SETTINGS)
-    with pytest.raises(ParameterError, match="exists; go on with it by --resume, or replace it with --overwrite"):
+    with pytest.raises(ParameterError, match="exists; continue it with --resume, or replace it with --overwrite"):
         invoke(*command)
     for precious in ("precious\n", '"precious"\n', "precious", '{"index": 0}\n'):
         out.write_text(precious)
-        with pytest.raises(ParameterError, match="is no line of this command; choose another --output"):
+        with pytest.raises(ParameterError, match="was not written by this command; choose another --output"):
             invoke(*command, "--resume")
         assert out.read_text() == precious
     assert invoke(*command, "--overwrite").exit_code == 0
@@ -257,7 +257,7 @@ def test_a_prompt_that_cannot_be_run_is_a_line_with_its_error_and_the_rest_is_do
     source = written(tmp_path / "in.jsonl", ["ab", "x" * (CONTEXT + 1), {"prompt_ids": [999_999], "id": "b"}, "cd"])
     out = tmp_path / "out.jsonl"
     command = ("generate", random_model, "--prompts-jsonl", source, "--output", out, *SETTINGS, "--seed", 4)
-    with pytest.raises(PromptError, match=r"2 of 4 prompts could not be run; their lines in .* hold the error"):
+    with pytest.raises(PromptError, match=r"2 of 4 prompts failed; their lines in .* hold the error"):
         invoke(*command, "--batch-size", size)
     lines = answers(out.read_text("utf-8"))
     assert [("error" in line, line["index"], line["id"]) for line in lines] == [
@@ -316,7 +316,7 @@ def test_stats_count_the_run_on_stderr(invoke: Invoke, random_model: Path, sourc
         (("--prompts-jsonl", "IN", "--resume"), "need --output with a file"),
         (("--prompts-jsonl", "IN", "--output", "-", "--overwrite"), "need --output with a file"),
         (("--prompts-jsonl", "IN", "--output", "x", "--resume", "--overwrite"), "not both"),
-        (("--prompts-jsonl", "IN", "--output", "IN", "--overwrite"), "is the file of the prompts"),
+        (("--prompts-jsonl", "IN", "--output", "IN", "--overwrite"), "is also the file of prompts"),
     ],
 )
 def test_options_that_do_not_fit_are_a_usage_error(

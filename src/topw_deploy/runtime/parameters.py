@@ -141,7 +141,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
         try:
             key = _integer(f"a token id of {name}", token, 0)
             if key in result:
-                raise ParameterError(f"{name} has the token id {key} twice; give it one bias.")
+                raise ParameterError(f"{name} names the token id {key} twice; give it one bias.")
             bound = "a number below infinity (-inf bans the token)"
             result[key] = _real(f"{name}[{key}]", bias, lambda x: x < math.inf and x == x, bound)
         except ParameterError as error:

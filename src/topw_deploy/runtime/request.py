@@ -145,7 +145,7 @@ class _Sources:
         for token in ids:
             if token >= limits.vocab_size:
                 raise ParameterError(
-                    f"{self.named(name, where)} has the token id {token}, but ids go from 0 to "
+                    f"{self.named(name, where)} names the token id {token}, but ids go from 0 to "
                     f"{limits.vocab_size - 1}.",
                     name,
                 )
