@@ -67,7 +67,7 @@ def test_a_text_of_a_chat_is_the_users_message() -> None:
         ('{"messages": []}', "must be a list of objects"),
         ('{"messages": ["hi"]}', "must be a list of objects"),
         ('{"prompt": "a", "id": [1]}', "id is .*must be a text or an integer"),
-        ('{"prompt": "a", "prompt": "b"}', "names 'prompt' twice"),
+        ('{"prompt": "a", "prompt": "b"}', "has 'prompt' twice"),
         ('{"prompt": "a", "temprature": 1}', "unknown parameter 'temprature': did you mean temperature"),
         ('{"prompt": "a", "top_p": 0.9}', "top_p belongs to another sampler"),
         ('{"prompt": "a", "generation_config": {"lam": 1}}', "generation_config is not allowed here"),

@@ -34,7 +34,7 @@ COMMANDS = {
     "stats": "Show what Top-W did to a text: crop sizes, and whether geometry acted.",
     "inspect": "Show the contents of an exported folder.",
     "verify": "Check an exported folder again.",
-    "bench": "Time a sampling step or a decoding loop and compare it with other libraries.",
+    "bench": "Time sampling and decoding, compared with other libraries.",
     "plugins": "Build the native libraries for GPUs, and show the installed ones.",
     "doctor": "Show versions, providers and missing parts.",
 }
