@@ -224,7 +224,7 @@ def test_ends_of_the_models_own_come_before_a_criterion_and_that_before_the_limi
 @pytest.mark.parametrize(
     ("criteria", "message"),
     [
-        (5, "stopping_criteria has a int, but must be a function of the token ids"),
+        (5, "stopping_criteria has a int, but must be a function of token ids"),
         ([third, None], "stopping_criteria has a NoneType"),
         (Notes, "stopping_criteria is the class Notes; give an instance of it"),
         (lambda ids, scores: False, "cannot be called with the token ids alone; remove its other arguments"),

@@ -80,7 +80,7 @@ def test_half_precision_logits_are_taken_as_float32(sampler: TopWSampler) -> Non
 def test_an_invalid_row_is_named(sampler: TopWSampler) -> None:
     spoilt = LOGITS.copy()
     spoilt[[2, 5], 7] = np.nan
-    with pytest.raises(GenerationError, match="row 2, 5 hold NaN"):
+    with pytest.raises(GenerationError, match="row 2, 5 contain NaN"):
         sampler.sample(spoilt, uniform=0.5)
 
 
