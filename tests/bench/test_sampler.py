@@ -132,10 +132,10 @@ def test_a_peer_that_is_not_installed_is_left_out_and_named(monkeypatch: pytest.
 def test_a_peer_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "onnxruntime_genai")
     with pytest.raises(
-        BenchmarkError, match=r"^genai-greedy was asked for, but is not installed: pip install [^.]+\.$"
+        BenchmarkError, match=r"^genai-greedy was requested, but is not installed: pip install [^.]+\.$"
     ):
         choose(SamplerRequest(peers=("genai-greedy",)))
-    with pytest.raises(BenchmarkError, match="authors was asked for, but is without its file: give --authors"):
+    with pytest.raises(BenchmarkError, match="authors was requested, but is without its file: give --authors"):
         choose(SamplerRequest(peers=("authors",)))
 
 
@@ -162,7 +162,7 @@ def test_names_and_groups_select_sides_in_the_order_of_the_table() -> None:
     sides = list(SIDES.values())
     found = select(sides, ["max", "hf", "numpy"], GROUPS)
     assert [side.name for side in found] == ["numpy", "hf-top-p", "hf-top-k", "hf-min-p", "max"]
-    with pytest.raises(ParameterError, match="'top-p' is no side of this benchmark; choose among native, "):
+    with pytest.raises(ParameterError, match="'top-p' is not a side of this benchmark; choose from native, "):
         select(sides, ["top-p"], GROUPS)
 
 

@@ -31,8 +31,8 @@ def error(done: subprocess.CompletedProcess[str]) -> str:
     [
         (["--seed", 10**30], f"--seed is {10**30}, but must be an integer in [0, 18446744073709551616)."),
         (["--temperature", "nan"], "--temperature is nan, but must be a finite number."),
-        (["--stop", ""], "--stop is [''], but must be a non-empty string or a list of such."),
-        (["--stop-strings", ""], "--stop-strings is [''], but must be a non-empty string or a list of such."),
+        (["--stop", ""], "--stop is [''], but must be a non-empty string or a list of them."),
+        (["--stop-strings", ""], "--stop-strings is [''], but must be a non-empty string or a list of them."),
         (["--warm_p", 2], "--warm-p is 2.0, but must be in (0, 1]."),
         (["--lambda-geom=-1"], "--lambda-geom is -1.0, but must be a finite number >= 0."),
         (["--repetition-penalty", 0], "--repetition-penalty is 0.0, but must be a finite number > 0."),
@@ -75,7 +75,7 @@ def test_an_error_that_is_no_wrong_value_names_the_option_and_exits_with_1(rando
         (["--top_m", 0], "--top-m is 0, but must be an integer >= 1."),
         (["--init-top-p", 1.5], "--init-top-p is 1.5, but must be in (0, 1]."),
         (["--max-length", 64], "--max-length fixes the static cache of tensorrt; leave it out for others."),
-        (["--max-shard-size", "5xB"], "--max-shard-size is '5xB', but must be a number of bytes above 0, or like "),
+        (["--max-shard-size", "5xB"], "--max-shard-size is '5xB', but must be a positive number of bytes, such as "),
         (["--int4-block-size", 32], "--int4-block-size is an option of quantised weights, but dtype is fp32; "),
         (["--algo-config", "rtn"], "--algo-config is an option of quantised weights, but dtype is fp32; "),
         (["--num-hidden-layers", 0], "--num-hidden-layers is 0, but must be an integer >= 1."),
@@ -101,7 +101,7 @@ def test_a_wrong_value_of_an_export_names_its_option(tmp_path: Path, words: list
         (["bench", "decode", "OUT", "--new-tokens", "500"], "128 + 500 tokens are 628, but the context has 96; lower "
          "--prompt-tokens or --new-tokens."),
         (["bench", "sampler", "--temperature", "nan"], "--temperature is nan, but must be a finite number >= 0."),
-        (["bench", "sampler", "--peers", "nemo"], "'nemo' is no side of this benchmark; choose among "),
+        (["bench", "sampler", "--peers", "nemo"], "'nemo' is not a side of this benchmark; choose from "),
         (["export-sampler", "--metric", "uniform", "--vocab-size", "9", "--opset", "3", "/nowhere"],
          "--opset is 3, but the tail is written for 18 to 24;"),
         (["build-engine", "OUT", "--timing-cache", "/nowhere/x"], "--timing-cache is /nowhere/x, but /nowhere is no "),

@@ -80,7 +80,7 @@ def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
         "2 layers, float16 1 x tokens x 2, float16 1 x tokens x 3: 20 bytes a token",
         "20.0 KiB for one sequence of the full context",
         "in steps of 256 tokens",
-        "one row at a time",
+        "each row's prompt chunks after the first run separately",
         "must have equal lengths",
         "int4 3.0 MiB; float16 1.0 MiB; 4.0 MiB in all",
     ):
@@ -130,7 +130,7 @@ def test_inspect_refuses_what_does_not_load(invoke: Invoke, tmp_path: Path) -> N
         invoke("inspect", tmp_path)
     (tmp_path / "model.onnx").write_bytes(b"")
     for command in ("inspect", "check", "build-engine"):
-        with pytest.raises(ManifestError, match=r"model.onnx is a file; give the folder around it"):
+        with pytest.raises(ManifestError, match=r"model.onnx is a file; give the folder that holds"):
             invoke(command, tmp_path / "model.onnx")
 
 
@@ -190,4 +190,4 @@ def test_verify_refuses_an_export_that_never_ended(invoke: Invoke, random_model:
     save_manifest(folder, replace(manifest, verification=Verification(status="provisional")))
     result = invoke("verify", folder, "--hashes-only")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "verification never ended" in result.stderr
+    assert "verification did not finish" in result.stderr

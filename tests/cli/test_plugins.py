@@ -97,7 +97,7 @@ def test_architectures_are_spelled_as_people_know_them(
         (["--cuda", "--arch", "hopper"], "'hopper' is no architecture; write 87, sm_87, 8.7 or native"),
         (["--cuda", "--architecture", "sm_90a"], "Known: sm_75, sm_80, sm_86, sm_87, sm_89, sm_90, sm_100"),
         (["--cuda", "--arch", ","], "'' is no architecture"),
-        ([], "say what to build"),
+        ([], "give what to build"),
     ],
 )
 def test_what_cannot_be_meant_is_a_usage_error(

@@ -97,7 +97,7 @@ def test_attention_that_the_provider_lacks_in_float32_is_named_and_not_run_on_th
     generate: Generate, folder: Folder
 ) -> None:
     error = generate(folder("llama_untied"))["error"]
-    assert error.startswith("cuda leaves 2 nodes to the CPU: 2 GroupQueryAttention (topw.attention.GroupQueryAttention")
+    assert error.startswith("cuda leaves 2 nodes on the CPU: 2 GroupQueryAttention (topw.attention.GroupQueryAttention")
     assert (
         "export with --dtype fp16, or, for int4 and int8, with --compute-dtype fp16; pass allow_fallback=True" in error
     )

@@ -131,7 +131,7 @@ def test_sizes_are_read_as_transformers_reads_them(size: int | str, wanted: int)
 
 @pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "2 gigabytes", 0])
 def test_an_invalid_size_is_refused(tmp_path: Path, size: int | str) -> None:
-    with pytest.raises(ParameterError, match="must be a number of bytes"):
+    with pytest.raises(ParameterError, match="must be a positive number of bytes"):
         export_request(model="demo", output=tmp_path, max_shard_size=size)
 
 

@@ -111,24 +111,25 @@ def key_value_states(
 class DecoderInfo:
     """How the runtime drives the decoder (docs/contract/graph.md, section 8).
 
-    kv_form: one of KV_FORMS. `concat`: past in, past and new tokens out. `static`: one in-place buffer, lengths per
-    row. `shared`: such a buffer in another exporter's graph, with attention_mask.
+    kv_form: one of KV_FORMS. `concat`: past in, past plus new tokens out. `static`: one buffer updated in place, with
+    the length of each row. `shared`: such a buffer in another exporter's graph, with attention_mask.
     states: what the layers keep between calls, in layer order.
     kv_dtype: ONNX element type of keys and values, "float" or "float16".
     context_length: maximum tokens of a sequence.
     left_padding, right_padding: whether batches can be padded on that side (`concat` left, `shared` right, `static`
     neither: it has row lengths).
     attention: operator that reads the cache, "GroupQueryAttention", "Attention" or "", for information.
-    ragged_chunks: whether batch rows can take several tokens each after a past. If not: only into an empty cache,
-    singly, or row by row.
+    ragged_chunks: whether all rows of a batch can take several tokens after a past in one run. If not, a run takes
+    several tokens only into an empty cache or for a single row.
     most_columns: maximum tokens per row and call, 0 for any.
-    buffer_step: 0 if a step's cost is independent of buffer length; otherwise buffers have the smallest sufficient
-    multiple.
-    buffer_least: minimum buffer tokens, 0 for any. Operators with a sliding window in the buffer refuse shorter ones.
+    buffer_step: 0 if a step's cost does not depend on the buffer length; otherwise buffers have the smallest sufficient
+    multiple of it as length.
+    buffer_least: minimum tokens of a buffer, 0 for any. Operators whose sliding window lies in the buffer refuse
+    shorter ones.
     target: one of TARGETS.
     least_onnxruntime: first version that runs the graph, such as "1.29"; "" for any supported one.
     weights: bytes of initializers by element type.
-    quantisation: fields of export.quantise.Quantisation, {} if not by this package.
+    quantisation: fields of export.quantise.Quantisation, {} if this package did not quantise.
     """
 
     model_type: str
@@ -171,7 +172,7 @@ class SamplerInfo:
     table_form: str  # "" for the uniform metric
     options: TopWOptions
     outputs: tuple[str, ...]
-    neighbour_bound: bool = False  # in node input 13
+    neighbour_bound: bool = False  # whether the node has it, as input 13
 
     @property
     def geometry(self) -> tuple[str, int | None]:
@@ -181,7 +182,7 @@ class SamplerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Largest difference and its bound."""
+    """A comparison's largest difference and its bound."""
 
     name: str
     passed: bool
@@ -212,8 +213,8 @@ class Verification:
 
     status: one of STATUSES. "provisional": unverified, does not load. "passed": all checks ran and passed. "partial":
     something was not compared, or a failed check limits use (see its detail). "skipped": not requested.
-    checks: can fail.
-    not_compared: any makes the status "partial".
+    checks: comparisons that can fail.
+    not_compared: if there are any, the status is "partial".
     notes: do not affect the status.
     """
 

@@ -140,7 +140,7 @@ def _sampler(data: Fields) -> SamplerInfo:
 
 
 def _defaults(data: Fields) -> TopWParameters:
-    """The graph takes defaults in float32."""
+    """The default parameters, which must be valid in float32, the graph's type."""
     data.only(PARAMETER_NAMES)
     given = {name: data.real(name) for name in data.given(PARAMETER_NAMES)}
     found = TopWParameters(**given)
@@ -277,7 +277,7 @@ def _check(index: int, data: object) -> Check:
 
 
 def _safe_name(name: str) -> str:
-    """Refuses `..`, absolute paths and drives."""
+    """Return `name`; raises ValueError for `..`, absolute paths and drives."""
     parts = name.split("/")
     if not name or "\\" in name or ":" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ManifestError(

@@ -173,7 +173,7 @@ def test_an_engine_that_does_not_fit_is_told_of_where_onnxruntime_runs_instead(
 ) -> None:
     build_engine(EngineRequest(out=out))
     gpu.name = "Another GPU"
-    with pytest.warns(RuntimeWarning, match="TensorRT runs instead of an engine: .* was built for Double"):
+    with pytest.warns(RuntimeWarning, match="TensorRT provider runs instead of an engine: .* was built for Double"):
         load(out)
     assert with_tensorrt_in_onnxruntime == ["tensorrt"]
 

@@ -1,4 +1,4 @@
-"""Refuses graphs that this onnxruntime does not support, or silently computes wrongly.
+"""Refuse graphs that this onnxruntime does not support or would silently compute wrongly.
 
 Before 1.24 (JetPack 6 has 1.23, see docs/guide/edge.md), onnxruntime lacks opset 24, and GroupQueryAttention makes a
 sliding window one token too long.
@@ -6,8 +6,8 @@ sliding window one token too long.
 On CUDA, `GatherBlockQuantized` over a uint8 table reads wrong weights:
 
 - before 1.24 for two weights per byte (int4);
-- before 1.29 without zero points: it uses 0, the CPU 2 ** (bits - 1);
-- up to at least 1.31 if a row ends within a block: it uses other rows' scales.
+- before 1.29 without zero points: it uses 0 where the CPU uses 2 ** (bits - 1);
+- up to at least 1.31 if a row ends within a block: it uses the scales of other rows.
 
 This exporter avoids the last two; others may not.
 """
@@ -28,13 +28,13 @@ from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.ort.graph_file import Initializer, Node, read_graph
 
-_MOST_OPSET = 23  # before 1.24
-# Encoded attribute unless -1 (no window).
+_MOST_OPSET = 23  # newest opset before onnxruntime 1.24
+# Matches the encoded attribute unless its value is -1 (no window).
 _WINDOW = re.compile(rb"local_window_size\x18(?!\xff{9}\x01)")
 _LOOKUP = "GatherBlockQuantized"
 _ZERO_POINTS = 3  # input index
 _READS_PAIRS = (1, 24)  # first to read two weights per byte
-_TAKES_MIDDLE = (1, 29)  # first with the CPU's zero point
+_TAKES_MIDDLE = (1, 29)  # first to use the CPU's zero point
 
 
 def check_before_opening(folder: ModelFolder[Manifest]) -> None:
@@ -45,15 +45,15 @@ def check_before_opening(folder: ModelFolder[Manifest]) -> None:
     opset = folder.manifest.opset.get("", 0)
     if opset > _MOST_OPSET:
         raise ManifestError(
-            f"{folder.path} has operators of opset {opset}, but onnxruntime {ort.__version__} knows them up to opset "
+            f"{folder.path} has operators of opset {opset}, but onnxruntime {ort.__version__} supports at most opset "
             f"{_MOST_OPSET}; export without --target tensorrt, or install onnxruntime 1.26 or newer."
         )
     with mapped(folder.model) as graph:
         found = _WINDOW.search(graph)
     if found:
         raise ManifestError(
-            f"{folder.path} has attention with a sliding window in GroupQueryAttention, which onnxruntime "
-            f"{ort.__version__} makes a token too long; export with --kv concat, or install onnxruntime 1.24 or newer."
+            f"{folder.path} has a sliding window in GroupQueryAttention, which onnxruntime {ort.__version__} makes one "
+            "token too long; export with --kv concat, or install onnxruntime 1.24 or newer."
         )
 
 
@@ -96,7 +96,7 @@ class Lookup:
 def check_lookups(folder: ModelFolder[Manifest], provider: str) -> None:
     """Raises ManifestError for a lookup that `provider`, a full name, computes wrongly.
 
-    onnxruntime must have validated the graph.
+    Call it only after onnxruntime has validated the graph.
     """
     if providers.device_of(provider) != "cuda":
         return
