@@ -71,8 +71,8 @@ def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph, layers: 
     name = type(model).__name__
     if [node.attributes["layer"].as_int() for node in nodes] != list(range(layers)):
         raise UnsupportedModelError(
-            f"{name} shows {len(nodes)} attention calls for {layers} layers through transformers' attention interface, "
-            "but exactly one per layer is needed; graft an ONNX decoder made by another exporter."
+            f"{name} makes {len(nodes)} calls through transformers' attention interface for {layers} layers, but "
+            "exactly one per layer is needed; graft an ONNX decoder made by another exporter."
         )
     for index, node in enumerate(nodes):
         for value, kind in zip(node.inputs[1:], ("key", "value"), strict=True):
@@ -92,7 +92,7 @@ def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph, layers: 
 
 
 def _stated_window(config: Any, layer: int) -> int | None:
-    """0: no window. None: no layer types configured."""
+    """The configured window of a layer; 0 for no window, None if no layer types are configured."""
     types = getattr(config, "layer_types", None)
     if not types:
         return None
@@ -139,4 +139,4 @@ def _marker_attention(
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Lowerings add the masks."""
+    """Replace transformers' mask functions: lowerings add the masks."""

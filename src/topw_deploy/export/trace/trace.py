@@ -21,11 +21,11 @@ from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightle
 from topw_deploy.export.trace.workarounds import batch_experts, fixed_frequencies, silenced, small_terms_kept
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
+_OPSET = 23  # at 24, the tracer decomposes norms and rotary embeddings
 _BATCH, _PAST, _NEW = 2, 5, 3  # sample sizes: distinct and above 1
 _FILE = "trace.onnx"
 _STAGE = "traced graph"
-_PARAMETERS = "checkpoint"  # placeholder for the parameters' data file
+_PARAMETERS = "checkpoint"  # stands for the data file of the parameters
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def _filled_cache(model: PreTrainedModel, config: Any, weights: Weights) -> Dyna
     each: list[tuple[int, ...]] = [getattr(getattr(layer, "keys", None), "shape", ()) for layer in found.layers]
     if len(each) != config.num_hidden_layers or any(len(s) != 4 or s[2] != _PAST for s in each):
         raise UnsupportedModelError(
-            f"{type(model).__name__} keeps {len(each)} key-value layers for {config.num_hidden_layers} layers, "
-            "but one each is needed; choose a model whose every layer has attention with a cache of its own."
+            f"{type(model).__name__} caches keys and values of {len(each)} layers, but has "
+            f"{config.num_hidden_layers} layers; choose a model in which every layer has attention with its own cache."
         )
     cache = DynamicCache()
     for index, layer in enumerate(found.layers):
@@ -138,7 +138,7 @@ def _export(model: PreTrainedModel, cache: DynamicCache) -> ir.Model:
 
 
 def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weights) -> None:
-    """The optimizer must not fold weights."""
+    """Attach the parameters and optimize the graph without folding weights."""
 
     def may_fold(node: ir.Node) -> bool | None:
         return False if any(value is not None and value.name in weights.by_name for value in node.inputs) else None
@@ -187,7 +187,7 @@ def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _drop_origins(model: ir.Model) -> None:
-    """Stack traces and paths bloat files and reveal the exporting machine."""
+    """Remove stack traces and paths, which bloat files and reveal the exporting machine."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.name = "decoder"
