@@ -105,7 +105,7 @@ def find_toolkit() -> Toolkit:
     for compiler in _candidates():
         return _toolkit(compiler)
     raise PluginError(
-        "nvcc was not found in CUDA_HOME, on PATH, in this environment or in /usr/local/cuda; install the CUDA toolkit, "
+        "there is no nvcc in CUDA_HOME, PATH, this environment or /usr/local/cuda; install the CUDA toolkit, "
         f"or run: pip install {PIP_PACKAGES}"
     )
 
