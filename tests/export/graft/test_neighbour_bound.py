@@ -212,7 +212,7 @@ def test_a_decoder_gets_its_own_tables_bound(tmp_path: Path, foreign_decoder: Pa
     export_model(request, Progress(lines.append))
     manifest = load_manifest(tmp_path / "out")
     tokens = manifest.sampler.vocab_size
-    assert f"Measuring how near each of {tokens} tokens has its nearest other" in lines
+    assert f"Measuring the distance of each of {tokens} tokens to its nearest neighbour" in lines
     assert stored_bound(tmp_path / "out").shape == (tokens,)
     assert "neighbour bound" in [check.name for check in manifest.verification.checks]
 

@@ -63,7 +63,7 @@ def results(sampler: Sampler, logits: np.ndarray, change: Callable[[Answers], No
 def test_a_right_sampler_passes_whatever_the_models_logits_are(sampler: Sampler, logits: np.ndarray) -> None:
     found = results(sampler, logits)
     assert [(type(each), each.passed) for each in found] == [(Check, True)] * 4
-    assert ("made logits" in found[0].detail) == (logits is not ANY)
+    assert ("constructed logits" in found[0].detail) == (logits is not ANY)
 
 
 @pytest.mark.parametrize(
