@@ -55,7 +55,7 @@ def test_inspect_lists_engines_and_stamps_that_are_none(
     assert "for decode and prefill: 2 rows, 16 tokens and 128 edits of each; sampled by the plugin" in shown
     assert "other.json" in shown
     assert "is not an engine's stamp" in shown
-    assert "has no stamp, as after an interrupted build: not used" in shown
+    assert "has no stamp, as when its build was cut short: not used" in shown
 
 
 def test_generate_runs_the_engine(trt: TensorRT, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
