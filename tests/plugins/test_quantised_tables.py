@@ -133,7 +133,7 @@ def test_forms_are_known_by_their_text(native_library: Path, text: str, known: b
         ({"zero_points": np.zeros((8, 2), np.int8)}, "zero points are int8"),
         ({"codes": np.zeros((8, 32), np.int32)}, "codes are int32"),
         ({"element": "int3"}, "in int3"),
-        ({"bits": 2}, "of 2 bits"),
+        ({"bits": 2}, "have 2 bits"),
         ({"block_size": 24}, "block_size is 24"),
     ],
 )

@@ -341,7 +341,7 @@ def test_a_disk_that_is_full_leaves_nothing(trt: TensorRT, out: Path, monkeypatc
         ({"max_edits": 0}, "max_edits is 0, but must be an integer >= 1"),
         ({"profile": "all"}, "profile is 'all', but must be one of both, decode, prefill"),
         ({"workspace": 0}, "workspace is 0, but must be at least 1 byte"),
-        ({"timing_cache": Path("/absent/timings")}, "timing_cache is /absent/timings, but /absent is no folder"),
+        ({"timing_cache": Path("/absent/timings")}, "timing_cache is /absent/timings, but /absent is not a folder"),
     ],
 )
 def test_bounds_are_checked_before_tensorrt_is_asked(out: Path, settings: dict[str, Any], message: str) -> None:
@@ -366,7 +366,7 @@ def test_folders_that_no_engine_can_be_built_of(tmp_path: Path) -> None:
 def test_exports_that_are_unfinished_or_leave_the_caches_length_open(out: Path) -> None:
     manifest = load_manifest(out)
     save_manifest(out, replace(manifest, verification=Verification(status="provisional")))
-    with pytest.raises(EngineError, match="verification never ended; export the model again"):
+    with pytest.raises(EngineError, match="verification did not finish; export the model again"):
         build(out)
     inputs = [
         replace(i, shape=(*i.shape[:2], "max_length", i.shape[3])) if len(i.shape) == 4 else i for i in manifest.inputs
@@ -381,7 +381,7 @@ def test_what_is_missing_on_the_machine_is_named(trt: TensorRT, out: Path, monke
     with pytest.raises(EngineError, match="no engine can be built or run here: the NVIDIA driver sees no GPU"):
         build(out)
     trt.module.__version__ = "10.14.1"
-    with pytest.raises(EngineError, match=r"TensorRT 10.14.1, and a cache .* needs 10.15 or later"):
+    with pytest.raises(EngineError, match=r"TensorRT 10.14.1, but a cache .* needs 10.15 or later"):
         build(out)
 
 

@@ -73,7 +73,7 @@ def test_a_cache_of_any_length_is_unsupported(tmp_path: Path) -> None:
     out = export(tmp_path / "out", Toy.random(1), form="scatter")
     report = check(out, "tensorrt", ask=False)
     assert {node.operator for node in report.unsupported} == {"TensorScatter"}
-    assert all("as a number" in node.reason for node in report.unsupported)
+    assert all("requires a fixed cache length" in node.reason for node in report.unsupported)
 
 
 def test_a_graph_that_tensorrt_takes_and_build_engine_does_not_is_told_of(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_damaged_engine_is_refused(
         ({"sha256": "absent"}, "field 'sha256' is missing"),
         ({"sha256": "ABC"}, "sha256 is 'ABC', not a SHA-256 in hexadecimal"),
         ({"engine": "../other.engine"}, "engine is '../other.engine', not the name of an .engine file"),
-        ({"engine": 3}, "engine is 3, not a text"),
+        ({"engine": 3}, "engine is 3, not a line of text"),
         ({"size": -1}, "size is -1, not an integer >= 1"),
         ({"size": True}, "size is True, not an integer >= 1"),
         ({"workspace": "much"}, "workspace is 'much', not an integer >= 1"),

@@ -120,7 +120,7 @@ def test_an_ambiguous_name_is_looked_up_locally_and_on_the_hub(tmp_path: Path, m
         resolve("models/nope", HubOptions(cache_dir=tmp_path / "cache", local_files_only=True))
     assert str(refusal.value).startswith(
         f"models/nope is neither a local path (the folder models holds no nope) nor complete in the hub's cache "
-        f"{tmp_path / 'cache'}, and the hub was not asked or did not answer; check the path, or download the model"
+        f"{tmp_path / 'cache'}, and the hub is disabled or did not answer; check the path, download the model"
     )
 
 

@@ -113,7 +113,7 @@ def other_plugin(out: Path, gpu: Gpu, trt: TensorRT) -> None:
     ("change", "message"),
     [
         (other_gpu, "was built for Double GPU"),
-        (other_tensorrt, "was built by TensorRT 10.16.1.11, and this is 11.0.0"),
+        (other_tensorrt, "was built by TensorRT 10.16.1.11, but this is 11.0.0"),
         (other_export, "was built from another export"),
         (cut_short, "it was changed or truncated"),
         (
