@@ -250,7 +250,7 @@ def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
     )
     assert process.stderr is not None
     seen = ""
-    while "nearest other" not in seen:
+    while "nearest neighbour" not in seen:
         line = process.stderr.readline()
         assert line, f"ended early: {seen}"
         seen += line

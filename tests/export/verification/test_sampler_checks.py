@@ -88,7 +88,7 @@ def test_too_few_rows_are_not_compared(sampler: Sampler, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "made_logits", lambda _vocab: PEAKED)
     (found,) = results(sampler, PEAKED)
     assert isinstance(found, NotCompared)
-    assert "12 decided by geometry (56 rows" in found.reason
+    assert "12 decided by geometry are needed (56 rows" in found.reason
     monkeypatch.setattr(module, "made_logits", lambda _vocab: FLAT)
     (found,) = results(sampler, FLAT)
     assert isinstance(found, NotCompared)
