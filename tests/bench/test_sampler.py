@@ -145,7 +145,7 @@ def test_without_the_native_library_the_native_sides_say_why(monkeypatch: pytest
     assert "native" not in {side.name for side in present}
     assert {side.label: side.why_not for side in absent}[
         "Top-W native, C function"
-    ] == "not here: TOPW_NATIVE=0 switches it off"
+    ] == "not here: TOPW_NATIVE=0 disables it"
 
 
 def test_more_threads_than_any_machine_has_are_refused() -> None:

@@ -108,7 +108,7 @@ def test_inspect_tells_checks_from_what_was_not_compared_and_from_notes(
         status="partial",
         checks=(Check("left-padded batch logits", False, 3.0, 1e-4, "prompts must have equal lengths"),),
         not_compared=(NotCompared("generation (defaults)", "4 of 10 tokens"),),
-        notes=(Note("tokens beside float32's", "26 of 32 equal"),),
+        notes=(Note("tokens compared with float32", "26 of 32 equal"),),
     )
     save_manifest(folder, replace(load_manifest(folder), verification=verification))
     shown = [" ".join(line.split()) for line in invoke("inspect", folder).stdout.splitlines()]
@@ -116,7 +116,7 @@ def test_inspect_tells_checks_from_what_was_not_compared_and_from_notes(
     assert shown[place + 1 : place + 4] == [
         "left-padded batch logits FAILED, 3 (bound 0.0001) prompts must have equal lengths",
         "generation (defaults) not compared, 4 of 10 tokens",
-        "tokens beside float32's for information, 26 of 32 equal",
+        "tokens compared with float32 for information, 26 of 32 equal",
     ]
 
 

@@ -117,7 +117,7 @@ def test_without_the_library_the_function_is_told_apart_and_cannot_be_captured(
 ) -> None:
     path = folder("llama_untied", dtype="fp16", target="tensorrt", max_length=64)
     found = generate(path, native=False)
-    assert (found["sampler"], found["why"]) == ("graph", "TOPW_NATIVE=0 switches it off")
+    assert (found["sampler"], found["why"]) == ("graph", "TOPW_NATIVE=0 disables it")
     refused = generate(path, native=False, **GRAPHS)["error"]
     assert "control flow" in refused
     assert "topw plugins build --cuda" in refused

@@ -207,7 +207,7 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
     assert manifest.decoder.num_layers == first_layers.LAYERS + 1
     assert manifest.verification.status == "partial"
     assert manifest.verification.checks[0].detail == f"torch; first {first_layers.LAYERS} layers"
-    assert "memory does not suffice to verify all 5 layers" in report.notices[-1]
+    assert "there is too little memory to verify all 5 layers" in report.notices[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

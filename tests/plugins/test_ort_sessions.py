@@ -105,9 +105,9 @@ def foreign(patch: pytest.MonkeyPatch, _: Path) -> None:
 @pytest.mark.parametrize(
     ("absence", "reason"),
     [
-        (switched_off, "TOPW_NATIVE=0 switches it off"),
+        (switched_off, "TOPW_NATIVE=0 disables it"),
         (not_built, "this installation was built without it"),
-        (missing, "TOPW_NATIVE_LIBRARY names .*nowhere.so, which is no file"),
+        (missing, "TOPW_NATIVE_LIBRARY is .*nowhere.so, which is not a file"),
         (broken, r"the native library that TOPW_NATIVE_LIBRARY='.*broken\.so' names does not load"),
         (foreign, "that TOPW_NATIVE_LIBRARY='.*_ctypes.* names does not load .*is not a library of topw_deploy"),
     ],

@@ -19,7 +19,7 @@ _DEFAULT_LENGTH = 4096  # tokens; at most 0.5 GB of cache up to 3 B parameters
 
 @dataclass(frozen=True)
 class Lowered:
-    """How to drive the decoder; fields as in manifest.DecoderInfo.
+    """How to drive the lowered decoder; the fields are those of manifest.DecoderInfo.
 
     context_length: None for the model's own.
     least_onnxruntime: as in the manifest.
@@ -56,7 +56,7 @@ def lower(
     window_cache: for onnxruntime's static cache, keep only the window's tokens in layers that have one.
     fuse_gates: fuse gate and up products; needs a static cache.
     """
-    # Lowerings compare angles by identity.
+    # Lowerings compare rotary angles by identity.
     CommonSubexpressionEliminationPass()(decoder.model)
     fuse_rotary(decoder.model)
     narrow_rotary(decoder.model)
@@ -93,14 +93,14 @@ def _lower_for_tensorrt(decoder: TracedDecoder, context_length: int, max_length:
     states = tuple(scatter.lower(decoder, slots or None))
     if not slots:
         notice = (
-            "the cache's length is left to the runtime (--max-length 0), which only onnxruntime accepts: NVIDIA's "
-            "parser needs a number"
+            "the cache's length is chosen at run time (--max-length 0), so only onnxruntime can run this file: "
+            "NVIDIA's parser needs a number"
         )
         return Lowered(states, "static", scatter.OPERATOR, buffer_step=scatter.BUFFER_STEP, notice=notice)
     context = min(context_length, slots)
     notice = (
-        f"a sequence may reach {context:,} tokens, prompt and answer together, of the model's {context_length:,}; "
-        "--max-length sets another number"
+        f"a sequence may reach {context:,} tokens, prompt and answer together; the model's own limit is "
+        f"{context_length:,}, and --max-length sets another one"
     )
     return Lowered(
         states,

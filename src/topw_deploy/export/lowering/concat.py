@@ -1,7 +1,7 @@
 """Lower markers to standard attention over a concatenated cache.
 
-Masks compare slots, windows compare positions (running sums of `attention_mask`), so padding may be left, right or
-between chunks. Every query sees its own slot, so no softmax is empty.
+Causal masks compare cache slots; windows compare positions (running sums of `attention_mask`). So padding may be left,
+right or between chunks. Every query sees its own slot, so no softmax is empty.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Masks:
         return self._by_window[window]
 
     def _within(self, window: int) -> ir.Value:
-        """Keys less than `window` attended tokens before the query."""
+        """Whether a key is less than `window` attended tokens before the query."""
         op, constant = self._editor.op, self._editor.constant
         positions = op("CumSum", [self._attention_mask, constant(np.int64(1))])  # [batch, past + sequence]
         start = op("Unsqueeze", [self._past, constant(np.array([0]))])

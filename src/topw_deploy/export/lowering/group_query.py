@@ -1,8 +1,8 @@
 """Lower markers to onnxruntime's GroupQueryAttention over a static cache.
 
-It reads only used slots and can rotate queries and keys. Rules of onnxruntime 1.24 to 1.31:
-- A call with total_sequence_length columns starts all rows. Any other has one new token per row of a batch
-  (`ragged_chunks: false`).
+The operator reads only used slots and can rotate queries and keys. Rules of onnxruntime 1.24 to 1.31:
+- A call with as many columns as total_sequence_length starts all rows anew. Any other call on a batch may have only
+  one new token per row (`ragged_chunks: false`).
 - total_sequence_length is read on the host: a computed one would be copied from the GPU, so it is an input.
 - With `sliding_window_cache` the buffer holds the window. Where tokens lie in it follows from the row's length, so
   padding must not count: rows of different lengths are read one by one. A step takes the window's time, while a buffer
@@ -36,13 +36,13 @@ def refusal(decoder: TracedDecoder) -> str | None:
     """Why GroupQueryAttention cannot serve this decoder, or None."""
     for layer in attention_layers(decoder):
         if layer.head_dim != layer.value_dim:
-            return f"layer {layer.index} has keys of {layer.head_dim} and values of {layer.value_dim} numbers"
+            return f"layer {layer.index} has keys of size {layer.head_dim} but values of size {layer.value_dim}"
         if layer.head_dim % 8:
-            return f"layer {layer.index} has heads of {layer.head_dim} numbers, which is no multiple of 8"
+            return f"layer {layer.index} has heads of size {layer.head_dim}, which is not a multiple of 8"
         if layer.heads % layer.kv_heads:
-            return f"layer {layer.index} has {layer.heads} query heads for {layer.kv_heads} key heads"
+            return f"layer {layer.index} has {layer.heads} query heads, no multiple of {layer.kv_heads} key heads"
         if layer.query.dtype not in _DTYPES:
-            return f"layer {layer.index} computes in {layer.query.dtype}"
+            return f"layer {layer.index} computes in {layer.query.dtype}, which the operator does not support"
     return None
 
 
@@ -68,9 +68,10 @@ def lower(decoder: TracedDecoder, context_length: int, *, window_cache: bool = T
 
 
 def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Value:
-    """int32 [batch].
+    """The operator's seqlens_k, int32 [batch].
 
-    half: for CUDA, where adding the host's column count would copy; a Range of that length does not.
+    half: avoid adding the column count, which is on the host and would be copied to CUDA; take the last element of a
+    Range of that length instead.
     """
     op, constant = editor.op, editor.constant
     if half:

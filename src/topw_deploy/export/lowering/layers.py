@@ -15,7 +15,7 @@ from topw_deploy.manifest import State, key_value_states
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """A marker and its values.
+    """An attention marker and its values.
 
     query: [batch, heads, sequence, head_dim].
     new_key, new_value: [batch, kv_heads, sequence, head_dim or value_dim].

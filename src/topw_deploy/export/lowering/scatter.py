@@ -1,7 +1,7 @@
 """Lower markers to TensorScatter into a static cache, and opset 24 Attention over all of it.
 
-NVIDIA's parser ignores `nonpad_kv_seqlen`, so boolean masks hide slots. A step costs time for the whole buffer;
-`buffer_step` keeps it short. Masked slots are multiplied by zero, so they must be finite.
+NVIDIA's parser ignores `nonpad_kv_seqlen`, so boolean masks hide unused slots. A step takes time for the whole buffer;
+`buffer_step` keeps the buffer short. Hidden slots are multiplied by zero, so their values must be finite.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
             editor.op("TensorScatter", [past, new, cache.write_indices], axis=2)
             for past, new in zip(pasts, (layer.new_key, layer.new_value), strict=True)
         )
-        # A number means TensorRT. onnxruntime reads prompts faster with the operator.
+        # A fixed length means TensorRT. onnxruntime processes prompts faster with the operator.
         decomposed = max_length is not None and not tensorrt_fuses(layer)
         attend(editor, layer, keys, values, masks.of(layer.window), decomposed=decomposed)
         for state, value in zip(layer.states(), (keys, values), strict=True):
@@ -55,7 +55,7 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
 
 
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
-    """Share one product, transpose and rotation: a third of the operators.
+    """Compute queries, keys and values by one product, transpose and rotation: a third of the operators.
 
     Returns `layer` as it is if its projections cannot be fused, if queries and keys are rotated differently, or if
     unrotated heads differ in number (see `_slice_heads`).
@@ -87,8 +87,8 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
 def _slice_heads(editor: GraphEditor, heads: ir.Value, start: int, stop: int) -> ir.Value:
     """Slice without Split.
 
-    For CUDA, onnxruntime's Split copies unequal sizes per run, so replayed steps read freed memory. It also merges
-    slices of a whole value into a Split.
+    On CUDA, onnxruntime's Split copies unequal sizes to the device in each run, so replayed steps read freed memory.
+    onnxruntime also merges slices that cover a whole value into a Split.
     """
     return editor.op("Slice", [heads, *(editor.constant(np.array([number])) for number in (start, stop, 1))])
 
@@ -102,7 +102,7 @@ def _rotate_alike(query: MergedHeads, key: MergedHeads) -> bool:
 
 
 class _Masks:
-    """bool [batch, 1, sequence, slots] per window."""
+    """One mask per window, bool [batch, 1, sequence, slots]."""
 
     def __init__(self, editor: GraphEditor, cache: StaticCache, past_key: ir.Value) -> None:
         self._editor = editor

@@ -87,7 +87,7 @@ def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph) -> None:
 
 
 def _stated_window(config: Any, layer: int) -> int | None:
-    """0: no window. None: no layer types configured."""
+    """The configured window of a layer; 0 for no window, None if no layer types are configured."""
     types = getattr(config, "layer_types", None)
     if not types:
         return None
@@ -134,4 +134,4 @@ def _marker_attention(
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Lowerings add the masks."""
+    """Replace transformers' mask functions: lowerings add the masks."""

@@ -28,7 +28,7 @@ _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
 _BATCH, _SEQUENCE = 2, 3  # sample sizes: distinct and above 1
 _FILE = "trace.onnx"
 _STAGE = "traced graph"
-_PARAMETERS = "checkpoint"  # placeholder for the parameters' data file
+_PARAMETERS = "checkpoint"  # stands for the data file of the parameters
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _cache_argument(forward: Callable[..., Any]) -> str:
 
 
 def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weights) -> None:
-    """The optimizer must not fold weights."""
+    """Attach the parameters and optimize the graph without folding weights."""
 
     def may_fold(node: ir.Node) -> bool | None:
         return False if any(value is not None and value.name in weights.by_name for value in node.inputs) else None
@@ -167,7 +167,7 @@ def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _drop_origins(model: ir.Model) -> None:
-    """Stack traces and paths bloat files and reveal the exporting machine."""
+    """Remove stack traces and paths, which bloat files and reveal the exporting machine."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.name = "decoder"
