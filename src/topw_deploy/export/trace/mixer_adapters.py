@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from topw_deploy.errors import UnsupportedModelError
@@ -32,7 +31,7 @@ def layer_of(name: str) -> int:
 
 
 def lightning_attention(
-    mixer: nn.Module, markers: MixerMarkers, layer: int, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    mixer: Any, markers: MixerMarkers, layer: int, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """MiniMax: S_t = exp(-slope) S_(t-1) + k_t v_t^T; o_t = S_t^T q_t."""
     batch, sequence, _ = hidden_states.shape
@@ -46,7 +45,7 @@ def lightning_attention(
 
 
 def griffin_recurrent_block(
-    block: nn.Module,
+    block: Any,
     markers: MixerMarkers,
     layer: int,
     input_states: torch.Tensor,
@@ -62,9 +61,7 @@ def griffin_recurrent_block(
     return block.linear_out(output * gate), None
 
 
-def _rg_lru(
-    unit: nn.Module, markers: MixerMarkers, layer: int, x: torch.Tensor, position_ids: torch.Tensor
-) -> torch.Tensor:
+def _rg_lru(unit: Any, markers: MixerMarkers, layer: int, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """Real-gated linear recurrent unit: h_t = a_t h_(t-1) + sqrt(1 - a_t^2) (i_t x_t), with gates a and i.
 
     A head of one number per channel. A sequence's first token is not scaled; its past state is zero.
@@ -86,7 +83,7 @@ def _block_diagonal_gate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 def convolved_projections(
-    mixer: nn.Module,
+    mixer: Any,
     markers: MixerMarkers,
     layer: int,
     hidden_states: torch.Tensor,
