@@ -20,6 +20,7 @@ from topw_deploy.export.lowering.norms import fuse_skip_norms
 from topw_deploy.export.lowering.rotary_tables import RotaryTables
 from topw_deploy.export.lowering.static_cache import StaticCache
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.manifest import State
 
 PREFIX = "topw.attention"
 DOMAIN = "com.microsoft"
@@ -41,8 +42,8 @@ def refusal(decoder: TracedDecoder) -> str | None:
     return None
 
 
-def lower(decoder: TracedDecoder, context_length: int) -> None:
-    """Replace every marker in place; `refusal` must be None.
+def lower(decoder: TracedDecoder, context_length: int) -> list[State]:
+    """Replace every marker in place; `refusal` must be None. Returns the states.
 
     context_length: rows of the rotary tables.
     """
@@ -57,6 +58,7 @@ def lower(decoder: TracedDecoder, context_length: int) -> None:
     model.opset_imports[DOMAIN] = 1
     cache.finish(model)
     fuse_skip_norms(model)
+    return cache.states.found
 
 
 def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Value:
@@ -94,9 +96,11 @@ def _lower_layer(
     parts = (query.unrotated, key.unrotated, value) if table else (query.rotated(editor), key.rotated(editor), value)
     fused = fuse_qkv(editor, parts)
     projections = parts if fused is None else (fused, None, None)
+    key_state, value_state = layer.states
+    pasts = [cache.states.past(state) for state in layer.states]
     output, keys, values = editor.outputs(
         OPERATOR,
-        [*projections, layer.past_key, layer.past_value, *lengths, *((table.cos, table.sin) if table else ())],
+        [*projections, *pasts, *lengths, *((table.cos, table.sin) if table else ())],
         3,
         domain=DOMAIN,
         **attributes,
@@ -104,7 +108,8 @@ def _lower_layer(
     output.type = layer.output.type
     output.shape = ir.Shape(["batch_size", "sequence_length", layer.heads * layer.head_dim])
     _replace_output(editor, layer, output)
-    cache.replace_present(layer, keys, values)
+    cache.states.present(key_state, keys)
+    cache.states.present(value_state, values)
 
 
 def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value) -> None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from topw_deploy.export.graph.values import fixed_size
+from topw_deploy.export.lowering.states import dtype_name
 from topw_deploy.export.trace.marker import marker_nodes
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.manifest import State, key_value_states
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,6 @@ class AttentionLayer:
 
     query: [batch, heads, sequence, head_dim].
     new_key, new_value: [batch, kv_heads, sequence, head_dim or value_dim].
-    past_key, past_value: graph inputs.
     softcap: 0 for none.
     window: visible tokens including the query; 0 for all.
     """
@@ -27,8 +28,6 @@ class AttentionLayer:
     query: ir.Value
     new_key: ir.Value
     new_value: ir.Value
-    past_key: ir.Value
-    past_value: ir.Value
     heads: int
     kv_heads: int
     head_dim: int
@@ -38,6 +37,12 @@ class AttentionLayer:
     window: int
 
     @property
+    def states(self) -> tuple[State, State]:
+        """Keys and values of all tokens."""
+        dtype = dtype_name(self.new_key)
+        return key_value_states(self.index, dtype, self.kv_heads, self.head_dim, self.value_dim)
+
+    @property
     def output(self) -> ir.Value:
         """[batch, sequence, heads, value_dim]."""
         return self.marker.outputs[0]
@@ -45,24 +50,19 @@ class AttentionLayer:
 
 def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
     layers = []
-    for index, marker in enumerate(marker_nodes(decoder.model.graph)):
-        query, keys, values = marker.inputs
-        # Checked by `trace`.
-        past_key, new_key = keys.producer().inputs
-        past_value, new_value = values.producer().inputs
+    for marker in marker_nodes(decoder.model.graph):
+        query, key, value = marker.inputs
         layers.append(
             AttentionLayer(
-                index=index,
+                index=marker.attributes["layer"].as_int(),
                 marker=marker,
                 query=query,
-                new_key=new_key,
-                new_value=new_value,
-                past_key=past_key,
-                past_value=past_value,
+                new_key=key,
+                new_value=value,
                 heads=fixed_size(query, 1),
-                kv_heads=decoder.num_kv_heads[index],
-                head_dim=decoder.head_dim[index],
-                value_dim=fixed_size(past_value, 3),
+                kv_heads=fixed_size(key, 1),
+                head_dim=fixed_size(key, 3),
+                value_dim=fixed_size(value, 3),
                 scale=marker.attributes["scale"].as_float(),
                 softcap=marker.attributes["softcap"].as_float(),
                 window=marker.attributes["window"].as_int(),

@@ -20,6 +20,7 @@ from topw_deploy.export.lowering.rotary import rotary_kind
 from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
 from topw_deploy.export.lowering.static_cache import StaticCache
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.manifest import State
 
 PREFIX = "topw.attention"
 OPERATOR = "Attention"
@@ -27,24 +28,30 @@ OPSET = 24  # the first with TensorScatter
 BUFFER_STEP = 64  # tokens; at 1,024 a step costs at most 6 % extra attention
 
 
-def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
-    """Replace every marker in place; sets opset 24.
+def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
+    """Replace every marker in place; sets opset 24. Returns the states.
 
     max_length: cache slots, a number for NVIDIA's parser; None for a symbol.
     """
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
-    cache = StaticCache(editor)
-    masks = _Masks(editor, cache, layers[0].past_key)
+    cache = StaticCache(editor, max_length or "max_length")
+    masks: _Masks | None = None
     for layer in (_fuse_heads(editor, layer) for layer in layers):
-        keys = editor.op("TensorScatter", [layer.past_key, layer.new_key, cache.write_indices], axis=2)
-        values = editor.op("TensorScatter", [layer.past_value, layer.new_value, cache.write_indices], axis=2)
+        pasts = [cache.states.past(state) for state in layer.states]
+        masks = masks or _Masks(editor, cache, pasts[0])
+        keys, values = (
+            editor.op("TensorScatter", [past, new, cache.write_indices], axis=2)
+            for past, new in zip(pasts, (layer.new_key, layer.new_value), strict=True)
+        )
         # A number means TensorRT. onnxruntime reads prompts faster with the operator.
         decomposed = max_length is not None and not tensorrt_fuses(layer)
         attend(editor, layer, keys, values, masks.of(layer.window), decomposed=decomposed)
-        cache.replace_present(layer, keys, values, max_length or "max_length")
+        for state, value in zip(layer.states, (keys, values), strict=True):
+            cache.states.present(state, value)
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
     cache.finish(model)
+    return cache.states.found
 
 
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
