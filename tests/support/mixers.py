@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 
+from topw_deploy.export.trace.mixer_markers import CONVOLUTION, RECURRENCE, MixerCache, StatePlaces
+
 
 def literal_convolution(
     x: torch.Tensor,  # [batch, channels, sequence]
@@ -66,11 +68,14 @@ def literal_recurrence(
 
 
 class EagerMarkers:
-    """Computes what markers stand for, keeping the states of (layer, state)."""
+    """Computes what markers stand for, in one call of a model.
 
-    def __init__(self, cache: StatelessMixersCache) -> None:
-        self._cache = cache
-        self.states: dict[tuple[int, int], torch.Tensor] = {}
+    states: by kind, layer and number; updated.
+    """
+
+    def __init__(self, cache: MixerCache, states: dict[tuple[str, int, int], torch.Tensor]) -> None:
+        self._places = StatePlaces(cache)
+        self._states = states
 
     def convolution(
         self,
@@ -81,9 +86,9 @@ class EagerMarkers:
         activation: str = "",
         layer: int | None = None,
     ) -> torch.Tensor:
-        name = self._name(layer)
-        past = self.states.get(name, x.new_zeros(*x.shape[:2], weight.shape[-1] - 1))
-        output, self.states[name] = literal_convolution(x, weight, bias, past, activation)
+        name = CONVOLUTION, *self._places.next(CONVOLUTION, layer)
+        past = self._states.get(name, x.new_zeros(*x.shape[:2], weight.shape[-1] - 1))
+        output, self._states[name] = literal_convolution(x, weight, bias, past, activation)
         return output
 
     def recurrence(
@@ -98,44 +103,27 @@ class EagerMarkers:
         scale: float = 1.0,
         layer: int | None = None,
     ) -> torch.Tensor:
-        name = self._name(layer)
-        past = self.states.get(name, torch.zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
-        output, self.states[name] = literal_recurrence(q, k, v, decay, beta, past, rule, scale)
+        name = RECURRENCE, *self._places.next(RECURRENCE, layer)
+        past = self._states.get(name, torch.zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
+        output, self._states[name] = literal_recurrence(q, k, v, decay, beta, past, rule, scale)
         return output
-
-    def _name(self, layer: int | None) -> tuple[int, int]:
-        layer = self._cache.pending_layer() if layer is None else layer
-        return layer, self._cache.next_state(layer)
-
 
 class StatelessMixersCache(DynamicCache):
     """A cache of keys and values that keeps no states of mixers, as in a trace."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
-        self._layer = 0
-        self._counts: dict[int, int] = {}
-
-    def begin_call(self) -> None:
-        self._counts.clear()
-
-    def pending_layer(self) -> int:
-        return self._layer
-
-    def next_state(self, layer: int) -> int:
-        self._counts[layer] = self._counts.get(layer, -1) + 1
-        return self._counts[layer]
+        self.convolution: tuple[int, int] | None = None
+        self.recurrence: tuple[int, int] | None = None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        self._layer = layer_idx
+        self.convolution = layer_idx, state_idx
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        self._layer = layer_idx
+        self.recurrence = layer_idx, state_idx
 
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        self._layer = layer_idx
+    def update_conv_state(self, conv_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return conv_states
 
-    def update_recurrent_state(self, states: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        self._layer = layer_idx
+    def update_recurrent_state(self, states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return states

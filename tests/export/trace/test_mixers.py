@@ -25,17 +25,16 @@ def logits_by_calls(
     parameters = inspect.signature(type(model).forward).parameters
     name = "past_key_values" if "past_key_values" in parameters else "cache_params"
     found, start = [], 0
-    markers = EagerMarkers(cache)
-    with torch.no_grad(), marked_mixers(model, markers):
-        for count in calls:
-            cache.begin_call()
-            if not keep_states:
-                markers.states.clear()
+    states: dict[tuple[str, int, int], torch.Tensor] = {}
+    for count in calls:
+        if not keep_states:
+            states.clear()
+        with torch.no_grad(), marked_mixers(model, EagerMarkers(cache, states)):
             given = {"input_ids": ids[:, start : start + count], name: cache, "use_cache": True}
             if "position_ids" in parameters:
                 given["position_ids"] = torch.arange(start, start + count).expand(ids.shape[0], -1)
             found.append(model(**given).logits)
-            start += count
+        start += count
     return torch.cat(found, dim=1)
 
 

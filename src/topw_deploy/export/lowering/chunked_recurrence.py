@@ -28,10 +28,11 @@ class ChunkedRecurrences:
     """Builds recurrences of one graph.
 
     real: bool [batch, sequence], columns that are no padding.
+    started: bool [batch], rows with tokens of earlier calls; None for states that are never written in place.
     """
 
-    def __init__(self, editor: GraphEditor, real: ir.Value) -> None:
-        self._editor = editor
+    def __init__(self, editor: GraphEditor, real: ir.Value, started: ir.Value | None = None) -> None:
+        self._editor, self._started = editor, started
         columns = editor.op("Shape", [real], start=1, end=2)
         # A longer call fails here: 64 truth values do not combine with its columns.
         allowed = self._cut(np.ones(CHUNK, bool), columns, axes=(0,))
@@ -47,11 +48,22 @@ class ChunkedRecurrences:
                 "standard operators need at most one query per state; use --target onnxruntime."
             )
         ready = prepared(self._editor, layer, self._real)
+        past = self._begun(past)
         if layer.value_dim == 1 and layer.beta is None and layer.decay is not None:
             output, present = _Scan(self._editor, ready).build(past)
         else:
             output, present = _Quadratic(self._editor, ready, self.masks()).build(past)
         return like_the_marker(self._editor, layer, output), present
+
+    def _begun(self, past: ir.Value) -> ir.Value:
+        """The past state, zero where nothing came before.
+
+        Only this node reads the input: a runtime may then write the present state to the same memory.
+        """
+        if self._started is None:
+            return past
+        started = self._editor.op("Unsqueeze", [self._started, self._editor.constant(np.array([1, 2, 3]))])
+        return self._editor.op("Where", [started, past, self._editor.constant(np.float32(0))])
 
     def masks(self) -> _Masks:
         if self._masks is None:

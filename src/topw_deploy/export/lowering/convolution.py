@@ -91,12 +91,13 @@ class Convolutions:
         if self._real is not None:
             zero = self._editor.constant(np.array(0, x.dtype.numpy()))
             x = self._editor.op("Where", [self._real, x, zero], dtype=x.dtype)
-        if self._contrib:
-            output, present = self._operator(layer, x, past)
-            if self._lengths is None:
-                return output, present
+        if self._contrib and self._lengths is None:
+            return self._operator(layer, x, past)
+        # Only this node reads the input: a runtime may then write the present state to the same memory.
         window = self._editor.op("Concat", [past, x], axis=_STATE_AXIS)
-        if not self._contrib:
+        if self._contrib:
+            output, _ = self._operator(layer, x, self._cut(window, 0, layer.kernel - 1))
+        else:
             output = self._convolved(layer, window)
         return output, self._present(layer, window)
 
@@ -106,6 +107,10 @@ class Convolutions:
         output, present = self._editor.outputs(OPERATOR, inputs, 2, domain=CONTRIB_DOMAIN, activation=activation)
         output.type = present.type = ir.TensorType(x.dtype)
         return output, present
+
+    def _cut(self, window: ir.Value, start: int, end: int) -> ir.Value:
+        places = (self._editor.constant(np.array([number])) for number in (start, end, _STATE_AXIS))
+        return self._editor.op("Slice", [window, *places])
 
     def _convolved(self, layer: ConvolutionLayer, window: ir.Value) -> ir.Value:
         op, dtype = self._editor.op, layer.x.dtype
@@ -117,8 +122,7 @@ class Convolutions:
         op, constant = self._editor.op, self._editor.constant
         columns = layer.kernel - 1
         if self._lengths is None:
-            end = constant(np.array([np.iinfo(np.int64).max]))
-            return op("Slice", [window, constant(np.array([-columns])), end, constant(np.array([_STATE_AXIS]))])
+            return self._cut(window, -columns, np.iinfo(np.int64).max)
         if columns not in self._last_columns:
             start = op("Unsqueeze", [self._lengths, constant(np.array([1, 2]))])
             self._last_columns[columns] = op("Add", [start, constant(np.arange(columns))])  # [batch, 1, columns]

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.trace.marker import MARKER_DOMAIN
 
 CONVOLUTION = "Convolution"
@@ -28,19 +29,16 @@ RECURRENCE = "Recurrence"
 
 
 class MixerCache(Protocol):
-    """What markers need of a model's cache."""
+    """What markers need of a model's cache: (layer, number of the state in it) that a mixer asked for last."""
 
-    def pending_layer(self) -> int:
-        """The layer that last asked for a state or updated one."""
-
-    def next_state(self, layer: int) -> int:
-        """The index of the layer's next state, from 0 in every call of the model."""
+    convolution: tuple[int, int] | None
+    recurrence: tuple[int, int] | None
 
 
 class MixerMarkers(Protocol):
     """Computes or marks convolutions and recurrences; see the module for shapes.
 
-    layer: None for the cache's pending layer.
+    layer: None for the one that last asked the cache for a state.
     """
 
     def convolution(
@@ -67,11 +65,33 @@ class MixerMarkers(Protocol):
     ) -> torch.Tensor: ...
 
 
-class SymbolicMarkers:
-    """Leaves marker nodes in a torch.onnx trace."""
+class StatePlaces:
+    """Numbers the states of each layer in one call of a model: convolutions and recurrences apart, each from 0."""
 
     def __init__(self, cache: MixerCache) -> None:
         self._cache = cache
+        self._counts: dict[tuple[str, int], int] = {}
+
+    def next(self, op_type: str, layer: int | None) -> tuple[int, int]:
+        """(layer, number of the state). layer: as of MixerMarkers."""
+        if layer is None:
+            pending = self._cache.convolution if op_type == CONVOLUTION else self._cache.recurrence
+            if pending is None:
+                raise UnsupportedModelError(
+                    f"a {op_type.lower()} asks the cache for no state, so its layer is unknown; graft an ONNX decoder "
+                    "made by another exporter."
+                )
+            layer = pending[0]
+        count = self._counts.get((op_type, layer), 0)
+        self._counts[op_type, layer] = count + 1
+        return layer, count
+
+
+class SymbolicMarkers:
+    """Leaves marker nodes in a torch.onnx trace of one call."""
+
+    def __init__(self, cache: MixerCache) -> None:
+        self._places = StatePlaces(cache)
 
     def convolution(
         self,
@@ -110,8 +130,8 @@ class SymbolicMarkers:
         layer: int | None,
         attributes: dict[str, Any],
     ) -> torch.Tensor:
-        layer = self._cache.pending_layer() if layer is None else layer
-        attributes = {**attributes, "layer": layer, "state": self._cache.next_state(layer)}
+        layer, state = self._places.next(op_type, layer)
+        attributes = {**attributes, "layer": layer, "state": state}
         return torch.onnx.ops.symbolic(
             f"{MARKER_DOMAIN}::{op_type}", inputs, attributes, dtype=dtype, shape=shape, version=1
         )
