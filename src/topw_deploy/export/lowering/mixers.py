@@ -89,6 +89,7 @@ def lower_mixers(
             else:
                 chunked = chunked or ChunkedRecurrences(editor, padding.real, padding.started)
                 output, present = chunked.build(layer, states.past(state))
+        output.shape = marker.outputs[0].shape
         editor.replace(marker, output)
         states.present(state, present)
     if markers and contrib:
@@ -97,7 +98,11 @@ def lower_mixers(
 
 def _markers(graph: ir.Graph) -> list[ir.Node]:
     nodes = [node for node in graph if node.domain == MARKER_DOMAIN and node.op_type in _KINDS]
-    return sorted(nodes, key=lambda node: (node.attributes["layer"].as_int(), node.op_type))
+
+    def place(node: ir.Node) -> tuple[int, str, int]:
+        return node.attributes["layer"].as_int(), node.op_type, node.attributes["state"].as_int()
+
+    return sorted(nodes, key=place)
 
 
 def _state(layer: ConvolutionLayer | RecurrenceLayer, dtype: str) -> State:
