@@ -59,8 +59,11 @@ class GraphEditor:
     def constant(self, array: Any, name: str | None = None) -> ir.Value:
         array = np.asarray(array)
         key = (array.dtype.str, array.shape, array.tobytes()) if array.size < 64 and name is None else None
-        if key is not None and key in self._constants:
-            return self._constants[key]
+        found = self._constants.get(key) if key is not None else None
+        if found is not None:
+            if found.name not in self.graph.initializers:  # a pass removed it with its last use
+                self.graph.register_initializer(found)
+            return found
         value = self.initializer(ir.tensor(array), name or self.unique("constant"))
         if key is not None:
             self._constants[key] = value

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
 from topw_deploy.export.lowering.fused_projections import fuse_gate_up
+from topw_deploy.export.lowering.mixers import most_columns
 from topw_deploy.export.lowering.norms import cast_rows_of_norms
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
 from topw_deploy.export.trace.trace import TracedDecoder
@@ -61,6 +62,7 @@ def lower(
     fuse_rotary(decoder.model)
     narrow_rotary(decoder.model)
     fuse_partial_rotary(decoder.model)
+    columns = most_columns(decoder, contrib=target == "onnxruntime")
     if kv == "concat":
         lowered = Lowered(tuple(concat.lower(decoder, tensorrt=target == "tensorrt")))
     elif target == "tensorrt":
@@ -70,7 +72,8 @@ def lower(
     if fuse_gates and lowered.kv_form == "static":
         fuse_gate_up(decoder.model)
     cast_rows_of_norms(decoder.model)
-    return lowered
+    states = sorted(lowered.states, key=lambda state: state.layer)
+    return replace(lowered, states=tuple(states), most_columns=columns)
 
 
 def default_length(context_length: int) -> int:

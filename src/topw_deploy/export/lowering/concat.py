@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor, required_input
 from topw_deploy.export.lowering.layers import attention_layers
+from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
 from topw_deploy.export.lowering.states import States
 from topw_deploy.export.trace.marker import MARKER_DOMAIN
@@ -44,6 +45,9 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> list[State]:
         attend(editor, layer, keys, values, masks.of(layer.window), decomposed=decomposed)
         for state, value in zip(layer.states(), (keys, values), strict=True):
             states.present(state, value)
+    if has_mixers(decoder):
+        padding = Padding.of_attention_mask(editor, attention_mask)
+        lower_mixers(editor, decoder, states, padding, contrib=not tensorrt)
     decoder.model.opset_imports.pop(MARKER_DOMAIN, None)
     editor.finish()
     return states.found

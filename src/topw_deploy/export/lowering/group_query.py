@@ -19,6 +19,7 @@ from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering.fused_projections import fuse_qkv
 from topw_deploy.export.lowering.heads import merge_heads
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
+from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.norms import fuse_skip_norms
 from topw_deploy.export.lowering.rotary_tables import RotaryTables
 from topw_deploy.export.lowering.static_cache import StaticCache
@@ -55,12 +56,15 @@ def lower(decoder: TracedDecoder, context_length: int, *, window_cache: bool = T
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
     cache = StaticCache(editor)
-    last_slots = _last_slots(editor, cache, half=layers[0].query.dtype != ir.DataType.FLOAT)
-    lengths = [last_slots, cache.host_length()]
-    tables = RotaryTables(editor, decoder, context_length)
-    for layer in layers:
-        kept = layer.window if window_cache and layer.window < context_length else 0
-        _lower_layer(editor, layer, cache, lengths, tables, kept)
+    if layers:
+        last_slots = _last_slots(editor, cache, half=layers[0].query.dtype != ir.DataType.FLOAT)
+        lengths = [last_slots, cache.host_length()]
+        tables = RotaryTables(editor, decoder, context_length)
+        for layer in layers:
+            kept = layer.window if window_cache and layer.window < context_length else 0
+            _lower_layer(editor, layer, cache, lengths, tables, kept)
+    if has_mixers(decoder):
+        lower_mixers(editor, decoder, cache.states, Padding.of_static_cache(editor, cache), contrib=True)
     model.opset_imports[DOMAIN] = 1
     cache.finish(model)
     fuse_skip_norms(model)

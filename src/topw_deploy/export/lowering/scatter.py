@@ -16,6 +16,7 @@ from topw_deploy.export.graph.values import attributes_of
 from topw_deploy.export.lowering.fused_projections import fuse_qkv
 from topw_deploy.export.lowering.heads import MergedHeads, merge_heads
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
+from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.rotary import rotary_kind
 from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
 from topw_deploy.export.lowering.static_cache import StaticCache
@@ -49,6 +50,8 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
         attend(editor, layer, keys, values, masks.of(layer.window), decomposed=decomposed)
         for state, value in zip(layer.states(), (keys, values), strict=True):
             cache.states.present(state, value)
+    if has_mixers(decoder):
+        lower_mixers(editor, decoder, cache.states, Padding.of_static_cache(editor, cache), contrib=False)
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
     cache.finish(model)
     return cache.states.found

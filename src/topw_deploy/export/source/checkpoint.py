@@ -15,6 +15,8 @@ from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
 from topw_deploy.export.source.packed import PackedCheckpoint, packed_format
 from topw_deploy.export.source.safetensors_files import stored_tensors
 
+_NO_LIMIT = 65_536  # tokens; bounds rotary tables
+_FORGETTING_LAYERS = {"linear_attention", "sliding_attention"}
 # RoPE types whose frequencies change beyond the original context; a graph holds only the original frequencies.
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}
 
@@ -133,9 +135,14 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def context_length(config: Any) -> int:
-    """Maximum sequence length; for switching RoPE types, the original one."""
+    """Maximum sequence length; for switching RoPE types, the original one.
+
+    Models that only recur or look back through a window, and name no length, have no limit: then _NO_LIMIT.
+    """
     config = config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
+    if length is None and set(getattr(config, "layer_types", None) or ["full_attention"]) <= _FORGETTING_LAYERS:
+        return _NO_LIMIT
     if not isinstance(length, int) or length < 1:
         raise UnsupportedModelError(
             f"the configuration of {config.model_type!r} has no max_position_embeddings; add the context length to it."

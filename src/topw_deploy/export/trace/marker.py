@@ -19,7 +19,8 @@ from topw_deploy.errors import UnsupportedModelError
 MARKER_DOMAIN = "topw.trace"
 MARKER_OP = "Attention"
 _IMPLEMENTATION = "topw_marker"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_SLIDING = ("sliding_attention", "hybrid_sliding")
+_LAYER_TYPES = {"full_attention", *_SLIDING, "linear_attention", "hybrid", "conv", "moe", "mlp"}
 # Arguments without effect in causal inference.
 _HARMLESS = {
     "dropout",
@@ -56,8 +57,8 @@ def check_layer_types(model: PreTrainedModel, config: Any) -> None:
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if other:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has layers of type {', '.join(other)}, but only full and sliding-window attention "
-            "can be exported; choose another model or graft an ONNX decoder made by another exporter."
+            f"{type(model).__name__} has layers of type {', '.join(other)}, which "
+            "cannot be exported; choose another model or graft an ONNX decoder made by another exporter."
         )
     if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -70,7 +71,7 @@ def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph) -> None:
     nodes = marker_nodes(graph)
     name = type(model).__name__
     layers = [node.attributes["layer"].as_int() for node in nodes]
-    if len(set(layers)) != len(layers) or not layers:
+    if len(set(layers)) != len(layers) or not any(node.domain == MARKER_DOMAIN for node in graph):
         raise UnsupportedModelError(
             f"{name} shows {len(nodes)} attention calls for {config.num_hidden_layers} layers through transformers' "
             "attention interface, but one per attention layer is needed; graft an ONNX decoder made by another "
@@ -91,7 +92,7 @@ def _stated_window(config: Any, layer: int) -> int | None:
     types = getattr(config, "layer_types", None)
     if not types:
         return None
-    return int(config.sliding_window) if types[layer] == "sliding_attention" else 0
+    return int(config.sliding_window) if types[layer] in _SLIDING else 0
 
 
 def _marker_attention(

@@ -19,6 +19,8 @@ from transformers.exporters import OnnxConfig, OnnxExporter
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.resume.journal import Journal
 from topw_deploy.export.trace.marker import check_layer_types, check_markers, marked
+from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
+from topw_deploy.export.trace.mixers import marked_mixers
 from topw_deploy.export.trace.traced_cache import TracedCache
 from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightless
 from topw_deploy.export.trace.workarounds import batch_experts, fixed_frequencies, silenced, small_terms_kept
@@ -113,7 +115,8 @@ def _cached_forward(model: PreTrainedModel) -> Iterator[None]:
     def logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         positions = {"position_ids": position_ids} if takes_positions else {}
         cache = TracedCache()
-        found = forward(input_ids=input_ids, use_cache=True, **{_cache_argument(forward): cache}, **positions)
+        with marked_mixers(model, SymbolicMarkers(cache)):
+            found = forward(input_ids=input_ids, use_cache=True, **{_cache_argument(forward): cache}, **positions)
         return {"logits": found.logits}
 
     model.forward = logits  # type: ignore[method-assign]
