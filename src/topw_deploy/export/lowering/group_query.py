@@ -9,6 +9,8 @@ It reads only used slots and can rotate queries and keys. Rules of onnxruntime 1
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx_ir as ir
 
@@ -19,6 +21,7 @@ from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
 from topw_deploy.export.lowering.norms import fuse_skip_norms
 from topw_deploy.export.lowering.rotary_tables import RotaryTables
 from topw_deploy.export.lowering.static_cache import StaticCache
+from topw_deploy.export.lowering.visibility import Positions, lowest
 from topw_deploy.export.trace.trace import TracedDecoder
 
 PREFIX = "topw.attention"
@@ -50,13 +53,52 @@ def lower(decoder: TracedDecoder, context_length: int) -> None:
     editor = GraphEditor(model.graph, PREFIX)
     cache = StaticCache(editor)
     last_slots = _last_slots(editor, cache, half=layers[0].query.dtype != ir.DataType.FLOAT)
-    lengths = [last_slots, cache.host_length()]
+    lengths = (last_slots, cache.host_length())
     tables = RotaryTables(editor, decoder, context_length)
+    biases = _Biases(editor, cache, lengths[1])
     for layer in layers:
-        _lower_layer(editor, layer, cache, lengths, tables)
+        _lower_layer(editor, layer, cache, (*lengths, biases.of(layer)), tables)
     model.opset_imports[DOMAIN] = 1
     cache.finish(model)
     fuse_skip_norms(model)
+
+
+class _Biases:
+    """What is added to the scores of up to total_sequence_length keys: ALiBi, and chunks, which the operator lacks."""
+
+    def __init__(self, editor: GraphEditor, cache: StaticCache, total: ir.Value) -> None:
+        self._editor, self._cache, self._total = editor, cache, total
+        self._positions = Positions(editor, self._both)
+        self._made: dict[tuple[ir.Value | None, int], ir.Value] = {}
+
+    def of(self, layer: AttentionLayer) -> ir.Value | None:
+        """[batch or 1, heads or 1, sequence, total], or None."""
+        bias = self._positions.alibi(layer)
+        key = (bias, layer.chunk)
+        if key == (None, 0):
+            return None
+        if key not in self._made:
+            self._made[key] = self._chunked(layer, bias) if layer.chunk else self._in_every_row(bias)
+        return self._made[key]
+
+    def _chunked(self, layer: AttentionLayer, bias: ir.Value | None) -> ir.Value:
+        constant, dtype = self._editor.constant, layer.query.dtype
+        assert dtype is not None
+        (inside,) = self._positions.limits(replace(layer, window=0))  # the operator has windows
+        shown = bias or constant(dtype.numpy().type(0))
+        return self._editor.op("Where", [inside, shown, constant(lowest(dtype))], dtype=dtype)
+
+    def _in_every_row(self, bias: ir.Value | None) -> ir.Value:
+        """The operator broadcasts batch and heads only."""
+        ones, one = (self._editor.constant(np.ones(count, np.int64)) for count in (2, 1))
+        rows = self._editor.op("Concat", [ones, self._cache.sequence, one], axis=0)
+        return self._editor.op("Expand", [bias, rows])
+
+    def _both(self) -> tuple[ir.Value, ir.Value]:
+        op, constant = self._editor.op, self._editor.constant
+        total = op("Squeeze", [op("Cast", [self._total], to=ir.DataType.INT64)])
+        keys = op("Range", [constant(np.int64(0)), total, constant(np.int64(1))])
+        return op("Unsqueeze", [self._cache.positions(), constant(np.array([1, 3]))]), keys
 
 
 def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Value:
@@ -74,8 +116,14 @@ def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Va
 
 
 def _lower_layer(
-    editor: GraphEditor, layer: AttentionLayer, cache: StaticCache, lengths: list[ir.Value], tables: RotaryTables
+    editor: GraphEditor,
+    layer: AttentionLayer,
+    cache: StaticCache,
+    shared: tuple[ir.Value, ir.Value, ir.Value | None],
+    tables: RotaryTables,
 ) -> None:
+    """shared: last slots, total length, and the bias of scores."""
+    *lengths, bias = shared
     query, key = merge_heads(editor, layer.query), merge_heads(editor, layer.new_key)
     value = merge_heads(editor, layer.new_value).unrotated
     table = tables.of(query, key, layer.head_dim)
@@ -94,13 +142,11 @@ def _lower_layer(
     parts = (query.unrotated, key.unrotated, value) if table else (query.rotated(editor), key.rotated(editor), value)
     fused = fuse_qkv(editor, parts)
     projections = parts if fused is None else (fused, None, None)
-    output, keys, values = editor.outputs(
-        OPERATOR,
-        [*projections, layer.past_key, layer.past_value, *lengths, *((table.cos, table.sin) if table else ())],
-        3,
-        domain=DOMAIN,
-        **attributes,
-    )
+    rotation = (table.cos, table.sin) if table else (None, None)
+    inputs = [*projections, layer.past_key, layer.past_value, *lengths, *rotation, None, bias, layer.sink]
+    while inputs[-1] is None:
+        inputs.pop()
+    output, keys, values = editor.outputs(OPERATOR, inputs, 3, domain=DOMAIN, **attributes)
     output.type = layer.output.type
     output.shape = ir.Shape(["batch_size", "sequence_length", layer.heads * layer.head_dim])
     _replace_output(editor, layer, output)

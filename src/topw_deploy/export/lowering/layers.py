@@ -20,6 +20,7 @@ class AttentionLayer:
     past_key, past_value: graph inputs.
     softcap: 0 for none.
     window: visible tokens including the query; 0 for all.
+    chunk: tokens see their own chunk of this size only; 0 for no chunks.
     """
 
     index: int
@@ -36,6 +37,17 @@ class AttentionLayer:
     scale: float
     softcap: float
     window: int
+    chunk: int
+
+    @property
+    def sink(self) -> ir.Value | None:
+        """Scores [heads] that take part in the softmax only."""
+        return _input(self.marker, 3)
+
+    @property
+    def slopes(self) -> ir.Value | None:
+        """ALiBi's slopes [heads]; bfloat16 for Falcon's rounding."""
+        return _input(self.marker, 4)
 
     @property
     def output(self) -> ir.Value:
@@ -43,10 +55,14 @@ class AttentionLayer:
         return self.marker.outputs[0]
 
 
+def _input(marker: ir.Node, place: int) -> ir.Value | None:
+    return marker.inputs[place] if place < len(marker.inputs) else None
+
+
 def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
     layers = []
     for index, marker in enumerate(marker_nodes(decoder.model.graph)):
-        query, keys, values = marker.inputs
+        query, keys, values = marker.inputs[:3]
         # Checked by `trace`.
         past_key, new_key = keys.producer().inputs
         past_value, new_value = values.producer().inputs
@@ -66,6 +82,7 @@ def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
                 scale=marker.attributes["scale"].as_float(),
                 softcap=marker.attributes["softcap"].as_float(),
                 window=marker.attributes["window"].as_int(),
+                chunk=marker.attributes["chunk"].as_int(),
             )
         )
     return layers

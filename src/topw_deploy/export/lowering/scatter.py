@@ -19,6 +19,7 @@ from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
 from topw_deploy.export.lowering.rotary import rotary_kind
 from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
 from topw_deploy.export.lowering.static_cache import StaticCache
+from topw_deploy.export.lowering.visibility import Masks, Positions
 from topw_deploy.export.trace.trace import TracedDecoder
 
 PREFIX = "topw.attention"
@@ -35,13 +36,13 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
     cache = StaticCache(editor)
-    masks = _Masks(editor, cache, layers[0].past_key)
+    masks = _masks(editor, cache, layers[0].past_key)
     for layer in (_fuse_heads(editor, layer) for layer in layers):
         keys = editor.op("TensorScatter", [layer.past_key, layer.new_key, cache.write_indices], axis=2)
         values = editor.op("TensorScatter", [layer.past_value, layer.new_value, cache.write_indices], axis=2)
         # A number means TensorRT. onnxruntime reads prompts faster with the operator.
         decomposed = max_length is not None and not tensorrt_fuses(layer)
-        attend(editor, layer, keys, values, masks.of(layer.window), decomposed=decomposed)
+        attend(editor, layer, keys, values, masks.of(layer), decomposed=decomposed)
         cache.replace_present(layer, keys, values, max_length or "max_length")
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
     cache.finish(model)
@@ -94,22 +95,11 @@ def _rotate_alike(query: MergedHeads, key: MergedHeads) -> bool:
     return same and rotary_kind(first) == rotary_kind(second)
 
 
-class _Masks:
-    """bool [batch, 1, sequence, slots] per window."""
-
-    def __init__(self, editor: GraphEditor, cache: StaticCache, past_key: ir.Value) -> None:
-        self._editor = editor
-        op, constant = editor.op, editor.constant
-        length = op("Squeeze", [op("Shape", [past_key], start=2, end=3)])
-        self._slots = op("Range", [constant(np.int64(0)), length, constant(np.int64(1))])  # [slots]
-        self._queries = op("Unsqueeze", [cache.positions(), constant(np.array([1, 3]))])  # [batch, 1, sequence, 1]
-        self._past = op("LessOrEqual", [self._slots, self._queries], dtype=ir.DataType.BOOL)
-        self._by_window = {0: self._past}
-
-    def of(self, window: int) -> ir.Value:
-        if window not in self._by_window:
-            op = self._editor.op
-            start = op("Sub", [self._queries, self._editor.constant(np.int64(window))])
-            near = op("Greater", [self._slots, start])
-            self._by_window[window] = op("And", [self._past, near], dtype=ir.DataType.BOOL)
-        return self._by_window[window]
+def _masks(editor: GraphEditor, cache: StaticCache, past_key: ir.Value) -> Masks:
+    """bool [batch, 1, sequence, slots]."""
+    op, constant = editor.op, editor.constant
+    length = op("Squeeze", [op("Shape", [past_key], start=2, end=3)])
+    slots = op("Range", [constant(np.int64(0)), length, constant(np.int64(1))])  # [slots]
+    queries = op("Unsqueeze", [cache.positions(), constant(np.array([1, 3]))])  # [batch, 1, sequence, 1]
+    past = op("LessOrEqual", [slots, queries], dtype=ir.DataType.BOOL)
+    return Masks(editor, Positions(editor, lambda: (queries, slots)), past)

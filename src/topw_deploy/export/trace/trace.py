@@ -16,7 +16,8 @@ from transformers.exporters import OnnxConfig, OnnxExporter
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.resume.journal import Journal
-from topw_deploy.export.trace.marker import check_layer_types, check_markers, marked
+from topw_deploy.export.trace.interface import marked
+from topw_deploy.export.trace.marker import check_layer_types, check_markers
 from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightless
 from topw_deploy.export.trace.workarounds import batch_experts, fixed_frequencies, silenced, small_terms_kept
 
