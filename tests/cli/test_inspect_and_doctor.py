@@ -21,6 +21,7 @@ from topw_deploy.manifest import (
     NotCompared,
     Note,
     Verification,
+    key_value_states,
     load_manifest,
     save_manifest,
 )
@@ -62,7 +63,7 @@ def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
         manifest.decoder,
         kv_form="static",
         attention="GroupQueryAttention",
-        head_dim=(3, 2),
+        states=(*key_value_states(0, "float16", 1, 3, 3), *key_value_states(1, "float16", 1, 2, 2)),
         kv_dtype="float16",
         context_length=1024,
         left_padding=False,
@@ -76,7 +77,8 @@ def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
     for part in (
         "static: one buffer, written in place",
         "GroupQueryAttention",
-        "20 bytes a token, 20.0 KiB for one sequence of the full context",
+        "2 layers, float16 1 x tokens x 2, float16 1 x tokens x 3: 20 bytes a token",
+        "20.0 KiB for one sequence of the full context",
         "in steps of 256 tokens",
         "one row at a time",
         "must have equal lengths",

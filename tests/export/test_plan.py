@@ -27,6 +27,8 @@ from topw_deploy.export.write.staging import SPARE
 from topw_deploy.manifest import Check, Verification, check_hashes, load_manifest
 from topw_deploy.memory import StageMemory, peak_bytes, resident_bytes
 
+pytestmark = pytest.mark.slow
+
 SHARD = 40_000
 
 
@@ -45,7 +47,6 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str]
     return out, foreseen
 
 
-@pytest.mark.slow
 def test_a_dry_run_gives_the_exact_size_of_every_large_file(sharded: tuple[Path, ExportReport]) -> None:
     out, foreseen = sharded
     found = {path.name: path.stat().st_size for path in out.iterdir()}
@@ -54,8 +55,7 @@ def test_a_dry_run_gives_the_exact_size_of_every_large_file(sharded: tuple[Path,
     assert set(found) - set(foreseen.sizes) <= {"config.json", "generation_config.json", "topw_manifest.json"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "zero_points"), [("int4", 0x88), ("int8", 0x80)])
+@pytest.mark.parametrize(("dtype", "zero_points"), [("int4", 0x88), pytest.param("int8", 0x80, marks=pytest.mark.long)])
 def test_a_dry_run_counts_a_quantised_table_with_its_zero_points(
     dtype: str, zero_points: int, tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:

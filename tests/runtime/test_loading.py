@@ -187,8 +187,18 @@ def test_another_cache_form_is_refused_before_anything_runs(folder: Path) -> Non
 
 
 def test_layers_that_the_graph_does_not_have_are_named(folder: Path) -> None:
-    edit_manifest(folder, lambda m: m["decoder"].update(num_layers=3, num_kv_heads=[1, 1, 1], head_dim=[4, 3, 2]))
-    with pytest.raises(ManifestError, match=r"no past_key_values.2.key, but the manifest states 3 layers"):
+    def add(manifest: dict[str, Any]) -> None:
+        state = {
+            **manifest["decoder"]["states"][0],
+            "layer": 2,
+            "past": "past_key_values.2.key",
+            "present": "present.2",
+        }
+        manifest["decoder"]["states"].append(state)
+        manifest["decoder"]["num_layers"] = 3
+
+    edit_manifest(folder, add)
+    with pytest.raises(ManifestError, match=r"no past_key_values.2.key, but the manifest lists it as a state of layer"):
         load(folder)
 
 

@@ -10,8 +10,17 @@ import click
 
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
+from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import EngineError
-from topw_deploy.manifest import DecoderInfo, DecoderManifest, Manifest, TensorSpec, Verification, load_manifest
+from topw_deploy.manifest import (
+    STATE_KINDS,
+    DecoderInfo,
+    DecoderManifest,
+    Manifest,
+    TensorSpec,
+    Verification,
+    load_manifest,
+)
 from topw_deploy.sizes import binary_size
 from topw_deploy.tensorrt.engines import misplaced, stamps, unfinished
 from topw_deploy.tensorrt.stamp import FOLDER, read
@@ -21,7 +30,6 @@ _FORMS = {
     "static": "one buffer, written in place",
     "shared": "one buffer, written in place, rows of equal lengths",
 }
-_KV_BYTES = {"float": 4, "float16": 2, "bfloat16": 2}
 
 
 @click.command(name="inspect", context_settings=CONTEXT)
@@ -86,20 +94,12 @@ def _engines(folder: Path) -> Iterator[str]:
 
 
 def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
-    heads = sorted(set(zip(decoder.num_kv_heads, decoder.head_dim, strict=True)))
-    per_layer = sum(n * d for n, d in zip(decoder.num_kv_heads, decoder.head_dim, strict=True))
-    token = 2 * per_layer * _KV_BYTES.get(decoder.kv_dtype, 0)  # keys and values
     yield "model type", decoder.model_type
     yield "layers", decoder.num_layers
     yield "attention", decoder.attention
     yield "target", decoder.target
     yield "cache", f"{decoder.kv_form}: {_FORMS.get(decoder.kv_form, '')}"
-    yield "cache layout", f"{decoder.kv_dtype}, {', '.join(f'{n} x {d}' for n, d in heads)} per layer"
-    yield (
-        "cache size",
-        f"{binary_size(token)} a token, {binary_size(token * decoder.context_length)} for one sequence of the full "
-        "context",
-    )
+    yield from _states(decoder)
     if decoder.buffer_step and decoder.buffer_step == decoder.buffer_least:
         yield "cache length", f"{decoder.buffer_step} tokens, fixed at the export (--max-length)"
     elif decoder.buffer_step:
@@ -121,6 +121,24 @@ def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
     yield "context", f"{decoder.context_length} tokens"
     ragged = decoder.left_padding or decoder.right_padding
     yield "prompts of a batch", "may have different lengths" if ragged else "must have equal lengths"
+
+
+def _states(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
+    """Bytes per kind; unknown element types count as nothing."""
+    total, context = 0, decoder.context_length
+    for kind in STATE_KINDS:
+        states = [state for state in decoder.states if state.kind == kind and state.dtype in ELEMENT_TYPES]
+        if not states:
+            continue
+        layers = len({state.layer for state in states})
+        shapes = sorted({(state.dtype, state.shape) for state in states})
+        layout = ", ".join(f"{dtype} {' x '.join(str(size or 'tokens') for size in shape)}" for dtype, shape in shapes)
+        fixed = sum(state.row_bytes(0) for state in states)
+        token = sum(state.row_bytes(1) for state in states) - fixed
+        total += fixed + token * context
+        size = f"{binary_size(token)} a token" if token else binary_size(fixed)
+        yield f"{kind} states", f"{layers} layers, {layout}: {size}"
+    yield "cache size", f"{binary_size(total)} for one sequence of the full context"
 
 
 def _section(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:

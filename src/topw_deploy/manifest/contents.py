@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from topw_deploy.dtypes import element_bytes
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 MANIFEST_NAME = "topw_manifest.json"
@@ -13,6 +15,7 @@ FORMAT_VERSION = 1
 KV_FORMS = ("concat", "static", "shared")
 TARGETS = ("onnxruntime", "tensorrt")
 STATUSES = ("provisional", "passed", "partial", "skipped")
+STATE_KINDS = ("full", "window", "latent", "convolution", "recurrent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +36,88 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A tensor that a layer keeps between calls: graph input `past`, output `present`, [batch, *shape].
+
+    layer: the layer that writes it.
+    kind: one of STATE_KINDS.
+        full: keys or values of all tokens.
+        window: of the last tokens, in a buffer that may be as short as the window.
+        latent: keys and values of all tokens, compressed.
+        convolution: the last columns of a causal convolution's input.
+        recurrent: the state of a recurrence.
+        The last two have a fixed size and start as zeros.
+    dtype: lower-case ONNX element type.
+    shape: of one row. 0 is the axis of tokens, in at most one place.
+    window: of the kind `window`, tokens that a query sees, itself included; else 0.
+    shared_by: later layers that read it too.
+    """
+
+    layer: int
+    kind: str
+    past: str
+    present: str
+    dtype: str
+    shape: tuple[int, ...]
+    window: int = 0
+    shared_by: tuple[int, ...] = ()
+
+    @property
+    def grows(self) -> bool:
+        """Whether its size depends on the number of tokens."""
+        return 0 in self.shape
+
+    def sized(self, tokens: int) -> tuple[int, ...]:
+        """Shape of a row with room for `tokens` tokens."""
+        return tuple(tokens if size == 0 else size for size in self.shape)
+
+    def row_bytes(self, tokens: int) -> int:
+        """Bytes of a row with room for `tokens` tokens."""
+        return math.prod(self.sized(tokens)) * element_bytes(self.dtype)
+
+
+def key_value_states(
+    layer: int,
+    dtype: str,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    window: int = 0,
+    shared_by: tuple[int, ...] = (),
+) -> tuple[State, State]:
+    """The keys and values of an attention layer, each [batch, heads, tokens, dim]."""
+
+    def state(part: str, dim: int) -> State:
+        return State(
+            layer=layer,
+            kind="window" if window else "full",
+            past=f"past_key_values.{layer}.{part}",
+            present=f"present.{layer}.{part}",
+            dtype=dtype,
+            shape=(heads, 0, dim),
+            window=window,
+            shared_by=shared_by,
+        )
+
+    return state("key", key_dim), state("value", value_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderInfo:
     """How the runtime drives the decoder (docs/contract/graph.md, section 8).
 
     kv_form: one of KV_FORMS. `concat`: past in, past and new tokens out. `static`: one in-place buffer, lengths per
     row. `shared`: such a buffer in another exporter's graph, with attention_mask.
-    num_kv_heads, head_dim: one per layer.
-    kv_dtype: the cache's ONNX element type, "float" or "float16".
+    states: what the layers keep between calls, in layer order.
+    kv_dtype: ONNX element type of keys and values, "float" or "float16".
     context_length: maximum tokens of a sequence.
     left_padding, right_padding: whether batches can be padded on that side (`concat` left, `shared` right, `static`
     neither: it has row lengths).
     attention: operator that reads the cache, "GroupQueryAttention", "Attention" or "", for information.
     ragged_chunks: whether batch rows can take several tokens each after a past. If not: only into an empty cache,
     singly, or row by row.
+    most_columns: maximum tokens per row and call, 0 for any.
     buffer_step: 0 if a step's cost is independent of buffer length; otherwise buffers have the smallest sufficient
     multiple.
     buffer_least: minimum buffer tokens, 0 for any. Operators with a sliding window in the buffer refuse shorter ones.
@@ -57,8 +129,7 @@ class DecoderInfo:
     model_type: str
     kv_form: str
     num_layers: int
-    num_kv_heads: tuple[int, ...]
-    head_dim: tuple[int, ...]
+    states: tuple[State, ...]
     kv_dtype: str
     context_length: int
     left_padding: bool
@@ -66,11 +137,17 @@ class DecoderInfo:
     attention: str = ""
     right_padding: bool = False
     ragged_chunks: bool = True
+    most_columns: int = 0
     buffer_step: int = 0
     buffer_least: int = 0
     target: str = "onnxruntime"
     weights: dict[str, int] = field(default_factory=dict)
     quantisation: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def recurs(self) -> bool:
+        """Whether a token, once read, cannot be overwritten: a state of fixed size has absorbed it."""
+        return any(not state.grows for state in self.states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,9 @@ def test_an_export_agrees_with_its_dequantised_weights_and_reports_the_cost_of_r
     assert not set(notes) & set(checks)
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(
+    "family", ["llama_tied", *(pytest.param(name, marks=pytest.mark.long) for name in list(CASES)[1:])]
+)
 def test_native_sampler_and_function_agree_on_a_quantised_export(verified: Callable[[str], Path], family: str) -> None:
     if library_path() is None:
         pytest.skip("no native sampler")

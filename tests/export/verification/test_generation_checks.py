@@ -17,6 +17,8 @@ from topw_deploy.export.verification.sampler_checks import graph_geometry
 from topw_deploy.manifest import Check, DecoderManifest, NotCompared, load_decoder_manifest
 from topw_deploy.sampling import Geometry, TopWParameters, sample_row, uniform_for
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [np.array([5]), np.array([5, 9, 7])]
 
 

@@ -23,7 +23,7 @@ from topw_deploy.export.graph.editor import required_input
 from topw_deploy.export.tail.spec import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.export.write.weights import external_files
 from topw_deploy.files import open_regular
-from topw_deploy.manifest import MOST_TOKENS, DecoderInfo
+from topw_deploy.manifest import MOST_TOKENS, DecoderInfo, State, key_value_states
 
 _ATTENTION = (IN_PLACE, "Attention")
 # Inputs of unsupported layouts, and how to build the supported one.
@@ -152,12 +152,13 @@ def _cache_names(prefix: str, layers: set[str]) -> set[str]:
 def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
     config = _Configuration(folder)
     layers = sum(1 for value in graph.inputs if PAST.fullmatch(value.name or "")) // 2
-    heads, dims = [], []
+    states: list[State] = []
     for layer in range(layers):
         key = required_input(graph, f"past_key_values.{layer}.key")
-        heads.append(_cache_size(key, 1, config.count("num_key_value_heads", "num_attention_heads", "n_head")))
-        dims.append(_cache_size(key, 3, config.head_dim()))
-        _fix_cache_sizes(graph, layer, heads[-1], dims[-1])
+        heads = _cache_size(key, 1, config.count("num_key_value_heads", "num_attention_heads", "n_head"))
+        dim = _cache_size(key, 3, config.head_dim())
+        _fix_cache_sizes(graph, layer, heads, dim)
+        states += key_value_states(layer, cache_type(graph), heads, dim, dim)
     length = config.count("max_position_embeddings", "n_positions", "context_length")
     if not length:
         raise UnsupportedModelError(
@@ -177,8 +178,7 @@ def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
         model_type=str(config.text.get("model_type") or config.genai.get("type") or "unknown"),
         kv_form="shared" if in_place else "concat",
         num_layers=layers,
-        num_kv_heads=tuple(heads),
-        head_dim=tuple(dims),
+        states=tuple(states),
         kv_dtype=cache_type(graph),
         context_length=limit.tokens,
         left_padding=IN_PLACE not in operators,

@@ -11,6 +11,7 @@ from topw_deploy.export.lowering.fused_projections import fuse_gate_up
 from topw_deploy.export.lowering.norms import cast_rows_of_norms
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.manifest import State
 
 _MULTIPLE = 64  # max_length is a multiple, in tokens
 _DEFAULT_LENGTH = 4096  # tokens; at most 0.5 GB of cache up to 3 B parameters
@@ -23,9 +24,11 @@ class Lowered:
     context_length: None for the model's own.
     """
 
+    states: tuple[State, ...]
     kv_form: str = "concat"
     attention: str = "Attention"
     ragged_chunks: bool = True
+    most_columns: int = 0
     buffer_step: int = 0
     buffer_least: int = 0
     context_length: int | None = None
@@ -55,8 +58,7 @@ def lower(
     narrow_rotary(decoder.model)
     fuse_partial_rotary(decoder.model)
     if kv == "concat":
-        concat.lower(decoder, tensorrt=target == "tensorrt")
-        lowered = Lowered()
+        lowered = Lowered(tuple(concat.lower(decoder, tensorrt=target == "tensorrt")))
     elif target == "tensorrt":
         lowered = _lower_for_tensorrt(decoder, context_length, max_length)
     else:
@@ -75,27 +77,28 @@ def default_length(context_length: int) -> int:
 def _lower_for_onnxruntime(decoder: TracedDecoder, context_length: int) -> Lowered:
     reason = group_query.refusal(decoder)
     if reason is not None:
-        concat.lower(decoder)
-        return Lowered(notice=f"the cache is copied in every step (--kv concat), because {reason}")
-    group_query.lower(decoder, context_length)
-    return Lowered("static", group_query.OPERATOR, ragged_chunks=False)
+        states = tuple(concat.lower(decoder))
+        return Lowered(states, notice=f"the cache is copied in every step (--kv concat), because {reason}")
+    states = tuple(group_query.lower(decoder, context_length))
+    return Lowered(states, "static", group_query.OPERATOR, ragged_chunks=False)
 
 
 def _lower_for_tensorrt(decoder: TracedDecoder, context_length: int, max_length: int | None) -> Lowered:
     slots = default_length(context_length) if max_length is None else max_length
-    scatter.lower(decoder, slots or None)
+    states = tuple(scatter.lower(decoder, slots or None))
     if not slots:
         notice = (
             "the cache's length is left to the runtime (--max-length 0), which only onnxruntime accepts: NVIDIA's "
             "parser needs a number"
         )
-        return Lowered("static", scatter.OPERATOR, buffer_step=scatter.BUFFER_STEP, notice=notice)
+        return Lowered(states, "static", scatter.OPERATOR, buffer_step=scatter.BUFFER_STEP, notice=notice)
     context = min(context_length, slots)
     notice = (
         f"a sequence may reach {context:,} tokens, prompt and answer together, of the model's {context_length:,}; "
         "--max-length sets another number"
     )
     return Lowered(
+        states,
         "static",
         scatter.OPERATOR,
         buffer_step=slots,

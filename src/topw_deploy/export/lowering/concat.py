@@ -12,15 +12,17 @@ import onnx_ir as ir
 from topw_deploy.export.graph.editor import GraphEditor, required_input
 from topw_deploy.export.lowering.layers import attention_layers
 from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
+from topw_deploy.export.lowering.states import States
 from topw_deploy.export.lowering.visibility import Masks, Positions
 from topw_deploy.export.trace.marker import MARKER_DOMAIN
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.manifest import State
 
 PREFIX = "topw.attention"
 
 
-def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> None:
-    """Replace every marker; adds input `attention_mask`, int64 [batch, past + new].
+def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> list[State]:
+    """Replace every marker; adds input `attention_mask`, int64 [batch, past + new]. Returns the states.
 
     tensorrt: decompose attention that TensorRT cannot build.
     """
@@ -33,15 +35,21 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> None:
     )
     graph.inputs.insert(1, attention_mask)
     masks = _masks(editor, attention_mask)
+    states = States(editor, "past_sequence_length", "total_sequence_length")
+    presents: dict[int, list[ir.Value]] = {}
     for layer in attention_layers(decoder):
-        _query, keys, values = layer.marker.inputs[:3]
+        if layer.source is None:
+            presents[layer.index] = [
+                editor.op("Concat", [states.past(state), new], axis=2)
+                for state, new in zip(layer.states, layer.news, strict=True)
+            ]
+            for state, present in zip(layer.states, presents[layer.index], strict=True):
+                states.present(state, present)
         decomposed = tensorrt and not tensorrt_fuses(layer)
-        attend(editor, layer, keys, values, masks.of(layer), decomposed=decomposed)
+        attend(editor, layer, presents[layer.owner], masks.of(layer), decomposed=decomposed)
     decoder.model.opset_imports.pop(MARKER_DOMAIN, None)
     editor.finish()
-    for value in graph.outputs:
-        if value.name and value.name.startswith("present."):
-            value.shape = ir.Shape(["batch_size", value.shape[1], "total_sequence_length", value.shape[3]])
+    return states.found
 
 
 def _masks(editor: GraphEditor, attention_mask: ir.Value) -> Masks:

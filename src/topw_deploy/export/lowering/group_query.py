@@ -9,20 +9,23 @@ It reads only used slots and can rotate queries and keys. Rules of onnxruntime 1
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.lowering.attended_keys import LATENT_OPSET, AttendedKeys, lower_latent
 from topw_deploy.export.lowering.fused_projections import fuse_qkv
+from topw_deploy.export.lowering.head_width import narrow_heads, operator_width, pad_heads
 from topw_deploy.export.lowering.heads import merge_heads
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
 from topw_deploy.export.lowering.norms import fuse_skip_norms
-from topw_deploy.export.lowering.rotary_tables import RotaryTables
+from topw_deploy.export.lowering.rotary_tables import RotaryTable, RotaryTables
 from topw_deploy.export.lowering.static_cache import StaticCache
-from topw_deploy.export.lowering.visibility import Positions, lowest
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.manifest import State
 
 PREFIX = "topw.attention"
 DOMAIN = "com.microsoft"
@@ -33,10 +36,6 @@ _DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 def refusal(decoder: TracedDecoder) -> str | None:
     """Why GroupQueryAttention cannot serve this decoder, or None."""
     for layer in attention_layers(decoder):
-        if layer.head_dim != layer.value_dim:
-            return f"layer {layer.index} has keys of {layer.head_dim} and values of {layer.value_dim} numbers"
-        if layer.head_dim % 8:
-            return f"layer {layer.index} has heads of {layer.head_dim} numbers, which is no multiple of 8"
         if layer.heads % layer.kv_heads:
             return f"layer {layer.index} has {layer.heads} query heads for {layer.kv_heads} key heads"
         if layer.query.dtype not in _DTYPES:
@@ -44,8 +43,8 @@ def refusal(decoder: TracedDecoder) -> str | None:
     return None
 
 
-def lower(decoder: TracedDecoder, context_length: int) -> None:
-    """Replace every marker in place; `refusal` must be None.
+def lower(decoder: TracedDecoder, context_length: int) -> list[State]:
+    """Replace every marker in place; `refusal` must be None. Returns the states.
 
     context_length: rows of the rotary tables.
     """
@@ -55,50 +54,30 @@ def lower(decoder: TracedDecoder, context_length: int) -> None:
     last_slots = _last_slots(editor, cache, half=layers[0].query.dtype != ir.DataType.FLOAT)
     lengths = (last_slots, cache.host_length())
     tables = RotaryTables(editor, decoder, context_length)
-    biases = _Biases(editor, cache, lengths[1])
+    operands = _Operands(editor, cache, lengths, tables, AttendedKeys(editor, cache, lengths[1]))
+    presents: dict[int, list[ir.Value]] = {}
     for layer in layers:
-        _lower_layer(editor, layer, cache, (*lengths, biases.of(layer)), tables)
+        if layer.source is None:
+            presents[layer.index] = _keep(operands, layer)
+        else:
+            _borrow(operands, layer, presents[layer.source])
     model.opset_imports[DOMAIN] = 1
+    if any(layer.latent for layer in layers):
+        model.opset_imports[""] = max(LATENT_OPSET, model.opset_imports[""])
     cache.finish(model)
     fuse_skip_norms(model)
+    return cache.states.found
 
 
-class _Biases:
-    """What is added to the scores of up to total_sequence_length keys: ALiBi, and chunks, which the operator lacks."""
+@dataclass(frozen=True)
+class _Operands:
+    """What layers share. lengths: last slots and total length."""
 
-    def __init__(self, editor: GraphEditor, cache: StaticCache, total: ir.Value) -> None:
-        self._editor, self._cache, self._total = editor, cache, total
-        self._positions = Positions(editor, self._both)
-        self._made: dict[tuple[ir.Value | None, int], ir.Value] = {}
-
-    def of(self, layer: AttentionLayer) -> ir.Value | None:
-        """[batch or 1, heads or 1, sequence, total], or None."""
-        bias = self._positions.alibi(layer)
-        key = (bias, layer.chunk)
-        if key == (None, 0):
-            return None
-        if key not in self._made:
-            self._made[key] = self._chunked(layer, bias) if layer.chunk else self._in_every_row(bias)
-        return self._made[key]
-
-    def _chunked(self, layer: AttentionLayer, bias: ir.Value | None) -> ir.Value:
-        constant, dtype = self._editor.constant, layer.query.dtype
-        assert dtype is not None
-        (inside,) = self._positions.limits(replace(layer, window=0))  # the operator has windows
-        shown = bias or constant(dtype.numpy().type(0))
-        return self._editor.op("Where", [inside, shown, constant(lowest(dtype))], dtype=dtype)
-
-    def _in_every_row(self, bias: ir.Value | None) -> ir.Value:
-        """The operator broadcasts batch and heads only."""
-        ones, one = (self._editor.constant(np.ones(count, np.int64)) for count in (2, 1))
-        rows = self._editor.op("Concat", [ones, self._cache.sequence, one], axis=0)
-        return self._editor.op("Expand", [bias, rows])
-
-    def _both(self) -> tuple[ir.Value, ir.Value]:
-        op, constant = self._editor.op, self._editor.constant
-        total = op("Squeeze", [op("Cast", [self._total], to=ir.DataType.INT64)])
-        keys = op("Range", [constant(np.int64(0)), total, constant(np.int64(1))])
-        return op("Unsqueeze", [self._cache.positions(), constant(np.array([1, 3]))]), keys
+    editor: GraphEditor
+    cache: StaticCache
+    lengths: tuple[ir.Value, ir.Value]
+    tables: RotaryTables
+    keys: AttendedKeys
 
 
 def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Value:
@@ -115,18 +94,55 @@ def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Va
     return op("Cast", [last], to=ir.DataType.INT32)
 
 
-def _lower_layer(
-    editor: GraphEditor,
-    layer: AttentionLayer,
-    cache: StaticCache,
-    shared: tuple[ir.Value, ir.Value, ir.Value | None],
-    tables: RotaryTables,
-) -> None:
-    """shared: last slots, total length, and the bias of scores."""
-    *lengths, bias = shared
+def _keep(operands: _Operands, layer: AttentionLayer) -> list[ir.Value]:
+    """Replace the marker of a layer with states of its own; returns them after the call."""
+    editor, cache = operands.editor, operands.cache
+    if layer.latent:
+        return [lower_latent(editor, layer, cache, operands.keys)]
+    width = operator_width(layer)
+    padded = width != layer.head_dim or width != layer.value_dim
     query, key = merge_heads(editor, layer.query), merge_heads(editor, layer.new_key)
     value = merge_heads(editor, layer.new_value).unrotated
-    table = tables.of(query, key, layer.head_dim)
+    table = None if padded else operands.tables.of(query, key, layer.head_dim)
+    parts = (query.unrotated, key.unrotated, value) if table else (query.rotated(editor), key.rotated(editor), value)
+    if padded:
+        counts = (layer.heads, layer.kv_heads, layer.kv_heads)
+        widened = (pad_heads(editor, part, count, width) for part, count in zip(parts, counts, strict=True))
+        projections: Sequence[ir.Value | None] = tuple(widened)
+    else:
+        fused = fuse_qkv(editor, parts)
+        projections = parts if fused is None else (fused, None, None)
+    states = replace(layer, head_dim=width, value_dim=width).states
+    pasts = [cache.states.past(state) for state in states]
+    output, *presents = _attend(operands, layer, [*projections, *pasts], 3, table)
+    _replace_output(editor, layer, output, width)
+    for state, present in zip(states, presents, strict=True):
+        cache.states.present(state, present)
+    return presents
+
+
+def _borrow(operands: _Operands, layer: AttentionLayer, presents: Sequence[ir.Value]) -> None:
+    """Replace the marker of a layer that reads another layer's states: it gives the operator no new keys."""
+    editor, width = operands.editor, operator_width(layer)
+    if layer.latent:
+        operands.keys.attend(layer, presents)
+        return
+    query = merge_heads(editor, layer.query).rotated(editor)
+    if width != layer.head_dim:
+        query = pad_heads(editor, query, layer.heads, width)
+    ends = np.array([0, layer.kv_heads * width])
+    nothing = editor.op("Slice", [query, *map(editor.constant, (np.array([0, 0]), ends, np.array([1, 2])))])
+    (output,) = _attend(operands, layer, [query, nothing, nothing, *presents], 1, None)
+    _replace_output(editor, layer, output, width)
+
+
+def _attend(
+    operands: _Operands,
+    layer: AttentionLayer,
+    inputs: Sequence[ir.Value | None],
+    outputs: int,
+    table: RotaryTable | None,
+) -> Sequence[ir.Value]:
     attributes: dict[str, int | float] = {
         "num_heads": layer.heads,
         "kv_num_heads": layer.kv_heads,
@@ -139,21 +155,20 @@ def _lower_layer(
         attributes["softcap"] = layer.softcap
     if table is not None:
         attributes["rotary_interleaved"] = table.interleaved
-    parts = (query.unrotated, key.unrotated, value) if table else (query.rotated(editor), key.rotated(editor), value)
-    fused = fuse_qkv(editor, parts)
-    projections = parts if fused is None else (fused, None, None)
     rotation = (table.cos, table.sin) if table else (None, None)
-    inputs = [*projections, layer.past_key, layer.past_value, *lengths, *rotation, None, bias, layer.sink]
-    while inputs[-1] is None:
-        inputs.pop()
-    output, keys, values = editor.outputs(OPERATOR, inputs, 3, domain=DOMAIN, **attributes)
+    operator_inputs = [*inputs, *operands.lengths, *rotation, None, operands.keys.bias(layer), layer.sink]
+    while operator_inputs[-1] is None:
+        operator_inputs.pop()
+    return operands.editor.outputs(OPERATOR, operator_inputs, outputs, domain=DOMAIN, **attributes)
+
+
+def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value, width: int) -> None:
+    """output: [batch, sequence, heads * width]."""
     output.type = layer.output.type
-    output.shape = ir.Shape(["batch_size", "sequence_length", layer.heads * layer.head_dim])
-    _replace_output(editor, layer, output)
-    cache.replace_present(layer, keys, values)
-
-
-def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value) -> None:
+    output.shape = ir.Shape(["batch_size", "sequence_length", layer.heads * width])
+    if width != layer.value_dim:
+        ir.convenience.replace_all_uses_with(layer.output, narrow_heads(editor, output, layer, width))
+        return
     separate = None
     for node, place in list(layer.output.uses()):
         merged = node.outputs[0]
@@ -161,6 +176,6 @@ def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value
             ir.convenience.replace_all_uses_with(merged, output)
         else:
             if separate is None:
-                shape = editor.constant(np.array([0, 0, layer.heads, layer.head_dim]))
+                shape = editor.constant(np.array([0, 0, layer.heads, layer.value_dim]))
                 separate = editor.op("Reshape", [output, shape], dtype=output.dtype)
             node.replace_input_with(place, separate)

@@ -21,6 +21,7 @@ from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuse
 from topw_deploy.export.lowering.static_cache import StaticCache
 from topw_deploy.export.lowering.visibility import Masks, Positions
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.manifest import State
 
 PREFIX = "topw.attention"
 OPERATOR = "Attention"
@@ -28,24 +29,33 @@ OPSET = 24  # the first with TensorScatter
 BUFFER_STEP = 64  # tokens; at 1,024 a step costs at most 6 % extra attention
 
 
-def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
-    """Replace every marker in place; sets opset 24.
+def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
+    """Replace every marker in place; sets opset 24. Returns the states.
 
     max_length: cache slots, a number for NVIDIA's parser; None for a symbol.
     """
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
-    cache = StaticCache(editor)
-    masks = _masks(editor, cache, layers[0].past_key)
+    cache = StaticCache(editor, max_length or "max_length")
+    masks: Masks | None = None
+    presents: dict[int, list[ir.Value]] = {}
     for layer in (_fuse_heads(editor, layer) for layer in layers):
-        keys = editor.op("TensorScatter", [layer.past_key, layer.new_key, cache.write_indices], axis=2)
-        values = editor.op("TensorScatter", [layer.past_value, layer.new_value, cache.write_indices], axis=2)
+        if layer.source is None:
+            pasts = [cache.states.past(state) for state in layer.states]
+            masks = masks or _masks(editor, cache, pasts[0])
+            presents[layer.index] = [
+                editor.op("TensorScatter", [past, new, cache.write_indices], axis=2)
+                for past, new in zip(pasts, layer.news, strict=True)
+            ]
+            for state, present in zip(layer.states, presents[layer.index], strict=True):
+                cache.states.present(state, present)
+        assert masks is not None, "the first layer has states"
         # A number means TensorRT. onnxruntime reads prompts faster with the operator.
         decomposed = max_length is not None and not tensorrt_fuses(layer)
-        attend(editor, layer, keys, values, masks.of(layer), decomposed=decomposed)
-        cache.replace_present(layer, keys, values, max_length or "max_length")
+        attend(editor, layer, presents[layer.owner], masks.of(layer), decomposed=decomposed)
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
     cache.finish(model)
+    return cache.states.found
 
 
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
@@ -55,7 +65,13 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
     unrotated heads differ in number (see `_slice_heads`).
     """
     query, key, value = (merge_heads(editor, part) for part in (layer.query, layer.new_key, layer.new_value))
-    if not _rotate_alike(query, key) or value.rotary is not None or layer.head_dim != layer.value_dim:
+    if (
+        layer.latent
+        or layer.owner != layer.index
+        or not _rotate_alike(query, key)
+        or value.rotary is not None
+        or layer.head_dim != layer.value_dim
+    ):
         return layer
     if query.rotary is None and layer.heads != layer.kv_heads:
         return layer

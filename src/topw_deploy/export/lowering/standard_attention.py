@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -13,17 +15,21 @@ from topw_deploy.export.lowering.visibility import lowest
 def attend(
     editor: GraphEditor,
     layer: AttentionLayer,
-    keys: ir.Value,
-    values: ir.Value,
+    tokens: Sequence[ir.Value],
     mask: ir.Value,
     *,
     decomposed: bool = False,
 ) -> None:
-    """Replace the marker with attention over `keys` and `values` [batch, kv_heads, tokens, head_dim].
+    """Replace the marker with attention.
 
+    tokens: the layer's states: keys and values [batch, kv_heads, tokens, head_dim], or latents.
     mask: bool [batch, 1, sequence, tokens], True for visible, or what is added to scores.
     decomposed: use products and a softmax, as always with a soft cap or a sink.
     """
+    keys, values = tokens[0], tokens[-1]
+    if layer.latent:  # keys are read twice, so products of all heads with one matrix are better than the operator
+        decomposed, columns = True, (0, layer.value_dim, 3)
+        values = editor.op("Slice", [keys, *(editor.constant(np.array([number])) for number in columns)])
     attention = _products if decomposed or layer.softcap or layer.sink is not None else _operator
     output = attention(editor, layer, keys, values, mask)
     # the marker's layout, [batch, sequence, heads, dim]

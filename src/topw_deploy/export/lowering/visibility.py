@@ -22,16 +22,22 @@ class Positions:
         self._distance: ir.Value | None = None
         self._biases: dict[tuple[object, ...], ir.Value] = {}
 
+    def both(self) -> tuple[ir.Value, ir.Value]:
+        """Positions of queries and keys."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
     def limits(self, layer: AttentionLayer) -> list[ir.Value]:
         """bool, True for keys inside the layer's window and in the query's chunk."""
         op, constant = self._editor.op, self._editor.constant
         limits = []
         if layer.window:
-            queries, keys = self._both()
+            queries, keys = self.both()
             start = op("Sub", [queries, constant(np.int64(layer.window))])
             limits.append(op("Greater", [keys, start]))
         if layer.chunk:
-            queries, keys = self._both()
+            queries, keys = self.both()
             start = op("Sub", [queries, op("Mod", [queries, constant(np.int64(layer.chunk))])])
             limits.append(op("GreaterOrEqual", [keys, start]))
         return limits
@@ -50,7 +56,7 @@ class Positions:
     def _exact_alibi(self, layer: AttentionLayer) -> ir.Value:
         op, constant = self._editor.op, self._editor.constant
         if self._distance is None:
-            queries, keys = self._both()
+            queries, keys = self.both()
             self._distance = self._cast(op("Sub", [keys, queries]), ir.DataType.FLOAT)
         slopes = op("Reshape", [layer.slopes, constant(np.array([1, layer.heads, 1, 1]))])
         return op("Mul", [self._distance, slopes])
@@ -58,7 +64,7 @@ class Positions:
     def _rounded_alibi(self, layer: AttentionLayer) -> ir.Value:
         """Falcon's: slopes, the keys' positions and their products in bfloat16, scaled as the scores."""
         op, constant = self._editor.op, self._editor.constant
-        _, keys = self._both()
+        _, keys = self.both()
         slopes = self._cast(layer.slopes, ir.DataType.FLOAT)
         slopes = op("Reshape", [slopes, constant(np.array([1, layer.heads, 1, 1]))])
         product = op("Mul", [self._rounded(self._cast(keys, ir.DataType.FLOAT)), slopes])
@@ -68,13 +74,9 @@ class Positions:
         return self._cast(self._cast(value, ir.DataType.BFLOAT16), ir.DataType.FLOAT)
 
     def _cast(self, value: ir.Value | None, dtype: ir.DataType | None) -> ir.Value:
-        assert value is not None and dtype is not None
+        assert value is not None
+        assert dtype is not None
         return value if value.dtype == dtype else self._editor.op("Cast", [value], to=dtype, dtype=dtype)
-
-    def _both(self) -> tuple[ir.Value, ir.Value]:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
 
 
 class Masks:

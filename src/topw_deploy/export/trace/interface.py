@@ -12,6 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from topw_deploy.errors import UnsupportedModelError
+from topw_deploy.export.trace.latent import LATENTS, is_smaller, mark_latent
 from topw_deploy.export.trace.marker import mark_attention
 from topw_deploy.export.trace.masks import Masks
 from topw_deploy.export.trace.own_attention import adapted
@@ -32,8 +33,8 @@ _HARMLESS = {
 @contextlib.contextmanager
 def marked(model: PreTrainedModel) -> Iterator[None]:
     """Trace attention of `model` as markers inside the block."""
-    masks = Masks()
-    AttentionInterface.register(_IMPLEMENTATION, partial(_marker_attention, masks))
+    masks, layers = Masks(), _Layers(model)
+    AttentionInterface.register(_IMPLEMENTATION, partial(_marker_attention, masks, layers))
     AttentionMaskInterface.register(_IMPLEMENTATION, masks.make)
     before = model.config._attn_implementation
     model.set_attn_implementation(_IMPLEMENTATION)
@@ -47,8 +48,25 @@ def marked(model: PreTrainedModel) -> Iterator[None]:
         model.config._attn_implementation_internal = before
 
 
+class _Layers:
+    """Numbers attention calls: the layer's number, or one after all layers for a layer that attends again."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._next = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+        self._seen: set[int] = set()
+
+    def number(self, module: torch.nn.Module) -> int:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        if layer in self._seen:
+            layer = self._next
+        self._next = max(self._next, layer + 1)
+        self._seen.add(layer)
+        return layer
+
+
 def _marker_attention(
     masks: Masks,
+    layers: _Layers,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -75,14 +93,10 @@ def _marker_attention(
             f"{type(module).__name__} uses {what}, which the export does not support; "
             "choose another model or graft an ONNX decoder made by another exporter."
         )
+    layer, scale = layers.number(module), query.shape[-1] ** -0.5 if scaling is None else scaling
+    if hasattr(module, LATENTS) and is_smaller(module, query.shape[1]):
+        return mark_latent(module, query, layer=layer, scale=scale, visible=visible, sink=s_aux), None
     output = mark_attention(
-        query,
-        key,
-        value,
-        layer=int(module.layer_idx),  # type: ignore[arg-type]
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap or 0.0,
-        visible=visible,
-        sink=s_aux,
+        query, key, value, layer=layer, scale=scale, softcap=softcap or 0.0, visible=visible, sink=s_aux
     )
     return output, None

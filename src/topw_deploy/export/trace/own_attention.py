@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from topw_deploy.export.trace.latent import expand_kv
 from topw_deploy.export.trace.marker import mark_attention
 from topw_deploy.export.trace.masks import Visible
 
@@ -35,6 +36,8 @@ def adapted(model: torch.nn.Module) -> Iterator[None]:
         changes: dict[str, Any] = {
             attribute: MethodType(method, module) for attribute, method in ADAPTERS.get(name, {}).items()
         }
+        if hasattr(type(module), "expand_kv"):
+            changes["expand_kv"] = MethodType(expand_kv, module)
         if name in _UNNUMBERED:
             changes["layer_idx"] = counted[name] = counted.get(name, -1) + 1
         for attribute, change in changes.items():

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from topw_deploy.export.verification.cache_drivers import cache_driver
+from topw_deploy.export.verification.cache_drivers import cache_driver, empty_states
 from topw_deploy.export.verification.probe import open_session
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.sampling import Geometry
@@ -100,10 +100,5 @@ class MakersReference:
 
     def _empty_caches(self, tokens: int) -> dict[str, np.ndarray]:
         decoder = self._decoder
-        kind = np.float16 if decoder.kv_dtype == "float16" else np.float32
         length = max(tokens, decoder.buffer_least) if decoder.kv_form == "shared" else 0
-        return {
-            f"past_key_values.{layer}.{side}": np.zeros((1, heads, length, dim), kind)
-            for layer, (heads, dim) in enumerate(zip(decoder.num_kv_heads, decoder.head_dim, strict=True))
-            for side in ("key", "value")
-        }
+        return empty_states(decoder, 1, length)

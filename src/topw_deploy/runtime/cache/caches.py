@@ -9,7 +9,7 @@ import numpy as np
 
 from topw_deploy.errors import ManifestError
 from topw_deploy.manifest import KV_FORMS, DecoderInfo, TensorSpec
-from topw_deploy.runtime.cache.buffers import CACHE_TYPES, MemoryPool, tensors
+from topw_deploy.runtime.cache.buffers import CACHE_TYPES, MemoryPool
 from topw_deploy.runtime.cache.concat import ConcatCache
 from topw_deploy.runtime.cache.in_place import InPlaceCache, SharedCache, StaticCache
 from topw_deploy.runtime.ort.host_binding import HostBinding
@@ -94,33 +94,39 @@ def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple
             f"the cache has the form {decoder.kv_form!r}, this topw_deploy drives {', '.join(KV_FORMS)}; "
             "install a newer one."
         )
-    if decoder.kv_dtype not in CACHE_TYPES:
-        raise ManifestError(
-            f"the cache has the element type {decoder.kv_dtype!r}, which is not one of {', '.join(CACHE_TYPES)}."
-        )
+    for state in decoder.states:
+        if state.dtype not in CACHE_TYPES:
+            raise ManifestError(
+                f"{state.past} has the element type {state.dtype!r}, which is not one of {', '.join(CACHE_TYPES)}; "
+                "export again."
+            )
     for name in _INPUTS[decoder.kv_form]:
         if name not in inputs:
             raise ManifestError(
                 f"the graph has no {name}, but the manifest states a cache of the form {decoder.kv_form}; export again."
             )
-    for past, present, _, _ in tensors(decoder):
-        for name, there in ((past, inputs), (present, outputs)):
+    for state in decoder.states:
+        for name, there in ((state.past, inputs), (state.present, outputs)):
             if name not in there:
                 raise ManifestError(
-                    f"the graph has no {name}, but the manifest states {decoder.num_layers} layers; export again."
+                    f"the graph has no {name}, but the manifest lists it as a state of layer {state.layer}; export "
+                    "again."
                 )
 
 
 def check_layout(decoder: DecoderInfo, specs: Iterable[TensorSpec]) -> None:
     """Raises ManifestError if cache tensors in `specs` do not match `decoder`."""
     by_name = {spec.name: spec for spec in specs}
-    for past, present, heads, dim in tensors(decoder):
-        for name in (past, present):
+    for state in decoder.states:
+        for name in (state.past, state.present):
             spec = by_name[name]
-            stated = zip(spec.shape[1::2], (heads, dim), strict=False)  # symbolic dimensions are names
-            fits = len(spec.shape) == 4 and all(isinstance(size, str) or size == wanted for size, wanted in stated)
-            if not fits or spec.dtype != decoder.kv_dtype:
+            # symbolic dimensions are names
+            sizes = zip(spec.shape[1:], state.shape, strict=False)
+            fits = len(spec.shape) == len(state.shape) + 1 and all(
+                isinstance(size, str) or wanted in (0, size) for size, wanted in sizes
+            )
+            if not fits or spec.dtype != state.dtype:
                 raise ManifestError(
-                    f"{name} is {spec.dtype} {list(spec.shape)}, but the manifest states a cache of "
-                    f"{decoder.kv_dtype} with {heads} heads of {dim}; export again."
+                    f"{name} is {spec.dtype} {list(spec.shape)}, but the manifest states {state.dtype} with rows of "
+                    f"{list(state.shape)} (0: tokens); export again."
                 )

@@ -14,17 +14,21 @@ from topw_deploy.runtime.cache.prefill import greedy
 from topw_deploy.runtime.protocols import Binding, Session
 
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""(ids [b, s], starts [b], lengths [b]): append lengths[r] ids to row r, which has starts[r] tokens."""
+"""(ids [b, s], starts [b], lengths [b]): append lengths[r] ids to row r, which has starts[r] tokens.
+
+Only graphs of states that `recur` take a length of 0."""
 _TOTAL = "total_sequence_length"
 
 
 class InPlaceCache(ABC):
-    """`past_key_values.{i}.key|value` and `present.{i}.key|value` share memory [B, kv_heads, max_length, head_dim].
+    """Each state's past and present share memory.
 
     Each run feeds at most `chunk` prompt tokens:
     - of all rows, right-padded, if they fit one run or the graph supports ragged chunks;
     - else of row groups without their last tokens, then all last tokens: after a past, GroupQueryAttention takes one
       token per row, or several of one row.
+
+    Keys and values of a token can be written twice, but a recurrent state must read each token once.
     """
 
     def __init__(
@@ -41,9 +45,11 @@ class InPlaceCache(ABC):
         self._prompts, self._chunk = prompts, chunk
         self._lengths = np.array([len(prompt) for prompt in prompts], np.int64)  # [B]
         width = int(self._lengths.max())
-        self._columns_per_run = max(1, min(chunk // len(prompts), session.most_columns or chunk))
+        self._most_columns = min(session.most_columns or chunk, decoder.most_columns or chunk)
+        self._columns_per_run = max(1, min(chunk // len(prompts), self._most_columns))
         in_one_run = width <= self._columns_per_run and (self._ends_rows_anywhere or int(self._lengths.min()) == width)
-        self._together = len(prompts) == 1 or in_one_run or self._takes_ragged_chunks
+        may_repeat = self._takes_ragged_chunks and not decoder.recurs  # see `_chunks`
+        self._together = len(prompts) == 1 or in_one_run or may_repeat
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
         first = min(width, self._columns_per_run) if self._together else width
@@ -111,15 +117,17 @@ class InPlaceCache(ABC):
         for rows in self._groups():
             binding = greedy(self._session, self._binding.another(), len(rows))
             self._buffers.bind(binding, rows)
-            # a run needs a token; the last run overwrites it
-            bodies = [self._prompts[row][:-1] or self._prompts[row] for row in rows]
+            bodies = [self._prompts[row][:-1] for row in rows]
+            if not self._decoder.recurs:  # each row gets a token, which the last run overwrites
+                bodies = [body or self._prompts[row] for body, row in zip(bodies, rows, strict=True)]
             if len(rows) > 1:
                 lengths = np.array([len(body) for body in bodies], np.int64)
                 self._bind_chunk(binding, _right_padded(bodies), np.zeros_like(lengths), lengths)
                 binding.run()
                 continue
-            for start in range(0, len(bodies[0]), self._chunk):
-                ids = _right_padded([bodies[0][start : start + self._chunk]])
+            columns = min(self._chunk, self._most_columns)
+            for start in range(0, len(bodies[0]), columns):
+                ids = _right_padded([bodies[0][start : start + columns]])
                 self._bind_chunk(binding, ids, np.array([start]), np.array([ids.shape[1]]))
                 binding.run()
         last = np.array([[prompt[-1]] for prompt in self._prompts], np.int64)
@@ -130,7 +138,8 @@ class InPlaceCache(ABC):
         first, width = 0, 0
         for row, prompt in enumerate(self._prompts):
             wider = max(width, len(prompt) - 1, 1)
-            if row > first and (row - first + 1) * wider > self._chunk:
+            too_many = (row - first + 1) * wider > self._chunk or wider > self._most_columns
+            if row > first and too_many:
                 yield range(first, row)
                 first, wider = row, max(len(prompt) - 1, 1)
             width = wider
@@ -248,7 +257,7 @@ def _end(chunk: Chunk) -> int:
 
 
 def _right_padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    ids = np.zeros((len(rows), max(1, *map(len, rows))), np.int64)
     for index, row in enumerate(rows):
         ids[index, : len(row)] = row
     return ids

@@ -65,6 +65,10 @@ class HostBinding:
         value = ort.OrtValue.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype].number, *self._session.device)
         self.bind_value(name, value._ortvalue)
 
+    def bind_input_memory(self, name: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
+        """Bind session memory as an input only; it must stay alive."""
+        self._io.bind_input(name, self._device, element_type, shape, pointer)
+
     def bind_fresh(self, name: str) -> int:
         """Make the next run allocate output `name`. Returns its index in `outputs`."""
         self._bound_outputs.append(name)
