@@ -30,7 +30,7 @@ class AttendedKeys:
         self._masks: Masks | None = None
 
     def bias(self, layer: AttentionLayer) -> ir.Value | None:
-        """What is added to scores, [batch or 1, heads or 1, sequence, total], or None: the operator masks the future."""
+        """What is added to scores, [batch or 1, heads or 1, sequence, total], or None; the future is masked."""
         alibi = self._positions.alibi(layer)
         key = (alibi, layer.chunk)
         if key == (None, 0):

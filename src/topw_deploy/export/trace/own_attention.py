@@ -11,10 +11,11 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from topw_deploy.export.trace.latent import expand_kv
 from topw_deploy.export.trace.marker import mark_attention
@@ -26,37 +27,37 @@ Method = Callable[..., Any]
 @contextlib.contextmanager
 def adapted(model: torch.nn.Module) -> Iterator[None]:
     """Replace the methods named in `ADAPTERS` inside the block."""
-    replaced: list[tuple[torch.nn.Module, str]] = []
     counted: dict[str, int] = {}
-    for module in model.modules():
-        file, kind = type(module).__module__.split("."), type(module).__name__
-        if file[:2] != ["transformers", "models"]:
-            continue
-        name = f"{file[2]}.{kind}"
-        changes: dict[str, Any] = {
-            attribute: MethodType(method, module) for attribute, method in ADAPTERS.get(name, {}).items()
-        }
-        if hasattr(type(module), "expand_kv"):
-            changes["expand_kv"] = MethodType(expand_kv, module)
-        if name in _UNNUMBERED:
-            changes["layer_idx"] = counted[name] = counted.get(name, -1) + 1
-        for attribute, change in changes.items():
-            setattr(module, attribute, change)
-            replaced.append((module, attribute))
-    try:
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            folder, kind = type(module).__module__.split("."), type(module).__name__
+            if folder[:2] != ["transformers", "models"]:
+                continue
+            name = f"{folder[2]}.{kind}"
+            for function, replacement in _FUNCTIONS.get(name, {}).items():
+                file = sys.modules[type(module).__module__]
+                undo.callback(setattr, file, function, getattr(file, function))
+                setattr(file, function, replacement)
+            methods = dict(ADAPTERS.get(name, {}))
+            if hasattr(module, "expand_kv"):
+                methods["expand_kv"] = expand_kv
+            for attribute, method in methods.items():
+                setattr(module, attribute, MethodType(method, module))
+                undo.callback(delattr, module, attribute)
+            if name in _UNNUMBERED:
+                module.layer_idx = counted[name] = counted.get(name, -1) + 1
+                undo.callback(delattr, module, "layer_idx")
         yield
-    finally:
-        for module, name in replaced:
-            delattr(module, name)
 
 
-def rotate_pairs(x: Tensor, angles: Tensor, width: int) -> Tensor:
-    """Rotate neighbouring pairs of the first `width` elements.
+def rotate_pairs(x: Tensor, angles: Tensor, width: int, scaling: float = 1.0) -> Tensor:
+    """Rotate neighbouring pairs of the first `width` elements, and scale them.
 
     x: [batch, heads, sequence, head_dim]. angles: [batch, sequence, width / 2].
     """
     both = torch.repeat_interleave(angles, 2, dim=-1)
-    cos, sin = (table.unsqueeze(1).to(x.dtype) for table in (both.cos(), both.sin()))
+    tables = (both.cos(), both.sin()) if scaling == 1 else (both.cos() * scaling, both.sin() * scaling)
+    cos, sin = (table.unsqueeze(1).to(x.dtype) for table in tables)
     part = x[..., :width]
     crossed = torch.stack((-part[..., 1::2], part[..., ::2]), dim=-1).flatten(-2)
     rotated = part * cos + crossed * sin
@@ -175,6 +176,58 @@ def _rotated_attention(
     return self.out_proj(output.flatten(2)), None
 
 
+# Llama 4 and DeepSeek V2: rotations of pairs as products with complex numbers, which the tracer cannot write.
+
+
+class _Rotation(NamedTuple):
+    """Takes the place of those numbers. positions: [batch, sequence]. angles: [batch, sequence, width / 2]."""
+
+    positions: Tensor
+    angles: Tensor
+    scaling: float
+
+    def to(self, *_: Any, **__: Any) -> _Rotation:
+        return self
+
+
+def _rotation(self: Any, _x: Tensor, position_ids: Tensor) -> _Rotation:
+    angles = position_ids[..., None].float() * self.inv_freq.float()
+    return _Rotation(position_ids, angles, float(self.attention_scaling))
+
+
+def _rotate_heads(query: Tensor, key: Tensor, rotation: _Rotation) -> tuple[Tensor, Tensor]:
+    """[batch, heads, sequence, head_dim], rotated in float32."""
+    width = query.shape[-1]
+    parts = (rotate_pairs(part.float(), rotation.angles, width, rotation.scaling) for part in (query, key))
+    rotated_query, rotated_key = (part.to(query.dtype) for part in parts)
+    return rotated_query, rotated_key
+
+
+def _llama4(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: _Rotation,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The original counts positions, which scale unrotated queries, in the cache."""
+    parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
+    query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+    if self.use_rope:
+        query, key = _rotate_heads(query, key, position_embeddings)
+    elif self.attn_temperature_tuning:
+        steps = torch.floor((position_embeddings.positions.float() + 1.0) / self.floor_scale)
+        scales = torch.log1p(steps) * self.attn_scale + 1.0
+        query = (query * scales[:, None, :, None]).to(query.dtype)
+    if hasattr(self, "qk_norm"):
+        query, key = self.qk_norm(query), self.qk_norm(key)
+    key, value = _remember(past_key_values, key, value, self.layer_idx)
+    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **others)
+    return self.o_proj(output.flatten(2)), None
+
+
 # Models with an `_attn` of their own.
 
 
@@ -210,12 +263,19 @@ def _xglm(self: Any, hidden_states: Tensor, past_key_values: Any = None, **_: An
 ADAPTERS: dict[str, dict[str, Method]] = {
     "bloom.BloomAttention": {"forward": _bloom},
     "codegen.CodeGenAttention": {"forward": _codegen},
+    "deepseek_v2.DeepseekV2RotaryEmbedding": {"forward": _rotation},
     "falcon.FalconAttention": {"forward": _falcon},
     "gpt_neo.GPTNeoSelfAttention": {"_attn": _gpt_neo},
     "gpt_neox_japanese.GPTNeoXJapaneseAttention": {"_attn": _gpt_neox_japanese},
     "gptj.GPTJAttention": {"forward": _gptj},
+    "llama4.Llama4TextAttention": {"forward": _llama4},
+    "llama4.Llama4TextRotaryEmbedding": {"forward": _rotation},
     "mpt.MptAttention": {"forward": _mpt},
     "openai.Attention": {"_attn": _openai_gpt},
     "xglm.XGLMAttention": {"forward": _xglm},
+}
+# Functions of the files that define these classes.
+_FUNCTIONS: dict[str, dict[str, Method]] = {
+    "deepseek_v2.DeepseekV2RotaryEmbedding": {"apply_rotary_emb": _rotate_heads},
 }
 _UNNUMBERED = {"openai.Attention"}  # without an index of the layer
