@@ -18,7 +18,8 @@ from transformers.exporters import OnnxConfig, OnnxExporter
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.resume.journal import Journal
-from topw_deploy.export.trace.marker import check_layer_types, check_markers, marked
+from topw_deploy.export.trace.interface import marked
+from topw_deploy.export.trace.marker import check_layer_types, check_markers
 from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
 from topw_deploy.export.trace.mixers import marked_mixers
 from topw_deploy.export.trace.traced_cache import TracedCache
@@ -152,15 +153,16 @@ def _name_dimensions(graph: ir.Graph) -> None:
     for value in graph.inputs:
         for dimension, name in zip(value.shape, ("batch_size", "sequence_length"), strict=True):
             symbols[str(dimension)] = name
-    symbol = re.compile(r"\bs\d+\b")
     for value in _all_values(graph):
+        # An unknown size gets no name: onnxruntime takes sizes of one name for equal.
         if value.shape is not None:
             value.shape = ir.Shape(
-                [
-                    d if isinstance(d, int) else symbol.sub(lambda m: symbols.get(m[0], m[0]), str(d))
-                    for d in value.shape
-                ]
+                [d if isinstance(d, int) or d.value is None else _renamed(str(d), symbols) for d in value.shape]
             )
+
+
+def _renamed(expression: str, symbols: dict[str, str]) -> str:
+    return re.sub(r"\bs\d+\b", lambda match: symbols.get(match[0], match[0]), expression)
 
 
 def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
