@@ -108,6 +108,7 @@ class EagerMarkers:
         output, self._states[name] = literal_recurrence(q, k, v, decay, beta, past, rule, scale)
         return output
 
+
 class StatelessMixersCache(DynamicCache):
     """A cache of keys and values that keeps no states of mixers, as in a trace."""
 

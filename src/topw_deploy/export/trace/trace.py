@@ -153,14 +153,15 @@ def _name_dimensions(graph: ir.Graph) -> None:
         for dimension, name in zip(value.shape, ("batch_size", "sequence_length"), strict=True):
             symbols[str(dimension)] = name
     symbol = re.compile(r"\bs\d+\b")
+
+    def named(dimension: Any) -> int | str | None:
+        if isinstance(dimension, int) or dimension.value is None:
+            return dimension if isinstance(dimension, int) else None
+        return symbol.sub(lambda found: symbols.get(found[0], found[0]), str(dimension))
+
     for value in _all_values(graph):
         if value.shape is not None:
-            value.shape = ir.Shape(
-                [
-                    d if isinstance(d, int) else symbol.sub(lambda m: symbols.get(m[0], m[0]), str(d))
-                    for d in value.shape
-                ]
-            )
+            value.shape = ir.Shape([named(dimension) for dimension in value.shape])
 
 
 def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
