@@ -18,7 +18,8 @@ from transformers.exporters import OnnxConfig, OnnxExporter
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.resume.journal import Journal
-from topw_deploy.export.trace.marker import check_layer_types, check_markers, marked
+from topw_deploy.export.trace.interface import marked
+from topw_deploy.export.trace.marker import check_layer_types, check_markers
 from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
 from topw_deploy.export.trace.mixers import marked_mixers
 from topw_deploy.export.trace.traced_cache import TracedCache
@@ -30,7 +31,7 @@ _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
 _BATCH, _SEQUENCE = 2, 3  # sample sizes: distinct and above 1
 _FILE = "trace.onnx"
 _STAGE = "traced graph"
-_PARAMETERS = "checkpoint"  # placeholder for the parameters' data file
+_PARAMETERS = "checkpoint"  # stands for the data file of the parameters
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _cache_argument(forward: Callable[..., Any]) -> str:
 
 
 def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weights) -> None:
-    """The optimizer must not fold weights."""
+    """Attach the parameters and optimize the graph without folding weights."""
 
     def may_fold(node: ir.Node) -> bool | None:
         return False if any(value is not None and value.name in weights.by_name for value in node.inputs) else None
@@ -152,16 +153,16 @@ def _name_dimensions(graph: ir.Graph) -> None:
     for value in graph.inputs:
         for dimension, name in zip(value.shape, ("batch_size", "sequence_length"), strict=True):
             symbols[str(dimension)] = name
-    symbol = re.compile(r"\bs\d+\b")
-
-    def named(dimension: Any) -> int | str | None:
-        if isinstance(dimension, int) or dimension.value is None:
-            return dimension if isinstance(dimension, int) else None
-        return symbol.sub(lambda found: symbols.get(found[0], found[0]), str(dimension))
-
     for value in _all_values(graph):
+        # An unknown size gets no name: onnxruntime takes sizes of one name for equal.
         if value.shape is not None:
-            value.shape = ir.Shape([named(dimension) for dimension in value.shape])
+            value.shape = ir.Shape(
+                [d if isinstance(d, int) or d.value is None else _renamed(str(d), symbols) for d in value.shape]
+            )
+
+
+def _renamed(expression: str, symbols: dict[str, str]) -> str:
+    return re.sub(r"\bs\d+\b", lambda match: symbols.get(match[0], match[0]), expression)
 
 
 def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
@@ -171,7 +172,7 @@ def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _drop_origins(model: ir.Model) -> None:
-    """Stack traces and paths bloat files and reveal the exporting machine."""
+    """Remove stack traces and paths, which bloat files and reveal the exporting machine."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.name = "decoder"
