@@ -45,7 +45,8 @@ def adapted(model: torch.nn.Module) -> Iterator[None]:
                 setattr(module, attribute, MethodType(method, module))
                 undo.callback(delattr, module, attribute)
             if name in _UNNUMBERED:
-                module.layer_idx = counted[name] = counted.get(name, -1) + 1
+                counted[name] = counted.get(name, -1) + 1
+                setattr(module, "layer_idx", counted[name])  # noqa: B010 - no attribute of torch's modules
                 undo.callback(delattr, module, "layer_idx")
         yield
 
