@@ -131,7 +131,8 @@ SHARED: dict[str, Callable[[], tf.PreTrainedConfig]] = {
 LATENT: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "deepseek_v2": lambda: tf.DeepseekV2Config(**_LATENT_EXPERTS),
     "deepseek_v3": lambda: tf.DeepseekV3Config(**_LATENT_EXPERTS),
-    "minicpm3": lambda: tf.MiniCPM3Config(**_LATENT),
+    "minicpm3": lambda: tf.MiniCPM3Config(**_LATENT, scale_emb=1, dim_model_base=32),
+    "deepseek_v32": lambda: tf.DeepseekV32Config(**_LATENT_EXPERTS, index_topk=64, index_n_heads=2, index_head_dim=16),
 }
 KINDS = {**SINKS, **ALIBI, **OWN, **CHUNKS, **WIDTHS, **SHARED, **LATENT}
 
