@@ -42,7 +42,7 @@ def a_manifest(**changes: object) -> m.DecoderManifest:
         verification=m.Verification(
             status="partial",
             checks=(m.Check("prefill", True, 1e-6, 1e-4),),
-            not_compared=(m.NotCompared("generation", "the source is not here"),),
+            not_compared=(m.NotCompared("generation", "the source is not available"),),
             notes=(m.Note("kept sets", "24 of 32 equal"),),
         ),
     )

@@ -63,7 +63,8 @@ inline void clear(const Session &session, void *data, std::size_t bytes) {
     throw Failure("the cache cannot be cleared on the device; check NVIDIA's driver.");
 }
 
-// static: one buffer per part, bound once as past and present. A step updates ids and indices in place.
+// static: one buffer for each layer's keys and values, bound once as past and present. A step updates ids and indices
+// in place.
 class StaticCache : public Cache {
  public:
   StaticCache(const Session &session, const Folder &folder, Binding &binding, const Rows &rows)
@@ -188,7 +189,7 @@ class ConcatCache : public Cache {
     }
     for (std::int64_t row = 0; row < count_; ++row) {
       mask_[row * room_ + width_] = active[row];
-      last_[row] += active[row];  // only active rows: positions must stay inside the context
+      last_[row] += active[row];  // only active rows, because positions must stay inside the context
     }
     ++width_;
     if (!decoding_) {

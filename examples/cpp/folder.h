@@ -117,6 +117,7 @@ inline void read_decoder(const Json &decoder, Folder &folder) {
     item.at("dtype").need(cache_element_bytes(state.type) > 0, "'float', 'float16' or 'bfloat16'");
     for (const Json &size : item.at("shape").as_list()) state.shape.push_back(size.as_whole());
     folder.states.push_back(state);
+    if (item.at("window").as_whole() > 0) folder.pads = false;
   }
   decoder.need(!folder.states.empty(), "one with states");
 }

@@ -137,8 +137,8 @@ def test_verify_names_what_it_cannot_compare_with(finished: Path, monkeypatch: p
     monkeypatch.setenv("TOPW_NATIVE", "0")
     result = verify(finished, "--source", "./gone")
     assert result.exit_code == 0
-    assert "generation: not compared, the source is not here" in result.stderr
-    assert "native sampler: not compared, TOPW_NATIVE=0 switches it off" in result.stderr
+    assert "generation: not compared, the source is not available" in result.stderr
+    assert "native sampler: not compared, TOPW_NATIVE=0 disables it" in result.stderr
     assert "4 checks passed, 3 not compared" in result.stdout
 
 

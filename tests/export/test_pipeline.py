@@ -132,7 +132,7 @@ def test_a_half_precision_export_reports_its_activations_and_verifies(
     assert manifest.decoder is not None
     assert manifest.decoder.kv_dtype == "float16"
     assert manifest.verification.status == "passed"
-    assert report.notices == ("no activation left float16's range on the sample text",)
+    assert report.notices == ("no activation exceeded float16's range on the sample text",)
 
 
 @pytest.mark.long

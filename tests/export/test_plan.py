@@ -131,7 +131,7 @@ def test_sizes_are_read_as_transformers_reads_them(size: int | str, wanted: int)
 
 @pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "2 gigabytes", 0])
 def test_an_invalid_size_is_refused(tmp_path: Path, size: int | str) -> None:
-    with pytest.raises(ParameterError, match="must be a number of bytes"):
+    with pytest.raises(ParameterError, match="must be a positive number of bytes"):
         export_request(model="demo", output=tmp_path, max_shard_size=size)
 
 
@@ -207,7 +207,7 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
     assert manifest.decoder.num_layers == first_layers.LAYERS + 1
     assert manifest.verification.status == "partial"
     assert manifest.verification.checks[0].detail == f"torch; first {first_layers.LAYERS} layers"
-    assert "memory does not suffice to verify all 5 layers" in report.notices[-1]
+    assert "there is too little memory to verify all 5 layers" in report.notices[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -1,4 +1,4 @@
-"""`topw inspect`: works without onnxruntime and onnx."""
+"""`topw inspect`: show an export; needs neither onnxruntime nor onnx."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from topw_deploy.tensorrt.engines import misplaced, stamps, unfinished
 from topw_deploy.tensorrt.stamp import FOLDER, read
 
 _FORMS = {
-    "concat": "past in, past and new tokens out",
+    "concat": "past in, past plus new tokens out",
     "static": "one buffer, written in place",
     "shared": "one buffer, written in place, rows of equal lengths",
 }
@@ -74,7 +74,7 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _engines(folder: Path) -> Iterator[str]:
-    """Includes engines for other machines."""
+    """One row per engine, including engines for other machines."""
     rows: list[tuple[str, object]] = []
     for path in stamps(folder):
         try:
@@ -86,9 +86,9 @@ def _engines(folder: Path) -> Iterator[str]:
         bounds = f"{stamp.most_batch} rows, {stamp.most_sequence} tokens and {stamp.most_edits} edits of each"
         sampler = "its function" if stamp.plugin == "none" else "the plugin"
         rows.append((stamp.engine, f"{binary_size(stamp.size)}, for {profiles}: {bounds}; sampled by {sampler}"))
-    rows += [(path.name, "has no stamp, as when its build was cut short: not used") for path in unfinished(folder)]
+    rows += [(path.name, "not used: it has no stamp, so its build was interrupted") for path in unfinished(folder)]
     if reason := misplaced(folder):
-        rows.append((FOLDER, f"{reason}: not used"))
+        rows.append((FOLDER, f"not used: {reason}"))
     if rows:
         yield from _section("engines", rows)
 
@@ -105,7 +105,7 @@ def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
     elif decoder.buffer_step:
         yield "cache grows", f"in steps of {decoder.buffer_step} tokens"
     if not decoder.ragged_chunks:
-        yield "batches", "continue prompts of several tokens one row at a time"
+        yield "batches", "each row's prompt chunks after the first run separately"
     if decoder.weights:
         total = f"{binary_size(sum(decoder.weights.values()))} in all"
         yield "weights", "; ".join([*(f"{name} {binary_size(n)}" for name, n in decoder.weights.items()), total])
@@ -150,7 +150,7 @@ def _section(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:
 
 
 def _without_layers(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
-    """Layers' cache tensors differ only by number: show the first."""
+    """Only the first layer's cache tensors; those of the other layers differ only by number."""
     for spec in specs:
         parts = spec.name.split(".")
         if len(parts) != 3:

@@ -42,14 +42,15 @@ class State:
     layer: the layer that writes it.
     kind: one of STATE_KINDS.
         full: keys or values of all tokens.
-        window: of the last tokens, in a buffer that may be as short as the window.
+        window: of the last `window` tokens.
         latent: keys and values of all tokens, compressed.
         convolution: the last columns of a causal convolution's input.
         recurrent: the state of a recurrence.
-        The last two have a fixed size and start as zeros.
+        All but `full` and `latent` have a fixed size and start as zeros.
     dtype: lower-case ONNX element type.
     shape: of one row. 0 is the axis of tokens, in at most one place.
-    window: of the kind `window`, tokens that a query sees, itself included; else 0.
+    window: of the kind `window`, tokens that a query sees, itself included; else 0. The operator evicts tokens by their
+        number, counting padding, so rows of a call must have equal lengths.
     shared_by: later layers that read it too.
     """
 
@@ -86,7 +87,10 @@ def key_value_states(
     window: int = 0,
     shared_by: tuple[int, ...] = (),
 ) -> tuple[State, State]:
-    """The keys and values of an attention layer, each [batch, heads, tokens, dim]."""
+    """The keys and values of an attention layer, each [batch, heads, tokens, dim].
+
+    window: number of tokens kept; 0 for all.
+    """
 
     def state(part: str, dim: int) -> State:
         return State(
@@ -95,7 +99,7 @@ def key_value_states(
             past=f"past_key_values.{layer}.{part}",
             present=f"present.{layer}.{part}",
             dtype=dtype,
-            shape=(heads, 0, dim),
+            shape=(heads, window, dim),
             window=window,
             shared_by=shared_by,
         )
@@ -107,23 +111,25 @@ def key_value_states(
 class DecoderInfo:
     """How the runtime drives the decoder (docs/contract/graph.md, section 8).
 
-    kv_form: one of KV_FORMS. `concat`: past in, past and new tokens out. `static`: one in-place buffer, lengths per
-    row. `shared`: such a buffer in another exporter's graph, with attention_mask.
+    kv_form: one of KV_FORMS. `concat`: past in, past plus new tokens out. `static`: one buffer updated in place, with
+    the length of each row. `shared`: such a buffer in another exporter's graph, with attention_mask.
     states: what the layers keep between calls, in layer order.
     kv_dtype: ONNX element type of keys and values, "float" or "float16".
     context_length: maximum tokens of a sequence.
     left_padding, right_padding: whether batches can be padded on that side (`concat` left, `shared` right, `static`
     neither: it has row lengths).
     attention: operator that reads the cache, "GroupQueryAttention", "Attention" or "", for information.
-    ragged_chunks: whether batch rows can take several tokens each after a past. If not: only into an empty cache,
-    singly, or row by row.
+    ragged_chunks: whether all rows of a batch can take several tokens after a past in one run. If not, a run takes
+    several tokens only into an empty cache or for a single row.
     most_columns: maximum tokens per row and call, 0 for any.
-    buffer_step: 0 if a step's cost is independent of buffer length; otherwise buffers have the smallest sufficient
-    multiple.
-    buffer_least: minimum buffer tokens, 0 for any. Operators with a sliding window in the buffer refuse shorter ones.
+    buffer_step: 0 if a step's cost does not depend on the buffer length; otherwise buffers have the smallest sufficient
+    multiple of it as length.
+    buffer_least: minimum tokens of a buffer, 0 for any. Operators whose sliding window lies in the buffer refuse
+    shorter ones.
     target: one of TARGETS.
+    least_onnxruntime: first version that runs the graph, such as "1.29"; "" for any supported one.
     weights: bytes of initializers by element type.
-    quantisation: fields of export.quantise.Quantisation, {} if not by this package.
+    quantisation: fields of export.quantise.Quantisation, {} if this package did not quantise.
     """
 
     model_type: str
@@ -141,8 +147,14 @@ class DecoderInfo:
     buffer_step: int = 0
     buffer_least: int = 0
     target: str = "onnxruntime"
+    least_onnxruntime: str = ""
     weights: dict[str, int] = field(default_factory=dict)
     quantisation: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether prompts of different lengths must be read one by one (see State.window)."""
+        return any(state.window for state in self.states)
 
     @property
     def recurs(self) -> bool:
@@ -160,7 +172,7 @@ class SamplerInfo:
     table_form: str  # "" for the uniform metric
     options: TopWOptions
     outputs: tuple[str, ...]
-    neighbour_bound: bool = False  # in node input 13
+    neighbour_bound: bool = False  # whether the node has it, as input 13
 
     @property
     def geometry(self) -> tuple[str, int | None]:
@@ -170,7 +182,7 @@ class SamplerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Largest difference and its bound."""
+    """A comparison's largest difference and its bound."""
 
     name: str
     passed: bool
@@ -201,8 +213,8 @@ class Verification:
 
     status: one of STATUSES. "provisional": unverified, does not load. "passed": all checks ran and passed. "partial":
     something was not compared, or a failed check limits use (see its detail). "skipped": not requested.
-    checks: can fail.
-    not_compared: any makes the status "partial".
+    checks: comparisons that can fail.
+    not_compared: if there are any, the status is "partial".
     notes: do not affect the status.
     """
 

@@ -5,6 +5,7 @@ Bounds far exceed any model; they prevent huge allocations and integers that no 
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import fields
 from typing import Any
@@ -47,6 +48,7 @@ MOST_TOKENS = (1 << 31) - 1  # context; operators count in 32 bits
 MOST_BUFFER = 1 << 22  # allocated for any request
 MOST_VOCABULARY = MOST_WIDTH = 1 << 24
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
+_VERSION = re.compile(r"\d{1,4}\.\d{1,4}")
 _SCALARS = (str, int, float, type(None))
 
 
@@ -138,7 +140,7 @@ def _sampler(data: Fields) -> SamplerInfo:
 
 
 def _defaults(data: Fields) -> TopWParameters:
-    """The graph takes defaults in float32."""
+    """The default parameters, which must be valid in float32, the graph's type."""
     data.only(PARAMETER_NAMES)
     given = {name: data.real(name) for name in data.given(PARAMETER_NAMES)}
     found = TopWParameters(**given)
@@ -170,9 +172,16 @@ def _decoder(data: Fields) -> DecoderInfo:
         buffer_step=data.whole("buffer_step", 0, MOST_BUFFER),
         buffer_least=data.whole("buffer_least", 0, MOST_BUFFER),
         target=data.one_of("target", TARGETS),
+        least_onnxruntime=_version(data.text("least_onnxruntime")),
         weights={kind: whole(f"weights {kind}", count, 0, _INT64) for kind, count in weights.items()},
         quantisation=_quantisation(data.mapping("quantisation")),
     )
+
+
+def _version(given: str) -> str:
+    if given and not _VERSION.fullmatch(given):
+        raise ValueError(f"decoder.least_onnxruntime is {shown(given)}, not a version such as 1.29")
+    return given
 
 
 def _states(data: Fields, layers: int) -> tuple[State, ...]:
@@ -268,7 +277,7 @@ def _check(index: int, data: object) -> Check:
 
 
 def _safe_name(name: str) -> str:
-    """Refuses `..`, absolute paths and drives."""
+    """Return `name`; raises ValueError for `..`, absolute paths and drives."""
     parts = name.split("/")
     if not name or "\\" in name or ":" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ManifestError(

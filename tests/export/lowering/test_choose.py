@@ -62,7 +62,7 @@ def test_the_default_length_is_the_context_up_to_4096_tokens_and_is_stated(
     assert cache_lengths(decoder) == {slots}
     assert form.notice is not None
     assert f"may reach {longest:,} tokens" in form.notice
-    assert f"of the model's {context:,}; --max-length" in form.notice
+    assert f"the model's own limit is {context:,}, and --max-length" in form.notice
 
 
 def test_a_fixed_length_is_in_the_signature_and_limits_the_context(narrow: TracedDecoder) -> None:

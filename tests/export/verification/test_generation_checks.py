@@ -149,7 +149,7 @@ def test_a_generation_of_near_ties_alone_is_not_compared(
     results = list(generation_checks(folder, manifest, Fixed(np.zeros((1, 1))), geometry, PROMPTS))
     assert asked == [1, 3, 1, 3]
     assert all(isinstance(result, NotCompared) for result in results)
-    assert "4 of 10 tokens, fewer than half" in str(results[0])
+    assert "4 of 10 tokens are equal, fewer than half" in str(results[0])
 
 
 def test_another_prompt_is_tried_after_one_of_near_ties(

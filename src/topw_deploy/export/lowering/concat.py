@@ -1,7 +1,7 @@
 """Lower markers to standard attention over a concatenated cache.
 
-Masks compare slots, windows compare positions (running sums of `attention_mask`), so padding may be left, right or
-between chunks. Every query sees its own slot, so no softmax is empty.
+Causal masks compare cache slots; windows compare positions (running sums of `attention_mask`). So padding may be left,
+right or between chunks. Every query sees its own slot, so no softmax is empty.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor, required_input
 from topw_deploy.export.lowering.layers import attention_layers
+from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
 from topw_deploy.export.lowering.states import States
 from topw_deploy.export.lowering.visibility import Masks, Positions
@@ -47,6 +48,9 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> list[State]:
                 states.present(state, present)
         decomposed = tensorrt and not tensorrt_fuses(layer)
         attend(editor, layer, presents[layer.owner], masks.of(layer), decomposed=decomposed)
+    if has_mixers(decoder):
+        padding = Padding.of_attention_mask(editor, attention_mask)
+        lower_mixers(editor, decoder, states, padding, contrib=not tensorrt)
     decoder.model.opset_imports.pop(MARKER_DOMAIN, None)
     editor.finish()
     return states.found

@@ -1,9 +1,12 @@
 """Lower markers to onnxruntime's GroupQueryAttention over a static cache.
 
-It reads only used slots and can rotate queries and keys. Rules of onnxruntime 1.24 to 1.31:
-- A call with total_sequence_length columns starts all rows. Any other has one new token per row of a batch
-  (`ragged_chunks: false`).
+The operator reads only used slots and can rotate queries and keys. Rules of onnxruntime 1.24 to 1.31:
+- A call with as many columns as total_sequence_length starts all rows anew. Any other call on a batch may have only
+  one new token per row (`ragged_chunks: false`).
 - total_sequence_length is read on the host: a computed one would be copied from the GPU, so it is an input.
+- With `sliding_window_cache` the buffer holds the window. Where tokens lie in it follows from the row's length, so
+  padding must not count: rows of different lengths are read one by one. A step takes the window's time, while a buffer
+  of the whole sequence is read to its end (at 6,000 tokens and a window of 512: 69 us a layer instead of 690).
 - seqlens_k is a row's length *after* the call, less one, counting padded columns.
 """
 
@@ -21,6 +24,7 @@ from topw_deploy.export.lowering.fused_projections import fuse_qkv
 from topw_deploy.export.lowering.head_width import narrow_heads, operator_width, pad_heads
 from topw_deploy.export.lowering.heads import merge_heads
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
+from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.norms import fuse_skip_norms
 from topw_deploy.export.lowering.rotary_tables import RotaryTable, RotaryTables
 from topw_deploy.export.lowering.static_cache import StaticCache
@@ -30,6 +34,7 @@ from topw_deploy.manifest import State
 PREFIX = "topw.attention"
 DOMAIN = "com.microsoft"
 OPERATOR = "GroupQueryAttention"
+WINDOW_CACHE_SINCE = "1.29"  # onnxruntime
 _DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -37,36 +42,47 @@ def refusal(decoder: TracedDecoder) -> str | None:
     """Why GroupQueryAttention cannot serve this decoder, or None."""
     for layer in attention_layers(decoder):
         if layer.heads % layer.kv_heads:
-            return f"layer {layer.index} has {layer.heads} query heads for {layer.kv_heads} key heads"
+            return f"layer {layer.index} has {layer.heads} query heads, no multiple of {layer.kv_heads} key heads"
         if layer.query.dtype not in _DTYPES:
-            return f"layer {layer.index} computes in {layer.query.dtype}"
+            return f"layer {layer.index} computes in {layer.query.dtype}, which the operator does not support"
     return None
 
 
-def lower(decoder: TracedDecoder, context_length: int) -> list[State]:
+def lower(decoder: TracedDecoder, context_length: int, *, window_cache: bool = True) -> list[State]:
     """Replace every marker in place; `refusal` must be None. Returns the states.
 
     context_length: rows of the rotary tables.
+    window_cache: keep only the window's tokens in layers that have one; needs onnxruntime `WINDOW_CACHE_SINCE`.
     """
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
     cache = StaticCache(editor)
-    last_slots = _last_slots(editor, cache, half=layers[0].query.dtype != ir.DataType.FLOAT)
-    lengths = (last_slots, cache.host_length())
-    tables = RotaryTables(editor, decoder, context_length)
-    operands = _Operands(editor, cache, lengths, tables, AttendedKeys(editor, cache, lengths[1]))
     presents: dict[int, list[ir.Value]] = {}
-    for layer in layers:
-        if layer.source is None:
-            presents[layer.index] = _keep(operands, layer)
-        else:
-            _borrow(operands, layer, presents[layer.source])
+    if layers:
+        last_slots = _last_slots(editor, cache, half=layers[0].query.dtype != ir.DataType.FLOAT)
+        lengths = (last_slots, cache.host_length())
+        tables = RotaryTables(editor, decoder, context_length)
+        operands = _Operands(editor, cache, lengths, tables, AttendedKeys(editor, cache, lengths[1]))
+        for layer in layers:
+            if layer.source is None:
+                kept = _kept(layer, context_length) if window_cache else 0
+                presents[layer.index] = _keep(operands, replace(layer, kept=kept))
+            else:
+                _borrow(operands, layer, presents[layer.source])
+    if has_mixers(decoder):
+        lower_mixers(editor, decoder, cache.states, Padding.of_static_cache(editor, cache), contrib=True)
     model.opset_imports[DOMAIN] = 1
     if any(layer.latent for layer in layers):
         model.opset_imports[""] = max(LATENT_OPSET, model.opset_imports[""])
     cache.finish(model)
     fuse_skip_norms(model)
     return cache.states.found
+
+
+def _kept(layer: AttentionLayer, context_length: int) -> int:
+    """Tokens of the window that the cache holds; 0: all of the sequence, also where other layers read the states."""
+    held = layer.window < context_length and not (layer.shared_by or layer.latent or layer.chunk)
+    return layer.window if held and layer.slopes is None else 0
 
 
 @dataclass(frozen=True)
@@ -81,9 +97,10 @@ class _Operands:
 
 
 def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Value:
-    """int32 [batch].
+    """The operator's seqlens_k, int32 [batch].
 
-    half: for CUDA, where adding the host's column count would copy; a Range of that length does not.
+    half: avoid adding the column count, which is on the host and would be copied to CUDA; take the last element of a
+    Range of that length instead.
     """
     op, constant = editor.op, editor.constant
     if half:
@@ -151,6 +168,8 @@ def _attend(
     }
     if layer.window:
         attributes["local_window_size"] = layer.window
+    if layer.kept:
+        attributes["sliding_window_cache"] = 1
     if layer.softcap:
         attributes["softcap"] = layer.softcap
     if table is not None:

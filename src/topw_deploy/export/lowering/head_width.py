@@ -28,7 +28,7 @@ def pad_heads(editor: GraphEditor, merged: ir.Value, heads: int, width: int) -> 
         return merged
     separate = op("Reshape", [merged, constant(np.array([0, 0, heads, dim]))])
     padded = op("Pad", [separate, constant(np.array([0, 0, 0, 0, 0, 0, 0, width - dim]))])
-    shape = ["batch_size", "sequence_length", heads * width]
+    shape: list[int | str | None] = ["batch_size", "sequence_length", heads * width]
     return op("Reshape", [padded, constant(np.array([0, 0, heads * width]))], dtype=merged.dtype, shape=shape)
 
 

@@ -15,7 +15,7 @@ from topw_deploy.manifest import State, key_value_states
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """A marker and its values.
+    """An attention marker and its values.
 
     query: [batch, heads, sequence, head_dim].
     new_key, new_value: [batch, kv_heads, sequence, head_dim or value_dim].
@@ -25,6 +25,7 @@ class AttentionLayer:
     source: an earlier layer with the same keys and values, whose states this layer reads. None: it has its own.
     shared_by: later layers that read its states.
     chunk: tokens see their own chunk of this size only; 0 for no chunks.
+    kept: tokens of the window that the state holds; 0 for those of the whole sequence.
     """
 
     index: int
@@ -43,6 +44,7 @@ class AttentionLayer:
     latent: bool
     source: int | None = None
     shared_by: tuple[int, ...] = ()
+    kept: int = 0
 
     @property
     def owner(self) -> int:
@@ -75,9 +77,8 @@ class AttentionLayer:
                     shared_by=self.shared_by,
                 ),
             )
-        return key_value_states(
-            self.index, dtype, self.kv_heads, self.head_dim, self.value_dim, shared_by=self.shared_by
-        )
+        sizes = self.kv_heads, self.head_dim, self.value_dim
+        return key_value_states(self.index, dtype, *sizes, window=self.kept, shared_by=self.shared_by)
 
     @property
     def news(self) -> tuple[ir.Value, ...]:

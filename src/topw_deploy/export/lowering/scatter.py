@@ -1,7 +1,7 @@
 """Lower markers to TensorScatter into a static cache, and opset 24 Attention over all of it.
 
-NVIDIA's parser ignores `nonpad_kv_seqlen`, so boolean masks hide slots. A step costs time for the whole buffer;
-`buffer_step` keeps it short. Masked slots are multiplied by zero, so they must be finite.
+NVIDIA's parser ignores `nonpad_kv_seqlen`, so boolean masks hide unused slots. A step takes time for the whole buffer;
+`buffer_step` keeps the buffer short. Hidden slots are multiplied by zero, so their values must be finite.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from topw_deploy.export.graph.values import attributes_of
 from topw_deploy.export.lowering.fused_projections import fuse_qkv
 from topw_deploy.export.lowering.heads import MergedHeads, merge_heads
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
+from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.rotary import rotary_kind
 from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
 from topw_deploy.export.lowering.static_cache import StaticCache
@@ -50,16 +51,18 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
             for state, present in zip(layer.states, presents[layer.index], strict=True):
                 cache.states.present(state, present)
         assert masks is not None, "the first layer has states"
-        # A number means TensorRT. onnxruntime reads prompts faster with the operator.
+        # A fixed length means TensorRT. onnxruntime processes prompts faster with the operator.
         decomposed = max_length is not None and not tensorrt_fuses(layer)
         attend(editor, layer, presents[layer.owner], masks.of(layer), decomposed=decomposed)
+    if has_mixers(decoder):
+        lower_mixers(editor, decoder, cache.states, Padding.of_static_cache(editor, cache), contrib=False)
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
     cache.finish(model)
     return cache.states.found
 
 
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
-    """Share one product, transpose and rotation: a third of the operators.
+    """Compute queries, keys and values by one product, transpose and rotation: a third of the operators.
 
     Returns `layer` as it is if its projections cannot be fused, if queries and keys are rotated differently, or if
     unrotated heads differ in number (see `_slice_heads`).
@@ -97,8 +100,8 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
 def _slice_heads(editor: GraphEditor, heads: ir.Value, start: int, stop: int) -> ir.Value:
     """Slice without Split.
 
-    For CUDA, onnxruntime's Split copies unequal sizes per run, so replayed steps read freed memory. It also merges
-    slices of a whole value into a Split.
+    On CUDA, onnxruntime's Split copies unequal sizes to the device in each run, so replayed steps read freed memory.
+    onnxruntime also merges slices that cover a whole value into a Split.
     """
     return editor.op("Slice", [heads, *(editor.constant(np.array([number])) for number in (start, stop, 1))])
 

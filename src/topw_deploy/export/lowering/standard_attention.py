@@ -40,16 +40,16 @@ def attend(
 
 
 def tensorrt_fuses(layer: AttentionLayer) -> bool:
-    """Whether TensorRT can fuse such heads (tested with TensorRT-RTX 1.7.1); otherwise it refuses the operator."""
+    """Whether TensorRT can fuse attention over such heads (tested with TensorRT-RTX 1.7.1). If not, it refuses it."""
     half = layer.query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return half and layer.head_dim == layer.value_dim and layer.head_dim in range(16, 257, 8)
 
 
 def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """NVIDIA's parser requires one output.
+    """One Attention operator, with only one output, as NVIDIA's parser requires.
 
-    Float32 queries are scaled first: onnxruntime's one-row kernel reads the cache 1.3 times as fast, but takes no
-    factor.
+    Float32 queries are scaled beforehand: onnxruntime's one-row kernel reads the cache 1.3 times as fast, but does not
+    support a scale.
     """
     query, scale = layer.query, layer.scale
     if query.dtype == ir.DataType.FLOAT:
@@ -58,10 +58,10 @@ def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
 
 
 def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """Scores are capped as cap * tanh(score / cap).
+    """Attention as products and a softmax, with scores capped as cap * tanh(score / cap).
 
-    The operator's `softcap` is unused: the specification first applied it after the mask, which reveals the future,
-    later before. Runtimes differ.
+    The operator's `softcap` is unused. The specification first applied it after the mask, which reveals future tokens,
+    and later before it; runtimes differ.
     """
     op, constant = editor.op, editor.constant
     query, cap = _scaled(editor, layer.query, layer.scale / (layer.softcap or 1.0)), layer.softcap

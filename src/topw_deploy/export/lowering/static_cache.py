@@ -1,7 +1,7 @@
 """A cache written in place.
 
-A row fills its buffer from slot 0. `write_indices` is its length, `row_lengths` this call's number of real columns,
-which come first. The next call overwrites padded columns before queries see them.
+Each row fills its buffer from slot 0. `write_indices` is the row's length before a call, `row_lengths` the number of
+the call's real columns, which come first. The next call overwrites padded columns before any query sees them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StaticCache:
         return value
 
     def positions(self) -> ir.Value:
-        """int64 [batch, sequence]. Padded columns repeat the last position, to stay inside tables."""
+        """Positions, int64 [batch, sequence]. Padded columns repeat the last position, to stay inside tables."""
         if self._positions is None:
             op, constant = self._editor.op, self._editor.constant
             count = op("Squeeze", [self.sequence])

@@ -37,7 +37,7 @@ def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph) -> None:
     nodes = marker_nodes(graph)
     name = type(model).__name__
     layers = [node.attributes["layer"].as_int() for node in nodes]
-    if len(set(layers)) != len(layers) or not layers:
+    if len(set(layers)) != len(layers) or not any(node.domain == MARKER_DOMAIN for node in graph):
         raise UnsupportedModelError(
             f"{name} shows {len(nodes)} attention calls for {config.num_hidden_layers} layers through transformers' "
             "attention interface, but one per attention layer is needed; graft an ONNX decoder made by another "

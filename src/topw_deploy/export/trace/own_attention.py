@@ -49,7 +49,7 @@ def adapted(model: torch.nn.Module) -> Iterator[None]:
                 undo.callback(delattr, module, attribute)
             if name in _UNNUMBERED:
                 counted[name] = counted.get(name, -1) + 1
-                setattr(module, "layer_idx", counted[name])  # noqa: B010 - no attribute of torch's modules
+                setattr(module, "layer_idx", counted[name])  # noqa: B010
                 undo.callback(delattr, module, "layer_idx")
         yield
 

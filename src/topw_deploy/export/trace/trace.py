@@ -20,6 +20,8 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.resume.journal import Journal
 from topw_deploy.export.trace.interface import marked
 from topw_deploy.export.trace.marker import check_layer_types, check_markers
+from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
+from topw_deploy.export.trace.mixers import marked_mixers
 from topw_deploy.export.trace.traced_cache import TracedCache
 from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightless
 from topw_deploy.export.trace.workarounds import batch_experts, fixed_frequencies, silenced, small_terms_kept
@@ -29,7 +31,7 @@ _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
 _BATCH, _SEQUENCE = 2, 3  # sample sizes: distinct and above 1
 _FILE = "trace.onnx"
 _STAGE = "traced graph"
-_PARAMETERS = "checkpoint"  # placeholder for the parameters' data file
+_PARAMETERS = "checkpoint"  # stands for the data file of the parameters
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def _cached_forward(model: PreTrainedModel) -> Iterator[None]:
     def logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         positions = {"position_ids": position_ids} if takes_positions else {}
         cache = TracedCache()
-        found = forward(input_ids=input_ids, use_cache=True, **{_cache_argument(forward): cache}, **positions)
+        with marked_mixers(model, SymbolicMarkers(cache)):
+            found = forward(input_ids=input_ids, use_cache=True, **{_cache_argument(forward): cache}, **positions)
         return {"logits": found.logits}
 
     model.forward = logits  # type: ignore[method-assign]
@@ -130,7 +133,7 @@ def _cache_argument(forward: Callable[..., Any]) -> str:
 
 
 def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weights) -> None:
-    """The optimizer must not fold weights."""
+    """Attach the parameters and optimize the graph without folding weights."""
 
     def may_fold(node: ir.Node) -> bool | None:
         return False if any(value is not None and value.name in weights.by_name for value in node.inputs) else None
@@ -169,7 +172,7 @@ def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _drop_origins(model: ir.Model) -> None:
-    """Stack traces and paths bloat files and reveal the exporting machine."""
+    """Remove stack traces and paths, which bloat files and reveal the exporting machine."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.name = "decoder"

@@ -1,6 +1,6 @@
-"""Run decoder sessions with any cache form.
+"""Run decoder sessions with any form of cache.
 
-Independent of the runtime, so that separate code verifies the file.
+This code is independent of the runtime, so that the file is verified by separate code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GROWTH = 64  # slots added to a full buffer; any number works
 
 
 class CacheDriver(Protocol):
-    """A decoder with a cache, for padded token columns."""
+    """A decoder with its cache, run on columns of tokens that may be padded."""
 
     def start(self, batch: int) -> None:
         """Empty the cache for `batch` rows."""
@@ -30,7 +30,7 @@ class CacheDriver(Protocol):
 
 
 def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> CacheDriver:
-    """Driver for the decoder's cache form. logits: output to return."""
+    """A driver for the decoder's form of cache. logits: name of the output to return."""
     drivers: dict[str, Callable[[ort.InferenceSession, DecoderInfo, str], CacheDriver]] = {
         "concat": _Concat,
         "static": _Static,
@@ -48,7 +48,7 @@ def empty_states(decoder: DecoderInfo, batch: int, length: int) -> dict[str, Arr
 
 
 class _Concat:
-    """Past in, past and new tokens out."""
+    """A cache that the graph takes as input and returns with the new tokens appended."""
 
     def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
         self._session, self._decoder, self._logits = session, decoder, logits
@@ -68,7 +68,7 @@ class _Concat:
 
 
 class _InPlace:
-    """One growing buffer; a run uses one row or all."""
+    """A cache written in place, in one growing buffer; a run uses one row or all rows."""
 
     def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
         self._session, self._decoder, self._logits = session, decoder, logits
@@ -103,7 +103,7 @@ class _InPlace:
 
 
 class _Static(_InPlace):
-    """Attended columns move left, without gaps; row lengths are an input."""
+    """A static cache: attended columns are moved left, without gaps, and row lengths are an input."""
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
         compact, lengths = _to_the_left(ids, attention_mask)
@@ -122,7 +122,8 @@ class _Static(_InPlace):
     def _columns(self, ids: Array, lengths: NDArray[np.int64]) -> Array:
         # Without a recurrent state, a row without tokens gets padding, which its next token overwrites.
         real = lengths if self._decoder.recurs else np.maximum(lengths, 1)
-        if self._decoder.ragged_chunks or len(ids) == 1 or ids.shape[1] == 1 or not self._used.any():
+        apart = self._decoder.evicts and len(set(real.tolist())) > 1
+        if self._decoder.ragged_chunks or len(ids) == 1 or ids.shape[1] == 1 or not (self._used.any() or apart):
             return self._rows(slice(None), ids, real)
         each = [
             self._rows(slice(r, r + 1), ids[r : r + 1, : max(1, real[r])], real[r : r + 1]) for r in range(len(ids))
@@ -136,9 +137,9 @@ class _Static(_InPlace):
 
 
 class _Shared(_InPlace):
-    """Another exporter's GroupQueryAttention: row lengths are mask sums, logits are the last column's.
+    """Another exporter's GroupQueryAttention: row lengths are sums of the mask, logits are those of the last column.
 
-    So rows of different lengths first get all but their last token, right-padded.
+    So rows of different lengths first run all columns but the last, right-padded, then each row's last token.
     """
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
@@ -157,7 +158,7 @@ class _Shared(_InPlace):
         return logits
 
     def _rows(self, rows: slice, ids: Array, starts: NDArray[np.int64]) -> Array:
-        """Run `ids`, all tokens, after `starts` [batch] tokens."""
+        """Run `ids`, without padding, in rows that hold `starts` [batch] tokens."""
         positions = starts[:, None] + np.arange(ids.shape[1])
         ends = positions[:, -1:] + 1
         mask = (np.arange(ends.max()) < ends).astype(np.int64)
@@ -165,7 +166,7 @@ class _Shared(_InPlace):
 
 
 def _to_the_left(ids: Array, attention_mask: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Attended columns without gaps [batch, columns >= 1], and counts [batch]."""
+    """The ids of attended columns, without gaps [batch, columns >= 1], and their numbers [batch]."""
     attended = attention_mask[:, -ids.shape[1] :].astype(bool)
     lengths = attended.sum(axis=1)
     compact = np.zeros((len(ids), max(1, int(lengths.max()))), np.int64)

@@ -1,6 +1,6 @@
 """Memory of in-place caches: one block with a buffer for each state of each layer.
 
-Host pages are zeroed on first write, so unused length is free.
+The system allocates host pages on first write, so unused length costs nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "b
 """Supported cache element types."""
 
 _ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
-_ROUND = 64  # tokens; divides buffer lengths
-_GROWTH = 32  # growing moves the whole buffer, so by at least 1 / _GROWTH
+_ROUND = 64  # tokens; buffer lengths are multiples of it
+_GROWTH = 32  # buffers grow by at least 1 / _GROWTH, because growing moves the whole buffer
 
 
 class Layout:
@@ -119,9 +119,9 @@ class Buffers:
 
 
 class MemoryPool:
-    """A session's memory block, lent to one generation at a time; concurrent ones get temporary blocks.
+    """A session's memory block, lent to one generation at a time; concurrent generations get temporary blocks.
 
-    length: tokens to allocate for each of `rows` rows. None: on demand.
+    length: tokens to allocate at once for each of `rows` rows. None: allocate on demand.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class MemoryPool:
         return self._lent + (self._kept.size if self._kept is not None else 0)
 
     def borrow(self, batch: int, tokens: int, first: int) -> Buffers:
-        """Buffers for `batch` rows of up to `tokens` tokens, `first` of them immediately."""
+        """Buffers for `batch` rows of up to `tokens` tokens, with room for `first` of them at once."""
         tokens, first = max(tokens, self._least), max(first, self._least)
         capacity = self._length or min(_round_up(tokens, _ROUND), max(self._limit, tokens))
         size = self._layout.size(batch, capacity)

@@ -1,4 +1,4 @@
-"""Opens and checks caches of any form."""
+"""Open and check caches of any form."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _INPUTS = {
 
 
 class Cache(Protocol):
-    """One generation's cache: `feed_prompts`, run, `begin_decoding`; then `advance` and run per step.
+    """One generation's cache. Call `feed_prompts`, run, `begin_decoding`; then for each step `advance` and run.
 
-    input_ids: int64 [B, 1]; write it before `advance`.
+    input_ids: int64 [B, 1], the next tokens; write them before `advance`.
     """
 
     input_ids: np.ndarray
 
     def feed_prompts(self) -> None:
-        """Run all prompt chunks but the last, and bind that."""
+        """Run all prompt chunks except the last, and bind the last."""
 
     def begin_decoding(self) -> None:
-        """Bind a step's inputs, one token per row."""
+        """Bind the inputs of a step, one token per row."""
 
     def advance(self, rows: Iterable[int]) -> None:
-        """Make room for one token in `rows`. Ended rows overwrite their last token."""
+        """Make room for one token in `rows`. The other rows, which have ended, overwrite their last token."""
 
 
 class Caches:
     """Opens a session's caches.
 
-    max_length, max_batch: see `MemoryPool`.
+    max_length, max_batch: `length` and `rows` of `MemoryPool`.
     prefill_chunk: maximum tokens per run, over all rows.
     """
 
@@ -69,7 +69,7 @@ class Caches:
         return 0 if self._pool is None else self._pool.bytes
 
     def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> Cache:
-        """Open a cache with a row per prompt and room for `budgets` more tokens. The caller must close it."""
+        """Open a cache with a row per prompt and room for `budgets[row]` more tokens. The caller must close it."""
         if self._pool is None:
             assert isinstance(binding, HostBinding), "only onnxruntime's sessions have caches of the form concat"
             return ConcatCache(self._session, binding, self._decoder, prompts, max(budgets), self._chunk)
@@ -82,16 +82,16 @@ class Caches:
 
 
 def takes_ragged_batches(decoder: DecoderInfo) -> bool:
-    """Whether prompt lengths may differ in a batch."""
+    """Whether the prompts of a batch may differ in length."""
     takes = {"static": True, "concat": decoder.left_padding, "shared": decoder.right_padding}
     return takes[decoder.kv_form]
 
 
 def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple[str, ...]) -> None:
-    """Raises ManifestError for an unsupported cache or missing cache tensors."""
+    """Raises ManifestError for an unsupported cache form or element type, or missing cache tensors."""
     if decoder.kv_form not in _INPUTS:
         raise ManifestError(
-            f"the cache has the form {decoder.kv_form!r}, this topw_deploy drives {', '.join(KV_FORMS)}; "
+            f"the cache has the form {decoder.kv_form!r}, but this topw_deploy supports {', '.join(KV_FORMS)}; "
             "install a newer one."
         )
     for state in decoder.states:

@@ -17,7 +17,8 @@ from topw_deploy.runtime.protocols import Memory, Session
 class ConcatCache:
     """States in (`past`), states and new tokens out (`present`).
 
-    Each present becomes the next past without a copy. Left padding puts the last tokens in the last column.
+    Each present becomes the next past without a copy. Prompts are padded on the left, so that their last tokens share
+    the last column.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ConcatCache:
         _hand_over(self._names, self._binding, self._places, self._binding)
         for row in rows:
             self._mask[row, self._width] = 1
-            # ended rows stay within the context
+            # Positions of ended rows do not advance, so that they stay within the context.
             self._position_ids[row, 0] += 1
         self._width += 1
         if self._has_mask:
