@@ -53,7 +53,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "encoder_hash_byte_group_vocab": 64,
         "global_config": {"hidden_size": 128},
-        **dict.fromkeys(("encoder_config", "decoder_config"), {"hidden_size_global": 128}),
+        "encoder_config": {"hidden_size_global": 128},
+        "decoder_config": {"hidden_size_global": 128},
     },
     "cohere_compass_text": {
         "rope_parameters": {

@@ -126,7 +126,9 @@ def tiny_settings(cls: Any, initial: Mapping[str, Any], overrides: Mapping[str, 
     """
     defaults = {each.name: _default(each, initial) for each in fields(cls)}
     sizes = {name: value for name, value in SIZES.items() if isinstance(defaults.get(name), int)}
-    sizes |= {name: least for name, least in (("n_group", 1), ("first_k_dense_replace", 0)) if defaults.get(name) == least}
+    sizes |= {
+        name: least for name, least in (("n_group", 1), ("first_k_dense_replace", 0)) if defaults.get(name) == least
+    }
     if "head_dim" in defaults:
         sizes["head_dim"] = HEAD_DIM
     if "num_key_value_heads" in defaults:
