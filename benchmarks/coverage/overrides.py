@@ -56,6 +56,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "encoder_config": {"hidden_size_global": 128},
         "decoder_config": {"hidden_size_global": 128},
     },
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5},
+    "cohere2_moe": {"logit_scale": 0.5},
     "cohere_compass_text": {
         "rope_parameters": {
             "sliding_attention": _MROPE,
@@ -84,7 +87,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots3_note": {
         "text_config": _DOTS3,
         "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64, "mlp_layer_types": ["dense", "sparse"]},
-        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64, "downsample_hidden_size": 16},
+    },
+    "emu3": {
+        "vocabulary_map": {"<image>": 300, "<|extra_200|>": 301, "<|visual token 000000|>": 302},
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "codebook_size": 16, "attn_resolutions": []},
     },
     "dots3_note_text": _DOTS3,
     "gemma3n": {"text_config": _SHARED_CACHES},
@@ -101,13 +108,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _MAMBA_AND_FULL,
     "hrm_text": {"num_hidden_layers": 1, "H_cycles": 2, "L_cycles": 1},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "inkling_text": {"logits_mup_width_multiplier": 2.0},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "jetmoe": {"kv_channels": 16},
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 4},
     "laguna": {**_SLIDING_AND_FULL, "num_attention_heads_per_layer": [2, 4]},
     "lfm2": _CONV_AND_FULL,
     "lfm2_moe": {**_CONV_AND_FULL, "num_dense_layers": 1},
-    "llama4": {"text_config": _LLAMA4},
+    "llama4": {
+        "text_config": _LLAMA4,
+        "vision_config": {"projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64},
+    },
     "llama4_text": _LLAMA4,
     "longcat_flash": {"num_layers": 1},
     "mamba2": {"num_heads": 8},
@@ -119,7 +130,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "index_block_size": 4,
         "index_topk_blocks": 2,
     },
-    "mllama": {"text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]}},
+    "mllama": {
+        "text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+        "vision_config": {"intermediate_layers_indices": [0], "vision_output_dim": 128},
+    },
     "phi4_multimodal": {
         "audio_config": {
             "nemo_conv_channels": 64,
@@ -134,6 +148,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {
         "is_decoder": True,
         "attn_layers": ["local", "lsh"],
+        "axial_norm_std": 0.02,
         "axial_pos_shape": [16, 16],
         "axial_pos_embds_dim": [32, 32],
         "local_attn_chunk_length": 8,

@@ -11,7 +11,7 @@ from benchmarks.coverage.tiny_configs import tiny_config
 
 WEIGHT_SCALE = 6  # initial weights are too small for attention to matter
 NOISE = 0.1  # makes biases, norms and sinks differ from their initial 0 or 1
-LEAST_EFFECT = 1e-3  # of the first token on the last logits; float32's rounding is a thousand times smaller
+LEAST_EFFECT = 0.1  # of the first token on the last logits: a thousand times the bound of the verification
 TEXT_PARTS = {"gemma3n": "gemma3n_text"}
 """Composites that need further packages (timm) to be built -> model type of their text part."""
 # State decays are exponentials of these: scaled, they would forget everything.
@@ -19,12 +19,15 @@ _UNSCALED = re.compile(r"A_log|(^|\.)D$|conv|time_|dt_|decay|slope|_freq")
 
 
 def tiny_model(model_type: str) -> Any:
-    """Random float32 weights, in evaluation mode."""
+    """Random float32 weights, in evaluation mode; of a multimodal type the whole model, as its checkpoints are."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32).eval()
+    config = tiny_config(model_type)
+    whole = AutoModelForCausalLM._model_mapping[type(config)].config_class is type(config)
+    auto = AutoModelForCausalLM if whole else AutoModelForMultimodalLM
+    model = auto.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():
