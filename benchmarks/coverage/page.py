@@ -73,8 +73,9 @@ def _architectures(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]
         rows.append([f"`{name}`", states, *(_cell(result) for result in found), *listed])
     return (
         "## Architectures\n\n"
-        "Numbers are the largest difference to torch's logits in any check. `states` is what the graph carries from\n"
-        "one call to the next, counted in the tiny model.\n\n" + table(header, rows)
+        "Numbers are the largest difference to torch's logits in any check. `states` counts the layers of the tiny\n"
+        "model by what they keep from one call to the next: `full` and `window` are keys and values.\n\n"
+        + table(header, rows)
     )
 
 

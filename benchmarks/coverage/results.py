@@ -21,7 +21,7 @@ class Result:
 
     outcome: EXPORTED (and verified), REFUSED by the exporter, WRONG (verification failed), FAILED (an error that is no
     refusal, a timeout, too little memory), or BROKEN (the architecture's own code fails in torch).
-    states: kind of cached state -> number, of an export.
+    states: kind of state -> number of layers that have one, of an export.
     difference: largest difference to torch's logits.
     reason: why there is no export.
     """

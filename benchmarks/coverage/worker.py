@@ -51,12 +51,8 @@ def _exported(checkpoint: Path, output: Path, options: dict[str, Any]) -> dict[s
 
 
 def states_of(manifest: Any) -> dict[str, int]:
-    """Kind of state -> number: from the decoder's states, or the names of the cache inputs."""
-    states = getattr(manifest.decoder, "states", None)
-    if states:
-        return dict(Counter(each["kind"] if isinstance(each, dict) else each.kind for each in states))
-    names = [each.name.rpartition(".")[2] for each in manifest.inputs if each.name.startswith("past")]
-    return dict(Counter("attention" if name == "key" else name for name in names if name != "value"))
+    """Kind of state -> number of layers that have one."""
+    return dict(Counter(kind for _, kind in {(state.layer, state.kind) for state in manifest.decoder.states}))
 
 
 def _one_line(error: BaseException) -> str:

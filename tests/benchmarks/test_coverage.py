@@ -18,8 +18,8 @@ from benchmarks.coverage.tiny_configs import SIZES, tiny_config
 from benchmarks.coverage.tiny_models import LEAST_EFFECT, TEXT_PARTS, check_forward, tiny_model
 
 STATES = {
-    "llama": {"attention": 2},
-    "gemma3_text": {"attention": 2},
+    "llama": {"full": 2},
+    "gemma3_text": {"full": 2},
 }
 """One architecture per kind of state -> the states of its export."""
 
@@ -105,7 +105,7 @@ def test_an_export_beyond_its_memory_is_a_result() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_runner_exports_and_verifies(form: str) -> None:
     result = run_one("llama", form, Limits())
-    assert (result.outcome, result.states) == (EXPORTED, {"attention": 2}), result.reason
+    assert (result.outcome, result.states) == (EXPORTED, {"full": 2}), result.reason
     assert result.difference is not None
     assert 0 < result.difference < 1e-4  # the exporter's own bound at logits below 1
 
@@ -120,7 +120,7 @@ def test_each_kind_of_state_exports(model_type: str) -> None:
 def test_the_page_counts_what_was_exported_and_names_what_was_not(tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "results.json")
     good, bad = decoder_only()[:2]
-    file.add(Result(model_type=good, form="default", outcome=EXPORTED, difference=2.4e-6, states={"attention": 2}))
+    file.add(Result(model_type=good, form="default", outcome=EXPORTED, difference=2.4e-6, states={"full": 2}))
     file.add(Result(model_type=bad, form="default", outcome=REFUSED, reason="its layers are | odd."))
     text = page(file, [Peer("other", "1.0", (good, "bert"))])
     lines = text.splitlines()
@@ -130,7 +130,7 @@ def test_the_page_counts_what_was_exported_and_names_what_was_not(tmp_path: Path
     assert f"| 1             | {100 / count:.1f} %" in summary
     (row,) = [line for line in lines if line.startswith(f"| `{good}` ")]
     assert [cell.strip() for cell in row.strip("|").split("|")][1:] == [
-        "2 attention",
+        "2 full",
         "2e-06",
         "not tried",
         "not tried",
