@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -16,8 +17,7 @@ import onnxruntime as ort
 from benchmarks.common import UNCOUNTED, median_step, one_thread_pool
 from benchmarks.models import exported, llama_small
 from topw_deploy.bench.decode.argmax import FILE, ArgMaxLoop, share_weights, with_argmax
-from topw_deploy.export.foreign.load import load_decoder
-from topw_deploy.manifest import DecoderInfo, load_decoder_manifest
+from topw_deploy.manifest import DecoderInfo, State, load_decoder_manifest
 from topw_deploy.runtime import TopWModel
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -25,15 +25,15 @@ INTERVAL = 0.01  # seconds between memory samples
 
 
 def bare_export(export: Path, folder: Path) -> tuple[Path, DecoderInfo]:
-    """With ArgMax instead of the sampler; and how to drive the cache."""
+    """An export with ArgMax instead of the sampler, and the description of its cache."""
     return with_argmax(export, folder), load_decoder_manifest(export).decoder
 
 
 def bare_peer(peer: Path, folder: Path) -> tuple[Path, DecoderInfo]:
     """onnxruntime-genai's graph with ArgMax over the last logits."""
-    info = load_decoder(peer / "model.onnx", peer).info
     model = ir.load(peer / "model.onnx")
     graph = model.graph
+    info = peer_info(graph, json.loads((peer / "genai_config.json").read_text(encoding="utf-8"))["model"])
     logits = next(value for value in graph.outputs if value.name == "logits")
     last = ir.Value(name="bare.last", const_value=ir.tensor(-1, dtype=ir.DataType.INT64, name="bare.last"))
     graph.register_initializer(last)
@@ -48,6 +48,43 @@ def bare_peer(peer: Path, folder: Path) -> tuple[Path, DecoderInfo]:
     share_weights(peer, folder)
     ir.save(model, folder / FILE)
     return folder / FILE, info
+
+
+def peer_info(graph: ir.Graph, config: dict[str, Any]) -> DecoderInfo:
+    """How to drive a graph of genai's builder, whose layers may have windows or convolutions.
+
+    config: "model" of genai_config.json.
+    """
+    decoder = config["decoder"]
+    window = decoder.get("sliding_window", {}).get("window_size", 0)
+    sizes = {"past_sequence_length": 0, "past_sliding_length": window, "kv_cache_dim": decoder["head_size"]}
+    states = []
+    for value in graph.inputs:
+        name = value.name or ""
+        if not name.startswith("past"):
+            continue
+        shape = tuple(size if isinstance(size, int) else sizes[str(size.value)] for size in value.shape[1:])
+        kind = "full" if 0 in shape else "window" if "past_sliding_length" in str(value.shape) else "convolution"
+        states.append(
+            State(
+                layer=int(name.split(".")[1]),
+                kind=kind,
+                past=name,
+                present="present" + name[len("past_key_values" if name.startswith("past_key") else "past") :],
+                dtype=value.dtype.name.lower(),
+                shape=shape,
+            )
+        )
+    return DecoderInfo(
+        model_type=config["type"],
+        kv_form="shared",
+        num_layers=decoder["num_hidden_layers"],
+        states=tuple(states),
+        kv_dtype=states[0].dtype,
+        context_length=config["context_length"],
+        left_padding=False,
+        ragged_chunks=False,
+    )
 
 
 def _bare_options(threads: int) -> ort.SessionOptions:
@@ -66,7 +103,7 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     if settings["genai"] is not None:
         makers["genai"] = (bare_peer, settings["genai"])
     loops: dict[str, ArgMaxLoop] = {}
-    # random: where weights lie in memory affects a session's speed
+    # The order is random, because the address of the weights affects a session's speed.
     for name in order.sample(list(makers), len(makers)):
         make, source = makers[name]
         folder = Path(settings["scratch"]) / name
@@ -75,7 +112,7 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         loops[name] = ArgMaxLoop(file, decoder, options)
 
     def sweep(prompt: list[int], turns: int, steps: int) -> dict[str, Any]:
-        """By loop: seconds per step by turn, of the prefill, and the first token, which must agree."""
+        """For each loop: seconds per step by turn, seconds of the prefill, and the first token, which must agree."""
         room = len(prompt) + turns * (steps + UNCOUNTED) + 1
         prefills, first, found = {}, {}, []
         for name in order.sample(list(loops), len(loops)):
@@ -123,7 +160,7 @@ def resident() -> int:
 
 
 def peak_during(work: Callable[[], object]) -> int:
-    """Peak resident bytes, sampled."""
+    """Peak resident bytes while `work` runs, sampled every INTERVAL."""
     seen, done = [resident()], threading.Event()
 
     def sample() -> None:
@@ -141,7 +178,7 @@ def peak_during(work: Callable[[], object]) -> int:
 
 
 def start_memory(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: form (options of topw-export), tokens (of the longest sequence)."""
+    """settings: form (options of topw-export), tokens (length of the longest sequence)."""
     tokens = settings["tokens"]
     folder = exported(llama_small(tokens + 64), *settings["form"])
     model = TopWModel.from_pretrained(folder, provider="cpu", max_length=tokens + 64, intra_op_num_threads=1)

@@ -46,7 +46,7 @@ class EngineRequest:
             raise ParameterError(f"workspace is {self.workspace}, but must be at least 1 byte.", "workspace")
         if self.timing_cache is not None and not self.timing_cache.parent.is_dir():
             raise ParameterError(
-                f"timing_cache is {self.timing_cache}, but {self.timing_cache.parent} is no folder.", "timing_cache"
+                f"timing_cache is {self.timing_cache}, but {self.timing_cache.parent} is not a folder.", "timing_cache"
             )
         if self.fp16 and self.plugin == "none":
             raise ParameterError(
@@ -76,10 +76,10 @@ def load_exported(out: Path) -> tuple[DecoderManifest, int]:
     """The manifest of `out` and its cache length. Raises ManifestError, or EngineError if no engine can be built."""
     manifest = load_manifest(out)
     if manifest.verification.status == "provisional":
-        raise EngineError(f"{out} is an export whose verification never ended; export the model again.")
+        raise EngineError(f"{out} is an export whose verification did not finish; export the model again.")
     if not isinstance(manifest, DecoderManifest):
         raise EngineError(
-            f"{out} holds a sampler alone, which trtexec and other programs build; this command builds decoders."
+            f"{out} holds only a sampler, but this command builds decoders; use trtexec or another program."
         )
     decoder = manifest.decoder
     if decoder.target != "tensorrt" or decoder.kv_form != "static" or not decoder.ragged_chunks:
@@ -87,8 +87,13 @@ def load_exported(out: Path) -> tuple[DecoderManifest, int]:
             f"{out} was exported for {decoder.target} with a {decoder.kv_form} cache; export with --target tensorrt "
             "--kv static --max-length N."
         )
-    caches = [spec.shape for spec in manifest.inputs if spec.name.startswith("past_key_values.")]
-    lengths = {shape[2] if len(shape) == 4 else None for shape in caches}
+    if decoder.recurs:
+        raise EngineError(
+            f"{out} has convolution or recurrent states, which an engine cannot update in place: TensorRT promises "
+            "that only for keys and values; run the export with onnxruntime."
+        )
+    pasts = {state.past for state in decoder.states}
+    lengths = {spec.shape[2] if len(spec.shape) == 4 else None for spec in manifest.inputs if spec.name in pasts}
     fixed = [size for size in lengths if isinstance(size, int)]
     if len(lengths) != 1 or not fixed:
         raise EngineError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")

@@ -1,6 +1,6 @@
 """Quantise the matrices of experts: MoE becomes QMoE, a Gather of matrices GatherBlockQuantized.
 
-QMoE needs onnxruntime 1.31 for products of 8-bit activations (`accuracy_level` 4).
+QMoE multiplies activations of 8 bits, and float32 ones with weights of 4 bits at another `accuracy_level` than 4.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks
 
 DOMAIN = "com.microsoft"
 OPERATOR = "QMoE"
-NEWEST = "1.31"
-"""The first onnxruntime with QMoE's `accuracy_level`."""
+_SINCE, _LEVELS_SINCE = "1.30", "1.31"  # tested; the first with `accuracy_level`
 _INT8_ACTIVATIONS = 4  # accuracy_level
 _MATRICES = (2, 4)  # inputs of MoE: of each, its bias follows
 
@@ -53,6 +52,13 @@ class ExpertWeight:
 def find_experts(graph: ir.Graph) -> list[ExpertWeight]:
     """Stored matrices of experts, in order."""
     return list(_weights(graph))
+
+
+def least_onnxruntime(graph: ir.Graph) -> str:
+    """The first onnxruntime that runs the experts of `graph`, "" for any."""
+    nodes = [node for node in graph if (node.domain, node.op_type) == (DOMAIN, OPERATOR)]
+    leveled = any("accuracy_level" in node.attributes for node in nodes)
+    return (_LEVELS_SINCE if leveled else _SINCE) if nodes else ""
 
 
 def _weights(graph: ir.Graph) -> Iterator[ExpertWeight]:

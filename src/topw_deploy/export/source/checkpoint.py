@@ -15,7 +15,9 @@ from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
 from topw_deploy.export.source.packed import PackedCheckpoint, packed_format
 from topw_deploy.export.source.safetensors_files import stored_tensors
 
-# RoPE types whose frequencies change beyond the original context; a graph holds only the first.
+_NO_LIMIT = 65_536  # tokens; bounds rotary tables
+_FORGETTING_LAYERS = {"linear_attention", "sliding_attention"}
+# RoPE types whose frequencies change beyond the original context; a graph holds only the original frequencies.
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}
 
 
@@ -61,7 +63,7 @@ def load_checkpoint(
 def load_unread(
     folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
-    """Load with unread weights; if impossible, with loaded weights and the reason.
+    """Load a causal LM with unread weights; if impossible, with weights in memory. Returns (model, reason or None).
 
     Raises like load_checkpoint.
     """
@@ -77,7 +79,7 @@ def load_unread(
 def _unread_model(
     folder: Path, config: Any, settings: dict[str, Any], packed: PackedCheckpoint | None, *, unread: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """transformers accepts a state_dict only without a folder."""
+    """Assemble the model from a state_dict, which transformers accepts only without a folder."""
     from topw_deploy.export.source.unread_tensor import UnreadTensor
 
     if packed is not None:
@@ -112,8 +114,8 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         except Exception as error:
             raise UnsupportedModelError(
-                f"the configuration in {folder} is of no architecture that this transformers knows "
-                f"({one_line(error)}); models with code of their own need --trust-remote-code."
+                f"the installed transformers does not support the architecture of the configuration in {folder} "
+                f"({one_line(error)}); models with their own code need --trust-remote-code."
             ) from error
     known = type(config) in AutoModelForCausalLM._model_mapping
     remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -125,7 +127,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         if packed_format(folder) is None:
             raise UnsupportedModelError(
-                f"the checkpoint in {folder} is quantised in a way that its config.json does not tell; "
+                f"the checkpoint in {folder} is quantised, but its config.json does not say how; "
                 "export the unquantised one."
             )
         del config.quantization_config  # load layers as ordinary ones
@@ -133,13 +135,17 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def context_length(config: Any) -> int:
-    """Maximum sequence length; for switching RoPE types, the original one."""
+    """Maximum sequence length; for switching RoPE types, the original one.
+
+    Models that only recur or look back through a window, and name no length, have no limit: then _NO_LIMIT.
+    """
     config = config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
+    if length is None and set(getattr(config, "layer_types", None) or ["full_attention"]) <= _FORGETTING_LAYERS:
+        return _NO_LIMIT
     if not isinstance(length, int) or length < 1:
         raise UnsupportedModelError(
-            f"the configuration of {config.model_type!r} names no max_position_embeddings; "
-            "add the context length to it."
+            f"the configuration of {config.model_type!r} has no max_position_embeddings; add the context length to it."
         )
     rope = switching_rope(config)
     return min(length, rope) if rope is not None else length
@@ -178,7 +184,7 @@ def overflowing_modules(model: PreTrainedModel, batches: list[torch.Tensor]) -> 
     try:
         with torch.no_grad():
             for ids in batches:
-                model(input_ids=ids)
+                model(input_ids=ids, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -189,7 +195,7 @@ def _cut_layers(config: Any, layers: int) -> None:
     text = config.get_text_config(decoder=True)
     if layers > text.num_hidden_layers:
         raise UnsupportedModelError(
-            f"num_hidden_layers is {layers}, but the model has {text.num_hidden_layers}; give at most that.",
+            f"num_hidden_layers is {layers}, but the model has {text.num_hidden_layers}; give at most that number.",
             "num_hidden_layers",
         )
     text.num_hidden_layers = layers

@@ -1,16 +1,16 @@
 """Unpack AutoGPTQ and AutoAWQ checkpoints with NumPy (docs/guide/quantisation.md).
 
-A linear layer [outputs, inputs] has integers `q` with a scale and zero point per output and input group; weight = (q -
-zero) * scale.
+A linear layer [outputs, inputs] has integers `q`, and a scale and a zero point for each output and group of inputs:
+weight = (q - zero) * scale.
 
 GPTQ:
-    qweight: int32 [inputs * bits / 32, outputs], consecutive inputs.
-    qzeros: int32 [groups, outputs * bits / 32], consecutive outputs; minus one in version 1.
+    qweight: int32 [inputs * bits / 32, outputs]; a word holds consecutive inputs.
+    qzeros: int32 [groups, outputs * bits / 32]; a word holds consecutive outputs, each minus one in version 1.
     scales: float16 [groups, outputs].
-    g_idx: int32 [inputs], group per input; default consecutive.
+    g_idx: int32 [inputs], the group of each input; without it, groups are consecutive inputs.
 AWQ (`version: gemm`):
-    qweight: int32 [inputs, outputs / 8], 8 mixed outputs.
-    qzeros: as qweight.
+    qweight: int32 [inputs, outputs / 8]; a word holds 8 outputs in the order _AWQ_ORDER.
+    qzeros: int32 [groups, outputs / 8], packed like qweight.
     scales: float16 [groups, outputs].
 """
 
@@ -29,14 +29,14 @@ from topw_deploy.export.source.safetensors_files import StoredTensor, stored_ten
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 """The tensors of a packed layer."""
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each half byte, lowest first
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each half byte, lowest first
 _PACKED_TYPES = ("I32", "F16", "F32", "I64")
 _READ = "GPTQ of 4 and 8 bits, AWQ of 4 bits (gemm)"
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """Packing of a checkpoint.
+    """How a checkpoint is packed.
 
     method: `gptq` or `awq`.
     zero_offset: added to stored zero points.
@@ -54,7 +54,7 @@ class PackedMatrix:
     codes: uint8 [outputs, inputs].
     scales: float32 [outputs, groups].
     zeros: int32 [outputs, groups].
-    groups: int64 [inputs], group per input.
+    groups: int64 [inputs], the group of each input.
     """
 
     codes: np.ndarray
@@ -64,7 +64,7 @@ class PackedMatrix:
     bits: int
 
     def weight(self) -> np.ndarray:
-        """float32 [outputs, inputs]; exact, as codes have at most 8 bits and scales 11."""
+        """The weight, float32 [outputs, inputs]. It is exact, as codes have at most 8 bits and scales 11."""
         whole = self.codes.astype(np.float32) - self.zeros[:, self.groups].astype(np.float32)
         return whole * self.scales[:, self.groups]
 
@@ -87,7 +87,7 @@ class PackedCheckpoint:
 
     @classmethod
     def of(cls, folder: Path) -> PackedCheckpoint | None:
-        """Open a packed checkpoint; None if not packed."""
+        """Open the checkpoint in `folder`; None if it is not packed."""
         kind = packed_format(folder)
         return cls(folder, kind) if kind is not None else None
 
@@ -99,7 +99,7 @@ class PackedCheckpoint:
             yield prefix, self.matrix(prefix)
 
     def unread(self) -> dict[str, Any]:
-        """All tensors for transformers; each packed layer is one float32 `weight`."""
+        """All tensors for transformers, unread; each packed layer becomes one float32 `weight`."""
         import torch
 
         from topw_deploy.export.source.unread_tensor import UnreadTensor
@@ -125,7 +125,7 @@ class PackedCheckpoint:
 
 
 def packed_format(folder: Path) -> PackedFormat | None:
-    """Packing of a checkpoint; None for ordinary weights.
+    """How the checkpoint in `folder` is packed; None for ordinary weights.
 
     Raises UnsupportedModelError for unsupported quantisation, SourceError for a damaged configuration.
     """
@@ -146,8 +146,8 @@ def packed_format(folder: Path) -> PackedFormat | None:
     if method == "awq" and bits == 4 and version == "gemm":
         return PackedFormat("awq", 4, 0)
     raise UnsupportedModelError(
-        f"the checkpoint in {folder} is quantised by {method or 'an unnamed method'} ({bits} bits), but what is read "
-        f"is {_READ}; export the unquantised one."
+        f"the checkpoint in {folder} is quantised by {method or 'an unnamed method'} ({bits} bits), but only {_READ} "
+        "are supported; export the unquantised one."
     )
 
 
@@ -199,5 +199,7 @@ def layers_of(names: Iterable[str]) -> dict[str, set[str]]:
 
 def _array(stored: StoredTensor) -> np.ndarray:
     if stored.dtype not in _PACKED_TYPES or not stored.nbytes:
-        raise SourceError(f"{stored.path} holds a packed layer as {stored.dtype}, which is not read; fetch it again.")
+        raise SourceError(
+            f"{stored.path} holds a packed layer as {stored.dtype}, which is not supported; fetch it again."
+        )
     return stored.array()

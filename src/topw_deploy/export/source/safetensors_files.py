@@ -46,9 +46,9 @@ class StoredTensor:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file. Like transformers, prefers a single file to an index.
+    """Map tensor names to files. Like transformers, this prefers a single file to an index.
 
-    Raises SourceError for a damaged index or no safetensors.
+    Raises SourceError for a damaged index, or if there is no safetensors file.
     """
     single = folder / SINGLE
     if single.is_file():
@@ -91,7 +91,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
                 raise ValueError(f"its header claims {length} bytes")
             header = json.loads(stream.read(length))
         if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
+            raise ValueError("its header is not a JSON object")
     except (OSError, ValueError, RecursionError, struct.error) as error:
         raise SourceError(f"{path} is not a safetensors file ({error}); fetch it again.") from None
     return header, 8 + length

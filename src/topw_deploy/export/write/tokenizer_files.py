@@ -26,7 +26,7 @@ def check_tokenizer(folder: Path) -> None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE)):
         raise TokenizerError(
             f"{folder} has no tokenizer (neither tokenizer.json nor {', '.join(_CONVERTIBLE)}); "
-            "add it or name a folder that has it with --tokenizer."
+            "add it or give a folder that has it with --tokenizer."
         )
 
 
@@ -68,12 +68,12 @@ def _convert(folder: Path, output: Path, trust_remote_code: bool) -> None:
     except Exception as error:  # tokenizers can run their own code
         raise TokenizerError(
             f"the tokenizer in {folder} cannot be converted to tokenizer.json ({type(error).__name__}: "
-            f"{one_line(error)}); convert it with transformers and name its folder with --tokenizer."
+            f"{one_line(error)}); convert it with transformers and give its folder with --tokenizer."
         ) from error
     if not (output / "tokenizer.json").is_file():
         raise TokenizerError(
-            f"the tokenizer in {folder} has no fast form, so no tokenizer.json; "
-            "name a folder with a tokenizer.json with --tokenizer."
+            f"the tokenizer in {folder} has no fast form, so it cannot be saved as tokenizer.json; "
+            "give a folder that has tokenizer.json with --tokenizer."
         )
     for name in (*_CONVERTIBLE, "merges.txt"):
         (output / name).unlink(missing_ok=True)  # replaced by tokenizer.json
