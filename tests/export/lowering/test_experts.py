@@ -22,7 +22,8 @@ from tests.support.experts import (
     run,
 )
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.lowering.experts import ROUTER, lower_experts
+from topw_deploy.export.graph.values import ROUTER
+from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.lowering.experts_operator import is_positive
 
 FLOAT32 = 1e-4  # of outputs up to 30, sums of 96 products; measured: 2e-5

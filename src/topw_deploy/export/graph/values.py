@@ -8,6 +8,9 @@ import onnx_ir as ir
 
 from topw_deploy.errors import UnsupportedModelError
 
+ROUTER = "topw.router"
+"""Metadata property of the products that choose experts."""
+
 
 def fixed_size(value: ir.Value, axis: int) -> int:
     """The size of one axis. Raises UnsupportedModelError if symbolic."""

@@ -11,15 +11,13 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.graph.lazy_weight import LazyWeight
-from topw_deploy.export.graph.values import fixed_size
+from topw_deploy.export.graph.values import ROUTER, fixed_size
 from topw_deploy.export.lowering import experts_operator
 from topw_deploy.export.lowering.experts_blocks import ExpertBlocks, experts_of
 from topw_deploy.export.lowering.experts_weights import stored_stack, stored_value
 from topw_deploy.export.trace.experts import EXPERTS_OP, PRODUCT_OP
 from topw_deploy.export.trace.marker import MARKER_DOMAIN
 
-ROUTER = "topw.router"
-"""Property of the products that choose experts."""
 _PREFIX = "topw.experts"
 
 
