@@ -24,6 +24,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-copied-cache": ("llama_tied", {"kv": "concat", "max_length": None}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe-half": ("qwen3_moe", {"dtype": "fp16"}),
     "phi3": ("phi3", {}),
     "gemma": (GemmaConfig(**COMMON, head_dim=8), {}),
     "gemma-half": (GemmaConfig(**COMMON, head_dim=16), {"dtype": "fp16"}),
