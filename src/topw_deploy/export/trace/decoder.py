@@ -31,18 +31,13 @@ def traced_decoder(job: Job) -> Decoder:
     """Load, check, trace and lower the job's checkpoint."""
     source, wanted, weights = job.source, job.request.graph, job.request.weights
     dtype, target, opset = weights.torch_dtype, wanted.target or TARGETS[0], wanted.opset or DEFAULT_OPSET
-    notices: list[str] = []
     job.progress.say(f"Loading {source.id} in {dtype}")
-    model, read_whole = load_unread(
+    model, notices = load_unread(
         source.folder,
         dtype,
         num_hidden_layers=wanted.num_hidden_layers,
         trust_remote_code=job.request.hub.trust_remote_code,
     )
-    if read_whole is not None:
-        notices.append(
-            f"the export held all weights in memory, because they could not be left in their files: {read_whole}"
-        )
     if dtype == "float16" and not job.request.dry_run:  # a dry run reads no weights
         job.progress.say("Checking activations for float16 overflow")
         notices.append(_overflow_notice(model, job))
