@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError, one_line
-from topw_deploy.export.source.packed import PackedCheckpoint, packed_format
+from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
 from topw_deploy.export.source.safetensors_files import stored_tensors
 from topw_deploy.export.source.text_decoder import (
     Composite,
@@ -74,14 +74,14 @@ def _load(folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_
     if num_hidden_layers is not None:
         _cut_layers(config, num_hidden_layers)
     settings = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
-    packed = PackedCheckpoint.of(folder)
+    quantised = QuantisedCheckpoint.of(folder)
     composite = Composite.of(config)
     with _quiet():
         try:
             if composite is not None:
-                model, info = _composite_model(folder, composite, settings["dtype"], packed, unread=unread)
-            elif unread or packed is not None:
-                model, info = _unread_model(folder, config, settings, packed, unread=unread)
+                model, info = _composite_model(folder, composite, settings["dtype"], quantised, unread=unread)
+            elif unread or quantised is not None:
+                model, info = _unread_model(folder, config, settings, quantised, unread=unread)
             else:
                 model, info = AutoModelForCausalLM.from_pretrained(
                     folder, config=config, output_loading_info=True, local_files_only=True, **settings
@@ -133,10 +133,10 @@ def _composite_notices(loaded: _Loaded) -> list[str]:
 
 
 def _unread_model(
-    folder: Path, config: Any, settings: dict[str, Any], packed: PackedCheckpoint | None, *, unread: bool
+    folder: Path, config: Any, settings: dict[str, Any], quantised: QuantisedCheckpoint | None, *, unread: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """transformers accepts a state_dict only without a folder."""
-    tensors = _unread_tensors(folder, packed)
+    tensors = _unread_tensors(folder, quantised)
     if not unread:
         tensors = {name: tensor.values().clone() for name, tensor in tensors.items()}
     with torch.device("meta"):
@@ -149,14 +149,14 @@ def _unread_model(
 
 
 def _composite_model(
-    folder: Path, composite: Composite, dtype: torch.dtype, packed: PackedCheckpoint | None, *, unread: bool
+    folder: Path, composite: Composite, dtype: torch.dtype, quantised: QuantisedCheckpoint | None, *, unread: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The whole model. Only the text decoder's values are read, unless `unread`."""
     with missing_packages_allowed():
         model, info = composite.model.from_pretrained(
             None,
             config=composite.config,
-            state_dict=_unread_tensors(folder, packed),
+            state_dict=_unread_tensors(folder, quantised),
             dtype=dtype,
             output_loading_info=True,
         )
@@ -168,11 +168,11 @@ def _composite_model(
     return model, info
 
 
-def _unread_tensors(folder: Path, packed: PackedCheckpoint | None) -> dict[str, Any]:
+def _unread_tensors(folder: Path, quantised: QuantisedCheckpoint | None) -> dict[str, Any]:
     from topw_deploy.export.source.unread_tensor import UnreadTensor
 
-    if packed is not None:
-        return packed.unread()
+    if quantised is not None:
+        return quantised.unread()
     return {name: UnreadTensor.of(stored) for name, stored in stored_tensors(folder).items()}
 
 
@@ -216,13 +216,14 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
             f"the architecture {config.model_type!r} is not a causal language model in transformers; "
             "choose a decoder-only model."
         )
-    if getattr(config, "quantization_config", None) is not None:
-        if packed_format(folder) is None:
-            raise UnsupportedModelError(
-                f"the checkpoint in {folder} is quantised in a way that its config.json does not tell; "
-                "export the unquantised one."
-            )
-        del config.quantization_config  # load layers as ordinary ones
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "quantization_config", None) is not None:
+            if quantised_format(folder) is None:
+                raise UnsupportedModelError(
+                    f"the checkpoint in {folder} is quantised in a way that its config.json does not tell; "
+                    "export the unquantised one."
+                )
+            del part.quantization_config  # load layers as ordinary ones
     return config
 
 

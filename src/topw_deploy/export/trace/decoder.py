@@ -12,7 +12,7 @@ from topw_deploy.export.job import Job
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.request import DEFAULT_OPSET
 from topw_deploy.export.source.checkpoint import context_length, load_unread, overflowing_modules, switching_rope
-from topw_deploy.export.source.packed import packed_format
+from topw_deploy.export.source.quantised import quantised_format
 from topw_deploy.export.source.unread_tensor import streamed
 from topw_deploy.export.trace.trace import TracedDecoder, load_trace, save_trace, trace
 from topw_deploy.export.trace.workarounds import has_experts
@@ -45,7 +45,8 @@ def traced_decoder(job: Job) -> Decoder:
     traced = _traced(model, job)
     context = context_length(model.config)
     # Fused products must be packed alike to keep a checkpoint's codes.
-    fuse_gates = weights.quantisation is not None and packed_format(source.folder) is None
+    stored = quantised_format(source.folder)
+    fuse_gates = weights.quantisation is not None and (stored is None or not stored.integers)
     lowered = lower(
         traced,
         kv=wanted.kv,
