@@ -137,8 +137,8 @@ def _trace_decoder(job: Job) -> Decoder:
     notices = quantise(decoder.model, chosen, rows, cut=job.request.graph.num_hidden_layers is not None)
     if stored is not None and not stored.integers:
         notices.append(
-            f"the checkpoint's {stored.name} weights were decoded and rounded again to {chosen.dtype}, as their codes are "
-            "no integers that MatMulNBits could keep"
+            f"the checkpoint's {stored.name} weights were decoded and rounded again to {chosen.dtype}, as their codes "
+            "are no integers that MatMulNBits could keep"
         )
     info = replace(decoder.info, weights_dtype=chosen.dtype, quantisation=chosen.as_dict())
     return replace(decoder, info=info).noting(*notices)

@@ -29,7 +29,7 @@ class EncodedWeight(ABC):
     def read(self, index: Any) -> np.ndarray:
         """The values at a NumPy index, whose first axis alone saves reading."""
         rows, others = (index[0], index[1:]) if isinstance(index, tuple) else (index, ())
-        found = self.rows(rows)
+        found = self.rows(slice(None) if rows is ... else rows)
         return found[(slice(None), *others)] if others else found
 
 

@@ -45,7 +45,7 @@ class UnreadTensor(torch.Tensor):
     @classmethod
     def of(cls, stored: StoredTensor | EncodedWeight) -> UnreadTensor:
         like = torch.empty(stored.shape, dtype=_torch_type(stored), device="meta")
-        return cls(like, lambda: read_part(stored, slice(None)), stored)
+        return cls(like, lambda: read_part(stored, ...), stored)
 
     def values(self) -> torch.Tensor:
         """Load the data: a copy-on-write map, or the recorded operations' result."""
