@@ -20,7 +20,7 @@ from topw_deploy.errors import BenchmarkError
 __all__ = ["UNCOUNTED", "Spread", "interleave", "machine", "ratio", "released_processor", "say", "seconds", "table"]
 
 
-UNCOUNTED = 2  # warm-up steps of a turn
+UNCOUNTED = 2  # warm-up steps in each turn
 
 
 def machine() -> str:
@@ -29,12 +29,12 @@ def machine() -> str:
 
 
 def say(text: str) -> None:
-    """Progress goes to stderr, tables to stdout."""
+    """Print progress to stderr; tables go to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
 def released_processor(path: Path) -> Any:
-    """Exits with a message for a file without the authors' class."""
+    """The authors' class from a copy of their file. Exits with a message if the file lacks it."""
     try:
         return load_processor(path)
     except BenchmarkError as error:
@@ -49,7 +49,7 @@ def median_step(step: Callable[[], object], steps: int) -> float:
 
 
 def one_thread_pool(threads: int) -> None:
-    """One thread pool for all sessions: a session's own idle threads spin on the next session's cores."""
+    """Use one thread pool for all sessions: idle threads of a session's own pool would spin on the next one's cores."""
     import onnxruntime as ort
 
     ort.set_global_thread_pool_sizes(threads, 1)
@@ -70,7 +70,7 @@ class Process:
 
 
 def run_process(command: Sequence[str]) -> Process:
-    """Discards output. Raises CalledProcessError if the command fails."""
+    """Run a command and discard its output. Raises CalledProcessError if it fails."""
     started = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert child.stderr is not None

@@ -1,4 +1,4 @@
-"""A decoding step with Top-W against the same step with ArgMax, to 1 %. Figures: docs/lab/benchmarks.md.
+"""A decoding step with Top-W against the same step with ArgMax, accurate to 1 %. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.decode [--vocab 32000 151936] [--threads 1 2] [--sampler native graph] [--sessions 4]
 
@@ -52,17 +52,17 @@ def measure(folder: Path, threads: int, args: argparse.Namespace) -> list[list[T
 
 
 def ratios(turns: list[Turn], name: str) -> list[float]:
-    """`name` relative to its session's ArgMax, by turn."""
+    """Time of `name` relative to its session's ArgMax, by turn."""
     return [turn[name] / turn[f"{name} argmax"] for turn in turns]
 
 
 def summary(turns: list[Turn]) -> str:
-    """The medians on one line."""
+    """The median ratios on one line."""
     return ", ".join(f"{n} {statistics.median(ratios(turns, n)):.4f}" for n in sorted(turns[0]) if "argmax" not in n)
 
 
 def cell(sessions: list[list[Turn]], name: str) -> str:
-    """1.004 (1.002-1.006; sessions 1.001-1.008)"""
+    """A table cell such as 1.004 (1.002-1.006; sessions 1.001-1.008)."""
     every = ratios([turn for turns in sessions for turn in turns], name)
     low, high = median_interval(every)
     medians = [statistics.median(ratios(turns, name)) for turns in sessions]
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="counted steps per turn")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="all turns instead of the table")
+    parser.add_argument("--json", action="store_true", help="print all turns instead of the table")
     args = parser.parse_args()
     importable_by_workers()
     rows, everything = [], {}

@@ -1,7 +1,7 @@
 """The worker of `benchmarks.decode`: one decoder that ends in Top-W or ArgMax.
 
-The address of the weights changes speed by several per cent, more than a sampler costs. So an input of one graph
-selects the sampler. Samplers take turns of a few steps in random order; a turn counts its median step.
+The address of the weights changes the speed by several per cent, more than a sampler costs. So both share one graph, of
+which an input selects the sampler. Samplers take turns of a few steps in random order; a turn counts its median step.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def write_either(export: Path, folder: Path) -> Path:
 
 
 class Either(OrtSession):
-    """native: use the native operator."""
+    """A session over the graph of `write_either`. native: use the native operator."""
 
     def __init__(self, path: Path, *, native: bool) -> None:
         options = ort.SessionOptions()
@@ -84,7 +84,7 @@ class Either(OrtSession):
 
 
 class TopW:
-    """The runtime's loop, step by step."""
+    """The runtime's own loop with Top-W, step by step."""
 
     def __init__(self, export: Path, session: Either) -> None:
         self.session = session
@@ -111,7 +111,7 @@ class TopW:
 
 
 class ArgMax:
-    """A minimal greedy loop."""
+    """A minimal greedy loop over the same graph."""
 
     def __init__(self, manifest: DecoderManifest, session: Either) -> None:
         self.session, self.caches = session, Caches(session, manifest.decoder)  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         session = Either(Path(settings["either"]), native=name == "native")
         topw = TopW(Path(settings["export"]), session)
         loops |= {name: topw, f"{name} argmax": ArgMax(topw.model.manifest, session)}
-    # a second ArgMax, which shows the measurement's error
+    # A second ArgMax shows the error of the measurement.
     loops[CONTROL] = ArgMax(topw.model.manifest, session)
     loops[f"{CONTROL} argmax"] = loops[f"{settings['samplers'][-1]} argmax"]
     distinct = [name for name in loops if name != f"{CONTROL} argmax"]

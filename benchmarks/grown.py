@@ -38,8 +38,8 @@ from topw_deploy.demo.train import (
 RECIPE = Recipe(
     hidden_size=512, intermediate_size=1536, layers=16, heads=8, kv_heads=4, learning_rate=8e-4, warmup=20, seed=2
 )
-_PLACES = (0, 5, 10, 15)  # of the bundled layers
-_UNEVEN = 0.35  # deviation of the first copy's share
+_PLACES = (0, 5, 10, 15)  # places of the bundled model's layers
+_UNEVEN = 0.35  # standard deviation of the first copy's share of a weight
 
 
 def grown(source: LlamaForCausalLM, recipe: Recipe) -> LlamaForCausalLM:
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=40.0)
-    parser.add_argument("--every", type=int, default=20, help="steps between two states of the folder")
+    parser.add_argument("--every", type=int, default=20, help="steps between two writes of the folder")
     given = parser.parse_args(arguments)
     folder = demo_model_path()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -19,7 +19,7 @@ Packages = Mapping[str, metadata.Distribution]
 
 
 def normal(name: str) -> str:
-    """huggingface-hub for huggingface_hub."""
+    """A distribution's normalised name: huggingface-hub for huggingface_hub."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -40,7 +40,7 @@ def needs(package: metadata.Distribution, extras: frozenset[str] = frozenset()) 
 
 
 def reached(packages: Packages, start: Mapping[str, frozenset[str]], leave: frozenset[str] = frozenset()) -> set[str]:
-    """Installed packages that `start` needs, itself included, not following `leave`."""
+    """Installed packages that `start` needs, itself included, without following those in `leave`."""
     seen: set[str] = set()
     open_ = list(start.items())
     while open_:
@@ -58,7 +58,7 @@ def size(package: metadata.Distribution) -> int:
 
 
 def report(packages: Packages) -> list[str]:
-    """Packages, largest first, marking those that only tokenizers needs; and the sum."""
+    """Table lines: packages, largest first, with a mark on those that only tokenizers needs, and the sum."""
     runtime = frozenset({"cpu"}) if "onnxruntime" in packages else frozenset({"gpu"})
     every = reached(packages, {ROOT: runtime})
     brought = every - reached(packages, {ROOT: runtime}, frozenset({HEAVY})) - {HEAVY}

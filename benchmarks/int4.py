@@ -3,8 +3,8 @@
     python -m benchmarks.int4 --model HF_FOLDER [--llama-python PYTHON] [--part accuracy speed] [--work DIR]
         [--export NAME=FOLDER ...] [--llama Q4_0 Q4_K_M ...] [--threads 1 2]
 
-HF_FOLDER is a Llama. Without --export, exports each of CANDIDATES once. PYTHON needs llama-cpp-python and gguf; without
-it llama.cpp is left out.
+HF_FOLDER is a Llama. Without --export, each of CANDIDATES is exported once. PYTHON needs llama-cpp-python and gguf;
+without it llama.cpp is left out.
 
 accuracy: loss over the bundled model's held-out text (HF_FOLDER must have its tokenizer) in rows of 512 tokens,
     against float32 in torch, with the standard error over rows.
@@ -224,7 +224,7 @@ def main() -> None:
     exports = exports or {name: exported(args.model, "--dtype", "int4", *how) for name, how in CANDIDATES.items()}
     print(f"{machine()}; {args.model}")
     if args.llama_python is None:
-        print("llama.cpp is left out: --llama-python names no interpreter")
+        print("llama.cpp is left out: --llama-python is not given")
     if "accuracy" in args.part:
         print(f"\n{accuracy(args, exports)}", flush=True)
     if "speed" in args.part:

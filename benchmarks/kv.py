@@ -101,7 +101,7 @@ def _row(turns: Sequence[dict[str, float]], args: argparse.Namespace) -> list[st
 def loop(export: Path, args: argparse.Namespace) -> None:
     """`TopWModel` with Top-W against genai's own loop.
 
-    Sessions are new processes: where weights lie in memory changes a step by some per cent.
+    Each session is a new process, because the address of the weights changes a step by some per cent.
     """
     peers = ("topw-native", "genai-greedy", "genai-top-p")
     rows = []
@@ -152,7 +152,7 @@ def _loop_row(reports: Sequence[Any], peers: Sequence[str]) -> list[str]:
 
 
 def memory(args: argparse.Namespace) -> None:
-    """Resident memory over one long sequence, by form."""
+    """Print the resident memory during one long sequence, by form of the cache."""
     rows = []
     for form in ("static", "concat"):
         settings = {"task": "memory", "form": list(FORMS[form]), "tokens": args.tokens}
@@ -166,10 +166,10 @@ def memory(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="Hugging Face folder (default: one made on the spot)")
-    parser.add_argument("--genai", type=Path, help="what genai's builder made of the same folder")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder (default: a random model)")
+    parser.add_argument("--genai", type=Path, help="the folder that genai's builder made of the same model")
     parser.add_argument("--genai-python", type=Path, help="interpreter of its environment (default: this one)")
-    parser.add_argument("--dtype", default="fp32", help="of our exports")
+    parser.add_argument("--dtype", default="fp32", help="type of our exports")
     parser.add_argument("--part", nargs="+", default=["graphs", "loop", "memory"], choices=("graphs", "loop", "memory"))
     parser.add_argument("--form", nargs="+", default=["static", "scatter"], choices=list(FORMS))
     parser.add_argument("--context", type=int, nargs="+", default=[128, 1024, 4096])
@@ -179,8 +179,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=12, help="turns of each graph per sequence")
     parser.add_argument("--steps", type=int, default=6, help="counted steps per turn")
     parser.add_argument("--rounds", type=int, default=7, help="runs of each loop per session")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of a run")
-    parser.add_argument("--tokens", type=int, default=10_000, help="of the long sequence")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated in each run")
+    parser.add_argument("--tokens", type=int, default=10_000, help="length of the long sequence")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     importable_by_workers()

@@ -25,7 +25,7 @@ INTERVAL = 0.01  # seconds between memory samples
 
 
 def bare_export(export: Path, folder: Path) -> tuple[Path, DecoderInfo]:
-    """With ArgMax instead of the sampler; and how to drive the cache."""
+    """An export with ArgMax instead of the sampler, and the description of its cache."""
     return with_argmax(export, folder), load_decoder_manifest(export).decoder
 
 
@@ -66,7 +66,7 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     if settings["genai"] is not None:
         makers["genai"] = (bare_peer, settings["genai"])
     loops: dict[str, ArgMaxLoop] = {}
-    # random: where weights lie in memory affects a session's speed
+    # The order is random, because the address of the weights affects a session's speed.
     for name in order.sample(list(makers), len(makers)):
         make, source = makers[name]
         folder = Path(settings["scratch"]) / name
@@ -75,7 +75,7 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         loops[name] = ArgMaxLoop(file, decoder, options)
 
     def sweep(prompt: list[int], turns: int, steps: int) -> dict[str, Any]:
-        """By loop: seconds per step by turn, of the prefill, and the first token, which must agree."""
+        """For each loop: seconds per step by turn, seconds of the prefill, and the first token, which must agree."""
         room = len(prompt) + turns * (steps + UNCOUNTED) + 1
         prefills, first, found = {}, {}, []
         for name in order.sample(list(loops), len(loops)):
@@ -123,7 +123,7 @@ def resident() -> int:
 
 
 def peak_during(work: Callable[[], object]) -> int:
-    """Peak resident bytes, sampled."""
+    """Peak resident bytes while `work` runs, sampled every INTERVAL."""
     seen, done = [resident()], threading.Event()
 
     def sample() -> None:
@@ -141,7 +141,7 @@ def peak_during(work: Callable[[], object]) -> int:
 
 
 def start_memory(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: form (options of topw-export), tokens (of the longest sequence)."""
+    """settings: form (options of topw-export), tokens (length of the longest sequence)."""
     tokens = settings["tokens"]
     folder = exported(llama_small(tokens + 64), *settings["form"])
     model = TopWModel.from_pretrained(folder, provider="cpu", max_length=tokens + 64, intra_op_num_threads=1)

@@ -120,7 +120,7 @@ def exported(model: Path, out: Path, **settings: Any) -> dict[str, Any]:
 
 
 def decoder_alone(folder: Path, target: Path) -> None:
-    """Like another exporter's decoder: logits of one position, no sampler."""
+    """Write a decoder like another exporter's: logits of one position, no sampler."""
     import onnx_ir as ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -149,7 +149,7 @@ def decoder_alone(folder: Path, target: Path) -> None:
 
 
 def stages_of(work: Path, billions: float, dtypes: list[str]) -> list[tuple[str, ...]]:
-    """By stage: name, seconds, GiB of files, peak GiB, predicted GiB."""
+    """Table rows by stage: name, seconds, GiB of files, peak GiB, predicted GiB."""
     started = time.perf_counter()
     size = write_checkpoint(work / "model", billions)
     rows: list[tuple[str, ...]] = []
@@ -173,7 +173,7 @@ def stages_of(work: Path, billions: float, dtypes: list[str]) -> list[tuple[str,
         done = exported(work / "model", out, **settings)
         add(f"{dtype} export", done, dry)
         wrong = {name: n for name, n in dry["sizes"].items() if done["sizes"].get(name) != n}
-        say(f"sizes foreseen wrongly: {wrong or 'none'}")
+        say(f"wrongly predicted sizes: {wrong or 'none'}")
         few = exported(work / "model", work / f"{dtype}-few", num_hidden_layers=4, **{**settings, "verify": True})
         add(f"{dtype} first 4 layers, {few['status']}", few)
         if dtype == "fp16":

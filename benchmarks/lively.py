@@ -97,7 +97,7 @@ def count(rows: NDArray[np.float32], crop: Crop, plain: Crop) -> Steps:
 
 
 def top_w(parameters: TopWParameters, geometry: Geometry) -> tuple[Crop, Crop]:
-    """With and without distances."""
+    """Top-W's crop, and the same without distances."""
     options = TopWOptions(metric=METRIC)
 
     def crop(row: NDArray[np.float32], scale: float = parameters.geom_scale) -> tuple[NDArray[np.int64], bool]:
@@ -152,7 +152,7 @@ def texts(seeds: int, new_tokens: int) -> None:
         if crop is not None:
             rows = np.concatenate([writer.logits(text) for run in runs for text in run])
             cells = count(rows, crop, plain or crop).cells()
-            if plain is None:  # no distances, nothing to certify
+            if plain is None:  # this sampler has no distances, so nothing to certify
                 cells[:3] = "-", "-", "-"
             cropped.append((name, str(len(rows)), *cells))
 
@@ -186,7 +186,7 @@ def _measure_cells(measures: Sequence[Measures], runs: Sequence[list[Text]]) -> 
 
 
 def speed(rounds: int, new_tokens: int) -> None:
-    """One thread, one row, equal numbers of tokens."""
+    """Print the time per token, with one thread, one row and equal numbers of tokens."""
     prompts = PROMPTS.read_text("utf-8").splitlines()[::3]
     names = list(TOP_W)
     chosen = {name: asdict(TOP_W[name]) for name in (names[0], names[2], names[3])}

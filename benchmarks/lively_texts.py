@@ -1,4 +1,4 @@
-"""The texts of `benchmarks.lively`: how likely, varied and repetitive they are.
+"""The texts of `benchmarks.lively`, and how likely, varied and repetitive they are.
 
 The bundled model continues `examples/prompts.txt` with Top-W in the exported model and other samplers in transformers'
 `generate`. The prompts' true continuations are measured too.
@@ -40,8 +40,8 @@ class Text:
 class Measures:
     """One sampler's continuations with one seed.
 
-    tokens: their number.
-    logprob: mean per token under the model at temperature 1, in nats.
+    tokens: number of tokens.
+    logprob: mean log probability per token under the model at temperature 1, in nats.
     distinct: share of different pairs among adjacent tokens.
     repeated: share of 4-grams seen before in the same text.
     words: share of words in the corpus.
@@ -100,7 +100,7 @@ class Writer:
         return texts
 
     def logits(self, text: Text) -> NDArray[np.float32]:
-        """Logits [tokens, V] behind the continuation's tokens."""
+        """Logits [tokens, V] from which the continuation's tokens were drawn."""
         ids = torch.tensor([[*text.prompt, *text.tokens]])
         with torch.no_grad():
             rows: NDArray[np.float32] = self.model(input_ids=ids).logits[0].numpy()
@@ -127,7 +127,7 @@ class Writer:
 
 
 def common(one: Sequence[Text], other: Sequence[Text]) -> float:
-    """Share of 4-grams of `one` that `other` has for the same prompt."""
+    """Share of the 4-grams of `one` that `other` also has for the same prompt."""
     both = total = 0
     for a, b in zip(one, other, strict=True):
         theirs = set(_ngrams(b.tokens, NGRAM))

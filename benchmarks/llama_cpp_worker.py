@@ -1,7 +1,7 @@
 """The worker of `benchmarks.int4` for llama.cpp: GGUF files of the same weights, losses and steps.
 
-Needs llama-cpp-python (tested with 0.3.36) and gguf, nothing of this project. llama.cpp quantises float32 files without
-an importance matrix.
+Needs llama-cpp-python (tested with 0.3.36) and gguf, but nothing of this project. llama.cpp quantises float32 files
+without an importance matrix.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def gguf_name(name: str) -> str:
 
 
 def rotated_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp rotates adjacent pairs of a head, Hugging Face's Llama its two halves."""
+    """Reorder rows: llama.cpp rotates adjacent pairs of a head, Hugging Face's Llama rotates its two halves."""
     outputs, inputs = weight.shape
     return weight.reshape(heads, 2, outputs // heads // 2, inputs).swapaxes(1, 2).reshape(outputs, inputs)
 

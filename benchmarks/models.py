@@ -38,7 +38,7 @@ def llama_small(context: int) -> Path:
 
 
 def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
-    """Fresh weights give nearly equal, never certified logits: hence LAST_NORM."""
+    """Write a random Llama. LAST_NORM spreads its logits, which would be nearly equal and never certified."""
     if (folder / "model.safetensors").exists():
         return folder
     import torch

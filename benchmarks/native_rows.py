@@ -67,7 +67,7 @@ def shapes() -> dict[str, np.ndarray]:
 
 
 def shaped_rows(kernel: Kernel, rounds: int) -> str:
-    """Other shapes against numpy.max."""
+    """Rows of other shapes against numpy.max."""
     options = TopWOptions(metric="uniform")
     rows = shapes()
     first = next(iter(rows.values()))[0]
@@ -92,7 +92,7 @@ def nearest_other(geometry: Geometry, vocab: int) -> np.ndarray:
 
 
 def uncertified_rows(kernel: Kernel, processor: Any, rounds: int) -> str:
-    """Against the authors' processor over the same table."""
+    """Uncertified rows against the authors' processor over the same table."""
     say(f"making a table of {GEOMETRY_VOCAB:,} x {HIDDEN:,} and its nearest neighbours")
     embeddings = np.random.default_rng(1).standard_normal((GEOMETRY_VOCAB, HIDDEN), dtype=np.float32)
     cosine = KernelTable.from_geometry(Geometry.from_embeddings(embeddings, "cosine"))

@@ -130,7 +130,7 @@ class SinglePrecision(Geometry):
 
 
 def kept_with(row: Row, floor: float = 0.0, k0: int | None = None, geometry: Geometry | None = None) -> frozenset[int]:
-    """The reference with one choice of the released code."""
+    """The kept set of the reference, with one choice of the released code."""
     P, logits = row.parameters, row.logits.astype(np.float64)
     C, _ = pool(logits, OPTIONS.top_m)
     a = (logits - logits.max()) / P.temperature
@@ -179,7 +179,7 @@ def disputed_mass(row: Row, ours: frozenset[int]) -> float:
 
 @dataclass
 class Regime:
-    """Row counts; number and largest disputed mass by cause."""
+    """Counts of rows; by cause, the number of differences and the largest disputed mass."""
 
     rows: int = 0
     certified: int = 0

@@ -36,7 +36,7 @@ OURS = "this project"
 
 @dataclass(frozen=True)
 class Columns:
-    """Token ids and mask [rows, columns], and the columns where runs end."""
+    """Token ids and mask [rows, columns], and the columns at which runs end."""
 
     ids: np.ndarray
     mask: np.ndarray
@@ -168,7 +168,7 @@ def rows_of(model: str, fed: dict[str, Columns], root: Path, scratch: Path) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, default=Path(".peers"), help="what `make peers` made")
+    parser.add_argument("--peers", type=Path, default=Path(".peers"), help="the folder that `make peers` wrote")
     root = parser.parse_args().peers
     header = ["fed", *MAKERS, OURS]
     with tempfile.TemporaryDirectory() as scratch:

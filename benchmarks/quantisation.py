@@ -44,7 +44,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     for size in (32, 64, 128, 256)
     for bits in ((8, 4) if settings["bits"] == 4 else (8,))
 }  # fmt: skip
-# argv: a graph, and the native library or nothing. Other imports would free memory that the session could reuse.
+# argv: a graph, and the native library or "". Other imports could free memory that the session would then reuse.
 _OPEN = """
 import os, sys, onnxruntime
 def resident():
@@ -74,7 +74,7 @@ def errors() -> str:
 
 
 def perplexity(folder: Path, every: int) -> str:
-    """With and without rounded weights."""
+    """A table of perplexities with and without rounded weights."""
     rows = held_out_rows(folder)[::every]
     model = torch_model(folder)
     exact = torch_losses(model, rows)

@@ -26,7 +26,7 @@ from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 VOCAB, NARROW = 151_936, 16  # narrow: certified steps do not read the table
 GEOMETRY_VOCAB, HIDDEN = 32_000, 2_048  # fewer tokens, so that several tables fit into memory
-GEOMETRY = {"lam": 0.6, "beta": 2.8, "init_top_p": 0.3}  # the certificate fails
+GEOMETRY = {"lam": 0.6, "beta": 2.8, "init_top_p": 0.3}  # parameters at which the certificate fails
 Feeds = dict[str, np.ndarray]
 
 
@@ -119,7 +119,7 @@ def measure(sides: dict[str, Callable[[], None]], rounds: int, under: str, in_a_
 
 
 def certified_steps(rounds: int) -> str:
-    """Against standard operators, with warm (as after the matmul) and cold caches."""
+    """Certified steps against standard operators, with warm (as after the matmul) and cold caches."""
     logits = likely_logits(VOCAB)
     alone: Feeds = {"logits": logits}
     sides = {

@@ -2,7 +2,7 @@
 
     python -m fuzz.cuda [--rows 50000] [--seed 0]
 
-The rows of `fuzz.sampler`, with every table and logits type, several block sizes, and a random thread order.
+It uses the rows of `fuzz.sampler`, with every table and logits type, several block sizes, and a random thread order.
 Differences are allowed only at float32 ties (docs/contract/graph.md, section 4), but not at equal logits across the
 pool's cut. Prints every difference with its explanation; exits 1 if one has none.
 
@@ -68,7 +68,7 @@ def quantised(table: np.ndarray, bits: int) -> tuple[np.ndarray, KernelBlocks, n
 
 
 def in_type(visit: Visit, kind: str) -> tuple[Visit, Callable[[np.ndarray | None], KernelTable | None]]:
-    """The visit with its table rounded to `kind`; maps neighbour bounds to the kernel's table."""
+    """Returns (the visit with its table rounded to `kind`, function from neighbour bounds to the kernel's table)."""
     if visit.scenario.options.metric == "uniform":
         return visit, lambda bound: None
     codes, blocks, rows = visit.table, None, visit.table
@@ -99,10 +99,10 @@ def fuzz(
 ) -> Outcome:  # fmt: skip
     """Compare `rows` rows of `kernel` with the reference.
 
-    before: receives each visit's number and the visit.
-    after: receives the outcome and each visit's number of rows.
-    first: the first visit's number, which determines types.
-    measure: computes the neighbour bounds.
+    before: called with each visit's number and the visit.
+    after: called with the outcome and each visit's number of rows.
+    first: number of the first visit; the number determines the types.
+    measure: function that computes the neighbour bounds.
     """
     outcome, done = new_outcome(), 0
     for number, drawn in enumerate(visits(seed, sizes), first):

@@ -1,7 +1,7 @@
 """The implementations that `fuzz.sampler` compares, behind one protocol.
 
-Adapters open an implementation for one scenario and answer lists of rows. They import on demand, or raise `Absent` with
-the reason.
+An adapter opens an implementation for one scenario and answers lists of rows. It imports on demand, and raises `Absent`
+with the reason if it cannot run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Answerer = Callable[[list[Case]], list["Answer"]]
 
 
 class Absent(Exception):  # noqa: N818 - a state, not a failure
-    """Why an implementation cannot run here."""
+    """An implementation cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def open_torch(visit: Visit, bound: np.ndarray | None) -> Answerer:
 
 
 def open_native(visit: Visit, bound: np.ndarray | None) -> Answerer:
-    """The native library's kernel through ctypes, one batch; draws."""
+    """The native library's kernel through ctypes, one batch; it also draws."""
     from topw_deploy.plugins.kernel import Kernel, KernelTable
     from topw_deploy.plugins.shared_library import library_path, why_absent
 

@@ -2,7 +2,7 @@
 
     python -m fuzz.native [--seconds 600] [--seed 0] [--compiler clang++] [--corpus FOLDER]
 
-Clang's libFuzzer guides inputs by coverage; other compilers use random bytes.
+With Clang, libFuzzer guides the inputs by coverage; with other compilers they are random bytes.
 """
 
 from __future__ import annotations

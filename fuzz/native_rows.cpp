@@ -1,10 +1,10 @@
-// Fuzzing the native sampler: bytes become options, parameters, logits, edits and a table, and the answers must keep
-// what docs/contract/graph.md promises of any input.
+// Fuzzes the native sampler: bytes become options, parameters, logits, edits and a table, and the answers must have the
+// properties that docs/contract/graph.md promises for any input.
 //
-// With libFuzzer (clang++ -fsanitize=fuzzer,address,undefined) this file and the library's are all there is. Other
-// compilers add -DTOPW_FUZZ_MAIN for a driver of random bytes: `native_rows SECONDS [SEED]`, or `native_rows FILE` to
-// repeat what libFuzzer found. Every buffer has exactly the size that the interface names, so that a byte read beyond
-// it is seen.
+// With libFuzzer (clang++ -fsanitize=fuzzer,address,undefined), compile this file and the library's files. With other
+// compilers, add -DTOPW_FUZZ_MAIN for a driver of random bytes: `native_rows SECONDS [SEED]`, or `native_rows FILE` to
+// repeat an input that libFuzzer found. Every buffer has exactly the size that the interface states, so that a read
+// beyond it is detected.
 
 #include <math.h>
 #include <stdint.h>
@@ -50,7 +50,7 @@ class Bytes {
   size_t size_;
 };
 
-// Mixes a position into a value without a pattern that the sampler could live on.
+// Mixes a position into a value, without a pattern that the sampler could exploit.
 uint32_t mixed(uint64_t seed, uint64_t position) {
   uint64_t x = seed + position * 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -119,7 +119,7 @@ struct Row {
 
   explicit Row(Bytes &in) {
     constexpr int64_t kVocab[] = {1, 2, 15, 16, 17, 100, 127, 128, 129, 255, 1000, 2048, 5000};
-    constexpr int64_t kLargestVocab = 300000;  // now and then: it takes a hundred times as long
+    constexpr int64_t kLargestVocab = 300000;  // used rarely: it takes a hundred times as long
     constexpr int64_t kPool[] = {1, 2, 7, 63, 64, 65, 200, 1200, 5001, 1000000, INT64_MAX};
     constexpr int64_t kSteps[] = {1, 2, 3, 9, 100, INT64_MAX};
     constexpr int32_t kNeighbours[] = {0, 0, 0, 1, 2, 4, 17, INT32_MAX};
@@ -152,7 +152,7 @@ struct Row {
       read_blocks(in);
   }
 
-  // Codes in every form, each buffer as large as it must be and no larger.
+  // Codes in every form, each buffer exactly as large as necessary.
   void read_blocks(Bytes &in) {
     constexpr int32_t kElements[] = {TOPW_UINT8, TOPW_UINT8, TOPW_UINT4, TOPW_INT4}, kSizes[] = {16, 32, 64, 128, 65536};
     element = in.one_of(kElements);
@@ -177,7 +177,7 @@ struct Row {
     }
   }
 
-  // The table as the interface takes it; points into this row.
+  // The table in the interface's form; it points into this row.
   topw_table described() const {
     topw_table made = {table.data(), vocab, hidden, TOPW_FLOAT32, 0, mean.data(), inverse_std.data(),
                        bound.empty() ? nullptr : bound.data(), {}};
@@ -220,8 +220,8 @@ struct Answers {
   }
 };
 
-// The row `copies` times, the others among them spoiled: one with NaN, one without any finite logit. Last row first
-// in the workspace, or all in one call without one.
+// Samples the row `copies` times, with spoiled rows between: one with NaN, one without a finite logit. With a
+// workspace, rows run one by one from the last; without one, all in one call.
 Answers sample(const Row &row, size_t copies, topw_workspace *workspace) {
   const size_t vocab = static_cast<size_t>(row.vocab), edits = static_cast<size_t>(row.edits);
   std::vector<float> logits, penalty, bias, columns[7];
@@ -286,14 +286,14 @@ using Workspace = std::unique_ptr<topw_workspace, void (*)(topw_workspace *)>;
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-  static const Workspace kept(topw_workspace_create(), topw_workspace_destroy);  // used by every input before
+  static const Workspace kept(topw_workspace_create(), topw_workspace_destroy);  // kept between inputs
   Bytes in(data, size);
   const Row row(in);
   const Workspace fresh(topw_workspace_create(), topw_workspace_destroy);
   const char *best = topw_instruction_set();
   const Answers alone = sample(row, 1, fresh.get());
   check(row, alone, 0);
-  if (row.vocab > kSmallEnough) return 0;  // the rest asks nothing that smaller rows do not
+  if (row.vocab > kSmallEnough) return 0;  // the checks below are covered by smaller rows
   for (topw_workspace *workspace : {kept.get(), static_cast<topw_workspace *>(nullptr)}) {
     const Answers among = sample(row, 3, workspace);
     for (size_t i = 0; i < 3; ++i) check(row, among, i);

@@ -24,7 +24,7 @@ from tests.support.sampler_cases import ALL, Size, Visit, visits
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TieBounds
 
 _MASS_BOUND = 1e-6  # relative: double sums rounded to float32
-_SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a repulsive crop may weigh less
+_SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a crop with negative geom_scale may have less
 _BATCH_VALUES = 1 << 20  # logits per batch call
 _LARGEST_BOUNDED = 1100  # tokens; bounds need all pairs
 _NEARLY = TieBounds(objective=1e-6, nucleus=1e-6, draw=0.0)
@@ -43,7 +43,7 @@ def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
 
 @dataclass
 class Side:
-    """One implementation's results by regime. bounds: of ties."""
+    """One implementation's results by regime. bounds: bounds within which rows are tied."""
 
     bounds: TieBounds = FLOAT64_TIES
     stages: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class Side:
 
 
 def differences(wanted: Row, found: Answer) -> Iterator[str]:
-    """What differs: the certificate; the kept ids (with their order), or else the draw."""
+    """The differences: in the certificate, in the kept ids and their order, or otherwise in the draw."""
     if found.certified != wanted.certified:
         yield "certified"
     ids = wanted.kept_ids if found.ordered else np.sort(wanted.kept_ids)
@@ -148,7 +148,7 @@ def _regime(case: Case) -> str:
 
 
 def available(names: Sequence[str]) -> list[str]:
-    """Prints why implementations are left out."""
+    """The implementations that can run here; prints why others are left out."""
     found = []
     for name in names:
         try:

@@ -99,7 +99,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--form", choices=(*FORMS, NATIVE), action="append", help="only this one (default: all)")
+    parser.add_argument(
+        "--form", choices=(*FORMS, NATIVE), action="append", help="compare only this form (default: all)"
+    )
     given = parser.parse_args()
     forms = tuple(given.form) if given.form else (*FORMS, NATIVE) if library_path() else FORMS
     if NATIVE in forms and not library_path():

@@ -28,7 +28,7 @@ ALLOWED = {
     "demo": {"errors"},
     "sampling": {"errors"},
     "processors": {"errors", "sampling"},
-    "manifest": {"errors", "files", "sampling"},
+    "manifest": {"dtypes", "errors", "files", "sampling"},
     "plugins": {"errors", "files", "dtypes", "progress", "install", "sampling"},
     "tensorrt": LEAVES | {"plugins"},
     "runtime": LEAVES | {"install", "telemetry", "sizes", "plugins", "tensorrt"},

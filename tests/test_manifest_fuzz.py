@@ -72,8 +72,8 @@ def test_a_format_version_is_one_of_the_known_integers(version: str) -> None:
         ("kv_dtype", "{}", r"decoder.kv_dtype is \{\}, not a text"),
         ("num_layers", "1e9", r"decoder.num_layers is 1000000000.0, not an integer in \[1, 4096\]"),
         ("buffer_least", "4194305", r"decoder.buffer_least is 4194305, not an integer in \[0, 4194304\]"),
-        ("model_type", "NaN", "NaN is no number of JSON"),
-        ("model_type", '"\\ud800"', "half a surrogate pair"),
+        ("model_type", "NaN", "NaN is not a JSON number"),
+        ("model_type", '"\\ud800"', "half of a surrogate pair"),
     ],
 )
 def test_a_field_out_of_range_is_named_with_its_value_and_bound(field: str, value: str, reason: str) -> None:
@@ -91,5 +91,5 @@ def test_a_name_that_is_given_twice_is_refused() -> None:
 
 def test_an_opset_that_is_infinite_is_refused() -> None:
     text = whole_manifest().to_json().replace('"topw": 1', '"topw": Infinity')
-    with pytest.raises(ManifestError, match="Infinity is no number of JSON"):
+    with pytest.raises(ManifestError, match="Infinity is not a JSON number"):
         manifest_from_json(text)

@@ -28,5 +28,5 @@ def test_another_encoding_is_named_where_it_can_be(encoding: str, message: str) 
 
 
 def test_zero_bytes_are_no_text() -> None:
-    with pytest.raises(PromptError, match=r"p\.txt holds a zero byte, so it is no text, or UTF-16; save it as UTF-8"):
+    with pytest.raises(PromptError, match=r"p\.txt holds a zero byte, so it is not text or is UTF-16; save it"):
         decode_text("ab".encode("utf-16-le"), "p.txt")

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src")]  # nothing of ours is installed
+sys.path[:0] = [str(ROOT / "src")]  # this project is not installed on the host
 
 from benchmarks.gpu import machine as machines  # noqa: E402
 from benchmarks.gpu import unpack  # noqa: E402
@@ -56,13 +56,13 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--folder", nargs="+", type=Path, default=[], help="exported models; default: the packed ones")
     parser.add_argument("--rows", type=int, default=100_000, help="random rows to compare; default: 100,000")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=50, help="of every measurement; default: 50")
-    parser.add_argument("--rehearse", action="store_true", help="run on a CPU, emulated and with small sizes")
+    parser.add_argument("--rounds", type=int, default=50, help="rounds of every measurement; default: 50")
+    parser.add_argument("--rehearse", action="store_true", help="run on a CPU, with emulated kernels and small sizes")
     return parser
 
 
 def digest_of_kernels(library: Path | None) -> str:
-    """Of the given library, else the sources."""
+    """Digest of the given library, or of the sources if none is given."""
     written = (file for folder in ("cuda", "native") for file in (_PLUGINS / folder).iterdir())
     sources = [library] if library is not None else sorted(file for file in written if file.suffix in _CODE)
     digest = hashlib.sha256()
@@ -78,9 +78,9 @@ def main() -> int:
         return command.main(sys.argv[2:])
     given = arguments().parse_args()
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the children too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that children end too
     if given.kernels is not None and not given.kernels.is_file():
-        raise SystemExit(f"{given.kernels} is no file; name a library with --library, or leave it out.")
+        raise SystemExit(f"{given.kernels} is not a file; give a library with --library, or omit it.")
     out = (given.out or ROOT / "out" / ("rehearsal" if given.rehearse else "gpu")).absolute()
     machine = machines.look()
     try:

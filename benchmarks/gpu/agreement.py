@@ -14,7 +14,7 @@ from topw_deploy.sampling.parameters import TopWOptions
 
 UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
 _OPTIONS = TopWOptions(metric="cosine", alt_iters=9)
-_OPEN_DEVIATION, _PEAK = 1.6, 8.0  # of rows that need geometry, and of their likely tokens
+_OPEN_DEVIATION, _PEAK = 1.6, 8.0  # deviation of the logits of rows that need geometry; logit of their likely tokens
 
 
 def same(first: KernelSamples, second: KernelSamples) -> bool:
@@ -29,7 +29,7 @@ def same(first: KernelSamples, second: KernelSamples) -> bool:
 
 
 def mixed_rows(batch: int, seed: int, vocab: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Certified, uncertified, greedy, repelled (negative geom_scale) and invalid rows."""
+    """Logits and parameters of certified, uncertified, greedy, repelled (negative geom_scale) and invalid rows."""
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((batch, vocab)) * _OPEN_DEVIATION).astype(np.float32)
     logits[::3, :20] += _PEAK
@@ -59,7 +59,7 @@ def step_of(kernel: DeviceKernel, batch: int, seed: int, table: DeviceTable) -> 
 
 
 def load(step: Step, seed: int) -> None:
-    """Copy other rows into the tensors."""
+    """Copy other rows into the step's tensors."""
     logits, columns = mixed_rows(len(step.logits), seed, step.logits.shape[1])
     step.logits.copy_(torch.from_numpy(logits))
     for name, values in columns.items():
@@ -67,7 +67,7 @@ def load(step: Step, seed: int) -> None:
 
 
 def unequal_repeats(kernel: DeviceKernel, table: DeviceTable, batch: int, times: int) -> list[int]:
-    """The launches that differ from the first."""
+    """Indices of the launches that differ from the first."""
     step = step_of(kernel, batch, 1, table)
     step.launch()
     first = step.samples()
@@ -80,7 +80,7 @@ def unequal_repeats(kernel: DeviceKernel, table: DeviceTable, batch: int, times:
 
 
 def unequal_alone(kernel: DeviceKernel, table: DeviceTable, batch: int) -> list[int]:
-    """The rows that differ from the same row alone."""
+    """Indices of the rows that differ from the same row launched alone."""
     together = step_of(kernel, batch, 2, table)
     together.launch()
     wanted = together.samples()

@@ -24,12 +24,12 @@ def steps(job: Job) -> list[Step]:
 
 
 def for_the_gpu(job: Job) -> Path:
-    """nvcc's library; the emulated one in rehearsals."""
+    """The library that nvcc compiled; in rehearsals the emulated one."""
     return job.out / "libtopw_nvcc.so" if job.rehearse else job.kernel_file
 
 
 def kernels(job: Job) -> Result:
-    """Compile with nvcc. Absent in a rehearsal without nvcc."""
+    """Compile with nvcc. In a rehearsal without nvcc, the step is absent."""
     from topw_deploy.errors import PluginError
     from topw_deploy.plugins import compile_cuda
 
@@ -63,10 +63,10 @@ def resources(job: Job) -> Result:
     """Registers, stack, shared memory (cuobjdump) and spills (ptxas, from PTX) by kernel."""
     library = for_the_gpu(job)
     if not library.is_file():
-        return Result(absent=(f"there is no library that nvcc made at {library.name}",))
+        return Result(absent=(f"nvcc made no library {library.name}",))
     cuobjdump = tool("cuobjdump")
     if cuobjdump is None:
-        return Result(absent=("cuobjdump is not here: registers and shared memory are not known",))
+        return Result(absent=("cuobjdump is missing: registers and shared memory are unknown",))
     said = ask([cuobjdump, "--dump-resource-usage", str(library)])
     found = usage(said)
     if not found:
@@ -93,7 +93,7 @@ def spills(library: Path, cuobjdump: str) -> tuple[dict[str, tuple[int, int]], s
     """Bytes of spill (stores, loads) by kernel; or why they are unknown."""
     ptxas = tool("ptxas")
     if ptxas is None:
-        return {}, "ptxas is not here: spills are not known"
+        return {}, "ptxas is missing: spills are unknown"
     with tempfile.TemporaryDirectory(prefix="topw-ptx-") as folder:
         ask([cuobjdump, "-xptx", "all", str(library)], Path(folder))
         found: dict[str, tuple[int, int]] = {}

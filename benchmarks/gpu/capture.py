@@ -31,7 +31,7 @@ def _opened(job: Job) -> tuple[DeviceKernel, DeviceTable]:
 
 
 def modes(job: Job) -> Result:
-    """Capture a step in each mode; replays over other rows must equal launches."""
+    """Capture a step in each mode; replays on other rows must equal launches."""
     from benchmarks.gpu.agreement import load, same, step_of
     from benchmarks.gpu.graphs import captured
 
@@ -49,7 +49,7 @@ def modes(job: Job) -> Result:
             fresh.launch()
             if not same(fresh.samples(), replayed):
                 unequal.append(f"{mode}, rows {seed}")
-    failed = f"replays answered otherwise than launches: {', '.join(unequal)}." if unequal else ""
+    failed = f"replays and launches gave different answers: {', '.join(unequal)}." if unequal else ""
     data = {"modes": list(_MODES), "unequal": unequal}
     return Result(data, f"captured as {', '.join(_MODES)}: {len(unequal)} replays differ from launches", failed)
 
@@ -81,7 +81,7 @@ def behind_a_product(job: Job) -> Result:
         fresh.logits.copy_(step.logits)
         fresh.launch()
         unequal += not same(fresh.samples(), replayed)
-    failed = f"{unequal} of {others} replays answered otherwise than launches." if unequal else ""
+    failed = f"{unequal} of {others} replays gave other answers than launches." if unequal else ""
     data = {"replays": others, "unequal": unequal}
     return Result(data, f"{others - unequal} of {others} replays equal launches", failed)
 
@@ -112,9 +112,9 @@ def two_streams(job: Job) -> Result:
                 with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                     step.launch()
         unequal += not all(same(step.samples(), wanted) for step, wanted in zip(steps, alone, strict=True))
-    failed = f"{unequal} of {times} times two streams answered otherwise than one." if unequal else ""
+    failed = f"{unequal} of {times} times two streams gave other answers than one." if unequal else ""
     data = {"times": times, "unequal": unequal}
-    return Result(data, f"{times - unequal} of {times} times two streams answer as each alone", failed)
+    return Result(data, f"{times - unequal} of {times} times two streams give the answers of one", failed)
 
 
 def replays(job: Job) -> Result:
@@ -131,6 +131,6 @@ def replays(job: Job) -> Result:
     for _ in range(times):
         graph.replay()
         unequal += not same(first, step.samples())
-    failed = f"{unequal} of {times} replays answered otherwise than the first." if unequal else ""
+    failed = f"{unequal} of {times} replays gave other answers than the first." if unequal else ""
     data = {"replays": times, "unequal": unequal}
-    return Result(data, f"{times - unequal} of {times} replays answer bit for bit as the first", failed)
+    return Result(data, f"{times - unequal} of {times} replays are bitwise equal to the first", failed)

@@ -1,4 +1,4 @@
-"""Sides of `speed` over certified rows."""
+"""The sides that the part `speed` times on certified rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COLUMNS = {"uniform": 0.37}
 
 
 class NotCertifiedError(Exception):
-    """An uncertified row invalidates the measurement."""
+    """A row is not certified, which invalidates the measurement."""
 
 
 def logits_on(device: torch.device, batch: int, vocab: int) -> torch.Tensor:
@@ -35,7 +35,7 @@ def logits_on(device: torch.device, batch: int, vocab: int) -> torch.Tensor:
 
 
 def top_w_sides(kernel: DeviceKernel, logits: torch.Tensor, sizes: Sizes) -> dict[str, Timed]:
-    """Top-W by logits type, by launch, and with more inputs and outputs."""
+    """Top-W for each logits type, for each launch alone, and with more inputs and outputs."""
     batch = len(logits)
     sides: dict[str, Timed] = {}
     for dtype in _TYPES:
@@ -81,7 +81,7 @@ def certified_step(
 
 
 def cold_side(kernel: DeviceKernel, step: Step, cold: int) -> tuple[Side, int]:
-    """The step over cache-exceeding copies of its logits; their number."""
+    """Returns (the step over copies of its logits that together exceed the cache, number of copies)."""
     copies = max(2, math.ceil(cold / step.logits.nbytes))
     others = [certified_step(kernel, step.logits.clone(), memory=step) for _ in range(copies)]
     return rotating([other.launch for other in others]), copies

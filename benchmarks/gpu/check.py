@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fuzz.sampler import Outcome
 
 _CHUNK = 2_000  # random rows per record
-_SHOWN = 20  # recorded differences
+_SHOWN = 20  # maximum differences recorded
 _TYPES = {"float32": "cosine", "float16": "mahalanobis", "bfloat16": "cosine"}  # logits type -> metric
 _COUNTERS = ("distances", "avoided", "explained")
 
@@ -23,7 +23,7 @@ def steps(job: Job) -> list[Step]:
     shipped = [
         Step(f"rows of {vocab:,} tokens, {dtype}", partial(shipped_rows, dtype=dtype), 60, 300) for dtype in _TYPES
     ]
-    return [  # last, as they use the remaining time and continue in the next run
+    return [  # random rows come last, because they use the remaining time and continue in the next run
         Step("repeats and batches", repeats, 20, 180),
         *shipped,
         Step("random rows", random_rows, 60, 450, (str(job.rows), str(job.seed))),
@@ -79,7 +79,7 @@ def shipped_rows(job: Job, dtype: str) -> Result:
 
 
 def random_rows(job: Job) -> Result:
-    """Compare random and adversarial rows with the reference; continues after recorded chunks."""
+    """Compare random and adversarial rows with the reference, continuing after the chunks already recorded."""
     from benchmarks.gpu.device import opened
     from fuzz.cuda import fuzz, new_outcome, unexplained_of
     from fuzz.sampler import report
@@ -106,7 +106,7 @@ def random_rows(job: Job) -> Result:
 
 
 def plain(outcome: Outcome) -> dict[str, Any]:
-    """Plain JSON types, for `add`."""
+    """The outcome as plain JSON types, for `add`."""
     side = next(iter(outcome.sides.values()))
     return {
         "rows": dict(outcome.rows), "certified": dict(outcome.certified), "tied": outcome.tied,

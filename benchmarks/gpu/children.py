@@ -21,7 +21,7 @@ from benchmarks.gpu.job import Job
 from benchmarks.gpu.worker import EVENTS
 
 ROOT = Path(__file__).parents[2]
-_LAST_WORDS = 6  # recorded when a child dies
+_LAST_WORDS = 6  # lines of output recorded when a child dies
 
 
 class ChildEndedError(Exception):
@@ -29,7 +29,7 @@ class ChildEndedError(Exception):
 
 
 def environment() -> dict[str, str]:
-    """This checkout precedes installed packages."""
+    """A child's environment variables, with this checkout before installed packages."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
@@ -52,15 +52,15 @@ class Child:
         self._listener.start()
 
     def plan(self, limit: float) -> list[tuple[str, float, float, list[str]]]:
-        """(name, expected seconds, limit, inputs) by step. Raises ChildEndedError."""
+        """The (name, expected seconds, limit, inputs) of each step. Raises ChildEndedError."""
         return [tuple(step) for step in self._event(time.monotonic() + limit, limit)["plan"]]
 
     def ask(self, step: str, earlier: dict[str, Any], end: float, limit: float,
             kept: Callable[[dict[str, Any]], None]) -> dict[str, Any]:  # fmt: skip
-        """Return the step's event, with `result` and `seconds`.
+        """Run a step and return its event, with `result` and `seconds`.
 
-        kept: receives intermediate data.
-        end: on time.monotonic's clock.
+        kept: called with the data of the unfinished step.
+        end: time by which the step should end, on time.monotonic's clock.
         limit: seconds until the child is killed.
 
         Raises ChildEndedError.
@@ -120,9 +120,9 @@ class Child:
         return f"; its last lines: {words[-1500:]}" if words else ""
 
     def _kill(self) -> None:
-        """Does not wait: a process blocked in the driver survives SIGKILL."""
+        """Kill without waiting, because a process blocked in the driver survives SIGKILL."""
         if self._process.poll() is None:
-            self._process.kill()  # first, to start no others
+            self._process.kill()  # before its children, so that it starts no others
         for process in _session(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -138,7 +138,7 @@ class Child:
 
 
 def _session(leader: int) -> list[int]:
-    """Includes processes in other process groups."""
+    """Process ids of the leader's session, including those in other process groups."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it may have ended

@@ -13,13 +13,13 @@ from benchmarks.gpu.tables import random_rows, table_of
 from topw_deploy.sampling.parameters import TopWOptions
 
 _OPTIONS = TopWOptions(metric="cosine")
-_SHARE = 0.7  # of free memory, for weights
+_SHARE = 0.7  # share of free memory used for weights
 _SCALE = 0.01
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """`logits` [1, V]: the last matmul's output. layers: those that fit of `wanted`."""
+    """logits [1, V]: the last matmul's output. layers: how many of the `wanted` layers fit into memory."""
 
     step: Side
     logits: torch.Tensor

@@ -1,4 +1,4 @@
-"""The CUDA kernels over torch tensors: as `plugins.kernel.Kernel`, and as bound calls.
+"""The CUDA kernels on torch tensors: with the interface of `plugins.kernel.Kernel`, and as bound calls.
 
 The device may be the CPU, for emulated kernels.
 """
@@ -80,10 +80,10 @@ class DeviceTable:
 
 
 class Step:
-    """A bound call on device tensors; every `launch` rereads `logits` and `columns`.
+    """A bound call on device tensors; every `launch` reads `logits` and `columns` again.
 
     logits: float32, float16 or bfloat16 [B, V].
-    memory: a step of the same shape and stream whose memory to share.
+    memory: a step of the same shape and stream whose memory this one shares.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Step:
         self._kernel.launch(self.shape, self._table, self._inputs, self._outputs, *memory, stream, parts)
 
     def samples(self) -> KernelSamples:
-        """The last answers, on the host. Asserts zero control bytes."""
+        """The last answers, on the host. Asserts that the control bytes are zero."""
         if self.logits.is_cuda:
             torch.cuda.synchronize()
         assert not bool(self.control.any()), "control bytes are not zero after the launch"
@@ -160,7 +160,7 @@ def opened(job: Job) -> DeviceKernel:
 
 
 class DeviceKernel(CudaKernel):
-    """A `Kernel`: numpy arrays in and out."""
+    """Has the interface of `Kernel`, with numpy arrays as inputs and outputs."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
         super().__init__(path)
@@ -177,7 +177,7 @@ class DeviceKernel(CudaKernel):
         mass: bool = False,
         keep_mask: bool = False,
     ) -> KernelSamples:
-        """As Kernel.sample; logits may be float16, or bfloat16 bits as uint16."""
+        """Like Kernel.sample; logits may also be float16, or bfloat16 bits as uint16."""
         rows = torch.from_numpy(np.ascontiguousarray(logits))
         if rows.dtype == torch.uint16:
             rows = rows.view(torch.bfloat16)

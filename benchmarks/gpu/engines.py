@@ -16,7 +16,7 @@ from benchmarks.gpu.job import Job, MissingError, Result, Step
 
 MODULES = ("tensorrt", "tensorrt_bindings")
 PLUGINS = {"plugin": ("python", "plugin"), "the file's function": ("none", "graph")}
-"""By what runs the sampler's node: (EngineRequest.plugin, the sampler that the opened model must report)."""
+"""What runs the sampler's node -> (EngineRequest.plugin, the sampler that the opened model must report)."""
 
 _BATCH, _SEQUENCE = 4, 64
 _BUILD, _RUN = (150, 470), (40, 240)  # seconds: expected, maximum
@@ -42,7 +42,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def nothing(why: str, job: Job) -> Result:
-    """Report what is missing and why it was not packed."""
+    """Report what is missing, and why it was not packed."""
     known = unpack.why_missing(job.packed, "tensorrt")
     return Result(absent=(why, known) if known else (why,))
 
@@ -68,7 +68,7 @@ def _no_gpu_to_rehearse(job: Job) -> str:
 
 
 def build(folder: Path, name: str, job: Job) -> Result:
-    """A batch of four, in a copy of the folder."""
+    """Build an engine for batches of four, in a copy of the folder."""
     from topw_deploy.errors import TopWError
     from topw_deploy.plugins.tensorrt import tensorrt_module
     from topw_deploy.progress import Progress

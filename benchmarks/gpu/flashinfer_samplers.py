@@ -20,7 +20,7 @@ def why_absent() -> str:
 
 
 def sides(logits: torch.Tensor) -> dict[str, Timed]:
-    """Samplers by name; uncapturable ones have a note."""
+    """FlashInfer's samplers by name; those that cannot be captured have a note."""
     from flashinfer.sampling import top_k_top_p_sampling_from_logits, top_p_sampling_from_probs
 
     probabilities = logits.softmax(1)

@@ -1,4 +1,4 @@
-"""CUDA graphs timed by events; on a CPU, calls timed by a clock."""
+"""CUDA graphs timed with events; on a CPU, calls timed with a clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Graph(Protocol):
 
 
 class Calls:
-    """A graph's double, for work that cannot be captured."""
+    """A substitute for a graph, for work that cannot be captured."""
 
     def __init__(self, side: Side, steps: int) -> None:
         self._side, self._steps = side, steps
@@ -62,7 +62,7 @@ def microseconds(graph: Graph, steps: int, device: torch.device) -> float:
         graph.replay()
         return (time.perf_counter() - started) * 1e6 / steps
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_HEAD_START)  # queues the graph before `begin` passes: the launch is not timed
+    torch.cuda._sleep(_HEAD_START)  # the graph is queued before `begin` passes, so its launch is not timed
     begin.record()
     graph.replay()
     end.record()

@@ -1,8 +1,8 @@
 """The interface of a part.
 
 A part is a module of this folder, listed in PARTS, with a function `steps(job) -> list[Step]`. It runs in child
-processes, so a step may import anything, initialise CUDA, hang or crash. Top-level imports are from the standard
-library; `steps` opens nothing.
+processes, so a step may import anything, initialise CUDA, hang or crash. At the top level, parts import only the
+standard library, and `steps` opens nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Result:
 
     data: plain JSON types for results.json.
     table: Markdown for results.md.
-    failed: why, as a sentence; empty if passed. Exceptions fail a step too.
-    absent: sentences on what could not run here. A step that ran nothing has no data or table.
+    failed: why it failed, as a sentence; empty if it passed. Exceptions fail a step too.
+    absent: sentences on what could not run here. A step that ran nothing has neither data nor table.
     partial: the next run repeats the step, with `data` as `Job.earlier`.
     """
 
@@ -45,9 +45,9 @@ class Step:
     """One entry of the record.
 
     name: unique within its part.
-    seconds: expected; a step does not start with less budget left.
+    seconds: expected duration; a step does not start with less budget left.
     limit: seconds until the process is killed; None for four times `seconds`, at least a minute.
-    inputs: dependencies besides the kernels, torch and the GPU; a change repeats the step.
+    inputs: what the step depends on besides the kernels, torch and the GPU; a change repeats the step.
     """
 
     name: str
@@ -65,14 +65,14 @@ class Step:
 class Job:
     """The input of steps, sent to the child as JSON.
 
-    kernel_file: from `build` or --library; use `Job.kernels`.
+    kernel_file: the library from `build` or --library; read it with `Job.kernels`.
     rehearse: emulate the kernels on the CPU, at small sizes.
-    rows, seed: of random rows.
+    rows, seed: number and seed of the random rows.
     folders: exported models that replace the packed ones.
     architecture: 90 for sm_90; 0 without a GPU.
-    built: the library was given.
+    built: whether the library was given.
     earlier: data of the last partial run, else {}.
-    end: of the step, on time.monotonic's clock.
+    end: end of the step, on time.monotonic's clock.
     """
 
     out: Path
@@ -97,13 +97,13 @@ class Job:
         return self.out / "packed"
 
     def folder(self, name: str) -> Path:
-        """Kept between runs."""
+        """A folder for the part's files, kept between runs."""
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def kernels(self) -> Path:
-        """Raises MissingError without a library."""
+        """The library of kernels. Raises MissingError if there is none."""
         if not self.kernel_file.is_file():
             raise MissingError(f"there is no library of kernels at {self.kernel_file}; the part `build` makes it.")
         return self.kernel_file
@@ -124,7 +124,7 @@ class MissingError(Exception):
 
 
 def steps_of(part: str, job: Job) -> list[Step]:
-    """In order. part: a module of this folder, or a dotted name."""
+    """The steps of a part, in order. part: a module of this folder, or a dotted name."""
     steps: list[Step] = import_module(part if "." in part else f"benchmarks.gpu.{part}").steps(job)
     return steps
 

@@ -46,7 +46,7 @@ class Machine:
 
 
 def look() -> Machine:
-    """A child queries the driver and is killed if it hangs."""
+    """Describe this machine. A child process queries the driver and is killed if it hangs."""
     versions = {name: found for name in PACKAGES if (found := _version(name))}
     command = [sys.executable, "-m", "benchmarks.gpu.machine"]
     try:
@@ -57,7 +57,7 @@ def look() -> Machine:
     except subprocess.TimeoutExpired:
         return Machine("", 0, f"the NVIDIA driver did not answer within {_LIMIT} s", "", versions)
     except ValueError:
-        return Machine("", 0, f"the driver could not be asked ({done.stderr.strip()[-300:]})", "", versions)
+        return Machine("", 0, f"the driver could not be queried ({done.stderr.strip()[-300:]})", "", versions)
     return Machine(found["gpu"], found["architecture"], found["why_none"], found["cuda"] or "", versions)
 
 

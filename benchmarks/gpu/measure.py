@@ -1,6 +1,6 @@
-"""Times of steps in CUDA graphs, taken in turn, and the memory bandwidth.
+"""Times of steps in CUDA graphs, measured in turn, and the memory bandwidth.
 
-Events time replays of many captures, which excludes host time.
+Events time the replay of a graph of many steps, which excludes the host's time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SMALLEST_READ = 1 << 22
 class Timed:
     """One side of a measurement.
 
-    side: enqueues one step; or two names, for their difference by round.
-    moved: bytes a step must read or write; 0 if meaningless.
-    copies: of its logits; a graph has a multiple of them.
-    goal: microseconds.
-    launched: per call, as it cannot be captured.
+    side: a function that enqueues one step; or two names, for their difference by round.
+    moved: bytes that a step must read or write; 0 if that has no meaning.
+    copies: number of copies of its logits; a graph's steps are a multiple of it.
+    goal: the goal in microseconds.
+    launched: whether each call is launched, because it cannot be captured.
     """
 
     side: Side | tuple[str, str]
@@ -76,7 +76,7 @@ class Times:
 
 
 def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.device) -> Times:
-    """Time every side in turn. steps: minimum per graph."""
+    """Time every side in turn. steps: minimum number of steps in a graph."""
     graphs: dict[str, tuple[Graph, int]] = {}
     for name, timed in sides.items():
         if not isinstance(timed.side, tuple):
@@ -96,7 +96,7 @@ def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.dev
 
 
 def rotating(launches: Sequence[Side]) -> Side:
-    """Enqueues the next of `launches` at each call."""
+    """A side that enqueues the next of `launches` at each call."""
     state = {"next": 0}
 
     def one() -> None:

@@ -1,6 +1,6 @@
 """The part `models`: exported models on onnxruntime's CUDA provider, against the CPU's tokens.
 
-Each way to run each folder is a step. Needs onnxruntime-gpu and exported folders. Rehearsals use the CPU provider.
+Each way to run a folder is a step. It needs onnxruntime-gpu and exported folders. Rehearsals use the CPU provider.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def ways_of(folder: Path) -> dict[str, Way]:
-    """By name; captured steps need a cache of fixed size."""
+    """Ways to run the folder, by name; captured steps need a cache of fixed size."""
     from benchmarks.gpu.ways import Way
     from topw_deploy.manifest import load_manifest
 
@@ -53,7 +53,7 @@ def ways_of(folder: Path) -> dict[str, Way]:
 
 
 def folders(job: Job) -> list[Path]:
-    """The named folders, else the packed ones."""
+    """The folders given with --folder, else the packed ones."""
     if job.folders:
         return [Path(folder) for folder in job.folders]
     if "folders" not in unpack.components(job.packed):
@@ -62,7 +62,7 @@ def folders(job: Job) -> list[Path]:
 
 
 def digest(folder: Path) -> str:
-    """Of the manifest, with the files' hashes, and the recorded tokens."""
+    """Digest of the manifest, which has the files' hashes, and of the recorded tokens."""
     from benchmarks.gpu.tokens import beside
 
     found = hashlib.sha256()
@@ -72,7 +72,7 @@ def digest(folder: Path) -> str:
 
 
 def package(name: str) -> str:
-    """The file that `import name` would run; its digest."""
+    """The file that `import name` would run, and its digest."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         return f"no {name}"
@@ -113,7 +113,7 @@ def one_way(folder: Path, way: Way, job: Job) -> Result:
 
 
 def stand_in(options: Mapping[str, Any]) -> dict[str, Any]:
-    """For the CPU provider, which captures nothing."""
+    """The options for the CPU provider, which captures nothing."""
     return {**{name: value for name, value in options.items() if name != "provider_options"}, "provider": "cpu"}
 
 

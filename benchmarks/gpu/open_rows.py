@@ -1,4 +1,4 @@
-"""Sides of `speed` over rows that geometry decides: V = 151,936, d = 2,048, float16 table."""
+"""The sides that `speed` times on rows that geometry decides: V = 151,936, d = 2,048, float16 table."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ GOALS = {1: 60.0}
 
 
 class NotOpenError(Exception):
-    """A row without distances invalidates the measurement."""
+    """A row needed no distances, which invalidates the measurement."""
 
 
 def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int, top_m: int) -> dict[str, Timed]:
-    """With and without neighbour bounds. table: float16 [V, d] on the device."""
+    """The sides, with and without neighbour bounds. table: float16 [V, d] on the device."""
     options = TopWOptions(metric=metric, top_m=top_m)
     vocab = len(table)
     logits = torch.from_numpy(np.concatenate([bell_logits(vocab, 1, seed) for seed in range(batch)])).to(table.device)
@@ -39,7 +39,7 @@ def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int, to
 
 
 def describe(samples: KernelSamples) -> str:
-    """The rows' work. Raises NotOpenError for a row without distances."""
+    """A sentence on the work of the rows. Raises NotOpenError for a row that needed no distances."""
     reports = samples.reports
     stages = {STAGES[int(stage)] for stage in reports["stage"]}
     if stages != {"geometry"}:

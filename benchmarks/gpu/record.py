@@ -18,9 +18,9 @@ DONE, FAILED, PARTIAL, ABSENT, WAITING = "done", "failed", "partial", "absent", 
 _WORDS = {
     DONE: "done",
     FAILED: "**FAILED**",
-    PARTIAL: "partly done, goes on with the next run",
+    PARTIAL: "partly done, continues in the next run",
     ABSENT: "**not run**",
-    WAITING: "not begun: the budget had too little left",
+    WAITING: "not started: too little of the budget was left",
 }
 
 
@@ -29,7 +29,7 @@ class RecordError(Exception):
 
 
 class Record:
-    """Raises RecordError for results of another kind or format."""
+    """The results in a folder. Raises RecordError for results of another kind or format."""
 
     def __init__(self, folder: Path, rehearse: bool) -> None:
         self.folder = folder
@@ -41,7 +41,7 @@ class Record:
             self._all = _read(folder / JSON)
             if bool(self._all["rehearsal"]) != rehearse:
                 kind = "a rehearsal's" if self._all["rehearsal"] else "a GPU's"
-                raise RecordError(f"{folder} holds {kind} results; name another folder with --out.")
+                raise RecordError(f"{folder} holds {kind} results; give another folder with --out.")
 
     @property
     def steps(self) -> dict[str, dict[str, Any]]:
@@ -88,7 +88,7 @@ class Record:
         return [f"{key}: {entry['failed']}" for key, entry in self.steps.items() if entry.get("failed")]
 
     def absences(self) -> list[str]:
-        """Each reason once, with its steps."""
+        """What did not run: each reason once, with its steps."""
         sentences: dict[str, list[str]] = {}
         for key, entry in self.steps.items():
             for sentence in entry.get("absent", ()):
@@ -100,9 +100,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RecordError(f"{path} is no JSON ({error}); move it away, or name another folder with --out.") from None
+        raise RecordError(f"{path} is not JSON ({error}); move it away, or give another folder with --out.") from None
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise RecordError(f"{path} is of another version of this command; name another folder with --out.")
+        raise RecordError(f"{path} is from another version of this command; give another folder with --out.")
     return found
 
 

@@ -1,6 +1,6 @@
 """The parent process: chooses steps, runs them in children and records results.
 
-It never initialises CUDA, so it cannot hang. Earlier failures run last, as they may hang.
+It never initialises CUDA, so it cannot hang. Steps that failed before run last, because they may hang.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def say(text: str) -> None:
 class Run:
     """One call of the command.
 
-    base: digest of what every result depends on.
-    end: of the budget, on time.monotonic's clock.
+    base: digest of everything that all results depend on.
+    end: end of the budget, on time.monotonic's clock.
     """
 
     record: Record
@@ -54,7 +54,7 @@ class Run:
                 self._part(name, lambda key: True)
 
     def _part(self, name: str, chosen: Callable[[str], bool]) -> None:
-        """A failed step ends its process, as CUDA errors persist."""
+        """Run steps of a part. A failed step ends its process, because CUDA errors persist."""
         part_end = min(self.end - _GRACE, time.monotonic() + PART_LIMIT)
         child: Child | None = None
         try:
@@ -114,7 +114,7 @@ class Run:
         return not result["failed"]
 
     def _file(self, key: str, digest: str, entry: dict[str, Any]) -> None:
-        """A waiting step keeps its earlier results."""
+        """Record a step; a waiting step keeps its earlier results."""
         if entry["state"] == WAITING:
             known = self.record.steps.get(key, {})
             entry = known if known.get("state") in (DONE, PARTIAL, FAILED) else entry

@@ -48,7 +48,7 @@ def under(job: Job, name: str) -> Result:
     """Run the program under a tool."""
     program = sanitizer(job)
     if program is None:
-        return Result(absent=(f"compute-sanitizer is not on this machine: {name} was not run",))
+        return Result(absent=(f"compute-sanitizer is missing on this machine: {name} was not run",))
     options = ["--tool", name, "--error-exitcode", str(_FOUND), "--print-limit", "20"]
     code, said = run([*program, *options, *command(job)])
     log = job.folder("sanitize") / f"{name}.txt"
@@ -89,7 +89,7 @@ def _first_errors(lines: list[str]) -> str:
 
 def _last(said: str) -> str:
     messages = [line.strip("= ").strip() for line in said.splitlines() if line.strip("= ").strip()]
-    return " / ".join(messages[-2:])[-800:] or "it said nothing"
+    return " / ".join(messages[-2:])[-800:] or "it printed nothing"
 
 
 def _code(code: int | None) -> str:
@@ -99,7 +99,7 @@ def _code(code: int | None) -> str:
 
 
 def run(words: list[str]) -> tuple[int | None, str]:
-    """(exit code, output); the limit kills the process group: None."""
+    """Returns (exit code, output); the code is None if the process group was killed at the limit."""
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", process_group=0
     )

@@ -30,7 +30,7 @@ _JUDGED = 8  # rows per batch always compared with the reference
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of KINDS: float32 [B, V] representable in the tested type, parameters, edits."""
+    """Rows of KINDS: logits float32 [B, V], exact in the tested type, with parameters and edits."""
 
     logits: np.ndarray
     columns: dict[str, np.ndarray]
@@ -40,7 +40,7 @@ class Rows:
 
 @dataclass
 class Verdict:
-    """Rows and stages by kind; differences, explained or wrong."""
+    """Counts of rows and stages by kind, and the differences, explained or wrong."""
 
     rows: Counter[str] = field(default_factory=Counter)
     stages: Counter[str] = field(default_factory=Counter)
@@ -82,7 +82,7 @@ def rows_of(kinds: list[str], vocab: int, dtype: str, seed: int) -> Rows:
 
 
 class Judge:
-    """cpu: a library with the CPU's kernel, or None."""
+    """Compares answers with the CPU's kernel and the reference. cpu: a library with the CPU's kernel, or None."""
 
     def __init__(self, options: TopWOptions, geometry: Geometry, cpu: Path | None) -> None:
         self._options, self._geometry = options, geometry
@@ -90,7 +90,7 @@ class Judge:
         self._kernel = None if cpu is None else Kernel(cpu)
 
     def judge(self, rows: Rows, found: KernelSamples, verdict: Verdict) -> None:
-        """Compare with the CPU's kernel; some and all differing rows with the reference."""
+        """Compare all rows with the CPU's kernel, and some rows and all that differ with the reference."""
         beside = None
         if self._kernel is not None:
             beside = self._kernel.sample(

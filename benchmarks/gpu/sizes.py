@@ -11,13 +11,13 @@ from benchmarks.gpu.job import Job
 class Sizes:
     """Sizes of the parts.
 
-    checked: batches compared with the reference.
-    rows, rounds: maxima.
-    small_vocab, small_hidden: of repeats and captures.
-    certified, open_batches: timed batches.
-    captured: (batch, number of other batches).
-    replays: of one captured step.
-    steps: per timed graph.
+    checked: batch sizes compared with the reference.
+    rows, rounds: maximum numbers of random rows and of rounds.
+    small_vocab, small_hidden: table sizes of repeats and captures.
+    certified, open_batches: batch sizes timed.
+    captured: (batch size, number of other batches).
+    replays: replays of one captured step.
+    steps: steps in each timed graph.
     cold: bytes that exceed every cache.
     decoder: (hidden, inner, kv, layers, vocab).
     """

@@ -1,9 +1,9 @@
 """Rows of every kind over a small vocabulary, for compute-sanitizer: `python -m benchmarks.gpu.small_rows LIBRARY`.
 
-Does not import torch or transformers, which are slow under the tools. Device blocks have exact sizes and scratch memory
-is uninitialised, to expose overruns and uninitialised reads. Compares answers with the reference.
+It does not import torch or transformers, which are slow under the tools. Device blocks have exact sizes and scratch
+memory is uninitialised, to expose overruns and uninitialised reads. Answers are compared with the reference.
 
-Prints READY after the first allocation and copy, and ANSWERED at the end; exits 1 for a wrong answer.
+It prints READY after the first allocation and copy, and ANSWERED at the end, and exits with 1 for a wrong answer.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.measure import Timed, Times
 
 _METRICS = ("cosine", "mahalanobis")
-_DECODER_STEPS = 5  # per graph: each exceeds a millisecond
+_DECODER_STEPS = 5  # steps in a graph, each of more than a millisecond
 
 
 def steps(job: Job) -> list[Step]:
@@ -37,7 +37,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def certified_rows(job: Job, batch: int) -> Result:
-    """Logits types, caches, separate launches, torch operations."""
+    """Time certified rows: logits types, warm and cold caches, separate launches, torch operations."""
     from benchmarks.gpu import certified
     from benchmarks.gpu.device import opened
 
@@ -52,7 +52,7 @@ def certified_rows(job: Job, batch: int) -> Result:
 
 
 def flashinfer(job: Job, batch: int) -> Result:
-    """A separate step, as FlashInfer may compile or fail."""
+    """Time FlashInfer's samplers, in a step of their own because FlashInfer may compile or fail."""
     from benchmarks.gpu import certified, flashinfer_samplers
     from benchmarks.gpu.device import opened
     from benchmarks.gpu.measure import Timed
@@ -84,7 +84,7 @@ def open_rows(job: Job, metric: str, batch: int) -> Result:
 
 
 def decode_step(job: Job) -> Result:
-    """A captured decode step with Top-W, minus the step without."""
+    """Time a captured decode step with Top-W, minus the step without it."""
     from benchmarks.common import Spread
     from benchmarks.gpu.decoder import decoder, sampler
     from benchmarks.gpu.device import opened
@@ -117,7 +117,7 @@ def decode_step(job: Job) -> Result:
 
 
 def _measured(job: Job, device: torch.device, sides: dict[str, Timed], steps: int | None = None) -> tuple[float, Times]:
-    """(memory bandwidth in bytes per second, times)."""
+    """Returns (memory bandwidth in bytes per second, times)."""
     from benchmarks.gpu.measure import bandwidth, measured
 
     sizes = sizes_of(job)

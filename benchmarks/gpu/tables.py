@@ -24,7 +24,7 @@ def random_rows(vocab: int, hidden: int, device: torch.device) -> torch.Tensor:
 
 
 def statistics(rows: torch.Tensor, metric: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 mean and inverse standard deviation [d] (`sampling.embedding_statistics`)."""
+    """float32 mean and inverse standard deviation [d], as by `sampling.embedding_statistics`."""
     count = len(rows)
     mean = sum(block.sum(0) for block in _blocks(rows, metric)) / count
     variance = sum((block - mean).square().sum(0) for block in _blocks(rows, metric)) / count
@@ -48,7 +48,7 @@ def table_of(rows: torch.Tensor, metric: str, bounded: torch.Tensor | None = Non
 def nearest_bound(
     rows: torch.Tensor, metric: str, mean: torch.Tensor, inverse_std: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [V]: lower bounds of the nearest-neighbour distances of `ids`, else 0."""
+    """float32 [V]: lower bounds of the nearest-neighbour distances of the tokens `ids`; 0 for all others."""
 
     def points(block: torch.Tensor) -> torch.Tensor:
         if metric == "mahalanobis":

@@ -1,6 +1,6 @@
 """An exported model's tokens for fixed requests, and their comparison.
 
-Recorded while packing, as a host's CPU runtime may differ or fail to open the folder.
+The tokens are recorded while packing, because a host's CPU runtime may differ or fail to open the folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from topw_deploy.runtime import TopWModel
 
 SUFFIX = ".tokens.json"
-"""After a folder's name: the file beside it with the CPU's tokens."""
+"""The suffix to a folder's name that names the file beside it with the CPU's tokens."""
 
 FORMAT = 1
 PROMPTS = ["def parse(", "class Path", "Return the", "import os"]
@@ -77,7 +77,7 @@ def draw(model: TopWModel, asked: Iterable[dict[str, Any]]) -> Sequences:
 
 
 def compare(found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> Difference:
-    """Raises BenchmarkError for different lengths."""
+    """Compare lists of sequences. Raises BenchmarkError for lists of different lengths."""
     if len(found) != len(wanted):
         raise BenchmarkError(f"{len(found)} sequences were drawn, but {len(wanted)} are recorded; pack again.")
     steps = []
@@ -108,7 +108,7 @@ def beside(folder: Path) -> Path:
 
 
 def recorded(folder: Path) -> dict[str, Any] | None:
-    """None without a record. Raises BenchmarkError for another format."""
+    """The recorded tokens, or None. Raises BenchmarkError for another format."""
     path = beside(folder)
     if not path.is_file():
         return None

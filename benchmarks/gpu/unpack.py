@@ -1,7 +1,7 @@
-"""Unpacks the archives of `python -m benchmarks.gpu pack` on a GPU host.
+"""Unpack the archives of `python -m benchmarks.gpu pack` on a GPU host, with only the standard library.
 
 `pack.json`, beside them, has their SHA-256. Archives with another hash or a member outside the folder are refused. They
-may arrive one by one; a component needs all of its archives. Uses only the standard library.
+may arrive one by one; a component needs all of its archives.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def cuda_libraries() -> list[str]:
 def _index_beside(archive: Path) -> dict[str, Any]:
     path = archive.with_name(INDEX)
     if not path.is_file():
-        raise BenchmarkError(f"{archive} has no {INDEX} beside it, which says what it must be; bring that along, too.")
+        raise BenchmarkError(f"{archive} has no {INDEX} beside it, which has its SHA-256; copy that file too.")
     return _index(path)
 
 
@@ -107,7 +107,7 @@ def _index(path: Path) -> dict[str, Any]:
         index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         version = index["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchmarkError(f"{path} is no index of packed archives ({error}); pack again.") from None
+        raise BenchmarkError(f"{path} is not an index of packed archives ({error}); pack again.") from None
     if version != FORMAT:
         raise BenchmarkError(f"{path} has format {version}, but this checkout reads {FORMAT}; pack again with it.")
     return index
@@ -120,28 +120,28 @@ def _same_pack(index: Mapping[str, Any], into: Path) -> None:
         into.mkdir(parents=True, exist_ok=True)
         _write_json(path, index)
     elif _index(path) != index:
-        raise BenchmarkError(f"{into} holds what was unpacked of another pack; delete it, or name another --out.")
+        raise BenchmarkError(f"{into} holds the files of another pack; delete it, or give another --out.")
 
 
 def _entry(index: Mapping[str, Any], archive: Path) -> dict[str, Any]:
-    """Raises BenchmarkError if the archive does not match its index entry."""
+    """The archive's index entry. Raises BenchmarkError if the archive does not match it."""
     entries: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in index["archives"]}
     if archive.name not in entries:
         raise BenchmarkError(f"{archive.name} is not in {INDEX} beside it, which lists {', '.join(entries) or 'none'}.")
     try:
         digest = _sha256(archive)
     except OSError as error:
-        raise BenchmarkError(f"{archive} cannot be read ({error}); bring it along again.") from None
+        raise BenchmarkError(f"{archive} cannot be read ({error}); copy it again.") from None
     if digest != entries[archive.name]["sha256"]:
         raise BenchmarkError(
             f"{archive} has SHA-256 {digest[:16]}..., but {INDEX} says {entries[archive.name]['sha256'][:16]}...; "
-            "bring it along again."
+            "copy it again."
         )
     return entries[archive.name]
 
 
 def _extract(archive: Path, index: Mapping[str, Any], into: Path) -> None:
-    """Raises BenchmarkError at the first refused member."""
+    """Extract an archive. Raises BenchmarkError at the first refused member."""
     allowed = {name: entry["bytes"] for name, entry in index["components"].items() if archive.name in entry["archives"]}
     left = sum(allowed.values())
     try:
@@ -153,7 +153,7 @@ def _extract(archive: Path, index: Mapping[str, Any], into: Path) -> None:
                     raise BenchmarkError(f"{archive.name} unpacks to more than {INDEX} says; pack again.")
                 _write(tar, member, target, into)
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-        raise BenchmarkError(f"{archive.name} is no .tar.xz file that can be read ({error}); pack again.") from None
+        raise BenchmarkError(f"{archive.name} is not a readable .tar.xz file ({error}); pack again.") from None
 
 
 def _checked(member: tarfile.TarInfo, archive: Path, folders: Sequence[str]) -> PurePosixPath:
@@ -187,7 +187,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, into: Pa
 
 
 def _join(index: Mapping[str, Any], into: Path) -> None:
-    """Raises BenchmarkError if a joined file differs from the packed one."""
+    """Join the slices of files. Raises BenchmarkError if a joined file differs from the packed one."""
     for name, whole in index["slices"].items():
         target = into / name
         parts = [into / part for part in whole["slices"]]
@@ -207,7 +207,7 @@ def _concatenate(parts: Sequence[Path], target: Path, digest: str) -> None:
                 shutil.copyfileobj(content, file)
     if _sha256(scratch) != digest:
         scratch.unlink()
-        raise BenchmarkError(f"{target}, put together from {len(parts)} slices, is not what was packed; pack again.")
+        raise BenchmarkError(f"{target}, joined from {len(parts)} slices, differs from the packed file; pack again.")
     scratch.chmod(parts[0].stat().st_mode)
     scratch.replace(target)
 
@@ -225,7 +225,7 @@ def _done(folder: Path) -> dict[str, str]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """Atomic, as a run can be killed."""
+    """Write atomically, because a run can be killed."""
     scratch = path.with_name(path.name + ".new")
     scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     scratch.replace(path)

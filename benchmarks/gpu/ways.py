@@ -1,4 +1,4 @@
-"""A way to run an exported folder, against recorded tokens and the CPU's time."""
+"""Run an exported folder one way, and compare it with recorded tokens and the CPU's time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from topw_deploy.runtime import TopWModel
 
 EARLY = 4
-"""Steps. A wrong cache or operator shows at once in nearly all sequences, rounding later and in few."""
+"""Number of steps. A wrong cache or operator shows at once in nearly all sequences; rounding shows later, in few."""
 
 MOST_EARLY = 0.25
 """Largest share of sequences that may differ within EARLY steps: CPUs round 4-bit products differently."""
@@ -33,7 +33,7 @@ _WARMUP = 2
 class Way:
     """How to open a folder.
 
-    sampler: expected in the model's report; "" for any.
+    sampler: the sampler that the model must report; "" for any.
     threads: concurrent `generate` calls on one model.
     stands_in: what this way replaces in a rehearsal.
     """
@@ -77,7 +77,7 @@ def _wanted(folder: Path, cpu: TopWModel | None) -> tuple[list[dict[str, Any]], 
 
 
 def drawn(model: TopWModel, asked: Sequence[dict[str, Any]], threads: int) -> tokens.Sequences:
-    """In order; threads take the next request when free."""
+    """The tokens of every request, in order; each thread takes the next request when it is free."""
     with ThreadPoolExecutor(threads) as pool:
         answers = pool.map(lambda request: tokens.draw(model, [request]), asked)
         return [sequence for answer in answers for sequence in answer]
@@ -114,7 +114,7 @@ def wrong(difference: tokens.Difference, float32: bool) -> str:
     if early > MOST_EARLY * difference.sequences:
         return (
             f"{early} of {difference.sequences} sequences differ from the CPU's within {EARLY} steps, more than "
-            f"{MOST_EARLY:.0%}: that is no rounding."
+            f"{MOST_EARLY:.0%}: rounding does not explain that."
         )
     if float32 and difference.equal < LEAST_EQUAL_FLOAT32 * difference.sequences:
         return (

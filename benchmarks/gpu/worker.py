@@ -1,6 +1,7 @@
 """The child process of a part: `python -m benchmarks.gpu.worker PART JOB`, started by `children.py`.
 
-Lists its steps, then runs those requested as JSON lines on stdin. Writes events to file descriptor TOPW_EVENTS.
+It lists its steps, then runs those requested by JSON lines on stdin. It writes events to the file descriptor
+TOPW_EVENTS.
 """
 
 from __future__ import annotations

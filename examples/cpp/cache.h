@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -44,6 +46,10 @@ struct Rows {
   }
 };
 
+inline std::size_t elements(const Shape &shape) {
+  return std::accumulate(shape.begin(), shape.end(), std::size_t{1}, std::multiplies<>());
+}
+
 // Buffers must be finite: masked values may still be multiplied.
 inline void clear(const Session &session, void *data, std::size_t bytes) {
   if (!session.on_device) {
@@ -57,7 +63,8 @@ inline void clear(const Session &session, void *data, std::size_t bytes) {
     throw Failure("the cache cannot be cleared on the device; check NVIDIA's driver.");
 }
 
-// static: one buffer per part, bound once as past and present. A step updates ids and indices in place.
+// static: one buffer for each layer's keys and values, bound once as past and present. A step updates ids and indices
+// in place.
 class StaticCache : public Cache {
  public:
   StaticCache(const Session &session, const Folder &folder, Binding &binding, const Rows &rows)
@@ -76,13 +83,15 @@ class StaticCache : public Cache {
     }
     const std::int64_t tokens = rows.tokens();
     const std::int64_t rounded = std::min((tokens + 63) / 64 * 64, std::max(folder.context, tokens));
-    for (const CachePart &part : folder.cache) {
-      const std::int64_t fixed = folder.fixed_size(part.past, 2);
+    for (const State &state : folder.states) {
+      const auto tokens_axis = std::find(state.shape.begin(), state.shape.end(), 0);
+      const bool grows = tokens_axis != state.shape.end();
+      const std::int64_t fixed = grows ? folder.fixed_size(state.past, 1 + (tokens_axis - state.shape.begin())) : -1;
       if (fixed >= 0 && fixed < tokens)
         throw Failure("prompt and answer may have " + std::to_string(tokens) + " tokens, this export's cache holds " +
                       std::to_string(fixed) + "; lower --max-new-tokens.");
-      room_ = fixed >= 0 ? fixed : std::max(rounded, folder.buffer_least);
-      bind(part, folder.cache_type);
+      if (grows || room_ == 0) room_ = fixed >= 0 ? fixed : std::max(rounded, folder.buffer_least);
+      bind(state);
     }
   }
 
@@ -111,15 +120,15 @@ class StaticCache : public Cache {
     total_ = std::int32_t(tokens);
     if (has_total_) binding_.host_input("total_sequence_length", &total_, {1});
   }
-  void bind(const CachePart &part, ElementType type) {
-    const Shape shape{count_, part.heads, room_, part.head_size};
+  void bind(const State &state) {
+    const Shape shape = state.sized(count_, room_);
     const Value value = make<OrtValue>(ort->ReleaseValue, ort->CreateTensorAsOrtValue, session_.allocator.get(),
-                                       shape.data(), shape.size(), type);
+                                       shape.data(), shape.size(), state.type);
     void *data = nullptr;
     check(ort->GetTensorMutableData(value.get(), &data));
-    clear(session_, data, count_ * part.heads * room_ * part.head_size * cache_element_bytes(type));
-    binding_.input(part.past, value.get());  // keeps the tensor
-    binding_.output(part.present, value.get());
+    clear(session_, data, elements(shape) * cache_element_bytes(state.type));
+    binding_.input(state.past, value.get());  // keeps the tensor
+    binding_.output(state.present, value.get());
   }
 
   const Session &session_;
@@ -155,13 +164,15 @@ class ConcatCache : public Cache {
       std::fill_n(mask_.begin() + row * room_ + start, prompt.size(), 1);
       last_.push_back(std::int64_t(prompt.size()) - 1);
     }
-    for (const CachePart &part : folder.cache) {
-      const Shape shape{count_, part.heads, 0, part.head_size};
-      const Value nothing = make<OrtValue>(ort->ReleaseValue, ort->CreateTensorWithDataAsOrtValue, session.host.get(),
-                                           static_cast<void *>(next_ids.data()), std::size_t{0}, shape.data(),
-                                           shape.size(), folder.cache_type);
-      binding.input(part.past, nothing.get());
-      binding.fresh_output(part.present);
+    for (const State &state : folder.states) {
+      const Shape shape = state.sized(count_, 0);
+      const Value first = make<OrtValue>(ort->ReleaseValue, ort->CreateTensorAsOrtValue, session.allocator.get(),
+                                         shape.data(), shape.size(), state.type);
+      void *data = nullptr;
+      check(ort->GetTensorMutableData(first.get(), &data));
+      if (const std::size_t size = elements(shape)) clear(session, data, size * cache_element_bytes(state.type));
+      binding.input(state.past, first.get());
+      binding.fresh_output(state.present);
     }
   }
 
@@ -172,13 +183,13 @@ class ConcatCache : public Cache {
   }
   void feed_tokens(const std::vector<bool> &active) override {
     const std::vector<Value> presents = binding_.outputs();  // bound first
-    for (std::size_t i = 0; i < folder_.cache.size(); ++i) {
-      binding_.input(folder_.cache[i].past, presents[i].get());
-      binding_.fresh_output(folder_.cache[i].present);
+    for (std::size_t i = 0; i < folder_.states.size(); ++i) {
+      binding_.input(folder_.states[i].past, presents[i].get());
+      binding_.fresh_output(folder_.states[i].present);
     }
     for (std::int64_t row = 0; row < count_; ++row) {
       mask_[row * room_ + width_] = active[row];
-      last_[row] += active[row];  // only active rows: positions must stay inside the context
+      last_[row] += active[row];  // only active rows, because positions must stay inside the context
     }
     ++width_;
     if (!decoding_) {

@@ -31,25 +31,25 @@ struct Options {
 
 constexpr const char *kHelp = R"(Usage: topw_host FOLDER [OPTIONS] [TOKEN_ID ...]
 
-Runs the folder that topw-export wrote. Without a tokenizer it reads token ids, from standard input where none are
-given, and prints those that it draws, one per line. With one it reads and prints text.
+Runs the folder that topw-export wrote. Without a tokenizer it reads token ids, from standard input if none are
+given, and prints the ids that it draws, one per line. With one it reads and prints text.
 
 Prompts and answers:
   --tokenizer-library PATH   shared library with the C interface of mlc-ai/tokenizers-cpp
   --prompt TEXT              a prompt; repeatable (standard input, without one line break at its end)
   --batch                    every line of standard input is a JSON object: "prompt" (a text or a list of token ids)
-                             and parameters by the names of the Python runtime, which go before the options given
+                             and parameters by the names of the Python runtime, which override the options given
                              here; all lines run as one batch
   --num-return-sequences N   answers to each prompt (1)
-  --json                     print one JSON object per answer, a line each; so do --batch and several answers
-  --no-add-special-tokens    add none to a text: it has them already, as one made by a chat template
-  --no-skip-special-tokens   show them in the text
+  --json                     print one JSON object per answer, each on a line (implied by --batch and several answers)
+  --no-add-special-tokens    add no special tokens to a text that has them, such as the output of a chat template
+  --no-skip-special-tokens   show special tokens in the text
 
 Limits and ends:
-  --max-new-tokens N         most tokens to draw (the model's, else 256); never more than its context holds
-  --min-new-tokens N         no end of sequence, and no search for stop strings, before so many
-  --eos ID                   drawing it ends the answer; repeatable (the model's)
-  --ignore-eos               do not end there
+  --max-new-tokens N         maximum tokens to draw (the model's, else 256); never more than its context holds
+  --min-new-tokens N         minimum tokens before an end of sequence or a stop string
+  --eos ID                   token id that ends the answer; repeatable (the model's)
+  --ignore-eos               continue after the end of sequence
   --stop TEXT                the answer ends before this text; repeatable
 
 Draws:
@@ -69,14 +69,14 @@ Edits of the logits:
   --suppress-tokens ID,...   ban these tokens; repeatable
   --bad-words-ids ID,...     ban this sequence of tokens; repeatable
 
-What is not given comes from generation_config.json, else from the export.
+Values not given come from generation_config.json, else from the export.
 
 Running:
   --provider cpu|cuda        where the graph runs (cpu)
-  --threads N                of an operator, in [0, 1024]; 0: onnxruntime's choice
+  --threads N                threads of an operator, in [0, 1024]; 0 lets onnxruntime choose
   --native-library PATH      libtopw.so, which answers the sampler's node faster than the graph
   --onnxruntime PATH         onnxruntime's shared library ()" TOPW_ONNXRUNTIME R"()
-  --stats                    a line of figures per answer on standard error
+  --stats                    print a line of figures per answer on standard error
   --self-test                compare the random numbers with the published ones, and end
   --help                     this text
 

@@ -131,7 +131,7 @@ class RowEdits {
     }
     for (const std::int64_t token : request_.suppress_tokens) ban(token);
     for (const Tokens &word : request_.bad_words_ids) {
-      // not the end of sequence: the text could not end
+      // Never ban the end of sequence, so that the text can end.
       if (word.size() == 1 && !request_.ends.count(word[0])) ban(word[0]);
       if (word.size() > 1) words_.push_back(split(word));
     }

@@ -34,9 +34,16 @@ struct TensorSpec {
 };
 using TensorSpecs = std::map<std::string, TensorSpec>;
 
-struct CachePart {  // keys or values of a layer
+struct State {  // what a layer keeps between runs
   std::string past, present;
-  std::int64_t heads, head_size;
+  ElementType type;
+  std::vector<std::int64_t> shape;  // of a row; 0 is the axis of tokens
+
+  std::vector<std::int64_t> sized(std::int64_t rows, std::int64_t tokens) const {
+    std::vector<std::int64_t> sizes{rows};
+    for (std::int64_t size : shape) sizes.push_back(size ? size : tokens);
+    return sizes;
+  }
 };
 
 struct Folder {
@@ -45,8 +52,7 @@ struct Folder {
   TensorSpecs inputs, outputs;
   bool in_place = false;  // form of the cache: static or concat
   bool pads = true;       // whether prompts of different lengths may share a batch
-  ElementType cache_type{};
-  std::vector<CachePart> cache;
+  std::vector<State> states;
   std::int64_t context = 0, buffer_least = 0, vocabulary = 0;
   Parameters exported;               // Top-W's six, from the export
   Given stated;                      // from generation_config.json, with the ids that end a sequence
@@ -102,17 +108,18 @@ inline void read_decoder(const Json &decoder, Folder &folder) {
   form.need(form.as_text() == "static" || form.text == "concat", "'static' or 'concat' for this program");
   folder.in_place = form.text == "static";
   folder.pads = folder.in_place || decoder.at("left_padding").as_flag();
-  folder.cache_type = element_type(decoder.at("kv_dtype"));
-  decoder.at("kv_dtype").need(cache_element_bytes(folder.cache_type) > 0, "'float', 'float16' or 'bfloat16'");
   folder.context = decoder.at("context_length").as_whole(1);
   folder.buffer_least = decoder.at("buffer_least").as_whole();
-  const auto &heads = decoder.at("num_kv_heads").as_list(), &sizes = decoder.at("head_dim").as_list();
-  const std::size_t layers = decoder.at("num_layers").as_whole(1);
-  decoder.need(heads.size() == layers && sizes.size() == layers, "one with a number of heads and their size per layer");
-  for (std::size_t i = 0; i < layers; ++i)
-    for (const char *part : {".key", ".value"})
-      folder.cache.push_back({"past_key_values." + std::to_string(i) + part, "present." + std::to_string(i) + part,
-                              heads[i].as_whole(1), sizes[i].as_whole(1)});
+  const Json &columns = decoder.at("most_columns");
+  columns.need(columns.as_whole() == 0, "0: this program reads a prompt in one run");
+  for (const Json &item : decoder.at("states").as_list()) {
+    State state{item.at("past").as_text(), item.at("present").as_text(), element_type(item.at("dtype")), {}};
+    item.at("dtype").need(cache_element_bytes(state.type) > 0, "'float', 'float16' or 'bfloat16'");
+    for (const Json &size : item.at("shape").as_list()) state.shape.push_back(size.as_whole());
+    folder.states.push_back(state);
+    if (item.at("window").as_whole() > 0) folder.pads = false;
+  }
+  decoder.need(!folder.states.empty(), "one with states");
 }
 
 // Drops ids outside the vocabulary.

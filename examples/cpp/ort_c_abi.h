@@ -13,7 +13,7 @@
 #include <onnxruntime_c_api.h>
 #else
 
-// Opaque. A status is an error; null is success.
+// Opaque types. A status is an error; null is success.
 struct OrtStatus;
 struct OrtEnv;
 struct OrtSession;

@@ -86,7 +86,7 @@ inline std::size_t count_pending(std::string_view bytes) {
 }
 
 using Decode = std::function<std::string(const Tokens &)>;
-// A token's bytes: "" without text; nullopt if it cannot share a character with other tokens.
+// A token's bytes: "" if it has no text; nullopt if it cannot share a character with other tokens.
 using BytesOf = std::function<std::optional<std::string>(std::int64_t)>;
 
 // Decodes tokens one by one. A token's text depends on earlier ones: a byte-level token may hold part of a character,

@@ -26,9 +26,9 @@ ELEMENT_TYPES = {
     "uint4": ElementType(21, 4, ""),
     "int4": ElementType(22, 4, ""),
 }
-"""Names in lower case (`float`, `int64`) -> what each is."""
+"""Element types by lower-case name (`float`, `int64`)."""
 
 
 def element_bytes(name: str) -> int:
-    """Bytes per element, for 8 bits or more."""
+    """Bytes per element of a type of at least 8 bits."""
     return ELEMENT_TYPES[name].bits // 8

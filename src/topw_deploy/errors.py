@@ -1,4 +1,4 @@
-"""User-facing errors. Messages name value, bound and next step."""
+"""Errors for the user. Each message names the value, the bound and the next step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 class TopWError(Exception):
     """Base of intentional errors; the command line prints them and exits with 1.
 
-    parameters: Python parameters in the message, which the command line replaces by options.
+    parameters: Python parameters that the message names; the command line replaces them by its options.
     """
 
     def __init__(self, message: str = "", *parameters: str) -> None:
@@ -15,7 +15,7 @@ class TopWError(Exception):
 
 
 class ParameterError(TopWError, ValueError):
-    """Unknown, mistyped or out-of-range parameter; the command line exits with 2 if the user set it there."""
+    """A parameter is unknown, has the wrong type or is out of range; exit code 2 if set on the command line."""
 
 
 class SourceError(TopWError):
@@ -39,7 +39,7 @@ class ManifestError(TopWError):
 
 
 class TokenizerError(TopWError):
-    """Missing or unusable tokenizer or chat template."""
+    """The tokenizer or chat template is missing or unusable."""
 
 
 class PromptError(TopWError, ValueError):
@@ -47,11 +47,11 @@ class PromptError(TopWError, ValueError):
 
 
 class ProviderError(TopWError):
-    """The requested execution provider would not run."""
+    """The requested execution provider cannot run."""
 
 
 class UnknownProviderError(ProviderError, ParameterError):
-    """Unknown execution provider name."""
+    """The name is not that of an execution provider."""
 
 
 class PluginError(TopWError):
@@ -63,11 +63,11 @@ class EngineError(TopWError):
 
 
 class GenerationError(TopWError):
-    """Generation failed: invalid logits (names row and step), no cache memory."""
+    """Generation failed, for example for lack of cache memory."""
 
 
 class LogitsError(GenerationError):
-    """Logits contain NaN or +infinity, or nothing finite after edits."""
+    """Logits contain NaN or +infinity, or no finite value after edits; the message names the row."""
 
 
 class MissingPackageError(TopWError, ModuleNotFoundError):
@@ -82,7 +82,7 @@ class MissingPackageError(TopWError, ModuleNotFoundError):
 
 
 class BenchmarkError(TopWError):
-    """A side is missing, died, or answers differently."""
+    """A side of a comparison is missing, has died, or gives other results."""
 
 
 def one_line(error: BaseException, most: int = 300) -> str:

@@ -1,7 +1,7 @@
 """Open and write files safely.
 
-Reads only regular files: named pipes wait for a writer, devices may never end. Writes files completely or not at all,
-with umask permissions.
+Only regular files are read: opening a named pipe waits for a writer, and a device may never end. Files are written
+completely or not at all, with the umask's permissions.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def kind_of(mode: int) -> str:
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
-    """Open a regular file for reading. follow: allow a link.
+    """Open a regular file for reading. follow: allow a symbolic link.
 
-    Checks the open descriptor, so that files cannot be swapped afterwards.
+    The check uses the open descriptor, so that the file cannot be swapped afterwards.
     Raises NotRegularError for links (without `follow`), folders, pipes, sockets and devices; OSError like `open`.
     """
     return os.fdopen(_opened(path, None, stat.S_ISREG, follow), "rb")
@@ -59,7 +59,7 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
 
 @contextmanager
 def mapped(path: Path) -> Iterator[mmap.mmap]:
-    """Memory-map a regular file read-only. Raises like `open_regular`; ValueError if empty."""
+    """Memory-map a regular file read-only. Raises the errors of `open_regular`, and ValueError for an empty file."""
     with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         yield data
 
@@ -85,7 +85,7 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
 
 
 def special_files(folder: Path, *, deep: bool = False, without: str = "") -> Iterator[tuple[Path, str]]:
-    """Pipes, sockets, devices and links to them, with type: `a named pipe`, ...
+    """The pipes, sockets and devices in `folder`, and links to them, each with its type: `a named pipe`, ...
 
     deep: include subfolders except `folder/without`, without following links.
     """
@@ -124,7 +124,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _opened(path: str | Path, place: int | None, wanted: Callable[[int], bool], follow: bool = False) -> int:
-    # First by name: opening a device can have effects.
+    # Check by name first, because opening a device can have effects.
     _require(wanted, os.stat(path, dir_fd=place, follow_symlinks=follow).st_mode, path)
     flags = _READ | (0 if follow else _O_NOFOLLOW) | (_O_DIRECTORY if wanted is stat.S_ISDIR else 0)
     handle = os.open(path, flags, dir_fd=place)
@@ -155,7 +155,7 @@ def _refuse_links(folder: Path, name: str) -> None:
 
 
 def _new_file(path: Path) -> tuple[Path, int]:
-    """Unlike tempfile's, permissions follow the umask."""
+    """Create a temporary file beside `path` whose permissions, unlike tempfile's, follow the umask."""
     while True:
         temporary = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(8)}")
         try:

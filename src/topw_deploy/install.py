@@ -1,7 +1,7 @@
-"""Extras: distributions and install commands.
+"""The extras: their distributions and install commands.
 
-The package is on no index, so commands depend on this copy's origin: a clone, wheel or repository (pip's
-direct_url.json).
+The package is not on a package index, so commands name the origin of this copy: a clone, a wheel or a repository
+(pip's direct_url.json).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def missing(extra: str) -> list[str]:
 
 
 def extra_of(module: str) -> str | None:
-    """The extra with `module`'s top-level package, or None."""
+    """The extra that installs `module`'s top-level package, or None."""
     top = module.partition(".")[0]
     return next((extra for extra, modules in MODULES.items() if top in modules.values()), None)
 
@@ -96,7 +96,7 @@ def why_not_this_python(what: str) -> str:
 def how_to(extra: str = "") -> str:
     """Install command for `extra` or the package's own dependencies.
 
-    Names a newer Python if required.
+    The command names a newer Python if this one is too old.
     """
     if extra == "export" and sys.version_info < EXPORT_PYTHON:
         return f"python{_LEAST} -m pip install {requirement(extra)}"
@@ -104,7 +104,7 @@ def how_to(extra: str = "") -> str:
 
 
 def pip(verb: str) -> str:
-    """Pip command for this interpreter, even if not on PATH."""
+    """The pip command for this interpreter, which works even if pip is not on PATH."""
     found = shutil.which("pip")
     python = shlex.quote(sys.executable)
     if found and Path(found).parent == Path(sys.executable).parent:

@@ -11,12 +11,12 @@ _STATUS, _RESET, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_re
 
 
 def resident_bytes() -> int:
-    """Resident memory with touched mapped pages; 0 if unknown."""
+    """Resident memory, including mapped pages that were read; 0 if unknown."""
     return _field(_STATUS, "VmRSS")
 
 
 def peak_bytes() -> int:
-    """Peak resident memory; on Linux, since the last stage began."""
+    """Peak resident memory; on Linux, since the start of the last stage."""
     peak = _field(_STATUS, "VmHWM")
     if peak or sys.platform == "win32":
         return peak
@@ -32,14 +32,14 @@ def available_bytes() -> int:
 
 
 class StageMemory:
-    """Peak bytes by stage."""
+    """Peak resident bytes by stage."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record the block's peak, or the process's if not resettable."""
+        """Record the block's peak, or the process's peak where the system cannot reset it."""
         with contextlib.suppress(OSError):
             _RESET.write_text("5")
         try:

@@ -12,7 +12,7 @@ _MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """Decode UTF-8, dropping byte order marks. where: for messages.
+    """Decode UTF-8 and drop a byte order mark. where: the source, for messages.
 
     Raises PromptError for other encodings and zero bytes.
     """
@@ -23,7 +23,7 @@ def decode_text(data: bytes, where: str) -> str:
         cure = f"it looks like {encoding}, save it as UTF-8" if encoding else "convert it first"
         raise PromptError(f"{where} is not UTF-8 text (byte {error.start}); {cure}.") from None
     if "\0" in text:
-        raise PromptError(f"{where} holds a zero byte, so it is no text, or UTF-16; save it as UTF-8.")
+        raise PromptError(f"{where} holds a zero byte, so it is not text or is UTF-16; save it as UTF-8.")
     return text
 
 

@@ -13,14 +13,14 @@ _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def printable(text: object, keep: str = "") -> str:
-    """One line with escapes such as `\\x1b`. keep: characters not to escape."""
+    """`text` as one line, with control characters as escapes such as `\\x1b`. keep: characters not to escape."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), str(text))
 
 
 def json_text(document: Any, *, indent: int | None = None, ascii_only: bool = False) -> str:
     """JSON with escaped control characters; unknown types become strings."""
     text = json.dumps(document, indent=indent, ensure_ascii=ascii_only, default=str)
-    # Apart from line breaks of the layout, these can stand only inside strings, where JSON allows the escape.
+    # Except for line breaks of the layout, these characters occur only inside strings, where JSON allows escapes.
     return _UNSAFE.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
 
 

@@ -18,8 +18,8 @@ def _no_bar(_total: int, _unit: str) -> AbstractContextManager[Advance]:
 class Progress:
     """Progress callbacks; silent by default.
 
-    say: called with a line per phase.
-    bar: called with total and unit ("B": bytes); a context yielding the advance function.
+    say: called with a line for each phase.
+    bar: called with the total and the unit ("B": bytes); returns a context that yields the advance function.
     """
 
     say: Callable[[str], object] = lambda _line: None

@@ -11,8 +11,8 @@ def counted(number: int, word: str) -> str:
 
 
 def require_matplotlib() -> None:
-    """Raises ParameterError without matplotlib. Call before long runs."""
+    """Raises ParameterError if matplotlib is missing. Call before long runs."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ParameterError("a picture needs matplotlib; run: pip install matplotlib, or leave --plot out.") from None
+        raise ParameterError("a picture needs matplotlib; run: pip install matplotlib, or omit --plot.") from None

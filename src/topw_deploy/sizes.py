@@ -21,7 +21,7 @@ def parse_size(size: int | str, name: str = "the size") -> int:
     found = 0 if match is None else round(float(match[1]) * _UNITS[match[2].upper()])
     if found < 1:
         raise ParameterError(
-            f"{name} is {size!r}, but must be a number of bytes above 0, or like 500MB, 2GB or 2GiB.", name
+            f"{name} is {size!r}, but must be a positive number of bytes, such as 500MB, 2GB or 2GiB.", name
         )
     return found
 

@@ -1,4 +1,4 @@
-"""onnxruntime's telemetry: official builds, also on Linux (1.31), send events to Microsoft."""
+"""Switch off onnxruntime's telemetry: official builds send events to Microsoft, on Linux too (1.31)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 
 def switch_off() -> None:
-    """Disable it and its `.ses` file in TMPDIR, unless ORT_DISABLE_TELEMETRY is set.
+    """Disable telemetry and its `.ses` file in TMPDIR, unless ORT_DISABLE_TELEMETRY is set.
 
-    Call before importing onnxruntime, which reads the variable then.
+    Call before the import of onnxruntime, which reads the variable.
     """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -59,10 +59,10 @@ def test_the_decoding_loop_is_timed_on_an_export(bench: Invoke, tmp_path: Path) 
     ("arguments", "message"),
     [
         (("--regime", "hot"), "'hot' is not one of certified, flat, uncertified."),
-        (("--temperature", "1,warm"), "'1,warm' is not a list of temperatures with commas between them."),
+        (("--temperature", "1,warm"), "'1,warm' is not a comma-separated list of temperatures."),
         (("--rounds", "0"), "0 is not in the range x>=1"),
         (("--authors", "/no/such/file.py"), "does not exist"),
-        (("--peers", ","), "it is empty, but must hold sides."),
+        (("--peers", ","), "the value is empty, but must list sides."),
     ],
 )
 def test_a_wrong_argument_is_a_usage_error(bench: Invoke, arguments: tuple[str, ...], message: str) -> None:

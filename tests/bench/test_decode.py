@@ -142,7 +142,7 @@ def test_a_peer_with_its_own_interpreter_needs_nothing_installed_here(asked: Dec
 
 
 def test_a_named_peer_that_cannot_run_is_an_error(asked: DecodeRequest) -> None:
-    with pytest.raises(BenchmarkError, match="transformers-greedy was asked for, but is without a model: give --tran"):
+    with pytest.raises(BenchmarkError, match="transformers-greedy was requested, but is without a model: give --tran"):
         choose(replace(asked, peers=("transformers",)))
 
 
@@ -155,7 +155,7 @@ def test_a_folder_for_a_library_that_is_not_installed_is_an_error(
 
 
 def test_an_unknown_name_lists_the_known_ones(asked: DecodeRequest) -> None:
-    with pytest.raises(ParameterError, match="'vllm' is no side of this benchmark; choose among topw-native, topw-gr"):
+    with pytest.raises(ParameterError, match="'vllm' is not a side of this benchmark; choose from topw-native, "):
         choose(replace(asked, peers=("vllm",)))
 
 
@@ -179,7 +179,7 @@ def test_every_sampling_search_sets_top_k(asked: DecodeRequest, tmp_path: Path) 
         ({"rounds": 0}, "rounds is 0"),
         ({"threads": (0,)}, r"threads are \[0\]"),
         ({"threads": ()}, r"threads are \[\]"),
-        ({"authors": Path("x.py")}, "give the model's folder by --transformers"),
+        ({"authors": Path("x.py")}, "give the model's folder with --transformers"),
     ],
 )
 def test_a_request_out_of_range_is_refused(asked: DecodeRequest, changes: dict[str, object], message: str) -> None:

@@ -133,5 +133,5 @@ def test_the_folders_generation_config_does_not_change_transformers_decoding(tmp
 
 def test_a_folder_without_a_model_is_named_in_the_error(tmp_path: Path) -> None:
     settings = {"library": "transformers", "folder": str(tmp_path), "search": {}, "processor": None, "threads": 1}
-    with pytest.raises(BenchmarkError, match=r"^transformers, greedy failed: .*Error: .*leave it out or repair it\.$"):
+    with pytest.raises(BenchmarkError, match=r"^transformers, greedy failed: .*Error: .*omit it or repair it\.$"):
         Worker("transformers, greedy", "generate.py", settings)

@@ -44,7 +44,7 @@ def test_a_worker_reports_how_much_memory_it_took(side: Path) -> None:
 
 def test_an_error_in_a_worker_is_one_sentence_with_the_sides_name(side: Path) -> None:
     with Worker("adder", side, {"name": "adder"}) as worker:
-        with pytest.raises(BenchmarkError, match=r"^adder failed: ValueError: two lines; leave it out or repair it\.$"):
+        with pytest.raises(BenchmarkError, match=r"^adder failed: ValueError: two lines; omit it or repair it\.$"):
             worker.call("fail")
         assert worker.call("add", a=1, b=1) == 2
 
@@ -73,7 +73,7 @@ def test_every_call_of_a_dead_worker_reports_its_exit(side: Path) -> None:
 
 
 def test_a_missing_interpreter_is_refused(side: Path, tmp_path: Path) -> None:
-    with pytest.raises(BenchmarkError, match="name a Python interpreter"):
+    with pytest.raises(BenchmarkError, match="give a Python interpreter"):
         Worker("adder", side, {"name": "adder"}, python=tmp_path / "python")
 
 
@@ -85,7 +85,7 @@ def test_a_program_that_is_not_python_is_refused(
     (tmp_path / "python").write_text(f"#!/bin/sh\necho {word}\ncat > /dev/null\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BenchmarkError, match=r"^adder: .*python is not Python; name an interpreter\.$"):
+    with pytest.raises(BenchmarkError, match=r"^adder: .*python is not Python; give a Python interpreter\.$"):
         Worker("adder", side, {"name": "adder"}, python=Path("python"))
 
 

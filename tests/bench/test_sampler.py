@@ -132,10 +132,10 @@ def test_a_peer_that_is_not_installed_is_left_out_and_named(monkeypatch: pytest.
 def test_a_peer_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "onnxruntime_genai")
     with pytest.raises(
-        BenchmarkError, match=r"^genai-greedy was asked for, but is not installed: pip install [^.]+\.$"
+        BenchmarkError, match=r"^genai-greedy was requested, but is not installed: pip install [^.]+\.$"
     ):
         choose(SamplerRequest(peers=("genai-greedy",)))
-    with pytest.raises(BenchmarkError, match="authors was asked for, but is without its file: give --authors"):
+    with pytest.raises(BenchmarkError, match="authors was requested, but is without its file: give --authors"):
         choose(SamplerRequest(peers=("authors",)))
 
 
@@ -145,7 +145,7 @@ def test_without_the_native_library_the_native_sides_say_why(monkeypatch: pytest
     assert "native" not in {side.name for side in present}
     assert {side.label: side.why_not for side in absent}[
         "Top-W native, C function"
-    ] == "not here: TOPW_NATIVE=0 switches it off"
+    ] == "not here: TOPW_NATIVE=0 disables it"
 
 
 def test_more_threads_than_any_machine_has_are_refused() -> None:
@@ -162,7 +162,7 @@ def test_names_and_groups_select_sides_in_the_order_of_the_table() -> None:
     sides = list(SIDES.values())
     found = select(sides, ["max", "hf", "numpy"], GROUPS)
     assert [side.name for side in found] == ["numpy", "hf-top-p", "hf-top-k", "hf-min-p", "max"]
-    with pytest.raises(ParameterError, match="'top-p' is no side of this benchmark; choose among native, "):
+    with pytest.raises(ParameterError, match="'top-p' is not a side of this benchmark; choose from native, "):
         select(sides, ["top-p"], GROUPS)
 
 

@@ -35,7 +35,7 @@ def test_what_is_unsupported_is_named_and_the_exit_code_is_1(invoke, refused: Pa
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert any(line.startswith("unsupported 2 nodes: com.microsoft.GroupQueryAttention 2") for line in lines)
-    assert any("TensorRT's list has no operators of com.microsoft" in line for line in lines)
+    assert any("TensorRT supports no operators of com.microsoft" in line for line in lines)
     assert "export again with --target tensorrt --max-length N" in lines[-1]
 
 

@@ -100,7 +100,7 @@ def test_a_run_that_ended_anywhere_goes_on_to_the_same_lines(
         result = invoke(*command, "--resume")
         assert answers(out.read_text("utf-8")) == answers(whole.decode()), cut
         kept = max((line["index"] + 1 for line in answers(whole.decode()) if finished(line, ends, cut)), default=0)
-        assert f"{kept} of 7 prompts are in" in result.stderr
+        assert f"{kept} of 7 prompts are already in" in result.stderr
         assert out.read_bytes().startswith(whole[: ends[0]])  # not regenerated, timings included
     out.write_bytes(whole[: ends[0] - 1])  # nothing finished, no seed recorded
     assert invoke(*command, "--resume", "--seed", answers(whole.decode())[0]["run_seed"]).stderr == ""
@@ -127,7 +127,7 @@ def test_an_interruption_leaves_whole_lines_and_says_how_to_go_on(
     monkeypatch.setattr(TopWModel, "generate", interrupted)
     result = invoke(*command)
     assert result.exit_code != 0
-    assert f"What is finished is in {out}; the same command with --resume goes on from there." in result.stderr
+    assert f"Finished answers are in {out}; run the same command with --resume to continue." in result.stderr
     assert [line["index"] for line in answers(out.read_text("utf-8"))] == [0]
 
 
@@ -149,7 +149,7 @@ def test_only_errors_of_a_prompt_are_answers_and_others_end_the_run(
         with pytest.raises(GenerationError, match="no memory"):
             invoke(*command)
     assert [line.get("error_type") for line in answers(out.read_text("utf-8"))] == ["LogitsError"]
-    with pytest.raises(PromptError, match="1 of 7 prompts could not be run"):
+    with pytest.raises(PromptError, match="1 of 7 prompts failed"):
         invoke(*command, "--resume")
     assert [line["index"] for line in answers(out.read_text("utf-8"))] == [0, 1, 2, 3, 4, 4, 4, 5, 6]
 
@@ -194,16 +194,16 @@ def test_answers_that_are_there_are_replaced_only_on_request(
     out = tmp_path / "out.jsonl"
     out.write_text("precious\n")
     command = ("generate", random_model, "--prompts-jsonl", source, "--output", out, *SETTINGS)
-    with pytest.raises(ParameterError, match="exists; go on with it by --resume, or replace it with --overwrite"):
+    with pytest.raises(ParameterError, match="exists; continue it with --resume, or replace it with --overwrite"):
         invoke(*command)
     for precious in ("precious\n", '"precious"\n', "precious", '{"index": 0}\n'):
         out.write_text(precious)
-        with pytest.raises(ParameterError, match="is no line of this command; choose another --output"):
+        with pytest.raises(ParameterError, match="was not written by this command; choose another --output"):
             invoke(*command, "--resume")
         assert out.read_text() == precious
     assert invoke(*command, "--overwrite").exit_code == 0
     assert len(out.read_text().splitlines()) == 9
-    with pytest.raises(ParameterError, match="no regular file"):
+    with pytest.raises(ParameterError, match="not a regular file"):
         invoke(*command[:4], "--output", "/dev/null")
 
 
@@ -257,7 +257,7 @@ def test_a_prompt_that_cannot_be_run_is_a_line_with_its_error_and_the_rest_is_do
     source = written(tmp_path / "in.jsonl", ["ab", "x" * (CONTEXT + 1), {"prompt_ids": [999_999], "id": "b"}, "cd"])
     out = tmp_path / "out.jsonl"
     command = ("generate", random_model, "--prompts-jsonl", source, "--output", out, *SETTINGS, "--seed", 4)
-    with pytest.raises(PromptError, match=r"2 of 4 prompts could not be run; their lines in .* hold the error"):
+    with pytest.raises(PromptError, match=r"2 of 4 prompts failed; their lines in .* hold the error"):
         invoke(*command, "--batch-size", size)
     lines = answers(out.read_text("utf-8"))
     assert [("error" in line, line["index"], line["id"]) for line in lines] == [
@@ -269,7 +269,7 @@ def test_a_prompt_that_cannot_be_run_is_a_line_with_its_error_and_the_rest_is_do
     assert f"has {CONTEXT + 1} tokens" in lines[1]["error"]
     assert (lines[2]["error_type"], "999999" in lines[2]["error"]) == ("PromptError", True)
     before = out.read_bytes()
-    with pytest.raises(PromptError, match="2 of 4 prompts could not be run"):  # not retried
+    with pytest.raises(PromptError, match="2 of 4 prompts failed"):  # not retried
         invoke(*command, "--resume")
     assert out.read_bytes() == before
 
@@ -312,11 +312,11 @@ def test_stats_count_the_run_on_stderr(invoke: Invoke, random_model: Path, sourc
     [
         (("ab", "--output", "x"), "--output needs --prompts-jsonl"),
         (("ab", "--batch-size", "2"), "--batch-size needs --prompts-jsonl"),
-        (("ab", "--prompts-jsonl", "IN"), "not several"),
+        (("ab", "--prompts-jsonl", "IN"), "give only one of"),
         (("--prompts-jsonl", "IN", "--resume"), "need --output with a file"),
         (("--prompts-jsonl", "IN", "--output", "-", "--overwrite"), "need --output with a file"),
         (("--prompts-jsonl", "IN", "--output", "x", "--resume", "--overwrite"), "not both"),
-        (("--prompts-jsonl", "IN", "--output", "IN", "--overwrite"), "is the file of the prompts"),
+        (("--prompts-jsonl", "IN", "--output", "IN", "--overwrite"), "is also the file of prompts"),
     ],
 )
 def test_options_that_do_not_fit_are_a_usage_error(

@@ -21,6 +21,7 @@ from topw_deploy.manifest import (
     NotCompared,
     Note,
     Verification,
+    key_value_states,
     load_manifest,
     save_manifest,
 )
@@ -62,7 +63,7 @@ def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
         manifest.decoder,
         kv_form="static",
         attention="GroupQueryAttention",
-        head_dim=(3, 2),
+        states=(*key_value_states(0, "float16", 1, 3, 3), *key_value_states(1, "float16", 1, 2, 2)),
         kv_dtype="float16",
         context_length=1024,
         left_padding=False,
@@ -76,9 +77,10 @@ def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
     for part in (
         "static: one buffer, written in place",
         "GroupQueryAttention",
-        "20 bytes a token, 20.0 KiB for one sequence of the full context",
+        "2 layers, float16 1 x tokens x 2, float16 1 x tokens x 3: 20 bytes a token",
+        "20.0 KiB for one sequence of the full context",
         "in steps of 256 tokens",
-        "one row at a time",
+        "each row's prompt chunks after the first run separately",
         "must have equal lengths",
         "int4 3.0 MiB; float16 1.0 MiB; 4.0 MiB in all",
     ):
@@ -106,7 +108,7 @@ def test_inspect_tells_checks_from_what_was_not_compared_and_from_notes(
         status="partial",
         checks=(Check("left-padded batch logits", False, 3.0, 1e-4, "prompts must have equal lengths"),),
         not_compared=(NotCompared("generation (defaults)", "4 of 10 tokens"),),
-        notes=(Note("tokens beside float32's", "26 of 32 equal"),),
+        notes=(Note("tokens compared with float32", "26 of 32 equal"),),
     )
     save_manifest(folder, replace(load_manifest(folder), verification=verification))
     shown = [" ".join(line.split()) for line in invoke("inspect", folder).stdout.splitlines()]
@@ -114,7 +116,7 @@ def test_inspect_tells_checks_from_what_was_not_compared_and_from_notes(
     assert shown[place + 1 : place + 4] == [
         "left-padded batch logits FAILED, 3 (bound 0.0001) prompts must have equal lengths",
         "generation (defaults) not compared, 4 of 10 tokens",
-        "tokens beside float32's for information, 26 of 32 equal",
+        "tokens compared with float32 for information, 26 of 32 equal",
     ]
 
 
@@ -128,7 +130,7 @@ def test_inspect_refuses_what_does_not_load(invoke: Invoke, tmp_path: Path) -> N
         invoke("inspect", tmp_path)
     (tmp_path / "model.onnx").write_bytes(b"")
     for command in ("inspect", "check", "build-engine"):
-        with pytest.raises(ManifestError, match=r"model.onnx is a file; give the folder around it"):
+        with pytest.raises(ManifestError, match=r"model.onnx is a file; give the folder that holds"):
             invoke(command, tmp_path / "model.onnx")
 
 
@@ -188,4 +190,4 @@ def test_verify_refuses_an_export_that_never_ended(invoke: Invoke, random_model:
     save_manifest(folder, replace(manifest, verification=Verification(status="provisional")))
     result = invoke("verify", folder, "--hashes-only")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "verification never ended" in result.stderr
+    assert "verification did not finish" in result.stderr

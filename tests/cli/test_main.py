@@ -147,7 +147,7 @@ def test_a_closed_pipe_ends_quietly(random_model: Path) -> None:
 def test_notices_are_one_line_on_stderr(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.random(0), generation_config={"top_p": 0.9})
     done = run("generate", folder, "x", "--max-new-tokens", 1)
-    assert done.stderr.startswith("Note: generation_config.json asks for top_p=0.9")
+    assert done.stderr.startswith("Note: generation_config.json sets top_p=0.9")
     assert done.stderr.count("\n") == 1
 
 
@@ -160,7 +160,7 @@ def test_notices_are_one_line_on_stderr(tmp_path: Path) -> None:
         ("<&-", 2, "standard input is closed"),
         ("- <&-", 2, "standard input is closed"),
         ("--chat <&-", 2, "standard input is closed"),
-        ("x >&-", 1, "Error: standard output is closed; send it to a file, or to the null device."),
+        ("x >&-", 1, "Error: standard output is closed; redirect it to a file or to the null device."),
         ("x --json >&-", 1, "Error: standard output is closed"),
         ("--help >&-", 1, "Error: standard output is closed"),
         ("x 1</dev/null", 1, "Error: the output cannot be written: Bad file descriptor"),

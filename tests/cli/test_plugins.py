@@ -94,10 +94,10 @@ def test_architectures_are_spelled_as_people_know_them(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--cuda", "--arch", "hopper"], "'hopper' is no architecture; write 87, sm_87, 8.7 or native"),
+        (["--cuda", "--arch", "hopper"], "'hopper' is not an architecture; write 87, sm_87, 8.7 or native"),
         (["--cuda", "--architecture", "sm_90a"], "Known: sm_75, sm_80, sm_86, sm_87, sm_89, sm_90, sm_100"),
-        (["--cuda", "--arch", ","], "'' is no architecture"),
-        ([], "say what to build"),
+        (["--cuda", "--arch", ","], "'' is not an architecture"),
+        ([], "give what to build"),
     ],
 )
 def test_what_cannot_be_meant_is_a_usage_error(
@@ -110,7 +110,7 @@ def test_what_cannot_be_meant_is_a_usage_error(
 
 def test_without_nvcc_the_reason_is_one_sentence(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    with pytest.raises(PluginError, match="CUDA_HOME is '/nowhere', where there is no bin/nvcc"):
+    with pytest.raises(PluginError, match="CUDA_HOME is '/nowhere', which has no bin/nvcc"):
         invoke("plugins", "build", "--cuda")
 
 
@@ -143,7 +143,7 @@ def test_tensorrts_library_is_shown_or_why_there_is_none(monkeypatch: pytest.Mon
     (tmp_path / "libtopw_tensorrt.so").touch()
     assert status.tensorrt_library().path == str(tmp_path / "libtopw_tensorrt.so")
     monkeypatch.setenv("TOPW_TENSORRT_LIBRARY", "/nowhere")
-    assert status.tensorrt_library().why_none == "TOPW_TENSORRT_LIBRARY names /nowhere, which is no file"
+    assert status.tensorrt_library().why_none == "TOPW_TENSORRT_LIBRARY is /nowhere, which is not a file"
 
 
 def test_doctor_tells_of_the_cuda_library_and_of_the_driver(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

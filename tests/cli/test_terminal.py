@@ -78,7 +78,7 @@ def test_an_error_and_a_note_about_a_name_are_one_escaped_line(tmp_path: Path) -
     assert SHOWN.encode() + b"\\nError" in done.stderr
     folder = export(tmp_path / "out", Toy.random(0), generation_config={"top_p": 0.9, f"x{EVIL}": EVIL})
     done = program("generate", str(folder), "x", "--max-new-tokens", "1")
-    assert done.stderr.startswith(b"Note: generation_config.json asks for ")
+    assert done.stderr.startswith(b"Note: generation_config.json sets ")
     assert printable(done.stderr.decode(), keep="\n") == done.stderr.decode()
 
 

@@ -97,7 +97,7 @@ def test_attention_that_the_provider_lacks_in_float32_is_named_and_not_run_on_th
     generate: Generate, folder: Folder
 ) -> None:
     error = generate(folder("llama_untied"))["error"]
-    assert error.startswith("cuda leaves 2 nodes to the CPU: 2 GroupQueryAttention (topw.attention.GroupQueryAttention")
+    assert error.startswith("cuda leaves 2 nodes on the CPU: 2 GroupQueryAttention (topw.attention.GroupQueryAttention")
     assert (
         "export with --dtype fp16, or, for int4 and int8, with --compute-dtype fp16; pass allow_fallback=True" in error
     )
@@ -117,7 +117,7 @@ def test_without_the_library_the_function_is_told_apart_and_cannot_be_captured(
 ) -> None:
     path = folder("llama_untied", dtype="fp16", target="tensorrt", max_length=64)
     found = generate(path, native=False)
-    assert (found["sampler"], found["why"]) == ("graph", "TOPW_NATIVE=0 switches it off")
+    assert (found["sampler"], found["why"]) == ("graph", "TOPW_NATIVE=0 disables it")
     refused = generate(path, native=False, **GRAPHS)["error"]
     assert "control flow" in refused
     assert "topw plugins build --cuda" in refused

@@ -23,6 +23,8 @@ from topw_deploy.demo.corpus import (
     topic_sections,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def test_another_process_gathers_the_same_text() -> None:
     # Another hash seed would expose set ordering.
@@ -34,7 +36,6 @@ def test_another_process_gathers_the_same_text() -> None:
     assert result.stdout.strip() == split([*topic_sections(), *core_docstrings()]).digest
 
 
-@pytest.mark.slow
 def test_the_digest_depends_on_every_document(corpus: Corpus) -> None:
     shorter = Corpus(corpus.train[:-1], corpus.held_out)
     swapped = Corpus((corpus.train[1], corpus.train[0], *corpus.train[2:]), corpus.held_out)

@@ -85,6 +85,7 @@ def test_held_out_text_is_far_better_predicted_than_by_token_frequencies(
     assert loss < math.log(RECIPE.vocab_size) / 2 < without_context
 
 
+@pytest.mark.long
 def test_the_logged_loss_is_that_of_the_file(model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corpus) -> None:
     if corpus.digest != LOG["corpus"]["sha256"]:
         pytest.skip(f"the model's corpus is that of Python {LOG['versions']['python']}")

@@ -93,6 +93,7 @@ def test_the_vendors_header_has_the_same_declarations(
         assert ids_of(host_of(with_it, ort_library)(*given)) == ids_of(host(*given))
 
 
+@pytest.mark.long
 def test_sanitizers_find_no_error(
     folders: dict[str, Path], host: Host, ort_library: Path, tokenizers_library: Path, tmp_path: Path
 ) -> None:

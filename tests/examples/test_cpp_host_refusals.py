@@ -15,6 +15,8 @@ from tests.examples.cpp_host import Host, fails, host_of, ids_of
 from tests.support.toy_model import VOCAB, Toy, export_sampler
 from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
 
+pytestmark = pytest.mark.slow
+
 NOT_JSON = (
     "", "{", "[1, 2", '{"a": 1,}', '{"a" 1}', '{"a": 01}', '{"a": 1.}', '{"a": NaN}', '{"a": .5}', "{'a': 1}",
     '{"a": 1} 2', '{"a": 1, "a": 2}', '{"a": "\\x"}', '{"a": "\\u12"}', '{"a": "\\ud800"}', '{"a": "\\udc00\\ud800"}',
@@ -36,7 +38,6 @@ def change_manifest(folder: Path, *keys: str | int, value: Any) -> None:
     (folder / MANIFEST_NAME).write_text(json.dumps(data), encoding="utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("text", NOT_JSON)
 def test_a_manifest_that_is_not_json_is_refused(text: str, host: Host, folder: Path) -> None:
     (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
@@ -53,10 +54,10 @@ def test_a_manifest_that_is_not_json_is_refused(text: str, host: Host, folder: P
         (["decoder"], None, "has no decoder"),
         (["decoder"], [], "has no kv_form"),
         (["decoder", "kv_form"], "shared", "kv_form is 'shared', but must be 'static' or 'concat'"),
-        (["decoder", "kv_dtype"], "int64", "kv_dtype is 'int64'"),
-        (["decoder", "num_layers"], 2.5, "num_layers is 2.5, but must be an integer"),
-        (["decoder", "num_kv_heads"], [1], "number of heads"),
-        (["decoder", "head_dim", 1], 0, "head_dim 1 is 0"),
+        (["decoder", "states", 0, "dtype"], "int64", "dtype is 'int64'"),
+        (["decoder", "states", 0, "shape", 0], 2.5, "is 2.5, but must be an integer"),
+        (["decoder", "states"], [], "with states"),
+        (["decoder", "most_columns"], 64, "reads a prompt in one run"),
         (["decoder", "context_length"], True, "context_length is true"),
         (["verification", "status"], "provisional", "status is 'provisional'"),
         (["defaults", "init_top_p"], 0, "init_top_p is 0, but must be in (0, 1]"),

@@ -13,6 +13,8 @@ from tests.examples.cpp_host import FORMS, Host, answers_of, fails, ids_of, line
 from tests.support.toy_model import EOS, VOCAB, Toy, export
 from topw_deploy.runtime import TopWModel
 
+pytestmark = pytest.mark.slow
+
 EDITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logit_bias",
          "suppress_tokens", "bad_words_ids", "min_new_tokens")  # fmt: skip
 
@@ -56,7 +58,6 @@ def expected(model: TopWModel, request: dict[str, Any]) -> Any:
     return model.generate(request["prompt"], **{name: value for name, value in request.items() if name != "prompt"})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_random_requests_in_batches_equal_the_python_runtimes(form: str, host: Host, folders: dict[str, Path]) -> None:
     rng, stopped, edited = np.random.default_rng(FORMS.index(form)), 0, 0
@@ -77,7 +78,6 @@ def test_random_requests_in_batches_equal_the_python_runtimes(form: str, host: H
     assert edited >= 25
 
 
-@pytest.mark.slow
 def test_a_batch_draws_the_tokens_of_the_python_runtimes_batch(host: Host, demo_export: Path) -> None:
     """The bundled model's matmuls may round differently at another batch size."""
     texts = ["class Path", "import os\n", "def parse(text):\n    return", "#"]
@@ -95,7 +95,6 @@ def test_a_batch_draws_the_tokens_of_the_python_runtimes_batch(host: Host, demo_
     assert [answer["token_ids"] for answer in answers_of(done)] == [result.token_ids for result in results]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_options_edit_a_single_answer_like_the_python_runtimes_parameters(
     form: str, host: Host, folders: dict[str, Path]

@@ -18,6 +18,8 @@ from tests.support.toy_model import BOS, EOS, SPECIAL, VOCAB, Toy, byte_ids, byt
 from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ("a", "Größe", "日本語のテキスト", "😀 and 🏳️‍🌈", "  spaces\n\nand lines\t", "</s>", "x" * 50)
 
 
@@ -41,7 +43,6 @@ def words_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-@pytest.mark.slow
 def test_a_prompt_is_tokenised_and_its_answer_is_text(
     host: Host, demo_export: Path, library: list[object], tmp_path: Path
 ) -> None:

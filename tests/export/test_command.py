@@ -76,6 +76,7 @@ def test_a_dry_run_lists_inputs_outputs_and_sizes(tmp_path: Path, foreign_decode
     assert result.exit_code == 0
     assert f"keep_mask  bool  [batch_size, {VOCAB}]" in result.stdout
     assert "bytes of weights" in result.stdout
+    assert "states of a sequence:\n  full  256 bytes a token\n" in result.stdout
     data = (foreign_decoder / "model.onnx.data").stat().st_size
     assert f"({data:,} bytes)" in result.stdout.split("files:")[1].split("peak memory:")[0]
     assert [line.split()[0] for line in result.stdout.split("peak memory:")[1].strip().splitlines()] == [
@@ -137,8 +138,8 @@ def test_verify_names_what_it_cannot_compare_with(finished: Path, monkeypatch: p
     monkeypatch.setenv("TOPW_NATIVE", "0")
     result = verify(finished, "--source", "./gone")
     assert result.exit_code == 0
-    assert "generation: not compared, the source is not here" in result.stderr
-    assert "native sampler: not compared, TOPW_NATIVE=0 switches it off" in result.stderr
+    assert "generation: not compared, the source is not available" in result.stderr
+    assert "native sampler: not compared, TOPW_NATIVE=0 disables it" in result.stderr
     assert "4 checks passed, 3 not compared" in result.stdout
 
 

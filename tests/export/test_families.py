@@ -21,6 +21,8 @@ from topw_deploy.export.verification import worker
 from topw_deploy.export.verification.cache_drivers import CacheDriver
 from topw_deploy.manifest import Check, load_decoder_manifest
 
+pytestmark = pytest.mark.slow
+
 FLOAT32 = 1e-4  # the export's bound; measured: below 3e-6
 LENGTHS = (7, 90, 1, 40)  # ten sliding windows at most
 # GroupQueryAttention rotates these; the others have heads of 8 numbers.
@@ -75,7 +77,6 @@ def padded(sequences: Sequence[np.ndarray], side: str) -> tuple[np.ndarray, np.n
     return ids, mask
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [[90], [1] * 90, [30, 20, 39, 1]], ids=["prefill", "decode", "chunks"])
 def test_one_sequence_agrees_with_torch_for_all_chunks(driver: CacheDriver, family: str, chunks: list[int]) -> None:
     ids, wanted = wanted_of(family).sequences[1], wanted_of(family).logits[1]
@@ -87,7 +88,6 @@ def test_one_sequence_agrees_with_torch_for_all_chunks(driver: CacheDriver, fami
         np.testing.assert_allclose(found[0], wanted[end - 1], atol=FLOAT32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [[90], [30, 20, 39, 1]], ids=["whole", "chunks"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_rows_of_a_batch_agree_with_torch_alone(
@@ -130,7 +130,7 @@ def test_inputs_and_operators_are_those_of_the_lowering(family: str, lowering: s
     assert form.kv_form == "static"
     on_host = {"total_sequence_length"} if lowering == "group_query" else set()
     assert inputs == {"input_ids", "write_indices", "row_lengths"} | on_host
-    layers = len(decoder.head_dim)
+    layers = decoder.num_layers
     if lowering == "group_query":
         assert (form.attention, form.ragged_chunks, form.buffer_step) == ("GroupQueryAttention", False, 0)
         assert kinds.count("GroupQueryAttention") == layers

@@ -45,7 +45,7 @@ def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
     with pytest.raises(VerificationError, match="checks failed"):
         export(foreign_decoder, tmp_path / "new", verify=True, keep_failed=True)
     assert not (tmp_path / "new").exists()
-    with pytest.raises(ManifestError, match="verification never ended"):
+    with pytest.raises(ManifestError, match="verification did not finish"):
         TopWModel.from_pretrained(tmp_path / "new.failed")
 
 
@@ -124,7 +124,7 @@ def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decod
     time.sleep(0.1)
     left = [path for path in tmp_path.iterdir() if path != out]
     assert len(left) == 1  # the hidden folder
-    with pytest.raises(ManifestError, match="verification never ended"):
+    with pytest.raises(ManifestError, match="verification did not finish"):
         TopWModel.from_pretrained(left[0] / "out")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 

@@ -16,6 +16,8 @@ from benchmarks.gpu.tables import nearest_bound, random_rows, statistics, table_
 from topw_deploy.plugins.kernel import STAGES
 from topw_deploy.sampling import Geometry, TopWOptions, embedding_statistics
 
+pytestmark = pytest.mark.slow
+
 VOCAB, HIDDEN = 2_000, 16
 
 
@@ -24,7 +26,6 @@ def table(kernel: DeviceKernel) -> DeviceTable:
     return agreement.table_on(kernel, VOCAB, HIDDEN)
 
 
-@pytest.mark.slow
 def test_the_mixed_rows_reach_every_stage(kernel: DeviceKernel, table: DeviceTable) -> None:
     step = agreement.step_of(kernel, 24, 1, table)
     step.launch()
@@ -76,7 +77,6 @@ def test_the_bound_is_below_the_nearest_distance_and_close_to_it(metric: str) ->
     assert np.flatnonzero(bound).tolist() == ids.tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_rows_of_the_shipped_shape_are_compared_with_the_reference(kernel: DeviceKernel, dtype: str) -> None:
     rows = random_rows(VOCAB, HIDDEN, kernel.device)

@@ -11,6 +11,8 @@ import pytest
 
 from topw_deploy.plugins import compile_native, driver
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CALLED = ("cuMemAlloc", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemsetD8Async")
 

@@ -105,11 +105,11 @@ def test_a_library_without_gpu_code_has_none() -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"not a library at all, but longer than a header" * 3, "no 64-bit little-endian ELF"),
+        (b"not a library at all, but longer than a header" * 3, "not a 64-bit little-endian ELF"),
         (elf([(".nv_fatbin", fat_binary(entry(CUBIN, 90, WANTED)))])[:100], "ends within a header"),
         (elf([(".nv_fatbin", fat_binary(entry(3, 90, WANTED)))]), "of kind 3"),
         (elf([(".nv_fatbin", fat_binary(entry(CUBIN, 90, WANTED))[:-8])]), "its section at"),
-        (elf([(".nv_fatbin", fat_binary(entry(CUBIN, 90, WANTED)[:-8]))]), "this layout is not known"),
+        (elf([(".nv_fatbin", fat_binary(entry(CUBIN, 90, WANTED)[:-8]))]), "this layout is unknown"),
     ],
 )
 def test_a_broken_file_is_refused_and_not_changed(tmp_path: Path, content: bytes, reason: str) -> None:

@@ -125,7 +125,7 @@ def test_the_tokens_of_another_model_fail(job: Job, exported: Path, tmp_path: Pa
     )  # fmt: skip
     tokens.beside(other).write_text(json.dumps(known), encoding="utf-8")
     result = ways.run(other, Way({"provider": "cpu"}), job)
-    assert "within 4 steps, more than 25%: that is no rounding" in result.failed
+    assert "within 4 steps, more than 25%: rounding does not explain that" in result.failed
     assert result.data["first_difference"] == 0
 
 

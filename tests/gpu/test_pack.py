@@ -120,7 +120,7 @@ def test_packing_again_replaces_the_archives(tmp_path: Path) -> None:
 
 def test_a_folder_with_other_files_is_not_cleared(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("chapter 1", encoding="utf-8")
-    with pytest.raises(BenchmarkError, match=r"thesis\.txt, which no packing wrote"):
+    with pytest.raises(BenchmarkError, match=r"thesis\.txt, which this command did not write"):
         command.pack(tmp_path, ["folders"], LIMIT, HOST)
     assert (tmp_path / "thesis.txt").is_file()
 

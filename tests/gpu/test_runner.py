@@ -15,6 +15,8 @@ from benchmarks.gpu.record import JSON, TABLES, Record, RecordError, put
 from benchmarks.gpu.runner import Run
 from tests.gpu.toy_part import EXPECTED, ran
 
+pytestmark = pytest.mark.slow
+
 PART = "tests.gpu.toy_part"
 
 

@@ -71,7 +71,7 @@ def test_a_missing_tool_is_reported(tmp_path: Path, emulated_library: Path, monk
     monkeypatch.setattr(sanitize, "tool", lambda name: None)
     monkeypatch.setattr(sanitize, "_USUAL", tmp_path / "none")
     found = sanitize.under(Job(tmp_path, emulated_library), "memcheck")
-    assert found.absent == ("compute-sanitizer is not on this machine: memcheck was not run",)
+    assert found.absent == ("compute-sanitizer is missing on this machine: memcheck was not run",)
 
 
 def test_the_rows_reach_every_stage_and_are_right(emulated_library: Path) -> None:

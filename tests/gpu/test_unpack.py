@@ -104,7 +104,7 @@ def test_an_archive_that_differs_from_its_index_is_refused(pack: list[Path], tmp
 def test_archives_of_another_pack_are_refused(pack: list[Path], tmp_path: Path) -> None:
     unpack(pack, tmp_path / "host")
     command.pack(tmp_path / "pack", ["onnxruntime"], 2 * LIMIT, HOST)
-    with pytest.raises(BenchmarkError, match="holds what was unpacked of another pack"):
+    with pytest.raises(BenchmarkError, match="holds the files of another pack"):
         unpack(sorted((tmp_path / "pack").glob("*.tar.xz")), tmp_path / "host")
 
 
@@ -193,7 +193,7 @@ def test_a_file_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "pack" / INDEX).read_text(encoding="utf-8"))
     index["archives"][0]["sha256"] = hashlib.sha256(b"plain text").hexdigest()
     (tmp_path / "pack" / INDEX).write_text(json.dumps(index), encoding="utf-8")
-    with pytest.raises(BenchmarkError, match=r"is no \.tar\.xz file that can be read"):
+    with pytest.raises(BenchmarkError, match=r"is not a readable \.tar\.xz file"):
         unpack([archive], tmp_path / "host")
 
 

@@ -52,7 +52,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def test_without_nvcc_the_command_that_brings_one_is_named(install: Install) -> None:
-    with pytest.raises(PluginError, match=r"there is no nvcc in CUDA_HOME, on PATH, .* pip install nvidia-cuda-nvcc "):
+    with pytest.raises(PluginError, match=r"there is no nvcc in CUDA_HOME, PATH, .* pip install nvidia-cuda-nvcc "):
         compile_cuda.find_toolkit()
 
 
@@ -79,17 +79,17 @@ def test_a_variable_that_names_no_toolkit_is_not_passed_over(
 ) -> None:
     install(tmp_path / "usual")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nothing"))
-    with pytest.raises(PluginError, match=r"CUDA_HOME is '.*nothing', where there is no bin/nvcc; correct it"):
+    with pytest.raises(PluginError, match=r"CUDA_HOME is '.*nothing', which has no bin/nvcc; correct or unset it"):
         compile_cuda.find_toolkit()
 
 
 def test_an_nvcc_without_the_static_runtime_or_of_another_kind_is_refused(install: Install, tmp_path: Path) -> None:
     nvcc = install(tmp_path / "usual")
     (tmp_path / "usual" / "lib64" / "libcudart_static.a").unlink()
-    with pytest.raises(PluginError, match=r"nvcc comes without libcudart_static.a; run: pip install"):
+    with pytest.raises(PluginError, match=r"nvcc lacks libcudart_static.a; run: pip install"):
         compile_cuda.find_toolkit()
     nvcc.write_text("#!/bin/sh\necho hello\n")
-    with pytest.raises(PluginError, match="is no nvcc that this topw_deploy understands"):
+    with pytest.raises(PluginError, match="is not a supported nvcc"):
         compile_cuda.find_toolkit()
 
 
@@ -99,7 +99,7 @@ def test_all_that_nvcc_knows_is_compiled_for_or_what_is_asked_for(install: Insta
     assert compile_cuda.choose_architectures(toolkit, ()) == (75, 80, 86, 87, 89, 90)
     assert compile_cuda.choose_architectures(toolkit, (90, 87, 90)) == (87, 90)
     for unknown in (110, 50):
-        with pytest.raises(PluginError, match=rf"nvcc 12.6 does not compile .* sm_{unknown}: it can for 75, 80"):
+        with pytest.raises(PluginError, match=rf"nvcc 12.6 does not compile .* sm_{unknown}, only for 75, 80"):
             compile_cuda.choose_architectures(toolkit, (87, unknown))
 
 
@@ -123,7 +123,9 @@ def test_a_build_that_fails_says_where_and_leaves_the_library_that_was_there(
     assert said == [f"nvcc 12.6 ({tmp_path / 'usual' / 'bin' / 'nvcc'}), sm_75, sm_80, sm_86, sm_87, sm_89, sm_90"]
     assert output.read_bytes() == b"of an earlier build"
     monkeypatch.setenv("CXX", f"{sys.executable} -m ziglang c++")
-    with pytest.raises(PluginError, match=r"nvcc takes one program as its C\+\+ compiler, and CXX is \S+ -m ziglang"):
+    with pytest.raises(
+        PluginError, match=r"nvcc needs a single program as its C\+\+ compiler, but CXX is \S+ -m ziglang"
+    ):
         compile_cuda.compile_cuda(output)
 
 
@@ -146,7 +148,11 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_compiled(
 
 @pytest.mark.parametrize(
     ("named", "reason"),
-    [(" ", "there is no such program"), ("nowhere -O2", "there is no such program"), ('"', "which is no command line")],
+    [
+        (" ", "there is no such program"),
+        ("nowhere -O2", "there is no such program"),
+        ('"', "which is not a command line"),
+    ],
 )
 def test_a_compiler_that_is_none_is_named(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, reason: str
@@ -214,7 +220,7 @@ def test_the_driver_is_asked_for_its_version_and_its_gpus(fake_driver: Callable[
 
 def test_no_driver_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "LIBRARY", "libcuda.so.none")
-    assert driver.look() == driver.Driver(None, (), "there is no NVIDIA driver (libcuda.so.none is not there)")
+    assert driver.look() == driver.Driver(None, (), "there is no NVIDIA driver (libcuda.so.none was not found)")
 
 
 def test_the_report_says_why_a_library_serves_no_gpu_here(
@@ -222,10 +228,10 @@ def test_the_report_says_why_a_library_serves_no_gpu_here(
 ) -> None:
     fake_driver(0, 1)
     monkeypatch.setenv("TOPW_CUDA_LIBRARY", str(tmp_path / "nowhere.so"))
-    assert status.look().cuda.why_unused == f"TOPW_CUDA_LIBRARY names {tmp_path / 'nowhere.so'}, which is no file"
+    assert status.look().cuda.why_unused == f"TOPW_CUDA_LIBRARY is {tmp_path / 'nowhere.so'}, which is not a file"
     (tmp_path / "other.so").write_bytes(b"\x7fELF and nothing more")
     monkeypatch.setenv("TOPW_CUDA_LIBRARY", str(tmp_path / "other.so"))
-    named = f"the library that TOPW_CUDA_LIBRARY='{tmp_path / 'other.so'}' names does not load ("
+    named = f"the library of TOPW_CUDA_LIBRARY='{tmp_path / 'other.so'}' does not load ("
     assert status.look().cuda.why_unused.startswith(named)
     pretended = library.CudaLibrary.__new__(library.CudaLibrary)
     pretended.path, pretended.architectures = tmp_path / "other.so", (80, 90)

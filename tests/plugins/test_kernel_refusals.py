@@ -193,14 +193,14 @@ def test_what_does_not_fit_is_a_typed_error(kernel: Kernel, tmp_path: Path) -> N
         kernel.use_instruction_set("mmx")
     (tmp_path / "text.so").write_text("no library")
     for path in (tmp_path / "text.so", tmp_path / "absent.so"):
-        with pytest.raises(ProviderError, match="is not a native sampler"):
+        with pytest.raises(ProviderError, match="cannot be loaded as the native sampler"):
             Kernel(path)
 
 
 def test_a_library_that_is_not_the_sampler_is_refused() -> None:
     import _ctypes
 
-    with pytest.raises(ProviderError, match="is not a native sampler"):
+    with pytest.raises(ProviderError, match="cannot be loaded as the native sampler"):
         Kernel(_ctypes.__file__)
 
 
@@ -211,7 +211,7 @@ def test_a_wrong_library_named_by_the_variable_is_told_with_the_variable(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOPW_NATIVE_LIBRARY", "text.so")
     with pytest.raises(
-        ProviderError, match=r"\); TOPW_NATIVE_LIBRARY='text.so' names it: unset that, or name a library"
+        ProviderError, match=r"\); TOPW_NATIVE_LIBRARY='text.so' selects it: unset it, or give a library"
     ):
         Kernel(tmp_path / "text.so")
     monkeypatch.delenv("TOPW_NATIVE_LIBRARY")

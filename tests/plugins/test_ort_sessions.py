@@ -105,9 +105,9 @@ def foreign(patch: pytest.MonkeyPatch, _: Path) -> None:
 @pytest.mark.parametrize(
     ("absence", "reason"),
     [
-        (switched_off, "TOPW_NATIVE=0 switches it off"),
+        (switched_off, "TOPW_NATIVE=0 disables it"),
         (not_built, "this installation was built without it"),
-        (missing, "TOPW_NATIVE_LIBRARY names .*nowhere.so, which is no file"),
+        (missing, "TOPW_NATIVE_LIBRARY is .*nowhere.so, which is not a file"),
         (broken, r"the native library that TOPW_NATIVE_LIBRARY='.*broken\.so' names does not load"),
         (foreign, "that TOPW_NATIVE_LIBRARY='.*_ctypes.* names does not load .*is not a library of topw_deploy"),
     ],
@@ -120,7 +120,7 @@ def test_without_the_library_the_function_runs_and_the_reason_is_known(
     model = load(toy_folder)
     assert model.sampler == "graph"
     assert model.generate("a", max_new_tokens=2).token_ids
-    with pytest.raises(ProviderError, match=f"sampler='native' cannot be had: .*{reason}"):
+    with pytest.raises(ProviderError, match=f"sampler='native' is not available: .*{reason}"):
         load(toy_folder, sampler="native")
 
 
@@ -164,12 +164,12 @@ def test_a_node_that_the_operator_refuses_is_opened_again_with_the_function(
 def test_a_form_that_the_manifest_names_as_unknown_is_not_even_tried(native_library: Path) -> None:
     found, why = native_sampler.operator_library("CPUExecutionProvider", "com.microsoft.GatherBlockQuantized(bits=2)")
     assert found is None
-    assert why == "the native sampler does not read tables by com.microsoft.GatherBlockQuantized(bits=2)"
+    assert why == "the native sampler does not support the table form com.microsoft.GatherBlockQuantized(bits=2)"
 
 
 def test_other_providers_run_the_function(native_library: Path) -> None:
     found, why = native_sampler.operator_library("CoreMLExecutionProvider", "")
-    assert (found, why) == (None, "the native sampler is for cpu and cuda, and the provider is coreml")
+    assert (found, why) == (None, "the native sampler supports cpu and cuda, but the provider is coreml")
 
 
 def test_a_graph_that_is_none_is_the_graphs_fault_not_the_samplers(toy_folder: Path, tmp_path: Path) -> None:

@@ -129,11 +129,11 @@ def test_forms_are_known_by_their_text(native_library: Path, text: str, known: b
     [
         ({"scales": np.zeros((8, 3), np.float32)}, "scales have shape"),
         ({"scales": np.zeros((8, 4))}, "scales are float64"),
-        ({"zero_points": np.zeros((8, 1), np.uint8)}, "bytes of zero points"),
+        ({"zero_points": np.zeros((8, 1), np.uint8)}, "zero points have"),
         ({"zero_points": np.zeros((8, 2), np.int8)}, "zero points are int8"),
         ({"codes": np.zeros((8, 32), np.int32)}, "codes are int32"),
         ({"element": "int3"}, "in int3"),
-        ({"bits": 2}, "of 2 bits"),
+        ({"bits": 2}, "have 2 bits"),
         ({"block_size": 24}, "block_size is 24"),
     ],
 )

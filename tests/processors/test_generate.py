@@ -137,8 +137,8 @@ def test_selection_temperature_chooses_the_crop_and_generates_temperature_only_t
 @pytest.mark.parametrize(
     ("told", "drawn", "message"),
     [
-        ({}, 0.5, "draws at temperature 0.5, but the processor was told 1.0; give both the same"),
-        ({"temperature": 0.5}, 1.0, "draws at temperature 1.0, but the processor was told 0.5"),
+        ({}, 0.5, "draws at temperature 0.5, but the processor has 1.0; give both the same"),
+        ({"temperature": 0.5}, 1.0, "draws at temperature 1.0, but the processor has 0.5"),
         ({"temperature": 0.5, "selection_temperature": 1.0}, 0.7, "draws at temperature 0.7"),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_temperature_that_float32_cannot_hold_is_the_same_on_both_sides(model,
 
 def test_generates_default_top_k_of_50_is_refused(model):
     topw = TopWLogitsProcessor(model, **WIDE)
-    with pytest.raises(ParameterError, match=r"top_k=50 behind Top-W \(its default\), .* pass top_k=0"):
+    with pytest.raises(ParameterError, match=r"top_k=50 after Top-W \(its default\), .* pass top_k=0"):
         model.generate(PROMPT, do_sample=True, logits_processor=[topw], max_new_tokens=3)
     model.generate(PROMPT, do_sample=True, top_k=0, logits_processor=[topw], max_new_tokens=3)
 
@@ -165,7 +165,7 @@ def test_generates_default_top_k_of_50_is_refused(model):
 )
 def test_another_truncation_behind_it_is_refused_also_from_the_models_configuration(model, other, monkeypatch):
     name = next(iter(other))
-    with pytest.raises(ParameterError, match=f"generate applies {name}=.* behind Top-W"):
+    with pytest.raises(ParameterError, match=f"generate applies {name}=.* after Top-W"):
         run(model, TopWLogitsProcessor(model), inputs=PROMPT, **other)
     monkeypatch.setattr(model.generation_config, name, other[name])
     with pytest.raises(ParameterError, match=f"generate applies {name}="):

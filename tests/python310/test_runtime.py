@@ -37,8 +37,8 @@ OTHER_KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Exports that run, with roundings of their own in products with quantised weights."""
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "windows": ("gemma3", {}, "makes a token too long; export with --kv concat"),
-    "tensorrt": ("llama_tied", {"target": "tensorrt"}, "knows them up to opset 23; export without --target tensorrt"),
+    "windows": ("gemma3", {}, "makes one token too long; export with --kv concat"),
+    "tensorrt": ("llama_tied", {"target": "tensorrt"}, "supports at most opset 23; export without --target tensorrt"),
 }
 
 Folder = Callable[[str, dict[str, Any]], Path]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from topw_deploy.errors import GenerationError
-from topw_deploy.manifest import DecoderInfo
+from topw_deploy.manifest import DecoderInfo, State, key_value_states
 from topw_deploy.runtime import memory
 from topw_deploy.runtime.cache.buffers import Buffers, MemoryPool
 from topw_deploy.runtime.memory import HostMemory
@@ -20,13 +20,20 @@ class Host:
     memory = HostMemory
 
 
-def pool(step: int = 0, least: int = 0, **sizes: int) -> MemoryPool:
+RECURRENT = State(layer=1, kind="recurrent", past="past_s", present="present_s", dtype="float16", shape=(2, 3, 5))
+
+
+def pool(step: int = 0, least: int = 0, more: tuple[State, ...] = (), **sizes: int) -> MemoryPool:
     decoder = DecoderInfo(
         model_type="test",
         kv_form="static",
         num_layers=2,
-        num_kv_heads=HEADS,
-        head_dim=DIMS,
+        states=tuple(
+            state
+            for layer, (heads, dim) in enumerate(zip(HEADS, DIMS, strict=True))
+            for state in key_value_states(layer, "float16", heads, dim, dim)
+        )
+        + more,
         kv_dtype="float16",
         context_length=1000,
         left_padding=False,
@@ -37,13 +44,13 @@ def pool(step: int = 0, least: int = 0, **sizes: int) -> MemoryPool:
 
 
 def tensors(buffers: Buffers) -> list[np.ndarray]:
-    """Views of every tensor [batch, heads, length, dim]."""
+    """Views of every state [batch, *shape]."""
     found: list[np.ndarray] = []
 
     def look(memory: np.ndarray) -> None:
         starts = buffers.layout.starts(buffers.batch, buffers.length)
-        for (_, _, heads, dim), start in zip(buffers.layout.tensors, starts, strict=False):
-            shape = buffers.batch, heads, buffers.length, dim
+        for state, start in zip(buffers.layout.states, starts, strict=False):
+            shape = buffers.batch, *state.sized(buffers.length)
             found.append(memory[start : start + 2 * int(np.prod(shape))].view(np.float16).reshape(shape))
 
     buffers.block.change(look)
@@ -84,6 +91,42 @@ def test_tensors_do_not_overlap_and_are_aligned() -> None:
         assert tensor.ctypes.data % 64 == 0
         tensor[:] = index + 1
     assert all((tensor == index + 1).all() for index, tensor in enumerate(tensors(buffers)))
+
+
+def test_a_recurrent_state_starts_as_zeros_and_keeps_its_size() -> None:
+    lender = pool(step=8, more=(RECURRENT,))
+    buffers = lender.borrow(3, 64, 8)
+    state = tensors(buffers)[0]
+    assert state.shape == (3, 2, 3, 5)
+    state[:] = 7
+    lender.make_room(buffers, 64)
+    assert (tensors(buffers)[0] == 7).all()
+    lender.give_back(buffers)
+    assert not tensors(lender.borrow(2, 64, 8))[0].any()
+    unstepped = pool(more=(RECURRENT,))
+    buffers = unstepped.borrow(1, 64, 8)
+    tensors(buffers)[0][:] = np.nan
+    unstepped.give_back(buffers)
+    assert not tensors(unstepped.borrow(1, 64, 8))[0].any()
+
+
+def test_a_snapshot_of_a_row_is_put_back_in_another_row_of_a_longer_buffer() -> None:
+    lender = pool(step=8, more=(RECURRENT,))
+    buffers = lender.borrow(3, 100, 8)
+    for index, tensor in enumerate(tensors(buffers)):
+        tensor[:] = np.arange(tensor.size).reshape(tensor.shape) % 1000 + index
+    before = [tensor[1].copy() for tensor in tensors(buffers)]
+    saved = buffers.snapshot(1, 5)
+    lender.make_room(buffers, 30)
+    for tensor in tensors(buffers):
+        tensor[:] = -1
+    buffers.restore(2, saved)
+    recurrent, *growing = tensors(buffers)
+    np.testing.assert_array_equal(recurrent[2], before[0])
+    for old, new in zip(before[1:], growing, strict=True):
+        np.testing.assert_array_equal(new[2, :, :5], old[:, :5])
+        assert (new[2, :, 5:] == -1).all()
+    assert all((tensor[:2] == -1).all() for tensor in tensors(buffers))
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(65, 72), (256, 264), (800, 832), (970, 1000)])
@@ -133,7 +176,7 @@ def test_an_impossible_record_is_refused_in_a_sentence(shape: tuple[int, int]) -
 def test_a_buffer_that_is_cleared_must_fit_the_machine_and_the_pool_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     lender = pool(step=256)
     monkeypatch.setattr(memory, "machine_bytes", lambda: 1000)
-    with pytest.raises(GenerationError, match=r"written at once, and this machine has .* GB; open the model with"):
+    with pytest.raises(GenerationError, match=r"GB at once, but this machine has .* GB; open the model with"):
         lender.borrow(1, 64, 1)
     kept = lender.bytes
     monkeypatch.undo()

@@ -65,12 +65,12 @@ def test_a_streamer_follows_one_sequence(model: TopWModel) -> None:
 
 @pytest.mark.parametrize("streamer", [print, "stdout", object()], ids=["print", "text", "object"])
 def test_what_is_no_streamer_is_refused(model: TopWModel, streamer: Any) -> None:
-    with pytest.raises(ParameterError, match=r"streamer is a .* but must have the methods put and end"):
+    with pytest.raises(ParameterError, match=r"streamer is a .* but must have methods put and end"):
         model.generate("a", streamer=streamer)
 
 
 def test_a_class_instead_of_its_object_is_refused(model: TopWModel) -> None:
-    with pytest.raises(ParameterError, match="streamer is the class Notes; give an object of it"):
+    with pytest.raises(ParameterError, match="streamer is the class Notes; give an instance of it"):
         model.generate("a", streamer=Notes)
 
 
@@ -224,12 +224,12 @@ def test_ends_of_the_models_own_come_before_a_criterion_and_that_before_the_limi
 @pytest.mark.parametrize(
     ("criteria", "message"),
     [
-        (5, "stopping_criteria has a int, but must be a function of the token ids"),
+        (5, "stopping_criteria has a int, but must be a function of token ids"),
         ([third, None], "stopping_criteria has a NoneType"),
-        (Notes, "stopping_criteria is the class Notes; give an object of it"),
+        (Notes, "stopping_criteria is the class Notes; give an instance of it"),
         (lambda ids, scores: False, "cannot be called with the token ids alone; remove its other arguments"),
         (lambda ids: None, "stopping_criteria: <lambda> returned a NoneType, but must return True or False"),
-        (lambda ids: ids > 3, "returned a ndarray, but must return True or False for the one sequence"),
+        (lambda ids: ids > 3, "returned a ndarray, but must return True or False for its one sequence"),
         (lambda ids: 1, "returned a int, but"),
     ],
 )

@@ -81,7 +81,7 @@ def test_everything_that_a_request_may_state_may_be_stated_there(model: TopWMode
         ({"do_sample": True, "temperature": 0.0}, "generation_config: do_sample is True, but temperature is 0.0"),
         ({"n": 0}, "generation_config: num_return_sequences is 0"),
         ("out", "generation_config is 'out', but must be a mapping or transformers' GenerationConfig"),
-        ({5: 1}, r"generation_config has the keys \[5\], but must have the names of parameters"),
+        ({5: 1}, r"generation_config has the keys \[5\], but keys must be names of parameters"),
         ([{}], "must be a mapping or transformers' GenerationConfig"),
     ],
 )
@@ -102,7 +102,7 @@ def test_what_has_no_effect_is_named_in_one_warning_at_the_callers_line(model: T
             warnings.simplefilter("always")
             call("ab", generation_config=config)
         (notice,) = caught
-        expected = "generation_config asks for num_beams=4, top_k=50, watermarking_config={}, which has no effect here"
+        expected = "generation_config sets num_beams=4, top_k=50, watermarking_config={}, which has no effect here"
         assert str(notice.message).startswith(expected)
         assert Path(notice.filename) == Path(__file__)
 
@@ -122,7 +122,7 @@ def test_transformers_own_object_counts_only_where_it_differs_from_its_defaults(
         assert [len(r.token_ids) for r in results] == [7, 7]
         longer = model.generate("ab", seed=3, generation_config=config, max_new_tokens=8, n=1)
         assert len(longer.token_ids) == 8
-    with pytest.warns(UserWarning, match="generation_config asks for top_k=7, which has no effect here"):
+    with pytest.warns(UserWarning, match="generation_config sets top_k=7, which has no effect here"):
         model.generate("ab", generation_config=transformers.GenerationConfig(top_k=7, do_sample=True))
     greedy = model.generate("ab", temperature=0.0)
     found = model.generate("ab", seed=greedy.seed, generation_config=transformers.GenerationConfig(do_sample=False))

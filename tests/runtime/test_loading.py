@@ -52,7 +52,7 @@ def load(folder: Path, **settings: Any) -> TopWModel:
 def test_a_missing_folder_a_file_and_an_unfinished_export_are_told_apart(folder: Path) -> None:
     with pytest.raises(ManifestError, match="does not exist; give the folder that topw-export wrote"):
         load(folder / "nowhere")
-    with pytest.raises(ManifestError, match="is a file; give the folder around it"):
+    with pytest.raises(ManifestError, match="is a file; give the folder that holds"):
         load(folder / "model.onnx")
     (folder / MANIFEST_NAME).unlink()
     with pytest.raises(ManifestError, match="not a finished export"):
@@ -182,13 +182,23 @@ def test_a_graph_without_the_sampler_is_refused(folder: Path) -> None:
 
 def test_another_cache_form_is_refused_before_anything_runs(folder: Path) -> None:
     edit_manifest(folder, lambda m: m["decoder"].update(kv_form="paged"))
-    with pytest.raises(ManifestError, match="form 'paged', this topw_deploy drives concat, static, shared"):
+    with pytest.raises(ManifestError, match="form 'paged', but this topw_deploy supports concat, static, shared"):
         load(folder)
 
 
 def test_layers_that_the_graph_does_not_have_are_named(folder: Path) -> None:
-    edit_manifest(folder, lambda m: m["decoder"].update(num_layers=3, num_kv_heads=[1, 1, 1], head_dim=[4, 3, 2]))
-    with pytest.raises(ManifestError, match=r"no past_key_values.2.key, but the manifest states 3 layers"):
+    def add(manifest: dict[str, Any]) -> None:
+        state = {
+            **manifest["decoder"]["states"][0],
+            "layer": 2,
+            "past": "past_key_values.2.key",
+            "present": "present.2",
+        }
+        manifest["decoder"]["states"].append(state)
+        manifest["decoder"]["num_layers"] = 3
+
+    edit_manifest(folder, add)
+    with pytest.raises(ManifestError, match=r"no past_key_values.2.key, but the manifest lists it as a state of layer"):
         load(folder)
 
 
@@ -280,7 +290,7 @@ def test_a_provider_is_a_name(folder: Path, provider: Any) -> None:
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this onnxruntime has CUDA")
 def test_cuda_graphs_that_nobody_captures_are_not_passed_over(folder: Path) -> None:
     graphs = {"provider_options": {"enable_cuda_graph": "1"}}
-    with pytest.raises(ParameterError, match="enable_cuda_graph is for provider='cuda', and 'cpu' was asked for"):
+    with pytest.raises(ParameterError, match="enable_cuda_graph is for provider='cuda', but provider is 'cpu'"):
         TopWModel.from_pretrained(folder, provider="cpu", **graphs)
     with pytest.warns(RuntimeWarning, match="enable_cuda_graph is not used: running on cpu"):
         assert TopWModel.from_pretrained(folder, **graphs).provider == "CPUExecutionProvider"
@@ -300,7 +310,7 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_silent_fall_back_to_the_cpu_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cuda(monkeypatch)
-    with pytest.raises(ProviderError, match="asked for cuda, but onnxruntime could not start it and would run on cpu"):
+    with pytest.raises(ProviderError, match="provider is cuda, but onnxruntime could not start it and would run on"):
         TopWModel.from_pretrained(folder, provider="cuda")
 
 

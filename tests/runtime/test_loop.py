@@ -187,7 +187,7 @@ def test_the_tokenizers_own_bos_is_added_once(load: Load) -> None:
         ([1, VOCAB], f"token id {VOCAB}, but ids go from 0 to {VOCAB - 1}"),
         ([-1], "token id -1"),
         (["ok", [300]], "prompt 1 holds the token id 300"),
-        ("half \ud83d", "half a surrogate pair"),
+        ("half \ud83d", "half of a surrogate pair"),
     ],
     ids=repr,
 )

@@ -171,7 +171,7 @@ def test_sampling_was_asked_for_with_a_greedy_temperature() -> None:
 
 @pytest.mark.parametrize("name", ["top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"])
 def test_another_samplers_parameter_is_refused_with_the_reason(model: TopWModel, name: str) -> None:
-    with pytest.raises(ParameterError, match=f"{name} belongs to another sampler, and Top-W takes its place"):
+    with pytest.raises(ParameterError, match=f"{name} belongs to another sampler, which Top-W replaces; remove it"):
         model.generate("a", **{name: 0.9})
 
 
@@ -240,7 +240,7 @@ def test_a_real_generation_config_is_honoured_and_its_other_samplers_are_named_o
         model.generate("a", max_new_tokens=2)
         model.generate("b", max_new_tokens=2)
     (notice,) = [str(w.message) for w in caught]
-    assert notice.startswith("generation_config.json asks for top_k=50, top_p=0.9, which has no effect here")
+    assert notice.startswith("generation_config.json sets top_k=50, top_p=0.9, which has no effect here")
     assert Path(caught[0].filename).name == "conftest.py", "the notice points at the caller of from_pretrained"
     (request,), _, _ = model._requests("a", {})
     assert request.top_w.temperature == 0.6

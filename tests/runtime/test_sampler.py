@@ -80,7 +80,7 @@ def test_half_precision_logits_are_taken_as_float32(sampler: TopWSampler) -> Non
 def test_an_invalid_row_is_named(sampler: TopWSampler) -> None:
     spoilt = LOGITS.copy()
     spoilt[[2, 5], 7] = np.nan
-    with pytest.raises(GenerationError, match="row 2, 5 hold NaN"):
+    with pytest.raises(GenerationError, match="row 2, 5 contain NaN"):
         sampler.sample(spoilt, uniform=0.5)
 
 
@@ -155,14 +155,14 @@ def test_any_real_dtype_and_memory_order_draws_as_float32(sampler: TopWSampler, 
         (np.zeros((2, 0)), "logits have the shape"),
         (np.zeros((2, 2, VOCAB)), "logits have the shape"),
         (0.5, "logits have the shape"),
-        ([[0.0] * VOCAB, [0.0]], "no array of real numbers"),
-        (None, "no array of real numbers"),
-        ("text", "no array of real numbers"),
-        ([["1"] * VOCAB], "no array of real numbers"),
-        (np.zeros((1, VOCAB), object), "no array of real numbers"),
-        (np.zeros((1, VOCAB), complex), "no array of real numbers"),
-        (np.zeros((1, VOCAB), "datetime64[s]"), "no array of real numbers"),
-        (np.zeros((1, VOCAB), [("a", float)]), "no array of real numbers"),
+        ([[0.0] * VOCAB, [0.0]], "must be an array of real numbers"),
+        (None, "must be an array of real numbers"),
+        ("text", "must be an array of real numbers"),
+        ([["1"] * VOCAB], "must be an array of real numbers"),
+        (np.zeros((1, VOCAB), object), "must be an array of real numbers"),
+        (np.zeros((1, VOCAB), complex), "must be an array of real numbers"),
+        (np.zeros((1, VOCAB), "datetime64[s]"), "must be an array of real numbers"),
+        (np.zeros((1, VOCAB), [("a", float)]), "must be an array of real numbers"),
         (np.ma.masked_array(LOGITS, LOGITS > 0), "masked array; fill it"),
     ],
 )

@@ -134,11 +134,11 @@ def test_engines_and_stamps_are_regular_files(folder: Path, kind: str) -> None:
     put(kind, folder / "engines" / "gpu.json")
     put(kind, folder / "engines" / "gpu.engine")
     (stamp,) = [path for path in stamps(folder) if path.stem == "gpu"]
-    with no_hang(), pytest.raises(EngineError, match="it is no file of the folder"):
+    with no_hang(), pytest.raises(EngineError, match="it is not a file in the folder"):
         read(stamp)
     with no_hang():
         outcome = CliRunner().invoke(inspect, [str(folder)])
-    assert "it is no file of the folder" in outcome.output
+    assert "it is not a file in the folder" in outcome.output
     with no_hang():
         assert TopWModel.from_pretrained(folder, provider="cpu").generate("a", max_new_tokens=1).token_ids
 
@@ -155,7 +155,7 @@ def test_a_folder_of_engines_that_is_none_is_not_used(folder: Path, tmp_path: Pa
         assert stamps(folder) == []
         outcome = CliRunner().invoke(inspect, [str(folder)])
     said = outcome.output + str(outcome.exception)
-    assert "is a symbolic link, and engines must lie in the folder itself" in said or "engines is a" in said
+    assert "is a symbolic link, but engines must be in the folder itself" in said or "engines is a" in said
 
 
 def test_a_model_without_permission_to_read_is_a_typed_error(folder: Path) -> None:

@@ -195,7 +195,7 @@ def test_a_prompt_that_fills_the_context_is_never_refused(load: Load) -> None:
     for text in ("a" * CONTEXT, " " * CONTEXT, "é" * (CONTEXT // 2)):
         assert model.generate(text).prompt_tokens == CONTEXT
     short = TopWModel.from_pretrained(model.path, provider="cpu", max_length=16)
-    with pytest.raises(PromptError, match="opened with max_length 16; shorten it, or open the model for more"):
+    with pytest.raises(PromptError, match="opened with max_length 16; shorten it, or open the model with more"):
         short.generate(byte_ids("a" * 17))
     with pytest.raises(PromptError, match=r"has 1,000 characters.*context holds"):
         short.generate("a" * 1000)

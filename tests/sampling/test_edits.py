@@ -60,7 +60,7 @@ def test_edits_of_different_tokens_can_be_applied_in_any_order_or_one_by_one(dat
 @pytest.mark.parametrize(
     ("ids", "penalty", "bias", "words"),
     [
-        ([2], [1.0], [0.0], r"edit id 2 is no token: must be in 0\.\.1"),
+        ([2], [1.0], [0.0], r"edit id 2 is not a token: it must be in 0\.\.1"),
         ([-2], [1.0], [0.0], "edit id -2"),
         ([0, 0], [1.0, 1.0], [0.0, 0.0], "edited twice"),
         ([0], [1.0, 1.0], [0.0], "shapes"),

@@ -291,7 +291,7 @@ def test_a_missing_geometry_and_a_short_neighbour_bound_are_refused():
 def test_a_neighbour_bound_of_nan_is_refused_where_it_is_needed():
     geometry = TensorGeometry.from_embeddings(torch.randn(5, 2, generator=torch.Generator().manual_seed(0)), "cosine")
     wide = {"lam": 0.1, "beta": 2.0, "init_top_p": 0.1}
-    with pytest.raises(ParameterError, match="the neighbour bound holds NaN"):
+    with pytest.raises(ParameterError, match="the neighbour bound contains NaN"):
         crop_rows(PEAKED, wide, TopWOptions(metric="cosine"), geometry, torch.full((5,), torch.nan))
 
 

@@ -24,7 +24,7 @@ def test_the_report_goes_to_stdout_and_progress_to_stderr(folder: Path, invoke: 
     assert result.exit_code == 0
     assert "2 prompts, 8 steps" in result.stdout
     assert "lam 0.6, beta 3, temperature 1" in result.stdout
-    assert result.stderr.splitlines() == ["Generating from 2 prompts under 1 setting", "Looking at every step"]
+    assert result.stderr.splitlines() == ["Generating from 2 prompts under 1 setting", "Analysing every step"]
     assert invoke("stats", folder, "abc", *SHORT, "-q").stderr == ""
 
 

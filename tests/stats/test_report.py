@@ -96,7 +96,7 @@ def test_the_report_states_that_geometry_never_acted() -> None:
     (certified,) = summaries([step(), step()])
     assert verdict(certified).startswith("Geometry never acted: all 2 steps were certified")
     (unchanged,) = summaries([step(), moved(3)])
-    assert verdict(unchanged) == ("Geometry never acted: at the 1 uncertified of 2 steps distances changed nothing.")
+    assert verdict(unchanged) == ("Geometry never acted: at the 1 uncertified of 2 steps, distances changed nothing.")
     (nothing,) = summaries([])
     assert "no steps" in "\n".join(lines([nothing]))
 

@@ -44,13 +44,13 @@ def driver_of(decoder: TracedDecoder, form: Lowered, kv_dtype: str = "float") ->
     info = DecoderInfo(
         model_type="tiny",
         kv_form=form.kv_form,
-        num_layers=len(decoder.head_dim),
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
+        num_layers=decoder.num_layers,
+        states=form.states,
         kv_dtype=kv_dtype,
         context_length=CONTEXT,
         left_padding=True,
         ragged_chunks=form.ragged_chunks,
+        most_columns=form.most_columns,
     )
     model = ir.to_proto(decoder.model).SerializeToString()
     return cache_driver(ort.InferenceSession(model, providers=["CPUExecutionProvider"]), info, "last")

@@ -41,6 +41,7 @@ from topw_deploy.manifest import (
     SamplerManifest,
     TensorSpec,
     describe_files,
+    key_value_states,
     save_manifest,
 )
 from topw_deploy.runtime import TopWModel
@@ -220,8 +221,11 @@ def export(
         model_type="toy",
         kv_form=form if form in ("concat", "shared") else "static",
         num_layers=2,
-        num_kv_heads=(1, 1),
-        head_dim=HEAD_DIMS[form],
+        states=tuple(
+            state
+            for layer, dim in enumerate(HEAD_DIMS[form])
+            for state in key_value_states(layer, "float", 1, dim, dim)
+        ),
         kv_dtype="float",
         context_length=context_length,
         left_padding=padding and form != "shared",

@@ -85,7 +85,7 @@ def test_types_are_the_graphs_and_float32_is_not_rounded_unless_half_precision_i
 def test_a_tensorrt_without_weak_types_says_what_to_do_instead_of_fp16(trt: TensorRT, out: Path) -> None:
     del trt.module.BuilderFlag
     trt.module.BuilderFlag = type("BuilderFlag", (), {"TF32": 7})
-    with pytest.raises(EngineError, match=r"types of the graph alone; export with --dtype fp16"):
+    with pytest.raises(EngineError, match=r"computes only in the graph's types; export with --dtype fp16"):
         build(out, fp16=True)
 
 
@@ -93,7 +93,7 @@ def test_half_precision_without_the_plugin_is_refused(trt: TensorRT, out: Path, 
     with pytest.raises(ParameterError, match="compute the sampler's function in half precision"):
         build(out, fp16=True, plugin="none")
     request.getfixturevalue("no_plugin")
-    with pytest.raises(EngineError, match=r"--fp16 needs the sampler's plugin, and .*; or export with --dtype fp16"):
+    with pytest.raises(EngineError, match=r"--fp16 needs the sampler's plugin, but .*; export with --dtype fp16"):
         build(out, fp16=True)
 
 
@@ -101,7 +101,9 @@ def test_half_precision_is_not_asked_for_twice(out: Path) -> None:
     manifest = load_manifest(out)
     assert manifest.decoder is not None
     save_manifest(out, replace(manifest, decoder=replace(manifest.decoder, weights_dtype="float16")))
-    with pytest.raises(EngineError, match=r"--fp16 is for float32, and the weights of .* are float16; leave it out"):
+    with pytest.raises(
+        EngineError, match=r"--fp16 is only for float32, but the weights of .* are float16; leave it out"
+    ):
         build(out, fp16=True)
 
 
@@ -145,14 +147,14 @@ def test_timings_are_read_from_a_regular_file_only(trt: TensorRT, out: Path, tmp
 def test_an_engine_is_not_built_into_a_folder_that_is_a_link(trt: TensorRT, out: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (out / "engines").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(EngineError, match="engines is a symbolic link, and engines must lie in the folder itself"):
+    with pytest.raises(EngineError, match="engines is a symbolic link, but engines must be in the folder itself"):
         build(out)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_timings_of_another_machine_are_refused(trt: TensorRT, out: Path, tmp_path: Path) -> None:
     (tmp_path / "timings").write_bytes(b"10.15.0.1")
-    with pytest.raises(EngineError, match=r"timings is of another GPU or another TensorRT; delete it"):
+    with pytest.raises(EngineError, match=r"timings is from another GPU or TensorRT version; delete it"):
         build(out, timing_cache=tmp_path / "timings")
     with pytest.raises(EngineError, match="cannot be read: Is a directory"):
         build(out, timing_cache=tmp_path)
@@ -172,7 +174,7 @@ def test_the_bytes_are_the_same_whether_tensorrt_gives_them_piecewise_or_at_once
 @pytest.mark.parametrize(("asked", "kind"), [("auto", "python"), ("python", "python"), ("none", "none")])
 def test_what_samples_is_stamped(trt: TensorRT, out: Path, asked: str, kind: str) -> None:
     if asked == "none":
-        with pytest.raises(EngineError, match="has registered the sampler's plugin already"):
+        with pytest.raises(EngineError, match="has already registered the sampler's plugin"):
             build(out, plugin=asked)
         trt.registry.all_creators.clear()
     stamp = build(out, plugin=asked).stamp
@@ -185,7 +187,7 @@ def test_auto_goes_on_with_the_function_and_python_does_not(trt: TensorRT, out: 
     built = build_engine(EngineRequest(out=out), Progress(say=lines.append))
     assert built.stamp.plugin == "none"
     assert lines[0].endswith("the sampler as a function: the CUDA library is absent")
-    with pytest.raises(EngineError, match="the plugin cannot be had: the CUDA library is absent"):
+    with pytest.raises(EngineError, match="the plugin is not available: the CUDA library is absent"):
         build(out, plugin="python")
 
 
@@ -198,7 +200,9 @@ def test_a_plugins_library_is_loaded_and_must_hold_the_plugin(trt: TensorRT, out
         build(out, plugin=str(other))
     assert build(out, plugin=str(good)).stamp.plugin == "library"
     assert trt.registry.libraries == [str(other), str(good)]
-    with pytest.raises(EngineError, match=r"absent\.so is no file; `topw plugins build --tensorrt-root` makes one"):
+    with pytest.raises(
+        EngineError, match=r"absent\.so \(from .*\) is not a file; `topw plugins build --tensorrt-root` builds one"
+    ):
         build(out, plugin=str(tmp_path / "absent.so"))
 
 
@@ -268,7 +272,7 @@ def test_a_build_that_fails_says_why_and_leaves_nothing(trt: TensorRT, out: Path
 
 def test_a_graph_that_is_not_taken_is_an_error_with_the_parsers_words(trt: TensorRT, out: Path) -> None:
     trt.refuses = "no importer for Foo"
-    with pytest.raises(EngineError, match=r"does not take .*model.onnx \(no importer for Foo\); `topw check .*out"):
+    with pytest.raises(EngineError, match=r"does not accept .*model.onnx \(no importer for Foo\); `topw check .*out"):
         build(out)
     assert written(out) == []
 
@@ -284,7 +288,7 @@ def test_a_new_engine_takes_the_place_of_the_old_one_of_the_same_machine(trt: Te
 
 def test_profiles_that_are_not_taken_are_named(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Config, "add_optimization_profile", lambda self, profile: -1)
-    with pytest.raises(EngineError, match=r"does not take the profile .*decode.*; give smaller bounds"):
+    with pytest.raises(EngineError, match=r"does not accept the profile .*decode.*; give smaller bounds"):
         build(out)
 
 
@@ -337,7 +341,7 @@ def test_a_disk_that_is_full_leaves_nothing(trt: TensorRT, out: Path, monkeypatc
         ({"max_edits": 0}, "max_edits is 0, but must be an integer >= 1"),
         ({"profile": "all"}, "profile is 'all', but must be one of both, decode, prefill"),
         ({"workspace": 0}, "workspace is 0, but must be at least 1 byte"),
-        ({"timing_cache": Path("/absent/timings")}, "timing_cache is /absent/timings, but /absent is no folder"),
+        ({"timing_cache": Path("/absent/timings")}, "timing_cache is /absent/timings, but /absent is not a folder"),
     ],
 )
 def test_bounds_are_checked_before_tensorrt_is_asked(out: Path, settings: dict[str, Any], message: str) -> None:
@@ -353,7 +357,7 @@ def test_folders_that_no_engine_can_be_built_of(tmp_path: Path) -> None:
     ):
         with pytest.raises(EngineError, match=message):
             build(export(tmp_path / name, toy, **settings))
-    with pytest.raises(EngineError, match="holds a sampler alone"):
+    with pytest.raises(EngineError, match="holds only a sampler"):
         build(export_sampler(tmp_path / "sampler", toy))
     with pytest.raises(ManifestError, match=r"has no topw_manifest\.json"):
         build(tmp_path)
@@ -362,7 +366,7 @@ def test_folders_that_no_engine_can_be_built_of(tmp_path: Path) -> None:
 def test_exports_that_are_unfinished_or_leave_the_caches_length_open(out: Path) -> None:
     manifest = load_manifest(out)
     save_manifest(out, replace(manifest, verification=Verification(status="provisional")))
-    with pytest.raises(EngineError, match="verification never ended; export the model again"):
+    with pytest.raises(EngineError, match="verification did not finish; export the model again"):
         build(out)
     inputs = [
         replace(i, shape=(*i.shape[:2], "max_length", i.shape[3])) if len(i.shape) == 4 else i for i in manifest.inputs
@@ -377,7 +381,7 @@ def test_what_is_missing_on_the_machine_is_named(trt: TensorRT, out: Path, monke
     with pytest.raises(EngineError, match="no engine can be built or run here: the NVIDIA driver sees no GPU"):
         build(out)
     trt.module.__version__ = "10.14.1"
-    with pytest.raises(EngineError, match=r"TensorRT 10.14.1, and a cache .* needs 10.15 or later"):
+    with pytest.raises(EngineError, match=r"TensorRT 10.14.1, but a cache .* needs 10.15 or later"):
         build(out)
 
 

@@ -73,14 +73,14 @@ def test_a_cache_of_any_length_is_unsupported(tmp_path: Path) -> None:
     out = export(tmp_path / "out", Toy.random(1), form="scatter")
     report = check(out, "tensorrt", ask=False)
     assert {node.operator for node in report.unsupported} == {"TensorScatter"}
-    assert all("as a number" in node.reason for node in report.unsupported)
+    assert all("requires a fixed cache length" in node.reason for node in report.unsupported)
 
 
 def test_a_graph_that_tensorrt_takes_and_build_engine_does_not_is_told_of(tmp_path: Path) -> None:
     report = check(export(tmp_path / "out", Toy.random(1), form="concat"), "tensorrt", ask=False)
     assert report.passed
     assert report.needs == ""
-    assert report.next_step.startswith("topw build-engine builds decoders with a cache in place: export with")
+    assert report.next_step.startswith("topw build-engine needs a decoder with a static cache: export with")
 
 
 @pytest.mark.parametrize("tail", ["portable", "static"])
@@ -114,7 +114,7 @@ def test_a_pool_that_neither_tensorrt_nor_the_kernels_sort_is_unsupported(tmp_pa
     options = TopWOptions(metric="uniform", top_m=5000)
     report = check(sampler(tmp_path, options=options, vocab=8192), "tensorrt", ask=False)
     assert not report.passed
-    assert "top_m is 5000, and the kernels serve at most 4096" in report.unsupported[0].reason
+    assert "top_m is 5000, and the kernels support at most 4096" in report.unsupported[0].reason
     assert "--top-m at most 3840" in report.next_step
 
 
@@ -141,7 +141,7 @@ def test_a_node_that_does_not_tell_of_its_outputs_is_inlined_alone(tmp_path: Pat
     assert report.passed
     (found,) = (each for each in report.nodes if each.operator == "topw.TopWSample")
     assert found.verdict == "inlined"
-    assert "state 4 outputs and it has 5" in found.reason
+    assert "require 4 outputs, but it has 5" in found.reason
     assert report.next_step == f"topw build-engine {out} --plugin none"
 
 
@@ -180,7 +180,7 @@ def test_an_onnxruntime_that_is_too_old_is_named(exported_toy: Path, monkeypatch
     monkeypatch.setattr(metadata, "version", lambda _name: "1.25.2")
     report = check(exported_toy, "onnxruntime")
     assert not report.passed
-    assert report.objections == ("onnxruntime 1.25.2 is installed, and the graph needs 1.26",)
+    assert report.objections == ("onnxruntime 1.25.2 is installed, but the graph needs 1.26",)
 
 
 def test_a_tensorrt_that_is_too_old_is_named(exported_toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_a_tensorrt_that_is_too_old_is_named(exported_toy: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "tensorrt", old)
     report = check(exported_toy, "tensorrt", ask=False)
     assert not report.passed
-    assert report.objections == ("TensorRT 10.3.0 is installed, and the graph needs 10.15",)
+    assert report.objections == ("TensorRT 10.3.0 is installed, but the graph needs 10.15",)
     assert report.next_step == "install a newer TensorRT, or run the folder with onnxruntime"
 
 

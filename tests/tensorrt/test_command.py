@@ -54,8 +54,8 @@ def test_inspect_lists_engines_and_stamps_that_are_none(
     shown = capsys.readouterr().out
     assert "for decode and prefill: 2 rows, 16 tokens and 128 edits of each; sampled by the plugin" in shown
     assert "other.json" in shown
-    assert "is no stamp of an engine" in shown
-    assert "has no stamp, as when its build was cut short: not used" in shown
+    assert "is not an engine's stamp" in shown
+    assert "not used: it has no stamp, so its build was interrupted" in shown
 
 
 def test_generate_runs_the_engine(trt: TensorRT, out: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,11 +50,11 @@ def test_of_several_the_one_that_fits_is_found(trt: TensorRT, gpu: Gpu, built: B
 @pytest.mark.parametrize(
     ("machine", "message"),
     [
-        (Machine("10.15.1", "Double GPU", 90), "was built by TensorRT 10.16.1.11, and this is 10.15.1"),
-        (Machine("10.16.1.11", "Other", 90), r"was built for Double GPU \(sm_90\), and this is Other \(sm_90\)"),
+        (Machine("10.15.1", "Double GPU", 90), "was built by TensorRT 10.16.1.11, but this is 10.15.1"),
+        (Machine("10.16.1.11", "Other", 90), r"was built for Double GPU \(sm_90\), but this is Other \(sm_90\)"),
         (
             Machine("10.16.1.11", "Double GPU", 87),
-            r"was built for .* \(sm_90\), and this is .* \(sm_87\)",
+            r"was built for .* \(sm_90\), but this is .* \(sm_87\)",
         ),
     ],
 )
@@ -66,7 +66,7 @@ def test_an_engine_of_another_machine_is_refused(built: BuiltEngine, out: Path, 
 def test_an_engine_of_another_export_is_refused(built: BuiltEngine, out: Path) -> None:
     manifest = out / "topw_manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
-    with pytest.raises(EngineError, match="was built from another export than the one in this folder"):
+    with pytest.raises(EngineError, match="was built from another export than this folder's"):
         fitting(out, HERE)
 
 
@@ -86,10 +86,10 @@ def replace_by_a_link(engine: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut_short, r"has \d+ bytes, and its stamp says \d+: it was changed or cut short"),
-        (alter, "has another SHA-256 than its stamp says"),
-        (Path.unlink, "is not a file of the folder"),
-        (replace_by_a_link, "is not a file of the folder"),
+        (cut_short, r"has \d+ bytes, but its stamp states \d+: it was changed or truncated"),
+        (alter, "does not have the SHA-256 of its stamp"),
+        (Path.unlink, "is not a file in the folder"),
+        (replace_by_a_link, "is not a file in the folder"),
     ],
 )
 def test_a_damaged_engine_is_refused(
@@ -108,7 +108,7 @@ def test_a_damaged_engine_is_refused(
         ({"sha256": "absent"}, "field 'sha256' is missing"),
         ({"sha256": "ABC"}, "sha256 is 'ABC', not a SHA-256 in hexadecimal"),
         ({"engine": "../other.engine"}, "engine is '../other.engine', not the name of an .engine file"),
-        ({"engine": 3}, "engine is 3, not a text"),
+        ({"engine": 3}, "engine is 3, not a line of text"),
         ({"size": -1}, "size is -1, not an integer >= 1"),
         ({"size": True}, "size is True, not an integer >= 1"),
         ({"workspace": "much"}, "workspace is 'much', not an integer >= 1"),
@@ -116,38 +116,38 @@ def test_a_damaged_engine_is_refused(
         ({"profiles": [{"name": "decode"}]}, "field 'batch' is missing"),
         (
             {"profiles": [{"name": "x", "batch": {"least": 2, "usual": 1, "most": 1}, "sequence": {}, "edits": {}}]},
-            "batch is 2, 1, 1, which do not rise",
+            "batch is 2, 1, 1, which is not ascending",
         ),
         ({"profiles": 3}, "profiles is 3, not a list"),
-        ({"profiles": ["decode"]}, "a profile is 'decode', not an object of JSON"),
-        ({"profiles": [{"name": "x", "batch": 3}]}, "batch is 3, not an object of JSON"),
+        ({"profiles": ["decode"]}, "a profile is 'decode', not a JSON object"),
+        ({"profiles": [{"name": "x", "batch": 3}]}, "batch is 3, not a JSON object"),
         ({"plugin": "mine"}, "plugin is 'mine', not one of python, library, none"),
         ({"precision": "fp8"}, "precision is 'fp8', not one of as exported, fp16"),
-        ({"gpu": "two\nlines"}, r"gpu is 'two\\nlines', not a text of one line"),
-        ({"colour": "red"}, "it has a field 'colour', which this topw_deploy does not know"),
+        ({"gpu": "two\nlines"}, r"gpu is 'two\\nlines', not a line of text"),
+        ({"colour": "red"}, "it has the unknown field 'colour'"),
     ],
 )
 def test_a_malformed_stamp_is_refused(built: BuiltEngine, out: Path, changes: dict[str, Any], message: str) -> None:
     rewrite(built, **changes)
-    with pytest.raises(EngineError, match=f"is no stamp of an engine .*{message}.*; build one with"):
+    with pytest.raises(EngineError, match=f"is not an engine's stamp .*{message}.*; build one with"):
         fitting(out, HERE)
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"{", "it is not JSON: changed or cut short"),
-        (b"[" * 100_000, "it is not JSON: changed or cut short"),
-        (b"[]", r"it is \[\], not an object of JSON"),
-        (b"\xff", "it is not JSON: changed or cut short"),
-        (b"null", "it is None, not an object of JSON"),
+        (b"{", "it is not JSON: it was changed or truncated"),
+        (b"[" * 100_000, "it is not JSON: it was changed or truncated"),
+        (b"[]", r"it is \[\], not a JSON object"),
+        (b"\xff", "it is not JSON: it was changed or truncated"),
+        (b"null", "it is None, not a JSON object"),
         (b" " * (2 << 20), "it is larger than 1048576 bytes"),
     ],
 )
 def test_what_is_no_stamp_at_all_is_refused(built: BuiltEngine, out: Path, data: bytes, message: str) -> None:
     path = built.path.with_suffix(".json")
     path.write_bytes(data)
-    with pytest.raises(EngineError, match=rf"is no stamp of an engine \({message}\)\.$"):
+    with pytest.raises(EngineError, match=rf"is not an engine's stamp \({message}\)\.$"):
         read(path)
     with pytest.raises(EngineError, match=r"\); build one with"):
         fitting(out, HERE)
@@ -162,7 +162,9 @@ def test_a_stamp_that_is_no_file_of_the_folder_is_refused(
     path = built.path.with_suffix(".json")
     path.unlink()
     put(path)
-    with pytest.raises(EngineError, match=r"is no stamp of an engine \(it is no file of the folder\); build one with"):
+    with pytest.raises(
+        EngineError, match=r"is not an engine's stamp \(it is not a file in the folder\); build one with"
+    ):
         fitting(out, HERE)
 
 
@@ -170,7 +172,7 @@ def test_an_engine_without_a_stamp_was_never_finished(built: BuiltEngine, out: P
     built.path.with_suffix(".json").unlink()
     assert has_engines(out)
     with pytest.raises(
-        EngineError, match=r"^engines/double-gpu\S+ has no stamp, as when its build was cut short; build one"
+        EngineError, match=r"^engines/double-gpu\S+ has no stamp, as after an interrupted build; build one"
     ):
         fitting(out, HERE)
 
@@ -182,7 +184,7 @@ def test_a_folder_without_engines(out: Path) -> None:
 
 
 def test_a_gpu_that_is_not_there_is_named(trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineError, match="device 1 was asked for, and there are 1 GPUs"):
+    with pytest.raises(EngineError, match="device 1 was requested, but there are 1 GPUs"):
         this_machine("10.16.1.11", 1)
     monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
     with pytest.raises(EngineError, match="there is no NVIDIA driver; see `topw plugins show`"):

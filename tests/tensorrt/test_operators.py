@@ -55,15 +55,15 @@ LOOPING = helper.make_node(
         (helper.make_node("NonZero", ["x"], ["y"]), X, "depends on values"),
         (helper.make_node("GroupQueryAttention", ["x"], ["y"], domain="com.microsoft"), X, "com.microsoft"),
         (helper.make_node("TopK", ["x", "many"], ["y", "i"]), X, "selects 4000"),
-        (helper.make_node("ScatterElements", ["x", "few", "x"], ["y"], reduction="add"), X, "without reductions"),
+        (helper.make_node("ScatterElements", ["x", "few", "x"], ["y"], reduction="add"), X, "only without a reduction"),
         (helper.make_node("Gather", ["bytes", "few"], ["y"]), {}, "reads uint8"),
         (helper.make_node("ReduceSum", ["x", "axes"], ["y"]), {**X, "axes": (INT64, [1])}, "axes must be stored"),
         (attention("q", "k", "v", outputs=("y", "present")), HEADS, "one output"),
         (attention("q", "k", "v", "", "k", "v"), HEADS, "past keys"),
         (attention("q", "k", "v", "", "", "", "k"), HEADS, "nonpad_kv_seqlen"),
         (attention("q", "k", "v", softcap=2.0), HEADS, "softcap"),
-        (attention("q", "k", "v"), NARROW, "these have 8"),
-        (attention("q", "k", "v"), FULL, "half precision only"),
+        (attention("q", "k", "v"), NARROW, "this one is 8"),
+        (attention("q", "k", "v"), FULL, "only in half precision"),
         (SCATTER, {**CACHE, "cache": (HALF, ["b", 2, "max_length", 16])}, "'max_length'"),
         (NESTED, X, "If inside another"),
         (LOOPING, X, "Loop inside an If"),
@@ -95,4 +95,4 @@ def test_types_follow_from_the_nodes_before(tmp_path: Path) -> None:
     widened = [helper.make_node("Cast", [name], [f"{name}32"], to=FLOAT) for name in "qkv"]
     scaled = helper.make_node("Mul", ["q32", "q32"], ["scaled"])
     found = refusals(tmp_path, [*widened, scaled, attention("scaled", "k32", "v32")], HEADS)
-    assert found == ["TensorRT has this operator in half precision only"]
+    assert found == ["TensorRT supports this operator only in half precision"]

@@ -1,4 +1,4 @@
-"""Writes a folder as .tar.xz files of limited size.
+"""Write a folder as .tar.xz files of limited size.
 
 .xz files may concatenate streams, and tar files are sequences of members. So each block of members is a stream, and an
 archive takes blocks until the next does not fit. Blocks above the limit are halved, down to slices of a file, which
@@ -20,7 +20,7 @@ from topw_deploy.errors import BenchmarkError
 
 SUFFIX = ".tar.xz"
 SLICE = ".slice-"
-"""Between a file's name and the offset of its slice."""
+"""The text between a file's name and the offset of its slice."""
 
 SMALLEST = 64 << 10
 """The smallest limit, in bytes."""
@@ -31,7 +31,7 @@ _DICTIONARY = 32 << 20  # a larger one saves below 1 % of onnxruntime's CUDA lib
 
 @dataclass(frozen=True)
 class Member:
-    """A link, or `size` bytes of a file from `start`. sliced: not the whole file."""
+    """A link, or `size` bytes of a file from `start`. sliced: whether that is not the whole file."""
 
     name: str
     path: Path
@@ -44,8 +44,8 @@ class Member:
 class Written:
     """Results of `write`.
 
-    archives: name, bytes and SHA-256 of each.
-    slices: by file: its slices in order, size and SHA-256.
+    archives: name, bytes and SHA-256 of each archive.
+    slices: for each sliced file its slices in order, its size and its SHA-256.
     """
 
     archives: list[dict[str, Any]]
@@ -115,7 +115,7 @@ def _fitting(block: list[Member], most: int) -> Iterator[tuple[list[Member], byt
 
 
 def _tar_bytes(member: Member) -> bytes:
-    """Header, content, padding."""
+    """The member in tar format: header, content, padding."""
     info = tarfile.TarInfo(f"{member.name}{SLICE}{member.start}" if member.sliced else member.name)
     if member.path.is_symlink():
         info.type, info.linkname = tarfile.SYMTYPE, os.readlink(member.path)

@@ -39,13 +39,13 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--limit", default="60MiB", help="most bytes of an archive; default: 60MiB")
+    parser.add_argument("--limit", default="60MiB", help="maximum size of an archive; default: 60MiB")
     parser.add_argument("--sm", type=int, default=90, help="the host's GPU; default: 90, an H100's or H200's sm_90")
     parser.add_argument("--python", default="3.12", help="the host's Python; default: 3.12")
     parser.add_argument("--into", type=Path, default=ROOT / "out" / "pack", help="default: out/pack of the checkout")
     parser.add_argument("--only", nargs="+", choices=COMPONENTS, default=list(COMPONENTS), metavar="COMPONENT",
                         help=", ".join(COMPONENTS))  # fmt: skip
-    parser.add_argument("--rehearse", action="store_true", help="one folder only, not verified: takes a minute")
+    parser.add_argument("--rehearse", action="store_true", help="pack only one folder, unverified: takes a minute")
     return parser
 
 
@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def pack(into: Path, names: Sequence[str], limit: int, host: Host, *, rehearse: bool = False) -> int:
-    """Returns the exit code. Raises BenchmarkError for a bad folder or limit."""
+    """Pack the named components. Returns the exit code. Raises BenchmarkError for a bad folder or limit."""
     _clear(into)
     index: dict[str, Any] = {
         "format": FORMAT, "sm": host.sm, "python": host.python, "limit": limit, "rehearsal": rehearse,
@@ -106,11 +106,13 @@ def _add(index: dict[str, Any], name: str, packed: Packed, tree: Path, into: Pat
 
 
 def _clear(into: Path) -> None:
-    """Raises BenchmarkError if the folder holds anything but an earlier call's files."""
+    """Delete an earlier call's files. Raises BenchmarkError if the folder has other files."""
     into.mkdir(parents=True, exist_ok=True)
     for path in into.iterdir():
         if path.name != INDEX and not (path.name.startswith("pack-") and path.name.endswith(archives.SUFFIX)):
-            raise BenchmarkError(f"{into} holds {path.name}, which no packing wrote; name an empty folder with --into.")
+            raise BenchmarkError(
+                f"{into} holds {path.name}, which this command did not write; give an empty folder with --into."
+            )
     for path in into.iterdir():
         path.unlink()
 

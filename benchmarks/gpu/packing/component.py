@@ -13,9 +13,9 @@ class Packed:
     """A staged component.
 
     python_path, library_path: subfolders for PYTHONPATH and LD_LIBRARY_PATH, or ".".
-    variables: environment variables that name a subfolder each.
-    cuda_libraries: needs CUDA's libraries from PyTorch's packages.
-    gpu_code: kept of each library.
+    variables: environment variables, each set to a subfolder.
+    cuda_libraries: whether it needs CUDA's libraries from PyTorch's packages.
+    gpu_code: the GPU code kept of each library.
     notes: for users.
     """
 

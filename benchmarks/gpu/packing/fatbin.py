@@ -1,7 +1,7 @@
 """GPU code in a shared library: list its architectures and zero what one GPU does not need.
 
-nvcc stores fat binaries in their own sections: a header and entries, each machine code (a cubin) or PTX of one
-architecture, from which the driver picks one. Zeroing the others keeps sizes and offsets, and zeros compress well.
+nvcc stores fat binaries in their own sections: a header and entries. Each entry is machine code (a cubin) or PTX of one
+architecture; the driver picks one. Zeroing the others keeps sizes and offsets, and zeros compress well.
 
 Layout, little-endian. Fat binary: magic u32, version u16, header size u16, size of the entries u64. Entry: kind u16 (1
 PTX, 2 cubin), u16, header size u32, payload size u64, at byte 28 architecture u32 (90 is sm_90), at byte 40 flags u64,
@@ -23,12 +23,12 @@ MAGIC = 0xBA55ED50
 _FAT_HEADER = struct.Struct("<IHHQ")
 _ENTRY_HEADER = struct.Struct("<HHIQ12xI8xQ")
 _PTX, _CUBIN = 1, 2
-_ONE_GPU_ONLY = 1 << 20  # not even on a newer architecture
+_ONE_GPU_ONLY = 1 << 20  # flag: the code does not run on newer architectures
 
 
 @dataclass(frozen=True)
 class Code:
-    """A fat binary's entry. start, size: of its payload, in bytes."""
+    """A fat binary's entry. start, size: position and size of its payload, in bytes."""
 
     cubin: bool
     architecture: int
@@ -53,7 +53,7 @@ class Code:
 class Kept:
     """What `keep_only` keeps: entries by architecture before and after, and payload bytes.
 
-    without: fat binaries without code for the GPU.
+    without: number of fat binaries that have no code for the GPU.
     """
 
     found: dict[str, int]
@@ -130,9 +130,9 @@ def _summary(binaries: Sequence[Sequence[Code]], sm: int) -> Kept:
 
 
 def _sections(data: bytes) -> Iterator[tuple[int, int]]:
-    """(position, size) of each."""
+    """(position, size) of each section with fat binaries."""
     if data[:6] != b"\x7fELF\x02\x01":
-        raise BenchmarkError("this is no 64-bit little-endian ELF file; name a shared library for Linux.")
+        raise BenchmarkError("this is not a 64-bit little-endian ELF file; give a shared library for Linux.")
     (table,) = struct.unpack_from("<Q", data, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", data, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", data, table + i * entry_size) for i in range(count)]
@@ -169,7 +169,7 @@ def _entries(data: bytes, position: int, stop: int) -> list[Code]:
         if kind not in (_PTX, _CUBIN) or header < _ENTRY_HEADER.size or following > stop:
             raise BenchmarkError(
                 f"the fat binary's entry at byte {position} is of kind {kind} with {header} + {size} bytes, up to byte "
-                f"{following} of {stop}: this layout is not known, so nothing was changed."
+                f"{following} of {stop}: this layout is unknown, so nothing was changed."
             )
         found.append(Code(kind == _CUBIN, architecture, bool(flags & _ONE_GPU_ONLY), position + header, size))
         position = following

@@ -37,13 +37,13 @@ MODULES = {
 
 _FLAGS = ("-std=c++17", "-O3", "-use_fast_math", "--expt-relaxed-constexpr", "-w", "-Xcompiler=-fPIC", "-shared")
 _DEFINES = ("-DPy_LIMITED_API=0x03090000", "-DNDEBUG", "-DFLASHINFER_ENABLE_F16", "-DFLASHINFER_ENABLE_BF16")
-_FIRST = ("cccl/cub", "cccl/libcudacxx/include", "cccl/thrust")  # before nvcc's older ones
+_FIRST = ("cccl/cub", "cccl/libcudacxx/include", "cccl/thrust")  # headers that must precede nvcc's older ones
 _INCLUDES = ("include", "csrc", "cutlass/include", "spdlog/include")
 _LIMIT = 1_800  # seconds per module
 
 
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
-    """Raises BenchmarkError without a working nvcc, or if a package is unavailable."""
+    """Stage the component. Raises BenchmarkError without a working nvcc, or if a package is unavailable."""
     try:
         nvcc = compile_cuda.find_toolkit().nvcc
     except PluginError as error:

@@ -18,9 +18,9 @@ _UNUSED = ("transformers", "tools", "quantization", "datasets", "backend")
 
 
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
-    """Raises BenchmarkError if the package is unavailable or has no code for the host's GPU.
+    """Stage the component, without other providers, the C library, and subpackages that inference does not import.
 
-    Omits other providers, the C library, and subpackages that inference does not import.
+    Raises BenchmarkError if the package is unavailable or has no code for the host's GPU.
     """
     wheel = wheels.fetch(REQUIREMENT, host, scratch)
     wheels.unzip(wheel, tree)

@@ -1,7 +1,7 @@
 """The component `tensorrt`: TensorRT's Python bindings over TensorRT-RTX's libraries, renamed.
 
-TensorRT's wheels download their libraries; TensorRT-RTX's are complete. The pairing is unsupported: versions are
-pinned, and the library's GPU code is recorded.
+TensorRT's wheels download their libraries, while TensorRT-RTX's wheels contain them. NVIDIA does not support this
+pairing, so versions are pinned and the library's GPU code is recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLUGINS = 'extern "C" bool initLibNvInferPlugins(void *, const char *) { return
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
     """Stage bindings in `tree` and libraries in its `lib`.
 
-    Raises BenchmarkError without code for the host's GPU or an available package.
+    Raises BenchmarkError if a package is unavailable or has no code for the host's GPU.
     """
     wheel = wheels.fetch(LIBRARIES, host, scratch)
     unpacked, folder = scratch / "rtx", tree / "lib"
@@ -54,7 +54,7 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
 
 
 def _empty_plugins(path: Path) -> None:
-    """The bindings load this empty library. Raises BenchmarkError."""
+    """Compile an empty plugin library, which the bindings load. Raises BenchmarkError if that fails."""
     try:
         command = [*compile_native.find_compiler(), "-xc++", "-", "-shared", "-fPIC", "-o", str(path)]
         subprocess.run(command, input=_PLUGINS, capture_output=True, text=True, check=True)

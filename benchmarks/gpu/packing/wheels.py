@@ -24,7 +24,7 @@ class Host:
 
 
 def fetch(requirement: str, host: Host, into: Path) -> Path:
-    """Raises BenchmarkError with pip's message."""
+    """Download a wheel with pip. Raises BenchmarkError with pip's message."""
     before = set(into.glob("*.whl"))
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", host.python, "-d", str(into)]
@@ -42,12 +42,12 @@ def fetch(requirement: str, host: Host, into: Path) -> Path:
 
 
 def unzip(wheel: Path, into: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Raises BenchmarkError for a file that is not a wheel."""
+    """Extract the wanted files of a wheel. Raises BenchmarkError for a file that is not a wheel."""
     try:
         with zipfile.ZipFile(wheel) as file:
             file.extractall(into, [name for name in file.namelist() if wanted(name)])
     except zipfile.BadZipFile as error:
-        raise BenchmarkError(f"{wheel.name} is no wheel ({error}); fetch it again.") from None
+        raise BenchmarkError(f"{wheel.name} is not a wheel ({error}); fetch it again.") from None
 
 
 def version(wheel: Path) -> str:

@@ -10,8 +10,8 @@ OWN = {"preset", "neighbour_bound", *Choices.__annotations__, *ALIASES}
 def generate(model, generation_config=None, logits_processor=None, **kwargs):
     """`model.generate` with Top-W as its only truncation.
 
-    Takes Top-W's numbers (lam, beta, temperature, ...; docs/contract/graph.md, section 1) beside every other argument
-    of `generate`. `temperature` is the draw's and the crop's, or the draw's alone where `selection_temperature` is
+    Takes Top-W's parameters (lam, beta, temperature, ...; docs/contract/graph.md, section 1) and every other argument
+    of `generate`. `temperature` applies to the draw and the crop, or only to the draw if `selection_temperature` is
     given.
     """
     own = {name: kwargs.pop(name) for name in OWN & kwargs.keys() if kwargs[name] is not None}
@@ -22,5 +22,5 @@ def generate(model, generation_config=None, logits_processor=None, **kwargs):
     for name in arguments.keys() & kwargs.keys():
         if kwargs[name] != arguments[name]:
             raise ParameterError(f"{name} is {kwargs[name]!r}, but Top-W needs {arguments[name]!r}; leave it out.")
-    arguments["logits_processor"] = [*(logits_processor or []), topw]  # Top-W sees what the others made of the scores
+    arguments["logits_processor"] = [*(logits_processor or []), topw]  # Top-W comes after the other processors
     return model.generate(generation_config=generation_config, **(kwargs | arguments))

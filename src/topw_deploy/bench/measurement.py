@@ -1,7 +1,7 @@
-"""Timing and the machine.
+"""Timing, and the description of the machine.
 
-All sides take turns within a run, so that drifting machine speed affects all: a round calls each side once, in a
-changing order. Reports quote medians over rounds.
+All sides take turns within a run, so that a drift of the machine's speed affects all of them: a round calls each side
+once, in a changing order. Reports give medians over rounds.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def interleave(
     seed: int | None = None,
     advance: Advance = lambda _parts: None,
 ) -> dict[str, list[Sample]]:
-    """Call every side once per round and collect the results, without warm-up rounds.
+    """Call every side once per round and collect the results; those of warm-up rounds are dropped.
 
     seed: shuffles each round's order; None rotates it.
     advance: called with 1 after every call.
@@ -102,7 +102,7 @@ def interleave(
 
 
 def paired(samples: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
-    """`over` / `under`, by round."""
+    """Ratios `over` / `under`, by round."""
     return [a / b for a, b in zip(samples[over], samples[under], strict=True)]
 
 
@@ -114,10 +114,10 @@ def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> Spre
 class Machine:
     """The machine of a measurement.
 
-    flags: those of FLAGS it has.
-    cores: usable by this process.
-    load: mean running processes over the last minute; None if unknown.
-    versions: of the installed DISTRIBUTIONS.
+    flags: the FLAGS that its processor has.
+    cores: number of cores that this process may use.
+    load: mean number of running processes over the last minute; None if unknown.
+    versions: versions of the installed DISTRIBUTIONS.
     """
 
     processor: str

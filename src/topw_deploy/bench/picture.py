@@ -1,6 +1,6 @@
 """Bar charts on a logarithmic axis.
 
-Okabe and Ito's colours suit every kind of colour vision and differ in lightness for grey prints.
+Okabe and Ito's colours suit every kind of colour vision, and their lightness differs in grey prints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INK, _FAINT = "#1F2933", "#6B7580"
 _WIDTH, _BAR, _HEAD, _FOOT = 10.0, 0.34, 1.2, 0.8  # inches: figure width, bar, panel title, legend
 _DPI = 160
 _WRAP, _NOTE_WRAP = 84, 100  # characters per line
-_NARROW = 10.0  # largest over smallest tick
+_NARROW = 10.0  # ratio of the largest to the smallest tick
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
     middles = [bar.spread.median for bar in panel.bars]
     shortest, longest = min(middles), max(middles)
     ax.set_xscale("log")
-    # room for the shortest bar (left) and the longest bar's label (right)
+    # Leave room for the shortest bar (left) and the longest bar's label (right).
     ax.set_xlim(shortest / 2.5, longest * (longest / shortest) ** 0.22 * 2.5)
     ax.barh(places, middles, color=[COLOURS[bar.kind] for bar in panel.bars], height=0.7, zorder=2)
     below = [bar.spread.median - bar.spread.low for bar in panel.bars]

@@ -1,6 +1,6 @@
 """Worker processes: each side has its own environment, thread pools and memory.
 
-Workers take the times; this process decides the order.
+Workers measure the times; this process decides the order.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _QUIET = {
     "TRANSFORMERS_OFFLINE": "1",
     "ORT_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "TOPW_PRINT_PARAMS": "0",  # the authors' processor
+    "TOPW_PRINT_PARAMS": "0",  # keeps the authors' processor from printing
     "TOPW_PRINT_KEPT": "0",
 }
 _GRACE = 10.0  # seconds for a worker to end by itself
-_MOST_THREADS = 1024  # some libraries start every thread requested
+_MOST_THREADS = 1024  # some libraries start as many threads as requested
 
 
 def require_few_threads(threads: Sequence[int]) -> None:
@@ -45,7 +45,7 @@ class Worker:
     file: an absolute path, or a name in `bench/workers`; see workers/serve.py for the protocol.
     settings: plain JSON for the file's `start`.
     python: the interpreter; this one by default.
-    threads: for OpenMP and BLAS.
+    threads: number of threads for OpenMP and BLAS.
 
     Raises BenchmarkError, with the last line of stderr, if the process cannot start, dies or answers with an error.
     Errors of topw_deploy.errors keep their type.
@@ -73,7 +73,7 @@ class Worker:
         except OSError as error:
             self._stderr.close()
             raise BenchmarkError(
-                f"{name} cannot start: {command[0]} {error.strerror}; name a Python interpreter."
+                f"{name} cannot start: {command[0]} {error.strerror}; give a Python interpreter."
             ) from None
         try:
             self._exchange({"settings": settings})
@@ -124,13 +124,13 @@ class Worker:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise BenchmarkError(f"{self.name} ended {self._exit()}: {self._last_line()}; leave it out or repair it.")
+            raise BenchmarkError(f"{self.name} ended {self._exit()}: {self._last_line()}; omit it or repair it.")
         try:
             answer = json.loads(line)
         except ValueError:
             answer = None
         if not isinstance(answer, dict):  # not from serve.py
-            raise BenchmarkError(f"{self.name}: {self._interpreter} is not Python; name an interpreter.")
+            raise BenchmarkError(f"{self.name}: {self._interpreter} is not Python; give a Python interpreter.")
         if "error" in answer:
             raise self._error(answer["error"])
         return answer["value"]
@@ -140,7 +140,7 @@ class Worker:
         own = getattr(errors, kind, None)
         if isinstance(own, type) and issubclass(own, TopWError):
             return own(message)
-        return BenchmarkError(f"{self.name} failed: {text.rstrip('.')}; leave it out or repair it.")
+        return BenchmarkError(f"{self.name} failed: {text.rstrip('.')}; omit it or repair it.")
 
     def _exit(self) -> str:
         code = self._process.wait()
@@ -149,4 +149,4 @@ class Worker:
     def _last_line(self) -> str:
         self._stderr.seek(0)
         lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1].strip().rstrip(".")[:300] if lines else "it said nothing"
+        return lines[-1].strip().rstrip(".")[:300] if lines else "it printed no message"

@@ -1,4 +1,4 @@
-"""Tables, numbers and sentences of both reports."""
+"""Tables, numbers and sentences that both reports use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Without an exponent: 0.0123, 17.4, 1,230."""
+    """`value` to `digits` significant digits, without an exponent: 0.0123, 17.4, 1,230."""
     if value == 0:
         return "0"
     rounded = float(f"{value:.{digits - 1}e}")
@@ -37,7 +37,7 @@ def duration(value: float) -> str:
 
 
 def comparison(factors: Mapping[str, float]) -> str:
-    """Times relative to ours: 560x faster than a, 12x than b, 1.5x slower than c."""
+    """A sentence on times relative to ours: 560x faster than a, 12x than b, 1.5x slower than c."""
     faster = [(name, factor) for name, factor in factors.items() if factor >= 1]
     slower = [(name, 1 / factor) for name, factor in factors.items() if factor < 1]
     parts = []
@@ -48,18 +48,18 @@ def comparison(factors: Mapping[str, float]) -> str:
 
 
 def closing_lines(absent: Iterable[tuple[str, str]], machine: Machine) -> list[str]:
-    """The absent sides, (label, why), by reason, and a note if the machine is busy."""
+    """Lines that list the absent sides, (label, reason), by reason, and a note if the machine is busy."""
     labels: dict[str, list[str]] = {}
     for label, why in absent:
         labels.setdefault(why, []).append(label)
     lines = [""] * bool(labels) + [f"Left out: {'; '.join(same)} - {why}" for why, same in labels.items()]
     if machine.busy:
-        lines.append(f"The load was {machine.load:.1f} at the start: something else was running too.")
+        lines.append(f"The load was {machine.load:.1f} at the start: other processes were running too.")
     return lines
 
 
 def reference_side(kinds: Mapping[str, str]) -> str:
-    """The reference for ratios: our first side, else the first. kinds: by side, in order."""
+    """The side that ratios refer to: our first side, else the first. kinds: kind by side, in order."""
     return next((name for name, kind in kinds.items() if kind == "ours"), next(iter(kinds)))
 
 

@@ -1,4 +1,4 @@
-"""Sides: table rows, and which can run here."""
+"""Sides: the rows of a table, and which of them can run here."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 from topw_deploy.errors import BenchmarkError, ParameterError
 
-TOP_P, TOP_K, MIN_P = 0.95, 50, 0.05  # of the other samplers
+TOP_P, TOP_K, MIN_P = 0.95, 50, 0.05  # parameters of the other samplers
 
 
 @dataclass(frozen=True)
 class Side:
     """One row of a table.
 
-    name: for --peers.
-    label: for the table.
+    name: its name for --peers.
+    label: its name in the table.
     kind: "ours", "peer" or "yardstick".
     why_not: why it cannot run here and what to do, or None.
     """
@@ -35,14 +35,14 @@ AnySide = TypeVar("AnySide", bound=Side)
 
 
 def select(sides: Sequence[AnySide], names: Sequence[str], groups: Collection[str]) -> list[AnySide]:
-    """The sides in `names`, in the order of `sides`; all if empty.
+    """The sides in `names`, in the order of `sides`; all sides if `names` is empty.
 
     A name in `groups` selects every "<group>-..." side. Raises ParameterError for an unknown name.
     """
     known = [side.name for side in sides]
     for name in names:
         if name not in groups and name not in known:
-            raise ParameterError(f"{name!r} is no side of this benchmark; choose among {', '.join(known)}.", "peers")
+            raise ParameterError(f"{name!r} is not a side of this benchmark; choose from {', '.join(known)}.", "peers")
     prefixes = tuple(f"{name}-" for name in names if name in groups)
     return [side for side in sides if not names or side.name in names or side.name.startswith(prefixes)]
 
@@ -50,14 +50,14 @@ def select(sides: Sequence[AnySide], names: Sequence[str], groups: Collection[st
 def choose(
     sides: Sequence[AnySide], names: Sequence[str], groups: Collection[str]
 ) -> tuple[list[AnySide], list[AnySide]]:
-    """The sides to run and those left out.
+    """Returns (sides to run, sides left out).
 
     Raises ParameterError for an unknown name, BenchmarkError for a named side that cannot run.
     """
     wanted = select(sides, names, groups)
     for side in wanted:
         if names and side.why_not is not None:
-            raise BenchmarkError(f"{side.name} was asked for, but is {side.why_not}.")
+            raise BenchmarkError(f"{side.name} was requested, but is {side.why_not}.")
     return [side for side in wanted if side.why_not is None], [side for side in wanted if side.why_not is not None]
 
 

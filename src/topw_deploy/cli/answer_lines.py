@@ -1,7 +1,7 @@
 """Append-only JSON lines of `topw generate --prompts-jsonl`, in prompt order.
 
-A crash damages only the last line. To resume, lines have the prompt's index, digests of request and model, and the
-run's seed.
+A crash damages only the last line. Each line has the prompt's index, digests of request and model, and the run's seed,
+so that a run can resume.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 from topw_deploy.errors import ParameterError
 
-_START = b'{"index": '  # of every line
-# Line breaks for some readers, such as str.splitlines; json escapes others.
+_START = b'{"index": '  # first bytes of every line
+# Characters that some readers, such as str.splitlines, take for line breaks; json already escapes the others.
 _ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 _SYNC_SECONDS = 1.0  # minimum time between disk syncs
 
@@ -28,10 +28,10 @@ _SYNC_SECONDS = 1.0  # minimum time between disk syncs
 class Finished:
     """Results of an interrupted run.
 
-    prompts: finished prompts.
-    failed: prompts with errors.
-    size: bytes of their lines.
-    run_seed: None without results.
+    prompts: number of finished prompts.
+    failed: number of finished prompts whose lines hold an error.
+    size: bytes of the lines of finished prompts.
+    run_seed: None if no prompt is finished.
     """
 
     prompts: int = 0
@@ -45,16 +45,18 @@ def check_answers(path: Path, *, resume: bool, overwrite: bool) -> None:
     if path.is_dir() or not path.parent.is_dir():
         raise ParameterError(f"{path} is a folder, or its folder does not exist; choose another name.")
     if path.exists() and not path.is_file():
-        raise ParameterError(f"{path} is no regular file; leave --output out to write to standard output.")
+        raise ParameterError(f"{path} is not a regular file; omit --output to write to standard output.")
     if path.exists() and not (resume or overwrite):
-        raise ParameterError(f"{path} exists; go on with it by --resume, or replace it with --overwrite.")
+        raise ParameterError(f"{path} exists; continue it with --resume, or replace it with --overwrite.")
 
 
 def read_finished(path: Path, requests: Sequence[str], samples: Sequence[int], model: str) -> Finished:
-    """Read an interrupted run, without incomplete lines and prompts.
+    """Read the results of an interrupted run, ignoring incomplete lines and prompts.
 
-    requests: digests. samples: sequences per request. model: digest.
-    Raises ParameterError for other input, parameters, model or format.
+    requests: digest of each prompt's request.
+    samples: number of sequences of each request.
+    model: digest of the model.
+    Raises ParameterError if the file comes from other input, parameters or another model, or has another format.
     """
     if not path.exists():
         return Finished()
@@ -69,7 +71,7 @@ def read_finished(path: Path, requests: Sequence[str], samples: Sequence[int], m
         if error or seen == samples[finished.prompts]:
             finished, seen = Finished(finished.prompts + 1, finished.failed + error, place, found["run_seed"]), 0
     if not unfinished.startswith(_START[: len(unfinished)]):
-        raise ParameterError(f"the end of {path} is no line of this command; choose another --output.")
+        raise ParameterError(f"the end of {path} was not written by this command; choose another --output.")
     return finished
 
 
@@ -83,7 +85,7 @@ def _parsed(line: bytes) -> Any:
 def _check(found: Any, place: str, index: int, requests: Sequence[str], model: str, run_seed: int | None) -> None:
     advice = "give the same input and options as before, or start again with --overwrite"
     if not isinstance(found, dict) or not {"index", "request", "model", "run_seed"} <= found.keys():
-        raise ParameterError(f"{place} is no line of this command; choose another --output.")
+        raise ParameterError(f"{place} was not written by this command; choose another --output.")
     if found["model"] != model:
         raise ParameterError(f"{place} was made with another model; {advice}.")
     if index >= len(requests):
@@ -95,7 +97,7 @@ def _check(found: Any, place: str, index: int, requests: Sequence[str], model: s
 
 
 class AnswerFile:
-    """A context that appends to `path` (None: stdout) after `size` bytes."""
+    """A context that writes lines to `path` (None: stdout), after its first `size` bytes."""
 
     def __init__(self, path: Path | None, size: int = 0) -> None:
         self._path, self._size = path, size

@@ -26,7 +26,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
 class _Several(click.ParamType, Generic[Item]):
-    """Comma-separated values of one type: 1,2."""
+    """Comma-separated values of one type, such as 1,2."""
 
     def __init__(self, kind: type[Item], *, name: str, choices: Sequence[Item] = ()) -> None:
         self.name, self._kind, self._choices = name, kind, choices
@@ -37,21 +37,21 @@ class _Several(click.ParamType, Generic[Item]):
         try:
             items = tuple(self._kind(part) for part in str(value).replace(",", " ").split())  # type: ignore[call-arg]
         except ValueError:
-            self.fail(f"{value!r} is not a list of {self.name} with commas between them.", param, ctx)
+            self.fail(f"{value!r} is not a comma-separated list of {self.name}.", param, ctx)
         for item in items:
             if self._choices and item not in self._choices:
                 known = [str(choice) for choice in self._choices]
                 self.fail(f"{item!r} is not one of {', '.join(known)}.{suggestion(str(item), known)}", param, ctx)
         if not items:
-            self.fail(f"it is empty, but must hold {self.name}.", param, ctx)
+            self.fail(f"the value is empty, but must list {self.name}.", param, ctx)
         return items
 
 
 @click.group(name="bench", context_settings=CONTEXT)
 def command() -> None:
-    """Measure a sampling step or a whole decoding loop on this machine, beside other libraries.
+    """Time a sampling step or a whole decoding loop on this machine and compare it with other libraries.
 
-    All sides take turns, so a machine whose speed drifts affects them alike. Ratios are taken round by round.
+    All sides take turns, so a drift of the machine's speed affects them alike. Ratios are computed for each round.
     """
 
 
@@ -59,7 +59,11 @@ def _common(threads: Any, rounds: int) -> Callable[[Command], Command]:
     options = (
         threads,
         click.option(
-            "--rounds", type=click.IntRange(min=1), default=rounds, show_default=True, help="How often each side runs."
+            "--rounds",
+            type=click.IntRange(min=1),
+            default=rounds,
+            show_default=True,
+            help="Number of times each side runs.",
         ),
         click.option(
             "--seed",
@@ -90,13 +94,13 @@ def _common(threads: Any, rounds: int) -> Callable[[Command], Command]:
     type=_Several(str, name="regimes", choices=("certified", "flat", "uncertified")),
     default="certified",
     show_default=True,
-    help="Logits whose crop is certified among few candidates (certified), among many (flat), or decided by distances "
-    "(uncertified). Several with commas.",
+    help="Kind of logits: the crop is certified among few candidates (certified), among many (flat), or decided by "
+    "distances (uncertified). Comma-separated.",
 )
 @click.option(
     "--temperature",
     type=_Several(float, name="temperatures"),
-    help="Sampling temperature; default: the regime's own. Several with commas.",
+    help="Sampling temperature; default: the regime's own. Comma-separated.",
 )
 @click.option(
     "--metric", type=click.Choice(METRICS), default="mahalanobis", show_default=True, help="Distance between tokens."
@@ -112,7 +116,7 @@ def _common(threads: Any, rounds: int) -> Callable[[Command], Command]:
     type=_Several(str, name="sides"),
     help="Run only these sides, separated by commas; each must be available.",
 )
-@click.option("--authors", type=_FILE, help="Also time the authors' logit_processor_w1.py, this file.")
+@click.option("--authors", type=_FILE, help="Also time this copy of the authors' logit_processor_w1.py.")
 @click.option("--genai-python", type=_FILE, metavar="PYTHON", help="Python of an environment with onnxruntime-genai.")
 @_common(
     click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of each side."),
@@ -129,9 +133,9 @@ def sampler(
     quiet: bool,
     **rest: Any,
 ) -> None:
-    """Time one sampling step of Top-W and of every other installed sampler, over the same logits.
+    """Time one sampling step of Top-W and of every other installed sampler on the same logits.
 
-    First, every implementation of Top-W must keep the same tokens as the reference.
+    Before timing, every implementation of Top-W must keep the same tokens as the reference.
     """
     _check_outputs(json_file, plot)
     from topw_deploy.bench.sampler.request import SamplerRequest
@@ -159,7 +163,9 @@ def sampler(
 @click.option("--optimum-python", metavar="PYTHON", type=_FILE, help="Python of an environment with optimum-onnx.")
 @click.option("--genai", metavar="FOLDER", type=_FOLDER, help="The same model, from onnxruntime-genai's builder.")
 @click.option("--genai-python", metavar="PYTHON", type=_FILE, help="Python of an environment with onnxruntime-genai.")
-@click.option("--authors", type=_FILE, help="Also time the authors' logit_processor_w1.py, this file, in transformers.")
+@click.option(
+    "--authors", type=_FILE, help="Also time this copy of the authors' logit_processor_w1.py in transformers."
+)
 @click.option(
     "--peers",
     type=_Several(str, name="sides"),
@@ -171,7 +177,7 @@ def sampler(
         type=_Several(int, name="thread counts"),
         default="1",
         show_default=True,
-        help="Threads of each side. Several with commas: one run for each.",
+        help="Threads of each side. Comma-separated: one run per value.",
     ),
     9,
 )
@@ -182,9 +188,9 @@ def decode(
     quiet: bool,
     **rest: Any,
 ) -> None:
-    """Time the decoding loop of the exported model in the folder OUT, beside other libraries on the same weights.
+    """Time the decoding loop of the exported model in the folder OUT and of other libraries with the same weights.
 
-    Each side loads the model once, in its own process; then all take turns.
+    Each side loads the model once, in its own process; then the sides take turns.
     """
     _check_outputs(json_file, plot)
     from topw_deploy.bench.decode.request import DecodeRequest
@@ -210,4 +216,4 @@ def _show(report: SamplerReport | DecodeReport, json_file: str | None, plot: Pat
         if json_file is not None:
             write_json(report.as_dict(), Path(json_file))
     if plot is not None:
-        draw(plot, report.panels(), axis, f"Medians, whiskers are quartiles. {report.machine}.")
+        draw(plot, report.panels(), axis, f"Medians; whiskers are quartiles. {report.machine}.")

@@ -36,52 +36,59 @@ class _Size(click.ParamType):
 @click.command(name="build-engine", context_settings=CONTEXT)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
-    "--max-batch", type=click.IntRange(min=1), default=1, show_default=True, help="Most sequences of one call."
+    "--max-batch",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Maximum number of sequences per call.",
 )
 @click.option(
     "--max-sequence",
     type=click.IntRange(min=1),
     default=None,
-    help="Most prompt tokens of a sequence that one run takes; longer prompts go in by several.  "
+    help="Maximum number of prompt tokens per sequence and run; longer prompts take several runs.  "
     "[default: 1024, or the cache's length]",
 )
 @click.option(
     "--max-edits",
     type=click.IntRange(min=1),
     default=None,
-    help="Most tokens of a sequence that penalties, biases and bans change.  [default: the cache's length]",
+    help="Maximum number of tokens per sequence that penalties, biases and bans change.  [default: the cache's length]",
 )
 @click.option(
     "--profile",
     type=click.Choice(("both", "decode", "prefill")),
     default="both",
     show_default=True,
-    help="What to tune for: prompts, the tokens after them, or each with a profile of its own.",
+    help="What to tune for: prompts, the tokens after them, or both, with a profile each.",
 )
 @click.option("--fp16", is_flag=True, help="Let TensorRT compute a float32 decoder in half precision (TensorRT 10).")
 @click.option(
     "--timing-cache",
     type=click.Path(path_type=Path, dir_okay=False),
     default=None,
-    help="Read and write what was timed: a second build is faster.",
+    help="Read and write TensorRT's timings here, so that a second build is faster.",
 )
 @click.option(
-    "--workspace", type=_Size(), default=None, help="Most scratch memory of the engine: 512MB, 2GiB.  [default: free]"
+    "--workspace",
+    type=_Size(),
+    default=None,
+    help="Maximum scratch memory of the engine: 512MB, 2GiB.  [default: free]",
 )
 @click.option(
     "--plugin",
     metavar="auto|python|none|PATH",
     default="auto",
     show_default=True,
-    help="What samples: the plugin (through Python, or a library), or the function in the file.",
+    help="Implementation of the sampler: the plugin (from Python or a library), or the function in the file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the engine's stamp as JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress on stderr.")
 def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
     """Build a TensorRT engine of OUT into OUT/engines, on the machine that will run it.
 
-    OUT must be exported with --target tensorrt. An engine fits one GPU model and one TensorRT version, which the stamp
-    beside it states. Run it with --provider tensorrt.
+    OUT must be exported with --target tensorrt. An engine fits one GPU model and one TensorRT version, stated by the
+    stamp beside it. Run it with --provider tensorrt.
     """
     # Import late, for fast --help and usage errors.
     from topw_deploy.tensorrt.build import build_engine
@@ -99,7 +106,7 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
 
 @contextlib.contextmanager
 def _bar(total: int, _unit: str) -> Iterator[Advance]:
-    """Uses click, as the target machine may lack tqdm."""
+    """A progress bar from click, because the target machine may lack tqdm."""
     if not sys.stderr.isatty():
         yield lambda _parts: None
         return

@@ -16,24 +16,22 @@ from topw_deploy.cli.terminal import say, say_json
 if TYPE_CHECKING:
     from topw_deploy.tensorrt.check import CheckReport, NodeVerdict
 
-_SHOWN = 3  # nodes named per reason
+_SHOWN = 3  # maximum nodes named per reason
 
 
 @click.command(name="check", context_settings=CONTEXT)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--target", type=click.Choice(("tensorrt", "onnxruntime")), default="tensorrt", show_default=True,
-    help="What is to run the graph.",
+    help="Runtime that will run the graph.",
 )  # fmt: skip
-@click.option(
-    "--ask/--no-ask", default=True, show_default=True, help="Have TensorRT's own parser read it, if installed."
-)
+@click.option("--ask/--no-ask", default=True, show_default=True, help="Also run TensorRT's own parser, if installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, with every node.")
 def command(out: Path, target: str, ask: bool, as_json: bool) -> None:
-    """Sort the nodes of the exported folder OUT: native, for the plugin, inlined, unsupported.
+    """Show which nodes of the exported folder OUT are native, for the plugin, inlined or unsupported.
 
-    Builds nothing and reads no weights. Uses a table of what TensorRT's versions support and, if TensorRT is installed,
-    its own parser. Exit code 1 if something is unsupported.
+    Builds nothing and reads no weights. Uses a table of what each TensorRT version supports and, if TensorRT is
+    installed, its own parser. The exit code is 1 if a node is unsupported.
     """
     from topw_deploy.tensorrt.check import check
 

@@ -32,7 +32,7 @@ _PROBE = "CAgSADo3ChAKAXgSAXkiCElkZW50aXR5EgFwWg8KAXgSCgoICAESBAoCCAFiDwoBeRIKCg
 class Native:
     """Native sampler library.
 
-    state: "works" if an onnxruntime session opened, else why the graph's function is used.
+    state: "works" if an onnxruntime session opened with it, else the reason the graph's function is used instead.
     """
 
     path: str | None
@@ -44,9 +44,9 @@ class Native:
 class Cuda:
     """CUDA library and driver.
 
-    architectures: compiled targets, 87 for sm_87.
-    why_unused: why no local GPU uses it, or "".
-    driver: supported CUDA version, or None.
+    architectures: the GPU targets it was compiled for, 87 for sm_87.
+    why_unused: why no GPU of this machine uses it, or "".
+    driver: the newest CUDA version the driver supports, or None.
     """
 
     path: str | None
@@ -60,11 +60,11 @@ class Cuda:
 class Diagnosis:
     """State of this installation.
 
-    versions: by distribution.
+    versions: version by distribution.
     providers: short name -> "starts" or an error, best first.
-    would_use: choice of provider="auto"; None without onnxruntime.
-    tensorrt: Python module's version, or why missing.
-    problems, hints: (problem, command).
+    would_use: what provider="auto" chooses; None without onnxruntime.
+    tensorrt: version of the Python module, or why it is missing.
+    problems, hints: pairs of (problem, command that fixes it).
     """
 
     topw_deploy: str
@@ -83,9 +83,9 @@ class Diagnosis:
 @click.command(name="doctor", context_settings=CONTEXT)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(as_json: bool) -> int:
-    """Show versions and execution providers, the one a model would use, and how to install what is missing.
+    """Show versions, execution providers, the provider a model would use, and how to install missing parts.
 
-    Exit code 1 if models cannot run here.
+    The exit code is 1 if models cannot run here.
     """
     found = diagnose()
     if as_json:
@@ -96,7 +96,7 @@ def command(as_json: bool) -> int:
 
 
 def diagnose() -> Diagnosis:
-    """Examine this installation. "starts": opened a one-node model."""
+    """Examine this installation. A provider "starts" if it opened a one-node model."""
     names = (*RUNTIME, *EXPORT, *WHEELS[1:], *ENGINES)
     versions = {name: _version(name) for name in names}
     providers, would_use, problems = _providers()

@@ -34,15 +34,17 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 @click.command(name="export", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
 @click.argument("model", required=False)
 @click.argument("out", required=False, type=click.Path(path_type=Path))
-@click.option("-m", "--model", "model_option", metavar="MODEL", help="MODEL, as an option.")
-@click.option("-o", "--output", "out_option", metavar="OUT", type=click.Path(path_type=Path), help="OUT, as an option.")
+@click.option("-m", "--model", "model_option", metavar="MODEL", help="MODEL, given as an option.")
+@click.option(
+    "-o", "--output", "out_option", metavar="OUT", type=click.Path(path_type=Path), help="OUT, given as an option."
+)
 @click.option(
     "--dtype",
     type=click.Choice(_DTYPES),
     default=None,
     help="Type of weights and cache; int4 and int8 apply to weights only.  [default: fp32]",
 )
-@click.option("--opset", type=int, default=None, help="ONNX opset, 23 or 24.  [default: 23, for tensorrt 24]")
+@click.option("--opset", type=int, default=None, help="ONNX opset, 23 or 24.  [default: 23; 24 for tensorrt]")
 @click.option(
     "--kv",
     type=click.Choice(("static", "concat")),
@@ -62,6 +64,12 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     default=None,
     help="Capacity in tokens of the cache for tensorrt, a multiple of 64; 0 leaves it open, which only onnxruntime "
     "supports.  [default: the model's context, at most 4096]",
+)
+@click.option(
+    "--window-cache/--no-window-cache",
+    default=None,
+    help="Keep only the last tokens in layers with a sliding window, or all of them as onnxruntime before 1.29 needs.  "
+    "[default: only the last, where supported]",
 )
 @quantisation_options
 @tail_option
@@ -85,7 +93,9 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 )
 @click.option("--hard-link", is_flag=True, help="Hard-link the data files of an ONNX decoder instead of copying them.")
 @click.option("--dry-run", is_flag=True, help="Show what would be written, with sizes and memory; write nothing.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted export to OUT; keep the files if interrupted.")
+@click.option(
+    "--resume", is_flag=True, help="Continue an interrupted export to OUT; if interrupted again, keep the files."
+)
 @click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT at the very end.")
 @click.option("--no-verify", is_flag=True, help="Do not compare the export with the model.")
 @click.option("--keep-failed", is_flag=True, help="Keep the files of a failed export in OUT.failed.")
@@ -118,7 +128,7 @@ def command(
         report = export_model(request, progress(quiet))
     except KeyboardInterrupt:
         if values["resume"]:
-            tell(f"The finished part stays beside {out}; the same command continues from there.")
+            tell(f"The finished part is kept beside {out}; run the same command to continue.")
         raise
     for notice in report.notices:
         tell(f"Note: {notice}.")
@@ -144,6 +154,12 @@ def _lines(report: Any) -> list[str]:
     for title, tensors in (("inputs", report.inputs), ("outputs", report.outputs)):
         lines.append(f"{title}:")
         lines += [f"  {t.name}  {t.dtype}  [{', '.join(map(str, t.shape))}]" for t in tensors]
+    if report.states:
+        lines.append("states of a sequence:")
+        width = max(map(len, report.states))
+        for kind, (fixed, token) in report.states.items():
+            size = f"{binary_size(token)} a token" if token else binary_size(fixed)
+            lines.append(f"  {kind.ljust(width)}  {size}")
     for title, amounts in (("files", report.sizes), ("peak memory", report.memory)):
         lines += [f"{title}:", *_amounts(amounts)] if amounts else []
     return lines

@@ -34,7 +34,9 @@ from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
     type=click.Path(path_type=Path, dir_okay=False),
     help="A .npy file with the input embeddings [tokens, hidden], instead of MODEL.",
 )
-@click.option("--vocab-size", type=click.IntRange(min=1), help="Width of the logits.  [default: the table's rows]")
+@click.option(
+    "--vocab-size", type=click.IntRange(min=1), help="Width of the logits.  [default: the number of embeddings]"
+)
 @tail_option
 @baked_options
 @bound_option

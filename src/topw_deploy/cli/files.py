@@ -17,7 +17,7 @@ from topw_deploy.reports import require_matplotlib
 def read_source(path: Path) -> tuple[bytes, str]:
     """Read a file, or stdin for `-`; returns (bytes, name).
 
-    Raises PromptError for unreadable files, click's UsageError for closed stdin.
+    Raises PromptError for an unreadable file, and click's UsageError if stdin is closed.
     """
     if str(path) == "-":
         if sys.stdin is None:  # closed
@@ -30,9 +30,10 @@ def read_source(path: Path) -> tuple[bytes, str]:
 
 
 def check_output(path: Path | None, name: str) -> None:
-    """Check before a long run that `path` is writable; `-` is stdout.
+    """Check before a long run that `path` can be written; `-` is stdout.
 
-    name: parameter. Raises ParameterError for folders, missing parents and read-only locations.
+    name: the parameter that holds `path`, for messages.
+    Raises ParameterError for a folder, a missing parent folder and a read-only location.
     """
     if path is None or str(path) == "-":
         return
@@ -45,7 +46,7 @@ def check_output(path: Path | None, name: str) -> None:
 
 
 def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
-    """`check_output` for --plot; also raises ParameterError for wrong endings or without matplotlib."""
+    """Like `check_output`, for --plot; also raises ParameterError for another ending or if matplotlib is missing."""
     if path is None:
         return
     check_output(path, "plot")
@@ -55,7 +56,7 @@ def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
 
 
 def write_json(document: Any, path: Path) -> None:
-    """Write JSON. Raises ParameterError if not writable."""
+    """Write JSON. Raises ParameterError if `path` cannot be written."""
     try:
         path.write_text(json_text(document, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

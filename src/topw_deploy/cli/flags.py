@@ -1,4 +1,4 @@
-"""Name command-line options instead of Python parameters in errors."""
+"""Rewrite error messages to name command-line options instead of Python parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from topw_deploy.cli.terminal import tell
 from topw_deploy.errors import TopWError
 
-# Parameter -> option with another name.
+# Parameter -> its option, if the option has another name.
 _OPTION_OF = {
     "intra_op_num_threads": "threads",
     "max_length": "max_context",
@@ -47,12 +47,12 @@ class RunningContext(click.Context):
 
 
 def context_of(error: TopWError) -> click.Context | None:
-    """The context that ended with `error`."""
+    """The click context in which `error` was raised."""
     return cast("click.Context | None", error.__dict__.get("context"))
 
 
 def follow(command: click.Command) -> click.Command:
-    """Attach contexts of `command` and sub-commands to errors."""
+    """Make `command` and its sub-commands attach their contexts to errors."""
     command.context_class = RunningContext
     for inner in command.commands.values() if isinstance(command, click.Group) else ():
         follow(inner)
@@ -60,7 +60,7 @@ def follow(command: click.Command) -> click.Command:
 
 
 def in_flags(error: TopWError, words: Sequence[str]) -> str:
-    """`error`'s message with options instead of Python parameters. words: command line."""
+    """`error`'s message with options instead of Python parameters. words: the command line's arguments."""
     message, context = str(error), context_of(error)
     if context is None:
         return message
@@ -81,7 +81,7 @@ def was_given(error: TopWError) -> bool:
 
 
 def misspelt_variables(context: click.Context) -> Iterator[str]:
-    """A note per environment variable that resembles an option's."""
+    """A note for each environment variable that looks like a misspelling of an option's."""
     prefix = f"{context.auto_envvar_prefix}_"
     options = [option for option in context.command.params if isinstance(option, click.Option)]
     known = {_variable(option, context): option for option in options}
@@ -97,7 +97,7 @@ def misspelt_variables(context: click.Context) -> Iterator[str]:
 
 
 def suggestion(typed: str, known: Iterable[str]) -> str:
-    """` Did you mean 'export'?`, or ""."""
+    """` Did you mean 'export'?`, or "" if no known word is similar."""
     near = difflib.get_close_matches(typed, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -108,7 +108,7 @@ def _option(context: click.Context, name: str) -> click.Parameter | None:
 
 
 def _spelling(option: click.Parameter, context: click.Context, words: Sequence[str]) -> str:
-    """The option as typed, its environment variable, or longest name; an argument's name."""
+    """The option as the user typed it, else its environment variable or longest name; for an argument, its name."""
     if isinstance(option, click.Argument):
         return option.human_readable_name.strip("[].")
     if context.get_parameter_source(str(option.name)) is ParameterSource.ENVIRONMENT:
@@ -124,9 +124,10 @@ def _variable(option: click.Parameter, context: click.Context) -> str:
 
 
 def _named(message: str, name: str, flag: str, flags: Sequence[str]) -> str:
-    """Replace `name` by `flag`, also in name=True and name='value'.
+    """Replace `name` by `flag` in a message, also in name=True and name='value'.
 
-    A name without underscore may be plain English: replace it once, unless the message has one of `flags`.
+    A name without an underscore may be an ordinary word: replace it only once, and not if the message already has one
+    of `flags`.
     """
     word = rf"(?<![\w'\"./-]){re.escape(name)}(?![\w'\"/-])"
     message = re.sub(rf"{word}=True\b", lambda _: flag, message)

@@ -1,4 +1,4 @@
-"""`topw generate`: stdout has only text or JSON lines."""
+"""`topw generate`: only generated text or JSON lines go to stdout."""
 
 from __future__ import annotations
 
@@ -39,15 +39,21 @@ _MODEL_OPTIONS = {
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file (UTF-8).")
 @prompt_file_options
-@click.option("--chat", is_flag=True, help="Use the chat template: answer PROMPT, or converse if there is none.")
-@click.option("--system", metavar="TEXT", help="System message of a chat.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sequence, a line each.")
+@click.option("--chat", is_flag=True, help="Use the chat template: answer PROMPT, or start a conversation without one.")
+@click.option("--system", metavar="TEXT", help="System message of the chat.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sequence, each on a line.")
 @click.option("--stats", is_flag=True, help="Print speed, crop sizes and the certified share to stderr.")
-@click.option("--stream/--no-stream", default=True, help="Print text while it arrives (default) or at the end.")
-@click.option("--seed", type=int, help="Make the draws repeatable; --stats and --json report the one that was used.")
-@click.option("--max-new-tokens", "--max-tokens", "max_new_tokens", type=int, help="Most tokens to generate.")
+@click.option("--stream/--no-stream", default=True, help="Print text as it is generated (default) or at the end.")
+@click.option("--seed", type=int, help="Make the draws repeatable; --stats and --json report the seed used.")
 @click.option(
-    "--min-new-tokens", "--min-tokens", "min_new_tokens", type=int, help="No end of sequence before so many tokens."
+    "--max-new-tokens", "--max-tokens", "max_new_tokens", type=int, help="Maximum number of tokens to generate."
+)
+@click.option(
+    "--min-new-tokens",
+    "--min-tokens",
+    "min_new_tokens",
+    type=int,
+    help="Minimum number of tokens before an end of sequence.",
 )
 @preset_option
 @parameter_options
@@ -61,7 +67,7 @@ _MODEL_OPTIONS = {
 @click.option(
     "--stop-strings", "--stop", "stop_strings", metavar="TEXT", multiple=True, help="End before this text. Repeatable."
 )
-@click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence.")
 @click.option(
     "-n",
     "--num-return-sequences",
@@ -72,10 +78,10 @@ _MODEL_OPTIONS = {
 @click.option(
     "--max-context",
     type=click.IntRange(min=1),
-    help="Most tokens of prompt and answer together; sets the cache's memory aside. Default: the model's context.",
+    help="Maximum number of tokens of prompt and answer together; also sizes the cache. Default: the model's context.",
 )
 @click.option(
-    "--prefill-chunk", type=click.IntRange(min=1), help="Most tokens of prompts in one run; fewer save memory."
+    "--prefill-chunk", type=click.IntRange(min=1), help="Maximum number of prompt tokens per run; fewer save memory."
 )
 @click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
 @click.option(
@@ -86,9 +92,9 @@ _MODEL_OPTIONS = {
     type=click.Choice(("auto", "native", "graph")),
     default="auto",
     show_default=True,
-    help="What chooses tokens: the native operator, the graph's own function, or the first of these to be had.",
+    help="Implementation of the sampler: the native operator, the graph's own function, or the first one available.",
 )
-@click.option("--allow-fallback", is_flag=True, help="Run on another provider if that one does not start.")
+@click.option("--allow-fallback", is_flag=True, help="Use another provider if this one does not start.")
 def command(
     folder: Path,
     prompt: str | None,
@@ -104,18 +110,18 @@ def command(
     """Continue PROMPT with the exported model in the folder OUT.
 
     PROMPT may be - for standard input, which is also read when it is not a terminal and no prompt is given. One line
-    break at the end of a file or of standard input does not count.
+    break at the end of a file or of standard input is ignored.
 
-    With --prompts-jsonl, each line of the file is a text or an object with "prompt", "prompt_ids" or "messages", an
-    "id" and parameters of its own, and one JSON object per sequence is written in the order of the prompts. A prompt
-    that cannot be run gives a line with "error", and the exit code is 1 at the end.
+    With --prompts-jsonl, each line of the file is a text, or an object with "prompt", "prompt_ids" or "messages", an
+    "id" and parameters for this prompt. One JSON object per sequence is written, in the order of the prompts. A prompt
+    that fails gives a line with "error", and the final exit code is 1.
     """
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
     check_order(folder, filter(None, [prompt]))
     files, batch_size = take_files(parameters), parameters.pop("batch_size")
     if files is not None and (prompt is not None or prompt_file is not None):
-        raise click.UsageError("give PROMPT, --prompt-file or --prompts-jsonl, not several.")
+        raise click.UsageError("give only one of PROMPT, --prompt-file and --prompts-jsonl.")
     text = _prompt(prompt, prompt_file, optional=chat) if files is None else None
     model_options = {ours: parameters.pop(name) for name, ours in _MODEL_OPTIONS.items()}
     given = _given(parameters, logit_bias)
@@ -165,7 +171,7 @@ def _decoded(data: bytes, where: str) -> str:
 
 
 def _given(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str, Any]:
-    """Command-line parameters without defaults."""
+    """The parameters that the user set on the command line."""
     given = {n: v for n, v in parameters.items() if v is not None and v is not False and v != ()}  # 0 is a value
     if "stop_strings" in given:
         given["stop_strings"] = list(given["stop_strings"])
@@ -178,7 +184,7 @@ def _biases(items: tuple[str, ...]) -> dict[int, float]:
     biases: dict[int, float] = {}
     for token, bias in map(_bias, items):
         if token in biases:
-            raise click.BadParameter(f"names the token {token} twice; give it one bias.", param_hint="--logit-bias")
+            raise click.BadParameter(f"token {token} is given twice; give it one bias.", param_hint="--logit-bias")
         biases[token] = bias
     return biases
 
@@ -247,7 +253,7 @@ def _report(results: list[GenerationResult], stats: bool) -> None:
 
 
 def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show: Show, stats: bool) -> None:
-    """Chat until stdin ends; /clear restarts."""
+    """Chat until stdin ends; /clear starts a new chat."""
     history: list[dict[str, str]] = []
     model.apply_chat_template(user_messages(system, "Hello"))  # report a missing template early
     if sys.stdin.isatty():

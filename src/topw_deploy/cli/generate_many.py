@@ -40,7 +40,9 @@ def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--batch-size", type=click.IntRange(min=1), help="With --prompts-jsonl: prompts run together.  [default: 1]"
         ),
-        click.option("--resume", is_flag=True, help="Go on with the answers that an interrupted run left in --output."),
+        click.option(
+            "--resume", is_flag=True, help="Continue after the answers that an interrupted run left in --output."
+        ),
         click.option("--overwrite", "--force", is_flag=True, help="Replace the answers in --output."),
     )
     for option in reversed(options):
@@ -64,7 +66,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options for all prompts. Each line's parameters override `given`."""
+    """Options for all prompts. The parameters of a prompt's line override `given`."""
 
     given: Mapping[str, Any]
     chat: bool
@@ -74,7 +76,10 @@ class RunOptions:
 
 
 def take_files(options: dict[str, Any]) -> Files | None:
-    """Remove --prompts-jsonl options; None without it. Raises UsageError for bad combinations."""
+    """Move the options of --prompts-jsonl out of `options`; returns None if it is not given.
+
+    Raises UsageError for options that cannot be combined.
+    """
     source, output = options.pop("prompts_jsonl"), options.pop("output")
     resume, overwrite = options.pop("resume"), options.pop("overwrite")
     if source is None:
@@ -97,14 +102,14 @@ def take_files(options: dict[str, Any]) -> Files | None:
     if output is None and (resume or overwrite):
         raise click.UsageError("--resume and --overwrite need --output with a file.")
     if output is not None and output.exists() and source.exists() and output.samefile(source):
-        raise click.UsageError("--output is the file of the prompts; give another.")
+        raise click.UsageError("--output is also the file of prompts; give another file.")
     return Files(source, output, resume, overwrite)
 
 
 def run(open_model: Open, files: Files, options: RunOptions, *, stats: bool) -> None:
     """Answer all prompts in order.
 
-    Raises PromptError at the end if prompts failed.
+    Raises PromptError at the end if any prompt failed.
     """
     path = files.output
     if path is not None:
@@ -115,7 +120,9 @@ def run(open_model: Open, files: Files, options: RunOptions, *, stats: bool) -> 
         job = _Job(model, prompts, options)
         finished = job.resume(path) if files.resume and path is not None else Finished()
         if finished.prompts:
-            tell(f"{finished.prompts} of {counted(len(prompts), 'prompt')} are in {path}; going on from there.")
+            tell(
+                f"{finished.prompts} of {counted(len(prompts), 'prompt')} are already in {path}; continuing after them."
+            )
         started = time.perf_counter()
         with (
             AnswerFile(path, finished.size) as answers,
@@ -131,7 +138,7 @@ def run(open_model: Open, files: Files, options: RunOptions, *, stats: bool) -> 
     if failed:
         place = "standard output" if path is None else path
         raise PromptError(
-            f"{failed} of {counted(len(prompts), 'prompt')} could not be run; their lines in {place} hold the error."
+            f"{failed} of {counted(len(prompts), 'prompt')} failed; their lines in {place} hold the error."
         )
 
 
@@ -157,16 +164,16 @@ class _Job:
         if finished.run_seed is not None:
             if self._given_seed not in (None, finished.run_seed):
                 raise ParameterError(
-                    f"{path} was made with seed {finished.run_seed}, but seed is {self._given_seed}; give that seed or "
-                    "none, or start again with --overwrite."
+                    f"{path} was made with seed {finished.run_seed}, but seed is {self._given_seed}; give the "
+                    "same seed or none, or start again with --overwrite."
                 )
             self._run_seed = finished.run_seed
         return finished
 
     def answers(self, batch: Sequence[PromptLine]) -> list[dict[str, Any]]:
-        """Answer a batch; after a prompt's error, one by one.
+        """Answer a batch; if a prompt causes an error, answer the prompts one by one.
 
-        Raises GenerationError for machine failures: no memory, device error.
+        Raises GenerationError for failures of the machine, such as too little memory or a device error.
         """
         try:
             found = self._generate(batch)
@@ -209,9 +216,9 @@ class _Job:
 
 
 def _encoded(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:
-    """Text, token ids, or the error of a template that refuses the prompt.
+    """The prompt as text or token ids, or the error of a template that refuses the prompt.
 
-    Raises TokenizerError (names the line) without a template.
+    Raises TokenizerError, naming the line, if the model has no template.
     """
     if line.kind != "messages":
         prompt: str | list[int] = line.prompt
@@ -231,7 +238,7 @@ def _whole(line: PromptLine) -> dict[str, Any]:
 
 
 def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLine]]:
-    """Up to `size` consecutive prompts with equal batch-wide parameters."""
+    """Batches of up to `size` consecutive prompts that have the same batch-wide parameters."""
     batch: list[PromptLine] = []
     for line in prompts:
         if batch and (len(batch) == size or _whole(batch[0]) != _whole(line)):
@@ -248,7 +255,7 @@ def _resume_hint(path: Path | None) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, TopWError):
         if path is not None:
-            tell(f"What is finished is in {path}; the same command with --resume goes on from there.")
+            tell(f"Finished answers are in {path}; run the same command with --resume to continue.")
         raise
 
 

@@ -1,4 +1,4 @@
-"""`topw inspect`: works without onnxruntime and onnx."""
+"""`topw inspect`: show an export; needs neither onnxruntime nor onnx."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ import click
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import EngineError
-from topw_deploy.manifest import DecoderInfo, DecoderManifest, Manifest, TensorSpec, Verification, load_manifest
+from topw_deploy.manifest import (
+    DecoderInfo,
+    DecoderManifest,
+    Manifest,
+    TensorSpec,
+    Verification,
+    load_manifest,
+)
 from topw_deploy.sizes import binary_size
 from topw_deploy.tensorrt.engines import misplaced, stamps, unfinished
 from topw_deploy.tensorrt.stamp import FOLDER, read
 
 _FORMS = {
-    "concat": "past in, past and new tokens out",
+    "concat": "past in, past plus new tokens out",
     "static": "one buffer, written in place",
     "shared": "one buffer, written in place, rows of equal lengths",
 }
-_KV_BYTES = {"float": 4, "float16": 2, "bfloat16": 2}
 
 
 @click.command(name="inspect", context_settings=CONTEXT)
@@ -66,7 +72,7 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _engines(folder: Path) -> Iterator[str]:
-    """Includes engines for other machines."""
+    """One row per engine, including engines for other machines."""
     rows: list[tuple[str, object]] = []
     for path in stamps(folder):
         try:
@@ -78,34 +84,26 @@ def _engines(folder: Path) -> Iterator[str]:
         bounds = f"{stamp.most_batch} rows, {stamp.most_sequence} tokens and {stamp.most_edits} edits of each"
         sampler = "its function" if stamp.plugin == "none" else "the plugin"
         rows.append((stamp.engine, f"{binary_size(stamp.size)}, for {profiles}: {bounds}; sampled by {sampler}"))
-    rows += [(path.name, "has no stamp, as when its build was cut short: not used") for path in unfinished(folder)]
+    rows += [(path.name, "not used: it has no stamp, so its build was interrupted") for path in unfinished(folder)]
     if reason := misplaced(folder):
-        rows.append((FOLDER, f"{reason}: not used"))
+        rows.append((FOLDER, f"not used: {reason}"))
     if rows:
         yield from _section("engines", rows)
 
 
 def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
-    heads = sorted(set(zip(decoder.num_kv_heads, decoder.head_dim, strict=True)))
-    per_layer = sum(n * d for n, d in zip(decoder.num_kv_heads, decoder.head_dim, strict=True))
-    token = 2 * per_layer * _KV_BYTES.get(decoder.kv_dtype, 0)  # keys and values
     yield "model type", decoder.model_type
     yield "layers", decoder.num_layers
     yield "attention", decoder.attention
     yield "target", decoder.target
     yield "cache", f"{decoder.kv_form}: {_FORMS.get(decoder.kv_form, '')}"
-    yield "cache layout", f"{decoder.kv_dtype}, {', '.join(f'{n} x {d}' for n, d in heads)} per layer"
-    yield (
-        "cache size",
-        f"{binary_size(token)} a token, {binary_size(token * decoder.context_length)} for one sequence of the full "
-        "context",
-    )
+    yield from _states(decoder)
     if decoder.buffer_step and decoder.buffer_step == decoder.buffer_least:
         yield "cache length", f"{decoder.buffer_step} tokens, fixed at the export (--max-length)"
     elif decoder.buffer_step:
         yield "cache grows", f"in steps of {decoder.buffer_step} tokens"
     if not decoder.ragged_chunks:
-        yield "batches", "continue prompts of several tokens one row at a time"
+        yield "batches", "each row's prompt chunks after the first run separately"
     if decoder.weights:
         total = f"{binary_size(sum(decoder.weights.values()))} in all"
         yield "weights", "; ".join([*(f"{name} {binary_size(n)}" for name, n in decoder.weights.items()), total])
@@ -123,6 +121,21 @@ def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
     yield "prompts of a batch", "may have different lengths" if ragged else "must have equal lengths"
 
 
+def _states(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
+    total = 0
+    for kind, (fixed, token) in decoder.state_bytes().items():
+        states = [state for state in decoder.states if state.kind == kind]
+        layers = len({state.layer for state in states})
+        shapes = sorted({(state.dtype, state.shape) for state in states})
+        layout = ", ".join(f"{dtype} {' x '.join(str(size or 'tokens') for size in shape)}" for dtype, shape in shapes)
+        total += fixed + token * decoder.context_length
+        size = f"{binary_size(token)} a token" if token else binary_size(fixed)
+        yield f"{kind} states", f"{layers} layers, {layout}: {size}"
+    yield "cache size", f"{binary_size(total)} for one sequence of the full context"
+    if decoder.least_onnxruntime:
+        yield "needs", f"onnxruntime {decoder.least_onnxruntime} or newer"
+
+
 def _section(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:
     pairs = [(name, str(value).rstrip()) for name, value in rows if str(value)]
     width = max((len(name) for name, _ in pairs), default=0)
@@ -132,7 +145,7 @@ def _section(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:
 
 
 def _without_layers(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
-    """Layers' cache tensors differ only by number: show the first."""
+    """Only the first layer's cache tensors; those of the other layers differ only by number."""
     for spec in specs:
         parts = spec.name.split(".")
         if len(parts) != 3:

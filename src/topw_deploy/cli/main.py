@@ -28,15 +28,15 @@ from topw_deploy.errors import ParameterError, TopWError
 COMMANDS = {
     "export": "Export a model with its sampler into one ONNX graph.",
     "export-sampler": "Export the sampler alone, for logits from elsewhere.",
-    "check": "Show what TensorRT or onnxruntime makes of an exported graph, before any build.",
+    "check": "Show which nodes TensorRT or onnxruntime supports, before any build.",
     "build-engine": "Build a TensorRT engine of an exported model, for this machine.",
     "generate": "Generate text with an exported model.",
-    "stats": "Show what Top-W did to a text: crops, and whether geometry acted.",
-    "inspect": "Show what an exported folder holds.",
+    "stats": "Show what Top-W did to a text: crop sizes, and whether geometry acted.",
+    "inspect": "Show the contents of an exported folder.",
     "verify": "Check an exported folder again.",
-    "bench": "Measure a sampling step or a decoding loop here, beside others.",
-    "plugins": "Build the native libraries for GPUs, and show which there are.",
-    "doctor": "Show versions, providers and what is missing.",
+    "bench": "Time sampling and decoding, compared with other libraries.",
+    "plugins": "Build the native libraries for GPUs, and show the installed ones.",
+    "doctor": "Show versions, providers and missing parts.",
 }
 """Command -> its line in `topw --help`; its module is `topw_deploy.cli.<name>`."""
 
@@ -49,7 +49,7 @@ _EXTRAS = {
 }
 """Command -> its remark in `topw --help` on the extra [export], if it uses that."""
 
-_EXTRAS_NOTE = "[export] is the extra with torch and onnx; where it is missing, `topw doctor` says how to install it."
+_EXTRAS_NOTE = "[export] is the extra with torch and onnx; if it is missing, `topw doctor` shows how to install it."
 _DOES = {"cpu": "running a model", "export": "exporting"}  # extra -> subject of the error
 
 _INTERRUPTED = 130
@@ -88,8 +88,8 @@ def _load(name: str) -> click.Command:
 def topw() -> None:
     """Top-W decoding inside the ONNX graph: export a language model with its sampler, and run it.
 
-    Every option can also be set by an environment variable, under its first name: --seed of `topw generate` is
-    TOPW_GENERATE_SEED. Where an option may be repeated, spaces separate its values there.
+    Every option can also be set by an environment variable, named after its first name: --seed of
+    `topw generate` is TOPW_GENERATE_SEED. Separate the values of a repeatable option with spaces.
     """
 
 
@@ -116,7 +116,7 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
     telemetry.switch_off()
     warnings.showwarning = _show_note
     if not prepare():
-        return _fail("standard output is closed; send it to a file, or to the null device.")
+        return _fail("standard output is closed; redirect it to a file or to the null device.")
     words = list(sys.argv[1:] if args is None else args)
     try:
         command = command or _export_alone()
@@ -147,11 +147,11 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
         if error.errno not in _NO_OUTPUT:
             raise
         _forget_output()
-        return _fail(f"the output cannot be written: {error.strerror}; send it somewhere else.")
+        return _fail(f"the output cannot be written: {error.strerror}; redirect it elsewhere.")
 
 
 def _forget_output() -> None:
-    """Python flushes stdout at exit and would fail again."""
+    """Discard stdout: Python flushes it at exit and would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -169,7 +169,7 @@ def _refuse(error: click.ClickException) -> int:
 
 
 def _near_miss(error: click.UsageError) -> str:
-    """click itself suggests only options."""
+    """Suggest a similar command or value; click itself suggests only options."""
     known: Iterable[str] = ()
     if isinstance(error, click.BadParameter) and error.param is not None and isinstance(error.param.type, click.Choice):
         known = map(str, error.param.type.choices)
@@ -196,7 +196,7 @@ def _show_note(
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Escape control characters: messages can contain file names."""
+    """Print a traceback with control characters escaped, because messages can contain file names."""
     import traceback
 
     for part in traceback.format_exception(kind, error, trace):

@@ -50,7 +50,7 @@ _OPTION_HELP: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
 
 
 def parameter_options(command: Command) -> Command:
-    """Add the Top-W parameters, default None."""
+    """Add options for the Top-W parameters; their default is None."""
     for name in reversed(PARAMETER_NAMES):
         names, text = _PARAMETER_HELP[name]
         command = click.option(*names, name, type=float, default=None, help=text)(command)
@@ -58,7 +58,7 @@ def parameter_options(command: Command) -> Command:
 
 
 def preset_option(command: Command) -> Command:
-    """Add a request's --preset, default None."""
+    """Add the --preset of a request; its default is None."""
     return click.option(
         "--preset",
         type=click.Choice(tuple(REQUEST_PRESETS)),
@@ -68,7 +68,7 @@ def preset_option(command: Command) -> Command:
 
 
 def baked_options(command: Command) -> Command:
-    """Add an export's --preset and options stored in the graph, default None."""
+    """Add the --preset of an export and the options stored in the graph; their default is None."""
     for name in reversed(OPTION_NAMES):
         names, settings, text = _OPTION_HELP[name]
         command = click.option(*names, name, default=None, help=text, **settings)(command)
@@ -77,13 +77,13 @@ def baked_options(command: Command) -> Command:
         type=click.Choice(tuple(PRESETS)),
         default="paper",
         show_default=True,
-        help="Values of the sampler's options that are not given.",
+        help="Named set of values for the sampler options that are not given.",
     )
     return preset(command)
 
 
 def tail_option(command: Command) -> Command:
-    """Add --tail, the sampler function's form."""
+    """Add --tail, the form of the sampler function."""
     return click.option(
         "--tail",
         type=click.Choice(("portable", "onnxruntime", "static")),
@@ -208,7 +208,7 @@ def _with_options(command: Command, options: tuple[Callable[[Command], Command],
 
 
 def check_order(folder: Path, others: Iterable[str]) -> None:
-    """Raises UsageError if `folder` is missing but one of `others` is an export."""
+    """Raises UsageError if `folder` does not exist but one of `others` is an exported folder."""
     if os.path.exists(folder):
         return
     from topw_deploy.manifest import MANIFEST_NAME
@@ -219,6 +219,6 @@ def check_order(folder: Path, others: Iterable[str]) -> None:
 
 
 def given(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Remove `names` from `values`; returns those set."""
+    """Remove `names` from `values`; returns those that are set."""
     removed = {name: values.pop(name, None) for name in names}
     return {name: value for name, value in removed.items() if value is not None}

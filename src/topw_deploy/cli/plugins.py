@@ -44,13 +44,13 @@ class _Architectures(click.ParamType):
 
 
 @command.command(name="build")
-@click.option("--cuda", is_flag=True, help="The library with the CUDA kernels: onnxruntime's operator for GPUs.")
+@click.option("--cuda", is_flag=True, help="Build the library of CUDA kernels: onnxruntime's operator for GPUs.")
 @click.option(
     "--tensorrt-root",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     default=None,
     metavar="DIR",
-    help="TensorRT's plugin for C++ hosts and trtexec, against the headers in DIR (/usr for system packages).",
+    help="Build TensorRT's plugin for C++ hosts and trtexec with the headers in DIR (/usr for system packages).",
 )
 @click.option(
     "--architecture",
@@ -58,7 +58,7 @@ class _Architectures(click.ParamType):
     type=_Architectures(),
     multiple=True,
     metavar="LIST",
-    help="Only for these GPUs: sm_87, 87, 8.7, or native for this machine's; with commas, or repeated.  "
+    help="Build only for these GPUs: sm_87, 87, 8.7, or native for this machine's; comma-separated or repeated.  "
     "[default: sm_75 to sm_121]",
 )
 @click.option(
@@ -66,9 +66,9 @@ class _Architectures(click.ParamType):
     type=click.Path(path_type=Path, dir_okay=False),
     default=None,
     metavar="FILE",
-    help="Where to write it.  [default: where this package looks for it]",
+    help="Where to write the library.  [default: where this package looks for it]",
 )
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress on stderr.")
 def build(
     cuda: bool,
     tensorrt_root: Path | None,
@@ -76,7 +76,7 @@ def build(
     output: Path | None,
     quiet: bool,
 ) -> None:
-    """Compile a library on this machine; it need not have the GPUs.
+    """Compile a library on this machine, which does not need the GPUs.
 
     Needs nvcc (CUDA_HOME, PATH, pip's packages, /usr/local/cuda) and a C++ compiler, and takes some minutes for all
     architectures. If --output is outside the package, TOPW_CUDA_LIBRARY must name the library of --cuda; the Python
@@ -84,7 +84,7 @@ def build(
     --dynamicPlugins and C++ hosts.
     """
     if cuda == (tensorrt_root is not None):
-        raise click.UsageError("say what to build: either --cuda or --tensorrt-root DIR.")
+        raise click.UsageError("give what to build: either --cuda or --tensorrt-root DIR.")
     from topw_deploy.plugins import architectures
     from topw_deploy.plugins.compile_cuda import CompiledLibrary, compile_cuda
     from topw_deploy.plugins.compile_tensorrt import CompiledPlugin, compile_tensorrt
@@ -104,7 +104,7 @@ def build(
 
 @contextlib.contextmanager
 def _shown(quiet: bool) -> Iterator[Callable[[Compiling], object]]:
-    """On terminals, rewrite one line; else a line per architecture."""
+    """Show progress: on terminals, one line that is rewritten; otherwise a line per architecture."""
     if quiet:
         yield lambda _state: None
     elif sys.stderr.isatty():

@@ -12,13 +12,13 @@ from topw_deploy.progress import SILENT, Advance, Progress
 
 
 def phase(line: str) -> None:
-    """Print a phase."""
+    """Print the line of a phase."""
     tell(line)
 
 
 @contextlib.contextmanager
 def bar(total: int, unit: str) -> Iterator[Advance]:
-    """A bar on terminals; none without tqdm, from [export]."""
+    """A progress bar on terminals; none without tqdm, which the extra [export] installs."""
     if importlib.util.find_spec("tqdm") is None:
         yield lambda _parts: None
         return
@@ -29,5 +29,5 @@ def bar(total: int, unit: str) -> Iterator[Advance]:
 
 
 def progress(quiet: bool) -> Progress:
-    """Progress with or without `--quiet`."""
+    """The progress callbacks of a command; silent if `quiet`."""
     return SILENT if quiet else Progress(phase, bar)

@@ -1,4 +1,4 @@
-"""Read JSON-lines prompts, checking all before running any."""
+"""Read prompts from JSON lines; all are checked before any is run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FORM = 'write "text", {"prompt": "text"}, {"prompt_ids": [1, 2]} or {"messages"
 class PromptLine:
     """One prompt.
 
-    index: from 0, without blank lines.
-    where: line, for messages.
-    parameters: checked, with the command line's.
+    index: position in the file, from 0, not counting blank lines.
+    where: the line, for messages.
+    parameters: checked parameters of the line and the command line.
     """
 
     index: int
@@ -40,7 +40,7 @@ class PromptLine:
         return int(self.parameters.get("num_return_sequences", 1))
 
     def request(self, limits: Mapping[str, Any]) -> str:
-        """Digest of the answer's inputs, except model and seed."""
+        """Digest of everything that determines the answer, except model and seed."""
         asked = [self.id, self.kind, self.prompt, self.parameters, limits]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -50,9 +50,9 @@ def prompt_lines(
 ) -> list[PromptLine]:
     """Read the prompts of a file.
 
-    given: parameters for all, overridden by each line's.
-    chat: a text is the user's message, after `system`.
-    Raises ParameterError for `given`, PromptError for bad lines or no prompts.
+    given: parameters for all prompts, which those of a line override.
+    chat: a text is the user's message, after the system message `system`.
+    Raises ParameterError for an invalid `given`, PromptError for a malformed line or a file without prompts.
     """
     checked = _checked(given)
     found: list[PromptLine] = []
@@ -79,7 +79,7 @@ def user_messages(system: str | None, text: str) -> list[dict[str, str]]:
 
 
 def _object(text: str, place: str) -> dict[str, Any]:
-    """A string is a prompt."""
+    """Parse a line; a string becomes an object with that prompt."""
     try:
         value: Any = json.loads(text, object_pairs_hook=_without_repetition)
     except PromptError as error:
@@ -93,7 +93,7 @@ def _object(text: str, place: str) -> dict[str, Any]:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise PromptError(f"{place} holds half of a surrogate pair, which is no character; remove it.") from None
+        raise PromptError(f"{place} has half of a surrogate pair, which is not a character; remove it.") from None
     return value
 
 
@@ -101,7 +101,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
-            raise PromptError(f"names {name!r:.60} twice; leave one of them out.")
+            raise PromptError(f"has {name!r:.60} twice; remove one of them.")
         result[name] = value
     return result
 
@@ -115,7 +115,7 @@ def _prompt(value: dict[str, Any]) -> tuple[str, Any]:
         raise PromptError(f"{count} given; {_FORM}.")
     kind, prompt = _ALIASES.get(given[0], given[0]), value[given[0]]
     if kind == "prompt" and not isinstance(prompt, str):
-        raise PromptError(f"prompt is {prompt!r:.60}, but must be a text; token ids are given as prompt_ids.")
+        raise PromptError(f"prompt is {prompt!r:.60}, but must be a text; give token ids as prompt_ids.")
     if kind == "prompt_ids" and not _are(prompt, int):
         raise PromptError(f"{given[0]} is {prompt!r:.60}, but must be a list of integers.")
     if kind == "messages" and not (_are(prompt, dict) and prompt):
@@ -128,14 +128,14 @@ def _are(value: Any, kind: type) -> bool:
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check parameters for one row; returns canonical names."""
-    # import late, to refuse files without waiting for onnxruntime
+    """Check the parameters of one row; returns them by canonical name."""
+    # Import late, so that a bad file is refused without waiting for onnxruntime.
     from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names
 
     known = {**PARAMETERS, **REQUEST_PARAMETERS}
     named = check_names(given)
     for name in _OBJECTS & named.keys():
-        raise ParameterError(f"{name} has no place here; give parameters by their own names.")
+        raise ParameterError(f"{name} is not allowed here; give each parameter by its own name.")
     return {name: known[name].parse(name, value) for name, value in named.items()}
 
 

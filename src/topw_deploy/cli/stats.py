@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option(
     "--prompt-file",
     type=click.Path(path_type=Path, allow_dash=True),
-    help="Read prompts from a file (UTF-8, one a line); - is standard input.",
+    help="Read prompts from a file (UTF-8, one per line); - is standard input.",
 )
 @click.option(
     "--prompts-jsonl",
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     "--sweep",
     metavar="NAME=V1,V2,...",
     multiple=True,
-    help="Compare these values of a Top-W parameter side by side. Repeat it for every combination.",
+    help="Compare these values of a Top-W parameter. Repeat the option to compare every combination.",
 )
 @click.option(
     "--tokens", type=click.IntRange(min=0), default=10, show_default=True, help="Maximum number of tokens per list."
@@ -120,7 +120,7 @@ def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None
 
 
 def _write(summaries: list[Summary], folder: Path, values: dict[str, Any], json_file: Path | None) -> None:
-    """Print before writing: a full disk must not lose the tables."""
+    """Print the tables, then write files, so that a full disk does not lose the tables."""
     from topw_deploy.stats.table import lines
 
     if str(json_file) != "-":

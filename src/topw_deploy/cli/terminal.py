@@ -1,6 +1,6 @@
-"""All printing: `say` writes results to stdout, `tell` others to stderr.
+"""Print for the commands: `say` writes results to stdout, `tell` writes everything else to stderr.
 
-Escapes control characters, so that models, files and arguments cannot control the terminal.
+Both escape control characters, so that models, files and arguments cannot control the terminal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def tell(*lines: object, end: str = "\n") -> None:
 
 
 def rewrite_line(line: str) -> None:
-    """Replace stderr's last line."""
+    """Replace the last line on stderr."""
     sys.stderr.write(f"\r{printable(line)}\033[K")
     sys.stderr.flush()
 
@@ -49,7 +49,7 @@ class GeneratedText:
 
     def __init__(self) -> None:
         self._escapes = sys.stdout.isatty()
-        self._held = ""  # CR, possibly of CR LF
+        self._held = ""  # a CR that may be the first half of CR LF
 
     def add(self, text: str) -> None:
         if not self._escapes:
@@ -77,5 +77,5 @@ def prepare() -> bool:
     if sys.stdout is None:
         return False
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # if the encoding lacks a character
+        sys.stdout.reconfigure(errors="replace")  # for characters the encoding lacks
     return True

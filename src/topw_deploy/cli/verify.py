@@ -18,15 +18,15 @@ from topw_deploy.progress import Progress
 @click.command(name="verify", context_settings=CONTEXT)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
-    "--source", default=None, metavar="MODEL", help="What to compare with.  [default: what the manifest names]"
+    "--source", default=None, metavar="MODEL", help="Model to compare with.  [default: the manifest's source]"
 )
 @click.option("--hashes-only", is_flag=True, help="Compare the files with the manifest and run nothing.")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that the source brings along.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the source.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code: bool, as_json: bool) -> None:
-    """Compare the files of OUT with its manifest, and its graph with the model it was made from.
+    """Compare the files of OUT with its manifest, and its graph with the model it was exported from.
 
-    What cannot be checked here (no torch, the source is gone) is named with its reason; it does not fail.
+    A check that cannot run here (no torch, the source is gone) is listed with the reason and does not fail.
     """
     from topw_deploy.errors import ManifestError, TopWError
     from topw_deploy.manifest import check_hashes, load_manifest
@@ -34,7 +34,7 @@ def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code:
     try:
         manifest = load_manifest(out)
         if manifest.verification.status == "provisional":
-            raise ManifestError(f"{out} is an export whose verification never ended; export the model again.")
+            raise ManifestError(f"{out} is an export whose verification did not finish; export the model again.")
         check_hashes(out, manifest)
         tell(f"  -[✓] {len(manifest.files)} files have the manifest's sizes and SHA-256")
         result: dict[str, Any] = {
@@ -53,7 +53,7 @@ def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code:
         say_json(result, indent=2)
     elif not failed:
         done = f"{len(result['checks'])} checks passed, {len(result['skipped'])} not compared"
-        say(f"{out} is whole; {done}")
+        say(f"{out} is intact; {done}")
     if failed:
         raise click.ClickException(f"{len(failed)} checks failed (first: {failed[0]}); export the model again.")
 

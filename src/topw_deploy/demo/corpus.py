@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Tests, applications' internals, generated tables, installed packages.
+# Folders left out: tests, internals of applications, generated tables, installed packages.
 SKIPPED_FOLDERS = frozenset(
     {
         "__pycache__",
@@ -34,7 +34,7 @@ SKIPPED_FOLDERS = frozenset(
         "tests",
     }
 )
-# Built in: importable on every platform without running code.
+# Built-in modules: importable on every platform without running their code.
 CORE_MODULES = ("builtins", "_functools", "_io", "gc", "itertools", "sys", "time")
 SHORTEST_DOCUMENT = 60  # characters
 LONGEST_SIGNATURE = 400  # characters; longer ones are mostly tables
@@ -63,14 +63,15 @@ class Corpus:
 
 
 def gather_corpus() -> Corpus:
-    """Cleaned, deduplicated and split."""
+    """The documentation, cleaned, deduplicated and split into training and held-out documents."""
     return split([*topic_sections(), *core_docstrings(), *library_docstrings()])
 
 
 def split(documents: Iterable[str]) -> Corpus:
-    """Drop stubs and exact copies; hold out by hash documents that share no long paragraph with another.
+    """Drop short documents and exact copies; hold out some documents, chosen by hash.
 
-    Topics overlap and modules copy docstrings; a copy in the training text would invalidate the held-out loss.
+    A held-out document shares no long paragraph with another one. Topics overlap and modules copy docstrings; a copy in
+    the training text would invalidate the held-out loss.
     """
     kept = [d for d in dict.fromkeys(documents) if len(d) >= SHORTEST_DOCUMENT]
     uses = Counter(paragraph for document in kept for paragraph in set(long_paragraphs(document)))
@@ -80,7 +81,7 @@ def split(documents: Iterable[str]) -> Corpus:
 
 
 def is_chosen(document: str) -> bool:
-    """Whether the hash falls into the first HELD_OUT_PERCENT of 100 slots."""
+    """Whether the document is held out: its hash falls into the first HELD_OUT_PERCENT of 100 slots."""
     digest = hashlib.sha256(document.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
 
@@ -105,7 +106,7 @@ def split_sections(text: str) -> Iterator[str]:
 
 
 def core_docstrings() -> Iterator[str]:
-    """CORE_MODULES as Python stubs."""
+    """The docstrings of CORE_MODULES, each module as a Python stub."""
     for module in CORE_MODULES:
         for name, value in sorted(vars(importlib.import_module(module)).items()):
             if inspect.isclass(value) and value.__name__ == name:
@@ -153,7 +154,7 @@ def _module_documents(tree: ast.Module, name: str) -> Iterator[str]:
 
 
 def _definition(node: _Definition, indent: str) -> str:
-    """Empty if undocumented."""
+    """A class or function with its docstring; "" if it has none."""
     doc = ast.get_docstring(node)
     inner = indent + "    "
     members = []

@@ -14,7 +14,7 @@ SPECIAL_TOKENS = (BOS, EOS, PAD)  # ids 0, 1, 2
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn merges from `documents`. Encoding prepends BOS but does not append EOS.
 
-    vocab_size: includes three special tokens and 256 bytes, so no byte is unknown.
+    vocab_size: includes three special tokens and the 256 bytes, so that no byte is unknown.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -30,7 +30,7 @@ from topw_deploy.demo.tokenizer import BOS, EOS, PAD, tokenizer_config, train_to
 
 @dataclass(frozen=True)
 class Recipe:
-    """Determines the weights, with corpus and library versions."""
+    """Settings that, with the corpus and the library versions, determine the weights."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -67,7 +67,7 @@ def pack(documents: Sequence[str], tokenizer: Tokenizer) -> list[torch.Tensor]:
 
 
 def batches(documents: list[torch.Tensor], recipe: Recipe) -> Iterator[torch.Tensor]:
-    """Endless int64 [batch, context + 1], shuffled every epoch."""
+    """Endless training batches, int64 [batch, context + 1], shuffled every epoch."""
     rng = np.random.default_rng(recipe.seed)
     rows: list[torch.Tensor] = []
     width = recipe.context + 1
@@ -93,7 +93,7 @@ def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, documents: Sequence[str], tokenizer: Tokenizer, recipe: Recipe) -> HeldOut:
-    """float32 loss in windows of the context. Bytes are UTF-8."""
+    """The held-out loss in float32, over windows of the context's length. Bytes are those of the UTF-8 text."""
     stream = torch.cat(pack(documents, tokenizer))
     bos = model.config.bos_token_id
     losses, scored = 0.0, 0
@@ -225,7 +225,7 @@ def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[st
             "train": _extent(corpus.train, tokenizer),
             "held_out": _extent(corpus.held_out, tokenizer),
         },
-        "minutes": minutes,  # limit
+        "minutes": minutes,  # the limit
         "steps": curve[-1]["step"],
         "held_out_loss": final.loss,
         "held_out_bits_per_byte": final.bits_per_byte,
@@ -271,10 +271,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m topw_deploy.demo.train", description="Train the demo model on this Python's documentation."
     )
     parser.add_argument("--output", type=Path, default=Path("demo-model"), help="folder (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="end training by then (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="maximum training time (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: all (%(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: all (%(default)s)"
+    )
     parser.add_argument(
         "--precision",
         choices=("bfloat16", "float32"),
@@ -282,7 +284,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of matrix products in training; float32 suits processors without bfloat16 (default: %(default)s)",
     )
     parser.add_argument("--compile", action="store_true", help="use torch.compile; needs a C++ compiler")
-    parser.add_argument("--plot", type=Path, help="write the loss curve to this picture (.png)")
+    parser.add_argument("--plot", type=Path, help="draw the loss curve to this file (.png)")
     return parser.parse_args(arguments)
 
 

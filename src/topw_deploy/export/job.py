@@ -18,7 +18,7 @@ class Job:
     """One export in progress.
 
     finished: stages completed before an interruption.
-    memory: peak per stage.
+    memory: peak resident memory of each stage.
     started: time.monotonic().
     """
 

@@ -56,7 +56,7 @@ def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportR
         decoder, verification = _verify(job, decoder, manifest, staged)
         save_manifest(staged.path, replace(manifest, decoder=decoder.info, verification=verification))
         report = decoder_report(job, decoder, sizes_in(staged.path), job.memory.peaks, verification)
-        progress.say(f"Moving it to {request.output}")
+        progress.say(f"Moving the finished folder to {request.output}")
         staged.commit()
     return report
 
@@ -115,8 +115,8 @@ def _trace_decoder(job: Job) -> Decoder:
     weights = job.request.weights
     if weights.hard_link:
         raise ParameterError(
-            "hard_link shares the data files of an ONNX decoder, but the weights of this model are written anew; "
-            "leave --hard-link out.",
+            "hard_link shares the data files of an ONNX decoder, but this model is a checkpoint, whose weights are "
+            "written anew; leave --hard-link out.",
             "hard_link",
         )
     from topw_deploy.export.trace.decoder import traced_decoder
@@ -127,12 +127,12 @@ def _trace_decoder(job: Job) -> Decoder:
     if stored is not None and stored.integers and weights.torch_dtype != "float32":
         raise ParameterError(
             f"compute_dtype is {weights.compute_dtype!r}, but {job.source.id} holds {stored.name} "
-            "codes, which are kept for products in fp32 only; leave --compute-dtype out.",
+            "codes, which can be kept only with compute_dtype 'fp32'; leave --compute-dtype out.",
             "compute_dtype",
         )
     decoder = traced_decoder(job)
     chosen = weights.quantisation
-    job.progress.say(f"Replacing products and embedding by {chosen.dtype}")
+    job.progress.say(f"Quantising products and embedding to {chosen.dtype}")
     rows = PackedRows.of(job.source.folder)
     notices = quantise(decoder.model, chosen, rows, cut=job.request.graph.num_hidden_layers is not None)
     if stored is not None and not stored.integers:
@@ -186,7 +186,7 @@ def _copy_data(job: Job, decoder: Decoder, folder: Path, advance: Callable[[int]
 def _verify(
     job: Job, decoder: Decoder, manifest: DecoderManifest, staged: StagedFolder
 ) -> tuple[Decoder, Verification]:
-    """Disables padding if its check fails."""
+    """Verify the written files; if only padding fails, the returned decoder does not allow it."""
     verification, may_pad = Verification(status="skipped"), not decoder.foreign
     if job.request.verify:
         from topw_deploy.export.verification import verify_in_subprocess
@@ -197,7 +197,7 @@ def _verify(
             verify = partial(verify_in_subprocess, job, staged.path)
         else:
             decoder = decoder.noting(
-                f"memory does not suffice to verify all {decoder.info.num_layers} layers, which takes about "
+                f"there is too little memory to verify all {decoder.info.num_layers} layers, which takes about "
                 f"{decimal_size(verification_bytes(decoder))}: the first {layers} were exported alone and verified"
             )
             job.progress.say(f"Verifying the first {layers} layers")

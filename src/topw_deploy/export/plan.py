@@ -25,10 +25,10 @@ _QUANTISING = {"int4": 12.0, "int8": 6.5}  # peak memory per byte of codes (meas
 class Plan:
     """Resources for writing a graph.
 
-    files: name -> bytes, without some small files.
-    shared: bytes in hard links.
-    beside: bytes of temporary verification files.
-    slots: weight locations.
+    files: name -> bytes; some small files are left out.
+    shared: bytes in hard links, which need no space.
+    beside: bytes of temporary files for verification.
+    slots: locations of the weights.
     memory: stage -> estimated peak resident bytes.
     """
 

@@ -45,6 +45,7 @@ class GraphOptions:
     kv: static or concat cache; default static where supported.
     max_length: capacity of tensorrt's static cache in tokens, a multiple of 64; default the model's context, at most
     4,096. 0: chosen at run time (onnxruntime only).
+    window_cache: whether layers with a sliding window keep only its tokens (onnxruntime's static cache); default true.
     num_hidden_layers: export only the first layers.
     Raises ParameterError for invalid values or combinations.
     """
@@ -53,6 +54,7 @@ class GraphOptions:
     opset: int | None = None
     kv: str | None = None
     max_length: int | None = None
+    window_cache: bool | None = None
     num_hidden_layers: int | None = None
 
     def __post_init__(self) -> None:
@@ -72,9 +74,13 @@ class GraphOptions:
             raise ParameterError(
                 "max_length fixes the static cache of tensorrt; leave it out for others.", "max_length"
             )
+        if self.window_cache and (self.target == "tensorrt" or self.kv == "concat"):
+            raise ParameterError(
+                "window_cache is for onnxruntime's static cache; leave it out for others.", "window_cache"
+            )
         if self.max_length is not None and (self.max_length < 0 or self.max_length % 64):
             raise ParameterError(
-                f"max_length is {self.max_length}, but must be a multiple of 64, or 0 to leave it to onnxruntime.",
+                f"max_length is {self.max_length}, but must be a multiple of 64, or 0 to choose it at run time.",
                 "max_length",
             )
         if self.num_hidden_layers is not None and self.num_hidden_layers < 1:
@@ -144,8 +150,8 @@ class WeightOptions:
             given = {"compute_dtype": self.compute_dtype, **given}
         if given:
             raise ParameterError(
-                f"{next(iter(given))} is an option of quantised weights, but dtype is {self.dtype or 'fp32'}; "
-                "give --dtype int4 or int8, or leave it out.",
+                f"{next(iter(given))} is an option for quantised weights, but dtype is {self.dtype or 'fp32'}; "
+                "give --dtype int4 or int8, or leave the option out.",
                 next(iter(given)),
             )
         return None
@@ -185,8 +191,8 @@ class ExportRequest:
 
     model: hub id, folder, ONNX file or `demo`.
     tokenizer: folder with tokenizer and configuration, if the model lacks them.
-    resume: continue an interrupted export; if interrupted, keep files.
-    dry_run: write nothing.
+    resume: continue an interrupted export; if interrupted again, keep the files.
+    dry_run: write nothing, only estimate sizes.
     overwrite: replace an earlier export.
     verify: compare graph and model before the folder appears.
     keep_failed: keep a failed export as `output`.failed.
@@ -225,7 +231,7 @@ class ExportRequest:
         for name, value in traced.items():
             if value is not None:
                 raise ParameterError(
-                    f"{name} is {value!r}, but {file} is an ONNX decoder that exists already; leave "
+                    f"{name} is {value!r}, but {file} is already an ONNX decoder; leave "
                     f"--{name.replace('_', '-')} out or export from the original model.",
                     name,
                 )
@@ -257,7 +263,7 @@ def grouped(kind: type[Request], values: dict[str, Any]) -> Request:
 def with_preset(
     preset: str, parameters: dict[str, float], options: dict[str, object]
 ) -> tuple[TopWParameters, TopWOptions]:
-    """Parameters and options of `preset` with overrides."""
+    """The parameters and options of `preset`, with `parameters` and `options` replacing its values."""
     if preset not in PRESETS:
         raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(PRESETS)}.", "preset")
     base_parameters, base_options = PRESETS[preset]
@@ -272,6 +278,7 @@ class ExportReport:
 
     sizes: file -> bytes.
     memory: stage (graph, writing, verification) -> peak resident bytes, estimated in a dry run.
+    states: see DecoderInfo.state_bytes.
     """
 
     output: Path
@@ -288,3 +295,4 @@ class ExportReport:
     notices: tuple[str, ...] = ()
     sizes: dict[str, int] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    states: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -57,9 +57,7 @@ class SamplerRequest:
                 "with_logits keeps a decoder's logits, but this export has no decoder; leave it out.", "with_logits"
             )
         if self.model is not None and self.embeddings is not None:
-            raise ParameterError(
-                "a model and an embeddings file are both given; give the one whose table is meant.", "embeddings"
-            )
+            raise ParameterError("a model and an embeddings file are both given; give only one of them.", "embeddings")
         if self.model is None and self.embeddings is None:
             metric = self.sampler.options.metric
             if metric != "uniform":
@@ -97,7 +95,7 @@ def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> Expo
     if sampler.options.metric == "uniform" or table is None:
         table, geometry = None, Geometry.uniform()
     else:
-        progress.say(f"Measuring {vocab} embeddings")
+        progress.say(f"Computing statistics of {vocab} embeddings")
         geometry = Geometry.from_embeddings(table[:vocab], sampler.options.metric)
     spec = sampler_spec(request, vocab, table)
     model = sampler_model(spec, table, geometry, measure_for(sampler.neighbour_bound, request.dry_run, progress))
@@ -163,7 +161,7 @@ def ir_version(opset: int) -> int:
 
 
 def _table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
-    """Casts float64 to float32, the graph's type."""
+    """The embedding table (None without one) and its source; float64 is cast to float32, the graph's type."""
     if request.embeddings is not None:
         table, source = embeddings_of_file(request.embeddings), Source(str(request.embeddings), "local", Path())
     elif request.model is not None:
@@ -189,7 +187,7 @@ def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry) -> Veri
     if outcome.failed:
         check = outcome.failed[0]
         raise VerificationError(
-            f"{check.name} differ from the reference by {check.difference:g}, allowed are {check.bound:g} "
+            f"{check.name} differ from the reference by {check.difference:g}, but at most {check.bound:g} is allowed "
             f"({check.detail}); report this with the options used."
         )
     return outcome.verification()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 MANIFEST_NAME = "topw_manifest.json"
@@ -13,6 +15,7 @@ FORMAT_VERSION = 1
 KV_FORMS = ("concat", "static", "shared")
 TARGETS = ("onnxruntime", "tensorrt")
 STATUSES = ("provisional", "passed", "partial", "skipped")
+STATE_KINDS = ("full", "window", "latent", "convolution", "recurrent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +36,106 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A tensor that a layer keeps between calls: graph input `past`, output `present`, [batch, *shape].
+
+    layer: the layer that writes it.
+    kind: one of STATE_KINDS.
+        full: keys or values of all tokens.
+        window: of the last `window` tokens.
+        latent: keys and values of all tokens, compressed.
+        convolution: the last columns of a causal convolution's input.
+        recurrent: the state of a recurrence.
+        All but `full` and `latent` have a fixed size and start as zeros.
+    dtype: lower-case ONNX element type.
+    shape: of one row. 0 is the axis of tokens, in at most one place.
+    window: of the kind `window`, tokens that a query sees, itself included; else 0. The operator evicts tokens by their
+        number, counting padding, so rows of a call must have equal lengths.
+    shared_by: later layers that read it too.
+    """
+
+    layer: int
+    kind: str
+    past: str
+    present: str
+    dtype: str
+    shape: tuple[int, ...]
+    window: int = 0
+    shared_by: tuple[int, ...] = ()
+
+    @property
+    def grows(self) -> bool:
+        """Whether its size depends on the number of tokens."""
+        return 0 in self.shape
+
+    def sized(self, tokens: int) -> tuple[int, ...]:
+        """Shape of a row with room for `tokens` tokens."""
+        return tuple(tokens if size == 0 else size for size in self.shape)
+
+    def row_bytes(self, tokens: int) -> int:
+        """Bytes of a row with room for `tokens` tokens."""
+        return math.prod(self.sized(tokens)) * element_bytes(self.dtype)
+
+
+def key_value_states(
+    layer: int,
+    dtype: str,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    window: int = 0,
+    shared_by: tuple[int, ...] = (),
+) -> tuple[State, State]:
+    """The keys and values of an attention layer, each [batch, heads, tokens, dim].
+
+    window: number of tokens kept; 0 for all.
+    """
+
+    def state(part: str, dim: int) -> State:
+        return State(
+            layer=layer,
+            kind="window" if window else "full",
+            past=f"past_key_values.{layer}.{part}",
+            present=f"present.{layer}.{part}",
+            dtype=dtype,
+            shape=(heads, window, dim),
+            window=window,
+            shared_by=shared_by,
+        )
+
+    return state("key", key_dim), state("value", value_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderInfo:
     """How the runtime drives the decoder (docs/contract/graph.md, section 8).
 
-    kv_form: one of KV_FORMS. `concat`: past in, past and new tokens out. `static`: one in-place buffer, lengths per
-    row. `shared`: such a buffer in another exporter's graph, with attention_mask.
-    num_kv_heads, head_dim: one per layer.
-    kv_dtype: the cache's ONNX element type, "float" or "float16".
+    kv_form: one of KV_FORMS. `concat`: past in, past plus new tokens out. `static`: one buffer updated in place, with
+    the length of each row. `shared`: such a buffer in another exporter's graph, with attention_mask.
+    states: what the layers keep between calls, in layer order.
+    kv_dtype: ONNX element type of keys and values, "float" or "float16".
     context_length: maximum tokens of a sequence.
     left_padding, right_padding: whether batches can be padded on that side (`concat` left, `shared` right, `static`
     neither: it has row lengths).
     attention: operator that reads the cache, "GroupQueryAttention", "Attention" or "", for information.
-    ragged_chunks: whether batch rows can take several tokens each after a past. If not: only into an empty cache,
-    singly, or row by row.
-    buffer_step: 0 if a step's cost is independent of buffer length; otherwise buffers have the smallest sufficient
-    multiple.
-    buffer_least: minimum buffer tokens, 0 for any. Operators with a sliding window in the buffer refuse shorter ones.
+    ragged_chunks: whether all rows of a batch can take several tokens after a past in one run. If not, a run takes
+    several tokens only into an empty cache or for a single row.
+    most_columns: maximum tokens per row and call, 0 for any.
+    buffer_step: 0 if a step's cost does not depend on the buffer length; otherwise buffers have the smallest sufficient
+    multiple of it as length.
+    buffer_least: minimum tokens of a buffer, 0 for any. Operators whose sliding window lies in the buffer refuse
+    shorter ones.
     target: one of TARGETS.
+    least_onnxruntime: first version that runs the graph, such as "1.29"; "" for any supported one.
     weights: bytes of initializers by element type.
-    quantisation: fields of export.quantise.Quantisation, {} if not by this package.
+    quantisation: fields of export.quantise.Quantisation, {} if this package did not quantise.
     """
 
     model_type: str
     kv_form: str
     num_layers: int
-    num_kv_heads: tuple[int, ...]
-    head_dim: tuple[int, ...]
+    states: tuple[State, ...]
     kv_dtype: str
     context_length: int
     left_padding: bool
@@ -66,11 +143,33 @@ class DecoderInfo:
     attention: str = ""
     right_padding: bool = False
     ragged_chunks: bool = True
+    most_columns: int = 0
     buffer_step: int = 0
     buffer_least: int = 0
     target: str = "onnxruntime"
+    least_onnxruntime: str = ""
     weights: dict[str, int] = field(default_factory=dict)
     quantisation: dict[str, Any] = field(default_factory=dict)
+
+    def state_bytes(self) -> dict[str, tuple[int, int]]:
+        """Kind -> bytes of a row whatever its length, and bytes per token. Only kinds that there are."""
+        found: dict[str, tuple[int, int]] = {}
+        for kind in STATE_KINDS:
+            states = [state for state in self.states if state.kind == kind and state.dtype in ELEMENT_TYPES]
+            fixed = sum(state.row_bytes(0) for state in states)
+            if states:
+                found[kind] = fixed, sum(state.row_bytes(1) for state in states) - fixed
+        return found
+
+    @property
+    def evicts(self) -> bool:
+        """Whether prompts of different lengths must be read one by one (see State.window)."""
+        return any(state.window for state in self.states)
+
+    @property
+    def recurs(self) -> bool:
+        """Whether a token, once read, cannot be overwritten: a state of fixed size has absorbed it."""
+        return any(not state.grows for state in self.states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +182,7 @@ class SamplerInfo:
     table_form: str  # "" for the uniform metric
     options: TopWOptions
     outputs: tuple[str, ...]
-    neighbour_bound: bool = False  # in node input 13
+    neighbour_bound: bool = False  # whether the node has it, as input 13
 
     @property
     def geometry(self) -> tuple[str, int | None]:
@@ -93,7 +192,7 @@ class SamplerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Largest difference and its bound."""
+    """A comparison's largest difference and its bound."""
 
     name: str
     passed: bool
@@ -124,8 +223,8 @@ class Verification:
 
     status: one of STATUSES. "provisional": unverified, does not load. "passed": all checks ran and passed. "partial":
     something was not compared, or a failed check limits use (see its detail). "skipped": not requested.
-    checks: can fail.
-    not_compared: any makes the status "partial".
+    checks: comparisons that can fail.
+    not_compared: if there are any, the status is "partial".
     notes: do not affect the status.
     """
 

@@ -1,4 +1,4 @@
-"""Read JSON values by type and range. Raises ValueError naming value and bound."""
+"""Check the types and ranges of JSON values. Raises ValueError naming the value and the bound."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 _MOST_TEXT = 1 << 16  # characters
-_MOST_DIGITS = 400  # of an integer: more parse in quadratic time and fit no field
+_MOST_DIGITS = 400  # of an integer; longer ones take quadratic time to parse and fit no field
 _SHOWN = 60
 _REQUIRED: Any = object()
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -57,7 +57,7 @@ def text(name: str, value: object) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError(f"{name} is {shown(value)}, which holds half a surrogate pair") from None
+        raise ValueError(f"{name} is {shown(value)}, which has half of a surrogate pair") from None
     return value
 
 
@@ -83,7 +83,7 @@ def mapping(name: str, value: object) -> dict[str, Any]:
 
 
 class Fields:
-    """Typed access to a JSON object. name: for messages."""
+    """Typed access to the fields of a JSON object. name: for messages."""
 
     def __init__(self, name: str, data: object) -> None:
         self._name, self._data = name, mapping(name, data)
@@ -96,7 +96,7 @@ class Fields:
         return self
 
     def given(self, known: Collection[str]) -> dict[str, Any]:
-        """Present fields among `known`."""
+        """The fields among `known` that the object has."""
         return {name: self._data[name] for name in known if name in self._data}
 
     def value(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -146,7 +146,7 @@ class Fields:
 
 
 def _no_number(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _bounded_integer(digits: str) -> int:

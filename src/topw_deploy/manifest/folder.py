@@ -32,7 +32,7 @@ def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
     except FileNotFoundError:
         raise ManifestError(f"{folder} has no {MANIFEST_NAME}: it is not a finished export; run topw-export.") from None
     except NotADirectoryError:
-        raise ManifestError(f"{folder} is a file; give the folder around it, which holds {MANIFEST_NAME}.") from None
+        raise ManifestError(f"{folder} is a file; give the folder that holds {MANIFEST_NAME}.") from None
     except NotRegularError as error:
         raise ManifestError(
             f"{path} is {error.kind}, not a regular file; copy the file itself there, or export the model again."
@@ -40,7 +40,7 @@ def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
     except OSError as error:
         raise ManifestError(f"{path} cannot be read: {error.strerror or error}.") from None
     except ValueError as error:  # path that no system call accepts
-        raise ManifestError(f"{str(path)!r} is no path ({error}); give the folder that topw-export wrote.") from None
+        raise ManifestError(f"{str(path)!r} is not a path ({error}); give the folder that topw-export wrote.") from None
     if len(raw) > _MOST_BYTES:
         raise ManifestError(
             f"{path} is larger than {_MOST_BYTES} bytes, so it is not a manifest; export the model again."
@@ -57,15 +57,15 @@ def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
 
 
 def load_decoder_manifest(folder: str | Path) -> DecoderManifest:
-    """Like `load_manifest`; also raises ManifestError without decoder."""
+    """Like `load_manifest`; also raises ManifestError if the folder has no decoder."""
     manifest = load_manifest(folder)
     if not isinstance(manifest, DecoderManifest):
-        raise ManifestError(f"{folder} holds a sampler without a decoder; give the folder of a whole model.")
+        raise ManifestError(f"{folder} holds a sampler without a decoder; give the folder of an exported model.")
     return manifest
 
 
 def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
-    """Open a listed file, checking the open file's size and kind.
+    """Open a listed file and check the size and kind of the open file.
 
     Raises ManifestError if it is missing, unreadable, resized, not regular, or linked.
     """
@@ -97,7 +97,7 @@ def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
 
 
 def check_hashes(folder: str | Path, manifest: Manifest) -> None:
-    """Check listed SHA-256. Raises ManifestError for the first unequal or unreadable file."""
+    """Check the listed SHA-256 values. Raises ManifestError for the first file that differs or cannot be read."""
     for name, entry in manifest.files.items():
         try:
             with open_listed(Path(folder), name, entry) as stream:
@@ -114,7 +114,7 @@ def check_hashes(folder: str | Path, manifest: Manifest) -> None:
 def describe_files(
     folder: str | Path, names: Iterable[str], known: dict[str, str] | None = None
 ) -> dict[str, FileEntry]:
-    """Hash and size of named files. known: SHA-256 by name."""
+    """Hash and size of the named files. known: SHA-256 values already computed, by name."""
     folder, known = Path(folder), known or {}
     return {
         name: FileEntry(known.get(name) or sha256_of(folder / name), (folder / name).stat().st_size)
@@ -129,13 +129,13 @@ def save_manifest(folder: str | Path, manifest: Manifest) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a regular file. Raises OSError for others and links."""
+    """Hexadecimal SHA-256 of a regular file. Raises OSError for links and other kinds of file."""
     with open_regular(path) as stream:
         return sha256_of_stream(stream)
 
 
 def sha256_of_stream(stream: BinaryIO) -> str:
-    """Hexadecimal SHA-256 of the rest of a file."""
+    """Hexadecimal SHA-256 of a file from its current position."""
     digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
     while size := stream.readinto(block):  # type: ignore[attr-defined]  # hashlib.file_digest needs Python 3.11
         digest.update(block[:size])
@@ -143,7 +143,7 @@ def sha256_of_stream(stream: BinaryIO) -> str:
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Graphs can name any file there as weights, and some onnxruntime versions open any kind."""
+    """Refuse special files: a graph can name any file as weights, and some onnxruntime versions open any kind."""
     try:
         for path, kind in special_files(folder, deep=True, without=_ENGINES):
             raise ManifestError(

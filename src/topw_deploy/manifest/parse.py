@@ -5,6 +5,7 @@ Bounds far exceed any model; they prevent huge allocations and integers that no 
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import fields
 from typing import Any
@@ -13,6 +14,7 @@ from topw_deploy.errors import ManifestError
 from topw_deploy.manifest.contents import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    STATE_KINDS,
     STATUSES,
     TARGETS,
     Check,
@@ -23,6 +25,7 @@ from topw_deploy.manifest.contents import (
     Note,
     SamplerInfo,
     SamplerManifest,
+    State,
     TensorSpec,
     Verification,
 )
@@ -38,11 +41,14 @@ from topw_deploy.sampling.parameters import (
 )
 
 MOST_LAYERS = 4096
-MOST_HEADS = MOST_HEAD_DIM = 1 << 16
+MOST_STATE_SIZE = 1 << 24  # of an axis
+_MOST_STATES = 4 * MOST_LAYERS
+_MOST_AXES = 4  # without the batch
 MOST_TOKENS = (1 << 31) - 1  # context; operators count in 32 bits
 MOST_BUFFER = 1 << 22  # allocated for any request
 MOST_VOCABULARY = MOST_WIDTH = 1 << 24
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
+_VERSION = re.compile(r"\d{1,4}\.\d{1,4}")
 _SCALARS = (str, int, float, type(None))
 
 
@@ -134,7 +140,7 @@ def _sampler(data: Fields) -> SamplerInfo:
 
 
 def _defaults(data: Fields) -> TopWParameters:
-    """The graph takes defaults in float32."""
+    """The default parameters, which must be valid in float32, the graph's type."""
     data.only(PARAMETER_NAMES)
     given = {name: data.real(name) for name in data.given(PARAMETER_NAMES)}
     found = TopWParameters(**given)
@@ -149,17 +155,12 @@ def _defaults(data: Fields) -> TopWParameters:
 def _decoder(data: Fields) -> DecoderInfo:
     data.only(_names(DecoderInfo))
     layers = data.whole("num_layers", 1, MOST_LAYERS)
-    heads = tuple(whole("decoder.num_kv_heads", n, 1, MOST_HEADS) for n in data.listing("num_kv_heads"))
-    dims = tuple(whole("decoder.head_dim", n, 1, MOST_HEAD_DIM) for n in data.listing("head_dim"))
-    if not len(heads) == len(dims) == layers:
-        raise ValueError(f"decoder has {layers} layers but {len(heads)} head counts and {len(dims)} head sizes")
     weights = data.mapping("weights")
     return DecoderInfo(
         model_type=data.text("model_type"),
         kv_form=data.text("kv_form"),
         num_layers=layers,
-        num_kv_heads=heads,
-        head_dim=dims,
+        states=_states(data, layers),
         kv_dtype=data.text("kv_dtype"),
         context_length=data.whole("context_length", 1, MOST_TOKENS),
         left_padding=data.flag("left_padding"),
@@ -167,11 +168,45 @@ def _decoder(data: Fields) -> DecoderInfo:
         attention=data.text("attention"),
         right_padding=data.flag("right_padding"),
         ragged_chunks=data.flag("ragged_chunks"),
+        most_columns=data.whole("most_columns", 0, MOST_TOKENS),
         buffer_step=data.whole("buffer_step", 0, MOST_BUFFER),
         buffer_least=data.whole("buffer_least", 0, MOST_BUFFER),
         target=data.one_of("target", TARGETS),
+        least_onnxruntime=_version(data.text("least_onnxruntime")),
         weights={kind: whole(f"weights {kind}", count, 0, _INT64) for kind, count in weights.items()},
         quantisation=_quantisation(data.mapping("quantisation")),
+    )
+
+
+def _version(given: str) -> str:
+    if given and not _VERSION.fullmatch(given):
+        raise ValueError(f"decoder.least_onnxruntime is {shown(given)}, not a version such as 1.29")
+    return given
+
+
+def _states(data: Fields, layers: int) -> tuple[State, ...]:
+    found = tuple(_state(given, layers) for given in data.objects("states", _names(State)))
+    if not 1 <= len(found) <= _MOST_STATES:
+        raise ValueError(f"decoder.states has {len(found)} entries, not 1 to {_MOST_STATES}")
+    names = [name for state in found for name in (state.past, state.present)]
+    if len(set(names)) != len(names):
+        raise ValueError("decoder.states names a tensor twice")
+    return found
+
+
+def _state(data: Fields, layers: int) -> State:
+    shape = tuple(whole("an axis of a state", size, 0, MOST_STATE_SIZE) for size in data.listing("shape"))
+    if not 1 <= len(shape) <= _MOST_AXES or shape.count(0) > 1:
+        raise ValueError(f"a state has the shape {shown(list(shape))}, not 1 to {_MOST_AXES} axes, one of tokens (0)")
+    return State(
+        layer=data.whole("layer", 0, layers - 1),
+        kind=data.one_of("kind", STATE_KINDS),
+        past=data.text("past"),
+        present=data.text("present"),
+        dtype=data.text("dtype"),
+        shape=shape,
+        window=data.whole("window", 0, MOST_TOKENS),
+        shared_by=tuple(whole("a layer of shared_by", layer, 0, layers - 1) for layer in data.listing("shared_by")),
     )
 
 
@@ -242,7 +277,7 @@ def _check(index: int, data: object) -> Check:
 
 
 def _safe_name(name: str) -> str:
-    """Refuses `..`, absolute paths and drives."""
+    """Return `name`; raises ValueError for `..`, absolute paths and drives."""
     parts = name.split("/")
     if not name or "\\" in name or ":" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ManifestError(

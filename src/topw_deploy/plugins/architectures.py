@@ -16,7 +16,7 @@ NATIVE = "native"
 
 
 def parse(text: str) -> tuple[str, ...]:
-    """Split a list at commas, semicolons or spaces into "87" or NATIVE. Raises ParameterError."""
+    """Split a list at commas, semicolons or spaces into "87" or NATIVE. Raises ParameterError for other words."""
     words = re.split(r"[,;\s]+", text.strip(",; \t\n"))
     return tuple(map(_one, words))
 
@@ -28,7 +28,7 @@ def _one(word: str) -> str:
     if number is None:
         known = ", ".join(f"sm_{known}" for known in ARCHITECTURES)
         raise ParameterError(
-            f"{word!r} is no architecture; write 87, sm_87, 8.7 or {NATIVE} (this machine's GPU). Known: {known}."
+            f"{word!r} is not an architecture; write 87, sm_87, 8.7 or {NATIVE} (this machine's GPU). Known: {known}."
         )
     return number[1] or number[2] + number[3]
 

@@ -1,6 +1,6 @@
 """Compile the CUDA library with nvcc and the C++ compiler.
 
-The CUDA runtime is static and loads the driver on first use, so the library loads anywhere.
+The CUDA runtime is linked statically and loads the driver on first use, so the library loads on any machine.
 """
 
 from __future__ import annotations
@@ -66,13 +66,15 @@ def compile_cuda(
     architectures: 87 for sm_87; default: all of ARCHITECTURES nvcc supports. The newest is also kept as PTX, for newer
         GPUs.
     say: called with one line per phase.
-    watch: called with nvcc's state.
+    watch: called with the compilation's state.
 
-    Raises PluginError if a tool or architecture is missing or fails; a previous file then stays.
+    Raises PluginError if a tool or architecture is missing or fails; an earlier file then stays.
     """
     started = time.perf_counter()
     if sys.platform != "linux":
-        raise PluginError(f"the CUDA library is built on Linux, and this is {sys.platform}; models run their function.")
+        raise PluginError(
+            f"the CUDA library is built only on Linux, and this is {sys.platform}; models run the node's function."
+        )
     output = shared_library.PACKAGED_CUDA if output is None else output
     check_place(output)
     toolkit = find_toolkit()
@@ -103,7 +105,7 @@ def find_toolkit() -> Toolkit:
     for compiler in _candidates():
         return _toolkit(compiler)
     raise PluginError(
-        "there is no nvcc in CUDA_HOME, on PATH, in this environment or in /usr/local/cuda; install the CUDA toolkit, "
+        "there is no nvcc in CUDA_HOME, PATH, this environment or /usr/local/cuda; install the CUDA toolkit, "
         f"or run: pip install {PIP_PACKAGES}"
     )
 
@@ -114,7 +116,7 @@ def _candidates() -> Iterator[Path]:
         if named:
             compiler = Path(named) / "bin" / "nvcc"
             if not compiler.is_file():
-                raise PluginError(f"{name} is {named!r}, where there is no bin/nvcc; correct it, or unset it.")
+                raise PluginError(f"{name} is {named!r}, which has no bin/nvcc; correct or unset it.")
             yield compiler
     on_path = shutil.which("nvcc")
     if on_path:
@@ -132,7 +134,7 @@ def _toolkit(compiler: Path) -> Toolkit:
     # nvcc may be a script or a link; --dryrun prints its toolkit's folder.
     top = re.search(r"^#\$ TOP=(.+)$", _output(compiler, "--dryrun", "-x", "cu", "-E", os.devnull), re.MULTILINE)
     if version is None or top is None or not architectures:
-        raise PluginError(f"{compiler} is no nvcc that this topw_deploy understands; name another with CUDA_HOME.")
+        raise PluginError(f"{compiler} is not a supported nvcc; give another with CUDA_HOME.")
     libraries = _folder(compiler, Path(top[1].strip()), ("lib64", "lib"), "libcudart_static.a")
     headers = _folder(compiler, Path(top[1].strip()), ("include",), "cuda_runtime_api.h")
     return Toolkit(compiler, version[1], architectures, libraries, headers)
@@ -144,7 +146,7 @@ def _folder(compiler: Path, top: Path, names: Sequence[str], file: str) -> Path:
         for name in names:
             if (root / name / file).is_file():
                 return (root / name).resolve()
-    raise PluginError(f"{compiler} comes without {file}; run: pip install {PIP_PACKAGES}")
+    raise PluginError(f"the toolkit of {compiler} lacks {file}; run: pip install {PIP_PACKAGES}")
 
 
 def _output(compiler: Path, *arguments: str) -> str:
@@ -152,7 +154,7 @@ def _output(compiler: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise PluginError(f"{compiler} cannot be run ({error}); name another with CUDA_HOME.") from None
+        raise PluginError(f"{compiler} cannot be run ({error}); give another with CUDA_HOME.") from None
     return done.stdout + done.stderr
 
 
@@ -164,8 +166,8 @@ def choose_architectures(toolkit: Toolkit, asked: Sequence[int]) -> tuple[int, .
         if number not in toolkit.architectures or number < ARCHITECTURES[0]:
             known = ", ".join(str(number) for number in toolkit.architectures if number >= ARCHITECTURES[0])
             raise PluginError(
-                f"nvcc {toolkit.version} does not compile these kernels for sm_{number}: it can for {known}; choose "
-                "among those, or install another CUDA."
+                f"nvcc {toolkit.version} does not compile these kernels for sm_{number}, only for {known}; choose one "
+                "of those, or install another CUDA."
             )
     return tuple(sorted(set(asked)))
 
@@ -219,7 +221,7 @@ def nvcc_flags() -> list[str]:
     compiler = compile_native.find_compiler()
     if len(compiler) > 1:
         words = " ".join(compiler)
-        raise compile_native.NotBuiltError(f"nvcc takes one program as its C++ compiler, and CXX is {words}")
+        raise compile_native.NotBuiltError(f"nvcc needs a single program as its C++ compiler, but CXX is {words}")
     return [*FLAGS, f"-ccbin={compiler[0]}", f"-Xcompiler={','.join(_HOST_FLAGS)}"]
 
 
@@ -234,4 +236,4 @@ def _check(library: Path) -> None:
     try:
         shared_library.CudaLibrary(library)
     except OSError as error:
-        raise compile_native.NotBuiltError(f"what was compiled does not load ({error})") from None
+        raise compile_native.NotBuiltError(f"the compiled library does not load ({error})") from None

@@ -20,8 +20,8 @@ from topw_deploy.files import replacing
 SOURCES = Path(__file__).with_name("native")
 LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform, "libtopw.so")
 
-# Each instruction set's files enable it; dispatch is at run time. No fused multiply-adds: decisions round alike on
-# every processor.
+# Files for an instruction set enable it themselves; dispatch is at run time. There are no fused multiply-adds, so that
+# decisions round alike on every processor.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off")
 # Link the C++ library statically, with hidden symbols.
 _LINUX = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
@@ -42,7 +42,7 @@ def compile_native(output: Path) -> None:
     try:
         _compile(output)
     except NotBuiltError:
-        output.unlink(missing_ok=True)  # may be of other sources
+        output.unlink(missing_ok=True)  # may be built from other sources
         raise
 
 
@@ -59,7 +59,7 @@ def _compile(output: Path) -> None:
         library = Path(scratch) / output.name
         run([*compiler, *FLAGS, *linker_flags(compiler), "-shared", *sources, "-lm", "-o", str(library)])
         if not library.is_file() or not library.stat().st_size:
-            raise NotBuiltError(f"{compiler[0]} said nothing and wrote no library")
+            raise NotBuiltError(f"{compiler[0]} reported no error but wrote no library")
         put(library, output)
 
 
@@ -92,15 +92,15 @@ def find_compiler() -> list[str]:
         try:
             words = shlex.split(named)
         except ValueError as error:
-            raise NotBuiltError(f"CXX is {named!r}, which is no command line ({error})") from None
+            raise NotBuiltError(f"CXX is {named!r}, which is not a command line ({error})") from None
         if not words or not shutil.which(words[0]):
-            raise NotBuiltError(f"CXX is {named!r}, and there is no such program; name another, or unset it")
+            raise NotBuiltError(f"CXX is {named!r}, and there is no such program; correct or unset it")
         return words
     for name in _COMPILERS:
         path = shutil.which(name)
         if path:
             return [path]
-    raise NotBuiltError("there is no C++ compiler (install one, or name it with CXX)")
+    raise NotBuiltError("no C++ compiler was found (install one, or set CXX)")
 
 
 def linker_flags(compiler: Sequence[str]) -> list[str]:
@@ -127,7 +127,7 @@ def run(command: Sequence[str]) -> None:
     except (OSError, ValueError) as error:
         raise NotBuiltError(f"{command[0]} cannot be run ({error})") from None
     except subprocess.TimeoutExpired:
-        raise NotBuiltError(f"{command[0]} did not end within {TIMEOUT} s") from None
+        raise NotBuiltError(f"{command[0]} did not finish within {TIMEOUT} s") from None
     if done.returncode != 0:
         raise NotBuiltError(complaint(command, done.stderr or done.stdout))
 

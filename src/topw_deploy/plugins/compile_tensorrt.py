@@ -29,7 +29,7 @@ SOURCE = Path(__file__).with_name("tensorrt") / "topw_plugin.cpp"
 PACKAGED = Path(__file__).with_name("libtopw_tensorrt.so")
 """The library's default path."""
 VARIABLE = "TOPW_TENSORRT_LIBRARY"
-"""The variable that names another library; none is ever loaded from a model's folder."""
+"""The environment variable for another library's path. Libraries are never loaded from a model's folder."""
 
 HEADERS = ("include", "include/x86_64-linux-gnu", "include/aarch64-linux-gnu", ".")
 """Folders of NvInferRuntime.h below TensorRT's: in its archive, in Debian's packages (/usr), in a headers folder."""
@@ -61,11 +61,13 @@ def compile_tensorrt(
     root: TensorRT's folder, see HEADERS. TensorRT is not linked.
     architectures, say, watch: see compile_cuda.
 
-    Raises PluginError if headers or tools are missing, too old or fail; a previous file stays.
+    Raises PluginError if headers or tools are missing, too old or fail; an earlier file then stays.
     """
     started = time.perf_counter()
     if sys.platform != "linux":
-        raise PluginError(f"the plugin is built on Linux, and this is {sys.platform}; TensorRT inlines the function.")
+        raise PluginError(
+            f"the plugin is built only on Linux, and this is {sys.platform}; TensorRT inlines the node's function."
+        )
     headers, version = find_headers(root)
     output = PACKAGED if output is None else output
     check_place(output)
@@ -103,12 +105,12 @@ def find_headers(root: Path) -> tuple[Path, str]:
             if version < OLDEST:
                 raise PluginError(
                     f"{folder} has the headers of TensorRT {'.'.join(map(str, version))}, but "
-                    f"{'.'.join(map(str, OLDEST))} or newer are needed; name a newer one with --tensorrt-root."
+                    f"{'.'.join(map(str, OLDEST))} or newer are needed; give a newer one with --tensorrt-root."
                 )
             return folder, ".".join(map(str, version))
     raise PluginError(
-        f"{root} has no NvInferRuntime.h in {', '.join(HEADERS)}; name the folder that TensorRT was unpacked into, or "
-        "/usr where it was installed by the system (libnvinfer-headers-dev)."
+        f"{root} has no NvInferRuntime.h in {', '.join(HEADERS)}; give the folder that TensorRT was unpacked into, or "
+        "/usr if it was installed as a system package (libnvinfer-headers-dev)."
     )
 
 
@@ -124,6 +126,6 @@ def _version(folder: Path) -> tuple[int, ...]:
         value = defined.get(name, "")
         value = defined.get(value, value)
         if not value.isdigit():
-            raise PluginError(f"{folder / 'NvInferVersion.h'} names no {name}; install TensorRT again.")
+            raise PluginError(f"{folder / 'NvInferVersion.h'} does not define {name}; install TensorRT again.")
         found.append(int(value))
     return tuple(found)

@@ -1,6 +1,6 @@
 """The CUDA sampler from Python: cuda/topw_cuda.h over device addresses.
 
-In the emulated build an address is a numpy array's.
+In the emulated build, addresses are those of numpy arrays.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Shape(Structure):
 
 @dataclass(frozen=True)
 class CudaShape:
-    """Upper bounds of calls. edits: per row. table: only sizes and types count; None for `uniform`."""
+    """Upper bounds of calls. edits: per row. table: only its sizes and types matter; None for `uniform`."""
 
     options: TopWOptions
     batch: int
@@ -63,10 +63,10 @@ class CudaKernel:
             self._declare()
             version = self.handle.topw_cuda_abi_version()
         except (OSError, AttributeError) as error:
-            raise PluginError(f"{path} is no library with the CUDA kernels ({error}); build it again.") from None
+            raise PluginError(f"{path} is not a library with the CUDA kernels ({error}); build it again.") from None
         if version != CUDA_ABI_VERSION:
             raise PluginError(
-                f"{path} has the CUDA interface {version}, this topw_deploy speaks {CUDA_ABI_VERSION}; "
+                f"{path} has CUDA interface version {version}, but {CUDA_ABI_VERSION} is needed; "
                 "build it again with `topw plugins build --cuda`."
             )
 

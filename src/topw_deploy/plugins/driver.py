@@ -37,7 +37,7 @@ def look() -> Driver:
     try:
         driver = ctypes.CDLL(LIBRARY)
     except OSError:
-        return Driver(None, (), f"there is no NVIDIA driver ({LIBRARY} is not there)")
+        return Driver(None, (), f"there is no NVIDIA driver ({LIBRARY} was not found)")
     version = ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(version))
     cuda = f"{version.value // 1000}.{version.value % 1000 // 10}"

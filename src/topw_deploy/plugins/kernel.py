@@ -65,7 +65,7 @@ class Kernel:
             self._library = ctypes.CDLL(str(path))
             self._declare()
         except (OSError, AttributeError) as error:
-            raise ProviderError(f"{path} is not a native sampler that opens here ({error}); {_cure(path)}.") from error
+            raise ProviderError(f"{path} cannot be loaded as the native sampler ({error}); {_cure(path)}.") from error
         version = self._library.topw_abi_version()
         if version != ABI_VERSION:
             raise ProviderError(f"{path} has interface version {version}, but {ABI_VERSION} is needed; {_cure(path)}.")
@@ -91,7 +91,7 @@ class Kernel:
         """Switch the process to another instruction set. Raises ParameterError if unavailable."""
         if self._library.topw_use_instruction_set(name.encode()) != 0:
             raise ParameterError(
-                f"instruction set {name!r} is not available here; {self.instruction_set!r} is, and so is 'generic'."
+                f"instruction set {name!r} is not available here; use {self.instruction_set!r} or 'generic'."
             )
 
     def sample(
@@ -111,7 +111,7 @@ class Kernel:
         table: None for the uniform metric.
         mass, keep_mask: also return these.
 
-        Invalid rows: docs/contract/graph.md, section 7. Raises ParameterError for unfit arguments, MemoryError.
+        For invalid rows see docs/contract/graph.md, section 7. Raises ParameterError for unfit arguments, MemoryError.
         """
         call = self.prepare(logits, columns, options, table, edits, mass=mass, keep_mask=keep_mask)
         call()
@@ -164,7 +164,7 @@ class KernelCall:
         self._outputs = samples.struct()
         self._workspace = library.topw_workspace_create()
         if not self._workspace:
-            raise MemoryError("no memory for the sampler's workspace")
+            raise MemoryError("there is no memory for the sampler's workspace")
         self._arguments = (byref(self._options), byref(self._table) if self._table is not None else None)
 
     def __call__(self) -> None:
@@ -181,7 +181,7 @@ class KernelCall:
 
 def _cure(path: str | Path) -> str:
     named = variable_naming(Path(path))
-    return f"{named} names it: unset that, or name a library of this topw_deploy" if named else "build it again"
+    return f"{named} selects it: unset it, or give a library of this version" if named else "build it again"
 
 
 def inputs_struct(

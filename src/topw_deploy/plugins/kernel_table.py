@@ -33,7 +33,9 @@ class KernelBlocks:
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or self.element not in ("uint8", "uint4", "int4"):
-            raise ParameterError(f"blocks are of {self.bits} bits in {self.element}; 4 or 8 in uint8, uint4, int4 are.")
+            raise ParameterError(
+                f"blocks have {self.bits} bits in {self.element}, but must have 4 or 8 bits in uint8, uint4 or int4."
+            )
         if self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise ParameterError(f"block_size is {self.block_size}, but must be a power of two, at least 16.")
         if self.scales.dtype not in (np.float32, np.float16) or not self.scales.flags.c_contiguous:
@@ -49,7 +51,7 @@ class KernelBlocks:
             raise ParameterError(f"scales have shape {self.scales.shape}, but must be [{len(rows)}, {blocks}].")
         packed = -(-len(rows) * blocks // 2) if self.element != "uint8" else len(rows) * -(-blocks * self.bits // 8)
         if self.zero_points is not None and self.zero_points.size != packed:
-            raise ParameterError(f"there are {self.zero_points.size} bytes of zero points, but must be {packed}.")
+            raise ParameterError(f"zero points have {self.zero_points.size} bytes, but must have {packed}.")
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class KernelTable:
 
     @classmethod
     def from_geometry(cls, geometry: Geometry, neighbour_bound: ArrayLike | None = None) -> KernelTable | None:
-        """A geometry's table, statistics rounded to float32 as in a graph; None for the uniform metric."""
+        """A geometry's table, with statistics rounded to float32 as in a graph; None for the uniform metric."""
         if geometry.table is None or geometry.mean is None or geometry.inverse_std is None:
             return None
         bound = None if neighbour_bound is None else np.ascontiguousarray(neighbour_bound, dtype=np.float32)
@@ -94,7 +96,7 @@ class KernelTable:
 
     @property
     def hidden(self) -> int:
-        """Coordinates of a row."""
+        """Number of coordinates of a row."""
         packed = 8 // self.blocks.bits if self.blocks is not None else 1
         return int(self.rows.shape[1]) * packed
 

@@ -1,4 +1,4 @@
-"""Run nvcc on the kernels and track which architectures are assembling or done.
+"""Run nvcc on the kernels and track which architectures are being assembled or done.
 
 nvcc --verbose prints commands before running them. ptxas takes most of the time, once per architecture, and writes its
 output at its end.
@@ -76,7 +76,7 @@ def run(command: Sequence[str], total: int, watch: Watch) -> None:
                 _add_finished(reader, done)
                 watch(_state(reader, done, total, started))
                 if time.perf_counter() - started > TIMEOUT:
-                    raise NotBuiltError(f"{command[0]} did not end within {TIMEOUT} s")
+                    raise NotBuiltError(f"{command[0]} did not finish within {TIMEOUT} s")
         except BaseException:
             process.terminate()
             raise

@@ -38,14 +38,14 @@ def library_path(kind: Kind = "cpu") -> Path | None:
 def why_absent(kind: Kind = "cpu") -> str:
     """Why `library_path` is None, as a clause; "" if it is not."""
     if os.environ.get("TOPW_NATIVE") == "0":
-        return "TOPW_NATIVE=0 switches it off"
+        return "TOPW_NATIVE=0 disables it"
     path = _named(kind)
     if path.is_file():
         return ""
     if path is not _packaged(kind):
-        return f"{_VARIABLES[kind]} names {path}, which is no file"
+        return f"{_VARIABLES[kind]} is {path}, which is not a file"
     if kind == "cuda":
-        return f"it was not built here ({path.name} is not in {path.parent}; `topw plugins build --cuda` makes it)"
+        return f"it was not built here ({path.name} is not in {path.parent}; `topw plugins build --cuda` builds it)"
     return f"this installation was built without it ({path.name} is not in {path.parent})"
 
 
@@ -65,7 +65,7 @@ def _packaged(kind: Kind) -> Path:
 
 
 class Library:
-    """The loaded library, for opening sessions. Raises OSError if the file is no such library."""
+    """The loaded library, for opening sessions. Raises OSError if the file is not such a library."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,14 +79,14 @@ class Library:
         except AttributeError:
             raise OSError(f"{path} is not a library of topw_deploy") from None
         if version != ABI_VERSION:
-            raise OSError(f"{path} has the interface {version}, this topw_deploy speaks {ABI_VERSION}")
+            raise OSError(f"{path} has interface version {version}, but {ABI_VERSION} is needed")
         self._show.argtypes, self._show.restype = [ctypes.c_int], None
         self._kernels.restype = ctypes.c_int64
         self._knows.argtypes = [ctypes.c_char_p]
         self._set.restype = ctypes.c_char_p
         asked = os.environ.get("TOPW_INSTRUCTION_SET")
         if asked and asked not in (self.instruction_set, "generic"):  # else the library would silently use the best
-            raise OSError(f"TOPW_INSTRUCTION_SET is {asked!r}, which this processor or {path.name} does not have")
+            raise OSError(f"TOPW_INSTRUCTION_SET is {asked!r}, which this processor or {path.name} does not support")
 
     @property
     def instruction_set(self) -> str:
@@ -99,7 +99,7 @@ class Library:
 
     @property
     def kernels(self) -> int:
-        """Nodes assigned to the operator by sessions of this thread."""
+        """Number of nodes that sessions of this thread assigned to the operator."""
         return int(self._kernels())
 
     def show(self, shown: bool) -> None:
@@ -108,7 +108,7 @@ class Library:
 
 
 class CudaLibrary(Library):
-    """The loaded CUDA library; needs no driver. Raises OSError if the file is no such library.
+    """The loaded CUDA library; needs no driver. Raises OSError if the file is not such a library.
 
     architectures: ascending, 87 for sm_87; the library also has PTX of the last.
     """
@@ -123,7 +123,7 @@ class CudaLibrary(Library):
         except AttributeError:
             raise OSError(f"{path} has no CUDA kernels") from None
         if version != CUDA_ABI_VERSION:
-            raise OSError(f"{path} has the CUDA interface {version}, this topw_deploy speaks {CUDA_ABI_VERSION}")
+            raise OSError(f"{path} has CUDA interface version {version}, but {CUDA_ABI_VERSION} is needed")
         architectures.restype = ctypes.c_char_p
         self.architectures = tuple(int(number) for number in architectures().decode("ascii").split("."))
 

@@ -60,7 +60,7 @@ def cpu_library() -> CpuStatus:
 
 def _unloadable(path: Path, kind: shared_library.Kind, error: OSError) -> str:
     named = shared_library.variable_naming(path, kind)
-    return f"{f'the library that {named} names' if named else 'it'} does not load ({error})"
+    return f"{f'the library of {named}' if named else 'it'} does not load ({error})"
 
 
 def cuda_library(found: driver.Driver) -> CudaStatus:
@@ -83,10 +83,10 @@ def tensorrt_library() -> TensorRTStatus:
     path = compile_tensorrt.installed()
     if path is None:
         return TensorRTStatus(
-            None, "it was not built here (`topw plugins build --tensorrt-root DIR` makes it, for C++)"
+            None, "it was not built here (`topw plugins build --tensorrt-root DIR` builds it, for C++)"
         )
     if not path.is_file():
-        return TensorRTStatus(None, f"{compile_tensorrt.VARIABLE} names {path}, which is no file")
+        return TensorRTStatus(None, f"{compile_tensorrt.VARIABLE} is {path}, which is not a file")
     return TensorRTStatus(str(path), "")
 
 

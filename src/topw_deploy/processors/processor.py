@@ -27,7 +27,8 @@ from topw_deploy.sampling.torch import TensorCrop, TensorGeometry, crop_rows
 Source = Any
 """A transformers model, its embedding module, a table [V, d], a `TensorGeometry`, or None for the uniform metric."""
 
-# Embedding module -> metric -> (state of the table, its geometry). Cached: the statistics read the whole table twice.
+# Embedding module -> metric -> (state of the table, its geometry). Cached because computing the statistics reads the
+# whole table twice.
 _KNOWN: WeakKeyDictionary[nn.Module, dict[str, tuple[tuple[int, int], TensorGeometry]]] = WeakKeyDictionary()
 
 
@@ -48,7 +49,7 @@ class Choices(TypedDict, total=False):
 
 
 class TopWLogitsProcessor(LogitsProcessor):
-    """Masks every token outside the crop with -inf. For `generate(logits_processor=...)`:
+    """Set the score of every token outside the crop to -inf. For `generate(logits_processor=...)`:
 
         topw = TopWLogitsProcessor(model, lam=1.0, temperature=0.8)
         model.generate(**inputs, **topw.generate_arguments(), max_new_tokens=64)
@@ -74,8 +75,9 @@ class TopWLogitsProcessor(LogitsProcessor):
             `uniform`.
         preset: "paper" (default), "released" or "lively"; `choices` override it.
         neighbour_bound: float32 [V], see `crop_rows`.
-        temperature: of the draw; also pass it to `generate`.
-        selection_temperature: chooses the crop; default `temperature`. Alone, allows any temperature of `generate`.
+        temperature: temperature of the draw; `generate` must get the same.
+        selection_temperature: temperature for choosing the crop; default `temperature`. If only this one is given,
+            `generate` may have any temperature.
         """
         given = canonical_names(choices, (*PARAMETER_NAMES, *OPTION_NAMES))
         name = "paper" if preset is None else preset
@@ -137,13 +139,15 @@ class TopWLogitsProcessor(LogitsProcessor):
 
 
 def geometry_of(source: Source, metric: str) -> TensorGeometry:
-    """The geometry of a model's input embeddings, cached per module until its table changes.
+    """The geometry of a model's input embeddings, cached for each module until its table changes.
 
     Raises ParameterError for a source without embeddings and for a geometry of another metric.
     """
     if isinstance(source, TensorGeometry):
         if source.metric != metric:
-            raise ParameterError(f"the metric is {metric}, but a {source.metric} geometry was given; pass its own.")
+            raise ParameterError(
+                f"the metric is {metric}, but a {source.metric} geometry was given; give one of that metric."
+            )
         return source
     if metric == "uniform":
         return TensorGeometry.uniform()

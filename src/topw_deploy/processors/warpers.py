@@ -1,7 +1,8 @@
 """Refuse warpers of `generate` that would change Top-W's result.
 
-`generate` appends its own warpers (by default top-k 50) without telling processors. They are in the
-`LogitsProcessorList` that calls the processor, so it is read from that frame. Other callers are not checked.
+`generate` appends its own warpers (by default top-k 50), which processors cannot see. They are in the
+`LogitsProcessorList` that calls the processor, so that list is read from the calling frame. Other callers are not
+checked.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from topw_deploy.errors import ParameterError
 
-# Warpers that cut the crop: class name -> (generate's argument, attribute, value that cuts nothing). By name: some
-# transformers versions lack some of them.
+# Warpers that cut the crop: class name -> (generate's argument, attribute, value that cuts nothing). Found by name,
+# because some transformers versions lack some of them.
 _CUTTING = {
     "TopKLogitsWarper": ("top_k", "top_k", 0),
     "TopPLogitsWarper": ("top_p", "top_p", 1.0),
@@ -27,14 +28,14 @@ _CUTTING = {
 }
 
 
-_CALLS_BETWEEN = 4  # a subclass may call its parent
+_CALLS_BETWEEN = 4  # frames to search: a subclass may call its parent
 
 
 def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: FrameType | None) -> None:
     """Check the list that calls `processor`, and the list's caller.
 
-    temperature: required for the draw; None for any.
-    frame: of the caller of `processor.__call__`.
+    temperature: what the draw's temperature must be; None for any.
+    frame: the frame of the caller of `processor.__call__`.
     Raises ParameterError for beam search, a later warper that removes tokens and another temperature.
     """
     warpers = None
@@ -59,8 +60,8 @@ def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: 
             drawn_at *= warper.temperature
     if temperature is not None and drawn_at != temperature:
         raise ParameterError(
-            f"generate draws at temperature {drawn_at}, but the processor was told {temperature}; give both the same "
-            f"(with do_sample=True), or give the processor selection_temperature alone."
+            f"generate draws at temperature {drawn_at}, but the processor has {temperature}; give both the same "
+            f"(with do_sample=True), or give the processor only selection_temperature."
         )
 
 
@@ -73,7 +74,7 @@ def _refuse_cutting(warper: LogitsProcessor) -> None:
         return
     default = " (its default)" if (name, value) == ("top_k", 50) else ""
     raise ParameterError(
-        f"generate applies {name}={value} behind Top-W{default}, which would cut the crop again; pass "
+        f"generate applies {name}={value} after Top-W{default}, which would cut the crop again; pass "
         f"{name}={neutral}, or **processor.generate_arguments()."
     )
 

@@ -1,4 +1,4 @@
-"""Runs exported models with numpy, onnxruntime, tokenizers and jinja2.
+"""Run exported models with numpy, onnxruntime, tokenizers and jinja2.
 
 model, sampler, results: public classes.
 prompts, parameters, generation_config, request: request validation.

@@ -1,7 +1,7 @@
-"""A streamer receives tokens; stopping criteria end a sequence.
+"""Callbacks of a request: a streamer receives tokens, stopping criteria end a sequence.
 
-They may be transformers' or have the same interface; plain criteria take only token ids. Imports neither torch nor
-transformers.
+They may be transformers' own or have the same interface; other criteria are functions of the token ids. This module
+imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from topw_deploy.errors import ParameterError
 
 Criterion: TypeAlias = Callable[[np.ndarray], object]
-"""Token ids with prompt, int64 [T] -> whether the sequence ends."""
+"""A function of the token ids, int64 [T] with the prompt: whether the sequence ends."""
 
 
 class Streamer(Protocol):
-    """transformers' BaseStreamer: `put` takes the prompt, int64 [1, S], then each token, int64 [1]."""
+    """Like transformers' BaseStreamer: `put` takes the prompt, int64 [1, S], then each token, int64 [1]."""
 
     def put(self, value: np.ndarray, /) -> object: ...
     def end(self) -> object: ...
@@ -77,7 +77,7 @@ class Watch:
         if not isinstance(answer, bool):
             raise ParameterError(
                 f"stopping_criteria: {name_of(criterion)} returned a {type(answer).__name__}, but must return True or "
-                "False for the one sequence that it was given."
+                "False for its one sequence."
             )
         return answer
 
@@ -91,32 +91,32 @@ def check_streamer(name: str, value: Any) -> Streamer:
     _check_object(name, value)
     if not callable(getattr(value, "put", None)) or not callable(getattr(value, "end", None)):
         raise ParameterError(
-            f"{name} is a {type(value).__name__}, but must have the methods put and end, as transformers' TextStreamer."
+            f"{name} is a {type(value).__name__}, but must have methods put and end, like transformers' TextStreamer."
         )
     streamer: Streamer = value
     return streamer
 
 
 def check_criteria(name: str, value: Any) -> tuple[Criterion, ...]:
-    """Raises ParameterError for a criterion not callable with token ids alone."""
+    """Raises ParameterError for a criterion that cannot be called with token ids alone."""
     criteria = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for criterion in criteria:
         _check_object(name, criterion)
         if not callable(criterion):
             raise ParameterError(
-                f"{name} has a {type(criterion).__name__}, but must be a function of the token ids, or a list of such."
+                f"{name} has a {type(criterion).__name__}, but must be a function of token ids, or a list of functions."
             )
         if not _is_transformers(criterion) and not _takes_ids_alone(criterion):
             raise ParameterError(
                 f"{name}: {name_of(criterion)} cannot be called with the token ids alone; remove its other arguments, "
-                "or derive it from transformers' StoppingCriteria."
+                "or make it a subclass of transformers' StoppingCriteria."
             )
     return criteria
 
 
 @contextmanager
 def ending(streamer: Any) -> Iterator[None]:
-    """End `streamer` if the block fails, or its reader would wait forever."""
+    """End `streamer` if the block fails; otherwise its reader would wait forever."""
     try:
         yield
     except BaseException:
@@ -127,7 +127,7 @@ def ending(streamer: Any) -> Iterator[None]:
 
 def _check_object(name: str, value: object) -> None:
     if isinstance(value, type):
-        raise ParameterError(f"{name} is the class {value.__name__}; give an object of it.")
+        raise ParameterError(f"{name} is the class {value.__name__}; give an instance of it.")
 
 
 def _is_transformers(criterion: object) -> bool:

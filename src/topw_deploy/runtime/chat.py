@@ -1,6 +1,6 @@
 """Chat templates: Jinja2 programs that render messages to a prompt.
 
-Untrusted: they run in Jinja's immutable sandbox, with bounds (`template.meter`), on plain copies of data.
+Templates are untrusted: they run in Jinja's immutable sandbox, with bounds (`template.meter`), on plain copies of data.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 
 
 class ChatTemplate:
-    """A compiled template. Raises TokenizerError if invalid.
+    """A compiled template. Raises TokenizerError for an invalid template.
 
-    name: its file, for errors.
+    name: the template's file, for messages.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], name: str = TEMPLATE_FILE) -> None:
@@ -45,14 +45,14 @@ class ChatTemplate:
     ) -> str:
         """Render `messages`, each with `role` and `content`.
 
-        variables: others, such as `tools` and `enable_thinking`.
+        variables: other variables of the template, such as `tools` and `enable_thinking`.
 
         Raises PromptError for malformed or rejected messages, TokenizerError for a template that exceeds its bounds.
         """
         if not messages or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
             raise PromptError("messages must be a non-empty list of mappings with a 'role' and a 'content'.")
         if taken := sorted(variables.keys() & self._special_tokens.keys()):
-            raise PromptError(f"the variable {taken[0]!r} has its value from the tokenizer; leave it out.")
+            raise PromptError(f"the variable {taken[0]!r} is set by the tokenizer; remove it.")
         given = {"tools": None, "documents": None, **variables, "messages": messages}
         plain = {name: _plain(value) for name, value in given.items()}
         values = {**self._special_tokens, **plain, "add_generation_prompt": add_generation_prompt}
@@ -84,13 +84,13 @@ def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | N
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Copy to plain types: the template can call no other methods."""
+    """Copy to plain types, so that the template cannot call methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if depth >= DEPTH:
-        raise PromptError(f"messages hold lists or mappings more than {DEPTH} deep; flatten them.")
+        raise PromptError(f"messages have lists or mappings nested more than {DEPTH} deep; flatten them.")
     if isinstance(value, Mapping):
         return {str(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

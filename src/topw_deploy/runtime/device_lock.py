@@ -14,8 +14,8 @@ from contextlib import contextmanager
 class DeviceLock:
     """Shared and exclusive use of a device.
 
-    using: hold for every run, copy, allocation and release. Reentrant: garbage collection may close a session during a
-        run.
+    using: held for every run, copy, allocation and release. Reentrant, because garbage collection may close a session
+        during a run.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class DeviceLock:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Hold while opening a session, which may take minutes: a later step is captured instead."""
+        """Hold while opening a session. As that may take minutes, captures do not wait: a later step is captured."""
         with self._changed:
             self._wait_for_captures()
             self._openings += 1
@@ -60,7 +60,7 @@ class DeviceLock:
     def capturing(self) -> Iterator[bool]:
         """Hold for a capturing run, without holding `using`.
 
-        While a session is opening, yields False with shared use.
+        While a session is opening, yields False and holds only shared use.
         """
         alone = self._begin_capture()
         if not alone:
@@ -94,7 +94,7 @@ class DeviceLock:
 
 
 class Using:
-    """`with lock.using:`, reentrant, shared by threads."""
+    """The context of `with lock.using:`, reentrant and shared by threads."""
 
     def __init__(self, lock: DeviceLock) -> None:
         self._lock = lock
@@ -115,6 +115,6 @@ _registry = threading.Lock()
 
 
 def device_lock(device: tuple[str, int]) -> DeviceLock:
-    """`with lock.using:`, reentrant."""
+    """The lock of a device (kind, number), one per process."""
     with _registry:
         return _locks.setdefault(device, DeviceLock())

@@ -1,6 +1,6 @@
 """Seeds and uniform numbers (docs/contract/graph.md section 5).
 
-A number depends only on (seed, position, sample). Consecutive positions are consecutive Philox counters.
+Each number depends only on (seed, position, sample). Consecutive positions use consecutive Philox counters.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 SEED_BITS = 64
-_FRESH_BITS = 53  # exact as a double, for JSON
-_BLOCK = 256  # steps
+_FRESH_BITS = 53  # exact in a double, for JSON
+_BLOCK = 256  # steps computed at once
 _WORDS = 4  # 64-bit words per Philox counter
 
 
@@ -22,7 +22,7 @@ def fresh_seed() -> int:
 
 
 def uniforms(seed: int, position: int, sample: int, count: int) -> np.ndarray:
-    """`uniform_for(seed, position + i, sample)` for i < count, float32 [count]; exact, with 24 bits each."""
+    """`uniform_for(seed, position + i, sample)` for i < count: float32 [count], exact, with 24 bits each."""
     # numpy increments the counter before use
     generator = np.random.Philox(key=seed, counter=_words(position, sample))
     first_words = generator.random_raw(_WORDS * count)[::_WORDS]
@@ -50,7 +50,7 @@ class Draws:
 def prompt_seed(seed: int, index: int) -> int:
     """The seed, below 2**53, of prompt `index` (from 0) in a file (docs/contract/random.md).
 
-    Uses the largest sample index, unused by draws.
+    It uses the largest sample index, which no draw uses.
     """
     word = int(np.random.Philox(key=seed, counter=_words(index, 2**SEED_BITS - 1)).random_raw())
     return word >> (SEED_BITS - _FRESH_BITS)

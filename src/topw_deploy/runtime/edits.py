@@ -1,6 +1,6 @@
 """Penalties, biases and bans as sparse logit edits (docs/contract/graph.md section 6).
 
-The inputs are [batch, slots], with a slot per edited token of a row, so cost follows the edits.
+The inputs are [batch, slots], with one slot per edited token of a row, so the cost depends on the number of edits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Edits:
     """A batch's edit inputs: `bind` once, then per step `prepare` before the run and `accept` after it.
 
     fixed: the graph's fixed number of slots, or None.
-    most: the engine's maximum slots, or None.
-    active: whether any row still has edits.
+    most: the engine's maximum number of slots, or None.
+    active: whether any running row has edits.
     """
 
     def __init__(self, rows: Sequence[RowRequest], fixed: int | None = None, most: int | None = None) -> None:
@@ -66,12 +66,12 @@ class Edits:
     def grow(self) -> None:
         if self._fixed is not None:
             raise ParameterError(
-                f"the request edits more than {self._fixed} tokens, which is what this graph was exported for; "
+                f"the request edits more than {self._fixed} tokens, the maximum this graph was exported with; "
                 "use fewer penalties, biases or bans, or export with more slots."
             )
         if self.slots == self._most:
             raise ParameterError(
-                f"the request edits more than {self._most} tokens of a row, which is what this engine was built for; "
+                f"the request edits more than {self._most} tokens of a row, the maximum this engine was built for; "
                 "use fewer penalties, biases or bans, or build it with a higher --max-edits."
             )
         slots, ids, penalty, bias = self.slots, self.ids, self.penalty, self.bias
@@ -112,7 +112,7 @@ class _RowEdits:
         if row.no_repeat_ngram_size:
             for end in range(row.no_repeat_ngram_size, len(row.prompt) + 1):
                 self._remember_ngram(end)
-        # generation must be able to end
+        # Never ban EOS, so that generation can end.
         self._words = [w for w in row.bad_words_ids if not (len(w) == 1 and w[0] in row.eos_token_ids)]
         self._write_permanent()
 
@@ -176,7 +176,7 @@ class _RowEdits:
 
     def _add_bias(self, token: int, amount: float) -> None:
         slot = self._slot(token)  # was drawn
-        # clamped: only bans may be infinite
+        # Clamp the bias: only bans may be infinite.
         bias = float(self._edits.bias[self._index, slot]) + amount
         self._edits.bias[self._index, slot] = min(max(bias, -_LARGEST), _LARGEST)
 

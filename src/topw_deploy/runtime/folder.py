@@ -22,12 +22,12 @@ class ModelFolder(Generic[M_co]):
     """
 
     def __init__(self, path: str | Path, wanted: type[M_co], *, unfinished: bool = False) -> None:
-        """unfinished: also open an export under verification."""
+        """unfinished: also open an export that is still being verified."""
         self.path = Path(path)
         if not self.path.exists():
             raise ManifestError(f"{self.path} does not exist; give the folder that topw-export wrote.")
         if not self.path.is_dir():
-            raise ManifestError(f"{self.path} is a file; give the folder around it, which holds {MANIFEST_NAME}.")
+            raise ManifestError(f"{self.path} is a file; give the folder that holds {MANIFEST_NAME}.")
         manifest = load_manifest(self.path)
         if not isinstance(manifest, wanted):
             is_decoder = isinstance(manifest, DecoderManifest)
@@ -35,7 +35,7 @@ class ModelFolder(Generic[M_co]):
             raise ManifestError(f"{self.path} holds a {manifest.kind!r} model; load it with {other}.")
         self.manifest: M_co = manifest
         if self.manifest.verification.status == "provisional" and not unfinished:
-            raise ManifestError(f"{self.path} is an export whose verification never ended; export the model again.")
+            raise ManifestError(f"{self.path} is an export whose verification did not finish; export the model again.")
 
     @property
     def model(self) -> Path:

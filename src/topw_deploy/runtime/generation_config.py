@@ -1,6 +1,6 @@
 """transformers' `generation_config`, from the model's file or a request.
 
-Supported settings become parameters; others cause a warning.
+Supported settings become parameters; other settings that would affect tokens cause a warning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from topw_deploy.runtime.tokenizer import Tokenizer
 FILE = "generation_config.json"
 _NOT_FROM_A_FILE = ("seed", "ignore_eos", "preset")
 
-# No effect on the drawn tokens.
+# Settings without effect on the drawn tokens.
 _SILENT = frozenset({
     "transformers_version", "trust_remote_code", "top_w", "bos_token_id", "decoder_start_token_id",
     "use_cache", "cache_implementation", "cache_config", "return_legacy_cache", "prefill_chunk_size",
@@ -51,7 +51,7 @@ _HERE = str(Path(__file__).parent)
 
 
 def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Check `known` settings, under our names. Warns of others that affect tokens.
+    """The checked `known` settings, under our names. Warns of others that would affect tokens.
 
     Raises ParameterError naming `where` for an invalid or duplicate parameter.
     """
@@ -66,7 +66,7 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
     if ignored:
         listed = ", ".join(f"{key}={show(value)}" for key, value in sorted(ignored.items()))
         warnings.warn(
-            f"{where} asks for {listed}, which has no effect here: Top-W alone chooses the tokens.",
+            f"{where} sets {listed}, which has no effect here: Top-W alone chooses the tokens.",
             stacklevel=_callers_level(),
         )
     try:
@@ -80,7 +80,7 @@ def _is_off(key: str, value: Any) -> bool:
 
 
 def _callers_level() -> int:
-    """Stack level for `warnings.warn`."""
+    """The stack level of the caller outside this package, for `warnings.warn`."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         level, frame = level + 1, frame.f_back
@@ -92,7 +92,7 @@ def model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> dict[
 
     EOS ids fall back to `config.json`, then the tokenizer. Warns of settings without effect.
 
-    Raises ParameterError naming the file.
+    Raises ParameterError, naming the file, for an invalid parameter.
     """
     known = {name: parameter for name, parameter in PARAMETERS.items() if name not in _NOT_FROM_A_FILE}
     defaults = read_settings(folder.read_json(FILE), FILE, known)

@@ -23,7 +23,7 @@ from topw_deploy.runtime.results import GenerationResult, Piece, Timings
 from topw_deploy.runtime.text import IncrementalDecoder, RowText
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
-# By descending element size, for alignment.
+# Sorted by descending element size, for alignment.
 _RECORDED: dict[str, type[Any]] = {
     "next_token": np.int64,
     "logprob": np.float32,
@@ -36,8 +36,8 @@ _RECORDED: dict[str, type[Any]] = {
 class Row:
     """One sequence.
 
-    text: None if decoded only at the end.
-    watch: None without callbacks.
+    text: incremental text, or None if the text is decoded only at the end.
+    watch: its callbacks, or None.
     """
 
     def __init__(self, index: int, request: RowRequest, text: RowText | None, watch: Watch | None = None) -> None:
@@ -152,7 +152,7 @@ class Generation:
         self.caches.close(self.cache)
 
     def retire(self, row: Row) -> None:
-        """Make an ended row, which keeps running, greedy and without edits."""
+        """Make an ended row greedy and remove its edits: it stays in the batch, and this is cheapest."""
         self.active.remove(row)
         self.going_on.remove(row.index)
         self.next_ids[row.index] = row.request.pad_token_id
@@ -170,7 +170,7 @@ class Generation:
 
 
 def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
-    """Yields rows that gained text or ended, with the text."""
+    """Yields for each step the rows that gained text or ended, with the new text."""
     if not generation.active:
         return
     changed = accept(generation, prefill(generation))
@@ -200,7 +200,7 @@ def decode_one_token(generation: Generation) -> list[int]:
 
 
 def run_step(generation: Generation) -> list[int]:
-    """Draw uniforms, run the graph and record. -> [B]"""
+    """Draw uniforms, run the graph and record its outputs. Returns the tokens [B]."""
     g = generation
     g.draws.write(g.step, g.uniform_view)
     if g.edits.active:
@@ -212,7 +212,7 @@ def run_step(generation: Generation) -> list[int]:
 
 
 def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
-    """Add the drawn tokens. Returns rows that gained text or ended, with the text.
+    """Add the drawn tokens to the rows. Returns the rows that gained text or ended, with the new text.
 
     Raises LogitsError for invalid logits.
     """
@@ -224,8 +224,8 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
         token = tokens[row.index]
         if token < 0:
             raise LogitsError(
-                f"row {row.index} is invalid at step {row.steps}: its logits hold NaN or +infinity, or none is finite "
-                "after the edits; check the model with `topw verify`, and the request's penalties, biases and bans."
+                f"row {row.index} is invalid at step {row.steps}: its logits contain NaN or +infinity, or none is "
+                "finite after the edits; check the model with `topw verify`, and the penalties, biases and bans."
             )
         gained = row.take(token)
         g.next_ids[row.index] = token
@@ -240,9 +240,9 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
 class RequestRun:
     """One call of `generate` or `stream`.
 
-    Decodes text per token if `streaming` or with stop strings, else at the end.
+    Text is decoded at every token if `streaming` or with stop strings, otherwise at the end.
 
-    follow: prompt ids -> decoder of the following tokens.
+    follow: function from prompt ids to a decoder of the tokens after them.
     load_seconds: for the results.
     """
 
@@ -273,7 +273,7 @@ class RequestRun:
         ]
 
     def pieces(self) -> Iterator[Piece]:
-        """Pieces with new text; a row's last piece has its result."""
+        """Yield pieces of new text; a row's last piece has its result."""
         self._started = time.perf_counter()
         try:
             self._generation = Generation(self._session, self._caches, self._rows)
@@ -281,7 +281,7 @@ class RequestRun:
                 yield from self._steps()
             finally:
                 self._generation.close()
-        finally:  # a thread may wait for it
+        finally:  # a thread may be waiting for the streamer
             if self._streamer is not None:
                 self._streamer.end()
 

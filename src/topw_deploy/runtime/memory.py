@@ -13,8 +13,8 @@ from topw_deploy.errors import GenerationError, one_line
 from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.sizes import decimal_size
 
-ALIGNMENT = 64  # bytes; as onnxruntime, for vectorized kernels
-# Too large for the machine, an address or a C integer.
+ALIGNMENT = 64  # bytes; like onnxruntime's own, for vectorized kernels
+# Raised if a size is too large for the machine, an address or a C integer.
 _TOO_LARGE = (MemoryError, ValueError, OverflowError)
 _REMEDY = (
     "open the model with a smaller max_length or max_batch, or give fewer or shorter sequences (max_new_tokens) at a "
@@ -34,7 +34,7 @@ def zeroed(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
         for length in shape:
             size *= length
         raise GenerationError(
-            f"{what} would take {decimal_size(size)}, which this machine does not give; {_REMEDY}.",
+            f"{what} would take {decimal_size(size)}, which this machine cannot allocate; {_REMEDY}.",
             "max_length",
             "max_batch",
             "max_new_tokens",
@@ -63,11 +63,14 @@ class HostMemory:
         self.pointer: int = self._array.ctypes.data
 
     def clear(self, size: int) -> None:
-        """Raises GenerationError above the machine's memory: the system would kill the process."""
+        """Zero the first `size` bytes.
+
+        Raises GenerationError above the machine's memory, where the system would kill the process.
+        """
         most = machine_bytes()
         if most is not None and size > most:
             raise GenerationError(
-                f"the cache would be {size / 1e9:.1f} GB written at once, and this machine has {most / 1e9:.1f} GB; "
+                f"the cache would write {size / 1e9:.1f} GB at once, but this machine has {most / 1e9:.1f} GB; "
                 f"{_REMEDY}."
             )
         self._array[:size] = 0
@@ -90,13 +93,13 @@ class DeviceMemory:
                 self._value = ort.OrtValue.ortvalue_from_numpy(zeros, *device)
         except Exception as error:  # noqa: BLE001  # unrelated classes
             raise GenerationError(
-                f"the cache would take {size / 1e9:.1f} GB of {device[0]} {device[1]}, which it does not give "
+                f"the cache would take {size / 1e9:.1f} GB of {device[0]} {device[1]}, which cannot allocate it "
                 f"({one_line(error, 200)}); {_REMEDY}."
             ) from None
         self.pointer: int = self._value.data_ptr()
 
     def clear(self, size: int) -> None:
-        """Zero all bytes: onnxruntime only copies whole values."""
+        """Zero all bytes, not only `size`, because onnxruntime copies whole values."""
         with self._using:
             self._value.update_inplace(np.zeros(self.size, np.uint8))
 

@@ -92,12 +92,13 @@ class TopWModel:
         max_batch: int | None = None,
         prefill_chunk: int | None = None,
     ) -> TopWModel:
-        """Open a folder written by `topw-export`. Reads no other files and runs only its graph.
+        """Open a folder written by `topw-export`. Reads no other files and runs no code but the graph.
 
         See `SessionOptions` for `provider` to `sampler`.
 
         max_length: maximum tokens per sequence, with the prompt. None: the context length.
-        max_batch: maximum sequences per call. With max_length, allocates the cache at once, else on demand.
+        max_batch: maximum sequences per call. If max_length is given too, the cache is allocated at once, otherwise on
+            demand.
         prefill_chunk: maximum prompt tokens per run, over all rows; smaller saves memory. None: 1,024.
 
         Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an invalid option.
@@ -120,7 +121,7 @@ class TopWModel:
     def cache_bytes(self) -> int:
         """Size of the key-value buffers; 0 if onnxruntime owns the cache ("concat").
 
-        Host pages are allocated once written.
+        Host pages take memory only once they are written.
         """
         return 0 if self._caches is None else self._caches.bytes
 
@@ -150,7 +151,7 @@ class TopWModel:
         return results[0] if alone else [results[row] for row in range(len(requests))]
 
     def stream(self, prompt: Any = None, **parameters: Any) -> Iterator[Piece]:
-        """Like `generate`, in pieces; a row's last piece has its result. Checks parameters immediately."""
+        """Like `generate`, but yields pieces; a row's last piece has its result. Checks parameters immediately."""
         with ending(parameters.get("streamer")):
             requests, whole, _ = self._requests(prompt, parameters)
             return self._run(requests, whole, streaming=True)
@@ -166,7 +167,7 @@ class TopWModel:
     def stream_chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> Iterator[Piece]:
-        """Like `chat`, in pieces."""
+        """Like `chat`, but yields pieces, as `stream` does."""
         with ending(parameters.get("streamer")):
             prompt = self._chat_ids(messages, template_variables)
         return self.stream(prompt, **parameters)
@@ -178,7 +179,7 @@ class TopWModel:
 
         variables: for the template, such as `tools`.
 
-        Raises TokenizerError without a template, PromptError if it rejects the messages.
+        Raises TokenizerError if there is no template, PromptError if it rejects the messages.
         """
         if self._template is None:
             raise TokenizerError(
@@ -188,7 +189,7 @@ class TopWModel:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def close(self) -> None:
-        """Free the session and cache once running generations end."""
+        """Free the session and the cache as soon as running generations end."""
         self._session = self._caches = None
 
     def __enter__(self) -> TopWModel:
@@ -238,7 +239,7 @@ class TopWModel:
         return rows, whole, alone and samples == 1
 
     def _prompts(self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int) -> tuple[list[list[int]], bool]:
-        """Checks limits before tokenizing. Returns (ids per prompt, whether it is one prompt)."""
+        """Check limits, then tokenize. Returns (ids per prompt, whether `prompt` is a single one)."""
 
         def check(tokens: int, which: str) -> None:
             check_length(tokens, self._limits, which)
@@ -274,7 +275,7 @@ class TopWModel:
 
     def _opened(self) -> tuple[Session, cache.Caches]:
         if self._session is None or self._caches is None:
-            raise GenerationError("the model was closed; open it again with TopWModel.from_pretrained.")
+            raise GenerationError("the model is closed; open it again with TopWModel.from_pretrained.")
         return self._session, self._caches
 
 

@@ -1,4 +1,4 @@
-"""Opens a TensorRT engine or an onnxruntime session."""
+"""Open a TensorRT engine or an onnxruntime session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from topw_deploy.tensorrt.engines import has_engines
 from topw_deploy.tensorrt.run.session import EngineSession
 
 ENGINE = "tensorrt"
-"""The provider name that prefers an engine; `TensorrtExecutionProvider` always means onnxruntime's."""
+"""The provider name that prefers an engine; `TensorrtExecutionProvider` always means onnxruntime's provider."""
 
 
 def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> Session:
@@ -34,7 +34,9 @@ def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) 
         reason = str(error).rstrip(".")
     if ENGINE in providers.available():
         if has_engines(folder.path):
-            warnings.warn(f"onnxruntime's TensorRT runs instead of an engine: {reason}.", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"onnxruntime's TensorRT provider runs instead of an engine: {reason}.", RuntimeWarning, stacklevel=3
+            )
     elif options.allow_fallback:
         warnings.warn(f"there is no engine to run: {reason}.", RuntimeWarning, stacklevel=3)
     else:
@@ -55,7 +57,7 @@ def _engine(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> En
     for name, value in given.items():
         if value is not None:
             raise ParameterError(
-                f"{name} is for onnxruntime, and the engine in {folder.path} runs without it; leave it out, or use "
+                f"{name} is for onnxruntime, and the engine in {folder.path} runs without it; omit it, or use "
                 "provider='TensorrtExecutionProvider'.",
                 name,
                 "provider",

@@ -1,6 +1,6 @@
 """Request parameters: names, checks, and per-row lists.
 
-Names follow transformers, vLLM's penalties and Top-W; REQUEST_ALIASES has others.
+Names follow transformers, vLLM (penalties) and Top-W; REQUEST_ALIASES has the names of other libraries.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def show(value: Any) -> str:
     except ValueError:  # too many digits
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     except RecursionError:
-        return f"a {type(value).__name__} of many levels"
+        return f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -76,7 +76,7 @@ def _real(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> 
         number = float(value) if known else math.nan
     except OverflowError:  # too large an integer
         number = math.inf
-    # the graph computes in float32
+    # The graph computes in float32.
     if not holds(number) or not holds(_float32(number)):
         wanted = f"{bound} {IN_FLOAT32}" if holds(number) else bound
         raise ParameterError(f"{name} is {show(value)}, but must be {wanted}.", name)
@@ -127,7 +127,7 @@ def _id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not _is_list(values) or not all(isinstance(v, str) and v for v in values):
-        raise ParameterError(f"{name} is {show(value)}, but must be a non-empty string or a list of such.", name)
+        raise ParameterError(f"{name} is {show(value)}, but must be a non-empty string or a list of them.", name)
     return tuple(values)
 
 
@@ -150,13 +150,13 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 
 
 def _config(name: str, value: Any) -> dict[str, Any]:
-    """transformers' GenerationConfig gives only non-default values."""
+    """The settings of a mapping or of transformers' GenerationConfig, which gives only non-default values."""
     if not isinstance(value, Mapping):
         if not callable(getattr(value, "to_diff_dict", None)):
             raise ParameterError(f"{name} is {show(value)}, but must be a mapping or transformers' GenerationConfig.")
         value = value.to_diff_dict()
     if not all(isinstance(key, str) for key in value):
-        raise ParameterError(f"{name} has the keys {show(list(value))}, but must have the names of parameters.")
+        raise ParameterError(f"{name} has the keys {show(list(value))}, but keys must be names of parameters.")
     return {key: stated for key, stated in value.items() if stated is not None}
 
 
@@ -168,8 +168,8 @@ def _is_list(value: Any) -> bool:
 class Parameter:
     """A request parameter.
 
-    parse: (name, value) -> checked value for one row.
-    default: this package's.
+    parse: function from (name, value) to the checked value for one row.
+    default: this package's default.
     depth: list nesting of one row's value; one more level means one value per row.
     """
 
@@ -233,7 +233,7 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in given:
         if name in OTHER_SAMPLERS:
             raise ParameterError(
-                f"{name} belongs to another sampler, and Top-W takes its place: remove it; "
+                f"{name} belongs to another sampler, which Top-W replaces; remove it: "
                 f"{', '.join(PARAMETER_NAMES)} shape the crop."
             )
         ours = REQUEST_ALIASES.get(name, name)
@@ -263,7 +263,7 @@ def _plain(value: Any) -> Any:
 
 
 def spread(name: str, value: Any, rows: int) -> list[Any]:
-    """The checked value per row; None where a list has None."""
+    """The checked value for each row; None where a list has None."""
     parameter = PARAMETERS[name]
     if not parameter.is_per_row(value):
         return [parameter.parse(name, value)] * rows

@@ -1,6 +1,6 @@
-"""Reads prompts: texts, token ids, arrays, tensors and tokenizer outputs.
+"""Read prompts: texts, token ids, arrays, tensors and tokenizer outputs.
 
-Uses tensors' `tolist`, without importing their library.
+Tensors are read with their method `tolist`, without an import of their library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DESCRIPTIONS = frozenset({"special_tokens_mask", "offset_mapping", "length"})  
 def split_inputs(prompt: Any, given: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """Returns (prompt, attention mask or None, other parameters) of a call.
 
-    The prompt may be keywords: `generate(**tokenizer(text))`. Raises PromptError for no prompt, or two.
+    The prompt may come as keywords: `generate(**tokenizer(text))`. Raises PromptError for no prompt or two prompts.
     """
     parameters = dict(given)
     inputs = {name: parameters.pop(name) for name in _INPUTS if name in parameters}
@@ -103,14 +103,14 @@ def _opened(prompt: Any, mask: Any) -> tuple[Any, Any]:
     _check_segments(prompt.get("token_type_ids"))
     inner = prompt.get("attention_mask")
     if inner is not None and mask is not None:
-        raise PromptError("attention_mask is given twice, beside the prompt and within it; give it once.")
+        raise PromptError("attention_mask is given twice, as an argument and in the prompt; give it once.")
     return prompt["input_ids"], mask if inner is None else inner
 
 
 def _row(prompt: Any, mask: Any, which: str, check: Check) -> Prompt:
     if isinstance(prompt, str):
         if mask is not None:
-            raise PromptError(f"{which} is a text, but attention_mask belongs to token ids; leave it out.")
+            raise PromptError(f"{which} is a text, but attention_mask is for token ids; omit it.")
         return prompt
     prompt, mask = _opened(prompt, mask)
     prompt, mask = plain(prompt), plain(mask)
@@ -131,7 +131,7 @@ def _ids(prompt: Sequence[Any], which: str) -> list[int]:
             ids.append(operator.index(value if not is_boolean(value) else None))  # type: ignore[arg-type]
         except TypeError:
             raise PromptError(
-                f"{which} holds {show(value)} at position {position}, but token ids are integers; give ids alone."
+                f"{which} holds {show(value)} at position {position}, but token ids are integers; give only ids."
             ) from None
     return ids
 
@@ -144,7 +144,7 @@ def _unmasked(ids: list[int], mask: Any, which: str) -> list[int]:
         )
     odd = [m for m in mask if m not in (0, 1)]
     if odd:
-        raise PromptError(f"attention_mask holds {show(odd[0])} for {which}, but must be 0 or 1.")
+        raise PromptError(f"attention_mask has {show(odd[0])} for {which}, but must be 0 or 1.")
     kept = [position for position, m in enumerate(mask) if m]
     if not kept:
         return []
@@ -152,16 +152,16 @@ def _unmasked(ids: list[int], mask: Any, which: str) -> list[int]:
     if last - first + 1 != len(kept):
         hole = next(position for position in range(first, last) if not mask[position])
         raise PromptError(
-            f"attention_mask leaves out position {hole} in the middle of {which}; it may pad only before the first "
-            "token or after the last one."
+            f"attention_mask masks position {hole} in the middle of {which}, but may mask only padding before the "
+            "first token or after the last one."
         )
     return ids[first : last + 1]
 
 
 def _check_segments(segments: Any) -> None:
-    """Zeros are allowed: some tokenizers add them."""
+    """Raises PromptError unless all are 0, which some tokenizers add."""
     if segments is not None and _holds_one(segments):
-        raise PromptError("token_type_ids holds other values than 0, but a decoder has one segment; leave it out.")
+        raise PromptError("token_type_ids has values other than 0, but a decoder has only one segment; omit it.")
 
 
 def _holds_one(value: Any) -> bool:

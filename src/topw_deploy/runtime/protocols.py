@@ -16,7 +16,7 @@ Sampler: TypeAlias = Literal["native", "plugin", "graph"]
 class CpuNode:
     """A node on the CPU although another provider was requested.
 
-    computes: beyond arithmetic on shapes and indices.
+    computes: whether it does more than arithmetic on shapes and indices.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Memory(Protocol):
     pointer: int
 
     def clear(self, size: int) -> None:
-        """Zero at least the first `size` bytes."""
+        """Set at least the first `size` bytes to zero."""
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
         """Call `edit` with the bytes, uint8 [size]; device memory is copied both ways."""
@@ -41,7 +41,7 @@ class Binding(Protocol):
     """Inputs and outputs of one generation's runs. Host arrays must be contiguous and stay alive."""
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
-        """Bind a host array as input; call `refresh` after changes."""
+        """Bind a host array as an input; call `refresh` after changing it."""
 
     def bind_changing(self, name: str, array: np.ndarray) -> None:
         """Bind an input that every run reads again."""
@@ -59,7 +59,7 @@ class Binding(Protocol):
         """Make runs write output `name` to `array`."""
 
     def another(self) -> Binding:
-        """An empty binding for other, non-concurrent runs; `close` closes both."""
+        """A new, empty binding for other runs of this generation, never concurrent; `close` closes both."""
 
     def run(self, step: int | None = None) -> None:
         """Run the graph and wait.
@@ -81,7 +81,7 @@ class Session(Protocol):
     cpu_nodes: see `CpuNode`.
     inputs, outputs: names.
     fixed_edits: the graph's fixed number of edit slots, or None.
-    most_rows, most_columns, most_edits: maximum rows, tokens per row and run, edits per row, or None.
+    most_rows, most_columns, most_edits: maximum rows, tokens per row and run, and edits per row; None: no limit.
     """
 
     provider: str
@@ -96,13 +96,13 @@ class Session(Protocol):
     most_edits: int | None
 
     def bind(self) -> Binding:
-        """New bindings; generations may be concurrent."""
+        """A new binding for one generation; generations may be concurrent."""
 
     def memory(self, size: int) -> Memory:
         """Zeroed, aligned memory on the session's device."""
 
     def settle(self, run: Callable[[], object]) -> None:
-        """Make checks that need a run; call once, first. `run` runs one token.
+        """Make the checks that need a run; call it once, before other runs. `run` runs one token.
 
         Raises ProviderError if another provider than requested computes nodes.
         """

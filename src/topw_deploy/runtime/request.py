@@ -1,7 +1,7 @@
-"""Resolves every parameter for every row of a request.
+"""Resolve every parameter for every row of a request.
 
 Precedence: the request, its preset (Top-W only), its `generation_config`, the model's `generation_config.json`, the
-export's defaults (Top-W only), this package.
+export's defaults (Top-W only), this package's defaults.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters
 
-_QUICK = 8  # characters per context token
+_QUICK = 8  # characters per context token: shorter texts are not checked before tokenizing
 CONFIG = "generation_config"
 _IN_CONFIG = {
     name: REQUEST_PARAMETERS[name] for name in ("num_return_sequences", "skip_special_tokens", "add_special_tokens")
@@ -31,9 +31,9 @@ class RowRequest:
 
     prompt: token ids, at least one.
     budget: maximum new tokens, >= 0.
-    eos_token_ids: end the row; only stop_token_ids with `ignore_eos`.
-    pad_token_id: input after the end.
-    min_new_tokens: before that, no EOS or stop strings.
+    eos_token_ids: ids that end the row; with `ignore_eos` only the stop_token_ids.
+    pad_token_id: the input after the row's end.
+    min_new_tokens: tokens before which EOS and stop strings have no effect.
     """
 
     prompt: tuple[int, ...]
@@ -56,10 +56,10 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the model and of its opening.
+    """Limits of the model and of the options it was opened with.
 
-    context_length, max_length: tokens per sequence.
-    rows: sequences per call.
+    context_length, max_length: maximum tokens per sequence.
+    rows: maximum sequences per call.
     """
 
     context_length: int
@@ -73,9 +73,9 @@ class Limits:
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns checked (row parameters, request parameters with defaults).
+    """Returns (row parameters, request parameters with defaults), both checked.
 
-    The latter include `generation_config`'s row parameters.
+    The request parameters include the row parameters of `generation_config`.
     """
     named = check_names(given)
     config: dict[str, Any] = {}
@@ -102,8 +102,9 @@ def resolve(
 ) -> list[RowRequest]:
     """One RowRequest per prompt and sample; a prompt's samples are adjacent.
 
-    given: row parameters from `split`, one value for all prompts or one each.
-    model, exported: their defaults.
+    given: row parameters from `split`, one value for all prompts or one for each.
+    model: defaults of the model's generation config.
+    exported: defaults of the export.
     config: row parameters of `generation_config`.
     geometry: embedding metric and width, for `preset`.
 
@@ -200,7 +201,7 @@ def _top_w(sources: _Sources, exported: TopWParameters) -> TopWParameters:
             if "temperature" in source:
                 raise ParameterError(
                     f"{sources.named('do_sample', source)} is True, but temperature is {source['temperature']!r}, "
-                    "which is greedy; give a higher one.",
+                    "which is greedy; give a higher temperature.",
                     "temperature",
                 )
             values["temperature"] = 1.0
@@ -250,7 +251,7 @@ def check_text(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> N
 def _too_many(tokens: int, limits: Limits) -> str:
     if tokens > limits.context_length:
         return f"the model's context holds {limits.context_length}; shorten it."
-    return f"but the model was opened with max_length {limits.tokens}; shorten it, or open the model for more."
+    return f"but the model was opened with max_length {limits.tokens}; shorten it, or open the model with more."
 
 
 def _check_prompt(prompt: Sequence[int], limits: Limits, which: str) -> None:

@@ -13,7 +13,7 @@ class Timings:
     load_seconds: opening the model.
     prefill_seconds: the batch's prompts and first tokens.
     decode_seconds: later steps, up to this row's last token.
-    decode_steps: their number.
+    decode_steps: number of those steps.
     """
 
     load_seconds: float
@@ -80,8 +80,8 @@ class Piece:
     """A piece of streamed text.
 
     text: whole characters; may be empty in a row's last piece.
-    row: sequence index in the request.
-    result: only in a row's last piece.
+    row: index of the sequence in the request.
+    result: the row's result, in its last piece only.
     """
 
     text: str

@@ -118,8 +118,8 @@ class TopWSampler:
 
         logits: float [B, V] or [V]; B may be 0.
         uniform: draws in [0, 1), one for all rows or one per row.
-        seed, position, sample: the draws' key (docs/contract/graph.md section 5); position: tokens before the draw.
-        edit_ids: int64 [B, N], padded with -1.
+        seed, position, sample: key of the draws (docs/contract/graph.md section 5); position: tokens before the draw.
+        edit_ids: int64 [B, N], tokens to edit, padded with -1.
         edit_penalty, edit_bias: float32 [B, N] (section 6).
         preset: Top-W defaults (docs/lab/lively.md). None: the export's.
         parameters: Top-W parameters, one number or one per row.
@@ -140,7 +140,7 @@ class TopWSampler:
         invalid = np.flatnonzero(found["next_token"] < 0)
         if len(invalid):
             raise GenerationError(
-                f"the logits of row {', '.join(map(str, invalid[:8]))} hold NaN or +infinity, "
+                f"the logits of row {', '.join(map(str, invalid[:8]))} contain NaN or +infinity, "
                 "or nothing finite after the edits."
             )
         return Samples(**found)
@@ -187,7 +187,7 @@ def _numbers(name: str, given: Any, dtype: Any) -> np.ndarray:
     except (TypeError, ValueError, OverflowError):
         kind = "integers" if np.issubdtype(dtype, np.integer) else "real numbers"
         raise ParameterError(
-            f"{name} is a {type(given).__name__} that makes no array of {kind}; give a numpy array of them."
+            f"{name} is a {type(given).__name__}, but must be an array of {kind}; give a numpy array."
         ) from None
 
 
@@ -250,7 +250,7 @@ def _edits(rows: int, vocab: int, ids: Any, penalty: Any, bias: Any) -> dict[str
     for row in ids:
         used = row[row >= 0]
         if len(np.unique(used)) != len(used):
-            raise ParameterError("edit_ids holds a token twice in one row; merge its penalty and bias into one edit.")
+            raise ParameterError("edit_ids has a token twice in one row; merge its penalty and bias into one edit.")
     penalties, biases = edits["edit_penalty"], edits["edit_bias"]
     if not ((penalties > 0) & np.isfinite(penalties)).all() or np.isnan(biases).any() or (biases == np.inf).any():
         raise ParameterError("edit_penalty must be finite and > 0, edit_bias a number below +infinity (-inf bans).")

@@ -12,7 +12,7 @@ from topw_deploy.errors import ParameterError
 
 SAMPLERS = ("auto", "native", "graph")
 _MOST_THREADS = 1024  # onnxruntime has no limit and would hang
-_OFF = ("0", "false")  # onnxruntime's false values
+_OFF = ("0", "false")  # values that onnxruntime reads as false
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class SessionOptions:
         one fits this machine, else onnxruntime's provider.
     provider_options: see onnxruntime. "enable_cuda_graph" captures each step shape once and replays it; needs the
         "static" cache form.
-    session_options: reusable. Receives thread counts and the native operator's registration.
-    intra_op_num_threads, inter_op_num_threads: at most 1024; 0: onnxruntime's choice.
+    session_options: onnxruntime's own options, which get the thread counts and the native operator; can be used again.
+    intra_op_num_threads, inter_op_num_threads: at most 1024; 0 lets onnxruntime choose.
     allow_fallback: accept another provider, and nodes on the CPU.
     sampler: "auto" (native if possible), "native" or "graph".
     """

@@ -6,9 +6,9 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
-REPLACEMENT = "�"  # invalid or incomplete bytes
-_CONTEXT = 6  # context tokens
-_CHARACTER = 4  # UTF-8 has at most four bytes, so tokens, per character
+REPLACEMENT = "�"  # stands for invalid or incomplete bytes
+_CONTEXT = 6  # tokens before a new one that are decoded with it
+_CHARACTER = 4  # a character has at most four bytes in UTF-8, so at most four tokens
 
 
 class IncrementalDecoder:
@@ -38,7 +38,7 @@ class IncrementalDecoder:
         self._prompt = len(self._ids)
 
     def push(self, token: int) -> str:
-        """New whole characters."""
+        """Add a token. Returns the new whole characters."""
         self._ids.append(token)
         text = self._decode(self._ids[self._start :])
         if text.endswith(REPLACEMENT):
@@ -90,7 +90,7 @@ def _pending(data: bytes) -> int:
 def _context(
     decode: Callable[[Sequence[int]], str], bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]
 ) -> list[int]:
-    """Last tokens with text, from a whole character."""
+    """The last prompt tokens with text, starting at a whole character."""
     most = _CONTEXT + _CHARACTER - 1
     last = list(itertools.islice((token for token in reversed(prompt) if bytes_of(token) != b""), most))[::-1]
     for size in range(_CONTEXT, most + 1):
@@ -109,7 +109,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """New text outside any possible stop string."""
+        """Add text. Returns the part that cannot belong to a stop string."""
         if self.found is not None or not text:
             return ""
         text = self._held + text
@@ -139,7 +139,7 @@ class StopStrings:
 class RowText:
     """One row's text, cut at stop strings.
 
-    guarded: tokens required before a stop string counts.
+    guarded: number of tokens before which stop strings have no effect.
     """
 
     def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], guarded: int = 0) -> None:

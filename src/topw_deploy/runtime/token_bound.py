@@ -1,4 +1,4 @@
-"""A lower bound on a text's tokens without tokenizing, which takes seconds and a gigabyte for 10 MB."""
+"""A lower bound on a text's tokens without tokenizing: that takes seconds and a gigabyte for 10 MB."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _CUTTERS = frozenset({"Split", "Punctuation"})  # likewise, unless "Removed"
 class TokenBound:
     """Maximum characters per token; None if unbounded.
 
-    alphanumeric: only ASCII letters and digits, a sharper bound: the longest tokens are runs of spaces or dashes.
+    alphanumeric: the same for ASCII letters and digits, a sharper bound because the longest tokens are runs of spaces
+        or dashes.
     """
 
     characters: int | None
@@ -46,7 +47,7 @@ class TokenBound:
 def token_bound(raw: RustTokenizer) -> TokenBound:
     """The bound of a tokenizer; None unless it is a BPE over bytes or has a token for every byte.
 
-    Others make one unknown token of any amount of text.
+    Other tokenizers can turn any amount of text into one unknown token.
     """
     normalizer = _steps(raw.normalizer, "normalizers")
     splitters = _steps(raw.pre_tokenizer, "pretokenizers")
@@ -64,7 +65,7 @@ def token_bound(raw: RustTokenizer) -> TokenBound:
     texts = [*vocabulary, *(form for token in added for form in _forms(raw, token.content))]
     spelled = [byte_level_bytes(t).decode("utf-8", "replace") for t in texts] if bytewise else texts
     letters = max((_possible_letters(text) for text in (*spelled, *texts[len(vocabulary) :])), default=0)
-    strips = any(token.lstrip or token.rstrip for token in added)  # it absorbs spaces
+    strips = any(token.lstrip or token.rstrip for token in added)  # such a token absorbs spaces
     longest = max(map(len, texts), default=0)
     return TokenBound(None if strips else longest * factor, letters if _keeps_letters(normalizer) else None)
 
@@ -89,7 +90,7 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 
 
 def _factor(steps: list[dict[str, Any]]) -> int | None:
-    """Maximum characters merged into one; None if unbounded."""
+    """Maximum number of characters that the steps merge into one; None if unbounded."""
     factor = 1
     for step in steps:
         if step["type"] == "Replace":
@@ -113,7 +114,7 @@ def _forms(raw: RustTokenizer, content: str) -> list[str]:
 
 
 def _possible_letters(text: str) -> int:
-    """Count characters possibly from ASCII letters or digits, even with accents."""
+    """Number of characters that may become ASCII letters or digits, also when accents are removed."""
     return sum(character in _ALPHANUMERIC or character >= "\x80" for character in text)
 
 

@@ -23,9 +23,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece
 
 
 class Tokenizer:
-    """Text <-> token ids.
+    """Converts text to token ids and back.
 
-    special_tokens: texts of bos_token, eos_token, ... in the configuration.
+    special_tokens: role (`bos_token`, `eos_token`, ...) -> its text in the configuration.
 
     Raises TokenizerError if `tokenizer.json` is missing or unusable.
     """
@@ -38,7 +38,7 @@ class Tokenizer:
         self._file = folder.path / TOKENIZER_FILE
         try:
             self._raw = RustTokenizer.from_str(folder.read_text(TOKENIZER_FILE))
-        except BaseException as error:  # noqa: BLE001  # bare Exception, or a Rust panic
+        except BaseException as error:  # noqa: BLE001  # the library raises a bare Exception, or panics in Rust
             raise self._typed(error, "read") from None
         # Truncation and padding would silently change prompts.
         self._raw.no_truncation()
@@ -48,12 +48,12 @@ class Tokenizer:
         self.special_tokens = _special_tokens({**folder.read_json(SPECIAL_TOKENS_FILE), **self.config})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises PromptError for a lone surrogate (no UTF-8)."""
+        """Raises PromptError for a lone surrogate, which UTF-8 cannot encode."""
         try:
             ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):
             raise PromptError(
-                "the prompt holds half a surrogate pair, so it is not valid Unicode; repair it."
+                "the prompt has half of a surrogate pair, so it is not valid Unicode; repair it."
             ) from None
         except BaseException as error:  # noqa: BLE001
             raise self._typed(error, "used") from None
@@ -61,7 +61,7 @@ class Tokenizer:
 
     @cached_property
     def bound(self) -> TokenBound:
-        """Takes about 0.1 us per vocabulary token."""
+        """The bound on token lengths; computing it takes about 0.1 us per token of the vocabulary."""
         return token_bound(self._raw)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -106,7 +106,7 @@ class Tokenizer:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """By role. The files hold strings or objects with `content`."""
+    """Texts of the special tokens by role. The files hold strings or objects with `content`."""
     found = {}
     for role in _SPECIAL:
         value = config.get(role)
@@ -117,9 +117,9 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 class TokenBytes:
-    """Each token's bytes; a character may span tokens.
+    """Looks up the bytes of a token, because a character may span several tokens.
 
-    skip_special: special tokens give no text.
+    skip_special: whether special tokens give no text.
     """
 
     def __init__(self, raw: RustTokenizer, skip_special: bool) -> None:
@@ -132,7 +132,7 @@ class TokenBytes:
         self._skipped = {token for token, entry in added.items() if entry.special} if skip_special else set()
 
     def __call__(self, token: int) -> bytes | None:
-        """b"" if `token` gives no text, None if it shares no characters with other tokens."""
+        """The bytes; b"" if `token` gives no text, None if its text consists of whole characters."""
         text = None if token in self._skipped else self._raw.id_to_token(token)
         if text is None:
             return b""

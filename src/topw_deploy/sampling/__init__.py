@@ -1,8 +1,8 @@
 """Top-W: parameters, algorithm, draw.
 
-`reference`: the literal algorithm in float64, the definition.
+`reference`: the literal algorithm in float64, which is the definition.
 `fast`: the same crops in numpy, one row at a time, without provably unnecessary work.
-`torch`: the same for batches of tensors on any device. Only it imports torch.
+`torch`: the same for batches of tensors on any device. Only this module imports torch.
 """
 
 from topw_deploy.sampling.fast.crop import FastCrop, fast_crop

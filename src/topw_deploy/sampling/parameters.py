@@ -69,7 +69,7 @@ class TopWParameters:
     lam: weight of the entropy term, >= 0.
     beta: weight of the log-mass reward, >= 0.
     temperature: sampling temperature T >= 0; below 1e-5 the row is greedy.
-    selection_temperature: chooses the crop, >= 0; 0 means `temperature`.
+    selection_temperature: temperature for choosing the crop, >= 0; 0 means `temperature`.
     init_top_p: mass of the nucleus warm start relative to the pool's, in (0, 1].
     geom_scale: factor on distances, finite; negative is the paper's repulsive variant.
 
@@ -97,7 +97,7 @@ class TopWOptions:
     """Options that an export fixes.
 
     top_m: candidate pool size, >= 1; cut to the vocabulary.
-    alt_iters: most alternations, >= 1.
+    alt_iters: maximum number of alternations, >= 1.
     metric: token distance, one of METRICS.
     potential: distance to a set: `nearest` (the smallest) or `knn` (mean of the knn_k smallest).
     knn_k: neighbours for `knn`, >= 1.

@@ -10,7 +10,7 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.parameters import TopWParameters
 
 LIVELY_DISTANCE = 1.5
-"""geom_scale times `typical_distance` under `lively`."""
+"""The product of geom_scale and `typical_distance` under `lively`."""
 
 # Selection temperature 1: at 1.5 the crop would often be the whole pool.
 _LIVELY = TopWParameters(lam=1.0, beta=4.0, selection_temperature=1.0, init_top_p=0.3)
@@ -35,7 +35,7 @@ def preset_parameters(name: str, metric: str, width: int | None) -> dict[str, fl
 
 
 def check_preset(name: object) -> str:
-    """`name` itself. Raises ParameterError if unknown."""
+    """Return `name`. Raises ParameterError if it is not a preset."""
     if not isinstance(name, str) or name not in REQUEST_PRESETS:
         raise ParameterError(f"preset is {name!r:.60}, but must be one of {', '.join(REQUEST_PRESETS)}.")
     return name
@@ -48,6 +48,6 @@ def typical_distance(metric: str, width: int | None) -> float:
     normalise features; `uniform` has only the distance 1.
     """
     if metric == "mahalanobis":
-        assert width is not None, "only the uniform metric does without embeddings"
+        assert width is not None, "only the uniform metric has no embeddings"
         return math.sqrt(2 * width)
     return math.sqrt(2) if metric == "unit" else 1.0

@@ -26,15 +26,15 @@ SMALLEST_LOG_WEIGHT = -60.0
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """How close the row came to another answer; inf where none was possible.
+    """How close the row came to another answer; inf where no other answer was possible.
 
     objective: the smallest lead of the best J over another prefix, over all steps, in units of max(1, lam, beta) or,
-        with a negative geom_scale, of the largest |f| if greater. For beta <= lam and a negative geom_scale: the lead
-        of the best phi, as order alone decides.
+        with a negative geom_scale, of the largest |f| if greater. For beta <= lam and a negative geom_scale, the lead
+        of the best phi, because only the order decides.
     nucleus: the mass by which the warm start's cut misses another size, relative to the requested mass.
     certificate: the gap between the best base J inside and outside the warm start.
     pool_cut: whether the pool ends between equal logits, so token ids decide.
-    warm_cut: the same for an uncertified row's warm start. `allow` ignores it: it affects only unstable sorts.
+    warm_cut: the same for the warm start of an uncertified row. `allow` ignores it, as it affects only unstable sorts.
     """
 
     objective: float = math.inf
@@ -73,9 +73,9 @@ class Crop:
     certified: greedy, or K <= k0 and geom_scale >= 0: geometry cannot change the answer (T2).
     warm_size: k0, the size of S(0).
     base_size: K, the first maximiser of J without geometry.
-    steps: alternations, 0 if greedy.
+    steps: number of alternations, 0 if greedy.
     ties: see `Ties`.
-    distances: computed ordered pairs (pool token, member of some S(t)), including a token with itself.
+    distances: number of computed ordered pairs (pool token, member of some S(t)), including a token with itself.
     """
 
     kept: Ids
@@ -93,7 +93,7 @@ def crop(
     """Choose the kept set of one row of (edited) logits [V].
 
     logits: float32 or float64; -inf bans a token.
-    geometry: of `options.metric`; optional for `uniform`.
+    geometry: a geometry of `options.metric`; optional for `uniform`.
     Raises ParameterError for logits that are not one row, hold NaN or +inf or nothing finite, and for a geometry of
     another metric.
     """
@@ -221,7 +221,9 @@ def geometry_for(options: TopWOptions, geometry: Geometry | None) -> Geometry:
         return Geometry.uniform()
     if geometry is None or geometry.metric != options.metric:
         given = "no geometry" if geometry is None else f"a {geometry.metric} geometry"
-        raise ParameterError(f"the options ask for the metric {options.metric}, but {given} was given; pass its own.")
+        raise ParameterError(
+            f"the options have the metric {options.metric}, but {given} was given; give one of that metric."
+        )
     return geometry
 
 
@@ -231,7 +233,7 @@ def checked_row(logits: ArrayLike) -> Floats:
         raise ParameterError(f"logits have shape {given.shape}, but must be one row [V], V >= 1.")
     row = given.astype(np.float64)
     if np.isnan(row).any() or (row == np.inf).any():
-        raise ParameterError("the logits hold NaN or +inf, so no token can be chosen; check the model's output.")
+        raise ParameterError("the logits contain NaN or +inf, so no token can be chosen; check the model's output.")
     if not np.isfinite(row).any():
         raise ParameterError("every logit is -inf, so no token can be chosen; ban fewer tokens.")
     return row

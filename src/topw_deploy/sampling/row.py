@@ -23,7 +23,7 @@ class Row:
     """The answer for one row: the graph's outputs, then reference-only values.
 
     next_token: -1 if the row is invalid.
-    logprob: of the token under the renormalised crop at `temperature`; 0 if greedy or invalid.
+    logprob: the token's log probability in the renormalised crop at `temperature`; 0 if greedy or invalid.
     kept: the crop's size.
     mass: the crop's probability under the full softmax at the selection temperature.
     certified, kept_ids, ties: see `reference.Crop`.
@@ -143,7 +143,7 @@ def _check_edits(ids: NDArray[np.int64], penalty: NDArray[np.float32], bias: NDA
         raise ParameterError(f"edits have shapes {ids.shape}, {penalty.shape}, {bias.shape}, but must be [N] each.")
     outside = ids[(ids < PADDING) | (ids >= vocab)]
     if len(outside):
-        raise ParameterError(f"edit id {outside[0]} is no token: must be in 0..{vocab - 1}, or -1 for padding.")
+        raise ParameterError(f"edit id {outside[0]} is not a token: it must be in 0..{vocab - 1}, or -1 for padding.")
     real = ids[ids != PADDING]
     if len(np.unique(real)) < len(real):
         raise ParameterError("a token is edited twice in one row; combine its edits into one.")

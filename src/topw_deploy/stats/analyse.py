@@ -20,11 +20,11 @@ class Step:
 
     kept: crop size.
     mass: the crop's softmax probability, at the selection temperature.
-    entropy: of the whole softmax, at the draw's temperature, in nats.
-    crop_entropy: of the renormalised crop.
-    added, dropped: tokens that distances put into or out of the crop.
-    stage: of `fast_crop`.
-    distances, distances_avoided: ordered token pairs that `fast_crop` measured and avoided.
+    entropy: entropy of the whole softmax in nats, at the draw's temperature.
+    crop_entropy: entropy of the renormalised crop.
+    added, dropped: tokens that distances put into or took out of the crop.
+    stage: the stage of `fast_crop` that settled the crop.
+    distances, distances_avoided: numbers of ordered token pairs that `fast_crop` measured and avoided.
     """
 
     kept: int
@@ -85,6 +85,6 @@ def softmax(logits: NDArray[np.float32], temperature: float) -> Floats:
 
 
 def entropy(p: Floats) -> float:
-    """In nats; probabilities may be 0."""
+    """Entropy in nats; probabilities may be 0."""
     positive = p[p > 0]
     return float(max(0.0, -(positive * np.log(positive)).sum()))

@@ -1,7 +1,7 @@
 """Generate like `topw generate`, then recompute and analyse every step's logits.
 
-The exported graph has no logits output. So the graph up to the sampler reruns the generated tokens with the same cache
-and columns. Each crop is compared with the reported size and certificate.
+The exported graph has no logits output. So the part of the graph before the sampler runs again on the generated tokens,
+with the same cache and columns. Each crop is compared with the size and certificate that the first run reported.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def collect(
                 parameters = {**(generation or {}), **setting.parameters}
                 written.append(_generate(model, ids, batches, parameters, advance))
         manifest, tokenizer = model.manifest, model.tokenizer
-    progress.say("Looking at every step")
+    progress.say("Analysing every step")
     probe, analyser = LogitsProbe(folder, manifest.decoder), analyser_of(folder, manifest)
     total = sum(len(one.result.token_ids) for run in written for one in run)
     runs = []
@@ -108,7 +108,7 @@ def collect(
 def analyser_of(folder: Path, manifest: DecoderManifest) -> Analyser:
     """An analyser with the sampler node's table, statistics and bound.
 
-    Raises ManifestError if it has none.
+    Raises ManifestError if the node has no statistics.
     """
     sampler = manifest.sampler
     if sampler.options.metric == "uniform" or sampler.hidden_size is None:
@@ -125,7 +125,7 @@ def analyser_of(folder: Path, manifest: DecoderManifest) -> Analyser:
 
 def _stored(value: ir.Value | None) -> NDArray[np.float32]:
     if value is None or value.const_value is None:
-        raise ManifestError("the sampler node has no statistics of its own; export the model again.")
+        raise ManifestError("the sampler node has no stored statistics; export the model again.")
     return np.array(stored_array(value.const_value))
 
 

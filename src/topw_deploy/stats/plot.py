@@ -16,7 +16,7 @@ from topw_deploy.stats.table import token_text, verdict
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a35b9a", "#e69f00", "#5c6b73")
 _GREY, _SAME, _ADDED, _DROPPED = "#b6bdc6", "#f0c64c", "#009e73", "#d55e00"
 _GRID, _TEXT, _MUTED = "#e3e6ea", "#1f2933", "#66717d"
-_MOST_TOKENS = 9  # of each kind
+_MOST_TOKENS = 9  # maximum tokens shown of each kind
 _BANDS_UP_TO = 1  # settings; more bands would overlap
 _LINEAR_UP_TO = 25  # kept tokens; larger ranges get a logarithmic axis
 _LEAST_ROWS = 4  # of a bar panel, so that one bar does not fill it
@@ -144,7 +144,7 @@ _DECIDERS: tuple[tuple[str, str, Callable[[Place | Summary], int]], ...] = (
 
 
 def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
-    """By setting; for a single setting, by position."""
+    """Draw what decided the crops: by setting, or for a single setting by position."""
     if len(summaries) > 1:
         parts: Sequence[Place | Summary] = summaries
         at, draw = [float(row) for row in range(len(summaries))], axes.barh
@@ -186,7 +186,7 @@ def _title(axes: Any, text: str, handles: Any = None) -> None:
 
 
 def _tokens(axes: Any, summaries: Sequence[Summary]) -> None:
-    """For the setting with most changes."""
+    """Draw the moved tokens of the setting with the most changes."""
     most = max(summaries, key=lambda summary: summary.changed)
     if not most.changed:
         _no_changes(axes, summaries)

@@ -62,9 +62,9 @@ class Setting:
 
 
 def settings_of(given: Mapping[str, float], sweeps: Sequence[str]) -> list[Setting]:
-    """`given` with each combination of `sweeps`, such as "temperature=0.5,1,2".
+    """One setting for each combination of `sweeps`, such as "temperature=0.5,1,2", added to `given`.
 
-    Raises ParameterError for another form, or a name that is unknown, repeated or in `given`.
+    Raises ParameterError for a sweep of another form, or a name that is unknown, repeated or in `given`.
     """
     columns: dict[str, list[float]] = {}
     for text in sweeps:
@@ -72,7 +72,7 @@ def settings_of(given: Mapping[str, float], sweeps: Sequence[str]) -> list[Setti
         if name in columns:
             raise ParameterError(f"{name} is swept twice; give all its values in one --sweep.", name, "sweep")
         if name in given:
-            raise ParameterError(f"{name} is given as an option and swept; leave one of them out.", name, "sweep")
+            raise ParameterError(f"{name} is given as an option and swept; remove one of them.", name, "sweep")
         columns[name] = values
     found = []
     for combination in itertools.product(*columns.values()):

@@ -63,15 +63,15 @@ class MovedToken:
 class Summary:
     """Top-W under one setting.
 
-    parameters: those in force.
+    parameters: the Top-W parameters used.
     agreed: steps whose crop has the reported size and certificate.
     changed: steps whose crop differs from geom_scale 0.
     added, dropped: tokens put into or out of a crop by distances, most frequent first.
-    added_total, dropped_total: sums over steps.
-    distances: ordered token pairs measured by the fast path.
+    added_total, dropped_total: their numbers, summed over steps.
+    distances: ordered token pairs that the fast path measured.
     distances_avoided: pairs that only the literal algorithm measures.
-    whole: all steps; None without steps.
-    positions, ranges, windows: by position, growing ranges, equal ranges.
+    whole: all steps; None if there are none.
+    positions, ranges, windows: steps by position, by growing range and by equal range of positions.
     """
 
     label: str

@@ -23,7 +23,7 @@ def lines(summaries: Sequence[Summary], most_tokens: int = 10) -> Iterator[str]:
 def verdict(summary: Summary) -> str:
     """One sentence on whether distances mattered."""
     if not summary.steps:
-        return "There were no steps: every prompt fills the context, or no token was asked for."
+        return "There were no steps: every prompt fills the context, or no tokens were requested."
     if summary.changed:
         per_step = (summary.added_total + summary.dropped_total) / summary.changed
         return (
@@ -34,7 +34,7 @@ def verdict(summary: Summary) -> str:
     if summary.certified == summary.steps:
         return f"Geometry never acted: all {summary.steps} steps were certified, so distances could not change a crop."
     open_steps = summary.steps - summary.certified
-    return f"Geometry never acted: at the {open_steps} uncertified of {summary.steps} steps distances changed nothing."
+    return f"Geometry never acted: at the {open_steps} uncertified of {summary.steps} steps, distances changed nothing."
 
 
 def token_text(moved: MovedToken) -> str:
@@ -75,8 +75,8 @@ def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
         return
     if summary.agreed < summary.steps:
         yield (
-            f"At {summary.steps - summary.agreed} of {summary.steps} steps the graph reported another crop: logits in "
-            "other last bits, on a near-tie."
+            f"At {summary.steps - summary.agreed} of {summary.steps} steps the graph reported another crop: the last "
+            "bits of the logits differ, on a near-tie."
         )
     yield f"certified  {_share(summary.certified, summary.steps)}"
     stages = ", ".join(f"{name} {_share(count, summary.steps)}" for name, count in summary.stages.items())
@@ -112,7 +112,7 @@ def _middle(numbers: Distribution) -> str:
 
 
 def _share(count: int, total: int) -> str:
-    """100.0 % and 0.0 % only if exact."""
+    """The share in per cent; 100.0 % and 0.0 % only if exact."""
     if not total:
         return "-"
     share = 100 * count / total

@@ -51,15 +51,17 @@ def build_engine(request: EngineRequest, progress: Progress = SILENT) -> BuiltEn
     profiles = request.profiles(cache_length)
     if request.fp16 and manifest.decoder.weights_dtype != "float":
         raise EngineError(
-            f"--fp16 is for float32, and the weights of {request.out} are {manifest.decoder.weights_dtype}; leave it "
-            "out."
+            f"--fp16 is only for float32, but the weights of {request.out} are {manifest.decoder.weights_dtype}; "
+            "leave it out."
         )
     trt = api.load()
     _check_version(trt)
     machine = this_machine(str(trt.__version__))
     plugin = plugin_choice.choose(request.plugin, trt)
     if request.fp16 and plugin.kind == "none":
-        raise EngineError(f"--fp16 needs the sampler's plugin, and {plugin.why_none}; or export with --dtype fp16.")
+        raise EngineError(
+            f"--fp16 needs the sampler's plugin, but {plugin.why_none}; export with --dtype fp16 instead."
+        )
     progress.say(f"TensorRT {machine.tensorrt}, {machine.gpu} (sm_{machine.sm}), {plugin}")
     job = _Job(trt, request, manifest, profiles, cache_length, machine, plugin)
     try:
@@ -85,7 +87,7 @@ class _Job:
 def _check_version(trt: Any) -> None:
     if version_of(trt) < OLDEST:
         raise EngineError(
-            f"this is TensorRT {trt.__version__}, and a cache that is updated in place (TensorScatter) needs "
+            f"this is TensorRT {trt.__version__}, but a cache that is updated in place (TensorScatter) needs "
             f"{'.'.join(map(str, OLDEST))} or later; install a newer one, or run the folder with onnxruntime."
         )
 
@@ -169,7 +171,7 @@ def _configure(
         for spec in manifest.inputs:
             shapes.set_shape(spec.name, *profile.shapes(spec))
         if config.add_optimization_profile(shapes) < 0:
-            raise EngineError(f"TensorRT does not take the profile {profile}; give smaller bounds.")
+            raise EngineError(f"TensorRT does not accept the profile {profile}; give smaller bounds.")
     return config
 
 
@@ -177,7 +179,7 @@ def _allow_half_precision(trt: Any, config: Any) -> None:
     flag = getattr(trt.BuilderFlag, "FP16", None)
     if flag is None:
         raise EngineError(
-            f"TensorRT {trt.__version__} computes in the types of the graph alone; export with --dtype fp16 instead of "
+            f"TensorRT {trt.__version__} computes only in the graph's types; export with --dtype fp16 instead of "
             "building with --fp16."
         )
     config.set_flag(flag)
@@ -194,7 +196,7 @@ def _read_timings(config: Any, path: Path) -> None:
     cache = config.create_timing_cache(data)
     if cache is None or not config.set_timing_cache(cache, False):
         raise EngineError(
-            f"the timing cache {path} is of another GPU or another TensorRT; delete it, or name another file."
+            f"the timing cache {path} is from another GPU or TensorRT version; delete it, or give another file."
         )
 
 

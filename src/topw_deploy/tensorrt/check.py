@@ -3,7 +3,7 @@
 Verdicts:
 - `native`: an operator of the target
 - `plugin`: the sampler node, for our TensorRT plugin or onnxruntime operator
-- `inlined`: in a function that replaces its caller
+- `inlined`: a node of a function, or the call that its nodes replace
 - `unsupported`
 """
 
@@ -31,7 +31,7 @@ VERDICTS = ("native", "plugin", "inlined", "unsupported")
 
 _NAMES = {"tensorrt": "TensorRT", "onnxruntime": "onnxruntime"}
 _ONNXRUNTIME_SINCE = {"GroupQueryAttention": (1, 23), "Attention": (1, 23), "TensorScatter": (1, 26)}
-_WINDOWS_SINCE = (1, 24)  # before, GroupQueryAttention made them a token too long
+_WINDOWS_SINCE = (1, 24)  # before 1.24, GroupQueryAttention's windows were a token too long
 Refusal = Callable[[Node, Scope], str | None]
 
 
@@ -117,14 +117,14 @@ def _sampler(node: Node, scope: Scope, model: Model, refusal: Refusal) -> Iterat
     unserved = _plugin_refusal(node, scope) if refusal is operators.refusal else None
     if body is not None and not refused:
         verdict, reason = (
-            ("plugin", "") if unserved is None else ("inlined", f"the plugin does not serve it: {unserved}")
+            ("plugin", "") if unserved is None else ("inlined", f"the plugin does not support it: {unserved}")
         )
         yield NodeVerdict(node.name, node.operator, "graph", verdict, reason)
         yield from inlined
         return
-    reason = f"its function has {refused[0].operator}: {refused[0].reason}" if refused else "its function is not there"
+    reason = f"its function has {refused[0].operator}: {refused[0].reason}" if refused else "its function is missing"
     if unserved is not None:
-        reason += f"; and the plugin does not serve it: {unserved}"
+        reason += f"; and the plugin does not support it: {unserved}"
     yield NodeVerdict(node.name, node.operator, "graph", "plugin" if unserved is None else "unsupported", reason)
 
 
@@ -134,13 +134,13 @@ def _plugin_refusal(node: Node, scope: Scope) -> str | None:
     except PluginError as error:
         return str(error).partition(";")[0].rstrip(".")
     if len(attributes.outputs) != len(node.outputs):
-        return f"its attributes state {len(attributes.outputs)} outputs and it has {len(node.outputs)}"
+        return f"its attributes require {len(attributes.outputs)} outputs, but it has {len(node.outputs)}"
     vocab = _last_size(node, scope, 0)
     return attributes.beyond_kernels(vocab, _last_size(node, scope, TABLE_AT) if attributes.has_table else 1) or None
 
 
 def _last_size(node: Node, scope: Scope, index: int) -> int:
-    """1 if unknown."""
+    """The last size of input number `index`; 1 if unknown."""
     shape = scope.shapes.get(node.inputs[index]) if len(node.inputs) > index else None
     return shape[-1] if shape and isinstance(shape[-1], int) else 1
 
@@ -151,7 +151,7 @@ def _inlined(
     body = model.functions[node.domain, node.op_type]
     if node.operator in callers:
         raise EngineError(
-            f"the function {node.operator} calls itself, so the graph has no end; export the model again."
+            f"the function {node.operator} calls itself, so it cannot be inlined; export the model again."
         )
     given = list(zip((value.name for value in body.inputs), node.inputs, strict=False))
     inside = Scope(
@@ -193,11 +193,11 @@ def _objections(model: Model, target: str) -> Iterator[str]:
     if target == "tensorrt":
         opset = model.opsets.get("", 0)
         if opset > operators.NEWEST_OPSET:
-            yield f"the graph is of opset {opset}, and TensorRT's parser reads up to {operators.NEWEST_OPSET}"
+            yield f"the graph has opset {opset}, but TensorRT's parser supports at most {operators.NEWEST_OPSET}"
     needed = _needs(model, target)
     installed = _tensorrt_version() if target == "tensorrt" else _onnxruntime_version()
     if needed and installed and _numbers(installed) < _numbers(needed):
-        yield f"{_NAMES[target]} {installed} is installed, and the graph needs {needed}"
+        yield f"{_NAMES[target]} {installed} is installed, but the graph needs {needed}"
 
 
 def _tensorrt_version() -> str | None:
@@ -239,13 +239,13 @@ def _next_step(report: CheckReport, manifest: Manifest, out: Path) -> str:
     if not report.passed:
         return "install a newer TensorRT, or run the folder with onnxruntime"
     if report.needs_plugin:
-        return "topw plugins build --cuda (for Python) or --tensorrt-root DIR (for C++): the function cannot stand in"
+        return "topw plugins build --cuda (for Python) or --tensorrt-root DIR (for C++): the graph needs the plugin"
     if not isinstance(manifest, DecoderManifest):
         return "give model.onnx to TensorRT's parser, for a profile of your batches and edits"
     if manifest.decoder.kv_form != "static" or manifest.decoder.target != "tensorrt":
         return (
-            "topw build-engine builds decoders with a cache in place: export with --target tensorrt --max-length N; "
-            "this graph is for other builders"
+            "topw build-engine needs a decoder with a static cache: export with --target tensorrt --max-length N, or "
+            "use another builder"
         )
     without = " --plugin none" if any(node.verdict == "inlined" and node.reason for node in report.nodes) else ""
     return f"topw build-engine {folder}{without}"
@@ -256,8 +256,8 @@ def _export_again(refused: str, manifest: Manifest) -> str:
         return f"export the sampler again with --tail portable or static, and --top-m at most 3840 ({refused})"
     if manifest.source.get("route") == "graft":
         return (
-            f"this decoder came from another exporter ({refused}): export the model that it was made of, with "
-            "--target tensorrt --max-length N"
+            f"this decoder came from another exporter ({refused}): export the original model with --target tensorrt "
+            "--max-length N"
         )
     wanted = "--target tensorrt --max-length N"
     if manifest.decoder.quantisation:

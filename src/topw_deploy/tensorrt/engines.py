@@ -15,7 +15,7 @@ from topw_deploy.tensorrt.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, Engi
 
 @dataclass(frozen=True)
 class Machine:
-    """What an engine must fit. sm: 87 for sm_87."""
+    """The machine that an engine must fit. sm: 87 for sm_87."""
 
     tensorrt: str
     gpu: str
@@ -23,10 +23,10 @@ class Machine:
 
 
 def this_machine(tensorrt_version: str, device: int = 0) -> Machine:
-    """Raises EngineError without a GPU number `device`."""
+    """The machine with GPU number `device`. Raises EngineError if there is none."""
     seen = driver.look()
     if not 0 <= device < len(seen.devices):
-        reason = seen.why_none or f"device {device} was asked for, and there are {len(seen.devices)} GPUs"
+        reason = seen.why_none or f"device {device} was requested, but there are {len(seen.devices)} GPUs"
         raise EngineError(f"no engine can be built or run here: {reason}; see `topw plugins show`.")
     gpu = seen.devices[device]
     return Machine(tensorrt_version, gpu.name, gpu.architecture)
@@ -36,7 +36,7 @@ def misplaced(out: Path) -> str | None:
     """Why the folder's `engines` is ignored, as a clause after its name, or None."""
     path = out / FOLDER
     if path.is_symlink():
-        return "is a symbolic link, and engines must lie in the folder itself"
+        return "is a symbolic link, but engines must be in the folder itself"
     return "is not a folder" if path.exists() and not path.is_dir() else None
 
 
@@ -45,7 +45,7 @@ def stamps(out: Path) -> list[Path]:
 
 
 def unfinished(out: Path) -> list[Path]:
-    """Engines without a stamp: their builds never ended."""
+    """Engines without a stamp: their builds did not finish."""
     stamped = {path.with_suffix(ENGINE_SUFFIX) for path in stamps(out)}
     return [path for path in _named(out, ENGINE_SUFFIX) if path not in stamped]
 
@@ -75,18 +75,18 @@ def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
         reasons.append(f"{FOLDER}/{stamp.engine} {reason}")
     if reason := misplaced(out):
         reasons.append(f"{FOLDER} {reason}")
-    reasons += [f"{FOLDER}/{path.name} has no stamp, as when its build was cut short" for path in unfinished(out)]
+    reasons += [f"{FOLDER}/{path.name} has no stamp, as after an interrupted build" for path in unfinished(out)]
     raise EngineError(f"{'; '.join(reasons) or f'{out} has no engine'}; build one with `topw build-engine {out}`.")
 
 
 def misfit(stamp: EngineStamp, out: Path, machine: Machine) -> str | None:
     """Why the stamp does not fit, as a clause after the engine's name, or None."""
     if stamp.manifest != manifest_hash(out):
-        return "was built from another export than the one in this folder"
+        return "was built from another export than this folder's"
     if stamp.tensorrt != machine.tensorrt:
-        return f"was built by TensorRT {stamp.tensorrt}, and this is {machine.tensorrt}"
+        return f"was built by TensorRT {stamp.tensorrt}, but this is {machine.tensorrt}"
     if (stamp.gpu, stamp.sm) != (machine.gpu, machine.sm):
-        return f"was built for {stamp.gpu} (sm_{stamp.sm}), and this is {machine.gpu} (sm_{machine.sm})"
+        return f"was built for {stamp.gpu} (sm_{stamp.sm}), but this is {machine.gpu} (sm_{machine.sm})"
     return None
 
 
@@ -96,10 +96,10 @@ def damage(engine: Path, stamp: EngineStamp) -> str | None:
         with open_regular(engine) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size != stamp.size:
-                return f"has {size} bytes, and its stamp says {stamp.size}: it was changed or cut short"
+                return f"has {size} bytes, but its stamp states {stamp.size}: it was changed or truncated"
             found = sha256_of_stream(stream)
     except (FileNotFoundError, NotRegularError):
-        return "is not a file of the folder"
+        return "is not a file in the folder"
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
-    return None if found == stamp.sha256 else "has another SHA-256 than its stamp says: it was changed"
+    return None if found == stamp.sha256 else "does not have the SHA-256 of its stamp: it was changed"

@@ -49,7 +49,7 @@ _REDUCTIONS = {"L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", 
 def refusal(node: Node, scope: Scope) -> str | None:
     """Why TensorRT refuses `node`, as a clause; None if no reason is known."""
     if node.domain not in ("", "ai.onnx"):
-        return f"TensorRT's list has no operators of {node.domain}"
+        return f"TensorRT supports no operators of {node.domain}"
     if node.op_type not in NATIVE:
         return "TensorRT has no such operator"
     return next(filter(None, _reasons(node, scope)), None)
@@ -69,14 +69,14 @@ def _unknown_type(node: Node, scope: Scope) -> str | None:
     for name in node.inputs:
         dtype = scope.types.get(name)
         if dtype is not None and dtype not in _TYPES and not (quantises and dtype in _QUANTISED):
-            return f"it reads {dtype}, which TensorRT has not for this operator"
+            return f"it reads {dtype}, which TensorRT does not support for this operator"
     return None
 
 
 def _constant_input(node: Node, scope: Scope, place: int, what: str) -> str | None:
     if len(node.inputs) <= place or not node.inputs[place] or node.inputs[place] in scope.constants:
         return None
-    return f"its {what} must be stored in the file, and are computed"
+    return f"its {what} must be stored in the file, but are computed"
 
 
 def _present(names: Iterable[str]) -> int:
@@ -85,62 +85,62 @@ def _present(names: Iterable[str]) -> int:
 
 def _attention(node: Node, scope: Scope) -> str | None:
     if _present(node.outputs) > 1:
-        return "TensorRT takes Attention with one output only"
+        return "TensorRT supports Attention only with one output"
     if _present(node.inputs[4:6]):
-        return "TensorRT takes Attention without past keys and values"
+        return "TensorRT supports Attention only without past keys and values"
     if _present(node.inputs[6:7]):
         return "TensorRT ignores the input nonpad_kv_seqlen; it needs a mask"
     if node.attributes.get("softcap"):
-        return "TensorRT has no softcap"
+        return "TensorRT does not support softcap"
     shape = scope.shapes.get(node.inputs[0], (0, 0, 0, 64))
     if len(shape) != 4:
-        return "TensorRT wants heads in an axis of their own"
+        return "TensorRT requires a separate axis for heads"
     if scope.types.get(node.inputs[0]) == "float32":
-        return "TensorRT has this operator in half precision only"
+        return "TensorRT supports this operator only in half precision"
     if isinstance(shape[3], int) and shape[3] not in FUSED_HEADS:
-        return f"TensorRT has this operator for heads of 16 to 256 numbers by eights, and these have {shape[3]}"
+        return f"TensorRT supports only head sizes of 16 to 256 in steps of 8 here, but this one is {shape[3]}"
     return None
 
 
 def _tensor_scatter(node: Node, scope: Scope) -> str | None:
     cache = scope.shapes.get(node.inputs[0])
     if node.attributes.get("mode", "linear") != "linear":
-        return "TensorRT writes caches from front to back only"
+        return "TensorRT writes caches only from front to back"
     if cache is None:
         return None
     if len(cache) != 4 or node.attributes.get("axis", -2) not in (-2, 2):
-        return "TensorRT writes along the next to last of four axes only"
+        return "TensorRT writes caches only along the third of four axes"
     if not isinstance(cache[2], int):
-        return f"TensorRT wants the cache's length as a number, and it is {cache[2]!r}"
+        return f"TensorRT requires a fixed cache length, but it is {cache[2]!r}"
     return None
 
 
 def _top_k(node: Node, scope: Scope) -> str | None:
     constant = scope.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
     if constant is not None and constant.numbers and constant.numbers[0] > LARGEST_K:
-        return f"it selects {constant.numbers[0]}, and TensorRT at most {LARGEST_K}"
+        return f"it selects {constant.numbers[0]} values, but TensorRT supports at most {LARGEST_K}"
     return None  # sorts even where `sorted` is 0, which asks for no order
 
 
 def _reduction(node: Node, scope: Scope) -> str | None:
     how = node.attributes.get("reduction", "none")
-    return None if how == "none" else f"TensorRT scatters without reductions, and this is {how!r}"
+    return None if how == "none" else f"TensorRT scatters only without a reduction, but this is {how!r}"
 
 
 def _one_output(node: Node, scope: Scope) -> str | None:
-    return None if _present(node.outputs) < 2 else f"TensorRT takes {node.op_type} with one output only"
+    return None if _present(node.outputs) < 2 else f"TensorRT supports {node.op_type} only with one output"
 
 
 def _if(node: Node, scope: Scope) -> str | None:
-    return "TensorRT does not build an If inside another for a batch of any size" if "If" in scope.within else None
+    return "TensorRT does not build an If inside another for a dynamic batch" if "If" in scope.within else None
 
 
 def _loop(node: Node, scope: Scope) -> str | None:
-    return f"TensorRT does not take a {node.op_type} inside an If" if "If" in scope.within else None
+    return f"TensorRT does not support {node.op_type} inside an If" if "If" in scope.within else None
 
 
 def _non_zero(node: Node, scope: Scope) -> str | None:
-    return "how much it finds depends on values, which NVIDIA's parser gives to a plugin"
+    return "its output's size depends on values, for which NVIDIA's parser needs a plugin"
 
 
 def _cumulative_sum(node: Node, scope: Scope) -> str | None:

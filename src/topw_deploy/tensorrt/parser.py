@@ -65,6 +65,6 @@ def parse(trt: Any, logger: Any, builder: Any, model: Path, *, fp16: bool) -> An
         return network
     reasons = [parser.get_error(i).desc() for i in range(parser.num_errors)] or [api.first_error(logger)]
     raise EngineError(
-        f"TensorRT {trt.__version__} does not take {model} ({' '.join(reasons[0].split())[:300]}); "
+        f"TensorRT {trt.__version__} does not accept {model} ({' '.join(reasons[0].split())[:300]}); "
         f"`topw check {model.parent} --target tensorrt` shows every such node."
     )

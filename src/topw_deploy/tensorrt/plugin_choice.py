@@ -31,8 +31,8 @@ def choose(asked: str, trt: Any) -> PluginChoice:
     """Register the plugin of EngineRequest.plugin. Raises EngineError if missing, unless "auto"."""
     if asked == "none":
         if plugins.registered():  # the parser would use it
-            raise EngineError("this process has registered the sampler's plugin already; build without it in another.")
-        return PluginChoice("none", "", "--plugin none asks for it")
+            raise EngineError("this process has already registered the sampler's plugin; build without it in another.")
+        return PluginChoice("none", "", "--plugin none was given")
     if asked not in ("auto", "python"):
         _load(Path(asked), trt)
         return PluginChoice("library")
@@ -40,7 +40,7 @@ def choose(asked: str, trt: Any) -> PluginChoice:
         plugins.register()
     except PluginError as error:
         if asked == "python":
-            raise EngineError(f"the plugin cannot be had: {error}") from None
+            raise EngineError(f"the plugin is not available: {error}") from None
         path = installed()
         if path is None:
             return PluginChoice("none", "", str(error).rstrip("."))
@@ -54,24 +54,24 @@ def prepare(kind: str, version: str, trt: Any) -> None:
     if kind == "none":
         return
     if version != BUILT_WITH:
-        raise EngineError(f"it was built with version {version} of the plugin, and this is {BUILT_WITH}")
+        raise EngineError(f"it was built with version {version} of the plugin, but this is {BUILT_WITH}")
     try:
         plugins.register()
     except PluginError as error:
         path = installed()
         if path is None:
-            raise EngineError(f"it needs the sampler's plugin, which cannot be had: {str(error).rstrip('.')}") from None
+            raise EngineError(f"it needs the sampler's plugin, which is unusable: {str(error).rstrip('.')}") from None
         _load(path, trt)
 
 
 def _load(path: Path, trt: Any) -> None:
     if not path.is_file():
         raise EngineError(
-            f"the plugin's library {path} is no file; `topw plugins build --tensorrt-root` makes one (--plugin, "
-            f"{VARIABLE})."
+            f"the plugin's library {path} (from --plugin or {VARIABLE}) is not a file; "
+            "`topw plugins build --tensorrt-root` builds one."
         )
     trt.get_plugin_registry().load_library(str(path.absolute()))
     if not plugins.registered():
         raise EngineError(
-            f"{path} has no plugin for the sampler's node; `topw plugins build --tensorrt-root` makes one."
+            f"{path} has no plugin for the sampler's node; `topw plugins build --tensorrt-root` builds one."
         )

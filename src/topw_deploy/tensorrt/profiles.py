@@ -61,7 +61,7 @@ class Profile:
         if axis == 1 and spec.name in _EDITS:
             return self.edits
         raise EngineError(
-            f"input {spec.name} has the open dimension {dimension!r}, which an engine cannot have; "
+            f"input {spec.name} has the dimension {dimension!r}, for which an engine has no bounds; "
             "export with --target tensorrt and --max-length."
         )
 

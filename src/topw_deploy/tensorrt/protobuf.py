@@ -53,7 +53,7 @@ def text(value: Field) -> str:
 def inner(value: Field) -> memoryview:
     """The bytes in a field. Raises ProtobufError for a number."""
     if isinstance(value, int):
-        raise ProtobufError("a number where bytes belong")
+        raise ProtobufError("a number where bytes are expected")
     return value
 
 
@@ -71,7 +71,7 @@ def integers(value: Field) -> Iterator[int]:
 def integer(value: Field) -> int:
     """A signed integer. Raises ProtobufError for bytes."""
     if not isinstance(value, int):
-        raise ProtobufError("bytes where a number belongs")
+        raise ProtobufError("bytes where a number is expected")
     return _signed(value)
 
 
@@ -79,7 +79,7 @@ def float32(value: Field) -> float:
     """The number in a four-byte field. Raises ProtobufError otherwise."""
     data = inner(value)
     if len(data) != 4:
-        raise ProtobufError(f"{len(data)} bytes where a float belongs")
+        raise ProtobufError(f"{len(data)} bytes where a float is expected")
     return float(struct.unpack("<f", data)[0])
 
 

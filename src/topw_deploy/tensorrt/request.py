@@ -46,7 +46,7 @@ class EngineRequest:
             raise ParameterError(f"workspace is {self.workspace}, but must be at least 1 byte.", "workspace")
         if self.timing_cache is not None and not self.timing_cache.parent.is_dir():
             raise ParameterError(
-                f"timing_cache is {self.timing_cache}, but {self.timing_cache.parent} is no folder.", "timing_cache"
+                f"timing_cache is {self.timing_cache}, but {self.timing_cache.parent} is not a folder.", "timing_cache"
             )
         if self.fp16 and self.plugin == "none":
             raise ParameterError(
@@ -76,10 +76,10 @@ def load_exported(out: Path) -> tuple[DecoderManifest, int]:
     """The manifest of `out` and its cache length. Raises ManifestError, or EngineError if no engine can be built."""
     manifest = load_manifest(out)
     if manifest.verification.status == "provisional":
-        raise EngineError(f"{out} is an export whose verification never ended; export the model again.")
+        raise EngineError(f"{out} is an export whose verification did not finish; export the model again.")
     if not isinstance(manifest, DecoderManifest):
         raise EngineError(
-            f"{out} holds a sampler alone, which trtexec and other programs build; this command builds decoders."
+            f"{out} holds only a sampler, but this command builds decoders; use trtexec or another program."
         )
     decoder = manifest.decoder
     if decoder.target != "tensorrt" or decoder.kv_form != "static" or not decoder.ragged_chunks:

@@ -81,13 +81,13 @@ def read(path: Path) -> EngineStamp:
             raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
         return _parse(_object("it", _decoded(raw)))
     except NotRegularError:
-        raise EngineError(f"{path} is no stamp of an engine (it is no file of the folder).") from None
+        raise EngineError(f"{path} is not an engine's stamp (it is not a file in the folder).") from None
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror or error}.") from None
     except KeyError as error:
-        raise EngineError(f"{path} is no stamp of an engine (field {error} is missing).") from None
+        raise EngineError(f"{path} is not an engine's stamp (field {error} is missing).") from None
     except ValueError as error:
-        raise EngineError(f"{path} is no stamp of an engine ({error}).") from None
+        raise EngineError(f"{path} is not an engine's stamp ({error}).") from None
 
 
 def write(folder: Path, stamp: EngineStamp) -> Path:
@@ -110,7 +110,7 @@ def _decoded(raw: bytes) -> Any:
     try:
         return decoded(raw.decode("utf-8"))
     except (ValueError, RecursionError):
-        raise ValueError("it is not JSON: changed or cut short") from None
+        raise ValueError("it is not JSON: it was changed or truncated") from None
 
 
 def _parse(data: dict[str, Any]) -> EngineStamp:
@@ -119,7 +119,7 @@ def _parse(data: dict[str, Any]) -> EngineStamp:
         raise ValueError(f"it has format version {version!r:.60}, not {FORMAT_VERSION}")
     unknown = sorted(data.keys() - EngineStamp.__dataclass_fields__.keys())
     if unknown:
-        raise ValueError(f"it has a field {unknown[0]!r:.60}, which this topw_deploy does not know")
+        raise ValueError(f"it has the unknown field {unknown[0]!r:.60}")
     if not _NAME.fullmatch(_text(data, "engine")):
         raise ValueError(f"engine is {data['engine']!r}, not the name of an .engine file in the same folder")
     for name in ("sha256", "manifest"):
@@ -148,19 +148,19 @@ def _parse(data: dict[str, Any]) -> EngineStamp:
 def _range(name: str, data: object) -> Range:
     least, usual, most = (_whole(name, _object(name, data)[key], 0, _INT32) for key in ("least", "usual", "most"))
     if not least <= usual <= most:
-        raise ValueError(f"{name} is {least}, {usual}, {most}, which do not rise")
+        raise ValueError(f"{name} is {least}, {usual}, {most}, which is not ascending")
     return Range(least, usual, most)
 
 
 def _object(what: str, data: object) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise ValueError(f"{what} is {data!r:.60}, not an object of JSON")
+        raise ValueError(f"{what} is {data!r:.60}, not a JSON object")
     return data
 
 
 def _text(data: dict[str, Any], name: str) -> str:
     if not isinstance(data[name], str) or not data[name].isprintable():
-        raise ValueError(f"{name} is {data[name]!r:.60}, not a text of one line")
+        raise ValueError(f"{name} is {data[name]!r:.60}, not a line of text")
     return str(data[name])
 
 

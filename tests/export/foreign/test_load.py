@@ -211,7 +211,7 @@ def test_a_missing_soft_cap_is_stated(tmp_path: Path, softcap: float, lost: floa
     assert lost_soft_cap(model.graph, {"attn_logit_softcapping": None}) is None
     file = written(tmp_path / "made", model, attn_logit_softcapping=50.0)
     notices = load_decoder(file, file.parent).notices
-    assert ["leaves out the soft cap of 50" in notice for notice in notices] == ([True] if lost else [])
+    assert ["does not apply the soft cap of 50" in notice for notice in notices] == ([True] if lost else [])
 
 
 @pytest.mark.parametrize("capped", [True, False])

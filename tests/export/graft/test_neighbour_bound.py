@@ -212,7 +212,7 @@ def test_a_decoder_gets_its_own_tables_bound(tmp_path: Path, foreign_decoder: Pa
     export_model(request, Progress(lines.append))
     manifest = load_manifest(tmp_path / "out")
     tokens = manifest.sampler.vocab_size
-    assert f"Measuring how near each of {tokens} tokens has its nearest other" in lines
+    assert f"Measuring the distance of each of {tokens} tokens to its nearest neighbour" in lines
     assert stored_bound(tmp_path / "out").shape == (tokens,)
     assert "neighbour bound" in [check.name for check in manifest.verification.checks]
 
@@ -250,7 +250,7 @@ def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
     )
     assert process.stderr is not None
     seen = ""
-    while "nearest other" not in seen:
+    while "nearest neighbour" not in seen:
         line = process.stderr.readline()
         assert line, f"ended early: {seen}"
         seen += line

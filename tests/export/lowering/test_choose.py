@@ -31,7 +31,7 @@ def test_a_decoder_that_the_operator_refuses_falls_back_with_the_reason(narrow: 
     form = lower(decoder, kv=kv, target="onnxruntime", context_length=64)
     assert (form.kv_form, form.attention) == ("concat", "Attention")
     assert form.notice is not None
-    assert "heads of 4 numbers" in form.notice
+    assert "heads of size 4" in form.notice
     assert "attention_mask" in [value.name for value in decoder.model.graph.inputs]
 
 
@@ -62,7 +62,7 @@ def test_the_default_length_is_the_context_up_to_4096_tokens_and_is_stated(
     assert cache_lengths(decoder) == {slots}
     assert form.notice is not None
     assert f"may reach {longest:,} tokens" in form.notice
-    assert f"of the model's {context:,}; --max-length" in form.notice
+    assert f"the model's own limit is {context:,}, and --max-length" in form.notice
 
 
 def test_a_fixed_length_is_in_the_signature_and_limits_the_context(narrow: TracedDecoder) -> None:

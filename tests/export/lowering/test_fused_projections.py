@@ -20,6 +20,8 @@ from topw_deploy.export.lowering.fused_projections import concatenated, fuse_gat
 from topw_deploy.export.request import export_request
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, WIDTHS, GATE_WIDTH = 5, (6, 4, 4), 6
 GENERATOR = np.random.default_rng(0)
 WEIGHTS = [GENERATOR.standard_normal((HIDDEN, width)).astype(np.float32) for width in WIDTHS]
@@ -187,7 +189,6 @@ def traced() -> TracedDecoder:
     return trace(make_model("llama_untied"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
 @pytest.mark.parametrize(("fuse", "fused"), [(True, 2), (False, 0)])
 def test_gates_are_fused_with_a_static_cache_unless_switched_off(
@@ -204,7 +205,6 @@ def test_gates_are_not_fused_with_a_concatenated_cache(traced: TracedDecoder) ->
     assert not any("gate_up" in name for name in decoder.model.graph.initializers)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "fused"), [("fp32", 0), ("int4", 2)])
 def test_an_export_fuses_gates_of_quantised_weights(
     tmp_path: Path, checkpoint: Callable[[str], Path], dtype: str, fused: int

@@ -11,6 +11,8 @@ from tests.support.tiny_models import ONE_LAYER, make_model
 from topw_deploy.export.lowering import lower, rotary_tables
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 48
 
 

@@ -183,5 +183,5 @@ def test_an_unexpected_result_of_the_tool_is_an_error(monkeypatch: pytest.Monkey
             """Quantises nothing."""
 
     monkeypatch.setattr(tool, "MatMulNBitsQuantizer", Unwilling)
-    with pytest.raises(ExportError, match="answered with MatMul"):
+    with pytest.raises(ExportError, match="returned a MatMul"):
         quantised(Quantisation(bits=4, algorithm="default"))

@@ -87,7 +87,9 @@ def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path
 def test_half_precision_is_refused_for_a_packed_checkpoint(tmp_path: Path) -> None:
     written(tmp_path / "model", "gptq")
     request = export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", compute_dtype="fp16")
-    with pytest.raises(ParameterError, match=r"holds GPTQ codes, which are kept for products in fp32 only; leave"):
+    with pytest.raises(
+        ParameterError, match=r"holds GPTQ codes, which can be kept only with compute_dtype 'fp32'; leave"
+    ):
         export_model(request)
     assert not (tmp_path / "out").exists()
 

@@ -234,7 +234,7 @@ def test_a_tied_head_and_its_table_keep_their_type_together(pattern: str) -> Non
 
 def test_a_pattern_that_matches_nothing_is_refused_for_a_whole_model() -> None:
     scheme = Quantisation(bits=4, exclude=("lm_haed*",))
-    with pytest.raises(ParameterError, match=r"'lm_haed\*' names no node or weight"):
+    with pytest.raises(ParameterError, match=r"'lm_haed\*' matches no node or weight"):
         quantise(toy(tied=False), scheme)
     assert quantise(toy(tied=False), scheme, cut=True) == []
 

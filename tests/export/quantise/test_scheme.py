@@ -74,7 +74,7 @@ def test_a_request_accepts_options_of_quantisation_only_with_a_quantised_dtype()
     request = export_request(model="m", output=Path("o"), dtype="int8", block_size=64, symmetric=False)
     assert request.weights.quantisation == Quantisation(bits=8, block_size=64, symmetric=False)
     assert export_request(model="m", output=Path("o"), dtype="fp16").weights.quantisation is None
-    with pytest.raises(ParameterError, match="block_size is an option of quantised weights, but dtype is fp32"):
+    with pytest.raises(ParameterError, match="block_size is an option for quantised weights, but dtype is fp32"):
         export_request(model="m", output=Path("o"), block_size=64)
     with pytest.raises(ParameterError, match="tensorrt has no operator"):
         export_request(model="m", output=Path("o"), dtype="int4", target="tensorrt")

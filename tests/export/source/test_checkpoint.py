@@ -50,5 +50,5 @@ def test_the_context_ends_where_the_graph_differs_from_the_model(config: PreTrai
 
 
 def test_a_configuration_without_a_context_length_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="names no max_position_embeddings"):
+    with pytest.raises(UnsupportedModelError, match="has no max_position_embeddings"):
         context_length(PreTrainedConfig())

@@ -93,7 +93,9 @@ def test_float8_weights_are_rounded_again_with_a_note(tmp_path: Path) -> None:
 
 def test_half_precision_is_refused_for_integer_codes(tmp_path: Path) -> None:
     write_quantised(tmp_path / "model", "compressed int4")
-    with pytest.raises(ParameterError, match=r"holds compressed-tensors codes, which are kept for products in fp32"):
+    with pytest.raises(
+        ParameterError, match=r"holds compressed-tensors codes, which can be kept only with compute_dtype 'fp32'"
+    ):
         export(tmp_path / "model", tmp_path / "out", dtype="int4", compute_dtype="fp16")
 
 

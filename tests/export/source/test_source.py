@@ -86,7 +86,7 @@ def test_a_graph_outside_the_folder_in_genai_config_is_ignored(tmp_path: Path) -
     ("files", "message"),
     [
         (["readme.json"], "neither Hugging Face weights"),
-        (["a.onnx", "b.onnx"], "2 ONNX files.*name the decoder's file itself"),
+        (["a.onnx", "b.onnx"], "2 ONNX files.*give the path of the decoder's file"),
         (["model.safetensors"], "no config.json"),
         ([MANIFEST_NAME, "model.onnx"], "already an export"),
     ],
@@ -119,8 +119,8 @@ def test_an_ambiguous_name_is_looked_up_locally_and_on_the_hub(tmp_path: Path, m
     with pytest.raises(SourceError) as refusal:
         resolve("models/nope", HubOptions(cache_dir=tmp_path / "cache", local_files_only=True))
     assert str(refusal.value).startswith(
-        f"models/nope is neither a local path (the folder models holds no nope) nor whole in the hub's cache "
-        f"{tmp_path / 'cache'}, and the hub was not asked or did not answer; check the path, or download the model"
+        f"models/nope is neither a local path (the folder models holds no nope) nor complete in the hub's cache "
+        f"{tmp_path / 'cache'}, and the hub is disabled or did not answer; check the path, download the model"
     )
 
 
@@ -155,7 +155,7 @@ def test_a_hub_model_without_weights_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [{"local_files_only": True}, {}], ids=["asked", "HF_HUB_OFFLINE"])
 def test_a_missing_hub_model_says_how_to_get_it(tmp_path: Path, given: dict[str, bool]) -> None:
-    with pytest.raises(SourceError, match=r"nor whole in the hub's cache .*HF_HUB_OFFLINE unset"):
+    with pytest.raises(SourceError, match=r"nor complete in the hub's cache .*HF_HUB_OFFLINE unset"):
         resolve("me/missing", HubOptions(cache_dir=tmp_path, **given))
 
 

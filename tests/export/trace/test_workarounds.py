@@ -17,6 +17,8 @@ from topw_deploy.export.source.checkpoint import context_length
 from topw_deploy.export.trace.trace import trace
 from topw_deploy.export.trace.workarounds import fixed_frequencies, small_terms_kept
 
+pytestmark = pytest.mark.slow
+
 FLOAT = ir.DataType.FLOAT
 PLAIN = 10000.0 ** -(np.arange(0, 16, 2) / 16)
 SHORT = [1.0 + 0.25 * number for number in range(8)]

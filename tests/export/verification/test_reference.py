@@ -9,7 +9,7 @@ import numpy as np
 from topw_deploy.export.foreign.load import load_decoder
 from topw_deploy.export.verification.decoder_checks import decoder_checks
 from topw_deploy.export.verification.reference import MakersReference
-from topw_deploy.manifest import DecoderInfo
+from topw_deploy.manifest import DecoderInfo, key_value_states
 
 IDS = np.random.default_rng(0).integers(3, 280, 12)
 VOCAB = 7
@@ -57,8 +57,7 @@ def test_like_is_compared_with_like() -> None:
         model_type="made",
         kv_form="shared",
         num_layers=1,
-        num_kv_heads=(1,),
-        head_dim=(8,),
+        states=key_value_states(0, "float", 1, 8, 8),
         kv_dtype="float",
         context_length=64,
         left_padding=False,

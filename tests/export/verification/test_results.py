@@ -10,7 +10,7 @@ from topw_deploy.export.verification.results import Outcome, Result, decoded_res
 from topw_deploy.manifest import Check, NotCompared, Note
 
 GOOD, BAD = Check("prefill", True, 1e-7, 1e-4, "torch"), Check("decode", False, 1.0, 1e-4, "4 steps")
-MISSING, NOTE = NotCompared("generation", "the source is not here"), Note("kept sets", "24 of 32 equal")
+MISSING, NOTE = NotCompared("generation", "the source is not available"), Note("kept sets", "24 of 32 equal")
 
 
 @pytest.mark.parametrize("result", [GOOD, BAD, MISSING, NOTE])
@@ -33,6 +33,6 @@ def test_each_kind_of_result_has_a_mark_of_its_own() -> None:
     assert [printed(result) for result in (GOOD, BAD, MISSING, NOTE)] == [
         "  -[✓] prefill: 1e-07 (bound 0.0001; torch)",
         "  -[x] decode: 1 (bound 0.0001; 4 steps)",
-        "  -[-] generation: not compared, the source is not here",
+        "  -[-] generation: not compared, the source is not available",
         "  -[i] kept sets: 24 of 32 equal",
     ]

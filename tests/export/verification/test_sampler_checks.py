@@ -63,7 +63,7 @@ def results(sampler: Sampler, logits: np.ndarray, change: Callable[[Answers], No
 def test_a_right_sampler_passes_whatever_the_models_logits_are(sampler: Sampler, logits: np.ndarray) -> None:
     found = results(sampler, logits)
     assert [(type(each), each.passed) for each in found] == [(Check, True)] * 4
-    assert ("made logits" in found[0].detail) == (logits is not ANY)
+    assert ("constructed logits" in found[0].detail) == (logits is not ANY)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_too_few_rows_are_not_compared(sampler: Sampler, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "made_logits", lambda _vocab: PEAKED)
     (found,) = results(sampler, PEAKED)
     assert isinstance(found, NotCompared)
-    assert "12 decided by geometry (56 rows" in found.reason
+    assert "12 decided by geometry are needed (56 rows" in found.reason
     monkeypatch.setattr(module, "made_logits", lambda _vocab: FLAT)
     (found,) = results(sampler, FLAT)
     assert isinstance(found, NotCompared)

@@ -91,7 +91,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ExportError, match=r"is not empty.*--overwrite"):
         check_free(tmp_path, overwrite=False)
-    with pytest.raises(ExportError, match="not an export of this tool"):
+    with pytest.raises(ExportError, match="not an export of topw_deploy"):
         check_free(tmp_path, overwrite=True)
     with pytest.raises(ExportError, match="not a folder"):
         check_free(tmp_path / "file", overwrite=True)

@@ -38,7 +38,7 @@ def cpu() -> Kernel:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_built_on_ties_are_answered_as_by_the_reference_and_by_the_cpu(
     kernel: EmulatedKernel, cpu: Kernel
 ) -> None:

@@ -146,7 +146,7 @@ def mappings() -> int:
         return sum(1 for _ in maps)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_kernel_reads_behind_an_array_or_from_an_address_that_is_not_aligned(
     request: pytest.FixtureRequest, emulated_library: Path
 ) -> None:

@@ -92,7 +92,7 @@ def test_logits_of_other_types_are_refused(kernel: EmulatedKernel) -> None:
 def test_a_file_that_is_no_such_library_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "libtopw_cuda.so"
     path.write_bytes(b"no library")
-    with pytest.raises(PluginError, match="no library with the CUDA kernels"):
+    with pytest.raises(PluginError, match="not a library with the CUDA kernels"):
         CudaKernel(path)
 
 

@@ -107,7 +107,7 @@ def test_options_that_one_library_registered_on_are_understood_by_the_other(
     options.register_custom_ops_library(str(native_library))
     found, why = native_sampler.operator_library("CUDAExecutionProvider", "", options)
     assert found is None
-    assert why == "the session options already hold the CPU's operator, and cannot take the GPU's; give new ones"
+    assert why == "the session options already have the CPU's operator and cannot take the GPU's; give new ones"
 
 
 @pytest.mark.parametrize("architecture", CUDA12)

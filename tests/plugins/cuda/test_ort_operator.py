@@ -16,6 +16,8 @@ from tests.support.tail_cases import feeds, random_case
 from topw_deploy.plugins import compile_native
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 OPERATOR = [compile_native.SOURCES / f"ort_{name}.cpp" for name in ("call", "node", "operator")]
 
@@ -35,7 +37,6 @@ def operator_library(request: pytest.FixtureRequest) -> Path:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize(("mass", "keep_mask"), [(False, False), (True, False), (False, True), (True, True)])
 def test_the_node_is_answered_as_by_the_cpus_operator(

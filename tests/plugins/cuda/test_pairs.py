@@ -59,7 +59,7 @@ def test_numbers_that_float32_cannot_hold_are_weighed_in_double(probes: ctypes.C
     assert np.isfinite(logs[1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kernels_that_weigh_in_double_answer_as_the_reference(request: pytest.FixtureRequest) -> None:
     """As compiled for sm_80, 90 and 100."""
     assert request.config.cache is not None

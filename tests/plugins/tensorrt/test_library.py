@@ -18,6 +18,8 @@ from topw_deploy.plugins.compile_tensorrt import SOURCE, find_headers
 
 from .test_plugin import BATCH, UNIFORM, VOCAB, arrays, cpus_answer
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 Said = tuple[dict[str, int], Path, str]
@@ -83,7 +85,6 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return {name: int(value) for name, _, value in lines}, folder / "outputs", done.stderr
 
 
-@pytest.mark.slow
 def test_an_enqueued_step_answers_as_the_cpus_sampler_in_every_context(said: Said) -> None:
     data, at = said[1].read_bytes(), 0
     wanted = cpus_answer(UNIFORM, arrays(UNIFORM))

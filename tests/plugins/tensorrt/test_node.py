@@ -55,8 +55,8 @@ def test_a_node_of_an_older_export_has_neither_output_on_request() -> None:
         ({"knn_k": -1}, "knn_k is -1"),
         ({"with_mass": 2}, r"with_mass is 2, but must be in \[0, 1\]"),
         ({"metric": "euclid"}, "metric is 'euclid', but must be one of mahalanobis"),
-        ({"metric": 3}, "metric is 3, which is not of its type"),
-        ({"top_m": "1200"}, "top_m is '1200', which is not of its type"),
+        ({"metric": 3}, "metric is 3, which has the wrong type"),
+        ({"top_m": "1200"}, "top_m is '1200', which has the wrong type"),
         ({"table_form": "com.microsoft.GatherBlockQuantized(bits=4)"}, "but the plugin reads 'Gather"),
         ({"metric": "uniform"}, "but the plugin reads ''"),
     ],
@@ -107,5 +107,5 @@ def test_inputs_that_do_not_fit_each_other_are_refused(name: str, shape: tuple[i
 
 
 def test_a_node_with_too_few_inputs_is_refused() -> None:
-    with pytest.raises(PluginError, match="11 inputs, but a node like it has 15"):
+    with pytest.raises(PluginError, match="11 inputs, but its attributes require 15"):
         describe(SETTINGS, tensors(UNIFORM))

@@ -162,7 +162,7 @@ def test_the_limits_that_are_told_without_the_library_are_the_librarys(
     settings = replace(FULL, **changes)
     call = CallShape(node=settings, batch=1, vocab=vocab, edits=1, logits_type="float32", tokens=vocab, hidden=hidden)
     if settings.beyond_kernels(vocab, hidden):
-        with pytest.raises(PluginError, match="the kernels do not serve this sampler"):
+        with pytest.raises(PluginError, match="the kernels do not support this sampler"):
             kernels.check(call)
     else:
         kernels.check(call)
@@ -187,7 +187,7 @@ def test_an_engine_that_was_built_with_kernels_of_another_interface_is_refused(
     older = trt.PluginField("kernels", np.array([CUDA_ABI_VERSION - 1], np.int32), trt.PluginFieldType.INT32)
     attributes = plugin._plugin_fields(FULL.to_fields())
     for fields, found in (([*attributes, older], str(CUDA_ABI_VERSION - 1)), (attributes, "unknown")):
-        said = rf"^the engine was built with version {found} of the kernels' interface, and this is \d+; build"
+        said = rf"^the engine was built with version {found} of the kernels' interface, but \d+ is needed; build"
         with pytest.raises(PluginError, match=said):
             creator.create_plugin("topw_sample", fields, trt.TensorRTPhase.RUNTIME)
         assert creator.create_plugin("topw_sample", fields, trt.TensorRTPhase.BUILD).node == FULL

@@ -29,18 +29,18 @@ needs_a_provider_without_nodes = pytest.mark.skipif(
 
 @needs_a_provider_without_nodes
 def test_a_provider_that_computes_nothing_is_an_error_that_names_what_the_cpu_would_run(folder: Path) -> None:
-    with pytest.raises(ProviderError, match=r"azure leaves \d+ nodes to the CPU: .*TopK.*; pass allow_fallback=True"):
+    with pytest.raises(ProviderError, match=r"azure leaves \d+ nodes on the CPU: .*TopK.*; pass allow_fallback=True"):
         TopWModel.from_pretrained(folder, provider="azure")
 
 
 @needs_a_provider_without_nodes
 def test_what_is_accepted_is_warned_of_and_listed(folder: Path) -> None:
-    with pytest.warns(RuntimeWarning, match=r"azure leaves \d+ nodes to the CPU"):
+    with pytest.warns(RuntimeWarning, match=r"azure leaves \d+ nodes on the CPU"):
         model = TopWModel.from_pretrained(folder, provider="azure", allow_fallback=True)
     assert model.provider == "AzureExecutionProvider"
     assert {node.operator for node in model.cpu_nodes if node.computes} >= {"TopK", "If"}
     assert {node.operator for node in model.cpu_nodes if not node.computes} >= {"Add", "Gather"}
-    assert model.why_graph == "the native sampler is for cpu and cuda, and the provider is azure"
+    assert model.why_graph == "the native sampler supports cpu and cuda, but the provider is azure"
 
 
 def test_on_the_cpu_there_is_nothing_to_name(folder: Path, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_an_operator_that_cuda_has_for_other_types_only_comes_with_what_to_do() 
     with pytest.raises(ProviderError) as raised:
         cpu_nodes.check(nodes("Shape", *["GroupQueryAttention"] * 4), "CUDAExecutionProvider")
     assert str(raised.value) == (
-        "cuda leaves 4 nodes to the CPU: 4 GroupQueryAttention (node.GroupQueryAttention, node.GroupQueryAttention, "
+        "cuda leaves 4 nodes on the CPU: 4 GroupQueryAttention (node.GroupQueryAttention, node.GroupQueryAttention, "
         "node.GroupQueryAttention, ...); onnxruntime has it for CUDA in float16 and bfloat16: export with --dtype fp16"
         ", or, for int4 and int8, with --compute-dtype fp16; pass allow_fallback=True to accept that, or use "
         "provider='cpu'."

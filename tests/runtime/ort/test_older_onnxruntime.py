@@ -50,7 +50,7 @@ def test_a_graph_with_windows_is_refused_by_the_old_alone(folder: Path, monkeypa
     graph_checks.check_before_opening(found)
     with found.model.open("ab") as stream:
         stream.write(b"\n\x11local_window_size\x18\x08")
-    with pytest.raises(ManifestError, match=r"sliding window .*1\.23\.2 makes a token too long; export with"):
+    with pytest.raises(ManifestError, match=r"sliding window .*1\.23\.2 makes one token too long; export with"):
         graph_checks.check_before_opening(found)
     monkeypatch.setattr(ort, "__version__", "1.24.1")
     graph_checks.check_before_opening(found)
@@ -63,7 +63,7 @@ def test_an_opset_that_it_does_not_know_is_refused_with_the_number(
     save_manifest(folder, replace(manifest, opset={**manifest.opset, "": 24}))
     TopWModel.from_pretrained(folder, provider="cpu")
     monkeypatch.setattr(ort, "__version__", "1.23.2")
-    with pytest.raises(ManifestError, match=r"of opset 24, but onnxruntime 1\.23\.2 knows them up to opset 23; export"):
+    with pytest.raises(ManifestError, match=r"of opset 24, but onnxruntime 1\.23\.2 supports at most opset 23; export"):
         TopWModel.from_pretrained(folder, provider="cpu")
 
 
@@ -76,13 +76,13 @@ needs_a_provider_without_nodes = pytest.mark.skipif(
 @needs_a_provider_without_nodes
 @pytest.mark.usefixtures("without_reports")
 def test_a_run_shows_what_a_provider_leaves_to_the_cpu(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ProviderError, match=r"azure leaves \d+ nodes to the CPU: .*TopK.*; pass allow_fallback=True"):
+    with pytest.raises(ProviderError, match=r"azure leaves \d+ nodes on the CPU: .*TopK.*; pass allow_fallback=True"):
         TopWModel.from_pretrained(folder, provider="azure")
-    with pytest.warns(RuntimeWarning, match=r"azure leaves \d+ nodes to the CPU"):
+    with pytest.warns(RuntimeWarning, match=r"azure leaves \d+ nodes on the CPU"):
         model = TopWModel.from_pretrained(folder, provider="azure", allow_fallback=True)
     assert {node.operator for node in model.cpu_nodes if node.computes} >= {"TopK", "If"}
     alone = export_sampler(tmp_path / "sampler", Toy.random(0))
-    with pytest.raises(ProviderError, match=r"azure leaves \d+ nodes to the CPU"):
+    with pytest.raises(ProviderError, match=r"azure leaves \d+ nodes on the CPU"):
         TopWSampler.from_pretrained(alone, provider="azure")
 
 
@@ -90,7 +90,7 @@ def test_a_run_shows_what_a_provider_leaves_to_the_cpu(folder: Path, tmp_path: P
 @pytest.mark.usefixtures("without_reports")
 def test_a_profile_without_nodes_is_no_proof(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_nodes.Profile, "nodes", lambda _self, _raw: [])
-    with pytest.raises(ProviderError, match="does not say which nodes azure runs; install"):
+    with pytest.raises(ProviderError, match="does not report which nodes azure runs; install"):
         TopWModel.from_pretrained(folder, provider="azure")
 
 
@@ -121,7 +121,7 @@ def test_a_provider_that_opens_a_model_and_does_not_run_it_is_an_error(
         raise GenerationError("onnxruntime failed at step 0: CUDA failure 209: no kernel image is available")
 
     monkeypatch.setattr(loop, "prefill", fail)
-    with pytest.raises(ProviderError, match=r"azure opens the model, but does not run it: onnxruntime failed"):
+    with pytest.raises(ProviderError, match=r"azure opens the model but fails to run it: onnxruntime failed"):
         TopWModel.from_pretrained(folder, provider="azure")
 
 

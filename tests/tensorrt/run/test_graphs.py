@@ -138,7 +138,7 @@ def test_an_engine_with_branches_cannot_be_captured_and_runs_all_the_same(
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
     assert "cudaStreamBeginCapture" not in calls  # not tried a third time
     assert gpu.count("cudaStreamBeginCapture") == 2
-    assert model._session.engine.why_no_graph.startswith("TensorRT does not take the run")  # type: ignore[union-attr]
+    assert model._session.engine.why_no_graph.startswith("TensorRT does not accept the run")  # type: ignore[union-attr]
 
 
 def test_a_capture_that_another_thread_spoils_is_tried_again(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
@@ -180,7 +180,7 @@ def test_memory_that_cannot_be_had_is_one_sentence(opened: Open, gpu: Gpu, on_cp
 
 def test_a_context_that_cannot_be_had_is_one_sentence(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "create_execution_context", lambda self, strategy: None)
-    with pytest.raises(GenerationError, match="TensorRT gave no context for the engine: it gave no reason"):
+    with pytest.raises(GenerationError, match="TensorRT created no context for the engine: it gave no reason"):
         opened().generate("abc", **HOT)
 
 
@@ -194,12 +194,12 @@ def test_a_shape_that_no_profile_holds_is_one_sentence(opened: Open) -> None:
 @pytest.mark.parametrize(
     ("method", "answer", "message"),
     [
-        ("infer_shapes", ["edit_ids"], "does not take a run without edit_ids"),
-        ("infer_shapes", RuntimeError("shapes\n  clash"), "does not take these shapes: shapes clash"),
-        ("set_input_shape", False, r"does not take \w+ of shape \[.*\]: it gave no reason"),
-        ("set_tensor_address", False, "does not take the address of"),
-        ("execute_async_v3", False, "does not take the run"),
-        ("set_optimization_profile_async", False, "does not take the engine's profile 1"),
+        ("infer_shapes", ["edit_ids"], "does not accept a run without edit_ids"),
+        ("infer_shapes", RuntimeError("shapes\n  clash"), "does not accept these shapes: shapes clash"),
+        ("set_input_shape", False, r"does not accept \w+ of shape \[.*\]: it gave no reason"),
+        ("set_tensor_address", False, "does not accept the address of"),
+        ("execute_async_v3", False, "does not accept the run"),
+        ("set_optimization_profile_async", False, "does not accept the engine's profile 1"),
     ],
 )
 def test_what_tensorrt_refuses_is_one_sentence(

@@ -113,14 +113,14 @@ def other_plugin(out: Path, gpu: Gpu, trt: TensorRT) -> None:
     ("change", "message"),
     [
         (other_gpu, "was built for Double GPU"),
-        (other_tensorrt, "was built by TensorRT 10.16.1.11, and this is 11.0.0"),
+        (other_tensorrt, "was built by TensorRT 10.16.1.11, but this is 11.0.0"),
         (other_export, "was built from another export"),
-        (cut_short, "it was changed or cut short"),
+        (cut_short, "it was changed or truncated"),
         (
             missing_plugin,
-            "it needs the sampler's plugin, which cannot be had: the CUDA library is absent; build",
+            "it needs the sampler's plugin, which is unusable: the CUDA library is absent; build",
         ),
-        (other_plugin, f"it was built with version 1.1 of the plugin, and this is {BUILT_WITH}; build it again"),
+        (other_plugin, f"it was built with version 1.1 of the plugin, but this is {BUILT_WITH}; build it again"),
     ],
 )
 def test_an_engine_that_does_not_fit_is_one_sentence_that_says_how_to_rebuild(
@@ -145,7 +145,7 @@ def test_bytes_that_tensorrt_does_not_open_are_one_sentence(out: Path, trt: Tens
     built.path.write_bytes(b"{" * built.stamp.size)
     stamp = built.path.with_suffix(".json")
     stamp.write_text(stamp.read_text().replace(built.stamp.sha256, hashlib.sha256(built.path.read_bytes()).hexdigest()))
-    with pytest.raises(ProviderError, match=r"TensorRT does not open .*\.engine \(the plan is no plan\)"):
+    with pytest.raises(ProviderError, match=r"TensorRT cannot open .*\.engine \(the plan is no plan\)"):
         load(out)
 
 
@@ -155,7 +155,9 @@ def test_an_engine_with_other_profiles_than_its_stamp_is_refused(out: Path, trt:
     data = json.loads(stamp.read_text())
     data["profiles"].pop()
     stamp.write_text(json.dumps(data))
-    with pytest.raises(ProviderError, match="has other inputs, outputs or profiles than the export and its stamp say"):
+    with pytest.raises(
+        ProviderError, match="has inputs, outputs or profiles that differ from the export's or its stamp's"
+    ):
         load(out)
 
 
@@ -173,7 +175,7 @@ def test_an_engine_that_does_not_fit_is_told_of_where_onnxruntime_runs_instead(
 ) -> None:
     build_engine(EngineRequest(out=out))
     gpu.name = "Another GPU"
-    with pytest.warns(RuntimeWarning, match="TensorRT runs instead of an engine: .* was built for Double"):
+    with pytest.warns(RuntimeWarning, match="TensorRT provider runs instead of an engine: .* was built for Double"):
         load(out)
     assert with_tensorrt_in_onnxruntime == ["tensorrt"]
 
@@ -237,7 +239,7 @@ def test_options_of_onnxruntime_are_refused_where_an_engine_runs(opened: Open, s
 
 def test_a_gpu_may_be_chosen_by_number(opened: Open) -> None:
     assert opened({"provider_options": {"device_id": 0}}).provider == "tensorrt"
-    with pytest.raises(ProviderError, match="device 2 was asked for, and there are 1 GPUs"):
+    with pytest.raises(ProviderError, match="device 2 was requested, but there are 1 GPUs"):
         opened({"provider_options": {"device_id": "2"}})
     with pytest.raises(ParameterError, match="device_id is '-1', but must be the number of a GPU"):
         opened({"provider_options": {"device_id": -1}})
@@ -259,5 +261,5 @@ def test_a_tensor_that_is_wanted_on_the_host_is_refused(
     monkeypatch.setattr(
         Engine, "get_tensor_location", lambda self, name: places.HOST if name == "edit_ids" else places.DEVICE
     )
-    with pytest.raises(ProviderError, match="the engine wants edit_ids in memory of the host"):
+    with pytest.raises(ProviderError, match="the engine needs edit_ids in host memory"):
         load(out)

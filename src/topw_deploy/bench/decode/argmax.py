@@ -1,6 +1,6 @@
 """The exported decoder with ArgMax instead of the sampler, in a minimal greedy loop.
 
-The lower bound: `TopWModel` adds the cost of Top-W and of this package's Python.
+It is the lower bound: `TopWModel` adds the cost of Top-W and of this package's Python code.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def share_weights(export: Path, folder: Path) -> None:
 class ArgMaxLoop:
     """Greedy decoding of one sequence over the graph of `with_argmax`.
 
-    decoder: how to drive the graph's cache.
+    decoder: the manifest's description of the graph's cache.
     """
 
     def __init__(self, path: Path, decoder: DecoderInfo, options: ort.SessionOptions) -> None:

@@ -34,10 +34,10 @@ class DecodeRequest:
     """Options of `topw bench decode`.
 
     folder: an exported model.
-    threads: one run per count.
+    threads: thread counts; each gets a run.
     transformers, optimum, genai: folders with the same weights in each library's format.
-    optimum_python, genai_python: their environments' interpreters.
-    authors: the authors' processor file.
+    optimum_python, genai_python: Python interpreters of the environments with these libraries.
+    authors: the file with the authors' logits processor.
     peers: names of sides; empty for all.
 
     Raises ParameterError for a value out of range.
@@ -64,7 +64,7 @@ class DecodeRequest:
         require_few_threads(self.threads)
         if self.authors is not None and self.transformers is None:
             raise ParameterError(
-                "the authors' processor runs in transformers; give the model's folder by --transformers.",
+                "the authors' processor runs in transformers; give the model's folder with --transformers.",
                 "authors",
             )
 
@@ -73,8 +73,8 @@ class DecodeRequest:
 class LoopSide(Side):
     """A decoding loop and its worker.
 
-    worker: a file, as for `Worker`.
-    settings: besides `threads`.
+    worker: the file of the worker, as for `Worker`.
+    settings: settings of the worker other than `threads`.
     python: the worker's interpreter; None for this one.
     """
 
@@ -84,7 +84,7 @@ class LoopSide(Side):
 
 
 def choose(request: DecodeRequest) -> tuple[list[LoopSide], list[LoopSide]]:
-    """The sides to run and those left out, in table order.
+    """Returns (sides to run, sides left out), in the order of the table.
 
     Raises ParameterError for an unknown name in `peers`, BenchmarkError if a side that is named or has its model folder
     cannot run.
@@ -146,7 +146,7 @@ def _transformers(request: DecodeRequest) -> Iterator[LoopSide]:
 def _why_not(module: str, distribution: str, folder: Path | None, python: Path | None, option: str) -> str | None:
     """Raises BenchmarkError for a given folder without its library."""
     here = python is not None or install.importable(module)
-    missing = f"not installed: pip install {distribution}, or name the interpreter of its environment"
+    missing = f"not installed: pip install {distribution}, or give the interpreter of its environment"
     if folder is not None and not here:
         raise BenchmarkError(f"{folder} is given, but {distribution} is {missing}.")
     if not here:

@@ -46,8 +46,8 @@ _HEADER = (
 def run(request: DecodeRequest, progress: Progress = SILENT) -> DecodeReport:
     """Measure every side in turn, each in its own process.
 
-    Raises ManifestError for a folder without a decoder, ParameterError for a request unfit for the model,
-    BenchmarkError for a named side that is absent or dies.
+    Raises ManifestError for a folder without a decoder, ParameterError for a request that does not fit the model,
+    BenchmarkError for a named side that is missing or dies.
     """
     prompt = _prompt(request)
     present, absent = choose(request)
@@ -134,7 +134,7 @@ def _beside(folder: Path) -> Path | None:
 class LoopResult:
     """One side's measurements.
 
-    runs: per round, seconds to the first token ("first"), seconds of the rest ("rest"), number of tokens.
+    runs: for each round, seconds to the first token ("first"), seconds of the rest ("rest") and number of tokens.
     """
 
     label: str
@@ -185,7 +185,7 @@ class ThreadsReport:
 
 @dataclass(frozen=True)
 class DecodeReport:
-    """Results. absent: (label, why) of the sides left out."""
+    """Results. absent: (label, reason) of the sides left out."""
 
     request: DecodeRequest
     machine: Machine

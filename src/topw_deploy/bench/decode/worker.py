@@ -1,6 +1,6 @@
 """The worker for `TopWModel` and for ArgMax.
 
-Functions import what they need, so load times include imports.
+Functions import what they need, so that load times include imports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An empty model for onnxruntime-genai, which cannot sample without one."""
+"""An empty model for onnxruntime-genai, which cannot sample without a model."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ TABLE = "table.bin"
 _BELL, _LIKELY, _LOWEST_LIKELY = 2.2, 20, 7.7
 _FLAT_LIKELY, _FLAT_HEIGHT, _FLAT_SPREAD = 120, 10.0, 0.2
 _BLOCK = 1024  # table rows per step
-_SLACK = 1e-3  # relative: far above float32's error on random points
+_SLACK = 1e-3  # relative; far above float32's error on random points
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Inputs:
     uniform: float32 [B].
     embeddings: float32 [V, d]; None for metric `uniform`.
     neighbour_bound: float32 [V], or None.
-    folder: has TABLE; samplers write models there.
+    folder: the folder with TABLE, where samplers also write their models.
     """
 
     cases: tuple[Case, ...]
@@ -81,7 +81,7 @@ def cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale: flo
 
 
 def likely_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab], like a language model's: normal with deviation 2.2, twenty likely tokens."""
+    """float32 [batch, vocab], like a language model's: normal, standard deviation 2.2, plus twenty likely tokens."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(batch):
@@ -111,7 +111,7 @@ def bell_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
 
 
 def given_logits(path: Path) -> Logits:
-    """A .npy file, [V] or [B, V], as float32 [B, V]. Raises ParameterError otherwise."""
+    """The logits of a .npy file, [V] or [B, V], as float32 [B, V]. Raises ParameterError for anything else."""
     try:
         loaded = np.load(path, allow_pickle=False)
     except OSError as error:
@@ -150,7 +150,7 @@ def write_table(folder: Path, vocab: int, hidden: int, seed: int) -> Table:
 def pool_bound(geometry: Geometry, rows: Sequence[Logits], top_m: int) -> NDArray[np.float32]:
     """The neighbour bound [V] for tokens in the pools of `rows`, else 0 (a valid bound).
 
-    Samplers read only these; they cost pools x V distances instead of V x V.
+    Samplers read only those entries, which cost pool x V distances instead of V x V.
     """
     vocab = rows[0].shape[1]
     ids = np.unique(np.concatenate([pool(row.astype(np.float64), top_m)[0] for batch in rows for row in batch]))

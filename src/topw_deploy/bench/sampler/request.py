@@ -27,7 +27,7 @@ class SamplerRequest:
     logits: a .npy file; its shape replaces vocab and batch.
     neighbour_bound: compute the bound for the pools' tokens.
     peers: names of sides; empty for all.
-    authors: the authors' processor file.
+    authors: the file with the authors' logits processor.
     genai_python: interpreter of an environment with onnxruntime-genai.
 
     Raises ParameterError for a value out of range.
@@ -68,8 +68,8 @@ class SamplerSide(Side):
     """A sampler.
 
     does: what one call returns, for the table.
-    exact: must keep the reference's set.
-    needs: modules to import, all from [export].
+    exact: whether it must keep the reference's set.
+    needs: modules that it imports, all from [export].
     """
 
     does: str
@@ -108,11 +108,11 @@ GENAI_SEARCHES: dict[str, dict[str, Any]] = {
     "genai-top-k-top-p": {"do_sample": True, "top_k": TOP_K, "top_p": TOP_P},
     "genai-greedy": {"do_sample": False},
 }
-"""Side -> search options. top_k is always given, as 0 for none: the default is 50."""
+"""Side -> search options. top_k is always given, as 0 if unused, because the default is 50."""
 
 
 def choose(request: SamplerRequest) -> tuple[list[SamplerSide], list[SamplerSide]]:
-    """The sides to run and those left out.
+    """Returns (sides to run, sides left out).
 
     Raises ParameterError for an unknown name in `peers`, BenchmarkError for a named side that cannot run.
     """
@@ -127,9 +127,9 @@ def _why_not(side: SamplerSide, request: SamplerRequest) -> str | None:
         return "without its file: give --authors PATH/TO/logit_processor_w1.py"
     if side.name in GENAI_SEARCHES:
         if request.genai_python is None and not install.importable("onnxruntime_genai"):
-            return "not installed: pip install onnxruntime-genai, or name an environment's --genai-python"
+            return "not installed: pip install onnxruntime-genai, or give an environment's Python with --genai-python"
         if not install.importable("onnx"):
-            return f"not to be driven without onnx: {install.how_to('export')}"
+            return f"not usable without onnx: {install.how_to('export')}"
     if side.name in ("native", "native-op"):
         from topw_deploy.plugins.shared_library import library_path, why_absent
 

@@ -41,8 +41,8 @@ _KNOWN = (
 def run(request: SamplerRequest, progress: Progress = SILENT) -> SamplerReport:
     """Compare the kept sets with the reference's, then time all sides in turn.
 
-    Raises ParameterError for a request that does not fit its logits, BenchmarkError for a side that is named but
-    absent, dies, or differs from the reference.
+    Raises ParameterError for a request that does not fit its logits, BenchmarkError for a named side that is
+    missing, and for a side that dies or differs from the reference.
     """
     present, absent = choose(request)
     names = [side.name for side in present]
@@ -109,7 +109,7 @@ def _calls(workers: Mapping[str, Worker], names: Sequence[str], case: int) -> di
 class CaseReport:
     """One case.
 
-    case, agreement: from the worker.
+    case, agreement: the worker's descriptions of the case and of the comparison.
     samples: seconds per step, by side and round.
     """
 
@@ -139,8 +139,8 @@ class CaseReport:
 class SamplerReport:
     """Results.
 
-    absent: (label, why) of the sides left out.
-    instruction_set: of the native library; None if not measured.
+    absent: (label, reason) of the sides left out.
+    instruction_set: instruction set of the native library; None if it is not measured.
     """
 
     request: SamplerRequest

@@ -32,11 +32,11 @@ class Sampler(Protocol):
         """A prepared step over all rows [B, V]."""
 
     def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
-        """Each row's kept ids; None without a Top-W set."""
+        """Each row's kept ids; None if the sampler is not Top-W."""
 
 
 class NumpySampler:
-    """`fast_crop`, then `draw` unless greedy; row by row."""
+    """`fast_crop`, then `draw` unless greedy, row by row in numpy."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
@@ -61,7 +61,7 @@ class NumpySampler:
 
 
 class NumpyMax:
-    """One maximum per row: the lower bound for reading the logits."""
+    """One maximum per row: the lower bound on the cost of reading the logits."""
 
     def step(self, case: Case, logits: Logits) -> Call:
         return lambda: np.max(logits, axis=1) if len(logits) > 1 else np.max(logits[0])
@@ -71,7 +71,7 @@ class NumpyMax:
 
 
 class NativeSampler:
-    """The C function `topw_sample_row` per row, in one thread."""
+    """The C function `topw_sample_row` for each row, in one thread."""
 
     def __init__(self, inputs: Inputs) -> None:
         from topw_deploy.plugins.kernel import Kernel, KernelTable
@@ -107,8 +107,8 @@ class NativeSampler:
 class GraphSampler:
     """The sampler-only model in onnxruntime.
 
-    form: of the function's body.
-    native: use the native operator instead.
+    form: the form of the function's body.
+    native: use the native operator instead of the function.
     """
 
     def __init__(self, inputs: Inputs, form: str, *, native: bool) -> None:
@@ -121,7 +121,7 @@ class GraphSampler:
         return bound(self._session, feeds(self._inputs, case, logits))
 
     def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
-        # a separate model, as writing the mask costs time
+        # Use a separate model, because writing the mask costs time.
         (mask,) = self._open(with_keep_mask=True).run(["keep_mask"], feeds(self._inputs, case, logits))
         return [np.flatnonzero(row) for row in mask]
 
@@ -174,7 +174,7 @@ def bound(session: ort.InferenceSession, feed: Mapping[str, np.ndarray]) -> Call
 
     def call() -> Mapping[str, ort.OrtValue]:
         run(io_binding, None)
-        return values  # the binding does not keep them alive
+        return values  # keeps them alive, which the binding does not
 
     return call
 

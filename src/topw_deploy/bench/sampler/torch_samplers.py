@@ -70,16 +70,16 @@ class Warper:
 
 
 class AuthorsProcessor:
-    """The user's copy of the processor of arashgholami/top-w-decoding, with our parameters.
+    """The user's copy of the logits processor of arashgholami/top-w-decoding, with our parameters.
 
-    Always measures cosine distances, one row at a time.
+    It always computes cosine distances, one row at a time.
     """
 
     def __init__(self, inputs: Inputs) -> None:
         if inputs.embeddings is None:
             raise BenchmarkError("authors needs embeddings, but the metric is uniform; choose another --metric.")
         if inputs.authors is None:
-            raise BenchmarkError("authors needs its file: give --authors.")
+            raise BenchmarkError("authors needs the authors' file; give it with --authors.")
         self._options, self._class = inputs.options, load_processor(inputs.authors)
         self._embeddings = np.asarray(inputs.embeddings)
         self._instance: Any = None
@@ -94,7 +94,7 @@ class AuthorsProcessor:
         return [np.flatnonzero(np.isfinite(row)) for row in masked]
 
     def _processor(self, case: Case) -> Processor:
-        """One instance, as its constructor computes costly statistics."""
+        """The only instance, because its constructor computes costly statistics."""
         p = case.parameters
         parameters = {
             "selection_temperature": p.selection_temperature or p.temperature,

@@ -1,6 +1,6 @@
 """The worker for this environment's samplers.
 
-A separate process: BLAS libraries fix thread counts when loaded, and native code may crash.
+It is a separate process because BLAS libraries fix their thread count when loaded, and native code may crash.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SamplerWorker:
         ]
 
     def instruction_set(self) -> str | None:
-        """None if the native library is not measured."""
+        """The native library's instruction set; None if it is not measured."""
         if not {"native", "native-op"} & set(self.samplers):
             return None
         from topw_deploy.plugins.kernel import Kernel
@@ -140,7 +140,7 @@ class SamplerWorker:
         }
 
     def time(self, side: str, case: int) -> float:
-        """Seconds per step over about 2 ms of steps; caches are warm, as after the matmul."""
+        """Seconds per step over about 2 ms of steps. Caches are warm, as they are after a model's last matmul."""
         key = (side, case)
         if key not in self._ready:
             call = self.samplers[side].step(self.inputs.cases[case], self.inputs.logits[case])
@@ -165,7 +165,7 @@ def _parameters(case: Case) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Rows that equal the reference or differ at a tie."""
+    """How many rows equal the reference, and how many differ at a tie."""
 
     side: str
     rows: int

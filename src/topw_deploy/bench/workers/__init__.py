@@ -1,1 +1,1 @@
-"""Files for `serve.py`. They import a peer's libraries, and topw_deploy only where needed."""
+"""Files that `serve.py` runs. They import a peer's libraries, and topw_deploy only where needed."""

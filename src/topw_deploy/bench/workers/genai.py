@@ -1,4 +1,4 @@
-"""onnxruntime-genai's samplers and decoding loop. Does not import topw_deploy."""
+"""onnxruntime-genai's samplers and decoding loop. This file does not import topw_deploy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BURST, _MOST_CALLS = 2e-3, 100  # seconds per sample; maximum calls
 class Sampler:
     """A generator that draws repeatedly from the same logits [B, V].
 
-    Generators accept logits only after computing some, so each draw first rewinds and runs an empty model. Only
-    `generate_next_token` is timed.
+    A generator accepts logits only after it has computed some, so each draw first rewinds it and runs an empty model.
+    Only `generate_next_token` is timed.
     """
 
     def __init__(self, model: Any, logits: np.ndarray, options: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """transformers' `generate` over its own model or optimum's ORTModelForCausalLM.
 
-Imports topw_deploy only for logits processors.
+This file imports topw_deploy only for logits processors.
 """
 
 from __future__ import annotations

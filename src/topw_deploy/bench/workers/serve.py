@@ -4,7 +4,7 @@ FILE defines `start(settings: dict) -> dict[str, function]`. The first request i
 NAME, "with": {...}}, call a function. Answers are {"value": ...} or {"error": "Type: message"}. FILE's output goes to
 stderr.
 
-Imports only the standard library, as topw_deploy may be missing.
+It imports only the standard library, because topw_deploy may be missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def load(path: Path) -> Callable[[dict[str, Any]], Handlers]:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # for dataclasses
+    sys.modules[spec.name] = module  # dataclasses need it
     spec.loader.exec_module(module)
     start: Callable[[dict[str, Any]], Handlers] = module.start
     return start
@@ -34,7 +34,7 @@ def load(path: Path) -> Callable[[dict[str, Any]], Handlers]:
 def peak_bytes() -> int | None:
     """Peak resident memory; None if the system does not report it.
 
-    On Linux, getrusage would start from the parent's peak.
+    On Linux it does not come from getrusage, which would start from the parent's peak.
     """
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as stream:

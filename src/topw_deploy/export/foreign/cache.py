@@ -10,15 +10,15 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph.editor import find_input, required_input
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
-# Takes one length per row, so silently misplaces left-padded rows; writes in place.
+# It takes one length per row, so it silently misplaces left-padded rows, and it writes the cache in place.
 IN_PLACE = "GroupQueryAttention"
 _LENGTHS = 5  # the operator's input seqlens_k: row lengths - 1
 _TYPES = ("float", "float16", "bfloat16")
-_AFTER_SUM = ("Cast", "Sub", "Squeeze")  # between a row's sum and seqlens_k
+_AFTER_SUM = ("Cast", "Sub", "Squeeze")  # allowed between the mask's row sum and seqlens_k
 
 
 def cache_type(graph: ir.Graph) -> str:
-    """The cache's element type. Raises UnsupportedModelError if quantised."""
+    """The element type of the cache. Raises UnsupportedModelError for a quantised cache."""
     name = (required_input(graph, "past_key_values.0.key").dtype or ir.DataType.FLOAT).name.lower()
     if name not in _TYPES:
         raise UnsupportedModelError(
@@ -37,7 +37,7 @@ def is_written_in_place(graph: ir.Graph) -> bool:
 def takes_right_padding(graph: ir.Graph) -> bool:
     """Whether every GroupQueryAttention takes the mask's row sums as lengths.
 
-    False if one caches only a window: it places all rows by the longest, or fails.
+    False if a node caches only a window: such a node places all rows by the longest one, or fails.
     """
     mask = find_input(graph, "attention_mask")
     nodes = [node for node in graph if node.op_type == IN_PLACE]
@@ -45,7 +45,7 @@ def takes_right_padding(graph: ir.Graph) -> bool:
 
 
 def kept_window(node: ir.Node) -> int:
-    """The window limiting the node's cache; 0 for none."""
+    """The number of tokens to which the node limits its cache; 0 for no limit."""
     keeps = node.attributes.get("sliding_window_cache")
     return node.attributes["local_window_size"].as_int() if keeps is not None and keeps.as_int() else 0
 

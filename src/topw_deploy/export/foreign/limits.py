@@ -1,7 +1,7 @@
 """Sequence limits of another exporter's decoder, and model features that its graph lacks.
 
-A missing sliding window is silently wrong beyond it, a missing soft cap everywhere. Comparing a graft with its own
-decoder shows neither.
+Without the model's sliding window, a graph is silently wrong for sequences longer than the window; without its soft
+cap, for all sequences. Comparing a graft with the decoder that it was made from shows neither.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import onnx_ir as ir
 from topw_deploy.export.graph.editor import find_input, is_constant
 
 _TRANSPARENT = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"}
-_COS_CACHE_AT = {"GroupQueryAttention": 7, "RotaryEmbedding": 2}  # of com.microsoft's operators
-# Plain operators compare or subtract a window.
+_COS_CACHE_AT = {"GroupQueryAttention": 7, "RotaryEmbedding": 2}  # input of com.microsoft's operators
+# Graphs of standard operators apply a window by comparing with its size, or by adding or subtracting it.
 _COMPARISONS = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Sub", "Add"}
 _FUSED = ("GroupQueryAttention", "Attention")
 _BETWEEN_CAP_AND_SOFTMAX = {"Mul", "Add", "Where", "Cast", "Identity", "Reshape", "Max", "Clip"}
@@ -42,7 +42,7 @@ class SequenceLimit:
 
 
 def sequence_limit(graph: ir.Graph, configured: int, window: Window | None) -> SequenceLimit:
-    """The least of configured context, position tables, and a window that `graph` ignores."""
+    """The smallest of the configured context, the graph's position tables, and a window that `graph` ignores."""
     tokens, notices = configured, []
     rows = min(_position_rows(graph), default=tokens)
     if rows < tokens:
@@ -53,15 +53,15 @@ def sequence_limit(graph: ir.Graph, configured: int, window: Window | None) -> S
         tokens = rows
     if window is not None and window.size < tokens and not applies_window(graph, window):
         notices.append(
-            f"the decoder ignores the model's sliding window, so sequences end at {window.size} tokens, where it would "
-            "begin to matter"
+            f"the decoder ignores the model's sliding window, so sequences end at {window.size} tokens: longer ones "
+            "would need the window"
         )
         tokens = window.size
     return SequenceLimit(tokens, tuple(notices))
 
 
 def window_of(config: dict[str, Any], genai: dict[str, Any]) -> Window | None:
-    """The window in config.json (text part) or, if empty, genai_config.json (decoder)."""
+    """The sliding window in config.json (text part) or, if it is empty, in genai_config.json (decoder part)."""
     if config:
         size, types = config.get("sliding_window"), config.get("layer_types")
         if not _is_size(size) or config.get("use_sliding_window") is False:
@@ -136,7 +136,7 @@ def _compared_numbers(graph: ir.Graph) -> Iterator[int]:
 
 
 def _is_near(value: int, window: int) -> bool:
-    """The window, its last position or the first outside; negative if added."""
+    """Whether `value` is the window or differs by one; negative where a graph adds it."""
     return abs(value) in (window - 1, window, window + 1)
 
 

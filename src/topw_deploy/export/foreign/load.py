@@ -23,7 +23,7 @@ from topw_deploy.export.graph.editor import required_input
 from topw_deploy.export.tail.spec import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.export.write.weights import external_files
 from topw_deploy.files import open_regular
-from topw_deploy.manifest import MOST_TOKENS, DecoderInfo
+from topw_deploy.manifest import MOST_TOKENS, DecoderInfo, State, key_value_states
 
 _ATTENTION = (IN_PLACE, "Attention")
 # Inputs of unsupported layouts, and how to build the supported one.
@@ -34,9 +34,9 @@ _OTHER_LAYOUTS = {
 
 
 def load_decoder(file: Path, folder: Path) -> Decoder:
-    """Load ONNX `file`, leaving weights in their files; configuration from `folder`.
+    """Load the decoder in ONNX `file`, with its weights left in their files and its configuration from `folder`.
 
-    Notices state missing features and early limits (limits.py).
+    The decoder's notices state missing model features and sequence limits (limits.py).
     Raises SourceError for an unreadable file or data file, UnsupportedModelError unless inputs are input_ids,
     attention_mask, (position_ids), past_key_values.{i}.key|value, and outputs logits, present.{i}.key|value.
     """
@@ -55,7 +55,7 @@ def load_decoder(file: Path, folder: Path) -> Decoder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, {} if absent. Raises SourceError for anything else."""
+    """The JSON object in `path`; {} if there is no such file. Raises SourceError for anything else."""
     try:
         with open_regular(path, follow=True) as stream:
             data = json.loads(stream.read().decode("utf-8"))
@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """A composite config.json's text part, else all."""
+    """The text part of a composite config.json; all of a plain one."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 
@@ -82,7 +82,7 @@ class _Configuration:
         self.decoder = _object(self.genai, "decoder")
 
     def count(self, *names: str) -> int | None:
-        """The first count in `names`. Raises UnsupportedModelError if out of range."""
+        """The first of the settings `names` with an integer value. Raises UnsupportedModelError if out of range."""
         for name in names:
             for where in (self.text, self.decoder, self.genai):
                 value = where.get(name)
@@ -152,24 +152,25 @@ def _cache_names(prefix: str, layers: set[str]) -> set[str]:
 def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
     config = _Configuration(folder)
     layers = sum(1 for value in graph.inputs if PAST.fullmatch(value.name or "")) // 2
-    heads, dims = [], []
+    states: list[State] = []
     for layer in range(layers):
         key = required_input(graph, f"past_key_values.{layer}.key")
-        heads.append(_cache_size(key, 1, config.count("num_key_value_heads", "num_attention_heads", "n_head")))
-        dims.append(_cache_size(key, 3, config.head_dim()))
-        _fix_cache_sizes(graph, layer, heads[-1], dims[-1])
+        heads = _cache_size(key, 1, config.count("num_key_value_heads", "num_attention_heads", "n_head"))
+        dim = _cache_size(key, 3, config.head_dim())
+        _fix_cache_sizes(graph, layer, heads, dim)
+        states += key_value_states(layer, cache_type(graph), heads, dim, dim)
     length = config.count("max_position_embeddings", "n_positions", "context_length")
     if not length:
         raise UnsupportedModelError(
-            f"{folder} does not say how long a context the decoder takes (config.json: max_position_embeddings, "
-            "genai_config.json: context_length); add it, or name a folder with the configuration with --tokenizer."
+            f"{folder} does not state the decoder's context length (config.json: max_position_embeddings, "
+            "genai_config.json: context_length); add it, or give the folder of the configuration with --tokenizer."
         )
     limit = sequence_limit(graph, length, window_of(config.text, config.decoder))
     notices = list(limit.notices)
     if (cap := lost_soft_cap(graph, config.text)) is not None:
         notices.append(
-            f"the decoder leaves out the soft cap of {cap:g} on attention scores that its config.json states, so its "
-            "logits are not the model's"
+            f"the decoder does not apply the soft cap of {cap:g} on attention scores that its config.json states, so "
+            "its logits differ from the model's"
         )
     in_place = is_written_in_place(graph)
     operators = {node.op_type for node in graph}
@@ -177,8 +178,7 @@ def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
         model_type=str(config.text.get("model_type") or config.genai.get("type") or "unknown"),
         kv_form="shared" if in_place else "concat",
         num_layers=layers,
-        num_kv_heads=tuple(heads),
-        head_dim=tuple(dims),
+        states=tuple(states),
         kv_dtype=cache_type(graph),
         context_length=limit.tokens,
         left_padding=IN_PLACE not in operators,

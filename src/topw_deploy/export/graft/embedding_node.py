@@ -10,7 +10,7 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph.editor import find_input, is_constant
 from topw_deploy.export.tail import EmbeddingForm
 
-# Allowed between ids and lookup: preserve the ids' values and order.
+# Operators allowed between the ids and the lookup: they preserve the ids' values and order.
 _TRANSPARENT = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"}
 _LOOKUPS = {("", "Gather"), ("com.microsoft", "GatherBlockQuantized")}
 _IDS_AT = 1  # input index of the ids
@@ -18,7 +18,10 @@ _IDS_AT = 1  # input index of the ids
 
 @dataclass(frozen=True)
 class EmbeddingNode:
-    """A lookup in a table [rows, hidden]; `data`: inputs without the ids."""
+    """The node that looks up token ids in a table [rows, hidden].
+
+    data: its inputs without the ids.
+    """
 
     node: ir.Node
     form: EmbeddingForm
@@ -80,7 +83,7 @@ def _describe(node: ir.Node) -> EmbeddingNode:
 
 
 def _values_per_element(node: ir.Node, stored: ir.DataType) -> int:
-    """GatherBlockQuantized packs two 4-bit weights into a uint8."""
+    """Weights per stored element: GatherBlockQuantized packs two 4-bit weights into a uint8."""
     if node.op_type == "GatherBlockQuantized" and stored == ir.DataType.UINT8:
         bits = node.attributes.get("bits")
         return 8 // (bits.as_int() if bits is not None else 4)

@@ -1,7 +1,7 @@
-"""Logits of each row's last attended position.
+"""Select the logits of each row's last attended position.
 
-The position comes from `attention_mask`, padded on either side, or `row_lengths` (static cache). If nodes from the
-vocabulary matmul on act per position, it gets one position per row.
+The position comes from `attention_mask`, with padding on either side, or from `row_lengths` (static cache). If the
+vocabulary matmul and the nodes after it treat each position alone, they get only one position per row.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _last_column(editor: GraphEditor, graph: ir.Graph) -> ir.Value:
 
 
 def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None:
-    """Row-wise nodes are last first; None if uncertain."""
+    """The matmul that makes the logits and the row-wise nodes after it, last first; None if uncertain."""
     if logits.shape is None or len(logits.shape) != 3:
         return None
     path: list[ir.Node] = []
@@ -85,7 +85,7 @@ def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None
 
 
 def _keeps_rows(matmul: ir.Node) -> bool:
-    """Whether output rows depend only on input rows, of rank 3."""
+    """Whether each output row depends only on the same row of an input of rank 3."""
     weights = matmul.inputs[1]
     if not all(source is None or is_constant(source) for source in matmul.inputs[1:]) or weights is None:
         return False

@@ -30,24 +30,24 @@ from topw_deploy.sampling import Geometry
 
 Bound = NDArray[np.float32]
 Measure = Callable[[Geometry, int], Bound]
-"""Maps geometry and number of tokens to node input 13, float32 [tokens] or [0]."""
+"""Maps the geometry and the number of tokens to input 13 of the sampler node, float32 [tokens] or [0]."""
 
 _UNIT = 2.0**-24  # float32's unit roundoff
 _SHARE = 2.0**-16  # r above
-_ARITHMETIC = 1e-9  # of a point's norm, above double-precision error
-_UNDERFLOW = 2.0**-100  # above a sum's underflow
+_ARITHMETIC = 1e-9  # relative to a point's norm; above double-precision error
+_UNDERFLOW = 2.0**-100  # more than a sum loses by underflow
 _BLOCK = 2048  # tokens per side of a product
 _BLOCK_VALUES = 4 << 20  # float64 coordinates per block: 32 MiB
 _HELD_VALUES = 64 << 20  # float32 coordinates of left sides held: 256 MiB
 
 
 def no_bound(_geometry: Geometry, _tokens: int) -> Bound:
-    """A Measure without a bound: [0]."""
+    """A Measure that stores no bound: its array has shape [0]."""
     return np.zeros(0, dtype=np.float32)
 
 
 def zero_bound(_geometry: Geometry, tokens: int) -> Bound:
-    """A valid Measure of full size, for dry runs."""
+    """A Measure of full size for dry runs; zeros are a valid bound."""
     return np.zeros(tokens, dtype=np.float32)
 
 
@@ -58,7 +58,7 @@ def measure_for(wanted: bool, dry_run: bool, progress: Progress) -> Measure:
         return zero_bound
 
     def measured(geometry: Geometry, tokens: int) -> Bound:
-        progress.say(f"Measuring how near each of {tokens} tokens has its nearest other")
+        progress.say(f"Measuring the distance of each of {tokens} tokens to its nearest neighbour")
         return neighbour_bound(geometry, tokens, progress)
 
     return measured
@@ -70,8 +70,9 @@ def neighbour_bound(geometry: Geometry, tokens: int, progress: Progress = SILENT
     geometry: float64 statistics; the bound also holds for a graph's float32 roundings.
     progress: counts pairs.
 
-    0 for duplicates, near-duplicates within float32's rounding, and a single token. Valid under `knn`, whose mean is at
-    least the minimum. Needs about 500 MB beside the table, and tokens^2 / 2 products of width d.
+    The bound is 0 for duplicates, near-duplicates within float32's rounding, and a single token. It also holds under
+    `knn`, whose mean is at least the minimum. Needs about 500 MB beside the table, and tokens^2 / 2 products of width
+    d.
     Raises ParameterError for the `uniform` metric.
     """
     points = _Points(geometry, tokens)
@@ -98,7 +99,7 @@ def _held_points(points: _Points, first: int, last: int, block: int) -> Bound:
 
 
 def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> int:
-    """Update `lowest` by `left` and `right` points; returns the number of pairs."""
+    """Lower `lowest` by the products of `left` and `right` points. Returns the number of pairs."""
     n, m = len(left), len(right)
     products = left @ right.T
     if top == start:
@@ -111,7 +112,7 @@ def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> in
 
 
 class _Points:
-    """Products bound distances, squared for `mahalanobis` and `unit`."""
+    """Points (see above) whose products bound distances, squared ones for `mahalanobis` and `unit`."""
 
     def __init__(self, geometry: Geometry, tokens: int) -> None:
         if geometry.mean is None or geometry.inverse_std is None:
@@ -139,7 +140,7 @@ class _Points:
         return lifted
 
     def distance(self, products: Bound) -> Bound:
-        """Proven distances, rounded down; 0 for inf (no pair)."""
+        """Distances that `products` prove, rounded down; 0 for inf (no pair)."""
         s = np.where(np.isfinite(products), np.maximum(products, 0.0), 0.0).astype(np.float64)
         distances = np.sqrt(s / (1.0 + _SHARE)) if self._euclidean else np.minimum(s, 2.0)
         return np.maximum(np.nextafter(distances.astype(np.float32), np.float32(-1.0)), np.float32(0.0))

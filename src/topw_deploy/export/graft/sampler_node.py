@@ -1,6 +1,6 @@
 """Add the sampler to a decoder.
 
-Reads no weights but the embedding table, for its statistics.
+The only weights read are the embedding table, for its statistics.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _OUTPUT_TYPES = {
 
 
 def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound) -> TailSpec:
-    """Add the sampler to `decoder.model` in place; `measure` makes the neighbour bound.
+    """Add the sampler to `decoder.model` in place; `measure` computes the neighbour bound.
 
-    `logits` stays an output on request: a foreign decoder's own, which then also runs without sampler inputs; otherwise
-    float32 [batch, vocab].
-    Raises UnsupportedModelError without input embeddings (unless metric `uniform`) or with fewer rows than tokens.
+    `logits` stays an output on request. In another exporter's decoder it is the decoder's own output, and the graph
+    then also runs without sampler inputs; otherwise it is float32 [batch, vocab].
+    Raises UnsupportedModelError if a metric other than `uniform` lacks input embeddings or has fewer rows than tokens.
     """
     graph = decoder.model.graph
     embedding = find_embedding(graph) if wanted.options.metric != "uniform" else None
@@ -95,8 +95,8 @@ def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
 def with_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value) -> list[ir.Value]:
     """Make the sampler's graph `inputs` optional; returns the node's inputs.
 
-    onnxruntime requires graph inputs without an initializer. Greedy defaults for every row of `logits` let other
-    callers run the decoder.
+    onnxruntime requires every graph input that has no initializer. Greedy defaults for every row of `logits` let
+    callers run the decoder without sampler inputs.
     """
     rows = editor.op("Shape", [logits], start=0, end=1)
     rows_and_one = editor.op("Concat", [rows, editor.constant(np.array([1]))], axis=0)
@@ -113,13 +113,13 @@ def with_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value)
 def _default(name: str) -> np.ndarray:
     if name in _EDITS:
         return np.zeros((1, 0), _EDITS[name].numpy())
-    return np.array([getattr(_GREEDY, name, 0.0)], np.float32)  # uniform is not a parameter: 0
+    return np.array([getattr(_GREEDY, name, 0.0)], np.float32)  # `uniform` is not a parameter; its default is 0
 
 
 def geometry_constants(
     editor: GraphEditor, embedding: EmbeddingNode, spec: TailSpec, measure: Measure
 ) -> list[ir.Value]:
-    """Mean and inverse standard deviation [hidden], and the neighbour bound."""
+    """Constants for the sampler node: mean and inverse standard deviation [hidden], and the neighbour bound."""
     table = EmbeddingTable(embedding, spec.vocab_size)
     geometry = Geometry.from_embeddings(table, spec.options.metric)
     return [

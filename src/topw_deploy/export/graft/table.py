@@ -1,7 +1,7 @@
 """Read a graph's embedding table in blocks of rows.
 
-Plain or transposed Gather tables are read directly, others by the decoder's nodes in onnxruntime, exactly as in the
-sampler.
+The table of a Gather, plain or transposed, is read directly. Other lookups run the decoder's nodes in onnxruntime, so
+that the rows are exactly the sampler's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
 
 
 class EmbeddingTable:
-    """A graph's table as array-like [rows, hidden]."""
+    """A graph's embedding table as an array-like [rows, hidden] that reads rows on demand."""
 
     def __init__(self, embedding: EmbeddingNode, rows: int | None = None) -> None:
         self.shape = (embedding.rows if rows is None else rows, embedding.hidden)
@@ -31,7 +31,7 @@ class EmbeddingTable:
         return self._read(ids)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """For callers that cannot read blocks."""
+        """The whole table, for callers that cannot read blocks."""
         return self[:].astype(dtype or self.dtype)
 
 
@@ -56,7 +56,7 @@ def _stored_rows(embedding: EmbeddingNode) -> Any:
 
 
 def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
-    """The tensor's values; data files are mapped, even with hard links."""
+    """The tensor's values; data files are memory-mapped, including hard-linked ones, which onnx_ir refuses."""
     whole_bytes = tensor.dtype.itemsize >= 1
     if not isinstance(tensor, ir.ExternalTensor) or not whole_bytes:
         return tensor.numpy()
@@ -65,7 +65,7 @@ def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 def _mapped_rows(tensor: ir.ExternalTensor, transposed: bool) -> Any:
-    """Maps the file per read, so pages are released between blocks."""
+    """Map the file anew for each read, so that pages are released between blocks."""
 
     def read(ids: np.ndarray) -> np.ndarray:
         array = stored_array(tensor)

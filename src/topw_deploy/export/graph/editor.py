@@ -59,8 +59,11 @@ class GraphEditor:
     def constant(self, array: Any, name: str | None = None) -> ir.Value:
         array = np.asarray(array)
         key = (array.dtype.str, array.shape, array.tobytes()) if array.size < 64 and name is None else None
-        if key is not None and key in self._constants:
-            return self._constants[key]
+        found = self._constants.get(key) if key is not None else None
+        if found is not None:
+            if found.name not in self.graph.initializers:  # a pass removed it with its last use
+                self.graph.register_initializer(found)
+            return found
         value = self.initializer(ir.tensor(array), name or self.unique("constant"))
         if key is not None:
             self._constants[key] = value
@@ -98,9 +101,9 @@ class GraphEditor:
 
 
 def rewrite_each(model: ir.Model, prefix: str, op_type: str, rewrite: Callable[[GraphEditor, ir.Node], bool]) -> int:
-    """Rewrite each standard `op_type` node; `rewrite` returns whether it did.
+    """Call `rewrite` on each node of standard operator `op_type`; it returns whether it rewrote the node.
 
-    Removes unused nodes. Returns the number rewritten.
+    Then removes unused nodes. Returns the number of rewritten nodes.
     """
     editor = GraphEditor(model.graph, prefix)
     nodes = [node for node in model.graph if (node.domain, node.op_type) == ("", op_type)]
@@ -116,7 +119,7 @@ def find_input(graph: ir.Graph, name: str) -> ir.Value | None:
 
 
 def required_input(graph: ir.Graph, name: str) -> ir.Value:
-    """Raises UnsupportedModelError if the input is missing."""
+    """The input `name`. Raises UnsupportedModelError if it is missing."""
     value = find_input(graph, name)
     if value is None:
         raise UnsupportedModelError(f"the decoder has no input {name}; export it as text-generation-with-past.")

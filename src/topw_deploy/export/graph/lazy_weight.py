@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 PART = 64 << 20
-"""Maximum bytes held while writing a weight, or one row if larger."""
+"""Maximum bytes of a weight held while writing it; a larger row is held whole."""
 
 Read = Callable[[Any], np.ndarray]
 """Returns the weight's values at a NumPy index (slices or ids)."""
@@ -18,9 +18,9 @@ Read = Callable[[Any], np.ndarray]
 class LazyWeight(ir.LazyTensor):
     """A tensor loaded on demand and not cached.
 
-    key: equal for tensors of one weight (a tied table).
-    whole: loads all.
-    read: loads a part.
+    key: equal for tensors of the same weight (a tied table).
+    whole: loads the whole tensor.
+    read: loads the part at an index; None if that is impossible.
     """
 
     __slots__ = ("key", "read")
@@ -53,7 +53,7 @@ def transposed(tensor: ir.TensorProtocol, permutation: tuple[int, ...]) -> LazyW
 
 
 def parts(tensor: ir.TensorProtocol, most: int = PART) -> Iterator[memoryview]:
-    """The tensor's bytes in order, in blocks of `most` bytes or one row if readable in parts."""
+    """The tensor's bytes in order, in blocks of whole rows of at most `most` bytes if it can be read in parts."""
     read = tensor.read if isinstance(tensor, LazyWeight) else None
     if read is None or len(tensor.shape) == 0 or tensor.nbytes <= most or tensor.dtype.itemsize < 1:
         yield memoryview(tensor.tobytes())

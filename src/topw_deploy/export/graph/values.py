@@ -38,5 +38,5 @@ def constant_integer(value: ir.Value | None) -> int | None:
 
 
 def attributes_of(node: ir.Node) -> dict[str, Any]:
-    """As Python values, for `GraphEditor.op`."""
+    """The node's attributes as Python values, for `GraphEditor.op`."""
     return {name: attribute.value for name, attribute in node.attributes.items()}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
 from topw_deploy.export.lowering.fused_projections import fuse_gate_up
+from topw_deploy.export.lowering.mixers import SINCE as MIXERS_SINCE
+from topw_deploy.export.lowering.mixers import has_mixers, most_columns
 from topw_deploy.export.lowering.norms import cast_rows_of_norms
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.manifest import State
 
 _MULTIPLE = 64  # max_length is a multiple, in tokens
 _DEFAULT_LENGTH = 4096  # tokens; at most 0.5 GB of cache up to 3 B parameters
@@ -18,17 +21,21 @@ _DEFAULT_LENGTH = 4096  # tokens; at most 0.5 GB of cache up to 3 B parameters
 
 @dataclass(frozen=True)
 class Lowered:
-    """How to drive the decoder; fields as in manifest.DecoderInfo.
+    """How to drive the lowered decoder; the fields are those of manifest.DecoderInfo.
 
     context_length: None for the model's own.
+    least_onnxruntime: as in the manifest.
     """
 
+    states: tuple[State, ...]
     kv_form: str = "concat"
     attention: str = "Attention"
     ragged_chunks: bool = True
+    most_columns: int = 0
     buffer_step: int = 0
     buffer_least: int = 0
     context_length: int | None = None
+    least_onnxruntime: str = ""
     notice: str | None = None
 
 
@@ -40,6 +47,7 @@ def lower(
     context_length: int,
     max_length: int | None = None,
     fuse_gates: bool = True,
+    window_cache: bool = True,
 ) -> Lowered:
     """Replace every marker of `decoder` in place.
 
@@ -47,24 +55,28 @@ def lower(
     target: `onnxruntime` or `tensorrt`.
     context_length: longest sequence in tokens.
     max_length: cache slots for tensorrt, a multiple of 64. None: `default_length`. 0: symbolic, onnxruntime only.
+    window_cache: for onnxruntime's static cache, keep only the window's tokens in layers that have one.
     fuse_gates: fuse gate and up products; needs a static cache.
     """
-    # Lowerings compare angles by identity.
+    # Lowerings compare rotary angles by identity.
     CommonSubexpressionEliminationPass()(decoder.model)
     fuse_rotary(decoder.model)
     narrow_rotary(decoder.model)
     fuse_partial_rotary(decoder.model)
+    mixes = has_mixers(decoder) and target == "onnxruntime"
+    columns = most_columns(decoder, contrib=target == "onnxruntime")
     if kv == "concat":
-        concat.lower(decoder, tensorrt=target == "tensorrt")
-        lowered = Lowered()
+        lowered = Lowered(tuple(concat.lower(decoder, tensorrt=target == "tensorrt")))
     elif target == "tensorrt":
         lowered = _lower_for_tensorrt(decoder, context_length, max_length)
     else:
-        lowered = _lower_for_onnxruntime(decoder, context_length)
+        lowered = _lower_for_onnxruntime(decoder, context_length, window_cache)
     if fuse_gates and lowered.kv_form == "static":
         fuse_gate_up(decoder.model)
     cast_rows_of_norms(decoder.model)
-    return lowered
+    states = sorted(lowered.states, key=lambda state: state.layer)
+    least = lowered.least_onnxruntime or (MIXERS_SINCE if mixes else "")
+    return replace(lowered, states=tuple(states), most_columns=columns, least_onnxruntime=least)
 
 
 def default_length(context_length: int) -> int:
@@ -72,30 +84,32 @@ def default_length(context_length: int) -> int:
     return min(-(-context_length // _MULTIPLE) * _MULTIPLE, _DEFAULT_LENGTH)
 
 
-def _lower_for_onnxruntime(decoder: TracedDecoder, context_length: int) -> Lowered:
+def _lower_for_onnxruntime(decoder: TracedDecoder, context_length: int, window_cache: bool) -> Lowered:
     reason = group_query.refusal(decoder)
     if reason is not None:
-        concat.lower(decoder)
-        return Lowered(notice=f"the cache is copied in every step (--kv concat), because {reason}")
-    group_query.lower(decoder, context_length)
-    return Lowered("static", group_query.OPERATOR, ragged_chunks=False)
+        states = tuple(concat.lower(decoder))
+        return Lowered(states, notice=f"the cache is copied in every step (--kv concat), because {reason}")
+    states = tuple(group_query.lower(decoder, context_length, window_cache=window_cache))
+    least = group_query.WINDOW_CACHE_SINCE if any(state.window for state in states) else ""
+    return Lowered(states, "static", group_query.OPERATOR, ragged_chunks=False, least_onnxruntime=least)
 
 
 def _lower_for_tensorrt(decoder: TracedDecoder, context_length: int, max_length: int | None) -> Lowered:
     slots = default_length(context_length) if max_length is None else max_length
-    scatter.lower(decoder, slots or None)
+    states = tuple(scatter.lower(decoder, slots or None))
     if not slots:
         notice = (
-            "the cache's length is left to the runtime (--max-length 0), which only onnxruntime accepts: NVIDIA's "
-            "parser needs a number"
+            "the cache's length is chosen at run time (--max-length 0), so only onnxruntime can run this file: "
+            "NVIDIA's parser needs a number"
         )
-        return Lowered("static", scatter.OPERATOR, buffer_step=scatter.BUFFER_STEP, notice=notice)
+        return Lowered(states, "static", scatter.OPERATOR, buffer_step=scatter.BUFFER_STEP, notice=notice)
     context = min(context_length, slots)
     notice = (
-        f"a sequence may reach {context:,} tokens, prompt and answer together, of the model's {context_length:,}; "
-        "--max-length sets another number"
+        f"a sequence may reach {context:,} tokens, prompt and answer together; the model's own limit is "
+        f"{context_length:,}, and --max-length sets another one"
     )
     return Lowered(
+        states,
         "static",
         scatter.OPERATOR,
         buffer_step=slots,

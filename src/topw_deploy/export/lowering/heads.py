@@ -1,6 +1,6 @@
 """Follow queries, keys and values back to the linear layers.
 
-transformers splits and transposes heads, often with per-head norms and rotary embeddings.
+In between, transformers splits and transposes heads, often with per-head norms and rotary embeddings.
 """
 
 from __future__ import annotations

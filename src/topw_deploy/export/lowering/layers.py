@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from topw_deploy.export.graph.values import fixed_size
+from topw_deploy.export.lowering.states import dtype_name
 from topw_deploy.export.trace.marker import marker_nodes
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.manifest import State, key_value_states
 
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """A marker and its values.
+    """An attention marker and its values.
 
     query: [batch, heads, sequence, head_dim].
     new_key, new_value: [batch, kv_heads, sequence, head_dim or value_dim].
-    past_key, past_value: graph inputs.
+    latent: whether values are the first value_dim columns of the keys; then new_value is new_key.
     softcap: 0 for none.
     window: visible tokens including the query; 0 for all.
+    source: an earlier layer with the same keys and values, whose states this layer reads. None: it has its own.
+    shared_by: later layers that read its states.
+    chunk: tokens see their own chunk of this size only; 0 for no chunks.
+    kept: tokens of the window that the state holds; 0 for those of the whole sequence.
     """
 
     index: int
@@ -27,8 +33,6 @@ class AttentionLayer:
     query: ir.Value
     new_key: ir.Value
     new_value: ir.Value
-    past_key: ir.Value
-    past_value: ir.Value
     heads: int
     kv_heads: int
     head_dim: int
@@ -36,6 +40,50 @@ class AttentionLayer:
     scale: float
     softcap: float
     window: int
+    chunk: int
+    latent: bool
+    source: int | None = None
+    shared_by: tuple[int, ...] = ()
+    kept: int = 0
+
+    @property
+    def owner(self) -> int:
+        """The layer whose states it reads."""
+        return self.index if self.source is None else self.source
+
+    @property
+    def sink(self) -> ir.Value | None:
+        """Scores [heads] that take part in the softmax only."""
+        return _input(self.marker, 3)
+
+    @property
+    def slopes(self) -> ir.Value | None:
+        """ALiBi's slopes [heads]; bfloat16 for Falcon's rounding."""
+        return _input(self.marker, 4)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """Keys and values of all tokens, in one state if latent."""
+        dtype = dtype_name(self.new_key)
+        if self.latent:
+            return (
+                State(
+                    layer=self.index,
+                    kind="latent",
+                    past=f"past_key_values.{self.index}.latent",
+                    present=f"present.{self.index}.latent",
+                    dtype=dtype,
+                    shape=(self.kv_heads, 0, self.head_dim),
+                    shared_by=self.shared_by,
+                ),
+            )
+        sizes = self.kv_heads, self.head_dim, self.value_dim
+        return key_value_states(self.index, dtype, *sizes, window=self.kept, shared_by=self.shared_by)
+
+    @property
+    def news(self) -> tuple[ir.Value, ...]:
+        """This call's part of each state."""
+        return (self.new_key,) if self.latent else (self.new_key, self.new_value)
 
     @property
     def output(self) -> ir.Value:
@@ -43,29 +91,47 @@ class AttentionLayer:
         return self.marker.outputs[0]
 
 
+def _input(marker: ir.Node, place: int) -> ir.Value | None:
+    return marker.inputs[place] if place < len(marker.inputs) else None
+
+
 def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
     layers = []
-    for index, marker in enumerate(marker_nodes(decoder.model.graph)):
-        query, keys, values = marker.inputs
-        # Checked by `trace`.
-        past_key, new_key = keys.producer().inputs
-        past_value, new_value = values.producer().inputs
+    for marker in marker_nodes(decoder.model.graph):
+        query, key = marker.inputs[:2]
+        value = _input(marker, 2)
+        latent = marker.attributes["latent"].as_int()
         layers.append(
             AttentionLayer(
-                index=index,
+                index=marker.attributes["layer"].as_int(),
                 marker=marker,
                 query=query,
-                new_key=new_key,
-                new_value=new_value,
-                past_key=past_key,
-                past_value=past_value,
+                new_key=key,
+                new_value=key if latent else value,
                 heads=fixed_size(query, 1),
-                kv_heads=decoder.num_kv_heads[index],
-                head_dim=decoder.head_dim[index],
-                value_dim=fixed_size(past_value, 3),
+                kv_heads=fixed_size(key, 1),
+                head_dim=fixed_size(key, 3),
+                value_dim=latent or fixed_size(value, 3),
                 scale=marker.attributes["scale"].as_float(),
                 softcap=marker.attributes["softcap"].as_float(),
                 window=marker.attributes["window"].as_int(),
+                chunk=marker.attributes["chunk"].as_int(),
+                latent=latent > 0,
             )
         )
-    return layers
+    return _with_sources(layers)
+
+
+def _with_sources(layers: list[AttentionLayer]) -> list[AttentionLayer]:
+    owners: dict[tuple[ir.Value, ir.Value], int] = {}
+    readers: dict[int, list[int]] = {}
+    sources: dict[int, int] = {}
+    for layer in layers:
+        owner = owners.setdefault((layer.new_key, layer.new_value), layer.index)
+        if owner != layer.index:
+            sources[layer.index] = owner
+            readers.setdefault(owner, []).append(layer.index)
+    return [
+        replace(layer, source=sources.get(layer.index), shared_by=tuple(readers.get(layer.index, ())))
+        for layer in layers
+    ]

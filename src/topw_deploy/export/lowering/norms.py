@@ -14,8 +14,8 @@ _FUSED = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormaliz
 def cast_rows_of_norms(model: ir.Model) -> int:
     """Cast RMSNormalization's rows to its weights' type. Returns the number of casts.
 
-    Gemma mixes half-precision rows and float32 weights: valid in opset 23, but expanded wrongly by onnxruntime 1.31.1
-    on CPU. The operator casts likewise (`stash_type` 1).
+    Gemma mixes half-precision rows with float32 weights. That is valid in opset 23, but onnxruntime 1.31.1 on CPU
+    expands such a node wrongly. The operator itself casts in the same way (`stash_type` 1).
     """
     editor = GraphEditor(model.graph, "topw.norm")
     mixed = [node for node in model.graph if is_op(node, "RMSNormalization") and _has_mixed_types(node)]
@@ -28,7 +28,7 @@ def cast_rows_of_norms(model: ir.Model) -> int:
 
 
 def fuse_skip_norms(model: ir.Model) -> int:
-    """Fuse residual adds with following norms. Returns the number of pairs."""
+    """Fuse each residual add with the norm that follows it. Returns the number of fused pairs."""
     editor = GraphEditor(model.graph, "topw.skip")
     fused = sum(_fuse(editor, node) for node in list(model.graph) if is_op(node, "Add"))
     if fused:

@@ -6,8 +6,8 @@ Most families pair elements half a head apart: rotated(x) = concat(-x[half:], x[
 angles). Cohere, GLM, Ernie and Helium interleave: rotated(x) = (-x[1], x[0], -x[3], ...); pairs repeats each angle, or
 each element in the first half of f(Cos(concat(angles, angles))).
 
-The tracer finds only the first kind, without `f`: a half-precision cast or a factor (YaRN, LongRoPE). It is
-elementwise, so the operator takes `f(Cos(angles))`.
+The tracer finds only the first kind, and only without `f`, which is a half-precision cast or a factor (YaRN,
+LongRoPE). As `f` is elementwise, the operator takes `f(Cos(angles))`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def rotary_producer(value: ir.Value | None) -> ir.Node | None:
 
 
 def rotary_kind(rotary: ir.Node) -> tuple[int, int]:
-    """`interleaved` and `rotary_embedding_dim` (0: the whole head)."""
+    """The node's `interleaved` and `rotary_embedding_dim` (0: the whole head)."""
     names = ("interleaved", "rotary_embedding_dim")
     interleaved, width = (rotary.attributes[n].as_int() if n in rotary.attributes else 0 for n in names)
     return interleaved, width
@@ -117,7 +117,7 @@ def _fuse_partial(editor: GraphEditor, concat: ir.Node) -> bool:
 
 
 def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, bool] | None:
-    """x [batch, heads, sequence, head_dim], cos, sin, interleaved."""
+    """The x [batch, heads, sequence, head_dim], cos, sin and `interleaved` of x * cos + rotated(x) * sin, else None."""
     for straight, crossed in permutations(producer(value, "Mul") for value in add.inputs):
         if straight is None or crossed is None:
             continue
@@ -130,7 +130,7 @@ def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, bool] | None:
 
 
 def _pairing(x: ir.Value | None, rotated: ir.Value | None) -> bool | None:
-    """None if `rotated` is not rotated(x). Both may be cast."""
+    """Whether `rotated` is the interleaved rotated(x); None if it is not rotated(x). Both may be cast."""
     if x is None or rotated is None:
         return None
     if _half_rotated(rotated) is x:
@@ -184,7 +184,7 @@ def _common_source(
 
 
 def _angles(factor: ir.Value, function: str, interleaved: bool) -> tuple[ir.Value, list[ir.Node]] | None:
-    """Angles [batch, sequence, head_dim / 2], and the nodes from `function` on."""
+    """The angles [batch, sequence, head_dim / 2] of a cos or sin `factor`, and the nodes from `function` on."""
     steps: list[ir.Node] = []
     value: ir.Value | None = factor
     unsqueezed = repeated = False

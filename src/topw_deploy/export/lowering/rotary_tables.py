@@ -16,7 +16,7 @@ from topw_deploy.export.lowering.heads import MergedHeads
 from topw_deploy.export.lowering.rotary import rotary_kind
 from topw_deploy.export.trace.trace import TracedDecoder
 
-# For larger tables, angles are computed in every call.
+# Larger tables are not stored: every call computes its angles.
 _SHARE_OF_WEIGHTS = 1 / 16
 _ALWAYS_SMALL = 1 << 20  # bytes
 
@@ -41,7 +41,7 @@ class RotaryTables:
         self._made: dict[tuple[str, ...], ir.Value] = {}
 
     def of(self, query: MergedHeads, key: MergedHeads, head_dim: int) -> RotaryTable | None:
-        """None if the operator cannot rotate or the table is too large."""
+        """The table for `query` and `key`; None if the operator cannot rotate them or the table is too large."""
         if query.rotary is None or key.rotary is None or head_dim % 16:  # the operator's own condition
             return None
         kind = rotary_kind(query.rotary)

@@ -1,7 +1,7 @@
 """Lower markers to TensorScatter into a static cache, and opset 24 Attention over all of it.
 
-NVIDIA's parser ignores `nonpad_kv_seqlen`, so boolean masks hide slots. A step costs time for the whole buffer;
-`buffer_step` keeps it short. Masked slots are multiplied by zero, so they must be finite.
+NVIDIA's parser ignores `nonpad_kv_seqlen`, so boolean masks hide unused slots. A step takes time for the whole buffer;
+`buffer_step` keeps the buffer short. Hidden slots are multiplied by zero, so their values must be finite.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from topw_deploy.export.graph.values import attributes_of
 from topw_deploy.export.lowering.fused_projections import fuse_qkv
 from topw_deploy.export.lowering.heads import MergedHeads, merge_heads
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
+from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.rotary import rotary_kind
 from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
 from topw_deploy.export.lowering.static_cache import StaticCache
+from topw_deploy.export.lowering.visibility import Masks, Positions
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.manifest import State
 
 PREFIX = "topw.attention"
 OPERATOR = "Attention"
@@ -27,34 +30,51 @@ OPSET = 24  # the first with TensorScatter
 BUFFER_STEP = 64  # tokens; at 1,024 a step costs at most 6 % extra attention
 
 
-def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
-    """Replace every marker in place; sets opset 24.
+def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
+    """Replace every marker in place; sets opset 24. Returns the states.
 
     max_length: cache slots, a number for NVIDIA's parser; None for a symbol.
     """
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
-    cache = StaticCache(editor)
-    masks = _Masks(editor, cache, layers[0].past_key)
+    cache = StaticCache(editor, max_length or "max_length")
+    masks: Masks | None = None
+    presents: dict[int, list[ir.Value]] = {}
     for layer in (_fuse_heads(editor, layer) for layer in layers):
-        keys = editor.op("TensorScatter", [layer.past_key, layer.new_key, cache.write_indices], axis=2)
-        values = editor.op("TensorScatter", [layer.past_value, layer.new_value, cache.write_indices], axis=2)
-        # A number means TensorRT. onnxruntime reads prompts faster with the operator.
+        if layer.source is None:
+            pasts = [cache.states.past(state) for state in layer.states]
+            masks = masks or _masks(editor, cache, pasts[0])
+            presents[layer.index] = [
+                editor.op("TensorScatter", [past, new, cache.write_indices], axis=2)
+                for past, new in zip(pasts, layer.news, strict=True)
+            ]
+            for state, present in zip(layer.states, presents[layer.index], strict=True):
+                cache.states.present(state, present)
+        assert masks is not None, "the first layer has states"
+        # A fixed length means TensorRT. onnxruntime processes prompts faster with the operator.
         decomposed = max_length is not None and not tensorrt_fuses(layer)
-        attend(editor, layer, keys, values, masks.of(layer.window), decomposed=decomposed)
-        cache.replace_present(layer, keys, values, max_length or "max_length")
+        attend(editor, layer, presents[layer.owner], masks.of(layer), decomposed=decomposed)
+    if has_mixers(decoder):
+        lower_mixers(editor, decoder, cache.states, Padding.of_static_cache(editor, cache), contrib=False)
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
     cache.finish(model)
+    return cache.states.found
 
 
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
-    """Share one product, transpose and rotation: a third of the operators.
+    """Compute queries, keys and values by one product, transpose and rotation: a third of the operators.
 
     Returns `layer` as it is if its projections cannot be fused, if queries and keys are rotated differently, or if
     unrotated heads differ in number (see `_slice_heads`).
     """
     query, key, value = (merge_heads(editor, part) for part in (layer.query, layer.new_key, layer.new_value))
-    if not _rotate_alike(query, key) or value.rotary is not None or layer.head_dim != layer.value_dim:
+    if (
+        layer.latent
+        or layer.owner != layer.index
+        or not _rotate_alike(query, key)
+        or value.rotary is not None
+        or layer.head_dim != layer.value_dim
+    ):
         return layer
     if query.rotary is None and layer.heads != layer.kv_heads:
         return layer
@@ -80,8 +100,8 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
 def _slice_heads(editor: GraphEditor, heads: ir.Value, start: int, stop: int) -> ir.Value:
     """Slice without Split.
 
-    For CUDA, onnxruntime's Split copies unequal sizes per run, so replayed steps read freed memory. It also merges
-    slices of a whole value into a Split.
+    On CUDA, onnxruntime's Split copies unequal sizes to the device in each run, so replayed steps read freed memory.
+    onnxruntime also merges slices that cover a whole value into a Split.
     """
     return editor.op("Slice", [heads, *(editor.constant(np.array([number])) for number in (start, stop, 1))])
 
@@ -94,22 +114,11 @@ def _rotate_alike(query: MergedHeads, key: MergedHeads) -> bool:
     return same and rotary_kind(first) == rotary_kind(second)
 
 
-class _Masks:
-    """bool [batch, 1, sequence, slots] per window."""
-
-    def __init__(self, editor: GraphEditor, cache: StaticCache, past_key: ir.Value) -> None:
-        self._editor = editor
-        op, constant = editor.op, editor.constant
-        length = op("Squeeze", [op("Shape", [past_key], start=2, end=3)])
-        self._slots = op("Range", [constant(np.int64(0)), length, constant(np.int64(1))])  # [slots]
-        self._queries = op("Unsqueeze", [cache.positions(), constant(np.array([1, 3]))])  # [batch, 1, sequence, 1]
-        self._past = op("LessOrEqual", [self._slots, self._queries], dtype=ir.DataType.BOOL)
-        self._by_window = {0: self._past}
-
-    def of(self, window: int) -> ir.Value:
-        if window not in self._by_window:
-            op = self._editor.op
-            start = op("Sub", [self._queries, self._editor.constant(np.int64(window))])
-            near = op("Greater", [self._slots, start])
-            self._by_window[window] = op("And", [self._past, near], dtype=ir.DataType.BOOL)
-        return self._by_window[window]
+def _masks(editor: GraphEditor, cache: StaticCache, past_key: ir.Value) -> Masks:
+    """bool [batch, 1, sequence, slots]."""
+    op, constant = editor.op, editor.constant
+    length = op("Squeeze", [op("Shape", [past_key], start=2, end=3)])
+    slots = op("Range", [constant(np.int64(0)), length, constant(np.int64(1))])  # [slots]
+    queries = op("Unsqueeze", [cache.positions(), constant(np.array([1, 3]))])  # [batch, 1, sequence, 1]
+    past = op("LessOrEqual", [slots, queries], dtype=ir.DataType.BOOL)
+    return Masks(editor, Positions(editor, lambda: (queries, slots)), past)

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import ml_dtypes
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering.layers import AttentionLayer
+from topw_deploy.export.lowering.visibility import lowest
 
 
 def attend(
     editor: GraphEditor,
     layer: AttentionLayer,
-    keys: ir.Value,
-    values: ir.Value,
+    tokens: Sequence[ir.Value],
     mask: ir.Value,
     *,
     decomposed: bool = False,
 ) -> None:
-    """Replace the marker with attention over `keys` and `values` [batch, kv_heads, tokens, head_dim].
+    """Replace the marker with attention.
 
-    mask: bool [batch, 1, sequence, tokens], True for visible.
-    decomposed: use products and a softmax, as always with a soft cap.
+    tokens: the layer's states: keys and values [batch, kv_heads, tokens, head_dim], or latents.
+    mask: bool [batch, 1, sequence, tokens], True for visible, or what is added to scores.
+    decomposed: use products and a softmax, as always with a soft cap or a sink.
     """
-    attention = _products if decomposed or layer.softcap else _operator
+    keys, values = tokens[0], tokens[-1]
+    if layer.latent:  # keys are read twice, so products of all heads with one matrix are better than the operator
+        decomposed, columns = True, (0, layer.value_dim, 3)
+        values = editor.op("Slice", [keys, *(editor.constant(np.array([number])) for number in columns)])
+    attention = _products if decomposed or layer.softcap or layer.sink is not None else _operator
     output = attention(editor, layer, keys, values, mask)
     # the marker's layout, [batch, sequence, heads, dim]
     output = editor.op("Transpose", [output], perm=[0, 2, 1, 3], dtype=layer.output.dtype)
@@ -34,16 +40,16 @@ def attend(
 
 
 def tensorrt_fuses(layer: AttentionLayer) -> bool:
-    """Whether TensorRT can fuse such heads (tested with TensorRT-RTX 1.7.1); otherwise it refuses the operator."""
+    """Whether TensorRT can fuse attention over such heads (tested with TensorRT-RTX 1.7.1). If not, it refuses it."""
     half = layer.query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return half and layer.head_dim == layer.value_dim and layer.head_dim in range(16, 257, 8)
 
 
 def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """NVIDIA's parser requires one output.
+    """One Attention operator, with only one output, as NVIDIA's parser requires.
 
-    Float32 queries are scaled first: onnxruntime's one-row kernel reads the cache 1.3 times as fast, but takes no
-    factor.
+    Float32 queries are scaled beforehand: onnxruntime's one-row kernel reads the cache 1.3 times as fast, but does not
+    support a scale.
     """
     query, scale = layer.query, layer.scale
     if query.dtype == ir.DataType.FLOAT:
@@ -52,10 +58,10 @@ def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
 
 
 def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """Scores are capped as cap * tanh(score / cap).
+    """Attention as products and a softmax, with scores capped as cap * tanh(score / cap).
 
-    The operator's `softcap` is unused: the specification first applied it after the mask, which reveals the future,
-    later before. Runtimes differ.
+    The operator's `softcap` is unused. The specification first applied it after the mask, which reveals future tokens,
+    and later before it; runtimes differ.
     """
     op, constant = editor.op, editor.constant
     query, cap = _scaled(editor, layer.query, layer.scale / (layer.softcap or 1.0)), layer.softcap
@@ -66,12 +72,26 @@ def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
     if cap:
         scores = op("Mul", [op("Tanh", [scores]), constant(number(cap))])
     scores = op("Reshape", [scores, constant(np.array([0, layer.heads, -1, 0]))])  # [batch, heads, sequence, tokens]
-    lowest = constant(number(ml_dtypes.finfo(number).min))
-    weights = op("Softmax", [op("Where", [mask, scores, lowest])], axis=-1)
+    if mask.dtype == ir.DataType.BOOL:
+        scores = op("Where", [mask, scores, constant(lowest(query.dtype))])
+    else:
+        scores = op("Add", [scores, mask])
+    weights = _softmax(editor, scores, layer.sink)
     weights = op("Reshape", [weights, constant(np.array([0, layer.kv_heads, -1, 0]))])
     output = op("MatMul", [weights, values])  # [batch, kv_heads, group * sequence, dim]
     shape = constant(np.array([0, layer.heads, -1, layer.value_dim]))
     return op("Reshape", [output, shape], dtype=layer.output.dtype)
+
+
+def _softmax(editor: GraphEditor, scores: ir.Value, sink: ir.Value | None) -> ir.Value:
+    """Over the last axis of [batch, heads, sequence, tokens]; a sink is one more column, then dropped."""
+    op, constant = editor.op, editor.constant
+    if sink is None:
+        return op("Softmax", [scores], axis=-1)
+    rows = op("Concat", [op("Shape", [scores], end=3), constant(np.array([1]))], axis=0)
+    column = op("Expand", [op("Reshape", [sink, constant(np.array([1, -1, 1, 1]))]), rows])
+    weights = op("Softmax", [op("Concat", [scores, column], axis=-1)], axis=-1)
+    return op("Slice", [weights, *(constant(np.array([number])) for number in (0, -1, -1))])
 
 
 def _scaled(editor: GraphEditor, value: ir.Value, scale: float) -> ir.Value:

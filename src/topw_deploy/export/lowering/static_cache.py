@@ -1,7 +1,7 @@
 """A cache written in place.
 
-A row fills its buffer from slot 0. `write_indices` is its length, `row_lengths` this call's number of real columns,
-which come first. The next call overwrites padded columns before queries see them.
+Each row fills its buffer from slot 0. `write_indices` is the row's length before a call, `row_lengths` the number of
+the call's real columns, which come first. The next call overwrites padded columns before any query sees them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.export.graph.editor import GraphEditor, find_input, required_input
-from topw_deploy.export.lowering.layers import AttentionLayer
+from topw_deploy.export.lowering.states import States
 from topw_deploy.export.trace.marker import MARKER_DOMAIN
 
 
 class StaticCache:
     """Adds inputs write_indices and row_lengths, int64 [batch].
 
+    slots: length of growing states, a number for NVIDIA's parser.
     sequence: number of columns, int64 [1].
     total: row lengths after this call without padding, int64 [batch].
     """
 
-    def __init__(self, editor: GraphEditor) -> None:
+    def __init__(self, editor: GraphEditor, slots: int | str = "max_length") -> None:
         self._editor = editor
+        self.states = States(editor, slots, slots)
         self._ids = required_input(editor.graph, "input_ids")
         self.write_indices, self.row_lengths = (
             ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["batch_size"]))
@@ -42,7 +44,7 @@ class StaticCache:
         return value
 
     def positions(self) -> ir.Value:
-        """int64 [batch, sequence]. Padded columns repeat the last position, to stay inside tables."""
+        """Positions, int64 [batch, sequence]. Padded columns repeat the last position, to stay inside tables."""
         if self._positions is None:
             op, constant = self._editor.op, self._editor.constant
             count = op("Squeeze", [self.sequence])
@@ -54,27 +56,12 @@ class StaticCache:
             self._positions = op("Add", [start, column], dtype=ir.DataType.INT64, shape=shape)
         return self._positions
 
-    def replace_present(
-        self, layer: AttentionLayer, keys: ir.Value, values: ir.Value, slots: int | str = "max_length"
-    ) -> None:
-        """Make `keys` and `values` [batch, kv_heads, slots, dim] the layer's presents."""
-        outputs = self._editor.graph.outputs
-        for kind, past, present in (("key", layer.past_key, keys), ("value", layer.past_value, values)):
-            name = f"present.{layer.index}.{kind}"
-            place = next(place for place, value in enumerate(outputs) if value.name == name)
-            outputs[place].name = f"{name}.concatenated"
-            outputs[place] = present
-            dim = layer.head_dim if kind == "key" else layer.value_dim
-            present.name, present.type = name, past.type
-            for value in (past, present):
-                value.shape = ir.Shape(["batch_size", layer.kv_heads, slots, dim])
-
     def finish(self, model: ir.Model) -> None:
         """Remove markers and position_ids."""
         model.opset_imports.pop(MARKER_DOMAIN, None)
         RemoveUnusedNodesPass()(model)
         given = find_input(model.graph, "position_ids")
-        if given is not None:
+        if given is not None:  # some models read none
             for node, place in list(given.uses()):
                 node.replace_input_with(place, self._ids if node.op_type == "Shape" else self.positions())
             model.graph.inputs.remove(given)

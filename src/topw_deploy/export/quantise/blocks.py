@@ -70,9 +70,10 @@ class BlocksShape:
 
 
 def quantise_weight(read: ReadRows, shape: BlocksShape, scheme: Quantisation, dtype: np.dtype[Any]) -> Blocks:
-    """Quantise the weight that `read` returns; `dtype`: of weight and scales.
+    """Quantise the weight that `read` returns, in slices of outputs.
 
-    Slicing does not change results: blocks never cross outputs. Raises ExportError for NaN or infinity.
+    dtype: type of the weight and its scales.
+    Slicing does not change the result, as blocks never cross outputs. Raises ExportError for NaN or infinity.
     """
     codes = np.empty(shape.codes, np.uint8)
     scales = np.empty(shape.scales, dtype)
@@ -82,7 +83,9 @@ def quantise_weight(read: ReadRows, shape: BlocksShape, scheme: Quantisation, dt
         stop = min(start + step, shape.outputs)
         rows = np.asarray(read(start, stop))
         if not np.isfinite(rows).all():
-            raise ExportError("a weight to be quantised holds NaN or infinity; check the checkpoint, or exclude it.")
+            raise ExportError(
+                "a weight to be quantised contains NaN or infinity; check the checkpoint, or exclude the weight."
+            )
         part = _searched(rows, shape) if scheme.algorithm == "search" else _by_tool(rows, shape, scheme)
         codes[start:stop], scales[start:stop] = part.codes, part.scales
         if zero_points is not None and part.zero_points is not None:
@@ -125,7 +128,7 @@ def _searched(rows: np.ndarray, shape: BlocksShape) -> Blocks:
 
 def _by_tool(rows: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> Blocks:
     blocks = shape.blocks
-    # All but `default` pack zero points across rows: make the number of blocks even.
+    # All algorithms but `default` pack zero points across rows, so the number of blocks must be even.
     blocks += blocks % 2 if shape.bits == 4 and scheme.algorithm != "default" else 0
     weight = np.zeros((blocks * shape.block_size, len(rows)), rows.dtype)
     weight[: shape.inputs] = rows.T
@@ -165,7 +168,7 @@ def _run_tool(weight: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> l
     (product,) = result.node
     if product.op_type != "MatMulNBits" or len(product.input) != (3 if shape.symmetric else 4):
         raise ExportError(
-            f"onnxruntime's quantiser answered with {product.op_type} of {len(product.input)} inputs; "
+            f"onnxruntime's quantiser returned a {product.op_type} with {len(product.input)} inputs; "
             "report this with your version of onnxruntime."
         )
     return [weight, *(onnx.numpy_helper.to_array(made[name]) for name in product.input[1:])]
@@ -173,7 +176,7 @@ def _run_tool(weight: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> l
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The tool prints, logs, configures the root logger and divides by 0."""
+    """Silence onnxruntime's quantiser, which prints, logs, configures the root logger and divides by 0."""
     root = logging.getLogger()
     others = [logging.getLogger(name) for name in _LOGGERS]
     handlers, levels = list(root.handlers), [logger.level for logger in (root, *others)]

@@ -20,9 +20,9 @@ class Origin:
     """A weight's place in the checkpoint.
 
     places: (layer, row) of each output.
-    shape: of the MatMulNBits blocks.
-    group_size: the checkpoint's.
-    order: int64 [inputs], gathers data by group; None if sorted.
+    shape: shape of the MatMulNBits blocks.
+    group_size: inputs per group in the checkpoint.
+    order: int64 [inputs], gathers the inputs group by group; None if they are sorted already.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -32,7 +32,7 @@ class Origin:
 
 
 class PackedRows:
-    """A checkpoint's packed rows, by content."""
+    """A checkpoint's packed rows, found by their values."""
 
     def __init__(self, checkpoint: QuantisedCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -50,7 +50,7 @@ class PackedRows:
     def origin(self, weight: np.ndarray) -> Origin | None:
         """The origin of `weight` float32 [outputs, inputs].
 
-        None if outputs are missing or no MatMulNBits block size fits.
+        None if the checkpoint lacks an output or no block size of MatMulNBits fits its groups.
         """
         places = []
         for row in weight:
@@ -74,7 +74,7 @@ class PackedRows:
         return Origin(tuple(places), shape, size, order)
 
     def blocks(self, origin: Origin) -> Blocks:
-        """The checkpoint's values for MatMulNBits."""
+        """The checkpoint's codes, scales and zero points in MatMulNBits' layout."""
         shape = origin.shape
         codes = np.empty((shape.outputs, shape.inputs), np.uint8)
         scales = np.empty(shape.scales, np.float32)

@@ -13,7 +13,7 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 class Product:
     """data x weight (+ bias).
 
-    nodes: in order; the last makes the output.
+    nodes: its nodes in order; the last makes the output.
     weight, tensor: [outputs, inputs] if by_output, else [inputs, outputs].
     bias: [outputs].
     """
@@ -26,7 +26,7 @@ class Product:
 
     @property
     def data(self) -> ir.Value | None:
-        """The current left factor."""
+        """The left factor, as the graph is now."""
         return self.nodes[0].inputs[0]
 
     @property
@@ -35,7 +35,7 @@ class Product:
 
     @property
     def names(self) -> tuple[str | None, ...]:
-        """Names for patterns to match."""
+        """The names that exclude patterns can match."""
         return self.nodes[0].name, self.weight.name
 
 

@@ -1,4 +1,4 @@
-"""Quantise a lowered decoder's products to MatMulNBits, its table to GatherBlockQuantized.
+"""Quantise a lowered decoder: its products become MatMulNBits, its token table GatherBlockQuantized.
 
 Weights are quantised when written; a tied head shares the table's bytes.
 """
@@ -20,7 +20,7 @@ from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks, ro
 from topw_deploy.sizes import decimal_size
 
 DOMAIN = "com.microsoft"
-_NOTABLE = 0.01  # share of weight bytes; larger float matrices are reported
+_NOTABLE = 0.01  # share of weight bytes; a notice reports more than this left in float
 
 
 def quantise(
@@ -30,9 +30,10 @@ def quantise(
 
     model: a lowered decoder without sampler.
     packed: a quantised checkpoint's rows, kept as stored.
-    cut: only the first layers exist, so patterns may match nothing.
+    cut: the model has only its first layers, so exclude patterns need not match.
 
-    Raises ParameterError for an unmatched `scheme.exclude` pattern, UnsupportedModelError without products to quantise.
+    Raises ParameterError for a pattern of `scheme.exclude` that matches nothing, UnsupportedModelError if there is no
+    product to quantise.
     """
     graph = model.graph
     before = _float_bytes(graph)
@@ -51,7 +52,7 @@ def quantise(
             replacer.product(product, scheme.of_table if product is head else scheme)
     if not replacer.replaced:
         raise UnsupportedModelError(
-            "the decoder has no product with a constant matrix that could be quantised; export it as --dtype fp32."
+            "the decoder has no product with a constant matrix to quantise; export it with --dtype fp32."
         )
     _drop_unused(graph)
     model.opset_imports[DOMAIN] = 1
@@ -77,7 +78,7 @@ class _Found:
         return last if last.outputs == self.embedding.rows else None
 
     def excluded(self, scheme: Quantisation) -> set[int]:
-        """Weights excluded by name or by a node using them, so a tied head's pattern excludes the table."""
+        """Weights excluded by their name or by a node that uses them: a tied head's pattern also excludes the table."""
         return {id(weight) for weight, names in self._uses() if scheme.excludes(*names)}
 
     def check_patterns(self, scheme: Quantisation) -> None:
@@ -86,7 +87,7 @@ class _Found:
             if not replace(scheme, exclude=(pattern,)).excludes(*known):
                 some = ", ".join(sorted({name for name in known if name})[:5])
                 raise ParameterError(
-                    f"the pattern {pattern!r} names no node or weight that would be quantised; there are {some}, ...",
+                    f"the pattern {pattern!r} matches no node or weight to be quantised; their names are {some}, ...",
                     "exclude_nodes",
                 )
 
@@ -108,7 +109,7 @@ def _stored_lookup(graph: ir.Graph) -> EmbeddingNode | None:
 class _Stored:
     def __init__(self, editor: GraphEditor, weight: QuantisedWeight, name: str, codes: tuple[int, ...]) -> None:
         self.shape = weight.shape
-        # Consecutive, for RecentBlocks.
+        # The weight's initializers are consecutive, so that RecentBlocks quantises it once.
         self.codes = editor.initializer(weight.codes(codes), f"{name}_Q{weight.shape.bits}")
         self.scales = editor.initializer(weight.scales(), f"{name}_scales")
         zeros = weight.zero_points()
@@ -130,7 +131,7 @@ class _Replacer:
         return {stored.scales.name for stored in (*self._stored.values(), *self._tables.values())}
 
     def table(self, embedding: EmbeddingNode) -> bool:
-        """False if rows are not whole blocks."""
+        """Quantise the token table. Returns False if its rows are not whole blocks."""
         scheme = self._scheme.of_table
         table, node = embedding.data[0], embedding.node
         block_size = scheme.table_block_size(embedding.hidden)
@@ -141,7 +142,7 @@ class _Replacer:
         )
         flat = (embedding.rows, embedding.hidden * scheme.bits // 8)
         stored = _Stored(self.editor, weight, str(table.name), flat)
-        # Absent zero points mean 2 ** (bits - 1), but 0 for tables in some versions of onnxruntime's CUDA provider.
+        # Absent zero points mean 2 ** (bits - 1), but some versions of onnxruntime's CUDA provider take 0 for tables.
         zero_points = stored.zero_points
         if zero_points is None:
             zero_points = self.editor.initializer(weight.middle(), f"{table.name}_zero_points")
@@ -160,7 +161,7 @@ class _Replacer:
         table = self._tables.get(id(weight)) if product.by_output else None
         if table is not None:
             self._stored.setdefault(id(weight), table)
-            # A view of the same bytes, made at load.
+            # A Reshape: a view of the table's bytes, made when the file is loaded.
             shape = table.shape.codes
             target = self.editor.constant([int(size) for size in shape])
             codes = self.editor.op("Reshape", [table.codes, target], dtype=ir.DataType.UINT8, shape=shape)
@@ -248,5 +249,5 @@ def _notices(graph: ir.Graph, scheme: Quantisation, before: int, known: set[str 
         return []
     return [
         f"{len(left)} weights ({decimal_size(sum(size for _, size in left))}; first: {left[0][0]}) are not "
-        f"{scheme.dtype}: they are no constant matrix of a product, or no table with rows of whole blocks"
+        f"{scheme.dtype}: they are neither the constant matrix of a product nor a table whose rows are whole blocks"
     ]

@@ -9,7 +9,7 @@ from typing import Any, Self
 from topw_deploy.errors import ParameterError
 
 DTYPE_BITS = {"int4": 4, "int8": 8}
-"""Values of --dtype -> bits of a weight."""
+"""Value of --dtype -> bits of a weight."""
 ALGORITHMS = ("search", "default", "rtn", "k_quant")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 ACCURACY_LEVELS = (0, 1, 2, 3, 4)
@@ -24,7 +24,7 @@ class Quantisation:
 
     bits: 4 or 8.
     block_size: weights per scale.
-    table_bits: of token table and head, `bits` or 8; None for 8.
+    table_bits: bits of the token table and head, `bits` or 8; None for 8.
     symmetric: all zero points are 2 ** (bits - 1). None: false for `search` and `k_quant`.
     accuracy_level: MatMulNBits' least precise activation type: 0 unset, 1 float32, 2 float16, 3 bfloat16, 4 int8.
     algorithm: `search` minimises squared errors, onnxruntime's `k_quant` weighted ones; its `default` and `rtn` round
@@ -59,7 +59,7 @@ class Quantisation:
             )
         if self.symmetric and self.algorithm == "k_quant":
             raise ParameterError(
-                "k_quant is never symmetric: it finds a minimum for each block; leave --symmetric out.", "symmetric"
+                "k_quant is never symmetric, as it fits a minimum to each block; leave --symmetric out.", "symmetric"
             )
 
     @property
@@ -77,7 +77,7 @@ class Quantisation:
         return replace(self, bits=self.table_bits or _TABLE_BITS)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the manifest, with defaults resolved."""
+        """The fields for the manifest, with defaults resolved."""
         resolved = {"symmetric": self.is_symmetric, "table_bits": self.of_table.bits, "exclude": list(self.exclude)}
         return {**asdict(self), **resolved}
 
@@ -93,7 +93,8 @@ class Quantisation:
         """The largest block size up to block_size for table rows of `width` weights, or None.
 
         Rows must be whole blocks: a tied head shares them, and onnxruntime's CUDA provider counts blocks across rows.
-        Asymmetric 4-bit rows need an even number: onnxruntime 1.24, and CUDA up to 1.31, look up odd ones wrongly.
+        Asymmetric 4-bit rows need an even number of blocks: onnxruntime 1.24, and on CUDA up to 1.31, looks up rows
+        with an odd number wrongly.
         """
         size = self.block_size
         pairs = self.of_table.bits == 4 and not self.is_symmetric

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
-# Candidate inverse scales, relative to the block's range. Above 1 clips large weights.
+# Candidate inverse scales, relative to the one that spreads the codes over the block's range. Above 1, large weights
+# are clipped.
 _RANGES = (0.93, 1.0, 1.07, 1.14, 1.24, 1.37)
-# Symmetric: relative to half the codes for the largest weight; negative: on the longer side.
+# The same for symmetric blocks, relative to half the codes for the largest weight. Negative ones give it the longer
+# side, which has one more code.
 _SIDES = (-0.85, -0.925, -1.0, -1.075, -1.175, 0.875, 0.95, 1.05)
 _CHUNK = 1 << 15  # weights per step, to fit a core's cache
-_REFINEMENTS = 1  # rounds: scale for the codes, codes for that scale
+_REFINEMENTS = 1  # rounds: best scale for the codes, then codes for that scale
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _asymmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.
 
 
 def _symmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The scale's sign selects the longer side."""
+    """Candidate (inverse scale, zero point) pairs; the scale's sign selects the longer side."""
     half = 1 << (bits - 1)
     high, low = blocks.max(axis=1), blocks.min(axis=1)
     largest = np.where(high > -low, high, low)
@@ -98,7 +100,7 @@ def _symmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.n
 def _round(
     blocks: np.ndarray, inverses: np.ndarray, zeros: np.ndarray, bits: int, rounded: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Writes q to `rounded`; returns sum(x q) [n], sum(q^2) [n]."""
+    """Write q = code - zero point to `rounded`. Returns sum(x q) [n] and sum(q^2) [n]."""
     np.multiply(blocks, inverses[:, None], out=rounded)
     np.rint(rounded, out=rounded)
     np.maximum(rounded, -zeros[:, None], out=rounded)

@@ -18,7 +18,10 @@ _HELD_BYTES = 128 << 20  # of codes, scales and zero points
 
 
 class RecentBlocks:
-    """Bounded cache: a weight's consecutive tensors quantise it once. Small models can be written twice."""
+    """A bounded cache of Blocks, so that a weight's consecutive tensors quantise it once.
+
+    It holds all of a small model, which can then be written twice.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +51,7 @@ def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
 class QuantisedWeight:
     """A weight quantised on demand.
 
-    keep: keep Blocks for another read.
+    keep: keep the Blocks for another read.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class QuantisedWeight:
         return blocks
 
     def codes(self, shape: tuple[int, ...] | None = None) -> ir.TensorProtocol:
-        """The codes; `shape` takes the leading bytes of each output."""
+        """The codes; a smaller `shape` takes the leading bytes of each output."""
         wanted = self.shape.codes if shape is None else shape
         per_output = int(np.prod(wanted[1:]))
 
@@ -114,10 +117,10 @@ class QuantisedWeight:
         return self._lazy(lambda blocks: blocks.zero_points, ir.DataType.UINT8, self.shape.zero_points)
 
     def middle(self) -> ir.TensorProtocol:
-        """2 ** (bits - 1), explicit for symmetric weights.
+        """Zero points of 2 ** (bits - 1), explicit for symmetric weights.
 
-        Also fills each row's unused last half byte: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, reads zero points
-        as if unpadded.
+        The unused last half byte of a row is filled too: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, reads zero
+        points as if rows were not padded.
         """
         byte = 0x88 if self.shape.bits == 4 else 0x80
 

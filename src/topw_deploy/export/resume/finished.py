@@ -1,11 +1,11 @@
 """Stages that a resumed export can skip, each stamped with its inputs.
 
-Stamped: traced graph, neighbour bound, each weight, copied data files, tokenizer files and verification. All else takes
-seconds.
+These stages are stamped: traced graph, neighbour bound, each weight, copied data files, tokenizer files and
+verification. All others take seconds.
 
 Small files are stamped by SHA-256. Large ones, too slow to hash, by device, inode, size, mtime, ctime and the SHA-256
 of their first megabyte, where safetensors and ONNX store names and shapes. Programs cannot reset ctime, so every write
-is noticed; copying or hard-linking restarts a stage needlessly.
+is noticed; copying or hard-linking a file changes it too and restarts a stage needlessly.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class FinishedStages:
         return DataLog(self.journal, self.weights)
 
     def measured(self, measure: Measure) -> Measure:
-        """`measure`, journaled."""
+        """`measure`, whose result the journal keeps."""
 
         def kept(geometry: Geometry, tokens: int) -> np.ndarray:
-            # `source` omits an ONNX decoder's data files in subfolders; these statistics cover them.
+            # The source's stamp omits an ONNX decoder's data files in subfolders; these statistics depend on them.
             statistics = (np.asarray(geometry.mean).tolist(), np.asarray(geometry.inverse_std).tolist())
             stamp = stamp_of(self.weights, *statistics)
             return self.journal.array("neighbour bound", stamp, lambda: measure(geometry, tokens))
@@ -75,9 +75,9 @@ class FinishedStages:
         return kept
 
     def copied(self, source: Path, target: Path, copy: Callable[[], object], hard_link: bool) -> bool:
-        """Call `copy` to make `target` from `source` unless done; returns whether called.
+        """Call `copy` to make `target` from `source`, unless that is done. Returns whether it was called.
 
-        hard_link: whether `target` is a hard link; copies and links do not replace each other.
+        hard_link: whether `target` is to be a hard link. A copy does not count as a link, nor a link as a copy.
         """
         stage, stamp = f"copy of {target.name}", stamp_of(str(source), stamp_of_files([source.resolve()]), hard_link)
         size = source.resolve().stat().st_size
@@ -89,7 +89,7 @@ class FinishedStages:
         return True
 
     def tokenizer_files(self, folder: Path, output: Path, write: Callable[[], list[str]]) -> list[str]:
-        """Notices of `write`, which writes the tokenizer once."""
+        """Call `write`, which writes the tokenizer and returns notices, unless that is done. Returns its notices."""
         inputs = [path for path in folder.iterdir() if path.suffix in (".json", ".txt", ".model", ".jinja", ".py")]
         stamp = stamp_of(stamp_of_files(inputs), library_versions())
         found = self.journal.find(_TOKENIZER, stamp)
@@ -106,7 +106,7 @@ class FinishedStages:
     def verified(
         self, manifest: Manifest, verify: Callable[[], tuple[Verification, bool]]
     ) -> tuple[Verification, bool]:
-        """Result of `verify` on `manifest`, computed once."""
+        """The result of `verify` for `manifest`, computed once."""
         stage, files = "verification", [dataclasses.asdict(entry) for entry in manifest.files.values()]
         stamp = stamp_of(self.weights, files, dataclasses.asdict(manifest.defaults))
         found = self.journal.find(stage, stamp)

@@ -1,6 +1,6 @@
 """JSON lines of finished stages, beside the export's files.
 
-Append-only, so a crash damages only the last line. Stages are found by a stamp of their inputs.
+The file is append-only, so a crash damages only its last line. Stages are found by a stamp of their inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def stamp_of(*parts: object) -> str:
 class Journal:
     """The journal in `folder`; without one, nothing is stored.
 
-    say: called with a line per kept or restarted stage.
+    say: called with one line for each kept or restarted stage.
     """
 
     def __init__(self, folder: Path | None, say: Callable[[str], object] = lambda _line: None) -> None:
@@ -41,7 +41,7 @@ class Journal:
                     break  # incomplete last line
 
     def find(self, stage: str, stamp: str) -> dict[str, Any] | None:
-        """The note of `stage` under `stamp`, with `file` as path; None if missing or changed."""
+        """The note of `stage` under `stamp`, with its `file` as a path; None if it is missing or changed."""
         found = self._stages.get(stage)
         if found is None or self._folder is None:
             return None
@@ -52,14 +52,14 @@ class Journal:
         if "file" in note:
             path = self._folder / note["file"]
             if not (path.is_file() and sha256_of(path) == note["sha256"]):
-                self.say(f"Starting over: {stage} (what was kept of it is damaged)")
+                self.say(f"Starting over: {stage} (the kept file is damaged)")
                 return None
             note = {**note, "file": path}
         self.say(f"Kept from the interrupted export: {stage}")
         return dict(note)
 
     def last_note(self, stage: str) -> dict[str, Any]:
-        """Last note of `stage`, under any stamp."""
+        """The last note of `stage`, under any stamp."""
         return dict(self._stages[stage]["note"]) if stage in self._stages else {}
 
     def done(self, stage: str, stamp: str, **note: Any) -> None:
@@ -72,7 +72,7 @@ class Journal:
             self.done(stage, stamp, **note, file=name, sha256=sha256_of(self._folder / name))
 
     def array(self, stage: str, stamp: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """The array from `make`, computed once."""
+        """The array that `make` returns, computed once."""
         found = self.find(stage, stamp)
         if found is not None:
             kept: np.ndarray = np.load(found["file"], allow_pickle=False)
@@ -83,11 +83,11 @@ class Journal:
         return made
 
     def data_file(self, name: str) -> dict[str, Any] | None:
-        """Layout and weights (name, SHA-256) of a data file."""
+        """The layout and the written weights (name, SHA-256) of a data file."""
         return self._files.get(name)
 
     def append(self, line: dict[str, Any]) -> None:
-        """Append a stage, data file start, or weight."""
+        """Append a line for a stage, the start of a data file, or a weight."""
         if self._folder is None:
             return
         self._apply(line)
@@ -104,10 +104,10 @@ class Journal:
 
 
 class DataLog:
-    """Journal of data files (a data_files.Log).
+    """The journal's data files (a data_files.Log).
 
-    stamp: of the weights' inputs.
-    hashes: SHA-256 per file.
+    stamp: stamp of the weights' inputs.
+    hashes: SHA-256 of each finished file.
     """
 
     def __init__(self, journal: Journal, stamp: str) -> None:

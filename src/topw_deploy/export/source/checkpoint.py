@@ -26,7 +26,9 @@ from topw_deploy.export.source.text_decoder import (
     text_decoder,
 )
 
-# RoPE types whose frequencies change beyond the original context; a graph holds only the first.
+_NO_LIMIT = 65_536  # tokens; bounds rotary tables
+_FORGETTING_LAYERS = {"linear_attention", "sliding_attention"}
+# RoPE types whose frequencies change beyond the original context; a graph holds only the original frequencies.
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}
 
 
@@ -114,7 +116,7 @@ def load_unread(
         raise
     except SourceError as error:  # code that needs values
         loaded = _load(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
-        notices.append(f"the export held all weights in memory, because they could not be left in their files: {error}")
+        notices.append(f"all weights were read into memory, because they could not be left in their files: {error}")
     if loaded.composite is None:
         return loaded.model, notices
     return text_decoder(loaded.composite, loaded.model), [*notices, *_composite_notices(loaded)]
@@ -135,7 +137,7 @@ def _composite_notices(loaded: _Loaded) -> list[str]:
 def _unread_model(
     folder: Path, config: Any, settings: dict[str, Any], quantised: QuantisedCheckpoint | None, *, unread: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """transformers accepts a state_dict only without a folder."""
+    """Assemble the model from a state_dict, which transformers accepts only without a folder."""
     tensors = _unread_tensors(folder, quantised)
     if not unread:
         tensors = {name: tensor.values().clone() for name, tensor in tensors.items()}
@@ -206,8 +208,8 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         except Exception as error:
             raise UnsupportedModelError(
-                f"the configuration in {folder} is of no architecture that this transformers knows "
-                f"({one_line(error)}); models with code of their own need --trust-remote-code."
+                f"the installed transformers does not support the architecture of the configuration in {folder} "
+                f"({one_line(error)}); models with their own code need --trust-remote-code."
             ) from error
     known = type(config) in AutoModelForCausalLM._model_mapping or Composite.of(config) is not None
     remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -220,7 +222,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
         if getattr(part, "quantization_config", None) is not None:
             if quantised_format(folder) is None:
                 raise UnsupportedModelError(
-                    f"the checkpoint in {folder} is quantised in a way that its config.json does not tell; "
+                    f"the checkpoint in {folder} is quantised, but its config.json does not say how; "
                     "export the unquantised one."
                 )
             del part.quantization_config  # load layers as ordinary ones
@@ -241,13 +243,17 @@ def written_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def context_length(config: Any) -> int:
-    """Maximum sequence length; for switching RoPE types, the original one."""
+    """Maximum sequence length; for switching RoPE types, the original one.
+
+    Models that only recur or look back through a window, and name no length, have no limit: then _NO_LIMIT.
+    """
     config = config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
+    if length is None and set(getattr(config, "layer_types", None) or ["full_attention"]) <= _FORGETTING_LAYERS:
+        return _NO_LIMIT
     if not isinstance(length, int) or length < 1:
         raise UnsupportedModelError(
-            f"the configuration of {config.model_type!r} names no max_position_embeddings; "
-            "add the context length to it."
+            f"the configuration of {config.model_type!r} has no max_position_embeddings; add the context length to it."
         )
     rope = switching_rope(config)
     return min(length, rope) if rope is not None else length
@@ -297,7 +303,7 @@ def _cut_layers(config: Any, layers: int) -> None:
     text = config.get_text_config(decoder=True)
     if layers > text.num_hidden_layers:
         raise UnsupportedModelError(
-            f"num_hidden_layers is {layers}, but the model has {text.num_hidden_layers}; give at most that.",
+            f"num_hidden_layers is {layers}, but the model has {text.num_hidden_layers}; give at most that number.",
             "num_hidden_layers",
         )
     text.num_hidden_layers = layers

@@ -147,8 +147,8 @@ def check_settings(settings: dict[str, Any], where: str) -> bool:
         others.append("transforms of activations")
     if others:
         raise UnsupportedModelError(
-            f"the checkpoint in {where} is compressed as {others[0]}, but what is read of compressed-tensors is "
-            f"{', '.join(_FORMATS)}; export the uncompressed one."
+            f"the checkpoint in {where} is compressed as {others[0]}, but of compressed-tensors only "
+            f"{', '.join(_FORMATS)} are supported; export the uncompressed one."
         )
     return bool(formats & {*INTEGER_FORMATS, "mixed-precision"})
 

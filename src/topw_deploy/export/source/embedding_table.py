@@ -24,7 +24,8 @@ def embeddings_of_folder(folder: Path) -> np.ndarray:
     if len(found) != 1:
         which = f"{len(found)} ({', '.join(found)})" if found else "none"
         raise UnsupportedModelError(
-            f"of the tensors in {folder}, {which} look like the input embeddings ({', '.join(_NAMES)}); "
+            f"the input embeddings in {folder} are not clear: {which} have one of the usual names "
+            f"({', '.join(_NAMES)}); "
             "save the table as .npy and give it with --embeddings."
         )
     (name,) = found
@@ -51,7 +52,7 @@ def embeddings_of_file(path: Path) -> np.ndarray:
 def _checked(table: np.ndarray, name: str) -> np.ndarray:
     if table.ndim != 2 or 0 in table.shape or table.dtype not in [NUMPY_TYPES[kind] for kind in _TYPES]:
         raise SourceError(
-            f"{name} holds {table.dtype} of shape {tuple(table.shape)}, but an embedding table is [tokens, hidden] of "
-            "floating-point numbers; give such a table."
+            f"{name} holds {table.dtype} of shape {tuple(table.shape)}, but must hold floating-point numbers of shape "
+            "[tokens, hidden]; give such a table."
         )
     return table

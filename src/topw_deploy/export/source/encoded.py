@@ -40,7 +40,7 @@ class PackedMatrix:
     codes: uint8 [outputs, inputs].
     scales: float32 [outputs, groups].
     zeros: int32 [outputs, groups].
-    groups: int64 [inputs], group per input.
+    groups: int64 [inputs], the group of each input.
     """
 
     codes: np.ndarray

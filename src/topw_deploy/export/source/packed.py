@@ -1,16 +1,16 @@
 """Decode AutoGPTQ and AutoAWQ checkpoints with NumPy (docs/guide/quantisation.md).
 
-A linear layer [outputs, inputs] has integers `q` with a scale and zero point per output and input group; weight = (q -
-zero) * scale.
+A linear layer [outputs, inputs] has integers `q`, and a scale and a zero point for each output and group of inputs:
+weight = (q - zero) * scale.
 
 GPTQ:
-    qweight: int32 [inputs * bits / 32, outputs], consecutive inputs.
-    qzeros: int32 [groups, outputs * bits / 32], consecutive outputs; minus one in version 1.
+    qweight: int32 [inputs * bits / 32, outputs]; a word holds consecutive inputs.
+    qzeros: int32 [groups, outputs * bits / 32]; a word holds consecutive outputs, each minus one in version 1.
     scales: float16 [groups, outputs].
-    g_idx: int32 [inputs], group per input; default consecutive.
+    g_idx: int32 [inputs], the group of each input; without it, groups are consecutive inputs.
 AWQ (`version: gemm`):
-    qweight: int32 [inputs, outputs / 8], 8 mixed outputs.
-    qzeros: as qweight.
+    qweight: int32 [inputs, outputs / 8]; a word holds 8 outputs in the order _AWQ_ORDER.
+    qzeros: int32 [groups, outputs / 8], packed like qweight.
     scales: float16 [groups, outputs].
 """
 
@@ -28,13 +28,13 @@ from topw_deploy.export.source.safetensors_files import StoredTensor
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 """The tensors of a packed layer."""
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each half byte, lowest first
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each half byte, lowest first
 _PACKED_TYPES = ("I32", "F16", "F32", "I64")
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """Packing of a checkpoint.
+    """How a checkpoint is packed.
 
     method: `gptq` or `awq`.
     zero_offset: added to stored zero points.
@@ -131,5 +131,7 @@ def layers_of(names: Iterable[str]) -> dict[str, set[str]]:
 
 def _array(stored: StoredTensor) -> np.ndarray:
     if stored.dtype not in _PACKED_TYPES or not stored.nbytes:
-        raise SourceError(f"{stored.path} holds a packed layer as {stored.dtype}, which is not read; fetch it again.")
+        raise SourceError(
+            f"{stored.path} holds a packed layer as {stored.dtype}, which is not supported; fetch it again."
+        )
     return stored.array()

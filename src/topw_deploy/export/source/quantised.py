@@ -114,8 +114,8 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
         return QuantisedFormat("MXFP4", settings, integers=False)
     bits = settings.get("bits", settings.get("w_bit"))
     raise UnsupportedModelError(
-        f"the checkpoint in {folder} is quantised by {method or 'an unnamed method'} ({bits} bits), but what is read "
-        f"is {_READ}; export the unquantised one."
+        f"the checkpoint in {folder} is quantised by {method or 'an unnamed method'} ({bits} bits), but only "
+        f"{_READ} are supported; export the unquantised one."
     )
 
 

@@ -28,7 +28,7 @@ class Source:
 
     id: as the user named it.
     revision: hub commit, "local" or "bundled".
-    folder: with configuration and tokenizer.
+    folder: the folder with configuration and tokenizer.
     onnx: decoder file; None for a Hugging Face checkpoint.
     """
 
@@ -71,7 +71,7 @@ def _local(model: str, path: Path, revision: str) -> Source:
         refuse_special_files(_folder_of(path))
         return Source(model, revision, _folder_of(path), path)
     if (path / MANIFEST_NAME).exists():
-        raise SourceError(f"{path} is already an export of this tool; give the model it was made from.")
+        raise SourceError(f"{path} is already an export of topw_deploy; give the model that it was made from.")
     refuse_special_files(path)
     if any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
         if not (path / "config.json").is_file():
@@ -87,7 +87,7 @@ def _local(model: str, path: Path, revision: str) -> Source:
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Raises SourceError for pipes, sockets, devices, and links to them, which could block a read forever.
+    """Refuse special files. Raises SourceError for pipes, sockets, devices, and links to them, which can block reads.
 
     Links to regular files are allowed: the hub's cache uses them.
     """
@@ -121,7 +121,7 @@ def _onnx_file(folder: Path) -> Path | None:
     files = sorted(folder.glob("*.onnx"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise SourceError(f"{folder} holds {len(files)} ONNX files ({names}); name the decoder's file itself.")
+        raise SourceError(f"{folder} holds {len(files)} ONNX files ({names}); give the path of the decoder's file.")
     return files[0] if files else None
 
 
@@ -133,7 +133,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _named_by_genai(folder: Path) -> Path | None:
-    """The file in genai_config.json, if in the folder itself."""
+    """The decoder file that genai_config.json names, if it is in `folder` itself."""
     try:
         with open_regular(folder / "genai_config.json", follow=True) as stream:
             name = json.loads(stream.read().decode("utf-8"))["model"]["decoder"]["filename"]
@@ -187,8 +187,8 @@ def _download_error(model: str, hub: HubOptions, error: Exception) -> SourceErro
         )
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return SourceError(
-            f"{where} is neither a local path{_nearest(model)} nor whole in the hub's cache {cache}, and the hub was "
-            "not asked or did not answer; check the path, or download the model first or go online (no "
+            f"{where} is neither a local path{_nearest(model)} nor complete in the hub's cache {cache}, and the hub is "
+            "disabled or did not answer; check the path, download the model first, or go online (no "
             "--local-files-only, HF_HUB_OFFLINE unset)."
         )
     if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno in (13, 30)):

@@ -119,7 +119,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
                 raise ValueError(f"its header claims {length} bytes")
             header = json.loads(stream.read(length))
         if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
+            raise ValueError("its header is not a JSON object")
     except (OSError, ValueError, RecursionError, struct.error) as error:
         raise SourceError(f"{path} is not a safetensors file ({error}); fetch it again.") from None
     return header, 8 + length

@@ -1,7 +1,7 @@
 """Torch tensors that load checkpoint data on demand.
 
-transformers renames, stacks, splits, transposes and casts tensors while loading. Unread tensors record these
-operations, so models are assembled without reading weights.
+While loading, transformers renames, stacks, splits, transposes and casts tensors. Unread tensors record these
+operations, so a model is assembled without reading its weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, StoredTenso
 class UnreadTensor(torch.Tensor):
     """A CPU tensor that loads its data on demand and does not cache it.
 
-    file: stored or encoded weight with equal elements in equal order, apart from a cast; else None.
+    file: the stored or encoded weight, if its elements and their order are the same apart from a cast; else None.
     """
 
     _like: torch.Tensor
@@ -48,7 +48,7 @@ class UnreadTensor(torch.Tensor):
         return cls(like, lambda: read_part(stored, ...), stored)
 
     def values(self) -> torch.Tensor:
-        """Load the data: a copy-on-write map, or the recorded operations' result."""
+        """Load the data: a copy-on-write map of the file, or the result of the recorded operations."""
         return self._make()
 
     def __repr__(self, **_settings: Any) -> str:  # type: ignore[override]
@@ -76,7 +76,7 @@ class UnreadTensor(torch.Tensor):
 
 @contextlib.contextmanager
 def streamed(model: torch.nn.Module) -> Iterator[None]:
-    """Modules load unread parameters for each call in the block."""
+    """Inside the block, modules load their unread parameters for each call."""
     handles = []
     for module in model.modules():
         unread = {name: value for name, value in module._parameters.items() if isinstance(value, UnreadTensor)}
@@ -139,7 +139,7 @@ _SAME_VALUES = {"aten::alias", "aten::detach", "aten::_to_copy", "aten::clone"}
 
 
 def _keeps_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the result keeps the stored order, cast at most once."""
+    """Whether the operation's result has the stored elements in their order, cast at most once."""
     first = args[0]
     if func._schema.name not in _SAME_VALUES or not _is_unread(first) or tree_any(_is_unread, (args[1:], kwargs)):
         return False

@@ -1,4 +1,4 @@
-"""Answers merged from several paths."""
+"""The sampler's answer, merged from the paths that compute it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def answer_of(spec: TailSpec, parts: Sequence[Tensor]) -> Answer:
 
 @scope
 def fast_answer(op: Ops, spec: TailSpec, path: ShortPath, sure: Tensor) -> Answer:
-    """The candidates' answer."""
+    """The answer of the candidate path."""
     candidates, scan = path.candidates, path.scan
     mask = None
     if spec.with_keep_mask:
@@ -108,7 +108,7 @@ def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
 
 @scope
 def put_answer(op: Ops, answer: Answer, index: Tensor, part: Answer) -> Answer:
-    """Replace rows `index` of `answer`."""
+    """Replace rows `index` of `answer` by those of `part`."""
 
     def put(whole: Tensor | None, rows: Tensor | None) -> Tensor | None:
         return None if whole is None else put_rows(op, whole, index, rows)

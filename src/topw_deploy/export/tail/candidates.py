@@ -1,6 +1,6 @@
-"""The certified path: crop and draw from the largest logits.
+"""The certified path: crop and draw from the largest logits only.
 
-A certified crop is the K most probable tokens (docs/contract/graph.md, section 4, T2).
+A certified crop is proven to be the K most probable tokens (docs/contract/graph.md, section 4, T2).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _WARM_SLACK = 1e-5  # relative, of the warm start's mass
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks with the largest maxima.
+    """The blocks of consecutive logits with the largest maxima.
 
     logits: float32 [batch, n, BLOCK].
     index: int64 [batch, n].
-    total: float32 [batch, 1], row sums to detect NaN and +inf.
+    total: float32 [batch, 1], sums of whole rows, to detect NaN and +inf.
     """
 
     logits: Tensor
@@ -59,10 +59,10 @@ class Candidates:
 
 @dataclass(frozen=True)
 class ShortScan:
-    """Prefix objective, float32 [batch, width].
+    """The objective of each prefix of the candidates, float32 [batch, width].
 
     weight, score: w = exp(a), lam * a.
-    mass, gain, objective: prefix Gamma, Phi, J.
+    mass, gain, objective: Gamma, Phi and J of the prefix.
     best: [batch, 1], maximum J.
     last: int64 [batch, 1], its first position, K - 1.
     """
@@ -87,7 +87,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class ShortPath:
-    """Crop and draw; final where all `settled`, bool [batch, n], hold."""
+    """Crop and draw of the candidate path; final in rows where all of `settled`, bool [batch, n], hold."""
 
     candidates: Candidates
     scan: ShortScan
@@ -133,7 +133,7 @@ def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor)
 
 @scope
 def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
-    """J of prefixes (docs/contract/graph.md, section 3, step 4).
+    """J of every prefix (docs/contract/graph.md, section 3, step 4).
 
     drop: logits minus the largest; -inf gets weight 0.
     """
@@ -198,7 +198,7 @@ def short_path(op: Ops, spec: TailSpec, blocks: Blocks, rows: Rows) -> ShortPath
 def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
     """Whether rows are valid and, by `proof`, certified: bool [batch, n].
 
-    Row sums reveal NaN or +inf but may overflow: `valid_rows` decides.
+    Row sums reveal NaN and +inf, but a valid row's sum may overflow; then `valid_rows` decides.
     """
     finite = [(largest, -LARGEST, LARGEST), (blocks.total, -np.inf, LARGEST)]
     return within(op, rows, [*finite, *proof])
@@ -206,14 +206,14 @@ def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Boun
 
 @scope
 def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, rows: Rows) -> Drawn:
-    """Draw up to `last` [batch, 1]."""
+    """Draw from the candidates up to position `last` [batch, 1]."""
     log_weight = op.Div(drop, rows.temperature)
     mass = op.CumSum(op.Exp(log_weight), op.constant(1, np.int64))
     total = op.GatherElements(mass, last, axis=1)
     reached = op.Greater(mass, op.Mul(rows.uniform, total))
     position = first_position(op, reached, op.constant(np.arange(candidates.width), np.int64), last)
     token = token_at(op, candidates, position)
-    # All logarithms before the gather: see _VECTOR.
+    # Logarithms are taken of whole rows, before the gather: see _VECTOR.
     logprob = op.Sub(op.GatherElements(log_weight, position, axis=1), op.GatherElements(op.Log(mass), last, axis=1))
     return Drawn(token, logprob, op.Add(last, op.constant(1, np.int64)))
 
@@ -222,7 +222,7 @@ def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, 
 def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
     """The token at `position` by (logit descending, token id ascending).
 
-    Runtimes order TopK's ties differently, so equals are sorted by id.
+    Runtimes order TopK's ties differently, so equal logits are sorted by id here.
     """
     logit = op.GatherElements(candidates.logits, position, axis=1)
     equal = op.Equal(candidates.logits, logit)

@@ -19,9 +19,9 @@ from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.pool import Pool, Start, best_prefix, potential, prefix_objective, up_to
 from topw_deploy.export.tail.spec import EmbeddingForm, TailSpec
 
-_ROW_SLACK = 1e-6  # of J in double, far above rounding
+_ROW_SLACK = 1e-6  # of J in double precision, far above its rounding
 _BY_ROW = ("ids", "finite", "drop", "weight", "score")  # [batch, size]
-_TIGHTENINGS = 3  # rounds of the row test; each lowers the next one's mass
+_TIGHTENINGS = 3  # rounds of the row test; each lowers the mass that bounds the next
 
 
 @scope
@@ -43,7 +43,7 @@ def take_pool(op: Ops, pool: Pool, index: Tensor) -> Pool:
 
 @scope
 def cut_pool(op: Ops, pool: Pool, width: Tensor) -> Pool:
-    """Keep `width` tokens per pool."""
+    """Keep the first `width` tokens of each row's pool."""
     start, axis = op.constant([0], np.int64), op.constant([1], np.int64)
     cut = {name: op.Slice(getattr(pool, name), start, width, axis) for name in _BY_ROW}
     positions = op.Range(op.constant(0, np.int64), op.Squeeze(width), op.constant(1, np.int64))
@@ -58,7 +58,7 @@ def put_rows(op: Ops, whole: Tensor, index: Tensor, part: Tensor) -> Tensor:
 
 @scope
 def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
-    """The last position any iteration can keep (row test): int64 [batch, 1].
+    """The last position that any iteration can keep (row test): int64 [batch, 1].
 
     As h <= 1 and distances are >= 0, a kept token has lam log p >= LB - c log Gmax - c. LB, the best base J in the warm
     start, bounds later J from below (T3); Gmax, the mass up to the last position found, bounds kept mass. Unless
@@ -86,7 +86,8 @@ def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
 def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: int) -> Tensor:
     """Whether another iteration may change any set: bool scalar.
 
-    Unchanged sets are final. So are smaller ones (T1), unless geom_scale < 0 or members < neighbours.
+    A row's set is final if it did not change. It is also final if it shrank (T1), unless geom_scale < 0 or it has fewer
+    members than `neighbours`.
     """
     axis = op.constant([1], np.int64)
     grew = op.ReduceMax(op.Cast(op.And(after, op.Not(before)), to=1), axis, keepdims=1)
@@ -170,7 +171,7 @@ def _distances_from_outside(
     zero, one = op.constant([0], np.int64), op.constant([1], np.int64)
     shortest = op.Add(op.Reshape(op.ReduceMin(start.warm, keepdims=0), one), one)
     longest = op.Add(op.Reshape(op.ReduceMax(start.warm, keepdims=0), one), one)
-    begin = op.Min(shortest, pool.final)  # at least one row: runtimes differ on empty products
+    begin = op.Min(shortest, pool.final)  # at least one row, because runtimes differ on empty products
     columns = op.Max(longest, op.constant([metric.averaged], np.int64))
     outside = op.Slice(whitened, begin, pool.width, one)
     members = op.Slice(whitened, zero, columns, one)
@@ -190,7 +191,7 @@ def settled_or_moved(
     rows: Rows,
     inputs: Mapping[str, Tensor],
 ) -> Tensor:
-    """Final sets bool [batch, top_m]: the base scan's if `sure` or invalid."""
+    """Final sets, bool [batch, top_m]: the base scan's in rows that are `sure` or not `valid`."""
     settled = up_to(op, start.base, pool.positions)
     done = op.Or(sure, op.Not(valid))
 

@@ -55,7 +55,7 @@ def build_tail(spec: TailSpec) -> ir.Function:
 def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Sample: `tail_inputs(spec)` -> `tail_outputs(spec)`.
 
-    Answers depend neither on form nor on other rows.
+    A row's answer depends neither on `spec.form` nor on other rows.
     """
     rows = row_parameters(op, [inputs[name] for name in PARAMETERS])
     direct = edited_logits(op, spec, inputs) if not skips_edits(spec) else None
@@ -70,7 +70,7 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
         return without_padding(op, edited(), spec.vocab_size)
 
     def fast() -> Answer:
-        # Settled rows have uniform numbers >= 0: all true.
+        # All true: settled rows have uniform numbers >= 0.
         return fast_answer(op, spec, path, op.GreaterOrEqual(rows.uniform, op.constant(0.0)))
 
     def pooled() -> tuple[Answer, Tensor]:
@@ -149,7 +149,7 @@ def edited_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tens
 
 @scope
 def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
-    """The largest blocks; without edits, read from the input directly."""
+    """The largest blocks, read from the input directly if there are no edits."""
 
     def parts(blocks: Blocks) -> list[Tensor]:
         return [blocks.logits, blocks.index, blocks.total]

@@ -54,7 +54,7 @@ def embedding_rows(op: Ops, form: EmbeddingForm, tables: Sequence[Tensor], ids: 
 
 @scope
 def features(op: Ops, rows: Tensor, mean: Tensor, inverse_std: Tensor, metric: Metric) -> Tensor:
-    """`mahalanobis` normalises before whitening, the others after."""
+    """Features of embedding `rows`. `mahalanobis` normalises before whitening, the other metrics after."""
     if metric.name == "mahalanobis":
         return op.Mul(op.Sub(_normalised(op, rows), mean), inverse_std)
     return _normalised(op, op.Mul(op.Sub(rows, mean), inverse_std))
@@ -67,12 +67,13 @@ def _normalised(op: Ops, rows: Tensor) -> Tensor:
 
 @scope
 def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bool = False) -> Tensor:
-    """Monotone in the features' distances: [batch, rows, columns].
+    """Numbers that order pairs by their features' distance: [batch, rows, columns].
 
-    `cosine`: minus the cosine. Others: |x|^2 + |y|^2 - 2 x.y, which cancels for near-duplicates: with 2,048 float32
-    coordinates the root errs by up to 0.03. Pass doubles or use `recompute_nearest`.
+    `cosine`: minus the cosine. Others: the squared distance |x|^2 + |y|^2 - 2 x.y, which cancels for near-duplicates:
+    with 2,048 float32 coordinates its root errs by up to 0.03. Pass doubles or use `recompute_nearest`.
 
-    double: onnxruntime up to 1.24 has no double product with fused Transpose; a Reshape prevents fusion.
+    double: for float64 rows. onnxruntime up to 1.24 has no double product with fused Transpose, so a Reshape prevents
+    the fusion.
     """
     transposed = op.Transpose(columns, perm=[0, 2, 1])
     products = op.MatMul(rows, op.Reshape(transposed, op.Shape(transposed)) if double else transposed)
@@ -88,7 +89,7 @@ def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bo
 def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, metric: Metric) -> Tensor:
     """Recompute each token's nearest `closeness`, float32 [batch, n, n], from differences, which do not cancel.
 
-    One neighbour at a time bounds memory. Cosines lose no digits.
+    Takes one neighbour at a time, to bound memory. Cosines lose no digits, so they stay.
     """
     if metric.name == "cosine":
         return near
@@ -106,7 +107,7 @@ def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, metric: Metric) -
 def distance_to_set(op: Ops, near: Tensor, members: Tensor, metric: Metric) -> Tensor:
     """Distance to the set: double [batch, rows].
 
-    near: `closeness`, at least `metric.averaged` columns.
+    near: `closeness` of the pool's tokens, with at least `metric.averaged` columns.
     members: bool [batch, columns], not empty.
     """
     last = op.constant([2], np.int64)

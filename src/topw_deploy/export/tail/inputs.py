@@ -14,7 +14,7 @@ LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
-# Closed intervals in the order of `Rows.given`; none contains NaN.
+# Closed intervals of allowed values, in the order of `Rows.given`; none contains NaN.
 _INTERVALS = {
     "temperature": (0.0, LARGEST),
     "selection_temperature": (0.0, LARGEST),
@@ -83,7 +83,7 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
 def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
     """Whether columns are in their intervals: bool [batch, 7 + further].
 
-    One comparison: a graph's cost is per node.
+    All are compared at once, because each node of the graph costs time.
     """
     bounds = [*_INTERVALS.values(), *((low, high) for _, low, high in further)]
     columns = op.Concat(*rows.given, *(column for column, _, _ in further), axis=1)
@@ -94,7 +94,7 @@ def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
 
 @scope
 def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
-    """AND over everything or one axis (kept)."""
+    """Whether all `flags` are true, over everything or over one axis, which is kept."""
     numbers = op.Cast(flags, to=1)
     if axis is None:
         return op.Cast(op.ReduceMin(numbers, keepdims=0), to=9)
@@ -102,7 +102,7 @@ def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
 
 
 def padded_width(vocab_size: int) -> int:
-    """Whole blocks, with at least one padding column."""
+    """The width of padded logits: whole blocks, with at least one padding column."""
     return (vocab_size // BLOCK + 1) * BLOCK
 
 
@@ -114,7 +114,7 @@ def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Ten
     penalty, bias: float32 [batch, edits].
 
     A logit l becomes (l / penalty if l > 0 else l * penalty) + bias; NaN unless penalty > 0. Ids outside the vocabulary
-    edit padding, which stays -inf. Padding copies, so onnxruntime scatters in place.
+    edit a padding column, which stays -inf. Padding makes a copy, so onnxruntime can scatter in place.
     """
     spare = op.constant(vocab_size, np.int64)
     nothing = op.constant(-np.inf)

@@ -1,4 +1,4 @@
-"""The literal algorithm over the pool."""
+"""The literal algorithm, over the pool."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def valid_rows(op: Ops, logits: Tensor, rows: Rows) -> Tensor:
 
 @scope
 def pool_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows) -> tuple[Answer, Tensor]:
-    """The answer without distances, and where final: bool [batch, 1]."""
+    """The answer without distances, and the rows where it is final: bool [batch, 1]."""
     valid = valid_rows(op, logits, rows)
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     start = warm_start(op, pool, rows)
@@ -50,7 +50,7 @@ def pool_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows) -> tuple[An
 def moved_answer(
     op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: Mapping[str, Tensor], sure: Tensor
 ) -> Answer:
-    """The alternation's answer, with certificate `sure`."""
+    """The alternation's answer, with `sure` as its certificate."""
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     warm = warm_end(op, pool, rows)
     moved = alternate(op, pool, warm, rows, _distances(op, spec, pool, inputs), spec.options.alt_iters)
@@ -72,7 +72,7 @@ def literal_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: 
 
 @scope
 def compact_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: Mapping[str, Tensor]) -> Answer:
-    """With the reductions of dynamic.py."""
+    """The literal answer, with the reductions of dynamic.py."""
     valid = valid_rows(op, logits, rows)
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     start = warm_start(op, pool, rows)

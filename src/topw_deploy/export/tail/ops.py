@@ -1,7 +1,7 @@
 """Operator sets: `Recorder` records an ONNX function; `Eager` evaluates it in unit tests.
 
-onnxscript's `@script` makes every `if` and `for` an ONNX node and passes only single tensors. The tail passes bundles,
-and chooses and unrolls while recording.
+onnxscript's `@script` turns every `if` and `for` into an ONNX node and passes only single tensors. The sampler's code
+passes dataclasses of tensors, and evaluates its own `if` and `for` while recording.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tensor = Any
 """An `onnx_ir.Value` while recording, an array-like while evaluating."""
 
 Side = Callable[[], Sequence[Tensor]]
-"""One side of a branch: records or evaluates it and returns its tensors."""
+"""One side of a branch: a function that records or evaluates it and returns its tensors."""
 
 _OUTPUTS = {"TopK": 2}
 P = ParamSpec("P")
@@ -31,7 +31,7 @@ class Ops(Protocol):
     def __getattr__(self, op_type: str) -> Callable[..., Any]: ...
 
     def constant(self, value: Any, dtype: type = np.float32) -> Tensor:
-        """Equal constants are recorded once."""
+        """A constant tensor; equal constants are recorded once."""
 
     def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
         """`If` on a bool scalar."""
@@ -47,7 +47,7 @@ class Ops(Protocol):
 
 
 def scope(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Ops, P], R]:
-    """Prefix recorded nodes' names, as in exported files, with the function's name."""
+    """Prefix the names of nodes that `function` records, as seen in exported files, with the function's name."""
 
     @functools.wraps(function)
     def recorded(op: Ops, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -115,7 +115,7 @@ class Recorder:
         nodes: list[ir.Node] = []
         self._scopes.append((nodes, {}))
         with self.named(name):
-            # A branch must produce its outputs: Identity for outside tensors.
+            # A branch must produce its outputs itself, so tensors from outside get an Identity.
             outputs = [value if value.producer() in nodes else self.Identity(value) for value in body()]
         self._scopes.pop()
         self._counter += 1

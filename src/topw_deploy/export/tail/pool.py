@@ -43,7 +43,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Start:
-    """Last positions int64 [batch, 1]: warm start (k0 - 1), base scan (K - 1)."""
+    """Last positions, int64 [batch, 1], of the warm start (k0 - 1) and of the base scan (K - 1)."""
 
     warm: Tensor
     base: Tensor
@@ -51,7 +51,7 @@ class Start:
 
 @scope
 def candidate_pool(op: Ops, logits: Tensor, rows: Rows, size: int) -> Pool:
-    """ONNX's TopK orders equal logits by index."""
+    """The pool of the `size` largest logits; ONNX's TopK orders equal logits by index."""
     values, ids = op.TopK(logits, op.constant([size], np.int64), axis=1)
     finite = op.Greater(values, op.constant(-np.inf))
     exact = op.Cast(op.Max(values, op.constant(LOWEST)), to=11)
@@ -66,7 +66,7 @@ def candidate_pool(op: Ops, logits: Tensor, rows: Rows, size: int) -> Pool:
 
 @scope
 def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> Tensor:
-    """J of prefixes, Phi_k / Gamma_k + (beta - lam) log Gamma_k: double [batch, n]."""
+    """J of every prefix, Phi_k / Gamma_k + (beta - lam) log Gamma_k: double [batch, n]."""
     axis = op.constant(1, np.int64)
     mass = op.CumSum(weight, axis)
     gain = op.CumSum(op.Mul(weight, score), axis)
@@ -75,10 +75,10 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 
 @scope
 def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
-    """First maximum of J [batch, size]: int64 [batch, 1].
+    """Position of the first maximum of J [batch, size]: int64 [batch, 1].
 
-    0 for reward <= 0, where only rounding lets J rise (singleton collapse). Skips -inf logits: onnxruntime's Log may
-    change their J with the thread count.
+    It is 0 for reward <= 0, where J rises only by rounding (singleton collapse). Logits of -inf are skipped, because
+    their J from onnxruntime's Log may depend on the thread count.
     """
     objective = op.Where(pool.finite, objective, op.constant(-np.inf, np.float64))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
@@ -89,7 +89,7 @@ def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Ten
 
 @scope
 def warm_end(op: Ops, pool: Pool, rows: Rows) -> Tensor:
-    """Last position of the shortest prefix with `init_top_p` of the mass."""
+    """Last position of the shortest prefix with at least `init_top_p` of the mass."""
     one_axis = op.constant([1], np.int64)
     mass = op.CumSum(pool.weight, op.constant(1, np.int64))
     share = op.Cast(rows.warm_mass, to=11)
@@ -127,9 +127,9 @@ def potential(op: Ops, members: Tensor, distances: Tensor, scale: Tensor) -> Ten
 
 @scope
 def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
-    """Best prefix by phi = f + score: bool [batch, size].
+    """The best prefix of the tokens sorted by phi = f + score: bool [batch, size].
 
-    Ties are kept up to the last member's pool position.
+    Of tokens with equal phi, those up to the last member's pool position are kept.
     """
     phi = op.Where(pool.finite, op.Add(f, pool.score), op.constant(2 * LOWEST, np.float64))
     ordered, place = op.TopK(phi, pool.width, axis=1)

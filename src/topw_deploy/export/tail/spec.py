@@ -1,4 +1,4 @@
-"""Choices baked into the sampler node (docs/contract/graph.md, section 8)."""
+"""Options that are fixed in the sampler node (docs/contract/graph.md, section 8)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ TAIL_INPUTS = (
     "geom_scale",
     "uniform",
 )
-"""Inputs of every `topw::TopWSample` node, in order: float32 but edit_ids (int64).
+"""Inputs of every `topw::TopWSample` node, in order: int64 for edit_ids, float32 for all others.
 
 logits [batch, vocab]; the three edit inputs [batch, edits] with edits >= 0; the rest [batch].
 """
 
 GEOMETRY_INPUTS = ("mean", "inverse_std", "neighbour_bound")
-"""Inputs added if the metric needs embeddings, all float32; the embedding node's data inputs follow.
+"""Further inputs if the metric needs embeddings, all float32; after them come the embedding node's data inputs.
 
 mean, inverse_std: [hidden], statistics of the table.
 neighbour_bound: [vocab], a lower bound of each token's distance to its nearest neighbour; [0] for none.
@@ -46,9 +46,9 @@ AttributeValue = int | float | str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingForm:
-    """The decoder's embedding node without tensors; maps ids [...] to rows [..., hidden].
+    """The decoder's embedding node without its tensors; it maps ids [...] to rows [..., hidden].
 
-    inputs: (element type, shape) of data inputs, without ids.
+    inputs: (element type, shape) of the data inputs, without the ids.
     indices_position: input index of the ids.
 
     Raises UnsupportedModelError for an index out of range or a Gather axis other than 0.
@@ -74,7 +74,7 @@ class EmbeddingForm:
 
     @property
     def form(self) -> str:
-        """The operator as text, e.g. `Gather(axis=0)`, with sorted attributes for kernels to compare."""
+        """The operator as text for kernels to compare, with sorted attributes, e.g. `Gather(axis=0)`."""
         attributes = dict(self.attributes)
         if self.op_type == "Gather" and not self.domain:
             attributes.setdefault("axis", 0)
@@ -116,8 +116,7 @@ class TailSpec:
             raise ParameterError(f"tail is {self.form!r}, but must be one of {', '.join(FORMS)}.", "tail")
         if not OLDEST_OPSET <= self.opset <= NEWEST_OPSET:
             raise ParameterError(
-                f"opset is {self.opset}, but the tail is written for {OLDEST_OPSET} to {NEWEST_OPSET}; "
-                "convert the model.",
+                f"opset is {self.opset}, but the sampler needs {OLDEST_OPSET} to {NEWEST_OPSET}; convert the model.",
                 "opset",
             )
         if self.has_geometry and (self.embedding is None or self.hidden_size is None):
@@ -156,11 +155,11 @@ def tail_outputs(spec: TailSpec) -> tuple[str, ...]:
 
 
 def tail_attributes(spec: TailSpec) -> dict[str, str | int]:
-    """Attributes for native kernels; the function's body ignores them.
+    """The node's attributes for native kernels; the function's body ignores them.
 
-    plugin_namespace, plugin_version: TensorRT's plugin lookup.
+    plugin_namespace, plugin_version: how TensorRT finds its plugin.
     knn_k: 0 for `nearest`.
-    with_mass, with_keep_mask: TensorRT's number of outputs.
+    with_mass, with_keep_mask: tell TensorRT the number of outputs.
     """
     return {
         "plugin_namespace": DOMAIN,

@@ -44,7 +44,7 @@ def traced_decoder(job: Job) -> Decoder:
     notices += _limits_of(model, dtype)
     traced = _traced(model, job)
     context = context_length(model.config)
-    # Fused products must be packed alike to keep a checkpoint's codes.
+    # To keep a checkpoint's codes, fused products would have to be packed alike.
     stored = quantised_format(source.folder)
     fuse_gates = weights.quantisation is not None and (stored is None or not stored.integers)
     lowered = lower(
@@ -53,29 +53,31 @@ def traced_decoder(job: Job) -> Decoder:
         target=target,
         context_length=context,
         max_length=wanted.max_length,
+        window_cache=wanted.window_cache is not False,
         fuse_gates=fuse_gates,
     )
     job.progress.say(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
         notices.append(lowered.notice)
-    # Traced at 23; those operators are valid at 24.
+    # The trace has opset 23; its operators are also valid in 24.
     traced.model.opset_imports[""] = max(opset, traced.model.opset_imports[""])
     traced.model.ir_version = max(traced.model.ir_version, _IR_VERSION)
     info = DecoderInfo(
         model_type=model.config.model_type,
         kv_form=lowered.kv_form,
-        num_layers=len(traced.head_dim),
-        num_kv_heads=traced.num_kv_heads,
-        head_dim=traced.head_dim,
+        num_layers=traced.num_layers,
+        states=lowered.states,
         kv_dtype=_ONNX_NAMES[dtype],
         context_length=lowered.context_length or context,
         left_padding=True,
         weights_dtype=_ONNX_NAMES[dtype],
         attention=lowered.attention,
         ragged_chunks=lowered.ragged_chunks,
+        most_columns=lowered.most_columns,
         buffer_step=lowered.buffer_step,
         buffer_least=lowered.buffer_least,
         target=target,
+        least_onnxruntime=lowered.least_onnxruntime,
     )
     return Decoder(traced.model, info, foreign=False, notices=tuple(notices))
 
@@ -84,17 +86,17 @@ def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
     found = []
     if dtype == "bfloat16":
         found.append(
-            "bfloat16 graphs cannot run on a CPU: use --dtype fp32 there; its decoder was not run to verify it"
+            "bfloat16 graphs cannot run on a CPU, so the decoder was not run to verify it; use --dtype fp32 for CPUs"
         )
     if switching_rope(model.config) is not None:
         found.append(
             f"this model changes its rotary frequencies beyond {context_length(model.config)} tokens, which a graph "
-            "cannot; the export's context ends there"
+            "cannot do, so the export's context ends there"
         )
     if has_experts(model):
         found.append(
-            "this mixture of experts copies each token's experts to multiply with them, so a prompt takes memory in "
-            "proportion to its length times the experts' size: expect that only short prompts fit"
+            "this mixture of experts copies the weights of each token's experts, so a prompt takes memory in "
+            "proportion to its length times the experts' size: expect only short prompts to fit"
         )
     return found
 
@@ -119,15 +121,15 @@ def _overflow_notice(model: PreTrainedModel, job: Job) -> str:
     else:
         found = noted["found"]
     if not found:
-        return "no activation left float16's range on the sample text"
+        return "no activation exceeded float16's range on the sample text"
     return (
-        f"activations leave float16's range on the sample text in {len(found)} modules (first: {found[0]}): "
-        "the export may answer with NaN; use --dtype fp32 or bf16"
+        f"activations exceed float16's range on the sample text in {len(found)} modules (first: {found[0]}): "
+        "the export may return NaN; use --dtype fp32 or bf16"
     )
 
 
 def sample_batches(model: PreTrainedModel, folder: Path) -> list[torch.Tensor]:
-    """Token ids [1, n]: spread over the vocabulary, then sample text if there is a tokenizer."""
+    """Token ids [1, n]: one batch spread over the vocabulary, and one of sample text if there is a tokenizer."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     length = min(64, context_length(model.config))
     batches = [torch.linspace(0, vocab - 1, length).long()[None]]

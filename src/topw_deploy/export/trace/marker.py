@@ -5,44 +5,17 @@ A marker has scale, soft cap, window and layer but no mask, so one trace serves 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import onnx_ir as ir
 import torch
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import PreTrainedModel
 
 from topw_deploy.errors import UnsupportedModelError
+from topw_deploy.export.trace.masks import Visible
 
 MARKER_DOMAIN = "topw.trace"
 MARKER_OP = "Attention"
-_IMPLEMENTATION = "topw_marker"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Arguments without effect in causal inference.
-_HARMLESS = {
-    "dropout",
-    "position_ids",
-    "use_cache",
-    "cache_position",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-}
-
-
-@contextlib.contextmanager
-def marked(model: PreTrainedModel) -> Iterator[None]:
-    """Trace attention of `model` as markers inside the block."""
-    AttentionInterface.register(_IMPLEMENTATION, _marker_attention)
-    AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(_IMPLEMENTATION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def marker_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -53,90 +26,63 @@ def marker_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 def check_layer_types(model: PreTrainedModel, config: Any) -> None:
     """Raises UnsupportedModelError for layers that markers cannot represent."""
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
-    if other:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has layers of type {', '.join(other)}, but only full and sliding-window attention "
-            "can be exported; choose another model or graft an ONNX decoder made by another exporter."
-        )
-    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a causal decoder; choose a decoder-only language model."
         )
 
 
-def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph, layers: int) -> None:
-    """Raises UnsupportedModelError unless each layer has one marker with the configured window."""
+def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph) -> None:
+    """Raises UnsupportedModelError unless there are markers, each of a layer of its own."""
     nodes = marker_nodes(graph)
     name = type(model).__name__
-    if [node.attributes["layer"].as_int() for node in nodes] != list(range(layers)):
+    layers = [node.attributes["layer"].as_int() for node in nodes]
+    if len(set(layers)) != len(layers) or not any(node.domain == MARKER_DOMAIN for node in graph):
         raise UnsupportedModelError(
-            f"{name} shows {len(nodes)} attention calls for {layers} layers through transformers' attention interface, "
-            "but exactly one per layer is needed; graft an ONNX decoder made by another exporter."
+            f"{name} shows {len(nodes)} attention calls for {config.num_hidden_layers} layers through transformers' "
+            "attention interface, but one per attention layer is needed; graft an ONNX decoder made by another "
+            "exporter."
         )
-    for index, node in enumerate(nodes):
-        for value, kind in zip(node.inputs[1:], ("key", "value"), strict=True):
-            producer = value.producer()
-            if producer is None or producer.op_type != "Concat" or value.name != f"present.{index}.{kind}":
-                raise UnsupportedModelError(
-                    f"{name} changes the {kind}s of layer {index} between cache and attention, which the export does "
-                    "not support; graft an ONNX decoder made by another exporter."
-                )
-        expected = _stated_window(config, index)
-        found = node.attributes["window"].as_int()
-        if expected is not None and found != expected:
-            raise UnsupportedModelError(
-                f"{name} states a window of {expected} tokens for layer {index} but calls attention with {found}, so "
-                "its mask is uncertain; graft an ONNX decoder made by another exporter."
-            )
 
 
-def _stated_window(config: Any, layer: int) -> int | None:
-    """0: no window. None: no layer types configured."""
-    types = getattr(config, "layer_types", None)
-    if not types:
-        return None
-    return int(config.sliding_window) if types[layer] == "sliding_attention" else 0
-
-
-def _marker_attention(
-    module: torch.nn.Module,
+def mark_attention(
     query: torch.Tensor,  # [batch, heads, sequence, head_dim]
-    key: torch.Tensor,  # [batch, kv_heads, past + sequence, head_dim]
-    value: torch.Tensor,  # [batch, kv_heads, past + sequence, value_dim]
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    unknown = sorted(name for name, given in others.items() if name not in _HARMLESS and given is not None)
-    masked = attention_mask is not None  # `_no_mask` was bypassed
-    if masked or unknown or is_causal is False or not getattr(module, "is_causal", True):
-        what = f"the attention argument {unknown[0]}" if unknown else "attention that is not causal"
-        what = "an attention mask of its own" if masked else what
-        raise UnsupportedModelError(
-            f"{type(module).__name__} uses {what}, which the export does not support; "
-            "choose another model or graft an ONNX decoder made by another exporter."
-        )
-    batch, heads, sequence, head_dim = query.shape
+    key: torch.Tensor,  # [batch, kv_heads, sequence, head_dim]
+    value: torch.Tensor | None,  # [batch, kv_heads, sequence, value_dim]
+    *,
+    layer: int,
+    scale: float,
+    softcap: float = 0.0,
+    visible: Visible | None = None,
+    sink: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    latent: int = 0,
+) -> torch.Tensor:
+    """A marker; returns [batch, sequence, heads, value_dim].
+
+    value: None with `latent`: the values are the first `latent` columns of the keys.
+    sink: [heads], scores that take part in the softmax only.
+    slopes: [heads], ALiBi: score += slope * (key position - query position). In bfloat16: scale * slope * key position,
+        with positions and products rounded to bfloat16.
+    """
+    seen = visible or Visible()
     attributes: dict[str, Any] = {
-        "scale": float(head_dim**-0.5 if scaling is None else scaling),
-        "softcap": float(softcap or 0.0),
-        "window": int(sliding_window or 0),
-        "layer": int(module.layer_idx),  # type: ignore[arg-type]
+        "scale": float(scale),
+        "softcap": float(softcap),
+        "window": seen.window,
+        "chunk": seen.chunk,
+        "latent": latent,
+        "layer": layer,
     }
-    output = torch.onnx.ops.symbolic(
+    inputs = [query, key, value, None if sink is None else sink.to(query.dtype), slopes]
+    while inputs[-1] is None:
+        inputs.pop()
+    batch, heads, sequence, _ = query.shape
+    return torch.onnx.ops.symbolic(
         f"{MARKER_DOMAIN}::{MARKER_OP}",
-        (query, key, value),
+        inputs,
         attributes,
         dtype=query.dtype,
-        shape=(batch, sequence, heads, value.shape[-1]),
+        shape=(batch, sequence, heads, latent if value is None else value.shape[-1]),
         version=1,
     )
-    return output, None
-
-
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Lowerings add the masks."""

@@ -1,9 +1,11 @@
-"""Trace a causal LM with transformers' exporter, one marker node per layer."""
+"""Trace a causal LM with transformers' exporter, without a cache: layers leave markers (see `marker`)."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,34 +13,37 @@ import onnx_ir as ir
 import onnxscript.optimizer
 import onnxscript.rewriter.onnx_fusions
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.exporters import OnnxConfig, OnnxExporter
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.resume.journal import Journal
-from topw_deploy.export.trace.marker import check_layer_types, check_markers, marked
+from topw_deploy.export.trace.interface import marked
+from topw_deploy.export.trace.marker import check_layer_types, check_markers
+from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
+from topw_deploy.export.trace.mixers import marked_mixers
+from topw_deploy.export.trace.traced_cache import TracedCache
 from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightless
 from topw_deploy.export.trace.workarounds import batch_experts, fixed_frequencies, silenced, small_terms_kept
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
-_BATCH, _PAST, _NEW = 2, 5, 3  # sample sizes: distinct and above 1
+_BATCH, _SEQUENCE = 2, 3  # sample sizes: distinct and above 1
 _FILE = "trace.onnx"
 _STAGE = "traced graph"
-_PARAMETERS = "checkpoint"  # placeholder for the parameters' data file
+_PARAMETERS = "checkpoint"  # stands for the data file of the parameters
 
 
 @dataclass(frozen=True)
 class TracedDecoder:
-    """A traced graph, with key-value heads and head size per layer.
+    """A traced graph.
 
-    model: inputs input_ids, position_ids, past_key_values.{i}.key|value; outputs logits [batch, sequence, vocab],
-        present.{i}.key|value.
+    model: inputs input_ids and, if read, position_ids; output logits [batch, sequence, vocab].
+    num_layers: of the configuration.
     """
 
     model: ir.Model
-    num_kv_heads: tuple[int, ...]
-    head_dim: tuple[int, ...]
+    num_layers: int
 
 
 def trace(model: PreTrainedModel) -> TracedDecoder:
@@ -50,15 +55,12 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     check_layer_types(model, config)
     with weightless(model) as weights, marked(model), fixed_frequencies(model):
         batch_experts(model)
-        cache = _filled_cache(model, config, weights)
-        traced = _export(model, cache)
-    heads = tuple(layer.keys.shape[1] for layer in cache.layers)
-    dims = tuple(layer.keys.shape[3] for layer in cache.layers)
+        traced = _export(model)
     _attach_and_optimize(model, traced, weights)
-    _name_inputs_and_outputs(traced.graph)
+    _name_dimensions(traced.graph)
     _drop_origins(traced)
-    check_markers(model, config, traced.graph, len(heads))
-    return TracedDecoder(traced, heads, dims)
+    check_markers(model, config, traced.graph)
+    return TracedDecoder(traced, int(config.num_hidden_layers))
 
 
 def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, stamp: str) -> None:
@@ -69,9 +71,8 @@ def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, 
     for value, tensor in zip(values, before, strict=True):
         shape, name = ir.Shape([int(size) for size in tensor.shape]), value.name or ""
         value.const_value = ir.ExternalTensor(_PARAMETERS, 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
-    shapes = {"num_kv_heads": traced.num_kv_heads, "head_dim": traced.head_dim}
     try:
-        journal.keep_file(_STAGE, stamp, _FILE, lambda path: ir.save(traced.model, path), **shapes)
+        journal.keep_file(_STAGE, stamp, _FILE, lambda path: ir.save(traced.model, path), num_layers=traced.num_layers)
     finally:
         for value, tensor in zip(values, before, strict=True):
             value.const_value = tensor
@@ -87,58 +88,52 @@ def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDe
     for name, value in graph_model.graph.initializers.items():
         if isinstance(value.const_value, ir.ExternalTensor):
             value.const_value = weight_tensor(parameters[name], name)
-    return TracedDecoder(graph_model, tuple(found["num_kv_heads"]), tuple(found["head_dim"]))
+    return TracedDecoder(graph_model, found["num_layers"])
 
 
-def _filled_cache(model: PreTrainedModel, config: Any, weights: Weights) -> DynamicCache:
-    """A cache with one chunk of tokens in it.
-
-    It is made without the model's configuration: with a sliding window configured, transformers drops old tokens from
-    the cache, while the graph keeps them and masks them.
-    """
-    found = DynamicCache()
-    with torch.no_grad(), weights.fake_mode:
-        try:
-            ids = torch.zeros(_BATCH, _PAST, dtype=torch.int64)
-            model(input_ids=ids, past_key_values=found, use_cache=True)
-        except Exception as error:  # model code may raise anything
-            raise _refusal(model, error) from error
-    each: list[tuple[int, ...]] = [getattr(getattr(layer, "keys", None), "shape", ()) for layer in found.layers]
-    if len(each) != config.num_hidden_layers or any(len(s) != 4 or s[2] != _PAST for s in each):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} keeps {len(each)} key-value layers for {config.num_hidden_layers} layers, "
-            "but one each is needed; choose a model whose every layer has attention with a cache of its own."
-        )
-    cache = DynamicCache()
-    for index, layer in enumerate(found.layers):
-        zeros = [torch.zeros(side.shape, dtype=side.dtype) for side in (layer.keys, layer.values)]
-        cache.update(*zeros, index)
-    return cache
-
-
-def _export(model: PreTrainedModel, cache: DynamicCache) -> ir.Model:
+def _export(model: PreTrainedModel) -> ir.Model:
     auto = torch.export.Dim.AUTO
     inputs = {
-        "input_ids": torch.ones(_BATCH, _NEW, dtype=torch.int64),
-        "position_ids": torch.arange(_PAST, _PAST + _NEW).repeat(_BATCH, 1),
-        "past_key_values": cache,
-        "use_cache": True,
-    }
-    dynamic_shapes = {
-        "input_ids": {0: auto, 1: auto},
-        "position_ids": {0: auto, 1: auto},
-        "past_key_values": [{0: auto, 2: auto}] * (2 * len(cache.layers)),
+        "input_ids": torch.ones(_BATCH, _SEQUENCE, dtype=torch.int64),
+        "position_ids": torch.arange(_SEQUENCE).repeat(_BATCH, 1),
     }
     try:
-        with silenced():
-            config = OnnxConfig(dynamic_shapes=dynamic_shapes, opset_version=_OPSET, optimize=False)
+        with silenced(), _cached_forward(model):
+            config = OnnxConfig(
+                dynamic_shapes={name: {0: auto, 1: auto} for name in inputs}, opset_version=_OPSET, optimize=False
+            )
             return OnnxExporter().export(model, inputs, config).program
-    except Exception as error:
+    except Exception as error:  # model code may raise anything
         raise _refusal(model, error) from error
 
 
+@contextlib.contextmanager
+def _cached_forward(model: PreTrainedModel) -> Iterator[None]:
+    """Make `model` take ids and positions, use a `TracedCache` and return only logits inside the block."""
+    forward = model.forward
+    takes_positions = "position_ids" in inspect.signature(forward).parameters
+
+    def logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        positions = {"position_ids": position_ids} if takes_positions else {}
+        cache = TracedCache()
+        with marked_mixers(model, SymbolicMarkers(cache)):
+            found = forward(input_ids=input_ids, use_cache=True, **{_cache_argument(forward): cache}, **positions)
+        return {"logits": found.logits}
+
+    model.forward = logits  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+def _cache_argument(forward: Callable[..., Any]) -> str:
+    """Mamba-like models call it cache_params."""
+    return "cache_params" if "cache_params" in inspect.signature(forward).parameters else "past_key_values"
+
+
 def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weights) -> None:
-    """The optimizer must not fold weights."""
+    """Attach the parameters and optimize the graph without folding weights."""
 
     def may_fold(node: ir.Node) -> bool | None:
         return False if any(value is not None and value.name in weights.by_name for value in node.inputs) else None
@@ -153,31 +148,21 @@ def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weig
         raise _untraceable(model, error) from error
 
 
-def _name_inputs_and_outputs(graph: ir.Graph) -> None:
-    layer_of = re.compile(r"layers\.(\d+)\.(key|value)s$")
-    for values, prefix in ((graph.inputs, "past_key_values"), (graph.outputs, "present")):
-        for value in values:
-            if match := layer_of.search(value.name or ""):
-                value.name = f"{prefix}.{match[1]}.{match[2]}"
+def _name_dimensions(graph: ir.Graph) -> None:
     symbols: dict[str, str] = {}
     for value in graph.inputs:
-        names = (
-            ("batch_size", "sequence_length")
-            if value.name in ("input_ids", "position_ids")
-            else ("batch_size", None, "past_sequence_length", None)
-        )
-        for dimension, name in zip(value.shape, names, strict=True):
-            if name is not None:
-                symbols[str(dimension)] = name
-    symbol = re.compile(r"\bs\d+\b")
+        for dimension, name in zip(value.shape, ("batch_size", "sequence_length"), strict=True):
+            symbols[str(dimension)] = name
     for value in _all_values(graph):
+        # An unknown size gets no name: onnxruntime takes sizes of one name for equal.
         if value.shape is not None:
             value.shape = ir.Shape(
-                [
-                    d if isinstance(d, int) else symbol.sub(lambda m: symbols.get(m[0], m[0]), str(d))
-                    for d in value.shape
-                ]
+                [d if isinstance(d, int) or d.value is None else _renamed(str(d), symbols) for d in value.shape]
             )
+
+
+def _renamed(expression: str, symbols: dict[str, str]) -> str:
+    return re.sub(r"\bs\d+\b", lambda match: symbols.get(match[0], match[0]), expression)
 
 
 def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
@@ -187,7 +172,7 @@ def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _drop_origins(model: ir.Model) -> None:
-    """Stack traces and paths bloat files and reveal the exporting machine."""
+    """Remove stack traces and paths, which bloat files and reveal the exporting machine."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.name = "decoder"

@@ -34,7 +34,7 @@ class Weights:
                 continue
             weight = self.by_name.get(name)
             if weight is None or weight.shape != fake.shape or weight.dtype != fake.dtype:
-                raise ValueError(f"the weight {name} of the graph is no parameter of the model")
+                raise ValueError(f"the weight {name} of the graph is not a parameter of the model")
             value.const_value = weight_tensor(weight, name)
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 _DEFAULT_ROPE = "default"
-_BATCHED_EXPERTS = "batched_mm"  # the only one with shapes independent of routing
+_BATCHED_EXPERTS = "batched_mm"  # the only implementation whose shapes do not depend on the routing
 _SMALLEST_TERM = 1e-7  # above the optimizer's 1e-8
 
 
@@ -21,8 +21,8 @@ _SMALLEST_TERM = 1e-7  # above the optimizer's 1e-8
 def fixed_frequencies(model: torch.nn.Module) -> Iterator[None]:
     """Fix rotary frequencies inside the block.
 
-    `longrope` and `dynamic` switch them for long sequences, which cannot be traced. So the export's context ends there
-    (`checkpoint.switching_rope`).
+    `longrope` and `dynamic` change them for long sequences, which cannot be traced. So the export's context ends where
+    they change (`checkpoint.switching_rope`).
     """
     modules = [module for module in model.modules() if isinstance(getattr(module, "rope_type", None), str | dict)]
     before = [module.rope_type for module in modules]
@@ -51,7 +51,7 @@ def batch_experts(model: PreTrainedModel) -> None:
 def small_terms_kept(graph: ir.Graph) -> Iterator[None]:
     """Hide small constant addends, such as Helium's norm epsilon, from the optimizer.
 
-    It drops terms up to 1e-8; without the epsilon, rows of zeros (padding) become NaN.
+    The optimizer drops terms up to 1e-8. Without the epsilon, rows of zeros (padding) become NaN.
     """
     hidden: dict[tuple[str, bytes], tuple[ir.Value, ir.TensorProtocol]] = {}
     for node in graph:
@@ -85,7 +85,7 @@ def _small_term(node: ir.Node, value: ir.Value | None) -> ir.TensorProtocol | No
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Suppress torch.onnx's progress and failed graphs."""
+    """Suppress torch.onnx's progress messages and its dumps of failed graphs."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "transformers", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,6 +1,6 @@
-"""Run decoder sessions with any cache form.
+"""Run decoder sessions with any form of cache.
 
-Independent of the runtime, so that separate code verifies the file.
+This code is independent of the runtime, so that the file is verified by separate code.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from topw_deploy.manifest import DecoderInfo
 
 Array = NDArray[np.generic]
-_KV_TYPES = {"float": np.float32, "float16": np.float16}
+_TYPES = {"float": np.float32, "float16": np.float16}
 _GROWTH = 64  # slots added to a full buffer; any number works
 
 
 class CacheDriver(Protocol):
-    """A decoder with a cache, for padded token columns."""
+    """A decoder with its cache, run on columns of tokens that may be padded."""
 
     def start(self, batch: int) -> None:
         """Empty the cache for `batch` rows."""
@@ -30,7 +30,7 @@ class CacheDriver(Protocol):
 
 
 def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> CacheDriver:
-    """Driver for the decoder's cache form. logits: output to return."""
+    """A driver for the decoder's form of cache. logits: name of the output to return."""
     drivers: dict[str, Callable[[ort.InferenceSession, DecoderInfo, str], CacheDriver]] = {
         "concat": _Concat,
         "static": _Static,
@@ -39,17 +39,16 @@ def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: st
     return drivers[decoder.kv_form](session, decoder, logits)
 
 
-def _caches(decoder: DecoderInfo, batch: int, length: int) -> dict[str, Array]:
-    kind = _KV_TYPES[decoder.kv_dtype]
+def empty_states(decoder: DecoderInfo, batch: int, length: int) -> dict[str, Array]:
+    """Past input -> zeros."""
     return {
-        f"past_key_values.{layer}.{side}": np.zeros((batch, heads, length, dim), kind)
-        for layer, (heads, dim) in enumerate(zip(decoder.num_kv_heads, decoder.head_dim, strict=True))
-        for side in ("key", "value")
+        state.past: np.zeros((batch, *(length if size == 0 else size for size in state.shape)), _TYPES[state.dtype])
+        for state in decoder.states
     }
 
 
 class _Concat:
-    """Past in, past and new tokens out."""
+    """A cache that the graph takes as input and returns with the new tokens appended."""
 
     def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
         self._session, self._decoder, self._logits = session, decoder, logits
@@ -57,23 +56,19 @@ class _Concat:
         self._outputs = [value.name for value in session.get_outputs()]
 
     def start(self, batch: int) -> None:
-        self._past = _caches(self._decoder, batch, 0)
+        self._past = empty_states(self._decoder, batch, 0)
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
         positions = np.maximum(np.cumsum(attention_mask, axis=1) - 1, 0)[:, -ids.shape[1] :]
         feeds = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions, **self._past}
         results = self._session.run(None, {name: feeds[name] for name in self._inputs})
         named = dict(zip(self._outputs, results, strict=True))
-        self._past = {name: named[_present(name)] for name in self._past}
+        self._past = {state.past: named[state.present] for state in self._decoder.states}
         return named[self._logits]
 
 
-def _present(past: str) -> str:
-    return f"present{past.removeprefix('past_key_values')}"
-
-
 class _InPlace:
-    """One growing buffer; a run uses one row or all."""
+    """A cache written in place, in one growing buffer; a run uses one row or all rows."""
 
     def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
         self._session, self._decoder, self._logits = session, decoder, logits
@@ -81,14 +76,15 @@ class _InPlace:
 
     def start(self, batch: int) -> None:
         self._used = np.zeros(batch, np.int64)  # length of each row
-        self._buffers = _caches(self._decoder, batch, max(_GROWTH, self._decoder.buffer_least))
+        self._slots = max(_GROWTH, self._decoder.buffer_least)
+        self._buffers = empty_states(self._decoder, batch, self._slots)
 
     def _reserve(self, slots: int) -> None:
-        have = next(iter(self._buffers.values())).shape[2]
-        if slots > have:
-            longer = _caches(self._decoder, len(self._used), slots + _GROWTH)
+        if slots > self._slots:
+            self._slots = slots + _GROWTH
+            longer = empty_states(self._decoder, len(self._used), self._slots)
             for name, buffer in self._buffers.items():
-                longer[name][:, :, :have] = buffer
+                longer[name][tuple(slice(size) for size in buffer.shape)] = buffer
             self._buffers = longer
 
     def _run(self, rows: slice, feeds: dict[str, Array]) -> Array:
@@ -96,34 +92,43 @@ class _InPlace:
         feeds = {name: np.ascontiguousarray(value) for name, value in feeds.items() if name in self._inputs}
         for name, value in feeds.items():
             binding.bind_cpu_input(name, value)
-        for name, buffer in self._buffers.items():
-            view = buffer[rows]
+        for state in self._decoder.states:
+            view = self._buffers[state.past][rows]
             place = ("cpu", 0, view.dtype.type, view.shape, view.ctypes.data)
-            binding.bind_input(name, *place)
-            binding.bind_output(_present(name), *place)
+            binding.bind_input(state.past, *place)
+            binding.bind_output(state.present, *place)
         binding.bind_output(self._logits)
         self._session.run_with_iobinding(binding)
         return binding.get_outputs()[-1].numpy()
 
 
 class _Static(_InPlace):
-    """Attended columns move left, without gaps; row lengths are an input."""
+    """A static cache: attended columns are moved left, without gaps, and row lengths are an input."""
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
         compact, lengths = _to_the_left(ids, attention_mask)
-        # A row without tokens gets padding, which its next token overwrites.
-        real, columns = np.maximum(lengths, 1), compact.shape[1]
+        columns = compact.shape[1]
+        width = self._decoder.most_columns or columns
         self._reserve(int(self._used.max()) + columns)
-        together = self._decoder.ragged_chunks or len(ids) == 1 or columns == 1 or not self._used.any()
-        if together:
-            logits = self._rows(slice(None), compact, real)
-        else:
-            each = [
-                self._rows(slice(r, r + 1), compact[r : r + 1, : real[r]], real[r : r + 1]) for r in range(len(ids))
-            ]
-            logits = np.concatenate(each)
-        self._used += lengths
+        logits: Array = np.zeros(0)
+        for start in range(0, columns, width):
+            some = np.clip(lengths - start, 0, width)
+            found = self._columns(compact[:, start : start + width], some)
+            # each row's logits are those of its last token
+            logits = found if start == 0 else np.where((some > 0)[:, None], found, logits)
+            self._used += some
         return logits
+
+    def _columns(self, ids: Array, lengths: NDArray[np.int64]) -> Array:
+        # Without a recurrent state, a row without tokens gets padding, which its next token overwrites.
+        real = lengths if self._decoder.recurs else np.maximum(lengths, 1)
+        apart = self._decoder.evicts and len(set(real.tolist())) > 1
+        if self._decoder.ragged_chunks or len(ids) == 1 or ids.shape[1] == 1 or not (self._used.any() or apart):
+            return self._rows(slice(None), ids, real)
+        each = [
+            self._rows(slice(r, r + 1), ids[r : r + 1, : max(1, real[r])], real[r : r + 1]) for r in range(len(ids))
+        ]
+        return np.concatenate(each)
 
     def _rows(self, rows: slice, ids: Array, lengths: Array) -> Array:
         feeds = {"input_ids": ids, "write_indices": self._used[rows], "row_lengths": lengths}
@@ -132,9 +137,9 @@ class _Static(_InPlace):
 
 
 class _Shared(_InPlace):
-    """Another exporter's GroupQueryAttention: row lengths are mask sums, logits are the last column's.
+    """Another exporter's GroupQueryAttention: row lengths are sums of the mask, logits are those of the last column.
 
-    So rows of different lengths first get all but their last token, right-padded.
+    So rows of different lengths first run all columns but the last, right-padded, then each row's last token.
     """
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
@@ -153,7 +158,7 @@ class _Shared(_InPlace):
         return logits
 
     def _rows(self, rows: slice, ids: Array, starts: NDArray[np.int64]) -> Array:
-        """Run `ids`, all tokens, after `starts` [batch] tokens."""
+        """Run `ids`, without padding, in rows that hold `starts` [batch] tokens."""
         positions = starts[:, None] + np.arange(ids.shape[1])
         ends = positions[:, -1:] + 1
         mask = (np.arange(ends.max()) < ends).astype(np.int64)
@@ -161,7 +166,7 @@ class _Shared(_InPlace):
 
 
 def _to_the_left(ids: Array, attention_mask: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Attended columns without gaps [batch, columns >= 1], and counts [batch]."""
+    """The ids of attended columns, without gaps [batch, columns >= 1], and their numbers [batch]."""
     attended = attention_mask[:, -ids.shape[1] :].astype(bool)
     lengths = attended.sum(axis=1)
     compact = np.zeros((len(ids), max(1, int(lengths.max()))), np.int64)

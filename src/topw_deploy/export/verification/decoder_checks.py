@@ -61,7 +61,7 @@ def _by_runs(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, runs: list
 
 
 def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.ndarray], *, left: bool) -> list[float]:
-    """Run all but two columns together, then singly."""
+    """Run all columns but the last two together, then these singly."""
     length = max(len(ids) for ids in sequences)
     ids = np.zeros((len(sequences), length), np.int64)
     mask = np.zeros_like(ids)
@@ -82,7 +82,7 @@ def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.nda
 
 
 def _last_tokens_apart(reference: Reference, sequences: list[np.ndarray], wanted: list[np.ndarray]) -> list[np.ndarray]:
-    """`wanted` if each row's last token runs separately; NaN where not compared."""
+    """`wanted` computed with each row's last tokens in separate runs; NaN where not compared."""
     first = max(len(ids) for ids in sequences) - 2
     found = []
     for ids, rows in zip(sequences, wanted, strict=True):

@@ -1,10 +1,10 @@
-"""Model and graph for the tight comparison of a quantised export.
+"""Change model and graph so that a quantised export can be compared tightly.
 
 `dequantise_model` rounds the torch weights with the same quantiser. Blocks lie within one output, so fused weights do
 not matter.
 
 `exact_products` computes products in float32. MatMulNBits at accuracy level 4 rounds activations to 8 bits, which is
-not an export error; without it, graph and model agree to float32 rounding.
+not an error of the export. Without that, graph and model agree up to float32 rounding.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def dequantise_model(
 ) -> None:
     """Round the matrices of `model` in place.
 
-    Skips those that the export keeps in float, and `packed` ones, which are already rounded.
+    Skips matrices that the export keeps in float, and those in `packed`, which are already rounded.
     """
     import torch  # ONNX comparisons need no torch
     from transformers.pytorch_utils import Conv1D
@@ -75,7 +75,7 @@ def scale_type(graph: ir.Graph) -> np.dtype[Any]:
 
 
 def float_outputs(graph: ir.Graph) -> set[bytes]:
-    """Leading weights of float rows and columns."""
+    """The leading weights of each row and column of a float matrix in the graph."""
     found: set[bytes] = set()
     for value in graph.initializers.values():
         tensor = value.const_value
@@ -114,8 +114,8 @@ def exact_products(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
         made = Path(tempfile.mkdtemp(prefix=".topw-exact-", dir=folder.parent))
     except OSError as error:
         raise VerificationError(
-            f"{folder.parent} cannot be written ({error.strerror}), but a variant of the graph must lie there for a "
-            "moment; copy the folder and verify the copy."
+            f"{folder.parent} cannot be written ({error.strerror}), but verification needs a temporary variant of the "
+            "graph there; copy the folder and verify the copy."
         ) from error
     try:
         for name in manifest.files.keys() - {MODEL_FILE}:

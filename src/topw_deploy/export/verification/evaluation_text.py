@@ -1,7 +1,7 @@
 """Text for measuring perplexity.
 
-The demo model's held-out documents; for others, prose and Python's reference manual, which comes with every
-installation.
+For the demo model, its held-out documents; for others, prose and Python's reference manual, which is part of most
+installations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ step is zero or negative.
 
 
 def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) -> Text | None:
-    """Rows for the export; None without tokenizer.json. parameters: their number in the model."""
+    """The text as rows of tokens; None without tokenizer.json. parameters: the model's number of weights."""
     is_demo = manifest.source.get("id") == "demo"
     text, name = (_held_out(), "the demo's held-out text") if is_demo else _general()
     found = _encoding(folder, manifest, text)
@@ -98,7 +98,7 @@ def _held_out() -> str:
 
 
 def _general() -> tuple[str, str]:
-    """Some distributions package Python without its manual."""
+    """General text and its name; some distributions package Python without its manual."""
     from topw_deploy.demo.corpus import topic_sections
 
     try:

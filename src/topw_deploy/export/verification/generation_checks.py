@@ -22,7 +22,7 @@ from topw_deploy.sampling import Geometry, Row, TopWParameters, sample_row, unif
 
 TOKENS = 10
 SEED = 7
-# With the second, geometry decides, far from greedy.
+# In the second setting, far from greedy, geometry decides.
 _SETTINGS: tuple[tuple[str, dict[str, float]], ...] = (
     ("defaults", {}),
     ("lam 0.5, temperature 1.5", {"lam": 0.5, "temperature": 1.5}),
@@ -46,7 +46,7 @@ class Agreement:
     """Token counts, each compared after the same earlier tokens.
 
     equal: same as the reference.
-    near_ties: different, but rounding may decide; inconclusive.
+    near_ties: different, but by a difference that rounding may cause, so inconclusive.
     wrong: different or missing.
     """
 
@@ -98,7 +98,7 @@ def _check(
             detail = f"{found.equal} of {found.tokens} tokens{ties}"
             return Check(name, found.wrong == 0, float(found.wrong), 0.0, detail)
         most = max(most, found, key=lambda each: each.equal)
-    reason = f"{most.equal} of {most.tokens} tokens, fewer than half: the other draws are near-ties"
+    reason = f"{most.equal} of {most.tokens} tokens are equal, fewer than half: the others are near-ties"
     return NotCompared(name, f"{reason}, on each of {len(prompts)} prompts")
 
 

@@ -25,8 +25,8 @@ _EQUAL_LENGTHS = "so the prompts of a batch must have equal lengths"
 def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
     """Verify a new export. Returns (manifest record, whether batches may be padded).
 
-    Another exporter's decoder may fail at padding only; the manifest records that. Raises VerificationError for the
-    first other failure.
+    Another exporter's decoder may fail the padding checks; the manifest records that. Raises VerificationError for the
+    first failure otherwise.
     """
     source = job.source
     task = {
@@ -45,13 +45,13 @@ def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
         worst = outcome.failed[0]
         raise VerificationError(
             f"{len(outcome.failed)} of {len(outcome.checks)} checks failed (first: {worst.name}, difference "
-            f"{worst.difference:.3g}, bound {worst.bound:.3g}); nothing was kept, --keep-failed keeps it to look at."
+            f"{worst.difference:.3g}, bound {worst.bound:.3g}); nothing was kept, --keep-failed keeps the files."
         )
     return outcome.verification(), True
 
 
 def _limited(check: Check) -> Check:
-    """Add a failed padding check's consequence; the manifest needs a finite difference."""
+    """Add the consequence to a failed padding check, and make its difference finite, as the manifest requires."""
     if check.passed:
         return check
     difference = min(check.difference, sys.float_info.max) if check.difference >= 0 else sys.float_info.max  # NaN
@@ -73,7 +73,7 @@ def recheck(
         revision = None if named or manifest.source.get("revision") == "local" else manifest.source.get("revision")
         source = resolve(named or manifest.source["id"], HubOptions(revision=revision, local_files_only=True))
     except SourceError as error:
-        task["no_reference"] = f"the source is not here ({error})"
+        task["no_reference"] = f"the source is not available ({error})"
     else:
         if source.onnx is not None:
             task["onnx"] = str(source.onnx)
@@ -87,7 +87,7 @@ def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
 
     Keys of `task`:
         folder: the export.
-        onnx or checkpoint: the source; if missing, `no_reference` is the reason.
+        onnx or checkpoint: the source; without one, `no_reference` says why.
         num_hidden_layers, trust_remote_code: checkpoint options.
         native: also check this machine's native sampler.
     Raises VerificationError if the worker fails.
@@ -112,7 +112,7 @@ def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
 
 
 def _lines(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Raises VerificationError if the worker dies."""
+    """The worker's lines of JSON. Raises VerificationError if it dies."""
     command = [sys.executable, "-m", "topw_deploy.export.verification.worker", json.dumps(task)]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as last_words:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=last_words, text=True, encoding="utf-8")

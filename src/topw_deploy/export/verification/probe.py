@@ -35,7 +35,7 @@ def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> or
         handle, name = tempfile.mkstemp(dir=folder, prefix=".topw-probe-", suffix=".onnx")
     except OSError as error:
         raise VerificationError(
-            f"{folder} cannot be written ({error.strerror}), but a part of its graph must lie there for a moment; "
+            f"{folder} cannot be written ({error.strerror}), but verification needs a temporary file there; "
             "copy the folder and verify the copy."
         ) from error
     os.close(handle)
@@ -50,7 +50,7 @@ def open_session(model: str | bytes, library: Path | None = None) -> ort.Inferen
     """Open a CPU session: equal results on all machines, except for rounding.
 
     model: file or content.
-    library: of the native sampler, instead of the file's function.
+    library: the native sampler's library, to use instead of the file's function.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 3
@@ -60,7 +60,7 @@ def open_session(model: str | bytes, library: Path | None = None) -> ort.Inferen
 
 
 class LogitsProbe:
-    """The exported decoder; outputs the sampler's logits."""
+    """The exported decoder, whose output is the sampler's logits."""
 
     def __init__(self, folder: Path, decoder: DecoderInfo) -> None:
         self._driver = cache_driver(open_graph(folder, _decoder_model(folder)), decoder, LOGITS)

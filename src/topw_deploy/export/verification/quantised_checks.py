@@ -1,7 +1,7 @@
 """Measure quantisation loss on text: the shipped graph against the float32 model.
 
-decoder_checks with dequantised weights quantise both sides alike, so poor rounding fails only here, and only for
-trained models.
+decoder_checks use the same rounded weights on both sides, so poor rounding fails only here, and only for trained
+models.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from topw_deploy.export.verification.reference import Reference
 from topw_deploy.manifest import Check, DecoderManifest, Note
 from topw_deploy.sampling import Geometry, sample_row, uniform_for
 
-# Maximum loss increase in nats per token: five times the worst options' on the bundled model (0.040: `default`, blocks
-# of 256). Scales a fifth too large in one layer cost 0.3, swapped half bytes in one matrix 0.13 to 1.1, correct 8-bit
-# weights at most 0.002.
+# Maximum increase of the loss in nats per token: five times that of the worst options on the bundled model (0.040:
+# `default`, blocks of 256). Scales a fifth too large in one layer cost 0.3, swapped half bytes in one matrix 0.13 to
+# 1.1, correct 8-bit weights at most 0.002.
 PERPLEXITY_BOUNDS = {"int4": 0.2, "int8": 0.02}
 # For models no better than guessing. Rounding moves their loss either way, by up to 0.6 in random models at 4 bits, so
 # staying under this proves nothing; exceeding it fails.
@@ -96,11 +96,11 @@ def quantised_checks(
     loss = Loss.of(*(np.concatenate(part)[:, max(0, text.prefix - 1) :] for part in (exact, quantised)))
     yield perplexity_check(loss, manifest, text)
     for what, same in zip(("kept sets", "tokens"), np.sum(agreements, axis=0), strict=True):
-        yield Note(f"{what} beside float32's", f"{same} of {len(agreements)} equal under the defaults")
+        yield Note(f"{what} compared with float32", f"{same} of {len(agreements)} equal under the defaults")
 
 
 def perplexity_check(loss: Loss, manifest: DecoderManifest, text: Text) -> Check | Note:
-    """Check that loss grew by at most the bound, beyond chance.
+    """Check that the loss grew by at most the bound, within statistical error.
 
     Models no better than guessing do not pass but get a Note.
     """

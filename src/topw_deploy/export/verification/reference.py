@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from topw_deploy.export.verification.cache_drivers import cache_driver
+from topw_deploy.export.verification.cache_drivers import cache_driver, empty_states
 from topw_deploy.export.verification.probe import open_session
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.sampling import Geometry
@@ -23,7 +23,7 @@ class Reference(Protocol):
         """float32 [n, vocab] for ids [n]; row i depends on ids[: i + 1]."""
 
     def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
-        """Last logits of each run of these sizes, which can affect rounding."""
+        """The last logits of each run, with `ids` split into runs of these sizes; the split can affect rounding."""
 
 
 class TorchReference:
@@ -60,11 +60,12 @@ class TorchReference:
 class MakersReference:
     """A graft's original ONNX decoder.
 
-    With activations rounded to 8 bits (MatMulNBits on a CPU), a last-digit float32 difference, as between steps and
-    whole prompts, can flip a rounding and grow (measured: 0.11, of logits up to 16). So both sides use equal runs.
+    Where activations are rounded to 8 bits (MatMulNBits on a CPU), a float32 difference in the last digit, as between
+    steps and whole prompts, can flip a rounding and grow (measured: 0.11, for logits up to 16). So both sides use equal
+    runs.
     """
 
-    name = "the decoder as it came"
+    name = "the original decoder"
 
     def __init__(self, onnx: Path, decoder: DecoderInfo) -> None:
         self._session = open_session(str(onnx.resolve() if onnx.is_symlink() else onnx))
@@ -100,10 +101,5 @@ class MakersReference:
 
     def _empty_caches(self, tokens: int) -> dict[str, np.ndarray]:
         decoder = self._decoder
-        kind = np.float16 if decoder.kv_dtype == "float16" else np.float32
         length = max(tokens, decoder.buffer_least) if decoder.kv_form == "shared" else 0
-        return {
-            f"past_key_values.{layer}.{side}": np.zeros((1, heads, length, dim), kind)
-            for layer, (heads, dim) in enumerate(zip(decoder.num_kv_heads, decoder.head_dim, strict=True))
-            for side in ("key", "value")
-        }
+        return empty_states(decoder, 1, length)

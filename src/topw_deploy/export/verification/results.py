@@ -40,7 +40,7 @@ class Outcome:
         return tuple(check for check in self.checks if not check.passed)
 
     def verification(self) -> Verification:
-        """Manifest record: "passed" if all was compared and passed, else "partial"."""
+        """The manifest's record: "passed" if everything was compared and passed, else "partial"."""
         status = "partial" if self.not_compared or self.failed else "passed"
         return Verification(status=status, checks=self.checks, not_compared=self.not_compared, notes=self.notes)
 

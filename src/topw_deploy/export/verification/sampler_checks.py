@@ -19,13 +19,14 @@ from topw_deploy.manifest import Check, NotCompared, SamplerInfo
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, sample_row
 
 LOGPROB_BOUND = 1e-4
-# Minimum rows without a tie, and of these decided by geometry (not certified). Four rows of logits give 28 or more.
+# Minimum number of rows without a tie, and of those among them decided by geometry (not certified). Four rows of
+# logits give 28 or more.
 FEWEST_ROWS, FEWEST_BY_GEOMETRY = 20, 12
 _MADE_ROWS = 4
 _LARGEST_CROP_WALKED = 6  # tokens drawn per crop; all for smaller crops
 _LARGEST_BATCH = 32
 _POOL_VALUES = 8_000_000  # pool features per batch; the graph holds several 4-byte copies
-_TOKENS_MEASURED = 48  # for the neighbour bound, each against all
+_TOKENS_MEASURED = 48  # for the neighbour bound, each compared with all tokens
 _BLOCK = 2048
 
 
@@ -54,7 +55,7 @@ class _Tally:
             return
         self.by_geometry += not wanted.certified
         self.kept_sets += bool(found["kept"] != wanted.kept)
-        # False negatives only cost time.
+        # A missing certificate only costs time.
         false_claim = bool(found["certified"]) and not wanted.certified
         self.certificates += false_claim and not wanted.ties.allow_certified(FLOAT32_TIES)
         if wanted.draw_margin <= FLOAT32_TIES.draw:
@@ -75,9 +76,9 @@ def sampler_checks(
 ) -> Iterator[Check | NotCompared]:
     """Compare kept sets, tokens, certificates and log-probabilities on `logits` [n, vocab].
 
-    Compares a crop's size and draws its tokens (six of a large one), each at the middle of its uniform interval. Rows
-    that rounding may decide (docs/contract/graph.md, section 4) are not judged. Below FEWEST_ROWS or
-    FEWEST_BY_GEOMETRY, adds made rows; if still too few, yields NotCompared.
+    Compares the size of each crop and draws its tokens (six of a large one), each at the middle of its uniform
+    interval. Rows that rounding may decide (docs/contract/graph.md, section 4) are not judged. Below FEWEST_ROWS or
+    FEWEST_BY_GEOMETRY, constructed rows are added; if there are still too few, yields NotCompared.
 
     title: prefix of result names.
     """
@@ -88,11 +89,11 @@ def sampler_checks(
     if not tally.enough:
         for wanted, found in _answers(probe, sampler, defaults, geometry, made_logits(sampler.vocab_size)):
             tally.add(wanted, found)
-    made = f", {tally.rows - given} of made logits" if tally.rows > given else ""
+    made = f", {tally.rows - given} of constructed logits" if tally.rows > given else ""
     detail = f"{tally.rows} rows{made}, {tally.by_geometry} decided by geometry, {tally.ties} on a tie"
     if not tally.enough and not any(tally.wrong.values()):
         least = f"{FEWEST_ROWS} rows without a tie and {FEWEST_BY_GEOMETRY} decided by geometry"
-        yield NotCompared(title, f"it takes {least} ({detail})")
+        yield NotCompared(title, f"at least {least} are needed ({detail})")
         return
     for name, count in tally.wrong.items():
         yield Check(f"{title} {name}", count == 0, float(count), 0.0, detail)
@@ -101,9 +102,9 @@ def sampler_checks(
 
 
 def made_logits(vocab: int) -> np.ndarray:
-    """Logits [_MADE_ROWS, vocab] without ties, where distances decide.
+    """Constructed logits [_MADE_ROWS, vocab] without ties, where distances decide.
 
-    Rows spread up to 8 tokens evenly over 0.5 to 2; others are at least 4 below.
+    Each row spreads up to 8 tokens evenly over 0.5 to 2; all others are at least 4 lower.
     """
     generator = np.random.default_rng(1)
     rows = np.empty((_MADE_ROWS, vocab), np.float32)
@@ -125,8 +126,8 @@ def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
 def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
     """Parameter sets: defaults, four where distances decide, hot, greedy.
 
-    Distances change a crop only if near score differences, about 1. `mahalanobis` distances are near sqrt(2 hidden), so
-    geom_scale divides by it.
+    Distances change a crop only if they are of the size of score differences, about 1. `mahalanobis` distances are near
+    sqrt(2 hidden), so geom_scale is divided by that.
     """
     one = (2.0 * (sampler.hidden_size or 1)) ** -0.5 if sampler.options.metric == "mahalanobis" else 1.0
     return (
@@ -163,7 +164,7 @@ def _answers(
 
 
 def _drawn_with(row: Row, logits: np.ndarray, parameters: TopWParameters, uniform: float) -> Row:
-    """The crop does not depend on the uniform."""
+    """`row` with the token drawn at `uniform`, on which its crop does not depend."""
     if parameters.greedy or not row.valid:
         return row
     drawn = draw(logits, row.kept_ids, float(np.float32(parameters.temperature)), float(np.float32(uniform)))
@@ -171,7 +172,7 @@ def _drawn_with(row: Row, logits: np.ndarray, parameters: TopWParameters, unifor
 
 
 def _uniforms(logits: np.ndarray, row: Row, parameters: TopWParameters) -> list[float]:
-    """Middles of kept tokens' intervals: drawing with all lists the crop."""
+    """The middles of kept tokens' intervals: drawing with all of them lists the crop."""
     if parameters.greedy or not row.valid:
         return [0.5]
     kept = logits[row.kept_ids].astype(np.float64)
@@ -188,7 +189,7 @@ def _uniforms(logits: np.ndarray, row: Row, parameters: TopWParameters) -> list[
 def bound_check(folder: Path, geometry: Geometry, tokens: int) -> Check:
     """Check the stored neighbour bound against float64 distances, for sampled tokens.
 
-    geometry: the reference's. The difference is the maximum of bound - distance, which must not be positive.
+    geometry: the reference's. The check's difference is the maximum of bound - distance, which must not be positive.
     """
     bound = stored_bound(folder)
     name = "neighbour bound"

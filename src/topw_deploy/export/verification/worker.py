@@ -78,7 +78,7 @@ def _checks(
         yield from decoder_checks(probe, reference, decoder, sequences)
     logits = _some_logits(probe, reference, sequences)
     if logits is None:
-        yield NotCompared("sampler", "there are no logits to sample from")
+        yield NotCompared("sampler", "neither the decoder nor its source gave logits")
     else:
         yield from sampler_checks(SamplerProbe(folder), manifest.sampler, manifest.defaults, geometry, logits)
         if task.get("native"):
@@ -116,7 +116,7 @@ def _cost_of_quantisation(
 
 
 def _native(folder: Path, manifest: DecoderManifest, geometry: Geometry, logits: np.ndarray) -> Iterator[Result]:
-    """Only for `topw verify`: the native sampler belongs to the installation, not the file."""
+    """Check the native sampler; only for `topw verify`, as it belongs to the installation, not to the file."""
     library, why = operator_library("CPUExecutionProvider", manifest.sampler.table_form)
     if library is None:
         yield NotCompared("native sampler", why)

@@ -18,8 +18,8 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 def write_configuration(source: Source, tokenizer_folder: Path, output: Path, num_hidden_layers: int | None) -> None:
     """Write config.json and generation_config.json.
 
-    Sources: the model's folder, the tokenizer's, genai_config.json. A missing generation_config.json is made from
-    special tokens.
+    They come from the model's folder, the tokenizer's, or genai_config.json. A missing generation_config.json is made
+    from the special tokens.
     """
     folders = (source.folder, tokenizer_folder)
     genai: dict[str, Any] = next(
@@ -52,13 +52,13 @@ def write_configuration(source: Source, tokenizer_folder: Path, output: Path, nu
 def copy_genai_configuration(source: Source, output: Path, with_logits: bool) -> list[str]:
     """Copy an ONNX decoder's genai_config.json; returns notices.
 
-    onnxruntime-genai needs output `logits`.
+    onnxruntime-genai needs the output `logits`, so without it the file is left out.
     """
     file = source.folder / _GENAI
     if source.onnx is None or not file.is_file():
         return []
     if not with_logits:
-        return ["onnxruntime-genai cannot run this export, which has no output logits; --with-logits keeps it"]
+        return ["onnxruntime-genai cannot run this export, which lacks the output logits; --with-logits adds it"]
     if source.onnx.name != MODEL_FILE:
         return [f"{_GENAI} names {source.onnx.name}, which is {MODEL_FILE} in the export, so it was left out"]
     shutil.copyfile(file, output / _GENAI)

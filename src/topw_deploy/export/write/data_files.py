@@ -14,7 +14,7 @@ from topw_deploy.export.graph.lazy_weight import PART, parts
 from topw_deploy.progress import Advance
 
 DATA_FILE = "model.onnx_data"
-_OTHER_DATA_FILE = "model.topw.onnx_data"  # if the first name is taken
+_OTHER_DATA_FILE = "model.topw.onnx_data"  # if the first name is in use
 _INLINE_BELOW = 1024  # bytes: shape inference needs shapes, axes and scalars inline
 _PAGE = 4096  # alignment of mapped tensors ...
 _ALIGNED_ABOVE = 1 << 20  # ... above this size, as in onnx_ir
@@ -111,8 +111,8 @@ def external(slot: Slot, folder: Path) -> ir.ExternalTensor:
 def write_data(slots: list[Slot], folder: Path, log: Log, advance: Advance) -> None:
     """Write all slots, in parts of at most `PART` bytes where possible.
 
-    log: logged weights with unchanged hashes are kept, so calls resume after an OSError.
-    advance: called with each part's bytes.
+    log: weights in the log with unchanged hashes are kept, so that a call can resume after an OSError.
+    advance: called with the number of bytes of each part.
     """
     for file in dict.fromkeys(slot.file for slot in slots):
         _write_file(folder / file, [slot for slot in slots if slot.file == file], log, advance)
@@ -149,7 +149,7 @@ def _write_weight(stream: BinaryIO, slot: Slot, whole: Any, advance: Advance) ->
 
 
 def _kept(stream: BinaryIO, slots: list[Slot], before: list[tuple[str, str]], advance: Advance) -> tuple[int, Any]:
-    """(number, hash) of intact weights at the start of `stream`, positioned after them."""
+    """(number, hash) of the intact weights at the start of `stream`, which is then positioned after them."""
     kept, whole = 0, hashlib.sha256()
     for slot, (name, digest) in zip(slots, before, strict=False):
         start, own, after, left = stream.tell(), hashlib.sha256(), whole.copy(), slot.length

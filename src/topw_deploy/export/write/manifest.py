@@ -33,8 +33,8 @@ def decoder_manifest(
 ) -> DecoderManifest:
     """Build the provisional manifest.
 
-    known: name -> SHA-256 from writing.
-    Raises UnsupportedModelError if a manifest cannot describe the model, such as for too many layers.
+    known: file name -> SHA-256 computed while writing.
+    Raises UnsupportedModelError if a manifest cannot describe the model, as with too many layers.
     """
     source = job.source
     facts = _facts(decoder.model, source, source.route, sampler, job.request.sampler, folder, known)
@@ -76,6 +76,7 @@ def decoder_report(
         notices=decoder.notices,
         sizes=sizes,
         memory=memory,
+        states=decoder.info.state_bytes(),
         **_measures(decoder.model),
     )
 

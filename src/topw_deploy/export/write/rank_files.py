@@ -61,7 +61,7 @@ def read_tekken(path: Path) -> tuple[Ranks, dict[str, str]]:
         if stated is None:
             raise TokenizerError(
                 f"{path} is of a version that does not state its special tokens; convert it with mistral-common or "
-                "transformers, and name the folder of the tokenizer.json with --tokenizer."
+                "transformers, and give the folder of the tokenizer.json with --tokenizer."
             )
         texts = [str(entry["token_str"]) for entry in sorted(stated, key=lambda entry: int(entry["rank"]))]
         if [int(entry["rank"]) for entry in stated] != list(range(len(stated))):
@@ -103,7 +103,7 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Ranks:
         what = "special tokens are not in tokenizer_config.json" if len(tokens) in _KNOWN else "pattern is not in it"
         raise TokenizerError(
             f"{path} is a tiktoken file of {len(tokens)} ranks whose {what}; convert it with transformers' "
-            "TikTokenConverter and the pattern and special tokens of the model's code, and name the folder of the "
+            "TikTokenConverter and the pattern and special tokens of the model's code, and give the folder of the "
             "tokenizer.json with --tokenizer."
         )
     return Ranks(tokens, 0, _KNOWN[len(tokens)][1], specials)
@@ -122,7 +122,7 @@ def build_tokenizer(ranks: Ranks, path: Path, begin: str | None) -> Tokenizer:
     if taken:
         raise TokenizerError(
             f"{path} has an ordinary token with the text or id of the special token {taken[0]!r}, which tokenizer.json "
-            "cannot have; name another folder with --tokenizer."
+            "cannot have; give another folder with --tokenizer."
         )
     merges = [(_text_of(left), _text_of(right)) for left, right in _merges(ids)]
     try:

@@ -1,7 +1,7 @@
 """Write a folder completely or not at all.
 
-Files go into a hidden, locked sibling of OUT, renamed at the end. The next export to OUT removes or resumes an unlocked
-one, whose process has died.
+Files are written into a hidden, locked folder beside OUT, which is renamed at the end. An unlocked one belongs to a
+process that has ended; the next export to OUT removes or resumes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from topw_deploy.sizes import decimal_size
 _locks: Any
 try:
     import fcntl as _locks
-except ImportError:  # Windows: files of a killed export stay
+except ImportError:  # Windows: the files of a killed export remain
     _locks = None
 
 Progress = Callable[[int], object]
@@ -35,7 +35,7 @@ SPARE = 16 << 20
 """Bytes that must stay free."""
 _PARTIAL = ".topw-partial-"  # in hidden folder names
 _LOCK = "lock"
-_UNLOCKED_FOR = 3600  # seconds until a folder without lock file is abandoned
+_UNLOCKED_FOR = 3600  # seconds after which a folder without a lock file counts as abandoned
 _COPY_PART = 64 << 20
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}  # another device, or no hard links
 _INTERRUPTIONS = (KeyboardInterrupt, SystemExit, OSError, MemoryError, ExportError)
@@ -46,8 +46,8 @@ class StagedFolder:
 
     overwrite: replace an earlier export.
     keep_failed: keep failed files as `OUT.failed`.
-    resume: continue an interrupted export; if interrupted, keep files.
-    workspace: the hidden folder containing `path`.
+    resume: continue an interrupted export; if interrupted again, keep the files.
+    workspace: the hidden folder that contains `path`.
     Raises ExportError on entry if `output` is not free or writable.
     """
 
@@ -96,7 +96,7 @@ class StagedFolder:
     def commit(self) -> None:
         """Flush all files to disk and rename the folder to OUT.
 
-        Fills an existing empty folder instead, manifest last: it may be a working directory or mount point.
+        If OUT is an empty folder, fills it instead, manifest last: it may be a working directory or mount point.
         """
         check_free(self.output, self._overwrite)  # another process may have written it
         try:
@@ -127,7 +127,7 @@ class StagedFolder:
 
 
 def _place(output: Path) -> Path:
-    """Parent of hidden folders; a mount point `output` itself, for renaming."""
+    """The folder for hidden folders: the parent, or `output` itself if it is a mount point, so that renaming works."""
     return output if os.path.ismount(output) else output.parent
 
 
@@ -196,7 +196,7 @@ def check_free(output: Path, overwrite: bool) -> None:
         raise ExportError(f"{output} is not empty; choose another output or give --overwrite.")
     if not (output / MANIFEST_NAME).is_file():
         raise ExportError(
-            f"{output} holds files that are not an export of this tool (no {MANIFEST_NAME}), which --overwrite does "
+            f"{output} holds files that are not an export of topw_deploy (no {MANIFEST_NAME}), which --overwrite does "
             "not delete; choose another output or empty it."
         )
     if os.path.ismount(output) or output.resolve() == Path.cwd():
@@ -211,7 +211,7 @@ def _is_taken(output: Path) -> bool:
     if not output.exists() and not output.is_symlink():
         above = next(parent for parent in Path(os.path.abspath(output)).parents if parent.exists())
         if not above.is_dir():
-            raise ExportError(f"{output} cannot be made, because {above} is not a folder; choose another output.")
+            raise ExportError(f"{output} cannot be created, because {above} is not a folder; choose another output.")
         if not os.access(above, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return False
@@ -231,11 +231,11 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: Progress = lambda _bytes: None) -> None:
-    """Copy `source`, following symbolic links; clones where supported.
+    """Copy `source`, following symbolic links. The file system clones it where it can.
 
-    hard_link: hard-link where supported: needs no time or space, but onnx and onnx_ir refuse such data files as an
-    attack. onnxruntime accepts them, but no symbolic links.
-    progress: called with each part's bytes.
+    hard_link: hard-link where supported. That takes no time or space, but onnx and onnx_ir refuse such data files as an
+    attack. onnxruntime accepts them, but not symbolic links.
+    progress: called with the number of bytes of each part.
     """
     real = source.resolve(strict=True)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -280,7 +280,7 @@ def linkable(source: Path, folder: Path) -> bool:
 
 
 def write_error(output: Path, error: OSError, stays: bool = False) -> ExportError:
-    """User message for an OSError. stays: --resume can continue."""
+    """The error for the user of an OSError. stays: the files stay, and --resume can continue."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         rest = "make room and export again with --resume" if stays else "nothing was kept, make room and export again"
         return ExportError(f"the disk is full while writing {output}; {rest}.")
@@ -291,7 +291,7 @@ def write_error(output: Path, error: OSError, stays: bool = False) -> ExportErro
 
 
 def _replace(staged: Path, output: Path) -> None:
-    """Move an earlier export aside, and back on failure."""
+    """Replace an earlier export: it is moved aside first, and back on failure."""
     if not output.exists():
         staged.rename(output)
         return

@@ -38,7 +38,7 @@ def check_tokenizer(folder: Path) -> None:
     if not named and not any(folder.glob(_TIKTOKEN)):
         raise TokenizerError(
             f"{folder} has no tokenizer (neither tokenizer.json nor {', '.join((*_CONVERTIBLE, _TIKTOKEN))}); "
-            "add it or name a folder that has it with --tokenizer."
+            "add it or give a folder that has it with --tokenizer."
         )
 
 
@@ -130,7 +130,7 @@ def _convert(folder: Path, output: Path, trust_remote_code: bool) -> None:
     if why is not None:
         raise TokenizerError(
             f"the tokenizer in {folder} is converted wrongly by transformers ({why}); state its tokenizer_class in "
-            "tokenizer_config.json, or name a folder with a tokenizer.json with --tokenizer."
+            "tokenizer_config.json, or give a folder that has tokenizer.json with --tokenizer."
         )
     for name in (*_CONVERTIBLE, "merges.txt"):
         (output / name).unlink(missing_ok=True)  # replaced by tokenizer.json
@@ -145,12 +145,12 @@ def _save_fast(kind: Any, folder: Path, output: Path, trust_remote_code: bool) -
     except Exception as error:  # tokenizers can run their own code
         raise TokenizerError(
             f"the tokenizer in {folder} cannot be converted to tokenizer.json ({type(error).__name__}: "
-            f"{one_line(error)}); convert it with transformers and name its folder with --tokenizer."
+            f"{one_line(error)}); convert it with transformers and give its folder with --tokenizer."
         ) from error
     if not (output / "tokenizer.json").is_file():
         raise TokenizerError(
-            f"the tokenizer in {folder} has no fast form, so no tokenizer.json; "
-            "name a folder with a tokenizer.json with --tokenizer."
+            f"the tokenizer in {folder} has no fast form, so it cannot be saved as tokenizer.json; "
+            "give a folder that has tokenizer.json with --tokenizer."
         )
 
 

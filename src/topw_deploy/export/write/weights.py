@@ -1,4 +1,4 @@
-"""Write a graph and its weights: each once, in onnxruntime's layout, large ones in data files."""
+"""Write a graph and its weights: each weight once, in onnxruntime's layout, large ones in data files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from topw_deploy.export.graph.lazy_weight import PART, LazyWeight, transposed
 from topw_deploy.export.write.data_files import Log, NoLog, Slot, external, file_sizes, lay_out, write_data
 
 MODEL_FILE = "model.onnx"
-# Below this, one file is easier to copy and diff. Above, the runtime maps a data file instead of parsing a copy (59
-# instead of 89 MB for 35 MB of 4-bit weights), and tools can edit the graph without reading weights. Protobuf's limit
-# is 2 GiB.
+# With fewer bytes of weights, one file is easier to copy and diff. With more, the runtime maps a data file instead of
+# parsing a copy (59 instead of 89 MB for 35 MB of 4-bit weights), and tools can edit the graph without reading weights.
+# Protobuf's limit is 2 GiB.
 EXTERNAL_ABOVE = 16 << 20
 
 _PACKED = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
@@ -38,7 +38,7 @@ def tidy(model: ir.Model, table: ir.Value | None) -> None:
 
 
 def _share_tied_head(graph: ir.Graph, table: ir.Value) -> None:
-    """Write hidden @ table^T as a Gemm, without a transposed copy."""
+    """Write hidden @ table^T as a Gemm, which needs no transposed copy of the table."""
     for node in list(graph):
         if node.op_type != "MatMul" or node.domain or _rank(node.inputs[0]) != 2:
             continue

@@ -1,7 +1,7 @@
 """The kernels' control memory for one TensorRT execution context; control_memory.h does the same in C++.
 
-The kernels leave it zero (topw_cuda.h), so persistent memory needs no clearing. Other layers overwrite TensorRT's
-workspace: it would need a memset node in every captured graph.
+The kernels leave it zero (topw_cuda.h), so persistent memory needs no clearing. TensorRT's workspace would need a
+memset node in every captured graph, as other layers overwrite it.
 """
 
 from __future__ import annotations

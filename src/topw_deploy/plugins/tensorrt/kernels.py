@@ -29,7 +29,7 @@ class Kernels:
             reason = str(error).rstrip(".")
         if reason:
             raise PluginError(
-                f"the kernels do not serve this sampler: {reason}; without the plugin TensorRT inlines the node's "
+                f"the kernels do not support this sampler: {reason}; without the plugin TensorRT inlines the node's "
                 "function."
             )
 
@@ -47,8 +47,8 @@ class Kernels:
         except PluginError as error:
             reason = str(error).rstrip(".")
             raise PluginError(
-                f"the sampler's plugin has no control memory for {call.batch} rows: {reason}; free memory of the "
-                "device, and run a new shape once before it is captured."
+                f"the sampler's plugin has no control memory for {call.batch} rows: {reason}; free device memory, and "
+                "run each new shape once before capturing it."
             ) from None
 
     def enqueue(

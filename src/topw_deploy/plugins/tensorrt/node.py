@@ -80,7 +80,7 @@ class NodeAttributes:
         known: dict[str, int | str] = {name: fields[name] for name in FIELDS if name in fields}
         for name, value in known.items():
             if isinstance(value, str) != (name in _TEXTS):
-                raise PluginError(f"the node's {name} is {value!r}, which is not of its type; export the model again.")
+                raise PluginError(f"the node's {name} is {value!r}, which has the wrong type; export the model again.")
         try:
             return cls(**known)  # type: ignore[arg-type]
         except TypeError:
@@ -99,7 +99,7 @@ class NodeAttributes:
             ("the vocabulary", vocab, MOST_VOCAB), ("the table's width", hidden, MOST_HIDDEN),
         ):  # fmt: skip
             if value > most:
-                return f"{what} is {value}, and the kernels serve at most {most}"
+                return f"{what} is {value}, and the kernels support at most {most}"
         return ""
 
     def to_engine(self) -> dict[str, int | str]:
@@ -130,7 +130,7 @@ def check_engine(fields: Mapping[str, int | str]) -> None:
     found = fields.get(KERNELS, "unknown")
     if found != CUDA_ABI_VERSION:
         raise PluginError(
-            f"the engine was built with version {found} of the kernels' interface, and this is {CUDA_ABI_VERSION}; "
+            f"the engine was built with version {found} of the kernels' interface, but {CUDA_ABI_VERSION} is needed; "
             "build the engine again."
         )
 
@@ -161,7 +161,7 @@ class CallShape:
 def describe(node: NodeAttributes, tensors: Sequence[Tensor]) -> CallShape:
     """The shape of a call with these inputs. Raises PluginError if they do not fit."""
     if len(tensors) != len(node.inputs):
-        raise PluginError(f"the node has {len(tensors)} inputs, but a node like it has {len(node.inputs)}.")
+        raise PluginError(f"the node has {len(tensors)} inputs, but its attributes require {len(node.inputs)}.")
     given = dict(zip(node.inputs, tensors, strict=True))
     batch, vocab = _matrix("logits", given["logits"])
     _, edits = _matrix("edit_ids", given["edit_ids"])

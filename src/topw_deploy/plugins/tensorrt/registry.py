@@ -6,7 +6,7 @@ from topw_deploy.plugins.tensorrt.module import NAME, NAMESPACE, VERSION, tensor
 
 
 def register() -> None:
-    """Register the Python plugin, unless the node has one, such as the C++ library's.
+    """Register the Python plugin, unless a plugin for the node is registered, such as the C++ library's.
 
     Call before parsing a model or deserializing an engine. Raises PluginError without TensorRT or the CUDA library.
     """

@@ -1,6 +1,6 @@
 """Key-value caches, one class per form of docs/contract/graph.md section 8.
 
-concat: a longer tensor at every step.
+concat: every step returns a longer tensor.
 static, shared: one buffer, updated in place.
 """
 

@@ -1,12 +1,13 @@
-"""Memory of in-place caches: one block with a buffer for each layer's keys and values.
+"""Memory of in-place caches: one block with a buffer for each state of each layer.
 
-Host pages are zeroed on first write, so unused length is free.
+The system allocates host pages on first write, so unused length costs nothing.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -19,34 +20,25 @@ CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "b
 """Supported cache element types."""
 
 _ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
-_ROUND = 64  # tokens; divides buffer lengths
-_GROWTH = 32  # growing moves the whole buffer, so by at least 1 / _GROWTH
-
-
-def tensors(decoder: DecoderInfo) -> Iterator[tuple[str, str, int, int]]:
-    """(past name, present name, kv_heads, head_dim) per tensor."""
-    for layer in range(decoder.num_layers):
-        for part in ("key", "value"):
-            sizes = decoder.num_kv_heads[layer], decoder.head_dim[layer]
-            yield f"past_key_values.{layer}.{part}", f"present.{layer}.{part}", *sizes
+_ROUND = 64  # tokens; buffer lengths are multiples of it
+_GROWTH = 32  # buffers grow by at least 1 / _GROWTH, because growing moves the whole buffer
 
 
 class Layout:
-    """Offsets of the cache tensors, each `[batch, kv_heads, length, head_dim]`, in one block."""
+    """Offsets of the decoder's states in one block, those of fixed size first.
+
+    fixed: number of states whose size does not depend on the tokens.
+    """
 
     def __init__(self, decoder: DecoderInfo) -> None:
-        self.element_type = ELEMENT_TYPES[decoder.kv_dtype].number
-        self.tensors = list(tensors(decoder))
-        self._element = element_bytes(decoder.kv_dtype)
-
-    def token_bytes(self, heads: int, dim: int) -> int:
-        return heads * dim * self._element
+        self.states = sorted(decoder.states, key=lambda state: state.grows)
+        self.fixed = sum(not state.grows for state in self.states)
 
     def starts(self, batch: int, length: int) -> list[int]:
-        """The tensors' byte offsets, then the total size."""
+        """The states' byte offsets, then the total size."""
         offsets = [0]
-        for _, _, heads, dim in self.tensors:
-            offsets.append(offsets[-1] + _round_up(batch * length * self.token_bytes(heads, dim), _ALIGNMENT))
+        for state in self.states:
+            offsets.append(offsets[-1] + _round_up(batch * state.row_bytes(length), _ALIGNMENT))
         return offsets
 
     def size(self, batch: int, length: int) -> int:
@@ -62,16 +54,18 @@ class Buffers:
         self._starts = layout.starts(batch, length)
 
     def bind(self, binding: Binding, rows: range | None = None) -> None:
-        """Bind each tensor as past and present, optionally of `rows` only."""
+        """Bind each state as past and present, optionally of `rows` only."""
         count, first = (self.batch, 0) if rows is None else (len(rows), rows.start)
-        for (past, present, heads, dim), start in zip(self.layout.tensors, self._starts, strict=False):
-            pointer = self.block.pointer + start + first * self.length * self.layout.token_bytes(heads, dim)
-            shape = [count, heads, self.length, dim]
-            binding.bind_memory(past, present, self.layout.element_type, shape, pointer)
+        for state, start in zip(self.layout.states, self._starts, strict=False):
+            pointer = self.block.pointer + start + first * state.row_bytes(self.length)
+            shape = [count, *state.sized(self.length)]
+            binding.bind_memory(state.past, state.present, ELEMENT_TYPES[state.dtype].number, shape, pointer)
 
-    def clear(self) -> None:
-        """Zero the buffers: some operators multiply masked values, and 0 * NaN is NaN."""
-        self.block.clear(self._starts[-1])
+    def clear(self, *, all_states: bool) -> None:
+        """Zero the states of fixed size, or all: some operators multiply masked values, and 0 * NaN is NaN."""
+        size = self._starts[-1 if all_states else self.layout.fixed]
+        if size:
+            self.block.clear(size)
 
     def grow(self, length: int) -> None:
         """Extend rows to `length` with zeros. Bind again afterwards."""
@@ -79,23 +73,55 @@ class Buffers:
 
         def spread(memory: np.ndarray) -> None:
             # backwards: no overwrite before a move
-            for index in reversed(range(len(self.layout.tensors))):
-                _, _, heads, dim = self.layout.tensors[index]
-                size = self.layout.token_bytes(1, dim)
-                for row in reversed(range(self.batch * heads)):
-                    old = old_starts[index] + row * self.length * size
-                    new = new_starts[index] + row * length * size
+            for index in reversed(range(self.layout.fixed, len(self.layout.states))):
+                state = self.layout.states[index]
+                axis = state.shape.index(0)
+                size = math.prod(state.shape[axis + 1 :]) * element_bytes(state.dtype)  # of a token
+                for part in reversed(range(self.batch * math.prod(state.shape[:axis]))):
+                    old = old_starts[index] + part * self.length * size
+                    new = new_starts[index] + part * length * size
                     memory[new : new + self.length * size] = memory[old : old + self.length * size]
                     memory[new + self.length * size : new + length * size] = 0
 
         self.block.change(spread)
         self.length, self._starts = length, new_starts
 
+    def snapshot(self, row: int, tokens: int) -> list[np.ndarray]:
+        """Copies of the states of `row` after its first `tokens` tokens, uint8, in the layout's order."""
+        found: list[np.ndarray] = []
+
+        def read(memory: np.ndarray) -> None:
+            for view, size in self._views(memory, row):
+                found.append((view[:, : tokens * size] if size else view).copy())
+
+        self.block.change(read)
+        return found
+
+    def restore(self, row: int, snapshot: Sequence[np.ndarray]) -> None:
+        """Put the states of a snapshot into `row`."""
+
+        def write(memory: np.ndarray) -> None:
+            for (view, _), saved in zip(self._views(memory, row), snapshot, strict=True):
+                view[:, : saved.shape[1]] = saved
+
+        self.block.change(write)
+
+    def _views(self, memory: np.ndarray, row: int) -> Iterator[tuple[np.ndarray, int]]:
+        """Per state, bytes [parts, ...] of `row` and the bytes of a token in each part, 0 for a fixed size."""
+        for state, start in zip(self.layout.states, self._starts, strict=False):
+            size = state.row_bytes(self.length)
+            whole = memory[start + row * size : start + (row + 1) * size]
+            if state.grows:
+                parts = math.prod(state.shape[: state.shape.index(0)])
+                yield whole.reshape(parts, -1), size // parts // self.length
+            else:
+                yield whole.reshape(1, -1), 0
+
 
 class MemoryPool:
-    """A session's memory block, lent to one generation at a time; concurrent ones get temporary blocks.
+    """A session's memory block, lent to one generation at a time; concurrent generations get temporary blocks.
 
-    length: tokens to allocate for each of `rows` rows. None: on demand.
+    length: tokens to allocate at once for each of `rows` rows. None: allocate on demand.
     """
 
     def __init__(
@@ -123,7 +149,7 @@ class MemoryPool:
         return self._lent + (self._kept.size if self._kept is not None else 0)
 
     def borrow(self, batch: int, tokens: int, first: int) -> Buffers:
-        """Buffers for `batch` rows of up to `tokens` tokens, `first` of them immediately."""
+        """Buffers for `batch` rows of up to `tokens` tokens, with room for `first` of them at once."""
         tokens, first = max(tokens, self._least), max(first, self._least)
         capacity = self._length or min(_round_up(tokens, _ROUND), max(self._limit, tokens))
         size = self._layout.size(batch, capacity)
@@ -136,12 +162,11 @@ class MemoryPool:
             self._lent += block.size
         length = capacity if self._step == 0 else min(_round_up(first, self._step), capacity)
         buffers = Buffers(self._layout, block, batch, capacity, length)
-        if self._step:
-            try:
-                buffers.clear()
-            except GenerationError:
-                self.give_back(buffers)
-                raise
+        try:
+            buffers.clear(all_states=self._step > 0)
+        except GenerationError:
+            self.give_back(buffers)
+            raise
         return buffers
 
     def give_back(self, buffers: Buffers) -> None:

@@ -1,4 +1,4 @@
-"""Opens and checks caches of any form."""
+"""Open and check caches of any form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from topw_deploy.errors import ManifestError
 from topw_deploy.manifest import KV_FORMS, DecoderInfo, TensorSpec
-from topw_deploy.runtime.cache.buffers import CACHE_TYPES, MemoryPool, tensors
+from topw_deploy.runtime.cache.buffers import CACHE_TYPES, MemoryPool
 from topw_deploy.runtime.cache.concat import ConcatCache
 from topw_deploy.runtime.cache.in_place import InPlaceCache, SharedCache, StaticCache
 from topw_deploy.runtime.ort.host_binding import HostBinding
@@ -24,27 +24,27 @@ _INPUTS = {
 
 
 class Cache(Protocol):
-    """One generation's cache: `feed_prompts`, run, `begin_decoding`; then `advance` and run per step.
+    """One generation's cache. Call `feed_prompts`, run, `begin_decoding`; then for each step `advance` and run.
 
-    input_ids: int64 [B, 1]; write it before `advance`.
+    input_ids: int64 [B, 1], the next tokens; write them before `advance`.
     """
 
     input_ids: np.ndarray
 
     def feed_prompts(self) -> None:
-        """Run all prompt chunks but the last, and bind that."""
+        """Run all prompt chunks except the last, and bind the last."""
 
     def begin_decoding(self) -> None:
-        """Bind a step's inputs, one token per row."""
+        """Bind the inputs of a step, one token per row."""
 
     def advance(self, rows: Iterable[int]) -> None:
-        """Make room for one token in `rows`. Ended rows overwrite their last token."""
+        """Make room for one token in `rows`. The other rows, which have ended, overwrite their last token."""
 
 
 class Caches:
     """Opens a session's caches.
 
-    max_length, max_batch: see `MemoryPool`.
+    max_length, max_batch: `length` and `rows` of `MemoryPool`.
     prefill_chunk: maximum tokens per run, over all rows.
     """
 
@@ -69,7 +69,7 @@ class Caches:
         return 0 if self._pool is None else self._pool.bytes
 
     def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> Cache:
-        """Open a cache with a row per prompt and room for `budgets` more tokens. The caller must close it."""
+        """Open a cache with a row per prompt and room for `budgets[row]` more tokens. The caller must close it."""
         if self._pool is None:
             assert isinstance(binding, HostBinding), "only onnxruntime's sessions have caches of the form concat"
             return ConcatCache(self._session, binding, self._decoder, prompts, max(budgets), self._chunk)
@@ -82,45 +82,51 @@ class Caches:
 
 
 def takes_ragged_batches(decoder: DecoderInfo) -> bool:
-    """Whether prompt lengths may differ in a batch."""
+    """Whether the prompts of a batch may differ in length."""
     takes = {"static": True, "concat": decoder.left_padding, "shared": decoder.right_padding}
     return takes[decoder.kv_form]
 
 
 def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple[str, ...]) -> None:
-    """Raises ManifestError for an unsupported cache or missing cache tensors."""
+    """Raises ManifestError for an unsupported cache form or element type, or missing cache tensors."""
     if decoder.kv_form not in _INPUTS:
         raise ManifestError(
-            f"the cache has the form {decoder.kv_form!r}, this topw_deploy drives {', '.join(KV_FORMS)}; "
+            f"the cache has the form {decoder.kv_form!r}, but this topw_deploy supports {', '.join(KV_FORMS)}; "
             "install a newer one."
         )
-    if decoder.kv_dtype not in CACHE_TYPES:
-        raise ManifestError(
-            f"the cache has the element type {decoder.kv_dtype!r}, which is not one of {', '.join(CACHE_TYPES)}."
-        )
+    for state in decoder.states:
+        if state.dtype not in CACHE_TYPES:
+            raise ManifestError(
+                f"{state.past} has the element type {state.dtype!r}, which is not one of {', '.join(CACHE_TYPES)}; "
+                "export again."
+            )
     for name in _INPUTS[decoder.kv_form]:
         if name not in inputs:
             raise ManifestError(
                 f"the graph has no {name}, but the manifest states a cache of the form {decoder.kv_form}; export again."
             )
-    for past, present, _, _ in tensors(decoder):
-        for name, there in ((past, inputs), (present, outputs)):
+    for state in decoder.states:
+        for name, there in ((state.past, inputs), (state.present, outputs)):
             if name not in there:
                 raise ManifestError(
-                    f"the graph has no {name}, but the manifest states {decoder.num_layers} layers; export again."
+                    f"the graph has no {name}, but the manifest lists it as a state of layer {state.layer}; export "
+                    "again."
                 )
 
 
 def check_layout(decoder: DecoderInfo, specs: Iterable[TensorSpec]) -> None:
     """Raises ManifestError if cache tensors in `specs` do not match `decoder`."""
     by_name = {spec.name: spec for spec in specs}
-    for past, present, heads, dim in tensors(decoder):
-        for name in (past, present):
+    for state in decoder.states:
+        for name in (state.past, state.present):
             spec = by_name[name]
-            stated = zip(spec.shape[1::2], (heads, dim), strict=False)  # symbolic dimensions are names
-            fits = len(spec.shape) == 4 and all(isinstance(size, str) or size == wanted for size, wanted in stated)
-            if not fits or spec.dtype != decoder.kv_dtype:
+            # symbolic dimensions are names
+            sizes = zip(spec.shape[1:], state.shape, strict=False)
+            fits = len(spec.shape) == len(state.shape) + 1 and all(
+                isinstance(size, str) or wanted in (0, size) for size, wanted in sizes
+            )
+            if not fits or spec.dtype != state.dtype:
                 raise ManifestError(
-                    f"{name} is {spec.dtype} {list(spec.shape)}, but the manifest states a cache of "
-                    f"{decoder.kv_dtype} with {heads} heads of {dim}; export again."
+                    f"{name} is {spec.dtype} {list(spec.shape)}, but the manifest states {state.dtype} with rows of "
+                    f"{list(state.shape)} (0: tokens); export again."
                 )

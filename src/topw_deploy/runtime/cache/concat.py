@@ -6,18 +6,19 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.cache.buffers import tensors
 from topw_deploy.runtime.cache.prefill import greedy
 from topw_deploy.runtime.memory import zeroed
 from topw_deploy.runtime.ort.host_binding import HostBinding
-from topw_deploy.runtime.protocols import Session
+from topw_deploy.runtime.protocols import Memory, Session
 
 
 class ConcatCache:
-    """`past_key_values.{i}.key|value` in, `present.{i}.key|value` out, each [B, kv_heads, tokens, head_dim].
+    """States in (`past`), states and new tokens out (`present`).
 
-    Each present becomes the next past without a copy. Left padding puts the last tokens in the last column.
+    Each present becomes the next past without a copy. Prompts are padded on the left, so that their last tokens share
+    the last column.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class ConcatCache:
         self._position_ids = np.array([[len(prompt) - 1] for prompt in prompts], np.int64)  # [B, 1]
         self._mask = zeroed("the attention mask", (self._batch, self._width + new_tokens), np.int64)
         self._has_mask, self._has_positions = "attention_mask" in session.inputs, "position_ids" in session.inputs
-        self._names = [(past, present) for past, present, _, _ in tensors(decoder)]
+        self._names = [(state.past, state.present) for state in decoder.states]
+        self._zeros: list[Memory] = []  # first values of states of fixed size
         self._places = self._begin(binding)
 
     def feed_prompts(self) -> None:
@@ -62,7 +64,7 @@ class ConcatCache:
         _hand_over(self._names, self._binding, self._places, self._binding)
         for row in rows:
             self._mask[row, self._width] = 1
-            # ended rows stay within the context
+            # Positions of ended rows do not advance, so that they stay within the context.
             self._position_ids[row, 0] += 1
         self._width += 1
         if self._has_mask:
@@ -81,9 +83,15 @@ class ConcatCache:
         return ids, positions
 
     def _begin(self, binding: HostBinding) -> list[int]:
-        """Bind an empty past and fresh presents. Returns output indices."""
-        for past, _, heads, dim in tensors(self._decoder):
-            binding.bind_empty(past, (self._batch, heads, 0, dim), self._decoder.kv_dtype)
+        """Bind empty or zero pasts and fresh presents. Returns output indices."""
+        for state in self._decoder.states:
+            shape = (self._batch, *state.shape)
+            if state.grows:
+                binding.bind_empty(state.past, shape, state.dtype)
+                continue
+            zeros = self._session.memory(self._batch * state.row_bytes(0))
+            self._zeros.append(zeros)
+            binding.bind_input_memory(state.past, ELEMENT_TYPES[state.dtype].number, shape, zeros.pointer)
         return [binding.bind_fresh(present) for _, present in self._names]
 
     def _bind(self, binding: HostBinding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:

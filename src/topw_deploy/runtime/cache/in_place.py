@@ -14,17 +14,21 @@ from topw_deploy.runtime.cache.prefill import greedy
 from topw_deploy.runtime.protocols import Binding, Session
 
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""(ids [b, s], starts [b], lengths [b]): append lengths[r] ids to row r, which has starts[r] tokens."""
+"""(ids [b, s], starts [b], lengths [b]): append lengths[r] ids to row r, which has starts[r] tokens.
+
+Only graphs of states that `recur` take a length of 0."""
 _TOTAL = "total_sequence_length"
 
 
 class InPlaceCache(ABC):
-    """`past_key_values.{i}.key|value` and `present.{i}.key|value` share memory [B, kv_heads, max_length, head_dim].
+    """Each state's past and present share memory.
 
     Each run feeds at most `chunk` prompt tokens:
-    - of all rows, right-padded, if they fit one run or the graph supports ragged chunks;
-    - else of row groups without their last tokens, then all last tokens: after a past, GroupQueryAttention takes one
-      token per row, or several of one row.
+    - of all rows, right-padded, if they fit into one run or the graph supports ragged chunks;
+    - otherwise of groups of rows without their last tokens, then the last tokens of all rows: after a past,
+      GroupQueryAttention takes one token per row, or several tokens of one row.
+
+    Keys and values of a token can be written twice, but a recurrent state must read each token once.
     """
 
     def __init__(
@@ -41,9 +45,12 @@ class InPlaceCache(ABC):
         self._prompts, self._chunk = prompts, chunk
         self._lengths = np.array([len(prompt) for prompt in prompts], np.int64)  # [B]
         width = int(self._lengths.max())
-        self._columns_per_run = max(1, min(chunk // len(prompts), session.most_columns or chunk))
-        in_one_run = width <= self._columns_per_run and (self._ends_rows_anywhere or int(self._lengths.min()) == width)
-        self._together = len(prompts) == 1 or in_one_run or self._takes_ragged_chunks
+        self._most_columns = min(session.most_columns or chunk, decoder.most_columns or chunk)
+        self._columns_per_run = max(1, min(chunk // len(prompts), self._most_columns))
+        may_pad = self._ends_rows_anywhere and not decoder.evicts
+        in_one_run = width <= self._columns_per_run and (may_pad or int(self._lengths.min()) == width)
+        may_repeat = self._takes_ragged_chunks and not decoder.recurs  # see `_chunks`
+        self._together = len(prompts) == 1 or in_one_run or may_repeat
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
         first = min(width, self._columns_per_run) if self._together else width
@@ -67,19 +74,19 @@ class InPlaceCache(ABC):
     @property
     @abstractmethod
     def _takes_ragged_chunks(self) -> bool:
-        """Whether rows may append different numbers of tokens."""
+        """Whether rows may append different numbers of tokens in a run."""
 
     @property
     @abstractmethod
     def _ends_rows_anywhere(self) -> bool:
-        """Whether logits are each row's last token's, not the last column's."""
+        """Whether the graph returns the logits of each row's last token, not those of the last column."""
 
     @abstractmethod
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
         """ids [b, s], starts [b], lengths [b]: a Chunk."""
 
     def _make_room(self, columns: int) -> bool:
-        """Returns whether the buffers moved and need binding."""
+        """Make room for `columns` tokens per row. Returns whether the buffers moved and must be bound again."""
         if columns <= self._buffers.length:
             return False
         self._pool.make_room(self._buffers, columns)
@@ -99,7 +106,7 @@ class InPlaceCache(ABC):
         return last
 
     def _chunks(self) -> Iterator[Chunk]:
-        """Ended rows repeat their last token, so that the last run draws for all."""
+        """The chunks of all prompts. Shorter prompts repeat their last token, so that the last run draws for all."""
         width = int(self._lengths.max())
         for begin in range(0, width, self._columns_per_run):
             starts = np.minimum(begin, self._lengths - 1)
@@ -111,26 +118,30 @@ class InPlaceCache(ABC):
         for rows in self._groups():
             binding = greedy(self._session, self._binding.another(), len(rows))
             self._buffers.bind(binding, rows)
-            # a run needs a token; the last run overwrites it
-            bodies = [self._prompts[row][:-1] or self._prompts[row] for row in rows]
+            bodies = [self._prompts[row][:-1] for row in rows]
+            if not self._decoder.recurs:  # each row gets a token, which the last run overwrites
+                bodies = [body or self._prompts[row] for body, row in zip(bodies, rows, strict=True)]
             if len(rows) > 1:
                 lengths = np.array([len(body) for body in bodies], np.int64)
                 self._bind_chunk(binding, _right_padded(bodies), np.zeros_like(lengths), lengths)
                 binding.run()
                 continue
-            for start in range(0, len(bodies[0]), self._chunk):
-                ids = _right_padded([bodies[0][start : start + self._chunk]])
+            columns = min(self._chunk, self._most_columns)
+            for start in range(0, len(bodies[0]), columns):
+                ids = _right_padded([bodies[0][start : start + columns]])
                 self._bind_chunk(binding, ids, np.array([start]), np.array([ids.shape[1]]))
                 binding.run()
         last = np.array([[prompt[-1]] for prompt in self._prompts], np.int64)
         return last, self._lengths - 1, np.ones_like(self._lengths)
 
     def _groups(self) -> Iterator[range]:
-        """Ranges of rows that fit one run, or single rows."""
+        """Ranges of rows that fit into one run, or single rows."""
         first, width = 0, 0
         for row, prompt in enumerate(self._prompts):
             wider = max(width, len(prompt) - 1, 1)
-            if row > first and (row - first + 1) * wider > self._chunk:
+            too_many = (row - first + 1) * wider > self._chunk or wider > self._most_columns
+            other_length = self._decoder.evicts and len(prompt) != len(self._prompts[first])
+            if row > first and (too_many or other_length):
                 yield range(first, row)
                 first, wider = row, max(len(prompt) - 1, 1)
             width = wider
@@ -138,17 +149,17 @@ class InPlaceCache(ABC):
 
 
 class StaticCache(InPlaceCache):
-    """This project's form. Inputs: `write_indices` [B], row lengths; `row_lengths` [B], tokens to append.
+    """This project's form. Inputs: `write_indices` [B], the row lengths; `row_lengths` [B], the tokens to append.
 
-    With `buffer_step`, attention cost depends on the buffer length, so buffers grow.
+    With a `buffer_step`, attention cost depends on the buffer length, so buffers start short and grow.
 
-    `total_sequence_length`, on the host, is the longest row's length for prompts, but the buffer length for steps,
-    whose captures may be replayed with longer rows.
+    `total_sequence_length`, on the host, is the longest row's length for prompts. For steps it is the buffer length,
+    because a captured step may be replayed with longer rows.
     """
 
     def begin_decoding(self) -> None:
         super().begin_decoding()
-        self._written = self._lengths - 1  # [B] last index
+        self._written = self._lengths - 1  # [B] index of each row's last token
         self._written_view = self._written.data
         self._columns = int(self._lengths.max())  # upper bound on row lengths
         self._binding.bind_changing("write_indices", self._written)
@@ -223,7 +234,7 @@ class SharedCache(InPlaceCache):
         return False
 
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """The mask includes padding: the operator subtracts all columns to find the past."""
+        """Bind a chunk. The mask includes padding, because the operator subtracts all columns to find the past."""
         positions = starts[:, None] + np.arange(ids.shape[1])
         binding.bind_array("input_ids", ids)
         self._bind_mask(binding, positions[:, -1:] + 1)
@@ -231,7 +242,7 @@ class SharedCache(InPlaceCache):
             binding.bind_array("position_ids", positions)
 
     def _bind_mask(self, binding: Binding, ends: np.ndarray) -> None:
-        """ends: [b, 1], row lengths after the run."""
+        """Bind the mask. ends: [b, 1], the row lengths after the run."""
         rows, width = len(ends), int(ends.max())
         if int(ends.min()) == width:
             if rows * width > len(self._ones):
@@ -248,7 +259,7 @@ def _end(chunk: Chunk) -> int:
 
 
 def _right_padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    ids = np.zeros((len(rows), max(1, *map(len, rows))), np.int64)
     for index, row in enumerate(rows):
         ids[index, : len(row)] = row
     return ids

@@ -1,7 +1,7 @@
-"""Finds the nodes that onnxruntime left on the CPU.
+"""Find the nodes that onnxruntime left on the CPU.
 
-Only arithmetic on shapes and indices belongs there; other operators transfer tensors in every step. Before 1.24,
-onnxruntime reports nodes only in a run's profile.
+Only arithmetic on shapes and indices belongs there; other operators would transfer tensors in every step. Before 1.24,
+onnxruntime reports the providers of nodes only in the profile of a run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ON_SHAPES = frozenset((
 _HINTS = {
     "GroupQueryAttention": "onnxruntime has it for CUDA in float16 and bfloat16: export with --dtype fp16, or, for "
     "int4 and int8, with --compute-dtype fp16",
-    "TopWSample": "the library of the native sampler is not for this provider: see `topw doctor`",
+    "TopWSample": "the library of the native sampler does not support this provider: see `topw doctor`",
 }
 
 
@@ -47,7 +47,7 @@ def reported() -> bool:
 
 
 def record(options: ort.SessionOptions) -> Profile | None:
-    """Record node providers in sessions of `options`. Returns a Profile if that needs a run."""
+    """Make sessions of `options` record the provider of each node. Returns a Profile if that needs a run."""
     if not reported():
         return Profile(options)
     try:
@@ -98,7 +98,7 @@ def cpu_nodes_in(profile: Sequence[tuple[str, str, str]]) -> tuple[CpuNode, ...]
 
 
 def _outermost(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Events outside others: not those of an If's branches."""
+    """Events that are not inside others, such as those of an If's branches."""
     end = -1
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= end or event["ts"] + event["dur"] > end:
@@ -120,7 +120,7 @@ def complaint(nodes: Sequence[CpuNode], provider: str) -> str:
     names = ", ".join(node.name or "unnamed" for node in computing[:3])
     hints = "; ".join(_HINTS[operator] for operator in counts if operator in _HINTS)
     more = ", ..." if len(computing) > 3 else ""
-    said = f"{short_name(provider)} leaves {len(computing)} nodes to the CPU: {kinds} ({names}{more})"
+    said = f"{short_name(provider)} leaves {len(computing)} nodes on the CPU: {kinds} ({names}{more})"
     return f"{said}; {hints}" if hints else said
 
 

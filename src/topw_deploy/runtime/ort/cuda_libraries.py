@@ -1,7 +1,7 @@
-"""Loads CUDA and cuDNN libraries from Python packages before onnxruntime's first GPU session.
+"""Load CUDA and cuDNN libraries from Python packages before onnxruntime's first GPU session.
 
 onnxruntime's providers search only the system path. onnxruntime.preload_dlls finds packages beside onnxruntime; this
-module also those elsewhere, such as a system PyTorch. Neither imports torch.
+module also finds packages elsewhere, such as a system PyTorch. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from topw_deploy import install
 
 _MISSING = re.compile(r"Failed to load (\S+?):")
 _lock = threading.Lock()
-_outcome: list[str] = []  # set once
+_outcome: list[str] = []  # the result of the first `preload`
 
 
 def preload() -> str:
     """Load the libraries once per process. Returns a clause naming missing ones; "" for none.
 
-    Not an error: CUDA may be linked statically or named otherwise on the system path.
+    A missing library is not an error: CUDA may be linked statically or have another name on the system path.
     """
     with _lock:
         if not _outcome:
@@ -58,7 +58,7 @@ def _said_by(load: Callable[[], None]) -> str:
 
 
 def _folders_elsewhere() -> list[Path]:
-    """cuDNN comes after its dependencies."""
+    """Library folders of packages elsewhere; cuDNN's comes after those of its dependencies."""
     spec = importlib.util.find_spec("nvidia")
     beside = Path(ort.__file__).parents[1] / "nvidia"
     roots = [Path(root) for root in (spec.submodule_search_locations or () if spec else ()) if Path(root) != beside]

@@ -1,9 +1,10 @@
 """Inputs and outputs in device memory.
 
-Each step makes one upload of changed inputs and one download of results. Equal shapes have equal addresses, so later
-generations can replay a step's CUDA graph, on one thread (run_thread.py), captured exclusively (device_lock.py).
+Each step makes one upload of changed inputs and one download of results. Equal shapes get equal addresses, so that
+later generations can replay a step's CUDA graph. One thread runs it (run_thread.py), and nothing else uses the device
+during its capture (device_lock.py).
 
-Tested with doubles of the device and the CUDA runtime; not run on a GPU.
+Tested with test doubles of the device and the CUDA runtime; not run on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NUMBERS = {kind.numpy: kind.number for kind in ELEMENT_TYPES.values()}
 
 
 class Area:
-    """Device memory and a host array of equal size, copied whole."""
+    """Device memory and a host array of equal size; copies always transfer all of it."""
 
     def __init__(self, size: int, device: tuple[str, int]) -> None:
         self.size = size
@@ -50,7 +51,7 @@ class StepBuffers:
     """One generation's memory for small tensors.
 
     areas: "changing" (inputs copied in every run), "rest" (other inputs) and "results".
-    loaded: the binding whose inputs it holds.
+    loaded: the binding whose inputs are in the memory.
     """
 
     def __init__(self, device: tuple[str, int]) -> None:
@@ -76,7 +77,7 @@ class Graph:
 class BufferPool:
     """A session's StepBuffers and CUDA graphs.
 
-    thread: runs the session if it has graphs.
+    thread: the thread that runs a session with CUDA graphs, or None.
     """
 
     def __init__(self, device: tuple[str, int], *, graphs: bool) -> None:
@@ -95,7 +96,7 @@ class BufferPool:
             return StepBuffers(self._device)
 
     def give_back(self, buffers: StepBuffers) -> None:
-        buffers.loaded = None  # else it keeps the session open
+        buffers.loaded = None  # otherwise it would keep the session open
         with self._free_lock:
             self._free.append(buffers)
 
@@ -116,7 +117,7 @@ def _run_options(graph: str) -> ort.RunOptions:
 
 
 class DeviceBinding(HostBinding):
-    """Copies host arrays to and from StepBuffers, shared by bindings from `another`."""
+    """A binding that copies host arrays to and from StepBuffers, which bindings from `another` share."""
 
     def __init__(self, session: RawSession, pool: BufferPool, buffers: StepBuffers | None = None) -> None:
         super().__init__(session)
@@ -125,8 +126,8 @@ class DeviceBinding(HostBinding):
         self._memory: dict[str, tuple[object, ...]] = {}
         self._on_host: dict[str, np.ndarray] = {}
         self._changes: set[str] = set()
-        self._placed: dict[str, Area] = {}  # areas of bound addresses, if bound
-        self._stale = True  # whether other inputs changed
+        self._placed: dict[str, Area] = {}  # areas whose addresses are bound
+        self._stale = True  # whether inputs other than "changing" ones changed
         self._copies: dict[str, list[tuple[str, np.ndarray]]] = {}  # (name, host view) per area
         self._graph: Graph | None = None
 
@@ -227,7 +228,7 @@ class DeviceBinding(HostBinding):
             arrays = {**self._arrays, **self._results}
             pointers = tuple(area.pointer for area in self._placed.values())
             shapes = tuple((name, name in self._changes, arrays[name].shape) for name in sorted(arrays))
-            # A capture fixes values read on the host.
+            # A capture fixes the values of inputs that are read on the host.
             constants = tuple((name, array.tobytes()) for name, array in sorted(self._on_host.items()))
             self._graph = self._pool.graph((pointers, shapes, constants, tuple(sorted(self._memory.items()))))
         return self._graph

@@ -1,4 +1,4 @@
-"""Refuses graphs that this onnxruntime does not support, or silently computes wrongly.
+"""Refuse graphs that this onnxruntime does not support or would silently compute wrongly.
 
 Before 1.24 (JetPack 6 has 1.23, see docs/guide/edge.md), onnxruntime lacks opset 24, and GroupQueryAttention makes a
 sliding window one token too long.
@@ -6,8 +6,8 @@ sliding window one token too long.
 On CUDA, `GatherBlockQuantized` over a uint8 table reads wrong weights:
 
 - before 1.24 for two weights per byte (int4);
-- before 1.29 without zero points: it uses 0, the CPU 2 ** (bits - 1);
-- up to at least 1.31 if a row ends within a block: it uses other rows' scales.
+- before 1.29 without zero points: it uses 0 where the CPU uses 2 ** (bits - 1);
+- up to at least 1.31 if a row ends within a block: it uses the scales of other rows.
 
 This exporter avoids the last two; others may not.
 """
@@ -23,37 +23,52 @@ import onnxruntime as ort
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import ManifestError
 from topw_deploy.files import mapped
-from topw_deploy.manifest import Manifest
+from topw_deploy.manifest import DecoderManifest, Manifest
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.ort.graph_file import Initializer, Node, read_graph
 
-_MOST_OPSET = 23  # before 1.24
-# Encoded attribute unless -1 (no window).
+_MOST_OPSET = 23  # newest opset before onnxruntime 1.24
+# Matches the encoded attribute unless its value is -1 (no window).
 _WINDOW = re.compile(rb"local_window_size\x18(?!\xff{9}\x01)")
 _LOOKUP = "GatherBlockQuantized"
 _ZERO_POINTS = 3  # input index
 _READS_PAIRS = (1, 24)  # first to read two weights per byte
-_TAKES_MIDDLE = (1, 29)  # first with the CPU's zero point
+_TAKES_MIDDLE = (1, 29)  # first to use the CPU's zero point
 
 
 def check_before_opening(folder: ModelFolder[Manifest]) -> None:
     """Raises ManifestError for a graph that this onnxruntime cannot run correctly."""
+    _check_version(folder)
     if not is_older():
         return
     opset = folder.manifest.opset.get("", 0)
     if opset > _MOST_OPSET:
         raise ManifestError(
-            f"{folder.path} has operators of opset {opset}, but onnxruntime {ort.__version__} knows them up to opset "
+            f"{folder.path} has operators of opset {opset}, but onnxruntime {ort.__version__} supports at most opset "
             f"{_MOST_OPSET}; export without --target tensorrt, or install onnxruntime 1.26 or newer."
         )
     with mapped(folder.model) as graph:
         found = _WINDOW.search(graph)
     if found:
         raise ManifestError(
-            f"{folder.path} has attention with a sliding window in GroupQueryAttention, which onnxruntime "
-            f"{ort.__version__} makes a token too long; export with --kv concat, or install onnxruntime 1.24 or newer."
+            f"{folder.path} has a sliding window in GroupQueryAttention, which onnxruntime {ort.__version__} makes one "
+            "token too long; export with --kv concat, or install onnxruntime 1.24 or newer."
         )
+
+
+def _check_version(folder: ModelFolder[Manifest]) -> None:
+    manifest = folder.manifest
+    if not isinstance(manifest, DecoderManifest):
+        return
+    least = manifest.decoder.least_onnxruntime
+    if not least or _numbers(ort.__version__) >= _numbers(least):
+        return
+    other = ", or export with --no-window-cache" if manifest.decoder.evicts else ""
+    raise ManifestError(
+        f"{folder.path} needs the operators of onnxruntime {least}, and this is {ort.__version__}; install onnxruntime "
+        f"{least} or newer{other}."
+    )
 
 
 def is_older() -> bool:
@@ -81,7 +96,7 @@ class Lookup:
 def check_lookups(folder: ModelFolder[Manifest], provider: str) -> None:
     """Raises ManifestError for a lookup that `provider`, a full name, computes wrongly.
 
-    onnxruntime must have validated the graph.
+    Call it only after onnxruntime has validated the graph.
     """
     if providers.device_of(provider) != "cuda":
         return

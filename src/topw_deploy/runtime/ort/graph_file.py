@@ -1,6 +1,6 @@
-"""Reads nodes and initializer shapes from an ONNX file: onnxruntime does not report them.
+"""Read nodes and initializer shapes from an ONNX file, because onnxruntime does not report them.
 
-Does not validate: onnxruntime must have opened the file.
+The file is not validated here: onnxruntime must have opened it before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from mmap import mmap
 
 Span = tuple[int, int]
-"""Byte range in the file."""
+"""A byte range in the file."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _GRAPH = 7  # ModelProto field
@@ -40,7 +40,7 @@ class Initializer:
 
 
 def read_graph(file: mmap) -> tuple[list[Node], dict[str, Initializer]]:
-    """The main graph's nodes, and its initializers by name."""
+    """Returns (nodes of the main graph, its initializers by name)."""
     nodes, initializers = [], {}
     for number, span in _fields(file, (0, len(file))):
         if number != _GRAPH or isinstance(span, int):

@@ -13,7 +13,7 @@ from topw_deploy.errors import GenerationError, one_line
 
 
 class RawSession(Protocol):
-    """An open session, see `OrtSession`."""
+    """What a binding needs of an open session; see `OrtSession`."""
 
     raw: ort.InferenceSession
     device: tuple[str, int]
@@ -21,7 +21,7 @@ class RawSession(Protocol):
 
 
 class HostBinding:
-    """onnxruntime's IO binding without its Python wrapper, which doubles the cost."""
+    """onnxruntime's IO binding, without the Python wrapper that would double the cost."""
 
     def __init__(self, session: RawSession) -> None:
         self._io = ort.SessionIOBinding(session.raw._sess)
@@ -32,11 +32,11 @@ class HostBinding:
         self._bound_outputs: list[str] = []
         self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue)
         self.outputs = self._io.get_outputs  # () -> last outputs, as bound
-        self._session = session  # last: it frees device memory
+        self._session = session  # assigned and so released last: that frees device memory
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         self._arrays[name] = array
-        if name in self._with_defaults:  # bind_input finds no inputs with defaults
+        if name in self._with_defaults:  # bind_input does not find inputs with defaults
             self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
         else:
             self._io.bind_input(name, array)
@@ -48,7 +48,7 @@ class HostBinding:
         self.bind_array(name, array)
 
     def refresh(self, name: str) -> None:
-        """Do nothing: runs read the array itself."""
+        """Does nothing: runs read the array itself."""
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
         self._bound_outputs.append(target)
@@ -65,6 +65,10 @@ class HostBinding:
         value = ort.OrtValue.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype].number, *self._session.device)
         self.bind_value(name, value._ortvalue)
 
+    def bind_input_memory(self, name: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
+        """Bind session memory as an input only; it must stay alive."""
+        self._io.bind_input(name, self._device, element_type, shape, pointer)
+
     def bind_fresh(self, name: str) -> int:
         """Make the next run allocate output `name`. Returns its index in `outputs`."""
         self._bound_outputs.append(name)
@@ -79,7 +83,7 @@ class HostBinding:
         return HostBinding(self._session)
 
     def close(self) -> None:
-        """Do nothing: a generation owns only the arrays."""
+        """Does nothing: a generation owns only the arrays."""
 
     def run(self, step: int | None = None) -> None:
         self._compute(step, None)

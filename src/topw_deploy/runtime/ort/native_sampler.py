@@ -1,4 +1,4 @@
-"""Opens a session with the native sampler operator, or the function in the file."""
+"""Open a session with the native sampler operator, or with the function in the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA: "cuda"}
 
 @dataclass(frozen=True)
 class Opened:
-    """why_graph: why `sampler` is not "native"."""
+    """An open session. why_graph: why `sampler` is not "native"."""
 
     raw: ort.InferenceSession
     sampler: Sampler
@@ -29,25 +29,25 @@ class Opened:
 def operator_library(
     provider: str, table_form: str, options: ort.SessionOptions | None = None, device: int = 0
 ) -> tuple[library.Library | None, str]:
-    """Returns (native library or None, a clause why not) for `provider` (a full name).
+    """Returns (native library or None, a clause that says why not) for `provider`, a full name.
 
-    table_form: the manifest's.
-    options: may have registered operators.
+    table_form: the table form in the manifest.
+    options: session options, which may already have registered operators.
     device: GPU number.
     """
     kind = _KINDS.get(provider)
     if kind is None:
-        return None, f"the native sampler is for cpu and cuda, and the provider is {providers.short_name(provider)}"
+        return None, f"the native sampler supports cpu and cuda, but the provider is {providers.short_name(provider)}"
     registered = _registered(options)
     if kind == "cuda" and registered == "cpu":
-        return None, "the session options already hold the CPU's operator, and cannot take the GPU's; give new ones"
+        return None, "the session options already have the CPU's operator and cannot take the GPU's; give new ones"
     found, why = _load(registered or kind)
     if isinstance(found, library.CudaLibrary) and kind == "cuda":
         why = _no_code(found, device)
     if found is None or why:
         return None, why
     if not found.knows(table_form):
-        return None, f"the native sampler does not read tables by {table_form}"
+        return None, f"the native sampler does not support the table form {table_form}"
     return found, ""
 
 
@@ -74,12 +74,12 @@ def _load(kind: library.Kind) -> tuple[library.Library | None, str]:
 
 
 def _no_code(found: library.CudaLibrary, device: int) -> str:
-    """A clause why the library lacks code for this GPU, or ""."""
+    """A clause if the library has no code for this GPU, or ""."""
     devices = driver.look().devices
     if device >= len(devices) or found.serves(devices[device].architecture):
         return ""
     number = devices[device].architecture
-    return f"{found.path.name} has no code for sm_{number} (`topw plugins build --cuda --arch {number}` makes it)"
+    return f"{found.path.name} has no code for sm_{number} (run `topw plugins build --cuda --arch {number}`)"
 
 
 def open_session(
@@ -91,7 +91,7 @@ def open_session(
     sampler: str,
     device: int = 0,
 ) -> Opened:
-    """Open a session with `new_session`, which uses `options`; natively if `sampler` allows it and it works.
+    """Open a session with `new_session`, which uses `options`; with the native sampler if it works and is allowed.
 
     Raises errors of `new_session`, and ProviderError if `sampler` is "native" but unusable.
     """
@@ -116,11 +116,11 @@ def open_session(
         with library.hidden():
             raw = new_session()
     except Exception:
-        if refused is not None:  # another cause, or the model requires it
+        if refused is not None:  # the error has another cause, or the model needs the native sampler
             raise refused from None
         raise
     if sampler == "native":
         raise ProviderError(
-            f"sampler='native' cannot be had: {why}; see `topw doctor`, or use sampler='auto'.", "sampler"
+            f"sampler='native' is not available: {why}; see `topw doctor`, or use sampler='auto'.", "sampler"
         )
     return Opened(raw, "graph", why)

@@ -60,7 +60,7 @@ def resolve(provider: str, allow_fallback: bool = False) -> str:
 
 
 def why_absent(provider: str) -> str:
-    """A clause: onnxruntime lacks `provider`, and the remedy."""
+    """A clause that says that onnxruntime lacks `provider`, with the remedy."""
     remedy = _remedy(provider.lower().removesuffix(_SUFFIX.lower()))
     what = f"this onnxruntime {ort.__version__} was built without {provider!r}"
     return f"{what}: it has {', '.join(available())}; {remedy}"
@@ -93,7 +93,7 @@ def missing_libraries(provider: str) -> str:
 
 
 def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool) -> str:
-    """The provider in use: onnxruntime silently drops one that fails to start.
+    """The provider in use, because onnxruntime silently drops one that fails to start.
 
     Raises ProviderError if it is not `wanted` and `allow_fallback` is False.
     """
@@ -103,7 +103,7 @@ def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool)
     if not allow_fallback:
         missing = missing_libraries(wanted)
         raise ProviderError(
-            f"asked for {short_name(wanted)}, but onnxruntime could not start it and would run on "
+            f"provider is {short_name(wanted)}, but onnxruntime could not start it and would run on "
             f"{', '.join(map(short_name, used))}{f' ({missing})' if missing else ''}; see `topw doctor`, or pass "
             "allow_fallback=True to accept that.",
             "allow_fallback",

@@ -26,7 +26,7 @@ SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit
 SAMPLER_OUTPUTS = ("next_token", "logprob", "kept", "certified")
 
 _HINT_FOR_GRAPHS = (
-    "leave enable_cuda_graph out, or export again with --dtype fp16, which leaves nothing to the CPU, and build the "
+    "omit enable_cuda_graph, or export again with --dtype fp16, which leaves no nodes on the CPU, and build the "
     "native sampler with `topw plugins build --cuda`"
 )
 # On CUDA, fuses RotaryEmbedding into GroupQueryAttention. It mistakes ONNX's RotaryEmbedding for onnxruntime's, reads
@@ -79,7 +79,7 @@ class OrtSession:
         """Do nothing."""
 
     def __del__(self) -> None:
-        """Close under the lock: that frees device memory."""
+        """Close the session under the lock, because closing frees device memory."""
         if self._buffers is not None:
             with self._buffers.lock.using:
                 del self.raw
@@ -99,7 +99,7 @@ class GraphSession(OrtSession):
         wanted = asked if providers.short_name(asked) in providers.available() else providers.CPU
         unused = asked == providers.CPU and options.cuda_graphs
         if unused and options.provider != "auto":
-            raise ParameterError("enable_cuda_graph is for provider='cuda', and 'cpu' was asked for; leave it out.")
+            raise ParameterError("enable_cuda_graph is for provider='cuda', but provider is 'cpu'; omit it.")
         graphs = wanted == providers.CUDA and options.cuda_graphs
         if graphs:
             _check_captures(folder)
@@ -132,7 +132,7 @@ class GraphSession(OrtSession):
         except GenerationError as error:
             reason = str(error).rstrip(".")
             raise ProviderError(
-                f"{providers.short_name(self.provider)} opens the model, but does not run it: {reason}; see "
+                f"{providers.short_name(self.provider)} opens the model but fails to run it: {reason}; see "
                 "`topw doctor`, or use provider='cpu'.",
                 "provider",
             ) from None
@@ -142,8 +142,8 @@ class GraphSession(OrtSession):
         self.cpu_nodes = cpu_nodes.cpu_nodes_in(nodes)
         if not nodes:
             raise ProviderError(
-                f"onnxruntime {ort.__version__} does not say which nodes {providers.short_name(self.provider)} runs; "
-                "install 1.24 or newer, or use provider='cpu'.",
+                f"onnxruntime {ort.__version__} does not report which nodes {providers.short_name(self.provider)} "
+                "runs; install 1.24 or newer, or use provider='cpu'.",
                 "provider",
             )
         if not self._lenient:
@@ -151,7 +151,7 @@ class GraphSession(OrtSession):
         self._warn(self.provider, "", graphs_unused=False)
 
     def _warn(self, asked: str, failure: str, graphs_unused: bool) -> None:
-        doctor, name = "; `topw doctor` says what is missing", providers.short_name(asked)
+        doctor, name = "; `topw doctor` shows what is missing", providers.short_name(asked)
         if self.provider != asked:
             if name not in providers.available():
                 failure = providers.why_absent(name)
@@ -178,7 +178,7 @@ def _check_captures(folder: ModelFolder[Manifest]) -> None:
     if form != "static":
         what = "a sampler alone" if form is None else f"a cache of the form {form!r}"
         raise ParameterError(
-            f"enable_cuda_graph needs steps of one shape, and {folder.path} has {what}; leave it out, or export a "
+            f"enable_cuda_graph needs steps of one shape, and {folder.path} has {what}; omit it, or export a "
             "model with --kv static."
         )
 
@@ -213,7 +213,7 @@ def _open(
     except Exception as error:  # noqa: BLE001  # unrelated classes
         if wanted == providers.CPU:
             raise _refused(folder, error) from None
-        # Is the graph or the provider at fault?
+        # Open it on the CPU, to find out whether the graph or the provider is at fault.
         try:
             session = on(providers.CPU, [(providers.CPU, {})])
         except ProviderError:
@@ -268,5 +268,5 @@ def _compare(what: str, specs: Mapping[str, TensorSpec], found: Mapping[str, str
         if stated != actual:
             raise ManifestError(
                 f"{what} {name!r} is {actual} in model.onnx, but {stated} in the manifest: "
-                "the two do not belong together; export the model again."
+                "the two do not match; export the model again."
             )

@@ -1,4 +1,4 @@
-"""Jinja's immutable sandbox, with operators and calls counted."""
+"""Jinja's immutable sandbox, which counts operators and calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CALL, _OPERATOR, _OUTPUT = 8, 4, 2  # steps, about proportional to time
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles templates that count on the current meter."""
+    """Compiles templates that count their work on the current meter."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
@@ -48,7 +48,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
 
     def compile_template(self, source: str) -> jinja2.Template:
-        """Raises TemplateError, or errors of Python's compiler."""
+        """Raises TemplateError, or an error of Python's compiler."""
         if len(source) > SOURCE:
             raise jinja2.TemplateSyntaxError(f"it has {len(source):,} characters, more than {SOURCE:,}", 1)
         return self.from_string(rewrite(self.parse(source)))
@@ -98,7 +98,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             own = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
             return methods.call(meter, __obj, args, own)
         if isinstance(__obj, type) and __obj not in (dict, _Namespace, Cycler, Joiner):
-            raise SecurityError(f"a template may not make a {__obj.__name__}")
+            raise SecurityError(f"a template may not create a {__obj.__name__}")
         if __obj is dict:
             meter.read(*args, *kwargs.values())
         elif isinstance(getattr(__obj, "__self__", None), LoopContext):
@@ -107,7 +107,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return meter.make(result) if __obj is dict else result
 
 
-@pass_context  # not called while compiling
+@pass_context  # so that Jinja does not call it while compiling
 def _finalize(context: Context, value: Any) -> Any:
     meter = current()
     meter.step(_OUTPUT)
@@ -136,7 +136,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's `namespace` without attributes special to Python."""
+    """Jinja's `namespace`, without attributes that have a meaning in Python."""
 
     def __init__(*arguments: Any, **attributes: Any) -> None:  # `self` may be an attribute
         self, *rest = arguments

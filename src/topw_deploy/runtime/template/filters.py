@@ -16,7 +16,7 @@ from topw_deploy.runtime.template.meter import Meter, current, is_container
 from topw_deploy.runtime.template.methods import replaced
 
 Guard = Callable[[Meter, Any, "list[Any]", "dict[str, Any]"], Any]
-"""Checks a filter's value and arguments. Returns the value to filter."""
+"""A function that checks a filter's value and arguments, and returns the value to filter."""
 
 _FILTER = 6  # steps
 _SORTS = 20  # comparisons per item
@@ -183,7 +183,7 @@ def _format(value: Any, *args: Any, **kwargs: Any) -> str:
 
 
 _FREE = ("attr", "count", "d", "default", "first", "last", "length", "random")
-"""Constant-time filters without new values."""
+"""Filters that take constant time and make no new values."""
 
 _GUARDS: dict[str, Guard] = {
     **dict.fromkeys(

@@ -19,7 +19,7 @@ _WIDTH = 1000
 def percent(meter: Meter, form: str, values: Any) -> str:
     """`form % values`. Raises SecurityError for widths above 999."""
     if _WIDE_CONVERSION.search(form):
-        raise SecurityError(f"a format may not have widths from {_WIDTH} on, or given by '*'")
+        raise SecurityError(f"a format may not have a width of {_WIDTH} or more, or given by '*'")
     conversions = form.count("%")
     times = conversions if isinstance(values, Mapping) else 1  # mapping values can repeat
     meter.read(form, values)
@@ -34,7 +34,7 @@ class BoundedFormatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         meter = current()
         if _WIDE_FIELD.search(format_spec):
-            raise SecurityError(f"a format may not have widths from {_WIDTH} on")
+            raise SecurityError(f"a format may not have a width of {_WIDTH} or more")
         meter.expect(meter.printed(value))
         text: str = super().format_field(value, format_spec)
         meter.use(len(text))

@@ -1,4 +1,4 @@
-"""Bounds of one rendering: steps, characters, and the size of a value."""
+"""Bounds of one rendering: steps, characters, and the size of each value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BITS = 4096
 """Maximum bits of an integer."""
 
 _ITEM = 16  # size of an item besides its characters
-_PRINTED = 10  # characters per printed character in a list: \U0001f600
+_PRINTED = 10  # characters that a character can take when a list is printed: \U0001f600
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS: Any = (list, tuple, dict, set, frozenset, *_VIEWS)
 
@@ -35,10 +35,10 @@ _METER: ContextVar[Meter] = ContextVar("meter")
 
 
 class Meter:
-    """Counts one rendering's usage. Raises TokenizerError, naming the template, above a bound.
+    """Counts the work of one rendering. Raises TokenizerError, naming the template, above a bound.
 
     name: the template's file.
-    data: the template's values, which must not change.
+    data: the values given to the template, which must not change.
     """
 
     def __init__(self, name: str, data: Collection[Any]) -> None:
@@ -69,7 +69,7 @@ class Meter:
             self.refuse(f"takes more than {self._step_limit:,} steps")
 
     def expect(self, size: int) -> None:
-        """Refuse too large a value before its creation."""
+        """Refuse a value of more than the allowed size before it is created."""
         if size > self._longest:
             self.refuse(f"makes a value of {size:,} characters, but may make at most {self._longest:,}")
 
@@ -93,12 +93,12 @@ class Meter:
         self.step(2 + (sum(self.measure(value)[0] for value in values) >> 6))
 
     def search(self, text: str, pattern: Any, *, forward: bool) -> None:
-        """Count a search by Python's worst case, unbounded for backward search."""
+        """Count a search at Python's worst case: text times pattern, which only a forward search reduces."""
         size = len(pattern) if isinstance(pattern, str) else 1
         self.step(len(text) * (min(size, 128) if forward else size) >> 8)
 
     def measure(self, value: Any) -> tuple[int, int]:
-        """Returns (characters of `value`, counting repeated items each time; depth)."""
+        """Returns (characters of `value`, with a repeated item counted each time; nesting depth)."""
         if isinstance(value, (str, bytes)):
             return len(value) + _ITEM, 0
         if isinstance(value, int):
@@ -123,7 +123,7 @@ class Meter:
             weight += item_weight
             depth = max(depth, item_depth)
         if depth >= DEPTH:
-            self.refuse(f"puts more than {DEPTH} lists within each other")
+            self.refuse(f"nests more than {DEPTH} lists")
         return weight, depth + 1
 
     def printed(self, value: Any) -> int:
@@ -157,7 +157,7 @@ class Meter:
 
     def refuse(self, what: str) -> NoReturn:
         raise TokenizerError(
-            f"{self._name}: the chat template {what}, which no template of a chat model should need; correct it and "
+            f"{self._name}: the chat template {what}, which no chat template should need; correct it and "
             "export the model again, or use a plain prompt."
         )
 

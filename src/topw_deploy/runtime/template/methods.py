@@ -18,7 +18,7 @@ _PLAIN = frozenset({
 _OF_CONTAINERS = frozenset({"copy", "count", "get", "index", "items", "keys", "values"})
 _GROWS = 3  # maximum growth in upper case
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-_PIECE = 16  # size per piece of text
+_PIECE = 16  # size of each piece of text besides its characters
 
 
 def call(meter: Meter, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,7 +60,7 @@ def replaced(meter: Meter, text: str, old: Any, new: Any, count: Any = -1) -> in
 
 
 def _size(meter: Meter, text: str, name: str, given: list[Any]) -> int | None:
-    """Upper bound; None for an unknown method."""
+    """Upper bound on the size of the result; None for an unknown method."""
     first = given[0] if given else None
     if name in _SEARCHES or name in _BACKWARDS:
         for pattern in first if isinstance(first, tuple) else [first]:

@@ -1,7 +1,7 @@
-"""Rewrites a parsed template to count its work.
+"""Rewrite a parsed template so that it counts its work.
 
-Jinja compiles loops, comparisons, literals, slices and `~` to plain Python, which environments cannot intercept. They
-are wrapped in filters whose names begin with a space: templates cannot name them.
+Jinja compiles loops, comparisons, literals, slices and `~` to plain Python, which an environment cannot intercept. They
+are wrapped in filters whose names begin with a space, so that templates cannot name them.
 """
 
 # ruff: noqa: N802, N815  # the names by which Jinja calls a visitor
@@ -15,7 +15,7 @@ from jinja2.visitor import NodeTransformer
 
 from topw_deploy.runtime.template.meter import current
 
-_BOUNDED_BY_EITHER = frozenset({"eq", "ne", "gt", "gteq", "lt", "lteq"})  # stops at the shorter one
+_BOUNDED_BY_EITHER = frozenset({"eq", "ne", "gt", "gteq", "lt", "lteq"})  # comparisons end with the shorter operand
 
 
 def rewrite(template: nodes.Template) -> nodes.Template:

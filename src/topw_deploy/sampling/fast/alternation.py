@@ -14,8 +14,8 @@ import numpy as np
 from topw_deploy.sampling.geometry import Floats, Geometry, Ids
 from topw_deploy.sampling.reference import Mask, first_maximiser, objective
 
-# Tokens measured before the row test is repeated, doubling. The most probable ones bound mass and objective best, so a
-# small batch of them comes first.
+# Tokens measured before the row test is repeated; the number doubles. The most probable tokens bound mass and objective
+# best, so a small batch of them comes first.
 _FIRST_ROWS, _MOST_ROWS = 64, 256
 _FEATURES_AT_ONCE = 128  # rows whose float64 intermediates fit in the CPU's cache
 _SLACK = 1e-9  # times max(1, lam, beta); rounding then only lets more tokens pass the row test
@@ -31,7 +31,7 @@ class Alternation:
     penalty: geom_scale >= 0.
     distance_to: dist(i, S) of positions i outside S; None if always 1.
     bound: lower bounds [n] of distances to any other token.
-    settled_at: a step to a subset of at least this size is final (T1).
+    settled_at: a step that ends in a subset of at least this size is final (T1).
     """
 
     p: Floats
@@ -80,8 +80,8 @@ class Alternation:
         return order[:k], float(J[k - 1])
 
     def _may_be_kept(self, phi: Floats, best: float) -> Mask:
-        """The row test, with upper bounds `phi` and a lower bound `best` of J. Passing tokens bound the kept mass;
-        repeat until stable.
+        """The row test, with upper bounds `phi` and a lower bound `best` of J. The tokens that pass bound the kept
+        mass; the test repeats until they no longer change.
         """
         G = float(self.p.sum())
         while True:
@@ -103,7 +103,7 @@ class SetDistances:
     """dist(i, S) for pool tokens i outside a changing set S, each distance computed once.
 
     C: token ids of the pool [n].
-    neighbours: 0 for the smallest distance, else average this many.
+    neighbours: 0 for the smallest distance, otherwise the mean of this many smallest ones.
     """
 
     def __init__(self, geometry: Geometry, C: Ids, neighbours: int) -> None:

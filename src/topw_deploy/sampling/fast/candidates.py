@@ -15,7 +15,7 @@ from topw_deploy.sampling.geometry import Ids
 Logits = NDArray[np.floating]
 
 _ONE_BLOCK_EACH = 4096  # up to this many tokens, one block per token
-# Relative to the gap: rounding (1e-16 or 6e-8) then only lets more tokens pass.
+# Relative to the gap, so that rounding (1e-16 or 6e-8) only lets more tokens pass.
 _GAP_SLACK = 1e-9
 
 

@@ -34,8 +34,8 @@ class FastCrop:
     stage: what settled the row: "greedy"; "candidates", without the pool; "pool", without a distance; "geometry", the
         alternation; "literal", the reference, for a negative geom_scale.
     candidates: tokens with computed weights; 0 if greedy or beta <= lam.
-    steps: alternations, without the reference's confirming one.
-    distances: computed ordered pairs (pool token, member of a set).
+    steps: alternations, without the reference's last one, which confirms the set.
+    distances: number of computed ordered pairs (pool token, member of a set).
     distances_avoided: `reference.Crop.distances` less `distances`; 0 if unknown ("candidates").
     """
 
@@ -59,8 +59,9 @@ def fast_crop(
 
     neighbour_bound: float32 [V] or longer, lower bounds of distances to any other token. Only affects speed.
 
-    Other arguments and errors: see `reference.crop`. Searches float32 logits as they are; decides in float64, summed in
-    the reference's order. Raises ParameterError also for a neighbour bound that is too short or NaN at a pool token.
+    Other arguments and errors: see `reference.crop`. Float32 logits are searched as they are; decisions use float64,
+    summed in the reference's order. Raises ParameterError also for a neighbour bound that is too short or NaN at a pool
+    token.
     """
     options = _DEFAULT_OPTIONS if options is None else options
     geometry = geometry_for(options, geometry)
@@ -89,7 +90,7 @@ class _Row:
         self.c = parameters.beta - parameters.lam
         self.selection = parameters.selection_temperature or parameters.temperature
         table = geometry.table
-        # Otherwise a pool token may lack an embedding: an error even without distances.
+        # Otherwise a pool token may lack an embedding, which is an error even if no distance is needed.
         self.every_token_embedded = table is None or table.shape[0] >= len(row)
 
     def settle(self) -> FastCrop:
@@ -132,7 +133,7 @@ class _Row:
         return (self.row[ids].astype(np.float64) - self.blocks.largest) / self.selection
 
     def _by_candidates(self, ids: Ids) -> FastCrop | None:
-        """Certify by the candidates, a prefix of the pool; None without proof."""
+        """Certify the row by the candidates, a prefix of the pool; None if they prove nothing."""
         lam, share = self.parameters.lam, self.parameters.init_top_p
         ordered = in_pool_order(self.row, ids)
         log_p = self._log_weights(ordered)
@@ -145,7 +146,7 @@ class _Row:
         return FastCrop(ordered[:K], True, "candidates", len(ids), 0, 0, 0)
 
     def _by_pool(self, candidates: Ids | None) -> FastCrop:
-        """Certify by the pool (T2), else alternate."""
+        """Certify the row by the pool (T2), otherwise alternate."""
         size = self.options.top_m
         if candidates is None or len(candidates) < size:
             candidates = self.blocks.holding_the_largest(size)
@@ -185,7 +186,9 @@ class _Row:
         bounds = self.neighbour_bound[C].astype(np.float64)
         if np.isnan(bounds).any():
             token = int(C[np.argmax(np.isnan(bounds))])
-            raise ParameterError(f"the neighbour bound of token {token} is NaN, but must be a number; make it again.")
+            raise ParameterError(
+                f"the neighbour bound of token {token} is NaN, but must be a number; compute it again."
+            )
         return np.maximum(bounds, 0.0)
 
 

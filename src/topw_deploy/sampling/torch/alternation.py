@@ -1,6 +1,6 @@
 """Stage C: the alternation of one row over its pool (docs/contract/theory.md, sections 3 and 4), and the literal one.
 
-Its steps depend on values, so it syncs the device; only uncertified rows need it.
+Its steps depend on computed values, so it syncs the device; only uncertified rows need it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from topw_deploy.sampling.torch.geometry import TensorGeometry
 
-# Tokens measured before the row test is repeated, doubling; the most probable ones bound mass and objective best.
+# Tokens measured before the row test is repeated; the number doubles. The most probable ones bound mass and objective
+# best.
 _FIRST_ROWS = 64
 _SLACK = {torch.float64: 1e-9, torch.float32: 1e-5}  # of J, in its unit; rounding then only lets more tokens pass
 
@@ -66,7 +67,7 @@ class SetDistances:
 
 @dataclass(frozen=True)
 class Alternation:
-    """As `fast.alternation.Alternation`, for tensors.
+    """Like `fast.alternation.Alternation`, for tensors.
 
     scale: geom_scale.
     distances: None if every distance to a set is 1 or geom_scale is 0.

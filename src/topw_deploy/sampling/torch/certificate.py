@@ -15,11 +15,11 @@ from topw_deploy.sampling.torch.largest import Largest, largest_logits
 from topw_deploy.sampling.torch.rows import Rows
 
 CANDIDATES = 64
-"""Largest logits looked at in stage A; crops of language models at the defaults have a handful."""
+"""Number of largest logits that stage A examines; with the defaults, crops of language models have a handful."""
 
 _CANDIDATE_BLOCK, _POOL_BLOCK = 64, 8  # of `largest_logits`
-# Against settling a row the pool would not certify: of J, in its unit, and of the warm start's mass, relative. Rows in
-# between go to the pool.
+# Margins of J, in its unit, and of the warm start's mass, relative: they keep stage A from settling a row that the pool
+# would not certify. Rows within them go to the pool.
 _SLACK = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-5, 1e-5)}
 
 
@@ -28,8 +28,8 @@ class Candidates:
     """The outcome of stage A; all but `found` are [B, 1].
 
     found: the largest logits.
-    valid: usable parameters; logits without NaN or +inf, not all -inf.
-    settled: the first K of `found` are the crop, greedy or certified.
+    valid: whether parameters are usable and logits have no NaN or +inf and are not all -inf.
+    settled: whether the first K of `found` are the crop, greedy or certified.
     """
 
     found: Largest
@@ -58,9 +58,9 @@ def _inside_warm_start(scan: Scan, rows: Rows) -> Tensor:
 
 
 def _covers_the_pool(scan: Scan, rows: Rows, logits: Tensor, top_m: int) -> Tensor:
-    """Block stop: a longer prefix is not the first maximiser.
+    """Block stop: whether no longer prefix can be the first maximiser.
 
-    The last candidate's weight and score bound every other pool token's.
+    The last candidate's weight and score bound those of every other pool token.
     """
     outside = min(top_m, logits.shape[1]) - scan.p.shape[1]
     nothing_left = scan.banned[:, -1:]
@@ -104,8 +104,8 @@ def take_pool(logits: Tensor, rows: Rows, top_m: int) -> Pool:
 class Scan:
     """The objective without geometry over each row's prefixes; all [B, n] but `K`.
 
-    log_p, p: in units of the largest weight.
-    banned: -inf logits, outside every pool; log_p and p are 0.
+    log_p, p: log weights and weights, in units of the largest weight.
+    banned: whether the logit is -inf: outside every pool, with log_p and p set to 0.
     Gamma, Phi: inclusive sums of p and lam p log p.
     K [B, 1]: the size of the first best prefix; 1 if greedy or beta <= lam (singleton collapse), despite rounding.
     """

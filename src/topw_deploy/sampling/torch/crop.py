@@ -1,4 +1,4 @@
-"""Top-W for a batch of rows: candidates (A), the pool (B), geometry (C), each only for the rows left."""
+"""Top-W for a batch of rows: candidates (A), the pool (B), geometry (C), each only for rows not yet settled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TensorCrop:
     invalid: bool [B], rows with NaN, +inf, nothing finite or a parameter out of range; they keep nothing.
     stage: int8 [B], see `Stage`.
     distances, distances_avoided: int64 [B], as in `FastCrop`.
-    any_invalid: on the host: reading it does not sync.
+    any_invalid: a bool on the host, so that reading it does not sync.
     """
 
     ids: Tensor
@@ -88,9 +88,9 @@ def crop_rows(
     options, geometry: as for `reference.crop`.
     neighbour_bound: [V], see `fast_crop`.
 
-    Rows are independent. Syncs once if candidates settle every row; never copies logits to the host. Raises
-    ParameterError for wrong shapes, numbers out of range, a geometry of another metric or with too few tokens, and a
-    NaN bound where one is needed.
+    Rows are independent. The device syncs once if candidates settle every row; logits are never copied to the host.
+    Raises ParameterError for wrong shapes, numbers out of range, a geometry of another metric or with too few tokens,
+    and a NaN bound where one is needed.
     """
     options = TopWOptions() if options is None else options
     geometry = _geometry_for(options, geometry)
@@ -100,7 +100,7 @@ def crop_rows(
     if geometry.table is not None and len(geometry.table) < logits.shape[1]:
         raise ParameterError(
             f"the logits are {logits.shape[1]} wide, but the embedding table has {len(geometry.table)} rows and every "
-            "token needs one; cut the logits, or give the table that belongs to them."
+            "token needs one; cut the logits, or give the table of the same model."
         )
     if neighbour_bound is not None:
         _check_bound(neighbour_bound, logits.shape[1])
@@ -211,7 +211,7 @@ class _PoolRow:
         if measured and self.neighbour_bound is not None:
             bound = self.neighbour_bound.to(self.C.device)[self.C].to(self.p.dtype).clamp(min=0.0)
             if bool(bound.isnan().any()):
-                raise ParameterError("the neighbour bound holds NaN, but must hold numbers; compute it again.")
+                raise ParameterError("the neighbour bound contains NaN, but must contain numbers; compute it again.")
         rule = Alternation(
             p=self.p, scores=self.lam * self.log_p, c=self.c, unit=self.unit, scale=self.scale, distances=distances,
             bound=bound, settled_at=max(1, self.options.neighbours),
@@ -237,5 +237,7 @@ def _geometry_for(options: TopWOptions, geometry: TensorGeometry | None) -> Tens
         return TensorGeometry.uniform()
     if geometry is None or geometry.metric != options.metric:
         given = "no geometry" if geometry is None else f"a {geometry.metric} geometry"
-        raise ParameterError(f"the options ask for the metric {options.metric}, but {given} was given; pass its own.")
+        raise ParameterError(
+            f"the options have the metric {options.metric}, but {given} was given; give one of that metric."
+        )
     return geometry

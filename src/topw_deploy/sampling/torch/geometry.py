@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
 _BLOCK_VALUES = 1 << 19  # values per block of a table: 4 MiB in float64, to fit in cache
-# As in `sampling.geometry`; larger for float32, which has fewer digits.
+# Like the bound in `sampling.geometry`; larger for float32, which has fewer digits.
 _NEAR_SHARE = {torch.float64: 1e-3, torch.float32: 0.05}
 
 
@@ -29,7 +29,7 @@ def normalise(points: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorGeometry:
-    """As `sampling.Geometry`, on tensors."""
+    """Like `sampling.Geometry`, on tensors."""
 
     metric: str
     table: Tensor | None = None  # [V, d], or None for `uniform`
@@ -54,7 +54,7 @@ class TensorGeometry:
         mean = torch.stack([block.sum(0) for block in _blocks(table, metric)]).sum(0) / count
         variance = torch.stack([(block - mean).square_().sum(0) for block in _blocks(table, metric)]).sum(0) / count
         if not bool(mean.isfinite().all() & variance.isfinite().all()):
-            raise ParameterError("the embedding table holds NaN or infinity; check the checkpoint.")
+            raise ParameterError("the embedding table contains NaN or infinity; check the checkpoint.")
         floored = variance + VARIANCE_ADDED if metric == "mahalanobis" else variance.clamp(min=VARIANCE_FLOOR)
         return cls(metric, table, mean, 1.0 / floored.sqrt())
 

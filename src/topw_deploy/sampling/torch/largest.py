@@ -74,7 +74,7 @@ def _first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _keys(values: Tensor) -> Tensor:
     """Unique int64 keys [B, n] that sort as (value, lower position)."""
-    # float32 bits sort as integers once negative magnitudes are inverted; + 0.0 makes -0 a 0.
+    # The bits of float32 sort as integers once negative magnitudes are inverted; adding 0.0 turns -0 into 0.
     bits = (values + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & _MAGNITUDE)).to(torch.int64)
     return (ordered << _POSITION_BITS) | torch.arange(values.shape[1] - 1, -1, -1, device=values.device)

@@ -13,7 +13,7 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.parameters import GREEDY_BELOW, PARAMETER_NAMES, TopWParameters, canonical_names
 
 TensorParameters = TopWParameters | Mapping[str, "float | Tensor"]
-"""One set of numbers for all rows, or names to numbers and tensors [B]; names left out have their defaults."""
+"""One set of numbers for all rows, or a mapping of names to numbers and tensors [B]; missing names take defaults."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Rows:
     unit: max(1, lam, beta), the scale of differences in J.
     selection: the temperature that chooses the crop, 1 for greedy rows.
     scanned: int64, 1 where prefixes are compared, 0 where one token is kept (greedy, beta <= lam).
-    usable: every number is in its interval.
+    usable: whether every number is in its interval.
     """
 
     lam: Tensor
@@ -51,8 +51,8 @@ def working_dtype(device: torch.device) -> torch.dtype:
 def read_parameters(parameters: TensorParameters, batch: int, device: torch.device) -> Rows:
     """The columns of a batch.
 
-    Raises ParameterError for unknown names, numbers out of range and tensors that are not [batch]. Does not check
-    tensor values, which would sync the device; a row out of range is not `usable`.
+    Raises ParameterError for unknown names, numbers out of range and tensors that are not [batch]. Tensor values are
+    not checked here, because that would sync the device; a row out of range is not `usable`.
     """
     if isinstance(parameters, TopWParameters):
         return _shared(parameters, device)

@@ -13,7 +13,7 @@ from topw_deploy.errors import GenerationError
 from topw_deploy.tensorrt.run.cuda import Graph, Memory, Stream
 from topw_deploy.tensorrt.run.layout import Span
 
-_TRIES = 2  # another thread may spoil one; an engine with branches (the sampler's function) fails again
+_TRIES = 2  # captures: another thread may disturb one; an engine with branches (the sampler's function) fails twice
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Context:
         self._scratch = scratch  # must outlive the context
         self._raw = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self._raw is None:
-            raise GenerationError(f"TensorRT gave no context for the engine: {_last_error(logger)}.")
+            raise GenerationError(f"TensorRT created no context for the engine: {_last_error(logger)}.")
         self._raw.set_device_memory(scratch.pointer, scratch.size)
         if not self._raw.set_optimization_profile_async(profile, stream.handle):
-            raise GenerationError(f"TensorRT does not take the engine's profile {profile}: {_last_error(logger)}.")
+            raise GenerationError(f"TensorRT does not accept the engine's profile {profile}: {_last_error(logger)}.")
         stream.wait()
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
@@ -104,11 +104,11 @@ class Context:
             return list(self._raw.infer_shapes())
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:300]
-            raise GenerationError(f"TensorRT does not take these shapes: {reason}.") from None
+            raise GenerationError(f"TensorRT does not accept these shapes: {reason}.") from None
 
     def _require(self, done: bool, what: str) -> None:
         if not done:
-            raise GenerationError(f"TensorRT does not take {what}: {_last_error(self._logger)}.")
+            raise GenerationError(f"TensorRT does not accept {what}: {_last_error(self._logger)}.")
 
 
 def _last_error(logger: Any) -> str:

@@ -42,13 +42,13 @@ class Engine:
             self._runtime = api.create(trt, "Runtime", self._logger)  # must outlive the engine
             self._raw = _deserialize(self._runtime, path)
             if self._raw is None:
-                raise EngineError(f"TensorRT does not open {path} ({api.first_error(self._logger)})")
+                raise EngineError(f"TensorRT cannot open {path} ({api.first_error(self._logger)})")
             self.tensors = _tensors(trt, self._raw)
             names_in, names_out = {spec.name for spec in inputs}, {spec.name for spec in outputs}
             fits = names_out <= self.tensors <= names_in | names_out
             if not fits or self._raw.num_optimization_profiles != len(stamp.profiles):
                 raise EngineError(
-                    f"{stamp.engine} has other inputs, outputs or profiles than the export and its stamp say"
+                    f"{stamp.engine} has inputs, outputs or profiles that differ from the export's or its stamp's"
                 )
             self._free = [self._new_stream()]
 
@@ -108,5 +108,5 @@ def _tensors(trt: Any, engine: Any) -> frozenset[str]:
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     elsewhere = [name for name in names if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE]
     if elsewhere:
-        raise EngineError(f"the engine wants {', '.join(elsewhere)} in memory of the host")
+        raise EngineError(f"the engine needs {', '.join(elsewhere)} in host memory")
     return frozenset(names)

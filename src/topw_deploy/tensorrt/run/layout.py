@@ -12,7 +12,7 @@ ALIGNMENT = 256  # bytes: CUDA's allocation alignment, on which TensorRT's kerne
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes."""
+    """A range of bytes."""
 
     start: int
     size: int

@@ -64,7 +64,7 @@ class EngineSession:
 def _check_manifest(manifest: DecoderManifest) -> None:
     slots = [spec.shape for spec in manifest.inputs if spec.name == "edit_ids"]
     if not slots or len(slots[0]) != 2:
-        raise ManifestError("the manifest states no input edit_ids of two dimensions; export the model again.")
+        raise ManifestError("the manifest has no input edit_ids with two dimensions; export the model again.")
     for spec in manifest.outputs:
         whole_bytes = spec.dtype in ELEMENT_TYPES and ELEMENT_TYPES[spec.dtype].bits >= 8
         sized = whole_bytes and all(isinstance(size, int) for size in spec.shape[1:])

@@ -1,0 +1,295 @@
+"""Recurrences in standard operators, for calls of at most 64 columns.
+
+Without loops. With S_0 the past state, g the log decay and u_s what column s writes,
+    S_t = exp(g_1 + .. + g_t) S_0 + sum_(s <= t) exp(g_(s+1) + .. + g_t) k_s u_s^T.
+Every exponent is a sum of decays, thus at most 0, so nothing overflows.
+- u = v without a delta rule. With it, u solves (I + A) u = beta (v - what S_0 holds for k), where A_ts is
+  beta_t (k_t . k_s) with the decay between them, for s < t.
+- States of one value per key (Mamba, RG-LRU) take fewer operations as a prefix scan over columns.
+Tensors are [batch, groups, heads of a group, ...]: a group shares a query and a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from topw_deploy.errors import UnsupportedModelError
+from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.lowering.recurrence import RecurrenceLayer, like_the_marker, prepared
+
+CHUNK = 64  # columns of a call, at most
+_LEVELS = 6  # 2**6 == CHUNK
+
+
+class ChunkedRecurrences:
+    """Builds recurrences of one graph.
+
+    real: bool [batch, sequence], columns that are no padding.
+    started: bool [batch], rows with tokens of earlier calls; None for states that are never written in place.
+    """
+
+    def __init__(self, editor: GraphEditor, real: ir.Value, started: ir.Value | None = None) -> None:
+        self._editor, self._started = editor, started
+        columns = editor.op("Shape", [real], start=1, end=2)
+        # A longer call fails here: 64 truth values do not combine with its columns.
+        allowed = self._cut(np.ones(CHUNK, bool), columns, axes=(0,))
+        self._real = editor.op("And", [real, allowed], dtype=ir.DataType.BOOL)
+        self._columns = columns
+        self._masks: _Masks | None = None
+
+    def build(self, layer: RecurrenceLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Returns the output [batch, sequence, output_heads, value_dim] and the present state."""
+        if layer.query_heads > layer.heads:
+            raise UnsupportedModelError(
+                f"layer {layer.layer} reads {layer.heads} recurrent states with {layer.query_heads} queries, but "
+                "standard operators need at most one query per state; use --target onnxruntime."
+            )
+        ready = prepared(self._editor, layer, self._real)
+        past = self._begun(past)
+        if layer.value_dim == 1 and layer.beta is None and layer.decay is not None:
+            output, present = _Scan(self._editor, ready).build(past)
+        else:
+            output, present = _Quadratic(self._editor, ready, self.masks()).build(past)
+        return like_the_marker(self._editor, layer, output), present
+
+    def _begun(self, past: ir.Value) -> ir.Value:
+        """The past state, zero where nothing came before.
+
+        Only this node reads the input: a runtime may then write the present state to the same memory.
+        """
+        if self._started is None:
+            return past
+        started = self._editor.op("Unsqueeze", [self._started, self._editor.constant(np.array([1, 2, 3]))])
+        return self._editor.op("Where", [started, past, self._editor.constant(np.float32(0))])
+
+    def masks(self) -> _Masks:
+        if self._masks is None:
+            rows, columns = np.indices((CHUNK, CHUNK))
+            self._masks = _Masks(
+                lower=self._triangle(rows >= columns),
+                strict=self._triangle(rows > columns),
+                upper=self._triangle(rows < columns),
+                identity=self._triangle(rows == columns),
+                pairs=[self._triangle(_pairs(level)) for level in range(_LEVELS)],
+                level_pairs=self._triangle(np.stack([rows == columns, *map(_pairs, range(_LEVELS))])),
+                level_starts=self._triangle(np.stack([rows < 0, *map(_since_block_start, range(_LEVELS))])),
+                level_ends=self._triangle(np.stack([rows < 0, *map(_until_block_end, range(_LEVELS))])),
+            )
+        return self._masks
+
+    def _triangle(self, mask: np.ndarray) -> ir.Value:
+        return self._cut(mask.astype(np.float32), self._columns, axes=(mask.ndim - 2, mask.ndim - 1))
+
+    def _cut(self, mask: np.ndarray, columns: ir.Value, axes: tuple[int, ...]) -> ir.Value:
+        constant = self._editor.constant
+        ends = columns if len(axes) == 1 else self._editor.op("Concat", [columns] * len(axes), axis=0)
+        starts = constant(np.zeros(len(axes), np.int64))
+        return self._editor.op("Slice", [constant(mask), starts, ends, constant(np.array(axes))])
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """Float32 matrices over the call's columns, 1 where
+
+    lower, strict, upper, identity: t >= s, t > s, t < s, t == s.
+    pairs: per level, t is in an odd block of 2**level columns and s in the block before it.
+    level_pairs: `identity`, then `pairs`, stacked; together they are `lower`.
+    level_starts, level_ends: summing decays with them gives the decay of t since its block's start, and of s until its
+        block's end; 0 for `identity`.
+    """
+
+    lower: ir.Value
+    strict: ir.Value
+    upper: ir.Value
+    identity: ir.Value
+    pairs: list[ir.Value]
+    level_pairs: ir.Value
+    level_starts: ir.Value
+    level_ends: ir.Value
+
+
+def _pairs(level: int) -> np.ndarray:
+    rows, columns = np.indices((CHUNK, CHUNK)) >> level
+    return (rows % 2 == 1) & (columns == rows - 1)
+
+
+def _since_block_start(level: int) -> np.ndarray:
+    rows, columns = np.indices((CHUNK, CHUNK))
+    return (rows >> level == columns >> level) & (columns <= rows)
+
+
+def _until_block_end(level: int) -> np.ndarray:
+    rows, columns = np.indices((CHUNK, CHUNK))
+    return (rows >> level == columns >> level) & (columns > rows)
+
+
+class _Grouped:
+    """Splits heads [batch, sequence, heads, dim] into groups that share a query and a key."""
+
+    def __init__(self, editor: GraphEditor, layer: RecurrenceLayer) -> None:
+        self._editor = editor
+        self._layer = layer
+        shared = layer.query_heads == layer.key_heads
+        self.groups = layer.key_heads if shared else layer.heads
+        self.members = layer.heads // self.groups
+
+    def split(self, value: ir.Value, heads: int, width: int) -> ir.Value:
+        """[batch, sequence, groups, members, width], with one member if the group shares `value`."""
+        op, constant = self._editor.op, self._editor.constant
+        if heads < self.groups:
+            value = op("Unsqueeze", [value, constant(np.array([3]))])  # [batch, sequence, heads, 1, width]
+            repeated = constant(np.array([1, 1, 1, self.groups // heads, 1]))
+            value = op("Expand", [value, repeated])
+            heads = self.groups
+        shape = constant(np.array([0, 0, self.groups, heads // self.groups, width]))
+        return op("Reshape", [value, shape])
+
+    def state(self, past: ir.Value) -> ir.Value:
+        """[batch, groups, members, key_dim, value_dim]."""
+        shape = np.array([0, self.groups, self.members, self._layer.key_dim, self._layer.value_dim])
+        return self._editor.op("Reshape", [past, self._editor.constant(shape)])
+
+    def merged_state(self, state: ir.Value) -> ir.Value:
+        shape = self._editor.constant(np.array([0, *self._layer.state_shape]))
+        return self._editor.op("Reshape", [state, shape], dtype=ir.DataType.FLOAT)
+
+    def merged_output(self, output: ir.Value) -> ir.Value:
+        """[batch, sequence, groups, members, value_dim] -> [batch, sequence, heads, value_dim]."""
+        shape = np.array([0, 0, self._layer.heads, self._layer.value_dim])
+        return self._editor.op("Reshape", [output, self._editor.constant(shape)])
+
+
+class _Quadratic:
+    """Scores between all columns of the call."""
+
+    def __init__(self, editor: GraphEditor, layer: RecurrenceLayer, masks: _Masks) -> None:
+        self._editor, self._layer, self._masks = editor, layer, masks
+        self._grouped = _Grouped(editor, layer)
+        self._query = self._columns(layer.query, layer.query_heads, layer.key_dim)
+        self._key = self._columns(layer.key, layer.key_heads, layer.key_dim)
+        self._value = self._columns(layer.value, layer.heads, layer.value_dim)
+        self._beta = None if layer.beta is None else self._columns(layer.beta, layer.heads, 1)
+        width = layer.key_dim if layer.decays_per_key else 1
+        self._decay = None if layer.decay is None else self._columns(layer.decay, layer.heads, width)
+
+    def build(self, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+        op = self._editor.op
+        state = self._grouped.state(past)
+        written = self._written(state)
+        seen = self._decayed(self._query, self._masks.lower)
+        output = op("Add", [op("MatMul", [seen, state]), op("MatMul", [self._scores(self._query), written])])
+        if self._layer.scale != 1:
+            output = op("Mul", [output, self._editor.constant(np.float32(self._layer.scale))])
+        output = self._grouped.merged_output(op("Transpose", [output], perm=[0, 3, 1, 2, 4]))
+        kept = self._transposed(self._decayed(self._key, self._masks.upper))
+        present = op("Add", [self._decayed_state(state), op("MatMul", [kept, written])])
+        return output, self._grouped.merged_state(present)
+
+    def _written(self, state: ir.Value) -> ir.Value:
+        """u, [batch, groups, members, sequence, value_dim]."""
+        op = self._editor.op
+        if self._beta is None:
+            return self._value
+        held = op("MatMul", [self._decayed(self._key, self._masks.lower), state])
+        target = op("Mul", [self._beta, op("Sub", [self._value, held])])
+        earlier = op("Mul", [op("Mul", [self._scores(self._key), self._masks.strict]), self._beta])
+        return op("MatMul", [self._inverse(earlier), target])
+
+    def _inverse(self, strict: ir.Value) -> ir.Value:
+        """(I + strict)^-1 of a strictly lower triangular matrix.
+
+        Blocks of doubled size: the inverse of [[A, 0], [B, C]] is [[A^-1, 0], [-C^-1 B A^-1, C^-1]]. As stable as
+        forward substitution.
+        """
+        op = self._editor.op
+        first, *others = self._masks.pairs
+        inverse = op("Sub", [self._masks.identity, op("Mul", [strict, first])])
+        for pairs in others:
+            below = op("MatMul", [inverse, op("MatMul", [op("Mul", [strict, pairs]), inverse])])
+            inverse = op("Sub", [inverse, below])
+        return inverse
+
+    def _scores(self, left: ir.Value) -> ir.Value:
+        """left_t . k_s times the decay between s and t, for s <= t: [batch, groups, members, sequence, sequence]."""
+        if self._layer.decays_per_key:
+            return self._scores_by_level(left)
+        op, masks = self._editor.op, self._masks
+        scores = op("Mul", [op("MatMul", [left, self._transposed(self._key)]), masks.lower])
+        if self._decay is None:
+            return scores
+        between = op("MatMul", [masks.lower, op("Mul", [self._decay, masks.strict])])  # decays of s+1 .. t
+        return op("Mul", [scores, op("Exp", [between])])
+
+    def _scores_by_level(self, left: ir.Value) -> ir.Value:
+        """As `_scores`, for decays that differ between the numbers of a key.
+
+        Columns s < t are in neighbouring blocks of exactly one level; the decay between them is that until the end of
+        s's block times that since the start of t's.
+        """
+        op, masks = self._editor.op, self._masks
+        axis = self._editor.constant(np.array([3]))
+        decay = op("Unsqueeze", [self._decay, axis])  # [batch, groups, members, 1, sequence, key_dim]
+        since = op("Exp", [op("MatMul", [masks.level_starts, decay])])
+        until = op("Exp", [op("MatMul", [masks.level_ends, decay])])
+        rows = op("Mul", [op("Unsqueeze", [left, axis]), since])
+        columns = op("Mul", [op("Unsqueeze", [self._key, axis]), until])
+        scores = op("MatMul", [rows, op("Transpose", [columns], perm=[0, 1, 2, 3, 5, 4])])
+        return op("ReduceSum", [op("Mul", [scores, masks.level_pairs]), axis], keepdims=0)
+
+    def _decayed(self, vectors: ir.Value, mask: ir.Value) -> ir.Value:
+        """Vectors times the decay of the columns in `mask`."""
+        op = self._editor.op
+        if self._decay is None:
+            return vectors
+        return op("Mul", [vectors, op("Exp", [op("MatMul", [mask, self._decay])])])
+
+    def _decayed_state(self, state: ir.Value) -> ir.Value:
+        op = self._editor.op
+        if self._decay is None:
+            return state
+        total = op("ReduceSum", [self._decay, self._editor.constant(np.array([3]))], keepdims=1)
+        return op("Mul", [state, op("Exp", [self._transposed(total)])])
+
+    def _columns(self, value: ir.Value, heads: int, width: int) -> ir.Value:
+        """[batch, groups, members, sequence, width]."""
+        return self._editor.op("Transpose", [self._grouped.split(value, heads, width)], perm=[0, 2, 3, 1, 4])
+
+    def _transposed(self, value: ir.Value) -> ir.Value:
+        return self._editor.op("Transpose", [value], perm=[0, 1, 2, 4, 3])
+
+
+class _Scan:
+    """h_t = a_t h_(t-1) + b_t for every number of the state, by doubling the columns that each one sums."""
+
+    def __init__(self, editor: GraphEditor, layer: RecurrenceLayer) -> None:
+        self._editor, self._layer = editor, layer
+        self._grouped = _Grouped(editor, layer)
+
+    def build(self, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+        op, constant, layer = self._editor.op, self._editor.constant, self._layer
+        split = self._grouped.split
+        key = split(layer.key, layer.key_heads, layer.key_dim)
+        total = op("Mul", [key, split(layer.value, layer.heads, 1)])  # b, [batch, sequence, groups, members, key_dim]
+        assert layer.decay is not None
+        factor = op("Exp", [split(layer.decay, layer.heads, layer.key_dim if layer.decays_per_key else 1)])
+        for level in range(_LEVELS):
+            total = op("Add", [op("Mul", [factor, self._earlier(total, 1 << level, 0.0)]), total])
+            factor = op("Mul", [factor, self._earlier(factor, 1 << level, 1.0)])
+        state = self._grouped.state(past)  # [batch, groups, members, key_dim, 1]
+        before = op("Unsqueeze", [op("Squeeze", [state, constant(np.array([4]))]), constant(np.array([1]))])
+        states = op("Add", [op("Mul", [factor, before]), total])
+        query = split(layer.query, layer.query_heads, layer.key_dim)
+        output = op("MatMul", [states, op("Transpose", [query], perm=[0, 1, 2, 4, 3])])
+        if layer.scale != 1:
+            output = op("Mul", [output, constant(np.float32(layer.scale))])
+        present = op("Gather", [states, constant(np.array(-1))], axis=1)
+        return self._grouped.merged_output(output), self._grouped.merged_state(present)
+
+    def _earlier(self, values: ir.Value, columns: int, fill: float) -> ir.Value:
+        """`values` of so many columns before, `fill` before the first."""
+        op, constant = self._editor.op, self._editor.constant
+        pads = constant(np.array([columns, -columns]))
+        return op("Pad", [values, pads, constant(np.float32(fill)), constant(np.array([1]))], mode="constant")

@@ -1,0 +1,131 @@
+"""Lower Convolution markers.
+
+Rows of a static cache are padded on the right: their state ends at the last real column. Rows padded on the left start
+with columns of zeros, which equal the state of a new sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.values import fixed_size
+
+CONTRIB_DOMAIN = "com.microsoft"
+OPERATOR = "CausalConvWithState"  # since onnxruntime 1.25
+_STATE_AXIS = 2
+
+
+@dataclass(frozen=True)
+class ConvolutionLayer:
+    """A marker and its values.
+
+    x: [batch, channels, sequence].
+    weight: [channels, 1, kernel].
+    bias: [channels] or None.
+    activation: "" or "silu".
+    """
+
+    marker: ir.Node
+    layer: int
+    state: int
+    x: ir.Value
+    weight: ir.Value
+    bias: ir.Value | None
+    channels: int
+    kernel: int
+    activation: str
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Without the batch."""
+        return (self.channels, self.kernel - 1)
+
+    @staticmethod
+    def of(marker: ir.Node) -> ConvolutionLayer:
+        x, weight, bias = (*marker.inputs, None)[:3]
+        return ConvolutionLayer(
+            marker=marker,
+            layer=marker.attributes["layer"].as_int(),
+            state=marker.attributes["state"].as_int(),
+            x=x,
+            weight=_stored_weight(weight),
+            bias=bias,
+            channels=fixed_size(weight, 0),
+            kernel=fixed_size(weight, 2),
+            activation=marker.attributes["activation"].as_string(),
+        )
+
+
+def _stored_weight(weight: ir.Value) -> ir.Value:
+    """The value before reshapes that undo each other, as of a mixer that drops an axis which the marker restores."""
+    shape, value = weight.shape, weight
+    while (node := value.producer()) is not None and node.op_type in ("Squeeze", "Unsqueeze", "Reshape"):
+        (value, *_) = node.inputs
+        if value.shape == shape:
+            weight = value
+    return weight
+
+
+class Convolutions:
+    """Builds convolutions of one graph.
+
+    real: bool [batch, sequence], columns that are no padding; None if only the end of a row is padded.
+    lengths: int64 [batch], real columns of a row, which come first; None if every row fills its last column.
+    contrib: use onnxruntime's operator.
+    """
+
+    def __init__(self, editor: GraphEditor, *, real: ir.Value | None, lengths: ir.Value | None, contrib: bool) -> None:
+        self._editor = editor
+        self._real = None if real is None else editor.op("Unsqueeze", [real, editor.constant(np.array([1]))])
+        self._lengths = lengths
+        self._contrib = contrib
+        self._last_columns: dict[int, ir.Value] = {}
+
+    def build(self, layer: ConvolutionLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Returns the output [batch, channels, sequence] and the present state, shaped like `past`."""
+        x = layer.x
+        if self._real is not None:
+            zero = self._editor.constant(np.array(0, x.dtype.numpy()))
+            x = self._editor.op("Where", [self._real, x, zero], dtype=x.dtype)
+        if self._contrib and self._lengths is None:
+            return self._operator(layer, x, past)
+        # Only this node reads the input: a runtime may then write the present state to the same memory.
+        window = self._editor.op("Concat", [past, x], axis=_STATE_AXIS)
+        if self._contrib:
+            output, _ = self._operator(layer, x, self._cut(window, 0, layer.kernel - 1))
+        else:
+            output = self._convolved(layer, window)
+        return output, self._present(layer, window)
+
+    def _operator(self, layer: ConvolutionLayer, x: ir.Value, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+        inputs = [x, layer.weight, layer.bias, past]
+        activation = layer.activation or "none"
+        output, present = self._editor.outputs(OPERATOR, inputs, 2, domain=CONTRIB_DOMAIN, activation=activation)
+        output.type = present.type = ir.TensorType(x.dtype)
+        return output, present
+
+    def _cut(self, window: ir.Value, start: int, end: int) -> ir.Value:
+        places = (self._editor.constant(np.array([number])) for number in (start, end, _STATE_AXIS))
+        return self._editor.op("Slice", [window, *places])
+
+    def _convolved(self, layer: ConvolutionLayer, window: ir.Value) -> ir.Value:
+        op, dtype = self._editor.op, layer.x.dtype
+        inputs = [window, layer.weight] if layer.bias is None else [window, layer.weight, layer.bias]
+        output = op("Conv", inputs, group=layer.channels, kernel_shape=[layer.kernel], dtype=dtype)
+        return op("Mul", [output, op("Sigmoid", [output])], dtype=dtype) if layer.activation else output
+
+    def _present(self, layer: ConvolutionLayer, window: ir.Value) -> ir.Value:
+        op, constant = self._editor.op, self._editor.constant
+        columns = layer.kernel - 1
+        if self._lengths is None:
+            return self._cut(window, -columns, np.iinfo(np.int64).max)
+        if columns not in self._last_columns:
+            start = op("Unsqueeze", [self._lengths, constant(np.array([1, 2]))])
+            self._last_columns[columns] = op("Add", [start, constant(np.arange(columns))])  # [batch, 1, columns]
+        shape = constant(np.array([1, layer.channels, 1]))
+        indices = op("Expand", [self._last_columns[columns], shape])
+        return op("GatherElements", [window, indices], axis=_STATE_AXIS)

@@ -1,0 +1,131 @@
+"""Masks and score biases from positions: windows, chunks and ALiBi."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.lowering.layers import AttentionLayer
+
+
+class Positions:
+    """Positions of queries, int64 [batch, 1, sequence, 1], and of keys, int64 [..., tokens]; made when first needed."""
+
+    def __init__(self, editor: GraphEditor, make: Callable[[], tuple[ir.Value, ir.Value]]) -> None:
+        self._editor = editor
+        self._make = make
+        self._made: tuple[ir.Value, ir.Value] | None = None
+        self._distance: ir.Value | None = None
+        self._biases: dict[tuple[object, ...], ir.Value] = {}
+
+    def both(self) -> tuple[ir.Value, ir.Value]:
+        """Positions of queries and keys."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def limits(self, layer: AttentionLayer) -> list[ir.Value]:
+        """bool, True for keys inside the layer's window and in the query's chunk."""
+        op, constant = self._editor.op, self._editor.constant
+        limits = []
+        if layer.window:
+            queries, keys = self.both()
+            start = op("Sub", [queries, constant(np.int64(layer.window))])
+            limits.append(op("Greater", [keys, start]))
+        if layer.chunk:
+            queries, keys = self.both()
+            start = op("Sub", [queries, op("Mod", [queries, constant(np.int64(layer.chunk))])])
+            limits.append(op("GreaterOrEqual", [keys, start]))
+        return limits
+
+    def alibi(self, layer: AttentionLayer) -> ir.Value | None:
+        """What ALiBi adds to scores, [batch or 1, heads, sequence or 1, tokens], or None."""
+        if layer.slopes is None:
+            return None
+        rounded = layer.slopes.dtype == ir.DataType.BFLOAT16
+        key = (_identity(layer.slopes), layer.query.dtype, layer.scale if rounded else None)
+        if key not in self._biases:
+            bias = self._rounded_alibi(layer) if rounded else self._exact_alibi(layer)
+            self._biases[key] = self._cast(bias, layer.query.dtype)
+        return self._biases[key]
+
+    def _exact_alibi(self, layer: AttentionLayer) -> ir.Value:
+        op, constant = self._editor.op, self._editor.constant
+        if self._distance is None:
+            queries, keys = self.both()
+            self._distance = self._cast(op("Sub", [keys, queries]), ir.DataType.FLOAT)
+        slopes = op("Reshape", [layer.slopes, constant(np.array([1, layer.heads, 1, 1]))])
+        return op("Mul", [self._distance, slopes])
+
+    def _rounded_alibi(self, layer: AttentionLayer) -> ir.Value:
+        """Falcon's: slopes, the keys' positions and their products in bfloat16, scaled as the scores."""
+        op, constant = self._editor.op, self._editor.constant
+        _, keys = self.both()
+        slopes = self._cast(layer.slopes, ir.DataType.FLOAT)
+        slopes = op("Reshape", [slopes, constant(np.array([1, layer.heads, 1, 1]))])
+        product = op("Mul", [self._rounded(self._cast(keys, ir.DataType.FLOAT)), slopes])
+        return op("Mul", [self._rounded(product), constant(np.float32(layer.scale))])
+
+    def _rounded(self, value: ir.Value) -> ir.Value:
+        return self._cast(self._cast(value, ir.DataType.BFLOAT16), ir.DataType.FLOAT)
+
+    def _cast(self, value: ir.Value | None, dtype: ir.DataType | None) -> ir.Value:
+        assert value is not None
+        assert dtype is not None
+        return value if value.dtype == dtype else self._editor.op("Cast", [value], to=dtype, dtype=dtype)
+
+
+class Masks:
+    """What each layer's queries see, for attention in standard operators.
+
+    visible: bool, True for keys up to the query.
+    own: bool, True for keys that are always seen, if any: no row of a softmax may be empty.
+    """
+
+    def __init__(
+        self, editor: GraphEditor, positions: Positions, visible: ir.Value, own: ir.Value | None = None
+    ) -> None:
+        self._editor, self._positions = editor, positions
+        self._visible, self._own = visible, own
+        self._masks: dict[tuple[int, int], ir.Value] = {}
+        self._biased: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
+
+    def of(self, layer: AttentionLayer) -> ir.Value:
+        """bool, True for visible; with ALiBi the query's type, to be added to scores. Broadcasts to all heads."""
+        mask = self._mask(layer)
+        bias = self._positions.alibi(layer)
+        if bias is None:
+            return mask
+        if (mask, bias) not in self._biased:
+            hidden = self._editor.constant(lowest(layer.query.dtype))
+            self._biased[mask, bias] = self._editor.op("Where", [mask, bias, hidden], dtype=bias.dtype)
+        return self._biased[mask, bias]
+
+    def _mask(self, layer: AttentionLayer) -> ir.Value:
+        key = (layer.window, layer.chunk)
+        if key not in self._masks:
+            mask = self._visible
+            for limit in self._positions.limits(layer):
+                mask = self._editor.op("And", [mask, limit], dtype=ir.DataType.BOOL)
+            if self._own is not None:
+                mask = self._editor.op("Or", [mask, self._own], dtype=ir.DataType.BOOL)
+            self._masks[key] = mask
+        return self._masks[key]
+
+
+def lowest(dtype: ir.DataType | None) -> np.generic:
+    """The lowest number of `dtype`: infinities become NaN when a whole row is hidden."""
+    assert dtype is not None
+    number = dtype.numpy().type
+    found: np.generic = number(ml_dtypes.finfo(number).min)
+    return found
+
+
+def _identity(value: ir.Value) -> object:
+    """Equal for equal constants."""
+    tensor = ir.convenience.get_const_tensor(value)
+    return value if tensor is None else (tensor.dtype, tensor.tobytes())

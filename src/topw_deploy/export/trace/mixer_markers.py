@@ -1,0 +1,137 @@
+"""Markers: placeholder nodes for convolutions and recurrences in a trace.
+
+Convolution(x [B, C, S], weight [C, 1, K], bias [C] or none) -> [B, C, S]
+    attributes layer, state, activation ("" or "silu").
+    y_t = activation(sum_j weight_j x_(t-K+1+j) + bias), per channel. State: the last K-1 columns, [B, C, K-1].
+
+Recurrence(q [B, S, Hq, Dk], k [B, S, Hk, Dk], v [B, S, H, Dv], decay or none, beta or none) -> [B, S, max(Hq, H), Dv]
+    attributes layer, state, scale, rule.
+    decay: log space, at most 0, [B, S, H] or [B, S, H, Dk]; beta: [B, S, H].
+    State S: [B, H, Dk, Dv], float32; o_t = scale S_t^T q_t, and by rule
+        linear       S_t = S_(t-1) + k_t v_t^T
+        gated        S_t = exp(decay_t) S_(t-1) + k_t v_t^T
+        delta        S_t = S_(t-1) + k_t beta_t (v_t - S_(t-1)^T k_t)^T
+        gated_delta  delta on exp(decay_t) S_(t-1)
+    Hk divides H, and Hq divides H or H divides Hq: consecutive heads share.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from topw_deploy.errors import UnsupportedModelError
+from topw_deploy.export.trace.marker import MARKER_DOMAIN
+
+CONVOLUTION = "Convolution"
+RECURRENCE = "Recurrence"
+
+
+class MixerCache(Protocol):
+    """What markers need of a model's cache: (layer, number of the state in it) that a mixer asked for last."""
+
+    convolution: tuple[int, int] | None
+    recurrence: tuple[int, int] | None
+
+
+class MixerMarkers(Protocol):
+    """Computes or marks convolutions and recurrences; see the module for shapes.
+
+    layer: None for the one that last asked the cache for a state.
+    """
+
+    def convolution(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: str = "",
+        layer: int | None = None,
+    ) -> torch.Tensor: ...
+
+    def recurrence(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        rule: str,
+        decay: torch.Tensor | None = None,
+        beta: torch.Tensor | None = None,
+        scale: float = 1.0,
+        layer: int | None = None,
+    ) -> torch.Tensor: ...
+
+
+class StatePlaces:
+    """Numbers the states of each layer in one call of a model: convolutions and recurrences apart, each from 0."""
+
+    def __init__(self, cache: MixerCache) -> None:
+        self._cache = cache
+        self._counts: dict[tuple[str, int], int] = {}
+
+    def next(self, op_type: str, layer: int | None) -> tuple[int, int]:
+        """(layer, number of the state). layer: as of MixerMarkers."""
+        if layer is None:
+            pending = self._cache.convolution if op_type == CONVOLUTION else self._cache.recurrence
+            if pending is None:
+                raise UnsupportedModelError(
+                    f"a {op_type.lower()} asks the cache for no state, so its layer is unknown; graft an ONNX decoder "
+                    "made by another exporter."
+                )
+            layer = pending[0]
+        count = self._counts.get((op_type, layer), 0)
+        self._counts[op_type, layer] = count + 1
+        return layer, count
+
+
+class SymbolicMarkers:
+    """Leaves marker nodes in a torch.onnx trace of one call."""
+
+    def __init__(self, cache: MixerCache) -> None:
+        self._places = StatePlaces(cache)
+
+    def convolution(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: str = "",
+        layer: int | None = None,
+    ) -> torch.Tensor:
+        return self._mark(CONVOLUTION, (x, weight, bias), x.dtype, x.shape, layer, {"activation": activation})
+
+    def recurrence(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        rule: str,
+        decay: torch.Tensor | None = None,
+        beta: torch.Tensor | None = None,
+        scale: float = 1.0,
+        layer: int | None = None,
+    ) -> torch.Tensor:
+        batch, sequence, heads, size = v.shape
+        shape = (batch, sequence, max(q.shape[2], heads), size)
+        attributes = {"rule": rule, "scale": float(scale)}
+        return self._mark(RECURRENCE, (q, k, v, decay, beta), v.dtype, shape, layer, attributes)
+
+    def _mark(
+        self,
+        op_type: str,
+        inputs: tuple[torch.Tensor | None, ...],
+        dtype: torch.dtype,
+        shape: Any,
+        layer: int | None,
+        attributes: dict[str, Any],
+    ) -> torch.Tensor:
+        layer, state = self._places.next(op_type, layer)
+        attributes = {**attributes, "layer": layer, "state": state}
+        return torch.onnx.ops.symbolic(
+            f"{MARKER_DOMAIN}::{op_type}", inputs, attributes, dtype=dtype, shape=shape, version=1
+        )

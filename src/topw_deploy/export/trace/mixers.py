@@ -1,0 +1,72 @@
+"""Trace convolution and recurrent mixers as markers.
+
+Most mixers of transformers call functions of their module for the convolution and the recurrence: those are replaced.
+A mixer that computes by hand has an adapter, which replaces its forward (see mixer_adapters).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from transformers import Cache, PreTrainedModel
+
+from topw_deploy.export.trace.mixer_adapters import ADAPTERS, layer_of
+from topw_deploy.export.trace.mixer_markers import MixerMarkers
+from topw_deploy.export.trace.recurrences import (
+    causal_convolution,
+    gated_delta_rule,
+    selective_scan,
+    state_space_dual,
+)
+
+# Only what a call without past states reaches: a traced cache returns none.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": causal_convolution,
+    "mamba_selective_scan": selective_scan,
+    "mamba2_chunk_scan": state_space_dual,
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,
+}
+# Classes that a model requires its cache to be.
+_CACHE_CLASSES = ("MiniMaxCache",)
+
+
+@contextlib.contextmanager
+def marked_mixers(model: PreTrainedModel, markers: MixerMarkers) -> Iterator[None]:
+    """Make the mixers of `model` call `markers` inside the block."""
+    with contextlib.ExitStack() as changes:
+        for module in modeling_modules(model):
+            for name, function in _FUNCTIONS.items():
+                if hasattr(module, name):
+                    changes.enter_context(_replaced(module, name, partial(function, markers)))
+            for name in _CACHE_CLASSES:
+                if hasattr(module, name):
+                    changes.enter_context(_replaced(module, name, Cache))
+        for name, mixer in model.named_modules():
+            adapter = ADAPTERS.get(type(mixer).__name__)
+            if adapter is not None:
+                forward = partial(adapter, mixer, markers, layer_of(name))
+                vars(mixer)["forward"] = forward
+                changes.callback(vars(mixer).pop, "forward")
+        yield
+
+
+def modeling_modules(model: PreTrainedModel) -> list[ModuleType]:
+    """The Python modules that define the classes of `model`'s submodules."""
+    names = {base.__module__ for part in model.modules() for base in type(part).__mro__}
+    return [sys.modules[name] for name in sorted(names) if ".modeling_" in name]
+
+
+@contextlib.contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

@@ -1,0 +1,113 @@
+"""Lowered convolutions equal a loop over columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from tests.support.marker_graphs import MarkerGraph
+from tests.support.mixers import literal_convolution
+from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.lowering.convolution import ConvolutionLayer, Convolutions
+
+BATCH, CHANNELS, KERNEL = 3, 6, 4
+BOUNDS = {torch.float32: 1e-6, torch.float16: 4e-3}  # sums of 5 terms of size 1
+
+
+def sample(sequence: int, dtype: torch.dtype = torch.float32, kernel: int = KERNEL) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(sequence)
+    shapes = {
+        "x": (BATCH, CHANNELS, sequence),
+        "weight": (CHANNELS, 1, kernel),
+        "bias": (CHANNELS,),
+        "past": (BATCH, CHANNELS, kernel - 1),
+    }
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def lowered(
+    feeds: Mapping[str, torch.Tensor | None], *, contrib: bool, activation: str = "silu", padding: str = ""
+) -> MarkerGraph:
+    """padding: the input that tells it, `lengths` or `real`, or none."""
+
+    def build(editor: GraphEditor, marker: ir.Node, values: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
+        places = {name: values.get(name) if name == padding else None for name in ("real", "lengths")}
+        convolutions = Convolutions(editor, contrib=contrib, **places)
+        return convolutions.build(ConvolutionLayer.of(marker), values["past"])
+
+    inputs = {name: feeds[name] for name in ("x", "weight", "bias")}
+    others = {name: feeds[name] for name in ("past", padding) if name}
+    return MarkerGraph("Convolution", inputs, others, build, activation=activation)
+
+
+both_forms = pytest.mark.parametrize("contrib", [True, False], ids=["operator", "standard"])
+
+
+@both_forms
+@pytest.mark.parametrize("sequence", [1, 2, 7, 64])
+@pytest.mark.parametrize("activation", ["silu", ""])
+def test_the_convolution_and_its_state_equal_the_loop(contrib: bool, sequence: int, activation: str) -> None:
+    feeds = sample(sequence)
+    output, present = lowered(feeds, contrib=contrib, activation=activation).run(feeds)
+    wanted, state = literal_convolution(feeds["x"], feeds["weight"], feeds["bias"], feeds["past"], activation)
+    assert (output - wanted).abs().max() <= BOUNDS[torch.float32]
+    assert torch.equal(present, state)
+
+
+@both_forms
+def test_without_bias_and_with_two_taps(contrib: bool) -> None:
+    feeds = {**sample(5, kernel=2), "bias": None}
+    output, present = lowered(feeds, contrib=contrib).run(feeds)
+    wanted, state = literal_convolution(feeds["x"], feeds["weight"], None, feeds["past"], "silu")
+    assert (output - wanted).abs().max() <= BOUNDS[torch.float32]
+    assert torch.equal(present, state)
+
+
+@both_forms
+def test_float16(contrib: bool) -> None:
+    feeds = sample(7, torch.float16)
+    output, present = lowered(feeds, contrib=contrib).run(feeds)
+    wanted, state = literal_convolution(*(feeds[name].float() for name in ("x", "weight", "bias", "past")), "silu")
+    assert output.dtype == torch.float16
+    assert (output - wanted).abs().max() <= BOUNDS[torch.float16]
+    assert torch.equal(present.float(), state)
+
+
+@both_forms
+@pytest.mark.parametrize("lengths", [[5, 2, 0], [1, 5, 3], [0, 0, 0]])
+def test_the_state_of_a_row_padded_on_the_right_ends_at_its_last_real_column(contrib: bool, lengths: list[int]) -> None:
+    feeds = {**sample(5), "lengths": torch.tensor(lengths)}
+    output, present = lowered(feeds, contrib=contrib, padding="lengths").run(feeds)
+    wanted, state = literal_convolution(
+        feeds["x"], feeds["weight"], feeds["bias"], feeds["past"], "silu", lengths=lengths
+    )
+    for row, length in enumerate(lengths):
+        assert torch.allclose(output[row, :, :length], wanted[row, :, :length], atol=BOUNDS[torch.float32])
+    assert torch.equal(present, state)
+
+
+@both_forms
+def test_columns_of_padding_on_the_left_leave_a_new_sequence_unchanged(contrib: bool) -> None:
+    feeds = sample(7)
+    feeds["past"].zero_()
+    feeds["real"] = torch.arange(7) >= torch.tensor([[0], [2], [6]])
+    output, present = lowered(feeds, contrib=contrib, padding="real").run(feeds)
+    for row, start in enumerate((0, 2, 6)):
+        one = (feeds["x"][row : row + 1, :, start:], feeds["weight"], feeds["bias"], feeds["past"][row : row + 1])
+        wanted, state = literal_convolution(*one, "silu")
+        assert (output[row : row + 1, :, start:] - wanted).abs().max() <= BOUNDS[torch.float32]
+        assert torch.equal(present[row : row + 1], state)
+
+
+@both_forms
+def test_chunks_equal_one_call(contrib: bool) -> None:
+    feeds = sample(9)
+    graph = lowered(feeds, contrib=contrib)
+    whole, state = graph.run(feeds)
+    first, between = graph.run({**feeds, "x": feeds["x"][..., :4].contiguous()})
+    second, last = graph.run({**feeds, "x": feeds["x"][..., 4:].contiguous(), "past": between})
+    assert torch.allclose(torch.cat([first, second], dim=-1), whole, atol=BOUNDS[torch.float32])
+    assert torch.equal(last, state)

@@ -1,0 +1,212 @@
+"""Tiny random models with convolution or recurrent layers, from configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from tests.support.tiny_models import VOCAB, WINDOW
+
+_TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_COMMON = {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 256}
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_DENSE = {**_COMMON, **_ATTENTION, "intermediate_size": 48}
+_DELTA = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_MAMBA_2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 4}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+_LINEAR_FIRST = ["linear_attention", "full_attention"]
+
+# Model type and settings.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", {**_DENSE, "head_dim": 8, "layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {**_DENSE, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    ),
+    "lfm3": ("lfm3", {**_DENSE, "head_dim": 8, "sliding_window": WINDOW}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **_DENSE,
+            **_DELTA,
+            **_EXPERTS,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": _LINEAR_FIRST,
+        },
+    ),
+    "qwen3_5_text": ("qwen3_5_text", {**_DENSE, **_DELTA, "head_dim": 16, "layer_types": _LINEAR_FIRST}),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {
+            **_COMMON,
+            **_ATTENTION,
+            **_DELTA,
+            **_EXPERTS,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": _LINEAR_FIRST,
+        },
+    ),
+    "olmo_hybrid": ("olmo_hybrid", {**_DENSE, **_DELTA, "layer_types": _LINEAR_FIRST}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {**_DENSE, **_MAMBA_2, "num_local_experts": 2, "shared_intermediate_size": 16, "layer_types": _LINEAR_FIRST},
+    ),
+    "bamba": ("bamba", {**_DENSE, **_MAMBA_2, "attn_layer_indices": [1]}),
+    "falcon_h1": ("falcon_h1", {**_DENSE, **_MAMBA_2, "mamba_d_ssm": 64, "head_dim": 8}),
+    "falcon_h1_norm": ("falcon_h1", {**_DENSE, **_MAMBA_2, "mamba_d_ssm": 64, "head_dim": 8, "mamba_rms_norm": True}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **_COMMON,
+            **_ATTENTION,
+            "intermediate_size": 48,
+            "head_dim": 8,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "ssm_state_size": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 4,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
+    "jamba": (
+        "jamba",
+        {
+            **_DENSE,
+            "num_experts": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "mamba": (
+        "mamba",
+        {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4},
+    ),
+    "falcon_mamba": (
+        "falcon_mamba",
+        {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4},
+    ),
+    "mamba2": (
+        "mamba2",
+        {
+            **_TOKENS,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": 16,
+            "state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 4,
+        },
+    ),
+    "zamba": (
+        "zamba",
+        {
+            **_DENSE,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "zamba2": (
+        "zamba2",
+        {
+            **_DENSE,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+            "mamba_d_state": 8,
+            "n_mamba_heads": 4,
+            "mamba_ngroups": 2,
+            "chunk_size": 4,
+        },
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **_DENSE,
+            **_LATENT,
+            "num_key_value_heads": 4,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": _LINEAR_FIRST,
+        },
+    ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        {**_DENSE, **_LATENT, "num_key_value_heads": 4, "head_dim": 8, "layer_types": _LINEAR_FIRST},
+    ),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {
+            **_COMMON,
+            "intermediate_size": 48,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "attention_window_size": WINDOW,
+            "block_types": ["recurrent", "attention"],
+        },
+    ),
+    "minimax": (
+        "minimax",
+        {**_DENSE, "head_dim": 8, "num_local_experts": 4, "block_size": 4, "layer_types": _LINEAR_FIRST},
+    ),
+    "zaya": (
+        "zaya",
+        {**_COMMON, **_ATTENTION, **_EXPERTS, "num_experts_per_tok": 1, "head_dim": 8, "router_hidden_size": 16},
+    ),
+}
+
+
+def hybrid_config(family: str) -> PreTrainedConfig:
+    model_type, settings = HYBRIDS[family]
+    return AutoConfig.for_model(model_type, **settings)
+
+
+def make_hybrid(family: str) -> PreTrainedModel:
+    """Random float32. Gates are moderate and no parameter is zero, so that every term of a recurrence matters."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hybrid_config(family), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not name.endswith("A_log"):
+                parameter.copy_(torch.randn_like(parameter) * _size_of(parameter))
+            elif parameter.dim() == 1 and not name.endswith(("A_log", "recurrent_param")):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def _size_of(parameter: torch.Tensor) -> float:
+    return 1.5 * parameter[0].numel() ** -0.5
