@@ -49,6 +49,9 @@ ALIBI: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "falcon_alibi": lambda: tf.FalconConfig(**_SIZES, alibi=True),
 }
 OWN: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "doge": lambda: tf.DogeConfig(
+        **_SIZES, **_LONG, num_key_value_heads=2, intermediate_size=32, keep_window_size=128, is_moe=False
+    ),
     "gptj": lambda: tf.GPTJConfig(**_OLD_SIZES, rotary_dim=4, n_inner=32),
     "codegen": lambda: tf.CodeGenConfig(**_OLD_SIZES, rotary_dim=4, n_inner=32),
     "falcon": lambda: tf.FalconConfig(**_SIZES),
