@@ -87,8 +87,13 @@ def load_exported(out: Path) -> tuple[DecoderManifest, int]:
             f"{out} was exported for {decoder.target} with a {decoder.kv_form} cache; export with --target tensorrt "
             "--kv static --max-length N."
         )
-    caches = [spec.shape for spec in manifest.inputs if spec.name.startswith("past_key_values.")]
-    lengths = {shape[2] if len(shape) == 4 else None for shape in caches}
+    if decoder.recurs:
+        raise EngineError(
+            f"{out} has convolution or recurrent states, which an engine cannot update in place: TensorRT promises "
+            "that only for keys and values; run the export with onnxruntime."
+        )
+    pasts = {state.past for state in decoder.states}
+    lengths = {spec.shape[2] if len(spec.shape) == 4 else None for spec in manifest.inputs if spec.name in pasts}
     fixed = [size for size in lengths if isinstance(size, int)]
     if len(lengths) != 1 or not fixed:
         raise EngineError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")

@@ -184,7 +184,7 @@ def overflowing_modules(model: PreTrainedModel, batches: list[torch.Tensor]) -> 
     try:
         with torch.no_grad():
             for ids in batches:
-                model(input_ids=ids)
+                model(input_ids=ids, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

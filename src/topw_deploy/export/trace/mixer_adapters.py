@@ -129,8 +129,22 @@ def _previous(markers: MixerMarkers, layer: int, columns: torch.Tensor) -> torch
     return markers.convolution(columns, weight, layer=layer)
 
 
+def shared_attention(
+    mixer: Any, markers: MixerMarkers, layer: int, *args: Any, layer_idx: int, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Zamba's attention, shared by layers: tell attention markers the layer of the call."""
+    before = mixer.layer_idx
+    mixer.layer_idx = layer_idx
+    try:
+        return type(mixer).forward(mixer, *args, layer_idx=layer_idx, **kwargs)
+    finally:
+        mixer.layer_idx = before
+
+
 ADAPTERS: dict[str, Callable[..., Any]] = {
     "MiniMaxLightningAttention": lightning_attention,
     "RecurrentGemmaRecurrentBlock": griffin_recurrent_block,
+    "ZambaAttention": shared_attention,
+    "Zamba2Attention": shared_attention,
     "ZayaCCAProjection": convolved_projections,
 }
