@@ -42,6 +42,8 @@ def adapted(model: torch.nn.Module) -> Iterator[None]:
             methods = dict(ADAPTERS.get(name, {}))
             if hasattr(module, "expand_kv"):
                 methods["expand_kv"] = expand_kv
+            if hasattr(module, "_maybe_slice_kv_shared_inputs"):
+                methods["_maybe_slice_kv_shared_inputs"] = _all_columns
             if is_indexer(module):
                 methods["forward"] = select_none
             for attribute, method in methods.items():
@@ -71,6 +73,11 @@ def rotate_pairs(x: Tensor, angles: Tensor, width: int, scaling: float = 1.0) ->
 def _heads(x: Tensor, heads: int) -> Tensor:
     """[batch, sequence, heads * dim] -> [batch, heads, sequence, dim]."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _all_columns(_self: Any, *inputs: Any, **_others: Any) -> tuple[Any, ...]:
+    """Gemma 4's inputs of layers without keys, not cut to the columns whose logits are wanted (the last argument)."""
+    return inputs[:-1]
 
 
 def _remember(cache: Any, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
