@@ -27,6 +27,8 @@ from topw_deploy.export.source.text_decoder import (
 )
 
 _NO_LIMIT = 65_536  # tokens; bounds rotary tables
+_LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
+_WITHOUT_POSITIONS = {"bloom"}  # ALiBi
 _FORGETTING_LAYERS = {"linear_attention", "sliding_attention"}
 # RoPE types whose frequencies change beyond the original context; a graph holds only the original frequencies.
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}
@@ -245,11 +247,14 @@ def written_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 def context_length(config: Any) -> int:
     """Maximum sequence length; for switching RoPE types, the original one.
 
-    Models that only recur or look back through a window, and name no length, have no limit: then _NO_LIMIT.
+    Models that only recur, look back through a window or have no positions, and name no length, have no limit: then
+    _NO_LIMIT.
     """
     config = config.get_text_config(decoder=True)
-    length = getattr(config, "max_position_embeddings", None)
-    if length is None and set(getattr(config, "layer_types", None) or ["full_attention"]) <= _FORGETTING_LAYERS:
+    stated = (getattr(config, name, None) for name in _LENGTHS)
+    length = next((found for found in stated if found is not None), None)
+    forgets = set(getattr(config, "layer_types", None) or ["full_attention"]) <= _FORGETTING_LAYERS
+    if length is None and (forgets or config.model_type in _WITHOUT_POSITIONS):
         return _NO_LIMIT
     if not isinstance(length, int) or length < 1:
         raise UnsupportedModelError(
