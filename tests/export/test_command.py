@@ -76,6 +76,7 @@ def test_a_dry_run_lists_inputs_outputs_and_sizes(tmp_path: Path, foreign_decode
     assert result.exit_code == 0
     assert f"keep_mask  bool  [batch_size, {VOCAB}]" in result.stdout
     assert "bytes of weights" in result.stdout
+    assert "states of a sequence:\n  full  256 bytes a token\n" in result.stdout
     data = (foreign_decoder / "model.onnx.data").stat().st_size
     assert f"({data:,} bytes)" in result.stdout.split("files:")[1].split("peak memory:")[0]
     assert [line.split()[0] for line in result.stdout.split("peak memory:")[1].strip().splitlines()] == [

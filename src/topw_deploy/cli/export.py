@@ -154,6 +154,12 @@ def _lines(report: Any) -> list[str]:
     for title, tensors in (("inputs", report.inputs), ("outputs", report.outputs)):
         lines.append(f"{title}:")
         lines += [f"  {t.name}  {t.dtype}  [{', '.join(map(str, t.shape))}]" for t in tensors]
+    if report.states:
+        lines.append("states of a sequence:")
+        width = max(map(len, report.states))
+        for kind, (fixed, token) in report.states.items():
+            size = f"{binary_size(token)} a token" if token else binary_size(fixed)
+            lines.append(f"  {kind.ljust(width)}  {size}")
     for title, amounts in (("files", report.sizes), ("peak memory", report.memory)):
         lines += [f"{title}:", *_amounts(amounts)] if amounts else []
     return lines

@@ -10,10 +10,8 @@ import click
 
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
-from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import EngineError
 from topw_deploy.manifest import (
-    STATE_KINDS,
     DecoderInfo,
     DecoderManifest,
     Manifest,
@@ -124,21 +122,18 @@ def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
 
 
 def _states(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
-    """Bytes per kind; unknown element types count as nothing."""
-    total, context = 0, decoder.context_length
-    for kind in STATE_KINDS:
-        states = [state for state in decoder.states if state.kind == kind and state.dtype in ELEMENT_TYPES]
-        if not states:
-            continue
+    total = 0
+    for kind, (fixed, token) in decoder.state_bytes().items():
+        states = [state for state in decoder.states if state.kind == kind]
         layers = len({state.layer for state in states})
         shapes = sorted({(state.dtype, state.shape) for state in states})
         layout = ", ".join(f"{dtype} {' x '.join(str(size or 'tokens') for size in shape)}" for dtype, shape in shapes)
-        fixed = sum(state.row_bytes(0) for state in states)
-        token = sum(state.row_bytes(1) for state in states) - fixed
-        total += fixed + token * context
+        total += fixed + token * decoder.context_length
         size = f"{binary_size(token)} a token" if token else binary_size(fixed)
         yield f"{kind} states", f"{layers} layers, {layout}: {size}"
     yield "cache size", f"{binary_size(total)} for one sequence of the full context"
+    if decoder.least_onnxruntime:
+        yield "needs", f"onnxruntime {decoder.least_onnxruntime} or newer"
 
 
 def _section(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:

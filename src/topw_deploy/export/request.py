@@ -278,6 +278,7 @@ class ExportReport:
 
     sizes: file -> bytes.
     memory: stage (graph, writing, verification) -> peak resident bytes, estimated in a dry run.
+    states: see DecoderInfo.state_bytes.
     """
 
     output: Path
@@ -294,3 +295,4 @@ class ExportReport:
     notices: tuple[str, ...] = ()
     sizes: dict[str, int] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    states: dict[str, tuple[int, int]] = field(default_factory=dict)

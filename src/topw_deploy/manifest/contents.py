@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from topw_deploy.dtypes import element_bytes
+from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 MANIFEST_NAME = "topw_manifest.json"
@@ -150,6 +150,16 @@ class DecoderInfo:
     least_onnxruntime: str = ""
     weights: dict[str, int] = field(default_factory=dict)
     quantisation: dict[str, Any] = field(default_factory=dict)
+
+    def state_bytes(self) -> dict[str, tuple[int, int]]:
+        """Kind -> bytes of a row whatever its length, and bytes per token. Only kinds that there are."""
+        found: dict[str, tuple[int, int]] = {}
+        for kind in STATE_KINDS:
+            states = [state for state in self.states if state.kind == kind and state.dtype in ELEMENT_TYPES]
+            fixed = sum(state.row_bytes(0) for state in states)
+            if states:
+                found[kind] = fixed, sum(state.row_bytes(1) for state in states) - fixed
+        return found
 
     @property
     def evicts(self) -> bool:

@@ -8,7 +8,8 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
 from topw_deploy.export.lowering.fused_projections import fuse_gate_up
-from topw_deploy.export.lowering.mixers import most_columns
+from topw_deploy.export.lowering.mixers import SINCE as MIXERS_SINCE
+from topw_deploy.export.lowering.mixers import has_mixers, most_columns
 from topw_deploy.export.lowering.norms import cast_rows_of_norms
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
 from topw_deploy.export.trace.trace import TracedDecoder
@@ -62,6 +63,7 @@ def lower(
     fuse_rotary(decoder.model)
     narrow_rotary(decoder.model)
     fuse_partial_rotary(decoder.model)
+    mixes = has_mixers(decoder) and target == "onnxruntime"
     columns = most_columns(decoder, contrib=target == "onnxruntime")
     if kv == "concat":
         lowered = Lowered(tuple(concat.lower(decoder, tensorrt=target == "tensorrt")))
@@ -73,7 +75,8 @@ def lower(
         fuse_gate_up(decoder.model)
     cast_rows_of_norms(decoder.model)
     states = sorted(lowered.states, key=lambda state: state.layer)
-    return replace(lowered, states=tuple(states), most_columns=columns)
+    least = lowered.least_onnxruntime or (MIXERS_SINCE if mixes else "")
+    return replace(lowered, states=tuple(states), most_columns=columns, least_onnxruntime=least)
 
 
 def default_length(context_length: int) -> int:

@@ -18,6 +18,7 @@ from topw_deploy.export.trace.mixer_markers import CONVOLUTION, RECURRENCE
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
+SINCE = "1.25"  # onnxruntime with LinearAttention and CausalConvWithState
 _KINDS = {CONVOLUTION: "convolution", RECURRENCE: "recurrent"}
 
 

@@ -76,6 +76,7 @@ def decoder_report(
         notices=decoder.notices,
         sizes=sizes,
         memory=memory,
+        states=decoder.info.state_bytes(),
         **_measures(decoder.model),
     )
 
