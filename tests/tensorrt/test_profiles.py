@@ -52,6 +52,6 @@ def test_runs_are_no_longer_than_recurrent_layers_take() -> None:
     assert EngineRequest(out=Path()).profiles(512)[-1].sequence.most == 512
     assert EngineRequest(out=Path()).profiles(512, most_columns=64)[-1].sequence.most == 64
     with pytest.raises(
-        ParameterError, match="max_sequence is 65, but the recurrent layers of this export take at most"
+        ParameterError, match="is 65, but the recurrent layers of this export take at most 64"
     ):
         EngineRequest(out=Path(), max_sequence=65).profiles(512, most_columns=64)
