@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from onnx import TensorProto, helper
 from tests.examples.cpp_host import FORMS, Host, compare, fails, ids_of, native_library, options_of, rewritten
 from tests.support.toy_model import EOS, Toy, export
 from topw_deploy.export.request import export_request
-from topw_deploy.manifest import load_manifest
+from topw_deploy.manifest import load_decoder_manifest, load_manifest
 from topw_deploy.runtime import TopWModel
 
 pytestmark = pytest.mark.slow
@@ -78,7 +79,9 @@ def test_caches_of_sixteen_bits_are_supported(
     name: str, form: str, host: Host, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     change = narrow_cache(TensorProto.DataType.Value(name.upper()))
-    folder = rewritten(folders[form], tmp_path / name, change, kv_dtype=name)
+    states = load_decoder_manifest(folders[form]).decoder.states
+    narrow = tuple(replace(state, dtype=name) for state in states)
+    folder = rewritten(folders[form], tmp_path / name, change, kv_dtype=name, states=narrow)
     with TopWModel.from_pretrained(folders[form], provider="cpu", sampler="graph") as model:
         compare(host, model, folder, ["sixteen bits"])
 

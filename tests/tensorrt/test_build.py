@@ -19,7 +19,7 @@ from tests.support.special_files import SPECIAL, no_hang
 from tests.support.tensorrt_double import Config, TensorRT
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import EngineError, ManifestError, ParameterError
-from topw_deploy.manifest import Verification, load_manifest, save_manifest
+from topw_deploy.manifest import State, Verification, load_decoder_manifest, load_manifest, save_manifest
 from topw_deploy.plugins import driver
 from topw_deploy.plugins.tensorrt.module import BUILT_WITH
 from topw_deploy.progress import Progress
@@ -373,6 +373,15 @@ def test_exports_that_are_unfinished_or_leave_the_caches_length_open(out: Path) 
     ]
     save_manifest(out, replace(manifest, inputs=tuple(inputs)))
     with pytest.raises(EngineError, match="has no fixed length; export for TensorRT without --max-length 0"):
+        build(out)
+
+
+def test_an_export_with_recurrent_states_is_left_to_onnxruntime(out: Path) -> None:
+    manifest = load_decoder_manifest(out)
+    state = State(layer=0, kind="recurrent", past="past_s", present="present_s", dtype="float", shape=(1, 2, 3))
+    decoder = replace(manifest.decoder, states=(*manifest.decoder.states, state))
+    save_manifest(out, replace(manifest, decoder=decoder))
+    with pytest.raises(EngineError, match="recurrent states, which an engine cannot update in place"):
         build(out)
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from topw_deploy.errors import EngineError, ParameterError
+from topw_deploy.errors import EngineError
 from topw_deploy.manifest import TensorSpec
 from topw_deploy.tensorrt.profiles import Profile, Range, preferred, profiles
-from topw_deploy.tensorrt.request import EngineRequest
 
 BOTH = profiles("both", max_batch=4, max_sequence=32, max_edits=8)
 
@@ -46,12 +43,3 @@ def test_a_dimension_that_no_engine_can_have_open_is_named() -> None:
     profile = Profile("decode", *[Range(1, 1, 1)] * 3)
     with pytest.raises(EngineError, match=r"past_key_values\.0\.key has the dimension 'max_length', for which"):
         profile.shapes(TensorSpec("past_key_values.0.key", "float", ("batch", 2, "max_length", 64)))
-
-
-def test_runs_are_no_longer_than_recurrent_layers_take() -> None:
-    assert EngineRequest(out=Path()).profiles(512)[-1].sequence.most == 512
-    assert EngineRequest(out=Path()).profiles(512, most_columns=64)[-1].sequence.most == 64
-    with pytest.raises(
-        ParameterError, match="is 65, but the recurrent layers of this export take at most 64"
-    ):
-        EngineRequest(out=Path(), max_sequence=65).profiles(512, most_columns=64)

@@ -48,7 +48,7 @@ def build_engine(request: EngineRequest, progress: Progress = SILENT) -> BuiltEn
     """
     started = time.perf_counter()
     manifest, cache_length = load_exported(request.out)
-    profiles = request.profiles(cache_length, manifest.decoder.most_columns)
+    profiles = request.profiles(cache_length)
     if request.fp16 and manifest.decoder.weights_dtype != "float":
         raise EngineError(
             f"--fp16 is only for float32, but the weights of {request.out} are {manifest.decoder.weights_dtype}; "

@@ -18,7 +18,7 @@ class EngineRequest:
 
     out: a folder exported for TensorRT.
     max_batch: rows per run.
-    max_sequence: tokens of a row per run; None for min(1,024, the cache's length, what the decoder takes).
+    max_sequence: tokens of a row per run; None for min(1,024, the cache's length).
     max_edits: logit edits of a row; None for the cache's length.
     profile: one of profiles.KINDS.
     fp16: let a float32 decoder run in half precision.
@@ -55,22 +55,13 @@ class EngineRequest:
                 "fp16",
             )
 
-    def profiles(self, cache_length: int, most_columns: int = 0) -> tuple[Profile, ...]:
-        """The profiles for a cache of `cache_length` tokens. Raises ParameterError.
-
-        most_columns: tokens of a row that the decoder takes per run, 0 for any.
-        """
-        sequence = self.max_sequence or min(DEFAULT_SEQUENCE, cache_length, most_columns or cache_length)
+    def profiles(self, cache_length: int) -> tuple[Profile, ...]:
+        """The profiles for a cache of `cache_length` tokens. Raises ParameterError."""
+        sequence = self.max_sequence or min(DEFAULT_SEQUENCE, cache_length)
         if sequence > cache_length:
             raise ParameterError(
                 f"max_sequence is {sequence}, but the cache of this export holds {cache_length} tokens; give at most "
                 "that, or export with a larger --max-length.",
-                "max_sequence",
-            )
-        if most_columns and sequence > most_columns:
-            raise ParameterError(
-                f"max_sequence is {sequence}, but the recurrent layers of this export take at most {most_columns} "
-                "tokens of a row per run; give at most that.",
                 "max_sequence",
             )
         return profiles(
@@ -96,10 +87,13 @@ def load_exported(out: Path) -> tuple[DecoderManifest, int]:
             f"{out} was exported for {decoder.target} with a {decoder.kv_form} cache; export with --target tensorrt "
             "--kv static --max-length N."
         )
-    if not any(state.grows for state in decoder.states):
-        return manifest, decoder.context_length
-    caches = [spec.shape for spec in manifest.inputs if spec.name.startswith("past_key_values.")]
-    lengths = {shape[2] if len(shape) == 4 else None for shape in caches}
+    if decoder.recurs:
+        raise EngineError(
+            f"{out} has convolution or recurrent states, which an engine cannot update in place: TensorRT promises "
+            "that only for keys and values; run the export with onnxruntime."
+        )
+    pasts = {state.past for state in decoder.states}
+    lengths = {spec.shape[2] if len(spec.shape) == 4 else None for spec in manifest.inputs if spec.name in pasts}
     fixed = [size for size in lengths if isinstance(size, int)]
     if len(lengths) != 1 or not fixed:
         raise EngineError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")

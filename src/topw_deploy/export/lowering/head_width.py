@@ -37,4 +37,6 @@ def narrow_heads(editor: GraphEditor, merged: ir.Value, layer: AttentionLayer, w
     op, constant = editor.op, editor.constant
     separate = op("Reshape", [merged, constant(np.array([0, 0, layer.heads, width]))])
     ends = (constant(np.array([number])) for number in (0, layer.value_dim, 3))
-    return op("Slice", [separate, *ends], dtype=merged.dtype, shape=layer.output.shape)
+    narrow = op("Slice", [separate, *ends], dtype=merged.dtype)
+    narrow.shape = layer.output.shape
+    return narrow

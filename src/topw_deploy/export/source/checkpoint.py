@@ -18,6 +18,7 @@ from topw_deploy.export.source.safetensors_files import stored_tensors
 _NO_LIMIT = 65_536  # tokens; bounds rotary tables
 _FORGETTING_LAYERS = {"linear_attention", "sliding_attention"}
 # RoPE types whose frequencies change beyond the original context; a graph holds only the original frequencies.
+_RECURRENT_TYPES = {"xlstm"}  # that state no layer types
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}
 
 
@@ -141,7 +142,8 @@ def context_length(config: Any) -> int:
     """
     config = config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
-    if length is None and set(getattr(config, "layer_types", None) or ["full_attention"]) <= _FORGETTING_LAYERS:
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if length is None and (layers <= _FORGETTING_LAYERS or config.model_type in _RECURRENT_TYPES):
         return _NO_LIMIT
     if not isinstance(length, int) or length < 1:
         raise UnsupportedModelError(

@@ -14,6 +14,7 @@ from topw_deploy.export.request import DEFAULT_OPSET
 from topw_deploy.export.source.checkpoint import context_length, load_unread, overflowing_modules, switching_rope
 from topw_deploy.export.source.packed import packed_format
 from topw_deploy.export.source.unread_tensor import streamed
+from topw_deploy.export.trace.sparse import dense_tokens
 from topw_deploy.export.trace.trace import TracedDecoder, load_trace, save_trace, trace
 from topw_deploy.export.trace.workarounds import has_experts
 from topw_deploy.manifest import TARGETS, DecoderInfo
@@ -48,7 +49,7 @@ def traced_decoder(job: Job) -> Decoder:
         notices.append(_overflow_notice(model, job))
     notices += _limits_of(model, dtype)
     traced = _traced(model, job)
-    context = context_length(model.config)
+    context = min(context_length(model.config), dense_tokens(model) or context_length(model.config))
     # To keep a checkpoint's codes, fused products would have to be packed alike.
     fuse_gates = weights.quantisation is not None and packed_format(source.folder) is None
     lowered = lower(
@@ -96,6 +97,11 @@ def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
         found.append(
             f"this model changes its rotary frequencies beyond {context_length(model.config)} tokens, which a graph "
             "cannot do, so the export's context ends there"
+        )
+    if (tokens := dense_tokens(model)) is not None and tokens < context_length(model.config):
+        found.append(
+            f"this model attends to {tokens:,} selected tokens of longer sequences; the export attends to all tokens, "
+            "and its context ends there"
         )
     if has_experts(model):
         found.append(

@@ -16,6 +16,7 @@ from topw_deploy.export.trace.latent import LATENTS, is_smaller, mark_latent
 from topw_deploy.export.trace.marker import mark_attention
 from topw_deploy.export.trace.masks import Masks
 from topw_deploy.export.trace.own_attention import adapted
+from topw_deploy.export.trace.sparse import SELECTIONS
 
 _IMPLEMENTATION = "topw_marker"
 # Arguments without effect in causal inference.
@@ -84,7 +85,8 @@ def _marker_attention(
     The mask decides what is seen, as in transformers' own eager and sdpa functions; `sliding_window` is for functions
     that get no mask.
     """
-    unknown = sorted(name for name, given in others.items() if name not in _HARMLESS and given is not None)
+    known = _HARMLESS | SELECTIONS
+    unknown = sorted(name for name, given in others.items() if name not in known and given is not None)
     visible = masks.visible(attention_mask)
     if visible is None or unknown or is_causal is False or not getattr(module, "is_causal", True):
         what = f"the attention argument {unknown[0]}" if unknown else "attention that is not causal"

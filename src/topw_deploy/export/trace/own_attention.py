@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from topw_deploy.export.trace.latent import expand_kv
 from topw_deploy.export.trace.marker import mark_attention
 from topw_deploy.export.trace.masks import Visible
+from topw_deploy.export.trace.sparse import is_indexer, select_none
 
 Method = Callable[..., Any]
 
@@ -41,6 +42,8 @@ def adapted(model: torch.nn.Module) -> Iterator[None]:
             methods = dict(ADAPTERS.get(name, {}))
             if hasattr(module, "expand_kv"):
                 methods["expand_kv"] = expand_kv
+            if is_indexer(module):
+                methods["forward"] = select_none
             for attribute, method in methods.items():
                 setattr(module, attribute, MethodType(method, module))
                 undo.callback(delattr, module, attribute)

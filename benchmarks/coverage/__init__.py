@@ -1,0 +1,1 @@
+"""Which architectures of transformers' causal-LM map export: docs/models.md."""

@@ -1,0 +1,46 @@
+"""Export tiny random models of the decoder-only architectures in transformers' causal-LM map; compare with torch.
+
+python -m benchmarks.coverage                      (one to two hours; an interrupted run continues)
+python -m benchmarks.coverage --only llama mamba2 --forms default --again
+python -m benchmarks.coverage --write              (then docs/models.md from the results)
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.common import say
+from benchmarks.coverage.architectures import decoder_only
+from benchmarks.coverage.page import PAGE, page
+from benchmarks.coverage.peers import read_peers
+from benchmarks.coverage.results import FORMS, ResultFile
+from benchmarks.coverage.runner import Limits, run_all
+from benchmarks.models import CACHE
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="default: all")
+    parser.add_argument("--jobs", type=int, default=1, help="exports at a time; default 1")
+    parser.add_argument("--again", action="store_true", help="repeat finished exports")
+    parser.add_argument("--results", type=Path, default=CACHE / "coverage.json", help="default: %(default)s")
+    parser.add_argument(
+        "--seconds", type=float, default=Limits.seconds, help="limit of one export; default %(default)s"
+    )
+    parser.add_argument("--write", action="store_true", help="write docs/models.md from the results")
+    asked = parser.parse_args()
+    known = decoder_only()
+    unknown = sorted(set(asked.only or ()) - set(known))
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: not a decoder-only type of transformers' causal-LM map")
+    file = ResultFile(asked.results)
+    wanted = [(model_type, form) for form in asked.forms for model_type in asked.only or known]
+    run_all(wanted, file, Limits(seconds=asked.seconds), asked.jobs, say, asked.again)
+    if asked.write:
+        PAGE.write_text(page(file, read_peers()), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Tiny random models of any architecture, and their checkpoints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks.coverage.architectures import all_types
+from benchmarks.coverage.tiny_configs import tiny_config
+
+WEIGHT_SCALE = 6  # initial weights are too small for attention to matter
+NOISE = 0.1  # makes biases, norms and sinks differ from their initial 0 or 1
+LEAST_EFFECT = 0.1  # of the first token on the last logits: a thousand times the bound of the verification
+TEXT_PARTS = {"gemma3n": "gemma3n_text"}
+"""Composites that need further packages (timm) to be built -> model type of their text part."""
+# State decays are exponentials of these: scaled, they would forget everything.
+_UNSCALED = re.compile(r"A_log|(^|\.)D$|conv|time_|dt_|decay|slope|_freq")
+
+
+def tiny_model(model_type: str) -> Any:
+    """Random float32 weights, in evaluation mode; of a multimodal type the whole model, as its checkpoints are."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    torch.manual_seed(0)
+    config = tiny_config(model_type)
+    whole = AutoModelForCausalLM._model_mapping[type(config)].config_class is type(config)
+    auto = AutoModelForCausalLM if whole else AutoModelForMultimodalLM
+    model = auto.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not parameter.is_floating_point():
+                continue
+            if parameter.dim() > 1 and not _UNSCALED.search(name):
+                parameter.mul_(WEIGHT_SCALE)
+            elif parameter.dim() == 1:
+                parameter.add_(NOISE * torch.randn_like(parameter))
+    return model
+
+
+def check_forward(model: Any) -> float:
+    """How much the last of six tokens' logits depend on the first token: largest difference.
+
+    Raises ValueError for logits that are not finite.
+    """
+    import torch
+
+    ids = torch.tensor([[5, 17, 90, 33, 61, 8], [6, 17, 90, 33, 61, 8]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[:, -1]
+    if not torch.isfinite(logits).all():
+        raise ValueError("the logits are not finite")
+    return float((logits[0] - logits[1]).abs().max())
+
+
+def write_checkpoint(model_type: str, folder: Path) -> Path:
+    """A Hugging Face folder: configuration, weights, tokenizer.
+
+    Raises what the architecture's code raises, ValueError for unusable logits.
+    """
+    from tests.support.tiny_models import write_tokenizer
+
+    model = tiny_model(TEXT_PARTS.get(model_type, model_type))
+    if not check_forward(model) > LEAST_EFFECT:
+        raise ValueError("the last logits do not depend on the first token")
+    model.save_pretrained(folder)
+    if model_type in TEXT_PARTS:
+        _as_part(model_type, folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def _as_part(model_type: str, folder: Path) -> None:
+    """Rename the weights of a text model to those of the composite's text part, and store the composite's config."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    renamed = {re.sub(r"^model\.", "model.language_model.", name): value for name, value in weights.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    config = tiny_config(model_type)
+    config.architectures = [all_types()[model_type]]
+    config.save_pretrained(folder)

@@ -1,0 +1,36 @@
+"""Attention to the tokens that an indexer selects (DeepSeek V3.2, GLM 5, MiniMax M3).
+
+An indexer selects all tokens up to a number of them, so up to that length the export attends to all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Attention arguments that carry a selection.
+SELECTIONS = {"indices", "block_indices"}
+
+
+def is_indexer(module: torch.nn.Module) -> bool:
+    return type(module).__name__.endswith("Indexer") and _selected(module) is not None
+
+
+def dense_tokens(model: torch.nn.Module) -> int | None:
+    """The longest sequence, in tokens, of which every indexer selects all, or None without indexers."""
+    found = (_selected(module) for module in model.modules() if is_indexer(module))
+    return min((tokens for tokens in found if tokens is not None), default=None)
+
+
+def select_none(self: Any, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """In the place of an indexer's forward: a selection [batch, sequence, 1] that nothing reads."""
+    return torch.zeros((*hidden_states.shape[:2], 1), dtype=torch.int32)
+
+
+def _selected(module: torch.nn.Module) -> int | None:
+    blocks, size = getattr(module, "topk_blocks", None), getattr(module, "block_size", None)
+    if isinstance(blocks, int) and isinstance(size, int):
+        return blocks * size
+    tokens = getattr(module, "index_topk", None)
+    return tokens if isinstance(tokens, int) else None

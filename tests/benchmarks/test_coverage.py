@@ -1,0 +1,166 @@
+"""Every architecture of transformers' causal-LM map is known, can be built, and its export can be tried."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from benchmarks.coverage import runner
+from benchmarks.coverage.architectures import DECODER_ONLY, NOT_DECODER_ONLY, all_types, decoder_only, unknown
+from benchmarks.coverage.overrides import OVERRIDES
+from benchmarks.coverage.page import page
+from benchmarks.coverage.peers import Peer, dispatched_classes, read_peers, types_of_classes
+from benchmarks.coverage.results import EXPORTED, FAILED, FORMS, REFUSED, Result, ResultFile
+from benchmarks.coverage.runner import Limits, run_all, run_one
+from benchmarks.coverage.tiny_configs import SIZES, tiny_config
+from benchmarks.coverage.tiny_models import LEAST_EFFECT, TEXT_PARTS, check_forward, tiny_model
+
+STATES = {
+    "llama": {"full": 2},
+    "gemma3_text": {"full": 2},
+}
+"""One architecture per kind of state -> the states of its export."""
+
+
+def failure(model_type: str) -> str:
+    """Why the general rule does not build `model_type`, or "builds"."""
+    try:
+        check_forward(tiny_model(model_type))
+    except Exception as error:  # noqa: BLE001  # model code can raise anything
+        return f"{model_type} (does not build: {type(error).__name__}: {str(error)[:200]})"
+    return f"{model_type} (builds)"
+
+
+def test_every_type_of_the_map_is_listed() -> None:
+    new = [failure(name) for name in unknown()]
+    assert not new, (
+        f"transformers {metadata.version('transformers')} has new causal-LM types: {', '.join(new)}. List each in "
+        "benchmarks/coverage/architectures.py, and see CONTRIBUTING.md, 'Raise the pin of transformers'."
+    )
+
+
+def test_the_tables_name_types_of_the_map_once() -> None:
+    known = all_types().keys()
+    assert (DECODER_ONLY | NOT_DECODER_ONLY.keys() | OVERRIDES.keys() | TEXT_PARTS.keys()) <= known
+    assert not DECODER_ONLY & NOT_DECODER_ONLY.keys()
+    assert not OVERRIDES.keys() & NOT_DECODER_ONLY.keys()
+
+
+def test_a_type_without_overrides_gets_a_layer_of_each_kind() -> None:
+    assert "gpt_oss" not in OVERRIDES
+    config = tiny_config("gpt_oss")
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    assert (config.num_local_experts, config.num_experts_per_tok) == (4, 2)
+    assert (config.vocab_size, config.sliding_window) == (SIZES["vocab_size"], SIZES["sliding_window"])
+
+
+def test_a_composite_gets_tiny_parts() -> None:
+    config = tiny_config("gemma3")
+    assert config.text_config.hidden_size == config.vision_config.hidden_size == SIZES["hidden_size"]
+    assert config.text_config.vocab_size == SIZES["vocab_size"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(DECODER_ONLY - TEXT_PARTS.keys()))
+def test_each_tiny_model_answers_by_its_whole_context(model_type: str) -> None:
+    model = tiny_model(model_type)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 2e6
+    assert check_forward(model) > LEAST_EFFECT
+
+
+def test_finished_exports_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def pretend(model_type: str, form: str, limits: Limits) -> Result:
+        tried.append((model_type, form))
+        return Result(model_type=model_type, form=form, outcome=REFUSED, reason="no")
+
+    monkeypatch.setattr(runner, "run_one", pretend)
+    wanted = [("llama", "default"), ("gpt2", "int4")]
+    run_all(wanted[:1], ResultFile(tmp_path / "results.json"), Limits(), 1, lambda _: None)
+    run_all(wanted, ResultFile(tmp_path / "results.json"), Limits(), 2, lambda _: None)
+    assert tried == wanted
+    assert [(each.model_type, each.reason) for each in ResultFile(tmp_path / "results.json")] == [
+        ("gpt2", "no"),
+        ("llama", "no"),
+    ]
+    run_all(wanted[:1], ResultFile(tmp_path / "results.json"), Limits(), 1, lambda _: None, again=True)
+    assert tried == [*wanted, wanted[0]]
+
+
+def test_an_export_beyond_its_time_is_a_result() -> None:
+    result = run_one("llama", "default", Limits(seconds=0.2))
+    assert (result.outcome, result.reason) == (FAILED, "not finished after 0 s")
+
+
+def test_an_export_beyond_its_memory_is_a_result() -> None:
+    result = run_one("llama", "default", Limits(memory=30 << 20))
+    assert result.outcome == FAILED
+    assert result.reason.startswith("the process ended with ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_the_runner_exports_and_verifies(form: str) -> None:
+    result = run_one("llama", form, Limits())
+    assert (result.outcome, result.states) == (EXPORTED, {"full": 2}), result.reason
+    assert result.difference is not None
+    assert 0 < result.difference < 1e-4  # the exporter's own bound at logits below 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", STATES)
+def test_each_kind_of_state_exports(model_type: str) -> None:
+    result = run_one(model_type, "default", Limits())
+    assert (result.outcome, result.states) == (EXPORTED, STATES[model_type]), result.reason
+
+
+def test_the_page_counts_what_was_exported_and_names_what_was_not(tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "results.json")
+    good, bad = decoder_only()[:2]
+    file.add(Result(model_type=good, form="default", outcome=EXPORTED, difference=2.4e-6, states={"full": 2}))
+    file.add(Result(model_type=bad, form="default", outcome=REFUSED, reason="its layers are | odd."))
+    text = page(file, [Peer("other", "1.0", (good, "bert"))])
+    lines = text.splitlines()
+    count = len(decoder_only())
+    (summary,) = [line for line in lines if "`topw-export MODEL OUT`" in line]
+    assert f"{count - 2} not tried" in summary
+    assert f"| 1             | {100 / count:.1f} %" in summary
+    (row,) = [line for line in lines if line.startswith(f"| `{good}` ")]
+    assert [cell.strip() for cell in row.strip("|").split("|")][1:] == [
+        "2 full",
+        "2e-06",
+        "not tried",
+        "not tried",
+        "yes",
+    ]
+    assert any(line.startswith(f"| `{bad}`") and line.count("|") == 4 and "layers are / odd." in line for line in lines)
+    (listed,) = [line for line in lines if line.startswith("| other 1.0, listed")]
+    assert "| 1 " in listed, "bert is not decoder-only"
+
+
+def test_the_stored_lists_of_other_exporters_are_of_the_map() -> None:
+    peers = read_peers()
+    assert [(peer.name, peer.version) for peer in peers] == [
+        ("onnxruntime-genai", "0.18.0"),
+        ("mobius-onnx", "0.1.0"),
+        ("optimum-onnx", "0.1.0"),
+    ]
+    for peer in peers:
+        assert {"llama", "qwen3", "gemma3_text"} <= set(peer.types) <= all_types().keys()
+
+
+def test_classes_in_a_dispatch_are_found_and_belong_to_types() -> None:
+    source = """
+if config.architectures[0] == "LlamaForCausalLM" or config.architectures[0] == "Qwen3_5ForConditionalGeneration":
+    make("NotCompared")
+elif other == "GPT2LMHeadModel":
+    pass
+"""
+    classes = dispatched_classes(source)
+    assert classes == {"LlamaForCausalLM", "Qwen3_5ForConditionalGeneration"}
+    found = types_of_classes(classes)
+    assert {"llama", "internlm3", "qwen3_5"} <= found
+    assert "gpt2" not in found

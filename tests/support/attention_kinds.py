@@ -1,0 +1,183 @@
+"""Tiny models of every kind of attention, and how far a decoder is from torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as tf
+
+from topw_deploy.export.verification.cache_drivers import CacheDriver
+
+WINDOW = CHUNK = 8
+LENGTHS = (7, 40, 1, 23)  # five windows or chunks at most
+_SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_OLD_SIZES: dict[str, Any] = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_LONG: dict[str, Any] = {"max_position_embeddings": 256}
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+_LATENT: dict[str, Any] = {
+    **_SIZES,
+    **_LONG,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "intermediate_size": 32,
+}
+_LATENT_EXPERTS = {**_LATENT, **_EXPERTS, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+
+SINKS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **_SIZES,
+        **_LONG,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+    ),
+}
+ALIBI: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "bloom": lambda: tf.BloomConfig(vocab_size=50, hidden_size=48, n_layer=2, n_head=6),  # slopes between powers
+    "mpt": lambda: tf.MptConfig(vocab_size=50, d_model=48, n_layers=2, n_heads=6, max_seq_len=256),
+    "falcon_alibi": lambda: tf.FalconConfig(**_SIZES, alibi=True),
+}
+OWN: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "gptj": lambda: tf.GPTJConfig(**_OLD_SIZES, rotary_dim=4, n_inner=32),
+    "codegen": lambda: tf.CodeGenConfig(**_OLD_SIZES, rotary_dim=4, n_inner=32),
+    "falcon": lambda: tf.FalconConfig(**_SIZES),
+    "falcon_grouped": lambda: tf.FalconConfig(**_SIZES, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon_sequential": lambda: tf.FalconConfig(**_SIZES, multi_query=False, parallel_attn=False, bias=True),
+    "gpt_neo": lambda: tf.GPTNeoConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+        intermediate_size=32,
+        **_LONG,
+    ),
+    "gpt_neox_japanese": lambda: tf.GPTNeoXJapaneseConfig(**_SIZES, **_LONG, intermediate_multiple_size=2),
+    "openai_gpt": lambda: tf.OpenAIGPTConfig(**_OLD_SIZES),
+    "xglm": lambda: tf.XGLMConfig(vocab_size=50, d_model=32, ffn_dim=32, num_layers=2, attention_heads=4, **_LONG),
+}
+CHUNKS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "llama4": lambda: tf.Llama4TextConfig(
+        **_SIZES,
+        **_LONG,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=32,
+        intermediate_size_mlp=32,
+        num_local_experts=2,
+        attention_chunk_size=CHUNK,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        floor_scale=4,
+        attn_temperature_tuning=True,
+        moe_layers=[1],
+    ),
+}
+WIDTHS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "llama_12": lambda: tf.LlamaConfig(
+        vocab_size=50,
+        hidden_size=36,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        **_LONG,
+    ),
+    "mimo_v2_flash": lambda: tf.MiMoV2FlashConfig(
+        **_SIZES,
+        **_LONG,
+        **_EXPERTS,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        head_dim=24,
+        v_head_dim=16,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=24,
+        swa_v_head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+}
+SHARED: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "gemma3n": lambda: tf.Gemma3nTextConfig(
+        **{**_SIZES, "num_hidden_layers": 4},
+        **_LONG,
+        vocab_size_per_layer_input=50,
+        intermediate_size=32,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=WINDOW,
+        hidden_size_per_layer_input=8,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    ),
+}
+LATENT: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "deepseek_v2": lambda: tf.DeepseekV2Config(**_LATENT_EXPERTS),
+    "deepseek_v3": lambda: tf.DeepseekV3Config(**_LATENT_EXPERTS),
+    "minicpm3": lambda: tf.MiniCPM3Config(**_LATENT, scale_emb=1, dim_model_base=32),
+    "deepseek_v32": lambda: tf.DeepseekV32Config(**_LATENT_EXPERTS, index_topk=64, index_n_heads=2, index_head_dim=16),
+}
+KINDS = {**SINKS, **ALIBI, **OWN, **CHUNKS, **WIDTHS, **SHARED, **LATENT}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """sequences: token ids of `LENGTHS`. logits: torch's [tokens, vocab] each."""
+
+    sequences: Sequence[np.ndarray]
+    logits: Sequence[np.ndarray]
+
+
+def wanted_of(model: torch.nn.Module) -> Wanted:
+    generator = np.random.default_rng(1)
+    sequences = [generator.integers(3, 45, length) for length in LENGTHS]
+    with torch.no_grad():
+        found = [model(input_ids=torch.from_numpy(each)[None]).logits[0].float().numpy() for each in sequences]
+    return Wanted(sequences, found)
+
+
+def difference_alone(driver: CacheDriver, wanted: Wanted, chunks: Sequence[int]) -> float:
+    """Worst difference of the longest sequence, in chunks."""
+    ids, logits = max(zip(wanted.sequences, wanted.logits, strict=True), key=lambda pair: len(pair[0]))
+    worst, end = 0.0, 0
+    driver.start(1)
+    for size in chunks:
+        start, end = end, end + size
+        found = driver.step(ids[None, start:end], np.ones((1, end), np.int64))
+        worst = max(worst, float(np.abs(found[0] - logits[end - 1]).max()))
+    return worst
+
+
+def difference_in_a_batch(driver: CacheDriver, wanted: Wanted, side: str, chunks: Sequence[int]) -> float:
+    """Worst difference of rows of unequal lengths, padded on one side."""
+    width = max(LENGTHS)
+    ids, mask = np.full((len(LENGTHS), width), 7, np.int64), np.zeros((len(LENGTHS), width), np.int64)
+    for row, sequence in enumerate(wanted.sequences):
+        place = slice(width - len(sequence), width) if side == "left" else slice(0, len(sequence))
+        ids[row, place], mask[row, place] = sequence, 1
+    worst, end = 0.0, 0
+    driver.start(len(ids))
+    for size in chunks:
+        start, end = end, end + size
+        found = driver.step(ids[:, start:end], mask[:, :end])
+        for row, logits in enumerate(wanted.logits):
+            if mask[row, start:end].any():
+                worst = max(worst, float(np.abs(found[row] - logits[mask[row, :end].sum() - 1]).max()))
+    return worst
