@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Glm4MoeConfig, LlamaConfig
 
+from tests.support.hybrid_models import make_hybrid
 from tests.support.tiny_models import FAMILIES, make_model
 from topw_deploy.errors import SourceError
 from topw_deploy.export.graph.lazy_weight import LazyWeight, parts, transposed
@@ -58,6 +59,20 @@ def test_experts_are_merged_without_being_read(checkpoint: Callable[[str], Path]
     assert isinstance(merged, UnreadTensor)
     assert merged.file is None
     assert merged.values().shape == merged.shape == (4, 32, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["jamba", "qwen3_next"])
+def test_mixers_that_use_their_childrens_weights_run_on_unread_ones(tmp_path: Path, family: str) -> None:
+    make_hybrid(family).save_pretrained(tmp_path)
+    ids = torch.arange(3, 12)[None]
+    read, unread = (load_checkpoint(tmp_path, "float32", unread=flag) for flag in (False, True))
+    with torch.no_grad(), streamed(unread):
+        found = unread(input_ids=ids, use_cache=False).logits
+    with torch.no_grad():
+        wanted = read(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(found, wanted, atol=1e-5)  # sums over memory of other alignment
+    assert all(isinstance(parameter, UnreadTensor) for parameter in unread.parameters())
 
 
 @pytest.mark.slow

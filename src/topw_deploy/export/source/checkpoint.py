@@ -28,7 +28,7 @@ from topw_deploy.export.source.text_decoder import (
 
 _NO_LIMIT = 65_536  # tokens; bounds rotary tables
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
-_WITHOUT_POSITIONS = {"bloom"}  # ALiBi
+_WITHOUT_POSITIONS = {"bloom", "xlstm"}  # ALiBi; recurrent, but states no layer types
 _FORGETTING_LAYERS = {"linear_attention", "sliding_attention"}
 # RoPE types whose frequencies change beyond the original context; a graph holds only the original frequencies.
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}

@@ -76,10 +76,22 @@ class UnreadTensor(torch.Tensor):
 
 @contextlib.contextmanager
 def streamed(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block, modules load their unread parameters for each call."""
+    """Inside the block, modules load their unread parameters for each call.
+
+    A module with a convolution also loads its children's: such mixers use their weights without calling them.
+    """
     handles = []
-    for module in model.modules():
-        unread = {name: value for name, value in module._parameters.items() if isinstance(value, UnreadTensor)}
+    loaded: set[torch.nn.Module] = set()
+    for module in model.modules():  # parents first
+        parts = [module, *(module.children() if _reads_children(module) else ())]
+        unread = [
+            (part._parameters, name, value)
+            for part in parts
+            if part not in loaded
+            for name, value in part._parameters.items()
+            if isinstance(value, UnreadTensor)
+        ]
+        loaded.update(parts)
         if unread:
             handles.append(module.register_forward_pre_hook(_reader(unread)))
             handles.append(module.register_forward_hook(_dropper(unread), always_call=True))
@@ -88,6 +100,10 @@ def streamed(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _reads_children(module: torch.nn.Module) -> bool:
+    return any(isinstance(child, torch.nn.Conv1d) for child in module.children())
 
 
 def widen(model: torch.nn.Module) -> None:
@@ -104,17 +120,21 @@ def widen(model: torch.nn.Module) -> None:
                 module._buffers[name] = buffer.float()
 
 
-def _reader(unread: dict[str, Any]) -> Any:
-    def read(module: torch.nn.Module, _inputs: Any) -> None:
-        for name, value in unread.items():
-            module._parameters[name] = torch.nn.Parameter(value.values(), requires_grad=False)
+_Unread = list[tuple[dict[str, Any], str, Any]]  # a module's parameters, a name in them, the unread value
+
+
+def _reader(unread: _Unread) -> Any:
+    def read(_module: torch.nn.Module, _inputs: Any) -> None:
+        for parameters, name, value in unread:
+            parameters[name] = torch.nn.Parameter(value.values(), requires_grad=False)
 
     return read
 
 
-def _dropper(unread: dict[str, Any]) -> Any:
-    def drop(module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
-        module._parameters.update(unread)
+def _dropper(unread: _Unread) -> Any:
+    def drop(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+        for parameters, name, value in unread:
+            parameters[name] = value
 
     return drop
 
