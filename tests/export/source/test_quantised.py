@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.export.quantise.test_packed_checkpoints import codes_in
+from tests.export.source.composite_models import write_composite
 from tests.export.source.quantised_checkpoints import KINDS, write_gpt_oss, write_quantised
-from tests.support.tiny_models import export
+from tests.support.tiny_models import export, make_model
 from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
-from topw_deploy.export.source.checkpoint import load_checkpoint, load_unread
+from topw_deploy.export.source.checkpoint import load_checkpoint, load_reference, load_unread
 from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
 from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
 
@@ -45,6 +47,48 @@ def test_quantised_layers_stay_in_their_files_and_are_decoded_by_part(kind: str,
         assert weight.file is not None
         for index in (slice(3, 21), np.array([5, 0, 7]), (slice(None), slice(2, 9)), slice(None)):
             np.testing.assert_array_equal(read_part(weight.file, index).numpy(), layer.weight[index], name)
+
+
+def test_experts_stored_one_by_one_are_decoded_before_they_are_merged(tmp_path: Path) -> None:
+    plain, stored = tmp_path / "plain", tmp_path / "fp8"
+    make_model("qwen3_moe").save_pretrained(plain)
+    shutil.copytree(plain, stored)
+    tensors, changed = load_file(plain / "model.safetensors"), {}
+    for name in [name for name in tensors if ".experts." in name]:
+        layer = KINDS["fp8 blocks"].layer(tensors[name].numpy())
+        tensors[name] = torch.from_numpy(layer.weight)
+        changed |= {name + end: tensor for end, tensor in layer.tensors.items()}
+    assert len(changed) == 2 * 2 * 4 * 3  # values and scales, layers, experts, projections
+    save_file(tensors, plain / "model.safetensors")
+    save_file(tensors | changed, stored / "model.safetensors")
+    config = json.loads((stored / "config.json").read_text()) | {"quantization_config": KINDS["fp8 blocks"].settings}
+    (stored / "config.json").write_text(json.dumps(config))
+    expected, (found, notices) = load_checkpoint(plain, "float32"), load_unread(stored, "float32")
+    assert notices == []
+    for name, weight in found.named_parameters():
+        assert isinstance(weight, UnreadTensor)
+        assert torch.equal(weight.values(), expected.get_parameter(name)), name
+
+
+def test_a_composite_checkpoint_can_be_quantised_too(tmp_path: Path) -> None:
+    whole = write_composite(tmp_path, "ministral3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if "language_model" in name and name.endswith("_proj.weight")]:
+        layer = KINDS["fp8 one scale"].layer(tensors.pop(name).numpy())
+        tensors |= {name + end: tensor for end, tensor in layer.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = KINDS["fp8 one scale"].settings
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = load_reference(tmp_path, "float32")
+    exact = dict(whole.get_decoder().named_parameters())
+    different = 0
+    for name, weight in found.base_model.named_parameters():
+        assert torch.allclose(weight, exact[name], rtol=2**-4, atol=1e-2 * float(exact[name].detach().abs().max())), (
+            name
+        )
+        different += not torch.equal(weight, exact[name])
+    assert different == 2 * 7
 
 
 def test_mxfp4_experts_are_read_as_the_format_defines_them(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ _EQUAL_IN_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
 _COMPARED = 24  # tokens
 # Of the largest logit: the two sum in other orders at most.
 _LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Text models that scale their logits; as part of another model, transformers leaves that out.
+_UNSCALED = {"cohere": {"logit_scale": 1.0}, "cohere2": {"logit_scale": 1.0}, "granite": {"logits_scaling": 1.0}}
 _OF_THE_CLASS = ("model_type", "architectures", "transformers_version")
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
@@ -101,6 +103,8 @@ def text_configuration(composite: Composite) -> Any:
         fields = {name: value for name, value in text.to_dict().items() if name not in _OF_THE_CLASS}
         rope = {name: value for name, value in text.rope_parameters.items() if name not in _SECTIONS}
         text = kind(**fields | {"rope_parameters": rope} | settings)
+    for name, value in _UNSCALED.get(text.model_type, {}).items():
+        setattr(text, name, value)
     text.tie_word_embeddings = bool(getattr(composite.config, "tie_word_embeddings", False))
     text.architectures = [_causal_class(text).__name__]
     return text
