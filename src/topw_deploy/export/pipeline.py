@@ -17,6 +17,7 @@ from topw_deploy.export.graft.sampler_node import graft
 from topw_deploy.export.job import Job
 from topw_deploy.export.plan import onnx_data_files, plan_of
 from topw_deploy.export.quantise import quantise
+from topw_deploy.export.quantise.experts import least_onnxruntime
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.request import ExportReport, ExportRequest
 from topw_deploy.export.resume.finished import FinishedStages, stamp_of_source
@@ -140,8 +141,13 @@ def _trace_decoder(job: Job) -> Decoder:
             f"the checkpoint's {stored.name} weights were decoded and rounded again to {chosen.dtype}, as their codes "
             "are no integers that MatMulNBits could keep"
         )
-    info = replace(decoder.info, weights_dtype=chosen.dtype, quantisation=chosen.as_dict())
+    least = max(decoder.info.least_onnxruntime, least_onnxruntime(decoder.model.graph), key=_version)
+    info = replace(decoder.info, weights_dtype=chosen.dtype, quantisation=chosen.as_dict(), least_onnxruntime=least)
     return replace(decoder, info=info).noting(*notices)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")) if text else ()
 
 
 def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple[Decoder, DecoderManifest]:

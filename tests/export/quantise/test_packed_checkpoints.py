@@ -84,6 +84,22 @@ def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path
         assert checks["prefill logits"].passed
 
 
+@pytest.mark.long
+def test_experts_keep_the_checkpoints_own_codes(tmp_path: Path) -> None:
+    layers = written(tmp_path / "model", "gptq", "qwen3_moe")
+    report = export_model(export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4"))
+    assert "2 of 2 groups of experts keep them too" in report.notices
+    found: set[bytes] = set()
+    for node in ir.load(tmp_path / "out" / "model.onnx").graph:
+        for place in (2, 5) if node.op_type == "QMoE" else ():
+            packed = node.inputs[place].const_value.numpy()  # type: ignore[union-attr]
+            found |= {row.tobytes() for row in unpack_codes(packed.reshape(-1, packed.shape[2]), 4)}
+    experts = [layer for name, layer in layers.items() if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    for layer in experts:
+        assert {row.astype(np.uint8).tobytes() for row in layer.codes.T} <= found
+
+
 def test_half_precision_is_refused_for_a_packed_checkpoint(tmp_path: Path) -> None:
     written(tmp_path / "model", "gptq")
     request = export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", compute_dtype="fp16")

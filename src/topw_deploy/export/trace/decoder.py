@@ -16,7 +16,6 @@ from topw_deploy.export.source.quantised import quantised_format
 from topw_deploy.export.source.unread_tensor import streamed
 from topw_deploy.export.trace.sparse import dense_tokens
 from topw_deploy.export.trace.trace import TracedDecoder, load_trace, save_trace, trace
-from topw_deploy.export.trace.workarounds import has_experts
 from topw_deploy.manifest import TARGETS, DecoderInfo
 
 _IR_VERSION = 11  # the first with opset 23
@@ -56,6 +55,7 @@ def traced_decoder(job: Job) -> Decoder:
         max_length=wanted.max_length,
         window_cache=wanted.window_cache is not False,
         fuse_gates=fuse_gates,
+        quantised=weights.quantisation is not None,
     )
     job.progress.say(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
@@ -98,11 +98,6 @@ def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
         found.append(
             f"this model attends to {tokens:,} selected tokens of longer sequences; the export attends to all tokens, "
             "and its context ends there"
-        )
-    if has_experts(model):
-        found.append(
-            "this mixture of experts copies the weights of each token's experts, so a prompt takes memory in "
-            "proportion to its length times the experts' size: expect only short prompts to fit"
         )
     return found
 

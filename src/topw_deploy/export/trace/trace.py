@@ -18,13 +18,14 @@ from transformers.exporters import OnnxConfig, OnnxExporter
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.resume.journal import Journal
+from topw_deploy.export.trace.experts import marked_experts
 from topw_deploy.export.trace.interface import marked
 from topw_deploy.export.trace.marker import check_layer_types, check_markers, marker_nodes
 from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
 from topw_deploy.export.trace.mixers import marked_mixers
 from topw_deploy.export.trace.traced_cache import TracedCache
 from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightless
-from topw_deploy.export.trace.workarounds import batch_experts, fixed_frequencies, silenced, small_terms_kept
+from topw_deploy.export.trace.workarounds import fixed_frequencies, silenced, small_terms_kept
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
@@ -53,8 +54,7 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     """
     config = model.config.get_text_config(decoder=True)
     check_layer_types(model, config)
-    with weightless(model) as weights, marked(model), fixed_frequencies(model):
-        batch_experts(model)
+    with marked_experts(model), weightless(model) as weights, marked(model), fixed_frequencies(model):
         traced = _export(model)
     _attach_and_optimize(model, traced, weights)
     _name_dimensions(traced.graph)
