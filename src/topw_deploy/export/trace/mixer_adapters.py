@@ -162,9 +162,7 @@ def rwkv_feed_forward(
     return torch.sigmoid(mixer.receptance(mixed("receptance"))) * value, state
 
 
-def _time_mix(
-    mixer: Any, markers: MixerMarkers, layer: int, hidden: torch.Tensor
-) -> Callable[[str], torch.Tensor]:
+def _time_mix(mixer: Any, markers: MixerMarkers, layer: int, hidden: torch.Tensor) -> Callable[[str], torch.Tensor]:
     """A function that interpolates between each token and the one before, by a weight's name."""
     shifted = _previous(markers, layer, hidden.transpose(1, 2)).transpose(1, 2)
 
