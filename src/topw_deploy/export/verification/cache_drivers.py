@@ -65,7 +65,7 @@ class _Concat:
         for start in range(0, columns, width):
             end = min(start + width, columns)
             found = self._columns(ids[:, start:end], attention_mask[:, : past + end])
-            seen = attention_mask[:, past + start : past + end].any(axis=1)
+            seen = np.asarray(attention_mask[:, past + start : past + end].any(axis=1))
             logits = found if start == 0 else np.where(seen[:, None], found, logits)
         return logits
 
