@@ -228,6 +228,8 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
                     "export the unquantised one."
                 )
             del part.quantization_config  # load layers as ordinary ones
+    if getattr(config, "rescale_every", 0):
+        config.rescale_every = 0  # RWKV: halves weights in place, and activations, for float16; logits are the same
     return config
 
 

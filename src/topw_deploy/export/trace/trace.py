@@ -22,7 +22,7 @@ from topw_deploy.export.trace.experts import marked_experts
 from topw_deploy.export.trace.interface import marked
 from topw_deploy.export.trace.marker import check_layer_types, check_markers, marker_nodes
 from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
-from topw_deploy.export.trace.mixers import marked_mixers
+from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
 from topw_deploy.export.trace.traced_cache import TracedCache
 from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightless
 from topw_deploy.export.trace.workarounds import fixed_frequencies, silenced, small_terms_kept
@@ -117,8 +117,9 @@ def _cached_forward(model: PreTrainedModel) -> Iterator[None]:
     def logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         positions = {"position_ids": position_ids} if takes_positions else {}
         cache = TracedCache()
+        cached = {_cache_argument(forward): cache, "use_cache": True} if takes_cache(model) else {"use_cache": False}
         with marked_mixers(model, SymbolicMarkers(cache)):
-            found = forward(input_ids=input_ids, use_cache=True, **{_cache_argument(forward): cache}, **positions)
+            found = forward(input_ids=input_ids, **cached, **positions)
         return {"logits": found.logits}
 
     model.forward = logits  # type: ignore[method-assign]
