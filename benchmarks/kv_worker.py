@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -16,8 +17,7 @@ import onnxruntime as ort
 from benchmarks.common import UNCOUNTED, median_step, one_thread_pool
 from benchmarks.models import exported, llama_small
 from topw_deploy.bench.decode.argmax import FILE, ArgMaxLoop, share_weights, with_argmax
-from topw_deploy.export.foreign.load import load_decoder
-from topw_deploy.manifest import DecoderInfo, load_decoder_manifest
+from topw_deploy.manifest import DecoderInfo, State, load_decoder_manifest
 from topw_deploy.runtime import TopWModel
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -31,9 +31,9 @@ def bare_export(export: Path, folder: Path) -> tuple[Path, DecoderInfo]:
 
 def bare_peer(peer: Path, folder: Path) -> tuple[Path, DecoderInfo]:
     """onnxruntime-genai's graph with ArgMax over the last logits."""
-    info = load_decoder(peer / "model.onnx", peer).info
     model = ir.load(peer / "model.onnx")
     graph = model.graph
+    info = peer_info(graph, json.loads((peer / "genai_config.json").read_text(encoding="utf-8"))["model"])
     logits = next(value for value in graph.outputs if value.name == "logits")
     last = ir.Value(name="bare.last", const_value=ir.tensor(-1, dtype=ir.DataType.INT64, name="bare.last"))
     graph.register_initializer(last)
@@ -48,6 +48,43 @@ def bare_peer(peer: Path, folder: Path) -> tuple[Path, DecoderInfo]:
     share_weights(peer, folder)
     ir.save(model, folder / FILE)
     return folder / FILE, info
+
+
+def peer_info(graph: ir.Graph, config: dict[str, Any]) -> DecoderInfo:
+    """How to drive a graph of genai's builder, whose layers may have windows or convolutions.
+
+    config: "model" of genai_config.json.
+    """
+    decoder = config["decoder"]
+    window = decoder.get("sliding_window", {}).get("window_size", 0)
+    sizes = {"past_sequence_length": 0, "past_sliding_length": window, "kv_cache_dim": decoder["head_size"]}
+    states = []
+    for value in graph.inputs:
+        name = value.name or ""
+        if not name.startswith("past"):
+            continue
+        shape = tuple(size if isinstance(size, int) else sizes[str(size.value)] for size in value.shape[1:])
+        kind = "full" if 0 in shape else "window" if "past_sliding_length" in str(value.shape) else "convolution"
+        states.append(
+            State(
+                layer=int(name.split(".")[1]),
+                kind=kind,
+                past=name,
+                present="present" + name[len("past_key_values" if name.startswith("past_key") else "past") :],
+                dtype=value.dtype.name.lower(),
+                shape=shape,
+            )
+        )
+    return DecoderInfo(
+        model_type=config["type"],
+        kv_form="shared",
+        num_layers=decoder["num_hidden_layers"],
+        states=tuple(states),
+        kv_dtype=states[0].dtype,
+        context_length=config["context_length"],
+        left_padding=False,
+        ragged_chunks=False,
+    )
 
 
 def _bare_options(threads: int) -> ort.SessionOptions:
