@@ -49,6 +49,9 @@ ALIBI: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "falcon_alibi": lambda: tf.FalconConfig(**_SIZES, alibi=True),
 }
 OWN: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "doge": lambda: tf.DogeConfig(
+        **_SIZES, **_LONG, num_key_value_heads=2, intermediate_size=32, keep_window_size=128, is_moe=False
+    ),
     "gptj": lambda: tf.GPTJConfig(**_OLD_SIZES, rotary_dim=4, n_inner=32),
     "codegen": lambda: tf.CodeGenConfig(**_OLD_SIZES, rotary_dim=4, n_inner=32),
     "falcon": lambda: tf.FalconConfig(**_SIZES),
@@ -127,6 +130,20 @@ SHARED: dict[str, Callable[[], tf.PreTrainedConfig]] = {
         altup_num_inputs=2,
         activation_sparsity_pattern=[0.0] * 4,
     ),
+    "gemma4": lambda: tf.Gemma4TextConfig(
+        **{**_SIZES, "num_hidden_layers": 4},
+        **_LONG,
+        vocab_size_per_layer_input=50,
+        intermediate_size=32,
+        num_key_value_heads=2,
+        num_global_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=32,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=WINDOW,
+        hidden_size_per_layer_input=8,
+    ),
 }
 LATENT: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "deepseek_v2": lambda: tf.DeepseekV2Config(**_LATENT_EXPERTS),
@@ -134,7 +151,10 @@ LATENT: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "minicpm3": lambda: tf.MiniCPM3Config(**_LATENT, scale_emb=1, dim_model_base=32),
     "deepseek_v32": lambda: tf.DeepseekV32Config(**_LATENT_EXPERTS, index_topk=64, index_n_heads=2, index_head_dim=16),
 }
-KINDS = {**SINKS, **ALIBI, **OWN, **CHUNKS, **WIDTHS, **SHARED, **LATENT}
+TWICE: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "diffllama": lambda: tf.DiffLlamaConfig(**_SIZES, **_LONG, num_key_value_heads=2, intermediate_size=32),
+}
+KINDS = {**TWICE, **SINKS, **ALIBI, **OWN, **CHUNKS, **WIDTHS, **SHARED, **LATENT}
 
 
 @dataclass(frozen=True)

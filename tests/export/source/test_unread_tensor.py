@@ -17,7 +17,7 @@ from tests.support.hybrid_models import make_hybrid
 from tests.support.tiny_models import FAMILIES, make_model
 from topw_deploy.errors import SourceError
 from topw_deploy.export.graph.lazy_weight import LazyWeight, parts, transposed
-from topw_deploy.export.source.checkpoint import load_checkpoint, load_unread
+from topw_deploy.export.source.checkpoint import load_checkpoint
 from topw_deploy.export.source.safetensors_files import stored_tensors
 from topw_deploy.export.source.unread_tensor import UnreadTensor, streamed, widen
 from topw_deploy.export.trace.trace import trace
@@ -109,16 +109,6 @@ def test_a_checkpoint_of_the_base_model_gets_its_prefix(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     unread = load_checkpoint(tmp_path, "float32", unread=True)
     assert torch.equal(parameters(unread)["transformer.wte.weight"].values(), tensors["wte.weight"])  # type: ignore[attr-defined]
-
-
-def test_pickled_weights_are_read_with_a_reason(tmp_path: Path) -> None:
-    model = make_model("llama_tied")
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    loaded, reason = load_unread(tmp_path, "float32")
-    assert reason is not None
-    assert "holds no model.safetensors" in reason
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
 @pytest.mark.slow

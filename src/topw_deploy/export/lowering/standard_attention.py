@@ -27,11 +27,9 @@ def attend(
     decomposed: use products and a softmax, as always with a soft cap or a sink.
     """
     keys, values = tokens[0], tokens[-1]
-    if layer.latent:  # keys are read twice, so products of all heads with one matrix are better than the operator
-        decomposed, columns = True, (0, layer.value_dim, 3)
-        values = editor.op("Slice", [keys, *(editor.constant(np.array([number])) for number in columns)])
-    attention = _products if decomposed or layer.softcap or layer.sink is not None else _operator
-    output = attention(editor, layer, keys, values, mask)
+    # All heads read the same latents: two products do so once, the operator once per head.
+    decomposed = decomposed or layer.latent or layer.softcap > 0 or layer.sink is not None
+    output = (_products if decomposed else _operator)(editor, layer, keys, values, mask)
     # the marker's layout, [batch, sequence, heads, dim]
     output = editor.op("Transpose", [output], perm=[0, 2, 1, 3], dtype=layer.output.dtype)
     output.shape = layer.output.shape
@@ -79,8 +77,13 @@ def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
     weights = _softmax(editor, scores, layer.sink)
     weights = op("Reshape", [weights, constant(np.array([0, layer.kv_heads, -1, 0]))])
     output = op("MatMul", [weights, values])  # [batch, kv_heads, group * sequence, dim]
-    shape = constant(np.array([0, layer.heads, -1, layer.value_dim]))
-    return op("Reshape", [output, shape], dtype=layer.output.dtype)
+    width = layer.head_dim if layer.latent else layer.value_dim
+    output = op("Reshape", [output, constant(np.array([0, layer.heads, -1, width]))], dtype=layer.output.dtype)
+    if width == layer.value_dim:
+        return output
+    # Other columns of latents are part of keys only; dropped here, because the states would be copied.
+    ends = (constant(np.array([number])) for number in (0, layer.value_dim, 3))
+    return op("Slice", [output, *ends], dtype=layer.output.dtype)
 
 
 def _softmax(editor: GraphEditor, scores: ir.Value, sink: ir.Value | None) -> ir.Value:

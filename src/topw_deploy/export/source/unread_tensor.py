@@ -14,33 +14,38 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_any, tree_map
 
+from topw_deploy.export.source.encoded import EncodedWeight
 from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, StoredTensor
 
 
 class UnreadTensor(torch.Tensor):
     """A CPU tensor that loads its data on demand and does not cache it.
 
-    file: the stored tensor, if its elements and their order are the same apart from a cast; else None.
+    file: the stored or encoded weight, if its elements and their order are the same apart from a cast; else None.
     """
 
     _like: torch.Tensor
     _make: Callable[[], torch.Tensor]
-    file: StoredTensor | None
+    file: StoredTensor | EncodedWeight | None
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, _make: Callable[[], torch.Tensor], _file: StoredTensor | None) -> UnreadTensor:
+    def __new__(
+        cls, like: torch.Tensor, _make: Callable[[], torch.Tensor], _file: StoredTensor | EncodedWeight | None
+    ) -> UnreadTensor:
         made: UnreadTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu"), requires_grad=False
         )
         return made
 
-    def __init__(self, like: torch.Tensor, make: Callable[[], torch.Tensor], file: StoredTensor | None) -> None:
+    def __init__(
+        self, like: torch.Tensor, make: Callable[[], torch.Tensor], file: StoredTensor | EncodedWeight | None
+    ) -> None:
         self._like, self._make, self.file = like, make, file
 
     @classmethod
-    def of(cls, stored: StoredTensor) -> UnreadTensor:
+    def of(cls, stored: StoredTensor | EncodedWeight) -> UnreadTensor:
         like = torch.empty(stored.shape, dtype=_torch_type(stored), device="meta")
-        return cls(like, lambda: _mapped(stored), stored)
+        return cls(like, lambda: read_part(stored, ...), stored)
 
     def values(self) -> torch.Tensor:
         """Load the data: a copy-on-write map of the file, or the result of the recorded operations."""
@@ -163,7 +168,17 @@ def _keeps_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     )
 
 
-def _torch_type(stored: StoredTensor) -> torch.dtype:
+def read_part(stored: StoredTensor | EncodedWeight, index: Any) -> torch.Tensor:
+    """The values at a NumPy index."""
+    if isinstance(stored, EncodedWeight):
+        return torch.from_numpy(stored.read(index))
+    index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
+    return _mapped(stored)[index]
+
+
+def _torch_type(stored: StoredTensor | EncodedWeight) -> torch.dtype:
+    if isinstance(stored, EncodedWeight):
+        return torch.float32
     found: torch.dtype = getattr(torch, NUMPY_TYPES[stored.dtype].name)
     return found
 

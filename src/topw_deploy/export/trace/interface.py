@@ -28,6 +28,7 @@ _HARMLESS = {
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
+    "logits_to_keep",
 }
 
 

@@ -42,6 +42,8 @@ def adapted(model: torch.nn.Module) -> Iterator[None]:
             methods = dict(ADAPTERS.get(name, {}))
             if hasattr(module, "expand_kv"):
                 methods["expand_kv"] = expand_kv
+            if hasattr(module, "_maybe_slice_kv_shared_inputs"):
+                methods["_maybe_slice_kv_shared_inputs"] = _all_columns
             if is_indexer(module):
                 methods["forward"] = select_none
             for attribute, method in methods.items():
@@ -71,6 +73,11 @@ def rotate_pairs(x: Tensor, angles: Tensor, width: int, scaling: float = 1.0) ->
 def _heads(x: Tensor, heads: int) -> Tensor:
     """[batch, sequence, heads * dim] -> [batch, heads, sequence, dim]."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _all_columns(_self: Any, *inputs: Any, **_others: Any) -> tuple[Any, ...]:
+    """Gemma 4's inputs of layers without keys, not cut to the columns whose logits are wanted (the last argument)."""
+    return inputs[:-1]
 
 
 def _remember(cache: Any, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -232,6 +239,32 @@ def _llama4(
     return self.o_proj(output.flatten(2)), None
 
 
+# Doge: every key adds a number to its scores.
+
+
+def _doge(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """That number becomes one more element of the key, and 1 / scale one more of the query."""
+    parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
+    query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+    query, key, merged, value = self.q_norm(query), self.k_norm(key), value.flatten(2), value.transpose(1, 2)
+    rotate = _helper(self, "apply_rotary_pos_emb")
+    query, key = rotate(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
+    added = torch.exp(self.A * torch.nn.functional.softplus(self.dt_proj(merged)))  # [batch, sequence, kv_heads]
+    key = torch.cat((key, added.transpose(1, 2)[..., None].to(key.dtype)), dim=-1)
+    query = torch.cat((query, torch.full_like(query[..., :1], 1 / self.scaling)), dim=-1)
+    key, value = _remember(past_key_values, key, value, self.layer_idx)
+    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **others)
+    return self.o_proj(output.flatten(2)), None
+
+
 # Models with an `_attn` of their own.
 
 
@@ -268,6 +301,7 @@ ADAPTERS: dict[str, dict[str, Method]] = {
     "bloom.BloomAttention": {"forward": _bloom},
     "codegen.CodeGenAttention": {"forward": _codegen},
     "deepseek_v2.DeepseekV2RotaryEmbedding": {"forward": _rotation},
+    "doge.DogeAttention": {"forward": _doge},
     "falcon.FalconAttention": {"forward": _falcon},
     "gpt_neo.GPTNeoSelfAttention": {"_attn": _gpt_neo},
     "gpt_neox_japanese.GPTNeoXJapaneseAttention": {"_attn": _gpt_neox_japanese},

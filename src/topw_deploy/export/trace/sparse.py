@@ -1,6 +1,6 @@
-"""Attention to the tokens that an indexer selects (DeepSeek V3.2, GLM 5, MiniMax M3).
+"""Attention to selected tokens: by an indexer (DeepSeek V3.2, GLM 5, MiniMax M3) or by a score of each key (Doge).
 
-An indexer selects all tokens up to a number of them, so up to that length the export attends to all.
+All tokens are selected up to a number of them, so up to that length the export attends to all.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ SELECTIONS = {"indices", "block_indices"}
 
 
 def is_indexer(module: torch.nn.Module) -> bool:
+    """Whether its forward selects tokens."""
     return type(module).__name__.endswith("Indexer") and _selected(module) is not None
 
 
 def dense_tokens(model: torch.nn.Module) -> int | None:
-    """The longest sequence, in tokens, of which every indexer selects all, or None without indexers."""
-    found = (_selected(module) for module in model.modules() if is_indexer(module))
+    """The longest sequence, in tokens, of which all are selected everywhere, or None without selections."""
+    found = (_selected(module) for module in model.modules() if is_indexer(module) or _selects_by_score(module))
     return min((tokens for tokens in found if tokens is not None), default=None)
 
 
@@ -28,9 +29,13 @@ def select_none(self: Any, hidden_states: torch.Tensor, *_args: Any, **_kwargs: 
     return torch.zeros((*hidden_states.shape[:2], 1), dtype=torch.int32)
 
 
+def _selects_by_score(module: torch.nn.Module) -> bool:
+    return hasattr(module, "keep_window_size")
+
+
 def _selected(module: torch.nn.Module) -> int | None:
     blocks, size = getattr(module, "topk_blocks", None), getattr(module, "block_size", None)
     if isinstance(blocks, int) and isinstance(size, int):
         return blocks * size
-    tokens = getattr(module, "index_topk", None)
+    tokens = getattr(module, "index_topk", getattr(module, "keep_window_size", None))
     return tokens if isinstance(tokens, int) else None

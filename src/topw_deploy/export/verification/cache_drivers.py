@@ -65,8 +65,8 @@ class _Concat:
         for start in range(0, columns, width):
             end = min(start + width, columns)
             found = self._columns(ids[:, start:end], attention_mask[:, : past + end])
-            seen = np.asarray(attention_mask[:, past + start : past + end].any(axis=1))
-            logits = found if start == 0 else np.where(seen[:, None], found, logits)
+            seen = np.any(attention_mask[:, past + start : past + end], axis=1, keepdims=True)
+            logits = found if start == 0 else np.where(seen, found, logits)
         return logits
 
     def _columns(self, ids: Array, attention_mask: Array) -> Array:
