@@ -31,8 +31,13 @@ class EmbeddingNode:
 
 
 def find_embedding(graph: ir.Graph) -> EmbeddingNode:
-    """The lookup of `input_ids`. Raises UnsupportedModelError unless there is exactly one."""
+    """The lookup of `input_ids`; of several (Gemma 4 also has embeddings per layer), the one tied to the head.
+
+    Raises UnsupportedModelError unless there is exactly one.
+    """
     found = _lookups(graph)
+    if len(found) > 1:
+        found = [node for node in found if _is_tied(node)] or found
     if not found:
         raise UnsupportedModelError(
             "the decoder has no input embeddings: no Gather or GatherBlockQuantized of a constant table is fed by "
@@ -59,6 +64,11 @@ def _lookups(graph: ir.Graph) -> list[ir.Node]:
             elif (node.domain, node.op_type) in _LOOKUPS and position == _IDS_AT and _has_constant_matrix(node):
                 found.append(node)
     return found
+
+
+def _is_tied(lookup: ir.Node) -> bool:
+    table = lookup.inputs[0]
+    return table is not None and any(node.op_type in ("Transpose", "MatMul") for node in table.consumers())
 
 
 def _has_constant_matrix(node: ir.Node) -> bool:
