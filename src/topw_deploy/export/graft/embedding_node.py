@@ -67,8 +67,16 @@ def _lookups(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _is_tied(lookup: ir.Node) -> bool:
-    table = lookup.inputs[0]
-    return table is not None and any(node.op_type in ("Transpose", "MatMul") for node in table.consumers())
+    """Whether other nodes use the table too: the head, or the sampler in a finished graph."""
+    value, user = lookup.inputs[0], lookup
+    while value is not None:
+        if any(node is not user for node in value.consumers()):
+            return True
+        producer = value.producer()
+        if producer is None:
+            return False
+        value, user = producer.inputs[0], producer
+    return False
 
 
 def _has_constant_matrix(node: ir.Node) -> bool:
