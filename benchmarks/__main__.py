@@ -10,7 +10,10 @@ import sys
 
 from benchmarks.common import say
 
-MODULES = ("tail", "native_rows", "decode", "kv", "startup", "export_cost", "graft_memory", "geometry_share", "lively")
+MODULES = (
+    *("tail", "native_rows", "decode", "kv", "experts", "startup", "export_cost", "graft_memory", "geometry_share"),
+    "lively",
+)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The worker of `benchmarks.kv` and `benchmarks.int4`: greedy loops over ArgMax graphs, and memory."""
+"""The worker of `benchmarks.kv`, `int4` and `experts`: greedy loops over ArgMax graphs, memory, and prompts."""
 
 from __future__ import annotations
 
@@ -198,6 +198,29 @@ def start_memory(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     return {"grow": grow}
 
 
+def start_prompt(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """settings: scratch (a folder), export, threads."""
+    loop = ArgMaxLoop(
+        *bare_export(Path(settings["export"]), Path(settings["scratch"])), _bare_options(settings["threads"])
+    )
+
+    def prompt(tokens: list[int], steps: int) -> dict[str, float]:
+        """Growth of peak memory in bytes, seconds of a first and a second prefill, and of a step."""
+        before, seconds = resident(), []
+
+        def prefill() -> None:
+            began = time.perf_counter()
+            loop.prefill(tokens, len(tokens) + steps + UNCOUNTED + 1)
+            seconds.append(time.perf_counter() - began)
+
+        peak = peak_during(prefill) - before
+        prefill()
+        return {"peak": peak, "first": seconds[0], "second": seconds[1], "step": median_step(loop.step, steps)}
+
+    return {"prompt": prompt}
+
+
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings["task"] selects a function above; see it for the other settings."""
-    return {"sweeps": start_sweeps, "loops": start_loops, "memory": start_memory}[settings["task"]](settings)
+    tasks = {"sweeps": start_sweeps, "loops": start_loops, "memory": start_memory, "prompt": start_prompt}
+    return tasks[settings["task"]](settings)

@@ -24,6 +24,21 @@ def llama_50m(vocab_size: int = 32_000) -> Path:
     return _random_llama(CACHE / f"llama-{vocab_size}", vocab_size, sizes)
 
 
+def mixtral_50m() -> Path:
+    """A random Mixtral: 54 M parameters, 8 experts of which a token takes 2 (tied)."""
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 8192,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    return _random_llama(CACHE / "mixtral-32000", 32_000, sizes, "Mixtral")
+
+
 def llama_small(context: int) -> Path:
     """A tiny random decoder for `context` tokens."""
     sizes = {
@@ -37,16 +52,17 @@ def llama_small(context: int) -> Path:
     return _random_llama(CACHE / f"llama-small-{context}", 2_000, sizes)
 
 
-def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
+def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int], family: str = "Llama") -> Path:
     """Write a random Llama. LAST_NORM spreads its logits, which would be nearly equal and never certified."""
     if (folder / "model.safetensors").exists():
         return folder
     import torch
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = getattr(transformers, f"{family}Config")(
         **sizes,
         vocab_size=vocab_size,
         tie_word_embeddings=True,
@@ -54,7 +70,7 @@ def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
         eos_token_id=None,
         pad_token_id=0,
     )
-    model = LlamaForCausalLM(config)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     torch.nn.init.constant_(model.model.norm.weight, LAST_NORM)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)

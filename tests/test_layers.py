@@ -51,7 +51,7 @@ NAMED = {
     "tensorrt": {"numpy"},
     "runtime": RUNTIME,
     "processors": {"torch", "transformers"},
-    "export": EXPORTER | {"numpy", "onnxruntime", "tokenizers", "huggingface_hub"},
+    "export": EXPORTER | {"numpy", "onnxruntime", "tokenizers", "huggingface_hub", "sentencepiece"},
     "stats": {"numpy", "onnx_ir", "matplotlib"},
     "bench": {"numpy", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "optimum"}
     | {"torch", "transformers", "matplotlib"},

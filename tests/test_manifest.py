@@ -143,7 +143,7 @@ def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(fold
         ({"sampler__vocab_size": "4096"}, "vocab_size is '4096'"),
         ({"defaults__temperature": -1}, "temperature is -1"),
         ({"defaults__tempratur": 1}, "tempratur"),
-        ({"decoder__num_layers": 1}, r"layer is 1, not an integer in \[0, 0\]"),
+        ({"decoder__num_layers": 0}, "num_layers is 0"),
         ({"decoder__states": []}, "states has 0 entries"),
         ({"decoder__states": [{}]}, r"field 'shape' of decoder.states\[0\] is missing"),
         ({"decoder__most_columns": -1}, "most_columns is -1"),

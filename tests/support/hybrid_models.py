@@ -183,6 +183,18 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax",
         {**_DENSE, "head_dim": 8, "num_local_experts": 4, "block_size": 4, "layer_types": _LINEAR_FIRST},
     ),
+    "rwkv": ("rwkv", {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 256}),
+    "xlstm": (
+        "xlstm",
+        {
+            **_TOKENS,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 2,
+            "chunk_size": 4,
+            "autocast_kernel_dtype": "float32",
+        },
+    ),
     "zaya": (
         "zaya",
         {**_COMMON, **_ATTENTION, **_EXPERTS, "num_experts_per_tok": 1, "head_dim": 8, "router_hidden_size": 16},

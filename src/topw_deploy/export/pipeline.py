@@ -17,11 +17,12 @@ from topw_deploy.export.graft.sampler_node import graft
 from topw_deploy.export.job import Job
 from topw_deploy.export.plan import onnx_data_files, plan_of
 from topw_deploy.export.quantise import quantise
+from topw_deploy.export.quantise.experts import least_onnxruntime
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.request import ExportReport, ExportRequest
 from topw_deploy.export.resume.finished import FinishedStages, stamp_of_source
 from topw_deploy.export.resume.journal import Journal
-from topw_deploy.export.source.packed import PackedCheckpoint
+from topw_deploy.export.source.quantised import quantised_format
 from topw_deploy.export.source.resolve import Source, refuse_special_files, resolve
 from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.verification.first_layers import layers_to_verify, verification_bytes
@@ -123,20 +124,30 @@ def _trace_decoder(job: Job) -> Decoder:
 
     if weights.quantisation is None:
         return traced_decoder(job)
-    packed = PackedCheckpoint.of(job.source.folder)
-    if packed is not None and weights.torch_dtype != "float32":
+    stored = quantised_format(job.source.folder)
+    if stored is not None and stored.integers and weights.torch_dtype != "float32":
         raise ParameterError(
-            f"compute_dtype is {weights.compute_dtype!r}, but {job.source.id} holds {packed.kind.method.upper()} "
+            f"compute_dtype is {weights.compute_dtype!r}, but {job.source.id} holds {stored.name} "
             "codes, which can be kept only with compute_dtype 'fp32'; leave --compute-dtype out.",
             "compute_dtype",
         )
     decoder = traced_decoder(job)
     chosen = weights.quantisation
     job.progress.say(f"Quantising products and embedding to {chosen.dtype}")
-    rows = PackedRows(packed) if packed is not None else None
+    rows = PackedRows.of(job.source.folder)
     notices = quantise(decoder.model, chosen, rows, cut=job.request.graph.num_hidden_layers is not None)
-    info = replace(decoder.info, weights_dtype=chosen.dtype, quantisation=chosen.as_dict())
+    if stored is not None and not stored.integers:
+        notices.append(
+            f"the checkpoint's {stored.name} weights were decoded and rounded again to {chosen.dtype}, as their codes "
+            "are no integers that MatMulNBits could keep"
+        )
+    least = max(decoder.info.least_onnxruntime, least_onnxruntime(decoder.model.graph), key=_version)
+    info = replace(decoder.info, weights_dtype=chosen.dtype, quantisation=chosen.as_dict(), least_onnxruntime=least)
     return replace(decoder, info=info).noting(*notices)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")) if text else ()
 
 
 def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple[Decoder, DecoderManifest]:

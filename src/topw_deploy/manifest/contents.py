@@ -39,7 +39,7 @@ class TensorSpec:
 class State:
     """A tensor that a layer keeps between calls: graph input `past`, output `present`, [batch, *shape].
 
-    layer: the layer that writes it.
+    layer: the layer that writes it; in models that repeat layers, one number per repetition.
     kind: one of STATE_KINDS.
         full: keys or values of all tokens.
         window: of the last `window` tokens.

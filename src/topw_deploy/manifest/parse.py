@@ -160,7 +160,7 @@ def _decoder(data: Fields) -> DecoderInfo:
         model_type=data.text("model_type"),
         kv_form=data.text("kv_form"),
         num_layers=layers,
-        states=_states(data, layers),
+        states=_states(data),
         kv_dtype=data.text("kv_dtype"),
         context_length=data.whole("context_length", 1, MOST_TOKENS),
         left_padding=data.flag("left_padding"),
@@ -184,8 +184,8 @@ def _version(given: str) -> str:
     return given
 
 
-def _states(data: Fields, layers: int) -> tuple[State, ...]:
-    found = tuple(_state(given, layers) for given in data.objects("states", _names(State)))
+def _states(data: Fields) -> tuple[State, ...]:
+    found = tuple(_state(given) for given in data.objects("states", _names(State)))
     if not 1 <= len(found) <= _MOST_STATES:
         raise ValueError(f"decoder.states has {len(found)} entries, not 1 to {_MOST_STATES}")
     names = [name for state in found for name in (state.past, state.present)]
@@ -194,19 +194,21 @@ def _states(data: Fields, layers: int) -> tuple[State, ...]:
     return found
 
 
-def _state(data: Fields, layers: int) -> State:
+def _state(data: Fields) -> State:
     shape = tuple(whole("an axis of a state", size, 0, MOST_STATE_SIZE) for size in data.listing("shape"))
     if not 1 <= len(shape) <= _MOST_AXES or shape.count(0) > 1:
         raise ValueError(f"a state has the shape {shown(list(shape))}, not 1 to {_MOST_AXES} axes, one of tokens (0)")
     return State(
-        layer=data.whole("layer", 0, layers - 1),
+        layer=data.whole("layer", 0, MOST_LAYERS - 1),
         kind=data.one_of("kind", STATE_KINDS),
         past=data.text("past"),
         present=data.text("present"),
         dtype=data.text("dtype"),
         shape=shape,
         window=data.whole("window", 0, MOST_TOKENS),
-        shared_by=tuple(whole("a layer of shared_by", layer, 0, layers - 1) for layer in data.listing("shared_by")),
+        shared_by=tuple(
+            whole("a layer of shared_by", layer, 0, MOST_LAYERS - 1) for layer in data.listing("shared_by")
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +84,19 @@ def pack_awq(layer: Rounded) -> dict[str, np.ndarray]:
     return {"qweight": packed(layer.codes), "qzeros": packed(layer.zeros), "scales": layer.scales}
 
 
+def _apart(name: str, weight: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Experts one by one, as checkpoints have them; other weights as they are."""
+    stem, _, last = name.rpartition(".")
+    if weight.ndim < 3:
+        yield name, weight
+    elif last == "gate_up_proj":
+        for expert, (gate, up) in enumerate(np.split(one, 2) for one in weight):
+            yield f"{stem}.{expert}.gate_proj.weight", gate
+            yield f"{stem}.{expert}.up_proj.weight", up
+    else:
+        yield from ((f"{stem}.{expert}.{last}.weight", one) for expert, one in enumerate(weight))
+
+
 def write_packed(
     folder: Path, family: str, settings: dict[str, object], *, symmetric: bool, act_order: bool = False
 ) -> dict[str, Rounded]:
@@ -93,9 +106,11 @@ def write_packed(
     model.config.save_pretrained(folder)
     layers, tensors = {}, {}
     for name, value in model.state_dict().items():
-        tensors[name] = value.numpy()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
+        tensors |= dict(_apart(name, value.numpy()))
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear += [name.removesuffix(".weight") for name in tensors if ".experts." in name]
+    for name in linear:
+        if name != "lm_head":
             layer = rounded(tensors.pop(f"{name}.weight"), bits, group, symmetric=symmetric, act_order=act_order)
             layers[name] = layer
             pack: Callable[[Rounded], dict[str, np.ndarray]] = (

@@ -16,7 +16,7 @@ from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.quantise.blocks import unpack_codes
 from topw_deploy.export.request import export_request
 from topw_deploy.export.source.checkpoint import load_checkpoint
-from topw_deploy.export.source.packed import PackedCheckpoint, packed_format
+from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
 from topw_deploy.manifest import load_manifest
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
@@ -39,10 +39,11 @@ def written(folder: Path, kind: str, family: str = "llama_untied") -> dict[str, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_are_read_as_their_dequantised_weights(kind: str, tmp_path: Path) -> None:
     layers = written(tmp_path, kind)
-    checkpoint = PackedCheckpoint.of(tmp_path)
+    checkpoint = QuantisedCheckpoint.of(tmp_path)
     assert checkpoint is not None
-    assert set(checkpoint.layers) == set(layers)
-    for name, matrix in checkpoint.matrices():
+    matrices = {name.removesuffix(".weight"): matrix for name, matrix in checkpoint.matrices()}
+    assert set(matrices) == set(layers)
+    for name, matrix in matrices.items():
         np.testing.assert_array_equal(matrix.codes, layers[name].codes.T)
         np.testing.assert_array_equal(matrix.weight(), layers[name].weight)
     model = load_checkpoint(tmp_path, "float32")
@@ -83,6 +84,22 @@ def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path
         assert checks["prefill logits"].passed
 
 
+@pytest.mark.long
+def test_experts_keep_the_checkpoints_own_codes(tmp_path: Path) -> None:
+    layers = written(tmp_path / "model", "gptq", "qwen3_moe")
+    report = export_model(export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4"))
+    assert "2 of 2 groups of experts keep them too" in report.notices
+    found: set[bytes] = set()
+    for node in ir.load(tmp_path / "out" / "model.onnx").graph:
+        for place in (2, 5) if node.op_type == "QMoE" else ():
+            packed = node.inputs[place].const_value.numpy()  # type: ignore[union-attr]
+            found |= {row.tobytes() for row in unpack_codes(packed.reshape(-1, packed.shape[2]), 4)}
+    experts = [layer for name, layer in layers.items() if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    for layer in experts:
+        assert {row.astype(np.uint8).tobytes() for row in layer.codes.T} <= found
+
+
 def test_half_precision_is_refused_for_a_packed_checkpoint(tmp_path: Path) -> None:
     written(tmp_path / "model", "gptq")
     request = export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", compute_dtype="fp16")
@@ -113,7 +130,7 @@ def test_a_packed_checkpoint_can_be_exported_in_float(tmp_path: Path) -> None:
 def test_other_quantisations_are_refused_by_name(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
     with pytest.raises(UnsupportedModelError, match=words):
-        packed_format(tmp_path)
+        quantised_format(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", ["missing", "groups", "sizes"])
@@ -131,5 +148,5 @@ def test_damaged_layers_are_refused_by_name(wrong: str, tmp_path: Path) -> None:
     else:
         tensors[f"{name}.scales"] = np.ascontiguousarray(tensors[f"{name}.scales"][:, :-8])
     save_file(tensors, file)
-    with pytest.raises(SourceError, match=r"lacks .*q_proj.scales|is damaged"):
-        PackedCheckpoint.of(tmp_path).matrix(name)  # type: ignore[union-attr]
+    with pytest.raises(SourceError, match=r"lacks .*q_proj.scales|q_proj: .* is damaged"):
+        QuantisedCheckpoint.of(tmp_path).matrix(f"{name}.weight")  # type: ignore[union-attr]

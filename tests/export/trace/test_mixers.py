@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from tests.support.hybrid_models import HYBRIDS, make_hybrid
 from tests.support.mixers import EagerMarkers, StatelessMixersCache
-from topw_deploy.export.trace.mixers import marked_mixers
+from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
 
 BOUND = 1e-4  # of the largest logit: float32 sums in another order, through two layers
 CALLS = (9, 4, 1, 1)  # tokens of a prompt, a chunk and two steps; transformers' chunks are of 4
@@ -30,7 +30,9 @@ def logits_by_calls(
         if not keep_states:
             states.clear()
         with torch.no_grad(), marked_mixers(model, EagerMarkers(cache, states)):
-            given = {"input_ids": ids[:, start : start + count], name: cache, "use_cache": True}
+            given = {"input_ids": ids[:, start : start + count], "use_cache": takes_cache(model)}
+            if takes_cache(model):
+                given[name] = cache
             if "position_ids" in parameters:
                 given["position_ids"] = torch.arange(start, start + count).expand(ids.shape[0], -1)
             found.append(model(**given).logits)

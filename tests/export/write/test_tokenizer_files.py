@@ -81,3 +81,34 @@ def test_a_damaged_tokenizer_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')
     with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read"):
         check_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [None, {"legacy": False}])
+def test_a_folder_with_a_sentencepiece_model_alone_is_converted(
+    settings: dict[str, object] | None, sentencepiece_folder: Path, tmp_path: Path
+) -> None:
+    """transformers' general tokenizer, which it takes where no class is stated, leaves out the first space."""
+    (sentencepiece_folder / "tokenizer_config.json").unlink()
+    if settings is not None:
+        (sentencepiece_folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    output = tmp_path / "out"
+    output.mkdir()
+    write_tokenizer(sentencepiece_folder, output)
+    ids = Tokenizer.from_file(str(output / "tokenizer.json")).encode("the lazy dog", add_special_tokens=False).ids
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
+    assert ids == reference.encode("the lazy dog")
+
+
+def test_a_wrong_conversion_is_refused(
+    sentencepiece_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    (sentencepiece_folder / "tokenizer_config.json").unlink()
+    monkeypatch.setattr(transformers, "LlamaTokenizer", transformers.AutoTokenizer)
+    output = tmp_path / "out"
+    output.mkdir()
+    with pytest.raises(
+        TokenizerError, match=r"converted wrongly .*'the lazy dog' becomes .*; state its tokenizer_class"
+    ):
+        write_tokenizer(sentencepiece_folder, output)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
+from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.lowering.fused_projections import fuse_gate_up
 from topw_deploy.export.lowering.mixers import SINCE as MIXERS_SINCE
 from topw_deploy.export.lowering.mixers import has_mixers, most_columns
@@ -47,6 +48,7 @@ def lower(
     context_length: int,
     max_length: int | None = None,
     fuse_gates: bool = True,
+    quantised: bool = False,
     window_cache: bool = True,
 ) -> Lowered:
     """Replace every marker of `decoder` in place.
@@ -57,7 +59,9 @@ def lower(
     max_length: cache slots for tensorrt, a multiple of 64. None: `default_length`. 0: symbolic, onnxruntime only.
     window_cache: for onnxruntime's static cache, keep only the window's tokens in layers that have one.
     fuse_gates: fuse gate and up products; needs a static cache.
+    quantised: weights are going to be quantised, by onnxruntime's operators.
     """
+    lower_experts(decoder.model, operator=target != "tensorrt" and (quantised or kv != "concat"), quantised=quantised)
     # Lowerings compare rotary angles by identity.
     CommonSubexpressionEliminationPass()(decoder.model)
     fuse_rotary(decoder.model)

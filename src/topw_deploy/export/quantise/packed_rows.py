@@ -1,14 +1,16 @@
-"""Match a graph's float weights to a GPTQ or AWQ checkpoint's packed rows, which tracing only rearranges."""
+"""Match a graph's float weights to a quantised checkpoint's rows of integer codes, which tracing only rearranges."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, pack_codes
-from topw_deploy.export.source.packed import PackedCheckpoint, PackedMatrix
+from topw_deploy.export.source.encoded import PackedMatrix
+from topw_deploy.export.source.quantised import QuantisedCheckpoint
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 
@@ -32,12 +34,18 @@ class Origin:
 class PackedRows:
     """A checkpoint's packed rows, found by their values."""
 
-    def __init__(self, checkpoint: PackedCheckpoint) -> None:
+    def __init__(self, checkpoint: QuantisedCheckpoint) -> None:
         self._checkpoint = checkpoint
         self._places: dict[bytes, tuple[str, int]] = {}
         for prefix, matrix in checkpoint.matrices():
             for row, values in enumerate(matrix.weight()):
                 self._places.setdefault(_digest(values), (prefix, row))
+
+    @classmethod
+    def of(cls, folder: Path) -> PackedRows | None:
+        """None for a checkpoint without integer codes."""
+        checkpoint = QuantisedCheckpoint.of(folder)
+        return cls(checkpoint) if checkpoint is not None and checkpoint.kind.integers else None
 
     def origin(self, weight: np.ndarray) -> Origin | None:
         """The origin of `weight` float32 [outputs, inputs].

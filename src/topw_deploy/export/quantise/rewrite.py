@@ -1,6 +1,7 @@
-"""Quantise a lowered decoder: its products become MatMulNBits, its token table GatherBlockQuantized.
+"""Quantise a lowered decoder: products become MatMulNBits, experts QMoE, the token table GatherBlockQuantized.
 
-Weights are quantised when written; a tied head shares the table's bytes.
+Weights are quantised when written; a tied head shares the table's bytes. Products that choose experts stay float: they
+are small, and their rounding would change experts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import onnx_ir as ir
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.graft.embedding_node import EmbeddingNode, find_embedding
 from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.lowering.experts import ROUTER
+from topw_deploy.export.quantise.experts import ExpertsReplacer, ExpertWeight, find_experts
 from topw_deploy.export.quantise.packed_rows import Origin, PackedRows
 from topw_deploy.export.quantise.products import Product, find_products, stored_tensor
 from topw_deploy.export.quantise.scheme import Quantisation
@@ -37,7 +40,7 @@ def quantise(
     """
     graph = model.graph
     before = _float_bytes(graph)
-    found = _Found(find_products(graph), _stored_lookup(graph))
+    found = _Found(_without_routers(find_products(graph)), _stored_lookup(graph), find_experts(graph))
     if not cut:
         found.check_patterns(scheme)
     excluded = found.excluded(scheme)
@@ -50,18 +53,25 @@ def quantise(
     for product in found.products:
         if id(product.weight) not in excluded:
             replacer.product(product, scheme.of_table if product is head else scheme)
-    if not replacer.replaced:
+    experts = ExpertsReplacer(replacer.editor, scheme, packed, replacer.recent)
+    replaced = experts.replace(weight for weight in found.experts if id(weight.value) not in excluded)
+    _check_half_experts(graph)
+    if not replacer.replaced and not replaced:
         raise UnsupportedModelError(
             "the decoder has no product with a constant matrix to quantise; export it with --dtype fp32."
         )
     _drop_unused(graph)
     model.opset_imports[DOMAIN] = 1
     replacer.editor.finish()
-    notices = _notices(graph, scheme, before, named | replacer.scale_names())
+    routers = {product.weight.name for product in find_products(graph) if _chooses_experts(product)}
+    known = named | routers | replacer.scale_names() | experts.scale_names
+    notices = _notices(graph, scheme, before, known)
     if packed is not None:
         notices.append(
             f"{replacer.kept} of {len(found.products)} products keep the checkpoint's own codes, scales and zero points"
         )
+        if found.experts:
+            notices.append(f"{experts.kept} of {replaced} groups of experts keep them too")
     return notices
 
 
@@ -69,6 +79,7 @@ def quantise(
 class _Found:
     products: list[Product]
     embedding: EmbeddingNode | None
+    experts: list[ExpertWeight]
 
     def head(self) -> Product | None:
         """The last product, if it has one output per table row."""
@@ -93,9 +104,30 @@ class _Found:
 
     def _uses(self) -> list[tuple[ir.Value, tuple[str | None, ...]]]:
         uses = [(product.weight, product.names) for product in self.products]
+        uses += [(weight.value, weight.names) for weight in self.experts]
         if self.embedding is not None:
             uses.append((self.embedding.data[0], (self.embedding.node.name, self.embedding.data[0].name)))
         return uses
+
+
+def _without_routers(products: list[Product]) -> list[Product]:
+    return [product for product in products if not _chooses_experts(product)]
+
+
+def _chooses_experts(product: Product) -> bool:
+    return any(ROUTER in node.metadata_props for node in product.nodes)
+
+
+def _check_half_experts(graph: ir.Graph) -> None:
+    """Raises ParameterError for float experts in half precision, of which onnxruntime's CPU kernel makes zeros."""
+    for node in graph:
+        left = node.inputs[2] if (node.domain, node.op_type) == (DOMAIN, "MoE") else None
+        if left is not None and left.dtype != ir.DataType.FLOAT:
+            raise ParameterError(
+                f"the experts {left.name} would stay {left.dtype}, which onnxruntime cannot multiply on a CPU; do not "
+                "exclude them, or leave --compute-dtype out.",
+                "exclude_nodes",
+            )
 
 
 def _stored_lookup(graph: ir.Graph) -> EmbeddingNode | None:
@@ -119,7 +151,7 @@ class _Stored:
 class _Replacer:
     def __init__(self, editor: GraphEditor, scheme: Quantisation, packed: PackedRows | None) -> None:
         self.editor, self.kept = editor, 0
-        self._scheme, self._packed, self._recent = scheme, packed, RecentBlocks()
+        self._scheme, self._packed, self.recent = scheme, packed, RecentBlocks()
         self._tables: dict[int, _Stored] = {}
         self._stored: dict[int, _Stored] = {}
 
@@ -138,7 +170,7 @@ class _Replacer:
         if block_size is None or table.const_value is None:
             return False
         weight = QuantisedWeight.of_tensor(
-            table.const_value, by_output=True, block_size=block_size, scheme=scheme, recent=self._recent, keep=True
+            table.const_value, by_output=True, block_size=block_size, scheme=scheme, recent=self.recent, keep=True
         )
         flat = (embedding.rows, embedding.hidden * scheme.bits // 8)
         stored = _Stored(self.editor, weight, str(table.name), flat)
@@ -173,7 +205,7 @@ class _Replacer:
                 by_output=product.by_output,
                 block_size=scheme.block_size,
                 scheme=scheme,
-                recent=self._recent,
+                recent=self.recent,
             )
             self._stored[id(weight)] = _Stored(self.editor, made, str(weight.name), made.shape.codes)
         stored = self._stored[id(weight)]
@@ -185,7 +217,7 @@ class _Replacer:
         return self._packed.origin(np.asarray(rows_of(product.tensor, product.by_output)(0, product.outputs)))
 
     def _keep_codes(self, product: Product, packed: PackedRows, origin: Origin) -> None:
-        made = QuantisedWeight(origin.shape, ir.DataType.FLOAT, lambda: packed.blocks(origin), self._recent)
+        made = QuantisedWeight(origin.shape, ir.DataType.FLOAT, lambda: packed.blocks(origin), self.recent)
         stored = _Stored(self.editor, made, str(product.weight.name), origin.shape.codes)
         data = product.data
         if origin.order is not None and data is not None:  # act-order: a group's inputs are scattered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -100,6 +101,18 @@ class Quantisation:
         pairs = self.of_table.bits == 4 and not self.is_symmetric
         while size >= _SMALLEST_BLOCK:
             if width % size == 0 and not (pairs and width // size % 2):
+                return size
+            size //= 2
+        return None
+
+    def experts_block_size(self, widths: Collection[int]) -> int | None:
+        """The largest block size up to block_size for experts whose rows have `widths` weights, or None.
+
+        As in a table, rows are whole blocks, and an even number with zero points.
+        """
+        size = self.block_size
+        while widths and size >= _SMALLEST_BLOCK:
+            if all(width % size == 0 and (self.is_symmetric or width // size % 2 == 0) for width in widths):
                 return size
             size //= 2
         return None

@@ -52,6 +52,7 @@ class QuantisedWeight:
     """A weight quantised on demand.
 
     keep: keep the Blocks for another read.
+    experts: outputs are those of so many experts, in an axis of its own in the tensors.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class QuantisedWeight:
         recent: RecentBlocks,
         *,
         keep: bool = False,
+        experts: int | None = None,
     ) -> None:
         self.shape = shape
         self.scale_type = scale_type
-        self._compute, self._recent, self._keep = compute, recent, keep
+        self._compute, self._recent, self._keep, self._experts = compute, recent, keep, experts
         self._kept: Blocks | None = None
 
     @classmethod
@@ -78,6 +80,7 @@ class QuantisedWeight:
         scheme: Quantisation,
         recent: RecentBlocks,
         keep: bool = False,
+        experts: int | None = None,
     ) -> QuantisedWeight:
         """Quantise `tensor`: [outputs, inputs] if `by_output`, else [inputs, outputs]."""
         sizes = [int(size) for size in tensor.shape]
@@ -87,7 +90,7 @@ class QuantisedWeight:
         def compute() -> Blocks:
             return quantise_weight(rows_of(tensor, by_output), shape, scheme, tensor.dtype.numpy())
 
-        return cls(shape, tensor.dtype, compute, recent, keep=keep)
+        return cls(shape, tensor.dtype, compute, recent, keep=keep, experts=experts)
 
     def compute(self) -> Blocks:
         if self._kept is not None:
@@ -101,6 +104,8 @@ class QuantisedWeight:
         """The codes; a smaller `shape` takes the leading bytes of each output."""
         wanted = self.shape.codes if shape is None else shape
         per_output = int(np.prod(wanted[1:]))
+        if self._experts is not None:
+            wanted = (self.shape.outputs, per_output)
 
         def read(blocks: Blocks) -> np.ndarray:
             flat = blocks.codes.reshape(len(blocks.codes), -1)[:, :per_output]
@@ -122,15 +127,21 @@ class QuantisedWeight:
         The unused last half byte of a row is filled too: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, reads zero
         points as if rows were not padded.
         """
-        byte = 0x88 if self.shape.bits == 4 else 0x80
+        byte, shape = 0x88 if self.shape.bits == 4 else 0x80, self._stacked(self.shape.zero_points)
 
         def evaluate() -> ir.TensorProtocol:
-            return ir.Tensor(np.full(self.shape.zero_points, byte, np.uint8))
+            return ir.Tensor(np.full(shape, byte, np.uint8))
 
-        return ir.LazyTensor(evaluate, dtype=ir.DataType.UINT8, shape=ir.Shape(self.shape.zero_points))
+        return ir.LazyTensor(evaluate, dtype=ir.DataType.UINT8, shape=ir.Shape(shape))
 
     def _lazy(self, read: Callable[[Blocks], Any], dtype: ir.DataType, shape: tuple[int, ...]) -> ir.TensorProtocol:
-        def evaluate() -> ir.TensorProtocol:
-            return ir.Tensor(read(self._recent.of(self)), dtype=dtype)
+        stacked = self._stacked(shape)
 
-        return ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape))
+        def evaluate() -> ir.TensorProtocol:
+            return ir.Tensor(read(self._recent.of(self)).reshape(stacked), dtype=dtype)
+
+        return ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(stacked))
+
+    def _stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """[outputs, ...] -> [experts, outputs of each, ...]."""
+        return shape if self._experts is None else (self._experts, shape[0] // self._experts, *shape[1:])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,22 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
-from topw_deploy.export.source.packed import PackedCheckpoint, packed_format
+from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError, one_line
+from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
 from topw_deploy.export.source.safetensors_files import stored_tensors
+from topw_deploy.export.source.text_decoder import (
+    Composite,
+    check_equal_on_text,
+    has_rotary_sections,
+    missing_packages_allowed,
+    parts_left_out,
+    text_configuration,
+    text_decoder,
+)
 
 _NO_LIMIT = 65_536  # tokens; bounds rotary tables
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
-_WITHOUT_POSITIONS = {"bloom"}  # ALiBi
+_WITHOUT_POSITIONS = {"bloom", "xlstm"}  # ALiBi; recurrent, but states no layer types
 _FORGETTING_LAYERS = {"linear_attention", "sliding_attention"}
 # RoPE types whose frequencies change beyond the original context; a graph holds only the original frequencies.
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}
@@ -31,25 +42,56 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     unread: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal LM on the CPU, in evaluation mode.
+    """Load a causal LM, or the text decoder of a composite model, on the CPU, in evaluation mode.
 
     dtype: a torch dtype's name.
     unread: leave weights in files as `UnreadTensor`s.
     Raises UnsupportedModelError for unknown architectures, SourceError for damaged or missing weights.
     """
+    loaded = _load(folder, dtype, num_hidden_layers, trust_remote_code, unread=unread)
+    return loaded.model if loaded.composite is None else text_decoder(loaded.composite, loaded.model)
+
+
+def load_reference(
+    folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load like load_checkpoint, with all values, and compare a text decoder with its composite model on text.
+
+    Raises like load_checkpoint; VerificationError if the two differ.
+    """
+    loaded = _load(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
+    if loaded.composite is None:
+        return loaded.model
+    decoder = text_decoder(loaded.composite, loaded.model)
+    check_equal_on_text(loaded.composite, loaded.model, decoder)
+    return decoder
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    model: PreTrainedModel
+    composite: Composite | None
+
+
+def _load(folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_code: bool, *, unread: bool) -> _Loaded:
     config = load_config(folder, trust_remote_code=trust_remote_code)
     if num_hidden_layers is not None:
         _cut_layers(config, num_hidden_layers)
     settings = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
-    packed = PackedCheckpoint.of(folder)
+    quantised = QuantisedCheckpoint.of(folder)
+    composite = Composite.of(config)
     with _quiet():
         try:
-            if unread or packed is not None:
-                model, info = _unread_model(folder, config, settings, packed, unread=unread)
+            if composite is not None:
+                model, info = _composite_model(folder, composite, settings["dtype"], quantised, unread=unread)
+            elif unread or quantised is not None:
+                model, info = _unread_model(folder, config, settings, quantised, unread=unread)
             else:
                 model, info = AutoModelForCausalLM.from_pretrained(
                     folder, config=config, output_loading_info=True, local_files_only=True, **settings
                 )
+        except TopWError:
+            raise
         except Exception as error:  # foreign models and damaged files can raise anything
             raise SourceError(
                 f"the model in {folder} cannot be loaded ({one_line(error)}); check its files."
@@ -59,35 +101,46 @@ def load_checkpoint(
         raise SourceError(
             f"the weights in {folder} lack {len(missing)} tensors of the model (first: {missing[0]}); fetch them again."
         )
-    return model.eval()
+    return _Loaded(model.eval(), composite)
 
 
 def load_unread(
     folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, str | None]:
-    """Load a causal LM with unread weights; if impossible, with weights in memory. Returns (model, reason or None).
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load with unread weights, or with loaded weights if impossible; and notices.
 
     Raises like load_checkpoint.
     """
-    wanted = {"num_hidden_layers": num_hidden_layers, "trust_remote_code": trust_remote_code}
+    notices = []
     try:
-        return load_checkpoint(folder, dtype, unread=True, **wanted), None  # type: ignore[arg-type]
+        loaded = _load(folder, dtype, num_hidden_layers, trust_remote_code, unread=True)
     except UnsupportedModelError:
         raise
-    except SourceError as error:  # pickled weights, or code needing values
-        return load_checkpoint(folder, dtype, **wanted), str(error)  # type: ignore[arg-type]
+    except SourceError as error:  # code that needs values
+        loaded = _load(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
+        notices.append(f"all weights were read into memory, because they could not be left in their files: {error}")
+    if loaded.composite is None:
+        return loaded.model, notices
+    return text_decoder(loaded.composite, loaded.model), [*notices, *_composite_notices(loaded)]
+
+
+def _composite_notices(loaded: _Loaded) -> list[str]:
+    assert loaded.composite is not None
+    parts = ", ".join(parts_left_out(loaded.composite, loaded.model)) or "nothing"
+    found = [f"only the text decoder of {type(loaded.model).__name__} was exported; left out: {parts}"]
+    if has_rotary_sections(loaded.composite.text):
+        found.append(
+            "the rotary sections of this model (M-RoPE) have equal positions in text, so the graph takes one position "
+            "a token"
+        )
+    return found
 
 
 def _unread_model(
-    folder: Path, config: Any, settings: dict[str, Any], packed: PackedCheckpoint | None, *, unread: bool
+    folder: Path, config: Any, settings: dict[str, Any], quantised: QuantisedCheckpoint | None, *, unread: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Assemble the model from a state_dict, which transformers accepts only without a folder."""
-    from topw_deploy.export.source.unread_tensor import UnreadTensor
-
-    if packed is not None:
-        tensors = packed.unread()
-    else:
-        tensors = {name: UnreadTensor.of(stored) for name, stored in stored_tensors(folder).items()}
+    tensors = _unread_tensors(folder, quantised)
     if not unread:
         tensors = {name: tensor.values().clone() for name, tensor in tensors.items()}
     with torch.device("meta"):
@@ -97,6 +150,47 @@ def _unread_model(
     )
     _read_buffers(model)
     return model, info
+
+
+def _composite_model(
+    folder: Path, composite: Composite, dtype: torch.dtype, quantised: QuantisedCheckpoint | None, *, unread: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The whole model. Only the text decoder's values are read, unless `unread`."""
+    with missing_packages_allowed():
+        model, info = composite.model.from_pretrained(
+            None,
+            config=composite.config,
+            state_dict=_unread_tensors(folder, quantised),
+            dtype=dtype,
+            output_loading_info=True,
+        )
+    towers = tuple(f"{part}." for part in parts_left_out(composite, model))
+    info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith(towers)]
+    _read_buffers(model)
+    if not unread:
+        _read_parameters(model, towers)
+    return model, info
+
+
+def _unread_tensors(folder: Path, quantised: QuantisedCheckpoint | None) -> dict[str, Any]:
+    from topw_deploy.export.source.unread_tensor import UnreadTensor
+
+    if quantised is not None:
+        return quantised.unread()
+    return {name: UnreadTensor.of(stored) for name, stored in stored_tensors(folder).items()}
+
+
+def _read_parameters(model: torch.nn.Module, towers: tuple[str, ...]) -> None:
+    """Load parameters, shared ones once; those of `towers` stay unread."""
+    from topw_deploy.export.source.unread_tensor import UnreadTensor
+
+    made: dict[int, torch.nn.Parameter] = {}
+    for name, value in list(model.named_parameters(remove_duplicate=False)):
+        if isinstance(value, UnreadTensor) and not name.startswith(towers):
+            if id(value) not in made:
+                made[id(value)] = torch.nn.Parameter(value.values().clone(), requires_grad=False)
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = made[id(value)]
 
 
 def _read_buffers(model: torch.nn.Module) -> None:
@@ -119,20 +213,36 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
                 f"the installed transformers does not support the architecture of the configuration in {folder} "
                 f"({one_line(error)}); models with their own code need --trust-remote-code."
             ) from error
-    known = type(config) in AutoModelForCausalLM._model_mapping
+    known = type(config) in AutoModelForCausalLM._model_mapping or Composite.of(config) is not None
     remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if not known and not remote:
         raise UnsupportedModelError(
             f"the architecture {config.model_type!r} is not a causal language model in transformers; "
             "choose a decoder-only model."
         )
-    if getattr(config, "quantization_config", None) is not None:
-        if packed_format(folder) is None:
-            raise UnsupportedModelError(
-                f"the checkpoint in {folder} is quantised, but its config.json does not say how; "
-                "export the unquantised one."
-            )
-        del config.quantization_config  # load layers as ordinary ones
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "quantization_config", None) is not None:
+            if quantised_format(folder) is None:
+                raise UnsupportedModelError(
+                    f"the checkpoint in {folder} is quantised, but its config.json does not say how; "
+                    "export the unquantised one."
+                )
+            del part.quantization_config  # load layers as ordinary ones
+    if getattr(config, "rescale_every", 0):
+        config.rescale_every = 0  # RWKV: halves weights in place, and activations, for float16; logits are the same
+    return config
+
+
+def written_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """`config`, a folder's config.json, as an export has it: of a composite model, the text decoder's alone."""
+    if not any(name.endswith("_config") and name != "quantization_config" for name in config):
+        return config
+    with contextlib.suppress(UnsupportedModelError):  # remote code
+        composite = Composite.of(load_config(folder))
+        if composite is not None:
+            text: dict[str, Any] = json.loads(text_configuration(composite).to_json_string(use_diff=False))
+            ids = {name: value for name, value in config.items() if name.endswith("_token_id") and name in text}
+            return text | {name: value for name, value in ids.items() if text[name] is None}
     return config
 
 

@@ -1,4 +1,4 @@
-"""Unpack AutoGPTQ and AutoAWQ checkpoints with NumPy (docs/guide/quantisation.md).
+"""Decode AutoGPTQ and AutoAWQ checkpoints with NumPy (docs/guide/quantisation.md).
 
 A linear layer [outputs, inputs] has integers `q`, and a scale and a zero point for each output and group of inputs:
 weight = (q - zero) * scale.
@@ -16,22 +16,20 @@ AWQ (`version: gemm`):
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from topw_deploy.errors import SourceError, UnsupportedModelError
-from topw_deploy.export.source.safetensors_files import StoredTensor, stored_tensors
+from topw_deploy.errors import SourceError
+from topw_deploy.export.source.encoded import EncodedWeight, IntegerWeight, PackedMatrix, Rows, unpack_words
+from topw_deploy.export.source.safetensors_files import StoredTensor
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 """The tensors of a packed layer."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each half byte, lowest first
 _PACKED_TYPES = ("I32", "F16", "F32", "I64")
-_READ = "GPTQ of 4 and 8 bits, AWQ of 4 bits (gemm)"
 
 
 @dataclass(frozen=True)
@@ -46,109 +44,50 @@ class PackedFormat:
     bits: int
     zero_offset: int
 
-
-@dataclass(frozen=True)
-class PackedMatrix:
-    """One unpacked layer.
-
-    codes: uint8 [outputs, inputs].
-    scales: float32 [outputs, groups].
-    zeros: int32 [outputs, groups].
-    groups: int64 [inputs], the group of each input.
-    """
-
-    codes: np.ndarray
-    scales: np.ndarray
-    zeros: np.ndarray
-    groups: np.ndarray
-    bits: int
-
-    def weight(self) -> np.ndarray:
-        """The weight, float32 [outputs, inputs]. It is exact, as codes have at most 8 bits and scales 11."""
-        whole = self.codes.astype(np.float32) - self.zeros[:, self.groups].astype(np.float32)
-        return whole * self.scales[:, self.groups]
-
-
-class PackedCheckpoint:
-    """A folder's packed layers.
-
-    layers: prefix -> its PARTS.
-    Raises SourceError for missing tensors or wrong types.
-    """
-
-    def __init__(self, folder: Path, kind: PackedFormat) -> None:
-        self.kind = kind
-        self._stored = stored_tensors(folder)
-        self.layers = layers_of(self._stored)
-        for prefix, parts in self.layers.items():
-            missing = {"qweight", "qzeros", "scales"} - parts
-            if missing:
-                raise SourceError(f"{folder} lacks {prefix}.{min(missing)}; fetch the checkpoint again.")
-
     @classmethod
-    def of(cls, folder: Path) -> PackedCheckpoint | None:
-        """Open the checkpoint in `folder`; None if it is not packed."""
-        kind = packed_format(folder)
-        return cls(folder, kind) if kind is not None else None
-
-    def matrix(self, prefix: str) -> PackedMatrix:
-        return unpack(self.kind, {part: _array(self._stored[f"{prefix}.{part}"]) for part in self.layers[prefix]})
-
-    def matrices(self) -> Iterator[tuple[str, PackedMatrix]]:
-        for prefix in self.layers:
-            yield prefix, self.matrix(prefix)
-
-    def unread(self) -> dict[str, Any]:
-        """All tensors for transformers, unread; each packed layer becomes one float32 `weight`."""
-        import torch
-
-        from topw_deploy.export.source.unread_tensor import UnreadTensor
-
-        packed = {f"{prefix}.{part}" for prefix, parts in self.layers.items() for part in parts}
-        found: dict[str, Any] = {
-            name: UnreadTensor.of(stored) for name, stored in self._stored.items() if name not in packed
-        }
-        for prefix in self.layers:
-            like = torch.empty(self._size(prefix), dtype=torch.float32, device="meta")
-            found[f"{prefix}.weight"] = UnreadTensor(like, self._maker(prefix), None)
-        return found
-
-    def _maker(self, prefix: str) -> Callable[[], Any]:
-        import torch
-
-        return lambda: torch.from_numpy(self.matrix(prefix).weight())
-
-    def _size(self, prefix: str) -> tuple[int, int]:
-        rows, columns = self._stored[f"{prefix}.qweight"].shape
-        per_word = 32 // self.kind.bits
-        return (columns, rows * per_word) if self.kind.method == "gptq" else (columns * per_word, rows)
-
-
-def packed_format(folder: Path) -> PackedFormat | None:
-    """How the checkpoint in `folder` is packed; None for ordinary weights.
-
-    Raises UnsupportedModelError for unsupported quantisation, SourceError for a damaged configuration.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        settings = config.get("quantization_config")
-        if settings is None:
-            return None
+    def of(cls, settings: Mapping[str, Any]) -> PackedFormat | None:
+        """The packing that a quantization_config states; None if it is not read."""
         method, bits = str(settings.get("quant_method", "")).lower(), settings.get("bits", settings.get("w_bit"))
         version = str(settings.get("version", "gemm")).lower()
         second = str(settings.get("checkpoint_format", "gptq")).lower() == "gptq_v2"
-    except FileNotFoundError:
+        if method == "gptq" and bits in (4, 8):
+            return cls("gptq", bits, 0 if second else 1)
+        if method == "awq" and bits == 4 and version == "gemm":
+            return cls("awq", 4, 0)
         return None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise SourceError(f"{folder / 'config.json'} is damaged ({error}); fetch it again.") from None
-    if method == "gptq" and bits in (4, 8):
-        return PackedFormat("gptq", bits, 0 if second else 1)
-    if method == "awq" and bits == 4 and version == "gemm":
-        return PackedFormat("awq", 4, 0)
-    raise UnsupportedModelError(
-        f"the checkpoint in {folder} is quantised by {method or 'an unnamed method'} ({bits} bits), but only {_READ} "
-        "are supported; export the unquantised one."
-    )
+
+
+class PackedWeight(IntegerWeight):
+    """A GPTQ or AWQ layer; `parts`: its tensors by PARTS."""
+
+    def __init__(self, prefix: str, kind: PackedFormat, parts: dict[str, StoredTensor]) -> None:
+        self.name, self._kind, self._parts = prefix, kind, parts
+        for part in ("qweight", "qzeros", "scales"):
+            if part not in parts:
+                raise SourceError(f"the checkpoint lacks {prefix}.{part}; fetch it again.")
+        words = parts["qweight"]
+        if len(words.shape) != 2:
+            raise SourceError(f"{words.path} holds {prefix}.qweight of shape {words.shape}; fetch it again.")
+        (rows, columns), per_word = words.shape, 32 // kind.bits
+        self.shape = (columns, rows * per_word) if kind.method == "gptq" else (columns * per_word, rows)
+
+    def matrix(self, rows: Rows = slice(None)) -> PackedMatrix:
+        """Decodes the whole layer, whose outputs share words."""
+        try:
+            found = unpack(self._kind, {part: _array(stored) for part, stored in self._parts.items()})
+        except SourceError as error:
+            raise SourceError(f"{self.name}: {error}") from None
+        return PackedMatrix(found.codes[rows], found.scales[rows], found.zeros[rows], found.groups, found.bits)
+
+
+def packed_weights(stored: Mapping[str, StoredTensor], kind: PackedFormat) -> tuple[dict[str, EncodedWeight], set[str]]:
+    """The packed weights of a checkpoint, and the names of all their tensors. Raises SourceError for a missing one."""
+    found: dict[str, EncodedWeight] = {}
+    used: set[str] = set()
+    for prefix, parts in layers_of(stored).items():
+        found[f"{prefix}.weight"] = PackedWeight(prefix, kind, {part: stored[f"{prefix}.{part}"] for part in parts})
+        used |= {f"{prefix}.{part}" for part in parts}
+    return found, used
 
 
 def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> PackedMatrix:
@@ -156,8 +95,8 @@ def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> PackedMatrix:
     try:
         words, scales = parts["qweight"], parts["scales"].astype(np.float32).T
         if kind.method == "gptq":
-            codes = _consecutive(words.T, kind.bits)
-            zeros = _consecutive(parts["qzeros"], kind.bits).T
+            codes = unpack_words(words.T, kind.bits)
+            zeros = unpack_words(parts["qzeros"], kind.bits).T
         else:
             codes, zeros = _interleaved(words).T, _interleaved(parts["qzeros"]).T
         zeros = zeros.astype(np.int32) + kind.zero_offset
@@ -172,16 +111,9 @@ def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> PackedMatrix:
     return PackedMatrix(np.ascontiguousarray(codes), np.ascontiguousarray(scales), zeros, groups, kind.bits)
 
 
-def _consecutive(words: np.ndarray, bits: int) -> np.ndarray:
-    """int32 [n, m] -> uint8 [n, m * 32 / bits], lowest bits first."""
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    wide = (words.astype(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
-    return wide.astype(np.uint8).reshape(len(words), -1)
-
-
 def _interleaved(words: np.ndarray) -> np.ndarray:
     """AWQ's int32 [n, m] -> uint8 [n, m * 8]."""
-    held = _consecutive(words, 4).reshape(len(words), -1, 8)
+    held = unpack_words(words, 4).reshape(len(words), -1, 8)
     found = np.empty_like(held)
     found[..., _AWQ_ORDER] = held
     return found.reshape(len(words), -1)

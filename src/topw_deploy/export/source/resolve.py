@@ -15,8 +15,9 @@ from topw_deploy.manifest import MANIFEST_NAME
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _SECOND_COPIES = ["consolidated*", "original/*"]  # same weights, other layout
-_ENDINGS = {".json", ".jinja", ".model", ".txt", ".py", ".bin", ".safetensors", ".onnx", ".data", ".onnx_data"}
-_SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+_ENDINGS = {".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"}
+_ENDINGS |= {".bin", ".safetensors", ".onnx", ".data", ".onnx_data"}
+_SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 
 _DEFAULT_HUB = HubOptions()
 

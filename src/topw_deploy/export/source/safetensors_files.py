@@ -1,9 +1,10 @@
-"""Locate tensors in safetensors files."""
+"""Locate tensors in a checkpoint's files: safetensors, else PyTorch's (torch_files.py)."""
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,8 @@ import numpy as np
 from topw_deploy.errors import SourceError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+TORCH_INDEX, TORCH_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+_TORCH_SUFFIX = ".bin"
 _LARGEST_HEADER = 100 << 20  # safetensors' own limit
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -22,6 +25,7 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     **{f"{sign}{bits}": np.dtype(f"{sign.lower()}{bits // 8}") for sign in "IU" for bits in (64, 32, 16, 8)},
     "BOOL": np.dtype(np.bool_),
 }
@@ -46,22 +50,38 @@ class StoredTensor:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Map tensor names to files. Like transformers, this prefers a single file to an index.
+    """Tensor name -> file. Like transformers, prefers safetensors, and a single file to an index.
 
-    Raises SourceError for a damaged index, or if there is no safetensors file.
+    Raises SourceError for a damaged index or no weights.
     """
-    single = folder / SINGLE
-    if single.is_file():
-        return dict.fromkeys((name for name in _header(single)[0] if name != "__metadata__"), single)
-    if (folder / INDEX).is_file():
-        try:
-            weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            return {str(name): folder / Path(str(file)).name for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise SourceError(f"{folder / INDEX} is damaged ({error}); fetch it again.") from None
+    for single, index in ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX)):
+        if (folder / single).is_file():
+            return dict.fromkeys(_all_tensors(folder / single), folder / single)
+        if (folder / index).is_file():
+            return _indexed(folder, index)
     raise SourceError(
-        f"{folder} holds no {SINGLE}; convert the weights to safetensors, or give the table with --embeddings."
+        f"{folder} holds neither {SINGLE} nor {TORCH_SINGLE}; fetch the weights, or give the table with --embeddings."
     )
+
+
+def _indexed(folder: Path, index: str) -> dict[str, Path]:
+    try:
+        weight_map = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): folder / Path(str(file)).name for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SourceError(f"{folder / index} is damaged ({error}); fetch it again.") from None
+
+
+def _all_tensors(path: Path) -> Iterable[str]:
+    if path.suffix == _TORCH_SUFFIX:
+        return _of_torch_file(path)
+    return (name for name in _header(path)[0] if name != "__metadata__")
+
+
+def _of_torch_file(path: Path) -> dict[str, StoredTensor]:
+    from topw_deploy.export.source.torch_files import tensors_in_torch_file  # imports torch
+
+    return tensors_in_torch_file(path)
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -75,12 +95,20 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def tensors_in(path: Path, names: set[str]) -> dict[str, StoredTensor]:
     """The tensors `names` of a file. Raises SourceError for a damaged file or missing tensor."""
+    if path.suffix == _TORCH_SUFFIX:
+        found = _of_torch_file(path)
+        _check_complete(path, names, found)
+        return {name: found[name] for name in names}
     header, start = _header(path)
-    missing = sorted(names - header.keys())
-    if missing:
-        raise SourceError(f"{path} lacks the tensor {missing[0]} of its index; fetch it again.")
+    _check_complete(path, names, header)
     size = path.stat().st_size
     return {name: _stored(path, name, entry, start, size) for name, entry in header.items() if name in names}
+
+
+def _check_complete(path: Path, names: set[str], found: Mapping[str, Any]) -> None:
+    missing = sorted(names - found.keys())
+    if missing:
+        raise SourceError(f"{path} lacks the tensor {missing[0]} of its index; fetch it again.")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

@@ -14,33 +14,38 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_any, tree_map
 
+from topw_deploy.export.source.encoded import EncodedWeight
 from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, StoredTensor
 
 
 class UnreadTensor(torch.Tensor):
     """A CPU tensor that loads its data on demand and does not cache it.
 
-    file: the stored tensor, if its elements and their order are the same apart from a cast; else None.
+    file: the stored or encoded weight, if its elements and their order are the same apart from a cast; else None.
     """
 
     _like: torch.Tensor
     _make: Callable[[], torch.Tensor]
-    file: StoredTensor | None
+    file: StoredTensor | EncodedWeight | None
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, _make: Callable[[], torch.Tensor], _file: StoredTensor | None) -> UnreadTensor:
+    def __new__(
+        cls, like: torch.Tensor, _make: Callable[[], torch.Tensor], _file: StoredTensor | EncodedWeight | None
+    ) -> UnreadTensor:
         made: UnreadTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu"), requires_grad=False
         )
         return made
 
-    def __init__(self, like: torch.Tensor, make: Callable[[], torch.Tensor], file: StoredTensor | None) -> None:
+    def __init__(
+        self, like: torch.Tensor, make: Callable[[], torch.Tensor], file: StoredTensor | EncodedWeight | None
+    ) -> None:
         self._like, self._make, self.file = like, make, file
 
     @classmethod
-    def of(cls, stored: StoredTensor) -> UnreadTensor:
+    def of(cls, stored: StoredTensor | EncodedWeight) -> UnreadTensor:
         like = torch.empty(stored.shape, dtype=_torch_type(stored), device="meta")
-        return cls(like, lambda: _mapped(stored), stored)
+        return cls(like, lambda: read_part(stored, ...), stored)
 
     def values(self) -> torch.Tensor:
         """Load the data: a copy-on-write map of the file, or the result of the recorded operations."""
@@ -71,10 +76,22 @@ class UnreadTensor(torch.Tensor):
 
 @contextlib.contextmanager
 def streamed(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block, modules load their unread parameters for each call."""
+    """Inside the block, modules load their unread parameters for each call.
+
+    A module with a convolution also loads its children's: such mixers use their weights without calling them.
+    """
     handles = []
-    for module in model.modules():
-        unread = {name: value for name, value in module._parameters.items() if isinstance(value, UnreadTensor)}
+    loaded: set[torch.nn.Module] = set()
+    for module in model.modules():  # parents first
+        parts = [module, *(module.children() if _reads_children(module) else ())]
+        unread = [
+            (part._parameters, name, value)
+            for part in parts
+            if part not in loaded
+            for name, value in part._parameters.items()
+            if isinstance(value, UnreadTensor)
+        ]
+        loaded.update(parts)
         if unread:
             handles.append(module.register_forward_pre_hook(_reader(unread)))
             handles.append(module.register_forward_hook(_dropper(unread), always_call=True))
@@ -83,6 +100,10 @@ def streamed(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _reads_children(module: torch.nn.Module) -> bool:
+    return any(isinstance(child, torch.nn.Conv1d) for child in module.children())
 
 
 def widen(model: torch.nn.Module) -> None:
@@ -99,17 +120,21 @@ def widen(model: torch.nn.Module) -> None:
                 module._buffers[name] = buffer.float()
 
 
-def _reader(unread: dict[str, Any]) -> Any:
-    def read(module: torch.nn.Module, _inputs: Any) -> None:
-        for name, value in unread.items():
-            module._parameters[name] = torch.nn.Parameter(value.values(), requires_grad=False)
+_Unread = list[tuple[dict[str, Any], str, Any]]  # a module's parameters, a name in them, the unread value
+
+
+def _reader(unread: _Unread) -> Any:
+    def read(_module: torch.nn.Module, _inputs: Any) -> None:
+        for parameters, name, value in unread:
+            parameters[name] = torch.nn.Parameter(value.values(), requires_grad=False)
 
     return read
 
 
-def _dropper(unread: dict[str, Any]) -> Any:
-    def drop(module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
-        module._parameters.update(unread)
+def _dropper(unread: _Unread) -> Any:
+    def drop(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+        for parameters, name, value in unread:
+            parameters[name] = value
 
     return drop
 
@@ -143,7 +168,17 @@ def _keeps_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     )
 
 
-def _torch_type(stored: StoredTensor) -> torch.dtype:
+def read_part(stored: StoredTensor | EncodedWeight, index: Any) -> torch.Tensor:
+    """The values at a NumPy index."""
+    if isinstance(stored, EncodedWeight):
+        return torch.from_numpy(stored.read(index))
+    index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
+    return _mapped(stored)[index]
+
+
+def _torch_type(stored: StoredTensor | EncodedWeight) -> torch.dtype:
+    if isinstance(stored, EncodedWeight):
+        return torch.float32
     found: torch.dtype = getattr(torch, NUMPY_TYPES[stored.dtype].name)
     return found
 

@@ -12,11 +12,10 @@ from topw_deploy.export.job import Job
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.request import DEFAULT_OPSET
 from topw_deploy.export.source.checkpoint import context_length, load_unread, overflowing_modules, switching_rope
-from topw_deploy.export.source.packed import packed_format
+from topw_deploy.export.source.quantised import quantised_format
 from topw_deploy.export.source.unread_tensor import streamed
 from topw_deploy.export.trace.sparse import dense_tokens
 from topw_deploy.export.trace.trace import TracedDecoder, load_trace, save_trace, trace
-from topw_deploy.export.trace.workarounds import has_experts
 from topw_deploy.manifest import TARGETS, DecoderInfo
 
 _IR_VERSION = 11  # the first with opset 23
@@ -32,18 +31,13 @@ def traced_decoder(job: Job) -> Decoder:
     """Load, check, trace and lower the job's checkpoint."""
     source, wanted, weights = job.source, job.request.graph, job.request.weights
     dtype, target, opset = weights.torch_dtype, wanted.target or TARGETS[0], wanted.opset or DEFAULT_OPSET
-    notices: list[str] = []
     job.progress.say(f"Loading {source.id} in {dtype}")
-    model, read_whole = load_unread(
+    model, notices = load_unread(
         source.folder,
         dtype,
         num_hidden_layers=wanted.num_hidden_layers,
         trust_remote_code=job.request.hub.trust_remote_code,
     )
-    if read_whole is not None:
-        notices.append(
-            f"all weights were read into memory, because they could not be left in their files: {read_whole}"
-        )
     if dtype == "float16" and not job.request.dry_run:  # a dry run reads no weights
         job.progress.say("Checking activations for float16 overflow")
         notices.append(_overflow_notice(model, job))
@@ -51,7 +45,8 @@ def traced_decoder(job: Job) -> Decoder:
     traced = _traced(model, job)
     context = min(context_length(model.config), dense_tokens(model) or context_length(model.config))
     # To keep a checkpoint's codes, fused products would have to be packed alike.
-    fuse_gates = weights.quantisation is not None and packed_format(source.folder) is None
+    stored = quantised_format(source.folder)
+    fuse_gates = weights.quantisation is not None and (stored is None or not stored.integers)
     lowered = lower(
         traced,
         kv=wanted.kv,
@@ -60,6 +55,7 @@ def traced_decoder(job: Job) -> Decoder:
         max_length=wanted.max_length,
         window_cache=wanted.window_cache is not False,
         fuse_gates=fuse_gates,
+        quantised=weights.quantisation is not None,
     )
     job.progress.say(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
@@ -102,11 +98,6 @@ def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
         found.append(
             f"this model attends to {tokens:,} selected tokens of longer sequences; the export attends to all tokens, "
             "and its context ends there"
-        )
-    if has_experts(model):
-        found.append(
-            "this mixture of experts copies the weights of each token's experts, so a prompt takes memory in "
-            "proportion to its length times the experts' size: expect only short prompts to fit"
         )
     return found
 

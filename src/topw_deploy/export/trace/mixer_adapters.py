@@ -16,6 +16,7 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.trace.mixer_markers import MixerMarkers
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
+_LARGEST_GATE = 40.0  # exp(40) leaves float32 room for sums
 _RG_LRU_C = -8.0  # of Griffin's equation 6
 
 
@@ -129,6 +130,80 @@ def _previous(markers: MixerMarkers, layer: int, columns: torch.Tensor) -> torch
     return markers.convolution(columns, weight, layer=layer)
 
 
+def rwkv_attention(
+    mixer: Any, markers: MixerMarkers, layer: int, hidden: torch.Tensor, state: Any = None, **_kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    """RWKV: a mean of values with weights exp(k_s + w (t - 1 - s)) for s < t, and exp(k_t + u) for the token itself.
+
+    transformers scales numerator and denominator by their largest weight; here keys of 88 and more would overflow.
+    """
+    mixed = _time_mix(mixer, markers, layer, hidden)
+    key, value = (mixer.key(mixed("key")).float(), mixer.value(mixed("value")).float())
+    receptance = torch.sigmoid(mixer.receptance(mixed("receptance")))
+    weight = torch.exp(key)
+    one = weight.new_ones(*weight.shape[:2], 1, 1)
+    decay = (-torch.exp(mixer.time_decay.float())).expand(weight.shape)
+    sums = [
+        markers.recurrence(one, one, part[..., None], rule="gated", decay=decay, layer=layer).squeeze(-1)
+        for part in (weight * value, weight)
+    ]
+    earlier = _previous(markers, layer, torch.cat(sums, dim=-1).transpose(1, 2)).transpose(1, 2)
+    numerator, denominator = earlier.chunk(2, dim=-1)
+    own = torch.exp(mixer.time_first.float() + key)
+    mean = (numerator + own * value) / (denominator + own)
+    return mixer.output(receptance * mean.to(hidden.dtype)), state
+
+
+def rwkv_feed_forward(
+    mixer: Any, markers: MixerMarkers, layer: int, hidden: torch.Tensor, state: Any = None, **_kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    mixed = _time_mix(mixer, markers, layer, hidden)
+    value = mixer.value(torch.square(torch.relu(mixer.key(mixed("key")))))
+    return torch.sigmoid(mixer.receptance(mixed("receptance"))) * value, state
+
+
+def _time_mix(mixer: Any, markers: MixerMarkers, layer: int, hidden: torch.Tensor) -> Callable[[str], torch.Tensor]:
+    """A function that interpolates between each token and the one before, by a weight's name."""
+    shifted = _previous(markers, layer, hidden.transpose(1, 2)).transpose(1, 2)
+
+    def mixed(name: str) -> torch.Tensor:
+        weight = getattr(mixer, f"time_mix_{name}")
+        return hidden * weight + shifted * (1 - weight)
+
+    return mixed
+
+
+def matrix_lstm(
+    backend: Any,
+    markers: MixerMarkers,
+    layer: int,
+    query: torch.Tensor,  # [batch, heads, sequence, dim], as key and value
+    key: torch.Tensor,
+    value: torch.Tensor,
+    igate: torch.Tensor,  # [batch, heads, sequence], as fgate
+    fgate: torch.Tensor,
+    **_kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """xLSTM: C_t = f_t C_(t-1) + i_t k_t v_t^T; n_t = f_t n_(t-1) + i_t k_t; h_t = C_t^T q_t / max(|n_t . q_t|, 1).
+
+    transformers scales all by the largest gate, and adds an epsilon to the scaled denominator. Here the cap on input
+    gates keeps exp(i) in range.
+    """
+    if not backend.config.gate_soft_cap or backend.config.gate_soft_cap > _LARGEST_GATE:
+        raise UnsupportedModelError(
+            f"xLSTM's gates are capped at {backend.config.gate_soft_cap}, but the export needs a cap of at most "
+            f"{_LARGEST_GATE}, so that their exponentials do not overflow; choose another model."
+        )
+    dtype = query.dtype
+    query, key, value, gate, forget = (part.float().transpose(1, 2) for part in (query, key, value, igate, fgate))
+    gate = torch.exp(gate)[..., None]
+    settings = {"rule": "gated", "decay": functional.logsigmoid(forget), "scale": query.shape[-1] ** -0.5}
+    memory = markers.recurrence(query, key, gate * value, layer=layer, **settings)
+    normalizer = markers.recurrence(query, key, gate, layer=layer, **settings)
+    output = memory / (normalizer.abs().clamp(min=1.0) + backend.config.eps)
+    return output.transpose(1, 2).to(dtype), None
+
+
 def shared_attention(
     mixer: Any, markers: MixerMarkers, layer: int, *args: Any, layer_idx: int, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -144,7 +219,10 @@ def shared_attention(
 ADAPTERS: dict[str, Callable[..., Any]] = {
     "MiniMaxLightningAttention": lightning_attention,
     "RecurrentGemmaRecurrentBlock": griffin_recurrent_block,
+    "RwkvFeedForward": rwkv_feed_forward,
+    "RwkvSelfAttention": rwkv_attention,
     "ZambaAttention": shared_attention,
     "Zamba2Attention": shared_attention,
     "ZayaCCAProjection": convolved_projections,
+    "xLSTMBackend": matrix_lstm,
 }

@@ -32,6 +32,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "chunk_kimi_delta_attention": gated_delta_rule,
 }
+# Models with a cache of a kind of their own, whose layers all have adapters.
+_WITHOUT_CACHE = {"RwkvForCausalLM", "xLSTMForCausalLM"}
 # Classes that a model requires its cache to be.
 _CACHE_CLASSES = ("MiniMaxCache",)
 
@@ -54,6 +56,10 @@ def marked_mixers(model: PreTrainedModel, markers: MixerMarkers) -> Iterator[Non
                 vars(mixer)["forward"] = forward
                 changes.callback(vars(mixer).pop, "forward")
         yield
+
+
+def takes_cache(model: PreTrainedModel) -> bool:
+    return type(model).__name__ not in _WITHOUT_CACHE
 
 
 def modeling_modules(model: PreTrainedModel) -> list[ModuleType]:

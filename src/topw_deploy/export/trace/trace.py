@@ -18,13 +18,14 @@ from transformers.exporters import OnnxConfig, OnnxExporter
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.resume.journal import Journal
+from topw_deploy.export.trace.experts import marked_experts
 from topw_deploy.export.trace.interface import marked
-from topw_deploy.export.trace.marker import check_layer_types, check_markers, marker_nodes
+from topw_deploy.export.trace.marker import check_layer_types, check_markers
 from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
-from topw_deploy.export.trace.mixers import marked_mixers
+from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
 from topw_deploy.export.trace.traced_cache import TracedCache
 from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightless
-from topw_deploy.export.trace.workarounds import batch_experts, fixed_frequencies, silenced, small_terms_kept
+from topw_deploy.export.trace.workarounds import fixed_frequencies, silenced, small_terms_kept
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
@@ -39,7 +40,7 @@ class TracedDecoder:
     """A traced graph.
 
     model: inputs input_ids and, if read, position_ids; output logits [batch, sequence, vocab].
-    num_layers: of the configuration; more if layers attend twice, with keys and values of their own.
+    num_layers: of the configuration.
     """
 
     model: ir.Model
@@ -53,15 +54,13 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     """
     config = model.config.get_text_config(decoder=True)
     check_layer_types(model, config)
-    with weightless(model) as weights, marked(model), fixed_frequencies(model):
-        batch_experts(model)
+    with marked_experts(model), weightless(model) as weights, marked(model), fixed_frequencies(model):
         traced = _export(model)
     _attach_and_optimize(model, traced, weights)
     _name_dimensions(traced.graph)
     _drop_origins(traced)
     check_markers(model, config, traced.graph)
-    last = max((node.attributes["layer"].as_int() for node in marker_nodes(traced.graph)), default=-1)
-    return TracedDecoder(traced, max(int(config.num_hidden_layers), last + 1))
+    return TracedDecoder(traced, int(config.num_hidden_layers))
 
 
 def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, stamp: str) -> None:
@@ -117,8 +116,9 @@ def _cached_forward(model: PreTrainedModel) -> Iterator[None]:
     def logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         positions = {"position_ids": position_ids} if takes_positions else {}
         cache = TracedCache()
+        cached = {_cache_argument(forward): cache, "use_cache": True} if takes_cache(model) else {"use_cache": False}
         with marked_mixers(model, SymbolicMarkers(cache)):
-            found = forward(input_ids=input_ids, use_cache=True, **{_cache_argument(forward): cache}, **positions)
+            found = forward(input_ids=input_ids, **cached, **positions)
         return {"logits": found.logits}
 
     model.forward = logits  # type: ignore[method-assign]

@@ -14,8 +14,9 @@ from onnx_ir import tensor_adapters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from topw_deploy.export.graph.lazy_weight import LazyWeight
+from topw_deploy.export.source.encoded import EncodedWeight
 from topw_deploy.export.source.safetensors_files import StoredTensor
-from topw_deploy.export.source.unread_tensor import UnreadTensor
+from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
 
 
 class Weights:
@@ -79,7 +80,5 @@ def _set_parameters(model: torch.nn.Module, parameters: dict[str, torch.nn.Param
         setattr(model.get_submodule(owner), leaf, parameter)
 
 
-def _read(file: StoredTensor, dtype: torch.dtype, index: Any) -> np.ndarray:
-    stored = UnreadTensor.of(file).values()  # unmapped with the last reference
-    index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
-    return tensor_adapters.TorchTensor(stored[index].to(dtype).contiguous()).numpy()
+def _read(file: StoredTensor | EncodedWeight, dtype: torch.dtype, index: Any) -> np.ndarray:
+    return tensor_adapters.TorchTensor(read_part(file, index).to(dtype).contiguous()).numpy()

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 import torch
-from transformers import PreTrainedModel
 
 _DEFAULT_ROPE = "default"
-_BATCHED_EXPERTS = "batched_mm"  # the only implementation whose shapes do not depend on the routing
 _SMALLEST_TERM = 1e-7  # above the optimizer's 1e-8
 
 
@@ -34,17 +32,6 @@ def fixed_frequencies(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, kind in zip(modules, before, strict=True):
             vars(module)["rope_type"] = kind
-
-
-def has_experts(model: PreTrainedModel) -> bool:
-    """Whether the model has traceable experts."""
-    return bool(getattr(model, "_can_set_experts_implementation", lambda: False)())
-
-
-def batch_experts(model: PreTrainedModel) -> None:
-    """Make experts, if any, multiply with fixed shapes."""
-    if has_experts(model):
-        model.set_experts_implementation(_BATCHED_EXPERTS)
 
 
 @contextlib.contextmanager

@@ -59,6 +59,17 @@ class _Concat:
         self._past = empty_states(self._decoder, batch, 0)
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
+        past, columns = attention_mask.shape[1] - ids.shape[1], ids.shape[1]
+        width = self._decoder.most_columns or columns
+        logits: Array = np.zeros(0)
+        for start in range(0, columns, width):
+            end = min(start + width, columns)
+            found = self._columns(ids[:, start:end], attention_mask[:, : past + end])
+            seen = np.any(attention_mask[:, past + start : past + end], axis=1, keepdims=True)
+            logits = found if start == 0 else np.where(seen, found, logits)
+        return logits
+
+    def _columns(self, ids: Array, attention_mask: Array) -> Array:
         positions = np.maximum(np.cumsum(attention_mask, axis=1) - 1, 0)[:, -ids.shape[1] :]
         feeds = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions, **self._past}
         results = self._session.run(None, {name: feeds[name] for name in self._inputs})

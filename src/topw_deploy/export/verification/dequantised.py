@@ -3,8 +3,9 @@
 `dequantise_model` rounds the torch weights with the same quantiser. Blocks lie within one output, so fused weights do
 not matter.
 
-`exact_products` computes products in float32. MatMulNBits at accuracy level 4 rounds activations to 8 bits, which is
-not an error of the export. Without that, graph and model agree up to float32 rounding.
+`exact_products` computes products in float32. MatMulNBits and QMoE at accuracy level 4, and QMoE of 8 bits at any,
+round activations to 8 bits, which is not an error of the export. Without that, graph and model agree up to float32
+rounding.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import onnx_ir as ir
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.graft.table import stored_array
 from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
+from topw_deploy.export.quantise.experts import keeps_codes
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.write.weights import MODEL_FILE
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 _FLOAT32 = np.dtype(np.float32)
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _ACCURACY_FLOAT32 = 1  # accuracy_level
+_QMOE_PRODUCTS = "ORT_QMOE_CPU_QNBIT_GEMM"  # read by onnxruntime 1.31
 _COMPARED = 64  # leading weights that identify an output
 
 
@@ -53,8 +56,8 @@ def dequantise_model(
     kept, scales = float_outputs(graph), scale_type(graph)
     table = model.get_input_embeddings().weight
     ends = {id(table), id(getattr(model.get_output_embeddings(), "weight", None))}
-    done: set[int] = set()
     with torch.no_grad():
+        done = _dequantise_experts(model, kept, settings, packed, scales)
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 if parameter.dim() != 2 or id(parameter) in done:
@@ -68,6 +71,32 @@ def dequantise_model(
                     rows.copy_(torch.from_numpy(rounded(rows, block_size, how, scales)))
 
 
+def _dequantise_experts(
+    model: PreTrainedModel,
+    kept: set[bytes],
+    settings: Quantisation,
+    packed: PackedRows | None,
+    scales: np.dtype[Any],
+) -> set[int]:
+    """Round the matrices of experts in place. Returns the ids of all their parameters."""
+    import torch
+
+    from topw_deploy.export.trace.experts import expert_matrices
+
+    def kept_codes(matrix: torch.Tensor) -> bool:
+        origin = None if packed is None else packed.origin(matrix.reshape(-1, matrix.shape[2]).numpy())
+        return origin is not None and keeps_codes(origin)
+
+    matrices = [matrix for module in model.modules() for matrix in expert_matrices(module)]
+    found = [matrix for matrix in matrices if _key(matrix[0, 0].numpy()) not in kept and not kept_codes(matrix)]
+    block_size = settings.experts_block_size({matrix.shape[2] for matrix in found})
+    if block_size is not None:
+        for matrix in found:
+            rows = matrix.reshape(-1, matrix.shape[2])  # [experts * outputs, inputs]
+            matrix.copy_(torch.from_numpy(rounded(rows, block_size, settings, scales)).view(matrix.shape))
+    return {id(matrix if matrix._base is None else matrix._base) for matrix in matrices}
+
+
 def scale_type(graph: ir.Graph) -> np.dtype[Any]:
     """Type of `graph`'s scales, used for rounding."""
     scales = (node.inputs[2].const_value for node in graph if node.op_type == "MatMulNBits" and node.inputs[2])
@@ -79,7 +108,11 @@ def float_outputs(graph: ir.Graph) -> set[bytes]:
     found: set[bytes] = set()
     for value in graph.initializers.values():
         tensor = value.const_value
-        if tensor is not None and len(tensor.shape) == 2 and tensor.dtype in _FLOATS:
+        if tensor is None or tensor.dtype not in _FLOATS:
+            continue
+        if len(tensor.shape) == 3:  # of experts, [E, N, K]
+            found |= {_key(row) for row in stored_array(tensor).reshape(-1, tensor.shape[2])[:, :_COMPARED]}
+        if len(tensor.shape) == 2:
             array = stored_array(tensor)
             found |= {_key(row) for row in array[:, :_COMPARED]}
             found |= {_key(column) for column in array[:_COMPARED].T}
@@ -103,10 +136,17 @@ def rounded(
 
 @contextlib.contextmanager
 def exact_products(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
-    """A temporary copy of `folder` whose MatMulNBits compute in float32; `folder` itself if they already do.
+    """A temporary copy of `folder` whose quantised products compute in float32; `folder` itself if they already do.
+
+    QMoE of 8 bits has no attribute for it, but a variable of the environment, which sessions opened in the block read.
 
     Hard-links data files where possible. Raises VerificationError if the copy cannot be created beside `folder`.
     """
+    with _environment(_QMOE_PRODUCTS, "fp32"):
+        yield from _exact_folder(folder, manifest)
+
+
+def _exact_folder(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
     if manifest.decoder.quantisation.get("accuracy_level", 0) in (0, _ACCURACY_FLOAT32):
         yield folder
         return
@@ -132,9 +172,21 @@ def exact_products(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
 def _write_exact(source: Path, target: Path) -> None:
     model = ir.load(source)
     for node in model.graph:
-        if node.op_type == "MatMulNBits" and "accuracy_level" in node.attributes:
+        if node.op_type in ("MatMulNBits", "QMoE") and "accuracy_level" in node.attributes:
             node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", _ACCURACY_FLOAT32)
     ir.save(model, target)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

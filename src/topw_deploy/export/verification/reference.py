@@ -32,9 +32,9 @@ class TorchReference:
     name = "torch"
 
     def __init__(self, folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_code: bool) -> None:
-        from topw_deploy.export.source.checkpoint import load_checkpoint
+        from topw_deploy.export.source.checkpoint import load_reference
 
-        model = load_checkpoint(folder, dtype, num_hidden_layers=num_hidden_layers, trust_remote_code=trust_remote_code)
+        model = load_reference(folder, dtype, num_hidden_layers=num_hidden_layers, trust_remote_code=trust_remote_code)
         self.model = model.float()  # after rounding to the exported type
 
     @property

@@ -17,7 +17,6 @@ from topw_deploy.errors import TopWError
 from topw_deploy.export.foreign.load import text_part
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.scheme import Quantisation
-from topw_deploy.export.source.packed import PackedCheckpoint
 from topw_deploy.export.verification.decoder_checks import decoder_checks
 from topw_deploy.export.verification.dequantised import dequantise_model, exact_products
 from topw_deploy.export.verification.evaluation_text import encoded, evaluation_text
@@ -111,8 +110,7 @@ def _cost_of_quantisation(
         )
         probe = LogitsProbe(folder, manifest.decoder)
         yield from quantised_checks(probe, reference, text, manifest, geometries)
-    packed = PackedCheckpoint.of(Path(task["checkpoint"]))
-    rows = PackedRows(packed) if packed is not None else None
+    rows = PackedRows.of(Path(task["checkpoint"]))
     dequantise_model(reference.model, folder, Quantisation.from_dict(manifest.decoder.quantisation), rows)
     reference.name = "torch with the dequantised weights"
 

@@ -32,6 +32,10 @@ def write_configuration(source: Source, tokenizer_folder: Path, output: Path, nu
             "model_type": genai.get("type", "unknown"),
             **{k: genai[k] for k in ("vocab_size", *_SPECIAL) if k in genai},
         }
+    elif source.onnx is None:
+        from topw_deploy.export.source.checkpoint import written_config  # imports torch, which grafts need not
+
+        config = written_config(source.folder, config)
     if num_hidden_layers is not None:
         config = _with_layers(config, num_hidden_layers)
     _write_json(output / "config.json", config)

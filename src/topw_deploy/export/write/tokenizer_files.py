@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from topw_deploy.errors import TokenizerError, one_line
+from topw_deploy.export.write.rank_files import TEKKEN, build_tokenizer, is_tiktoken, read_tekken, read_tiktoken
+from topw_deploy.export.write.sentencepiece_files import SENTENCEPIECE, difference
 
 COPIED = (
     "tokenizer.json",
@@ -16,16 +19,25 @@ COPIED = (
     "chat_template.jinja",
 )
 """Files that are copied unchanged."""
-_CONVERTIBLE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+_CONVERTIBLE = (
+    *SENTENCEPIECE,
+    "vocab.json",
+    "vocab.txt",
+    "tiktoken.model",
+    TEKKEN,
+)
+_TIKTOKEN = "*.tiktoken"
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def check_tokenizer(folder: Path) -> None:
     """Raises TokenizerError if `folder` has no exportable tokenizer."""
     if (folder / "tokenizer.json").is_file():
         _check_readable(folder / "tokenizer.json")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE)):
+    named = any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE))
+    if not named and not any(folder.glob(_TIKTOKEN)):
         raise TokenizerError(
-            f"{folder} has no tokenizer (neither tokenizer.json nor {', '.join(_CONVERTIBLE)}); "
+            f"{folder} has no tokenizer (neither tokenizer.json nor {', '.join((*_CONVERTIBLE, _TIKTOKEN))}); "
             "add it or give a folder that has it with --tokenizer."
         )
 
@@ -42,26 +54,91 @@ def _check_readable(file: Path) -> None:
 def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:
     """Write the tokenizer into `output`; returns notices.
 
-    transformers converts forms other than `tokenizer.json`. A chat template in tokenizer_config.json becomes
-    chat_template.jinja. Raises TokenizerError if conversion fails.
+    tekken.json and tiktoken's files are converted here (rank_files.py), forms other than `tokenizer.json` by
+    transformers. A chat template in tokenizer_config.json becomes chat_template.jinja. Raises TokenizerError if
+    conversion fails.
     """
     notices = []
     if (folder / "tokenizer.json").is_file():
-        for name in COPIED:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, output / name)
+        _copy(folder, output)
     else:
-        _convert(folder, output, trust_remote_code)
+        found = _rank_file(folder)
+        if found is not None:
+            _convert_ranks(found, output)
+        else:
+            _convert(folder, output, trust_remote_code)
         notices.append(f"the tokenizer of {folder.name} was converted to tokenizer.json")
     _extract_chat_template(output)
     return notices
 
 
-def _convert(folder: Path, output: Path, trust_remote_code: bool) -> None:
-    from transformers import AutoTokenizer
+def _copy(folder: Path, output: Path) -> None:
+    for name in COPIED:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, output / name)
 
+
+def _rank_file(folder: Path) -> Path | None:
+    """The folder's tekken.json or tiktoken file."""
+    if (folder / TEKKEN).is_file():
+        return folder / TEKKEN
+    named = [folder / "tiktoken.model", folder / "tokenizer.model", *sorted(folder.glob(_TIKTOKEN))]
+    return next((file for file in named if file.is_file() and is_tiktoken(file)), None)
+
+
+def _convert_ranks(file: Path, output: Path) -> None:
+    settings = _settings(file.parent)
+    if file.name == TEKKEN:
+        ranks, roles = read_tekken(file)
+    else:
+        ranks, roles = read_tiktoken(file, settings), {}
+    roles |= {role: text for role in _ROLES if (text := _text(settings.get(role))) in ranks.specials}
+    begin = roles.get("bos_token") if settings.get("add_bos_token", True) else None
+    tokenizer = build_tokenizer(ranks, file, begin)
+    _copy(file.parent, output)
+    tokenizer.save(str(output / "tokenizer.json"))
+    text = json.dumps({**settings, **roles}, indent=2, ensure_ascii=False)
+    (output / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _text(value: object) -> str:
+    """Of a token that a configuration states as text or as an object."""
+    return str(value.get("content") if isinstance(value, dict) else value)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, {} if absent. Raises TokenizerError for a damaged one."""
+    file = folder / "tokenizer_config.json"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"{file} is damaged ({one_line(error)}); repair it.") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _convert(folder: Path, output: Path, trust_remote_code: bool) -> None:
+    from transformers import AutoTokenizer, LlamaTokenizer
+
+    named = [folder / name for name in SENTENCEPIECE if (folder / name).is_file()]
+    why = None
+    # Without a stated class, transformers' general tokenizer ignores the space before a text, which Llama's writes.
+    for kind in (AutoTokenizer, LlamaTokenizer) if named else (AutoTokenizer,):
+        _save_fast(kind, folder, output, trust_remote_code)
+        why = difference(named[0], output / "tokenizer.json") if named else None
+        if why is None:
+            break
+    if why is not None:
+        raise TokenizerError(
+            f"the tokenizer in {folder} is converted wrongly by transformers ({why}); state its tokenizer_class in "
+            "tokenizer_config.json, or give a folder that has tokenizer.json with --tokenizer."
+        )
+    for name in (*_CONVERTIBLE, "merges.txt"):
+        (output / name).unlink(missing_ok=True)  # replaced by tokenizer.json
+
+
+def _save_fast(kind: Any, folder: Path, output: Path, trust_remote_code: bool) -> None:
+    try:
+        tokenizer = kind.from_pretrained(
             folder, use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
         )
         tokenizer.save_pretrained(output)
@@ -75,8 +152,6 @@ def _convert(folder: Path, output: Path, trust_remote_code: bool) -> None:
             f"the tokenizer in {folder} has no fast form, so it cannot be saved as tokenizer.json; "
             "give a folder that has tokenizer.json with --tokenizer."
         )
-    for name in (*_CONVERTIBLE, "merges.txt"):
-        (output / name).unlink(missing_ok=True)  # replaced by tokenizer.json
 
 
 def _extract_chat_template(output: Path) -> None:

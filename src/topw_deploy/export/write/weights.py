@@ -20,6 +20,7 @@ MODEL_FILE = "model.onnx"
 # Protobuf's limit is 2 GiB.
 EXTERNAL_ABOVE = 16 << 20
 
+_QUANTISED = {"MatMulNBits": "bits", "GatherBlockQuantized": "bits", "QMoE": "expert_weight_bits"}
 _PACKED = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
 
 
@@ -124,8 +125,9 @@ def bytes_by_type(model: ir.Model) -> dict[str, int]:
 def quantised_type(value: ir.Value) -> str | None:
     """`int4` or `int8` for codes and zero points of a block-quantised weight (stored as uint8), else None."""
     for node, _ in value.uses():
-        if node.op_type in ("MatMulNBits", "GatherBlockQuantized") and value.const_value is not None:
-            bits = node.attributes["bits"].as_int() if "bits" in node.attributes else 4
+        if node.op_type in _QUANTISED and value.const_value is not None:
+            name = _QUANTISED[node.op_type]
+            bits = node.attributes[name].as_int() if name in node.attributes else 4
             return f"int{bits}" if value.const_value.dtype in (ir.DataType.UINT8, *_PACKED) else None
     return None
 

@@ -33,6 +33,7 @@ class ConcatCache:
         self._session, self._decoder, self._binding, self._prompts = session, decoder, binding, prompts
         self._batch, self._width = len(prompts), max(map(len, prompts))  # columns
         self._chunk = max(1, chunk // self._batch) if decoder.ragged_chunks or self._batch == 1 else self._width
+        self._chunk = min(self._chunk, decoder.most_columns or self._chunk)
         self.input_ids = np.zeros((self._batch, 1), np.int64)
         self._position_ids = np.array([[len(prompt) - 1] for prompt in prompts], np.int64)  # [B, 1]
         self._mask = zeroed("the attention mask", (self._batch, self._width + new_tokens), np.int64)

@@ -1,0 +1,172 @@
+"""Decode compressed-tensors checkpoints: integers of 4 and 8 bits, and 8-bit floats.
+
+A linear layer [outputs, inputs] has one of:
+    weight_packed (pack-quantized): int32 [outputs, inputs * bits / 32], consecutive inputs, lowest bits first, each
+        code plus 2 ** (bits - 1); weight_shape: [2].
+    weight (int-quantized, naive-quantized): int8 [outputs, inputs].
+    weight (float-quantized): float8, see scaled.py.
+And for integers:
+    weight_scale: [outputs, groups], or one for all.
+    weight_zero_point: int8 [outputs, groups], or packed like codes along outputs; absent if symmetric.
+    weight_g_idx: int32 [inputs], group per input; absent, or all -1, if consecutive.
+weight = (code - zero point) * scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.export.source.encoded import EncodedWeight, IntegerWeight, PackedMatrix, Rows, unpack_words
+from topw_deploy.export.source.safetensors_files import StoredTensor
+from topw_deploy.export.source.scaled import scaled_weights
+
+INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
+_FORMATS = (*INTEGER_FORMATS, "float-quantized", "mixed-precision", "dense")
+_PACKED_BITS = (4, 8)
+_PARTS = ("packed", "scale", "zero_point", "g_idx", "shape")
+_SCALE_TYPES = ("F32", "F16", "BF16")
+
+
+class CompressedWeight(IntegerWeight):
+    """An integer layer; `parts`: its tensors by name without `weight_`, codes under "codes".
+
+    Raises SourceError for types or shapes that do not fit.
+    """
+
+    def __init__(self, name: str, parts: dict[str, StoredTensor]) -> None:
+        self.name, self._parts = name, parts
+        codes = parts["codes"]
+        self._packed = codes.dtype == "I32"
+        if "scale" not in parts:
+            raise SourceError(f"the checkpoint lacks {name}_scale, which {name} needs; fetch it again.")
+        if len(codes.shape) != 2 or codes.dtype not in ("I32", "I8") or 0 in codes.shape:
+            raise self._wrong("codes", codes)
+        self.shape = self._full_shape()
+        self._bits = self._count_bits()
+        self._check("scale", _SCALE_TYPES)
+        if "zero_point" in parts:
+            self._check("zero_point", ("I8", "I32"))
+        self._groups = self._read_groups()
+
+    def matrix(self, rows: Rows = slice(None)) -> PackedMatrix:
+        codes = np.asarray(self._parts["codes"].array()[rows])
+        if self._packed:
+            unpacked = unpack_words(codes, self._bits)[:, : self.shape[1]]
+        else:
+            unpacked = (codes.astype(np.int16) + 128).astype(np.uint8)
+        scales, zeros = self._by_row(self._scales(), rows), self._by_row(self._zeros(), rows)
+        return PackedMatrix(np.ascontiguousarray(unpacked), scales, zeros, self._groups, self._bits)
+
+    @property
+    def _group_count(self) -> int:
+        shape = self._parts["scale"].shape
+        return shape[1] if len(shape) == 2 else 1
+
+    def _full_shape(self) -> tuple[int, int]:
+        outputs, inputs = self._parts["codes"].shape
+        if not self._packed:
+            return outputs, inputs
+        stored = self._parts.get("shape")
+        if stored is None:
+            raise SourceError(f"the checkpoint lacks {self.name}_shape, which {self.name} needs; fetch it again.")
+        found = tuple(int(size) for size in np.asarray(stored.array()).reshape(-1))
+        if len(found) != 2 or found[0] != outputs or found[1] < 1:
+            raise SourceError(f"{self.name}_shape says {found}, but the codes have {outputs} outputs; fetch it again.")
+        return found[0], found[1]
+
+    def _count_bits(self) -> int:
+        if not self._packed:
+            return 8
+        words = self._parts["codes"].shape[1]
+        fitting = [bits for bits in _PACKED_BITS if -(-self.shape[1] * bits // 32) == words]
+        if len(fitting) != 1:
+            raise SourceError(
+                f"{self.name}_packed has {words} words for {self.shape[1]} inputs, which are codes of neither 4 nor 8 "
+                "bits; fetch it again, or export another checkpoint of the model."
+            )
+        return fitting[0]
+
+    def _check(self, part: str, types: tuple[str, ...]) -> None:
+        stored, outputs = self._parts[part], self.shape[0]
+        packed = part == "zero_point" and stored.dtype == "I32"
+        rows = -(-outputs * self._bits // 32) if packed else outputs
+        fits = stored.shape in ((rows, self._group_count), (rows,), (1,), (), (1, 1))
+        if stored.dtype not in types or not fits or self._group_count > self.shape[1]:
+            raise self._wrong(part, stored)
+
+    def _wrong(self, part: str, stored: StoredTensor) -> SourceError:
+        return SourceError(
+            f"{stored.path} stores the {part.replace('_', ' ')} of {self.name} as {stored.dtype} of shape "
+            f"{stored.shape}, which does not fit; fetch it again."
+        )
+
+    def _read_groups(self) -> np.ndarray:
+        inputs, count = self.shape[1], self._group_count
+        if "g_idx" in self._parts:
+            groups = np.asarray(self._parts["g_idx"].array()).astype(np.int64)
+            if groups.shape != (inputs,):
+                raise self._wrong("g_idx", self._parts["g_idx"])
+            if not (groups == -1).all():
+                if groups.min() < 0 or groups.max() >= count:
+                    raise SourceError(f"{self.name}_g_idx names groups outside 0 to {count - 1}; fetch it again.")
+                return groups
+        return np.arange(inputs) // -(-inputs // count)
+
+    def _scales(self) -> np.ndarray:
+        return np.asarray(self._parts["scale"].array()).astype(np.float32)
+
+    def _zeros(self) -> np.ndarray:
+        middle, stored = 2 ** (self._bits - 1), self._parts.get("zero_point")
+        if stored is None:
+            return np.full((1, 1), middle, np.int32)
+        array = np.asarray(stored.array())
+        if stored.dtype == "I32":
+            return unpack_words(array.T, self._bits)[:, : self.shape[0]].T.astype(np.int32)
+        return array.astype(np.int32) + middle
+
+    def _by_row(self, array: np.ndarray, rows: Rows) -> np.ndarray:
+        """[outputs, groups], or fewer, at `rows`."""
+        wide = array.reshape(-1, array.shape[1] if array.ndim == 2 else 1)
+        return np.ascontiguousarray(np.broadcast_to(wide, (self.shape[0], self._group_count))[rows])
+
+
+def check_settings(settings: dict[str, Any], where: str) -> bool:
+    """Whether a checkpoint's weights are integers. Raises UnsupportedModelError for other formats, naming `where`."""
+    groups = settings.get("config_groups")
+    groups = groups if isinstance(groups, dict) else {}
+    named = [settings.get("format"), *(group.get("format") for group in groups.values() if isinstance(group, dict))]
+    formats = {str(name) for name in named if name is not None} or {"dense"}
+    sparsity = settings.get("sparsity_config")
+    sparse = sparsity.get("format") if isinstance(sparsity, dict) else None
+    others = sorted(formats - set(_FORMATS)) + ([str(sparse)] if sparse not in (None, "dense") else [])
+    if settings.get("transform_config"):
+        others.append("transforms of activations")
+    if others:
+        raise UnsupportedModelError(
+            f"the checkpoint in {where} is compressed as {others[0]}, but of compressed-tensors only "
+            f"{', '.join(_FORMATS)} are supported; export the uncompressed one."
+        )
+    return bool(formats & {*INTEGER_FORMATS, "mixed-precision"})
+
+
+def compressed_weights(
+    stored: Mapping[str, StoredTensor], blocks: tuple[int, int] | None
+) -> tuple[dict[str, EncodedWeight], set[str]]:
+    """The compressed weights of a checkpoint, and the names of all their tensors.
+
+    Raises SourceError for damaged ones.
+    """
+    found, used = scaled_weights(stored, blocks)
+    for name, tensor in stored.items():
+        weight = name.removesuffix("_packed")
+        packed = name.endswith(".weight_packed")
+        if not packed and not (name.endswith(".weight") and tensor.dtype == "I8"):
+            continue
+        parts = {part: stored[f"{weight}_{part}"] for part in _PARTS if f"{weight}_{part}" in stored}
+        found[weight] = CompressedWeight(weight, {**parts, "codes": tensor})
+        used |= {f"{weight}_{part}" for part in parts}
+    return found, used

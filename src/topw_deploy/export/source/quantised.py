@@ -1,0 +1,135 @@
+"""Read checkpoints of quantised weights (docs/guide/quantisation.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.export.source.compressed import check_settings, compressed_weights
+from topw_deploy.export.source.encoded import EncodedWeight, IntegerWeight, PackedMatrix
+from topw_deploy.export.source.mxfp4 import mxfp4_weights
+from topw_deploy.export.source.packed import PackedFormat, packed_weights
+from topw_deploy.export.source.safetensors_files import StoredTensor, stored_tensors
+from topw_deploy.export.source.scaled import scaled_weights
+
+_FLOAT8_METHODS = ("fp8", "fbgemm_fp8", "modelopt")
+_READ = (
+    "GPTQ of 4 and 8 bits, AWQ of 4 bits (gemm), FP8, MXFP4, compressed-tensors of integers of 4 and 8 bits or floats"
+    " of 8"
+)
+
+
+@dataclass(frozen=True)
+class QuantisedFormat:
+    """What a configuration says of a checkpoint's weights.
+
+    name: for messages.
+    settings: its quantization_config.
+    integers: codes that a quantised export may keep.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    integers: bool
+
+    @property
+    def blocks(self) -> tuple[int, int] | None:
+        """Of float8 weights with a scale per block."""
+        groups = self.settings.get("config_groups")
+        weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+        stated = [self.settings.get("weight_block_size"), *(part.get("block_structure") for part in weights if part)]
+        for found in stated:
+            if isinstance(found, list) and len(found) == 2 and all(isinstance(n, int) and n > 0 for n in found):
+                return found[0], found[1]
+        return None
+
+
+class QuantisedCheckpoint:
+    """A folder's quantised weights.
+
+    weights: name once decoded -> weight.
+    Raises SourceError for missing tensors, wrong types or shapes.
+    """
+
+    def __init__(self, folder: Path, kind: QuantisedFormat) -> None:
+        self.kind = kind
+        stored = stored_tensors(folder)
+        self.weights, used = _weights(kind, stored)
+        used |= self.weights.keys()
+        self._others = {name: tensor for name, tensor in stored.items() if name not in used}
+
+    @classmethod
+    def of(cls, folder: Path) -> QuantisedCheckpoint | None:
+        """Open a quantised checkpoint; None if it is not quantised."""
+        kind = quantised_format(folder)
+        return cls(folder, kind) if kind is not None else None
+
+    def matrix(self, name: str) -> PackedMatrix:
+        """The codes of an integer weight."""
+        weight = self.weights[name]
+        assert isinstance(weight, IntegerWeight)
+        return weight.matrix()
+
+    def matrices(self) -> Iterator[tuple[str, PackedMatrix]]:
+        """All weights of integer codes."""
+        for name, weight in self.weights.items():
+            if isinstance(weight, IntegerWeight):
+                yield name, weight.matrix()
+
+    def unread(self) -> dict[str, Any]:
+        """All tensors for transformers, quantised ones as float32."""
+        from topw_deploy.export.source.unread_tensor import UnreadTensor
+
+        stored: dict[str, StoredTensor | EncodedWeight] = {**self._others, **self.weights}
+        return {name: UnreadTensor.of(tensor) for name, tensor in stored.items()}
+
+
+def quantised_format(folder: Path) -> QuantisedFormat | None:
+    """How a checkpoint is quantised; None for ordinary weights.
+
+    Raises UnsupportedModelError for unsupported quantisation, SourceError for a damaged configuration.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        settings = _stated_settings(config)
+        if settings is None:
+            return None
+        method = str(settings.get("quant_method", "")).lower()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise SourceError(f"{folder / 'config.json'} is damaged ({error}); fetch it again.") from None
+    if PackedFormat.of(settings) is not None:
+        return QuantisedFormat(method.upper(), settings, integers=True)
+    if method == "compressed-tensors":
+        return QuantisedFormat(method, settings, check_settings(settings, str(folder)))
+    algorithm = str(settings.get("quant_algo", "fp8")).lower()  # ModelOpt has several
+    if method in _FLOAT8_METHODS and algorithm == "fp8":
+        return QuantisedFormat("FP8", settings, integers=False)
+    if method == "mxfp4":
+        return QuantisedFormat("MXFP4", settings, integers=False)
+    bits = settings.get("bits", settings.get("w_bit"))
+    raise UnsupportedModelError(
+        f"the checkpoint in {folder} is quantised by {method or 'an unnamed method'} ({bits} bits), but only "
+        f"{_READ} are supported; export the unquantised one."
+    )
+
+
+def _stated_settings(config: dict[str, Any]) -> Any:
+    text = config.get("text_config")
+    parts = [config, text] if isinstance(text, dict) else [config]
+    stated = [part.get(name) for part in parts for name in ("quantization_config", "compression_config")]
+    return next((found for found in stated if found is not None), None)
+
+
+def _weights(kind: QuantisedFormat, stored: dict[str, StoredTensor]) -> tuple[dict[str, EncodedWeight], set[str]]:
+    packing = PackedFormat.of(kind.settings)
+    if packing is not None:
+        return packed_weights(stored, packing)
+    if kind.name == "compressed-tensors":
+        return compressed_weights(stored, kind.blocks)
+    return mxfp4_weights(stored) if kind.name == "MXFP4" else scaled_weights(stored, kind.blocks)

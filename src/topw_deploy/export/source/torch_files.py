@@ -1,0 +1,69 @@
+"""Locate tensors in PyTorch's files, `pytorch_model.bin`, without reading them or running code in them.
+
+Such a file is a zip archive of uncompressed records: a pickle that describes the tensors, and their bytes. The pickle
+is read with `weights_only`, which builds tensors and nothing else, in fake mode, which leaves the bytes in the file.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from topw_deploy.errors import SourceError, one_line
+from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, StoredTensor
+
+_NAMES = {kind.name: name for name, kind in NUMPY_TYPES.items()}
+
+
+def tensors_in_torch_file(path: Path) -> dict[str, StoredTensor]:
+    """All tensors of a file. Raises SourceError for other contents: code, compressed records, PyTorch before 1.6."""
+    _check_archive(path)
+    try:
+        with FakeTensorMode():
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001  # pickles can raise anything
+        raise SourceError(
+            f"{path} holds more than tensors, or is damaged ({one_line(error, 120)}); convert the weights to "
+            "safetensors where you trust the file."
+        ) from None
+    if not isinstance(found, dict):
+        raise SourceError(f"{path} holds a {type(found).__name__}, not tensors by name; save the model's state_dict.")
+    size = path.stat().st_size
+    return {
+        str(name): _stored(path, str(name), value, size)
+        for name, value in found.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _check_archive(path: Path) -> None:
+    """Raises SourceError for an archive whose bytes are not the tensors' as they stand."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [record.filename for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED]
+            orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise SourceError(
+            f"{path} is not a file of PyTorch 1.6 or newer ({one_line(error)}); fetch it again, or save it with a "
+            "newer version."
+        ) from None
+    if packed or any(order.strip() != b"little" for order in orders):
+        what = f"compressed records ({packed[0]})" if packed else "bytes in big-endian order"
+        raise SourceError(f"{path} has {what}; load and save it with PyTorch.")
+
+
+def _stored(path: Path, name: str, tensor: torch.Tensor, size: int) -> StoredTensor:
+    kind = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
+    start: Any = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if kind is None or start is None or not tensor.is_contiguous():
+        how = f"type {tensor.dtype}" if kind is None else "an order that is not its rows'"
+        raise SourceError(f"{path} stores {name} in {how}; convert the weights to safetensors.")
+    offset = int(start) + int(tensor.storage_offset()) * tensor.itemsize
+    nbytes = int(tensor.numel()) * tensor.itemsize
+    if offset + nbytes > size:
+        raise SourceError(f"{path} has {size} bytes, but {name} ends at {offset + nbytes}; fetch it again.")
+    return StoredTensor(path, offset, kind, tuple(tensor.shape), nbytes)

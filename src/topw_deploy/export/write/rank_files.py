@@ -1,0 +1,175 @@
+"""Convert tokenizers that are lists of byte strings by rank to `tokenizer.json`: tekken.json and tiktoken's text files.
+
+Text is split by a pattern; in each piece, the adjacent pair whose joined bytes have the least rank is merged, until
+none has one. tokenizers' BPE ranks pairs instead, so every way to split a token becomes a merge, ordered by the token's
+rank.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from topw_deploy.errors import TokenizerError, one_line
+
+TEKKEN = "tekken.json"
+_TEKKEN_ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+_FILLER = "<SPECIAL_{}>"
+_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n?")
+_LETTERS_AND_NUMBERS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+# tiktoken's files do not state their pattern: number of ranks -> whose they are, pattern.
+_KNOWN = {
+    128_000: ("Llama 3", _LETTERS_AND_NUMBERS.format("{1,3}")),
+    151_643: ("Qwen", _LETTERS_AND_NUMBERS.format("")),
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A tokenizer to build.
+
+    tokens: bytes by rank.
+    first: id of rank 0.
+    specials: text -> id.
+    """
+
+    tokens: list[bytes]
+    first: int
+    pattern: str
+    specials: Mapping[str, int]
+
+
+def read_tekken(path: Path) -> tuple[Ranks, dict[str, str]]:
+    """mistral-common's `tekken.json`, and its special tokens by role. Raises TokenizerError for other contents.
+
+    Special tokens come first, filled up to a stated number; then the ranks that the stated vocabulary has room for.
+    """
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        config, stated = data["config"], data.get("special_tokens")
+        if stated is None:
+            raise TokenizerError(
+                f"{path} is of a version that does not state its special tokens; convert it with mistral-common or "
+                "transformers, and give the folder of the tokenizer.json with --tokenizer."
+            )
+        texts = [str(entry["token_str"]) for entry in sorted(stated, key=lambda entry: int(entry["rank"]))]
+        if [int(entry["rank"]) for entry in stated] != list(range(len(stated))):
+            raise ValueError("the ranks of its special tokens have gaps")
+        first = int(config.get("default_num_special_tokens") or len(texts))
+        size = config.get("default_vocab_size")
+        entries = data["vocab"][: None if size is None else int(size) - first]
+        tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
+        pattern = str(config["pattern"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise TokenizerError(f"{path} is damaged ({one_line(error)}); fetch it again.") from None
+    specials = {text: place for place, text in enumerate(texts)}
+    specials |= {_FILLER.format(place): place for place in range(len(texts), first)}
+    return Ranks(tokens, first, pattern, specials), {
+        role: text for role, text in _TEKKEN_ROLES.items() if text in specials
+    }
+
+
+def is_tiktoken(path: Path) -> bool:
+    """Whether a file begins with a line of base64 and a rank; SentencePiece's `tokenizer.model` does not."""
+    with path.open("rb") as stream:
+        return _LINE.fullmatch(stream.readline(1000)) is not None
+
+
+def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Ranks:
+    """tiktoken's text file; special tokens from `settings`, tokenizer_config.json.
+
+    Raises TokenizerError for other contents, and where pattern or special tokens are not known.
+    """
+    try:
+        pairs = [line.split() for line in path.read_bytes().splitlines() if line]
+        tokens = [base64.b64decode(token, validate=True) for token, _ in pairs]
+        if [int(rank) for _, rank in pairs] != list(range(len(pairs))):
+            raise ValueError("its ranks have gaps")
+    except (OSError, ValueError, binascii.Error) as error:
+        raise TokenizerError(f"{path} is damaged ({one_line(error)}); fetch it again.") from None
+    specials = _stated_specials(settings)
+    if len(tokens) not in _KNOWN or not specials:
+        what = "special tokens are not in tokenizer_config.json" if len(tokens) in _KNOWN else "pattern is not in it"
+        raise TokenizerError(
+            f"{path} is a tiktoken file of {len(tokens)} ranks whose {what}; convert it with transformers' "
+            "TikTokenConverter and the pattern and special tokens of the model's code, and give the folder of the "
+            "tokenizer.json with --tokenizer."
+        )
+    return Ranks(tokens, 0, _KNOWN[len(tokens)][1], specials)
+
+
+def build_tokenizer(ranks: Ranks, path: Path, begin: str | None) -> Tokenizer:
+    """The tokenizer; special token `begin` starts each text. Raises TokenizerError for ranks it cannot be built of."""
+    ids = {token: ranks.first + rank for rank, token in enumerate(ranks.tokens)}
+    missing = [byte for byte in range(256) if bytes([byte]) not in ids]
+    if missing or len(ids) < len(ranks.tokens):
+        what = f"the byte {missing[0]} has no rank" if missing else "a token has two ranks"
+        raise TokenizerError(f"{path} is damaged ({what}); fetch it again.")
+    vocabulary = {_text_of(token): number for token, number in ids.items()}
+    used = set(ids.values())
+    taken = [text for text, number in ranks.specials.items() if text in vocabulary or number in used]
+    if taken:
+        raise TokenizerError(
+            f"{path} has an ordinary token with the text or id of the special token {taken[0]!r}, which tokenizer.json "
+            "cannot have; give another folder with --tokenizer."
+        )
+    merges = [(_text_of(left), _text_of(right)) for left, right in _merges(ids)]
+    try:
+        tokenizer = Tokenizer(models.BPE({**ranks.specials, **vocabulary}, merges, ignore_merges=True))
+        pieces = pre_tokenizers.Split(Regex(ranks.pattern), "isolated")
+    except Exception as error:  # noqa: BLE001  # the library raises bare Exception
+        raise TokenizerError(f"{path} cannot be converted ({one_line(error)}); fetch it again.") from None
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    ordered = sorted(ranks.specials, key=lambda text: ranks.specials[text])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in ordered])
+    if begin is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A $B", special_tokens=[(begin, ranks.specials[begin])]
+        )
+    return tokenizer
+
+
+def _merges(ids: Mapping[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
+    for token in sorted(ids, key=lambda token: ids[token]):
+        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
+        known = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
+        yield from sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+
+
+def _stated_specials(settings: Mapping[str, Any]) -> dict[str, int]:
+    stated = settings.get("added_tokens_decoder")
+    if not isinstance(stated, dict):
+        return {}
+    return {
+        str(entry["content"]): int(number)
+        for number, entry in stated.items()
+        if isinstance(entry, dict) and "content" in entry and str(number).isdigit()
+    }
+
+
+def _byte_texts() -> list[str]:
+    """GPT-2's character per byte: itself if printable, else the next from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+_TEXTS = _byte_texts()
+
+
+def _text_of(token: bytes) -> str:
+    return "".join(_TEXTS[byte] for byte in token)

@@ -1,0 +1,41 @@
+"""Compare a converted tokenizer with the SentencePiece model it was made from.
+
+transformers builds a tokenizer by its class, or by general rules where the folder names none; those do not follow every
+setting of a SentencePiece model, such as the space before a text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_SAMPLES = (
+    "the lazy dog",
+    "a list of words",
+    "The quick brown fox jumps over the lazy dog; then it returns 42 words!",
+    "Wir fahren morgen nach München.",
+    "東京は日本の首都です",
+)
+
+
+def difference(model: Path, converted: Path) -> str | None:
+    """A sample that `converted`, a tokenizer.json, splits into other pieces than `model`, in words; None if none.
+
+    Samples with pieces unknown to the model are left out, and so are models that SentencePiece cannot read.
+    """
+    import sentencepiece
+
+    try:
+        reference = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    except (OSError, RuntimeError):
+        return None
+    tokenizer = Tokenizer.from_file(str(converted))
+    for sample in _SAMPLES:
+        ids = reference.encode(sample)
+        expected = [reference.id_to_piece(number) for number in ids]
+        found = tokenizer.encode(sample, add_special_tokens=False).tokens
+        if reference.unk_id() not in ids and found != expected:
+            return f"{sample!r} becomes {found[:6]} instead of {expected[:6]}"
+    return None

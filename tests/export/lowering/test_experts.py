@@ -1,0 +1,172 @@
+"""Experts give the literal sum, as onnxruntime's operator and as blocks of standard operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from tests.support.experts import (
+    CHOSEN,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    Mixture,
+    inputs_of,
+    literal,
+    mixture_graph,
+    random_mixture,
+    run,
+)
+from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.lowering.experts import ROUTER, lower_experts
+from topw_deploy.export.lowering.experts_operator import is_positive
+
+FLOAT32 = 1e-4  # of outputs up to 30, sums of 96 products; measured: 2e-5
+HALF = 2e-2  # of the largest output: float16 has 11 bits; measured: 1.4e-3
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "chunked": {},
+    "interleaved": {"interleaved": True},
+    "clamped": {"alpha": 1.702, "beta": 1.0, "limit": 0.7, "interleaved": True, "biases": True},
+    "clamped and chunked": {"limit": 0.7, "biases": True},
+    "relu": {"activation": "relu", "biases": True},
+    "silu": {"activation": "silu"},
+    "gelu": {"activation": "gelu"},
+    "identity": {"activation": "identity"},
+}
+FORMS = {"operator": {"operator": True, "positive": True}, "rows": {"operator": True, "positive": False}}
+FORMS |= {"blocks": {"operator": False, "positive": True}}
+
+
+def lowered(mixture: Mixture, form: str) -> ir.Model:
+    model = mixture_graph(mixture, positive=FORMS[form]["positive"])
+    assert lower_experts(model, operator=FORMS[form]["operator"]) == 1
+    model.opset_imports.pop("topw.trace")
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("settings", MIXTURES.values(), ids=list(MIXTURES))
+def test_every_activation_and_layout_gives_the_literal_sum(settings: dict[str, Any], form: str) -> None:
+    mixture = random_mixture(**settings)
+    model = lowered(mixture, form)
+    domains = {node.domain for node in model.graph}
+    assert domains == ({""} if form == "blocks" else {"", "com.microsoft"})
+    for tokens in (1, 2, 5, 37):
+        inputs = inputs_of(tokens)
+        np.testing.assert_allclose(run(model, *inputs), literal(mixture, *inputs), atol=FLOAT32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("ids", "weights"),
+    [
+        ([[0, 0], [1, 1], [5, 5]], [[1.0, 2.0], [0.5, 0.5], [0.0, 3.0]]),
+        ([[3, 1]] * 9, [[2.0, 1.0]] * 9),
+        ([[0, 1], [2, 3]], [[0.0, 0.0], [1e-6, 1e3]]),
+        ([[0, 1], [2, 3]], [[1.0, 1.0], [1e-30, 0.0]]),
+    ],
+    ids=["one expert twice", "all tokens alike", "no weight, far apart", "equal, tiny"],
+)
+def test_ids_and_weights_of_any_kind_give_the_literal_sum(form: str, ids: Any, weights: Any) -> None:
+    mixture = random_mixture()
+    chosen, given = np.array(ids), np.array(weights, np.float32)
+    inputs = inputs_of(len(chosen))[0], chosen, given
+    found, wanted = run(lowered(mixture, form), *inputs), literal(mixture, *inputs)
+    np.testing.assert_allclose(found, wanted, atol=FLOAT32 * max(1.0, float(given.max())))
+
+
+@pytest.mark.parametrize("form", ["rows", "blocks"])
+def test_negative_weights_keep_their_sign(form: str) -> None:
+    mixture = random_mixture()
+    hidden, ids, weights = inputs_of(7)
+    model = mixture_graph(mixture, positive=False)
+    lower_experts(model, operator=form == "rows")
+    model.opset_imports.pop("topw.trace")
+    signed = weights * np.array([1, -1], np.float32)
+    np.testing.assert_allclose(run(model, hidden, ids, signed), literal(mixture, hidden, ids, signed), atol=FLOAT32)
+
+
+def test_blocks_of_half_precision_are_near_the_literal_sum() -> None:
+    """MoE in float16 returns zeros on a CPU, so it is not used."""
+    mixture = random_mixture(biases=True)
+    model = mixture_graph(mixture, positive=True, dtype=ir.DataType.FLOAT16)
+    lower_experts(model, operator=True)
+    model.opset_imports.pop("topw.trace")
+    assert {node.domain for node in model.graph} == {""}
+    inputs = inputs_of(9)
+    wanted = literal(mixture, *inputs)
+    np.testing.assert_allclose(run(model, *inputs), wanted, atol=HALF * np.abs(wanted).max())
+
+
+def test_blocks_hold_at_most_two_copies_of_the_experts() -> None:
+    mixture = random_mixture()
+    model = lowered(mixture, "blocks")
+    copies = [n.outputs[0] for n in model.graph if n.op_type == "Gather" and n.inputs[0].name == "experts.up"]  # type: ignore[union-attr]
+    (copied,) = copies
+    copied.shape = None
+    model.graph.outputs.append(copied)
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    for tokens, most in ((1, CHOSEN), (2, 2 * CHOSEN), (200, 2 * EXPERTS)):
+        hidden, ids, weights = inputs_of(tokens)
+        feeds = {"hidden": hidden, "ids": ids, "weights": weights}
+        assert session.run([copied.name], feeds)[0].shape[0] <= most
+
+
+def product_graph() -> ir.Model:
+    """Router and two products with the model's own activation between them."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23, "topw.trace": 1}, name="products")
+    editor = GraphEditor(graph, "products")
+    mixture = random_mixture(activation="relu", biases=True)
+    hidden = editor.input("hidden", ir.DataType.FLOAT, ["rows", HIDDEN])
+    scores = editor.op("MatMul", [hidden, editor.constant(ROUTES, "router.weight")], dtype=ir.DataType.FLOAT)
+    ids = editor.op("ArgMax", [scores], axis=1, keepdims=0, dtype=ir.DataType.INT64, shape=["rows"])
+    names = ("up", "down", "up_bias", "down_bias")
+    up, down, up_bias, down_bias = (editor.constant(getattr(mixture, name), f"experts.{name}") for name in names)
+    settings: dict[str, Any] = {"domain": "topw.trace", "dtype": ir.DataType.FLOAT}
+    inner = editor.op("ExpertProduct", [hidden, ids, up, up_bias], shape=["rows", INNER], **settings)
+    squared = editor.op("Pow", [editor.op("Relu", [inner]), editor.constant(np.float32(2))], dtype=ir.DataType.FLOAT)
+    squared.shape = ir.Shape(["rows", INNER])
+    out = editor.op("ExpertProduct", [squared, ids, down, down_bias], shape=["rows", HIDDEN], **settings)
+    out.name = "out"
+    graph.outputs.append(out)
+    return ir.Model(graph, ir_version=10)
+
+
+ROUTES = np.random.default_rng(3).standard_normal((HIDDEN, EXPERTS)).astype(np.float32)
+
+
+def test_products_with_another_activation_between_them_share_their_blocks() -> None:
+    model = product_graph()
+    assert lower_experts(model, operator=True) == 2
+    model.opset_imports.pop("topw.trace")
+    assert sum(node.op_type == "CumSum" for node in model.graph) == 2
+    assert [node.op_type for node in model.graph if ROUTER in node.metadata_props] == ["MatMul"]
+    mixture = random_mixture(activation="relu", biases=True)
+    hidden = inputs_of(23)[0]
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(["out"], {"hidden": hidden})
+    for row, expert, given in zip(hidden, (hidden @ ROUTES).argmax(axis=1), found, strict=True):
+        assert mixture.up_bias is not None
+        assert mixture.down_bias is not None
+        inner = np.maximum(mixture.up[expert] @ row + mixture.up_bias[expert], 0) ** 2
+        np.testing.assert_allclose(given, mixture.down[expert] @ inner + mixture.down_bias[expert], atol=FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("op_type", "inputs", "positive"),
+    [("Softmax", 1, True), ("Identity", 1, False), ("Mul", 2, False), ("Neg", 1, False), ("Sigmoid", 1, True)],
+)
+def test_weights_count_as_positive_only_by_their_operators(op_type: str, inputs: int, positive: bool) -> None:
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="weights")
+    editor = GraphEditor(graph, "weights")
+    scores = editor.input("scores", ir.DataType.FLOAT, ["tokens", 4])
+    made = editor.op(op_type, [scores] * inputs)
+    top, _ = editor.outputs("TopK", [made, editor.constant(np.array([2]))], 2)
+    shares = editor.op("Div", [top, editor.op("ReduceSum", [top, editor.constant(np.array([1]))])])
+    assert is_positive(editor.op("Mul", [shares, editor.constant(np.float32(2.5))])) == positive
+    assert not is_positive(editor.op("Mul", [shares, editor.constant(np.float32(-2.5))]))

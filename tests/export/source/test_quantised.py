@@ -1,0 +1,246 @@
+"""Weights in FP8, MXFP4 and compressed-tensors are read as their formats define them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.export.quantise.test_packed_checkpoints import codes_in
+from tests.export.source.composite_models import write_composite
+from tests.export.source.quantised_checkpoints import KINDS, write_gpt_oss, write_quantised
+from tests.support.tiny_models import export, make_model
+from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
+from topw_deploy.export.source.checkpoint import load_checkpoint, load_reference, load_unread
+from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
+from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
+
+Tensors = dict[str, torch.Tensor]
+FIRST = "model.layers.0.self_attn.q_proj.weight"
+INTEGERS = [kind for kind in KINDS if "int" in kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_layers_are_read_as_the_format_defines_them(kind: str, tmp_path: Path) -> None:
+    layers = write_quantised(tmp_path, kind)
+    model = load_checkpoint(tmp_path, "float32")
+    for name, layer in layers.items():
+        np.testing.assert_array_equal(model.get_parameter(name).detach().numpy(), layer.weight, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_layers_stay_in_their_files_and_are_decoded_by_part(kind: str, tmp_path: Path) -> None:
+    layers = write_quantised(tmp_path, kind)
+    model, notices = load_unread(tmp_path, "float16")
+    assert notices == []
+    for name, layer in layers.items():
+        weight = model.get_parameter(name)
+        assert isinstance(weight, UnreadTensor)
+        assert weight.file is not None
+        for index in (slice(3, 21), np.array([5, 0, 7]), (slice(None), slice(2, 9)), slice(None)):
+            np.testing.assert_array_equal(read_part(weight.file, index).numpy(), layer.weight[index], name)
+
+
+def test_experts_stored_one_by_one_are_decoded_before_they_are_merged(tmp_path: Path) -> None:
+    plain, stored = tmp_path / "plain", tmp_path / "fp8"
+    make_model("qwen3_moe").save_pretrained(plain)
+    shutil.copytree(plain, stored)
+    tensors, changed = load_file(plain / "model.safetensors"), {}
+    for name in [name for name in tensors if ".experts." in name]:
+        layer = KINDS["fp8 blocks"].layer(tensors[name].numpy())
+        tensors[name] = torch.from_numpy(layer.weight)
+        changed |= {name + end: tensor for end, tensor in layer.tensors.items()}
+    assert len(changed) == 2 * 2 * 4 * 3  # values and scales, layers, experts, projections
+    save_file(tensors, plain / "model.safetensors")
+    save_file(tensors | changed, stored / "model.safetensors")
+    config = json.loads((stored / "config.json").read_text()) | {"quantization_config": KINDS["fp8 blocks"].settings}
+    (stored / "config.json").write_text(json.dumps(config))
+    expected, (found, notices) = load_checkpoint(plain, "float32"), load_unread(stored, "float32")
+    assert notices == []
+    for name, weight in found.named_parameters():
+        assert isinstance(weight, UnreadTensor)
+        assert torch.equal(weight.values(), expected.get_parameter(name)), name
+
+
+def test_a_composite_checkpoint_can_be_quantised_too(tmp_path: Path) -> None:
+    whole = write_composite(tmp_path, "ministral3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if "language_model" in name and name.endswith("_proj.weight")]:
+        layer = KINDS["fp8 one scale"].layer(tensors.pop(name).numpy())
+        tensors |= {name + end: tensor for end, tensor in layer.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = KINDS["fp8 one scale"].settings
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = load_reference(tmp_path, "float32")
+    exact = dict(whole.get_decoder().named_parameters())
+    different = 0
+    for name, weight in found.base_model.named_parameters():
+        assert torch.allclose(weight, exact[name], rtol=2**-4, atol=1e-2 * float(exact[name].detach().abs().max())), (
+            name
+        )
+        different += not torch.equal(weight, exact[name])
+    assert different == 2 * 7
+
+
+def test_mxfp4_experts_are_read_as_the_format_defines_them(tmp_path: Path) -> None:
+    experts = write_gpt_oss(tmp_path)
+    model, notices = load_unread(tmp_path, "float32")
+    assert notices == []
+    for name, expected in experts.items():
+        weight = model.get_parameter(name)
+        assert isinstance(weight, UnreadTensor)
+        np.testing.assert_array_equal(weight.values().numpy(), expected, name)
+        assert weight.file is not None
+        np.testing.assert_array_equal(read_part(weight.file, slice(1, 2)).numpy(), expected[1:2], name)
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_integer_codes_are_those_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    layers = write_quantised(tmp_path, kind)
+    checkpoint = QuantisedCheckpoint.of(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.kind.integers
+    matrices = dict(checkpoint.matrices())
+    assert matrices.keys() == layers.keys()
+    for name, matrix in matrices.items():
+        np.testing.assert_array_equal(matrix.codes, layers[name].codes, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["compressed int4", "compressed int4, actorder", "compressed int8, rows"])
+def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path: Path) -> None:
+    layers = write_quantised(tmp_path / "model", kind)
+    report = export(tmp_path / "model", tmp_path / "out", dtype="int4", verify=kind.endswith("actorder"))
+    assert any("keep the checkpoint's own codes" in notice for notice in report.notices)
+    found = codes_in(tmp_path / "out")
+    for name, layer in layers.items():
+        assert layer.codes is not None
+        assert {row.tobytes() for row in layer.codes} <= found, name
+
+
+@pytest.mark.slow
+def test_float8_weights_are_rounded_again_with_a_note(tmp_path: Path) -> None:
+    write_quantised(tmp_path / "model", "fp8 blocks")
+    report = export(tmp_path / "model", tmp_path / "out", dtype="int8", compute_dtype="fp16")
+    assert any("FP8 weights were decoded and rounded again" in notice for notice in report.notices)
+    assert "MatMulNBits" in {node.op_type for node in ir.load(tmp_path / "out" / "model.onnx").graph}
+
+
+def test_half_precision_is_refused_for_integer_codes(tmp_path: Path) -> None:
+    write_quantised(tmp_path / "model", "compressed int4")
+    with pytest.raises(
+        ParameterError, match=r"holds compressed-tensors codes, which can be kept only with compute_dtype 'fp32'"
+    ):
+        export(tmp_path / "model", tmp_path / "out", dtype="int4", compute_dtype="fp16")
+
+
+def _drop(name: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def _change(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
+
+
+DAMAGED: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
+    "float8 without scales": ("fp8 blocks", _drop(f"{FIRST}_scale_inv"), r"without scales \(.*_scale_inv\)"),
+    "too few scales": ("fp8 blocks", _change(f"{FIRST}_scale_inv", lambda t: t[:, :1].repeat(3, 1)[:3]), "cover no"),
+    "integer scales": ("fp8 blocks", _change(f"{FIRST}_scale_inv", lambda t: t.int()), "scales of .* as I32"),
+    "infinite scales": ("fp8 blocks", _change(f"{FIRST}_scale_inv", lambda t: t / 0), "NaN or infinity"),
+    "exponents that are no number": (
+        "fp8 blocks, ue8m0",
+        _change(f"{FIRST}_scale_inv", lambda t: torch.full(t.shape, 255, dtype=torch.uint8)),
+        "byte 255",
+    ),
+    "packed without scales": ("compressed int4", _drop(f"{FIRST}_scale"), r"lacks .*_scale, which"),
+    "packed without a shape": ("compressed int4", _drop(f"{FIRST}_shape"), r"lacks .*_shape, which"),
+    "wrong shape": ("compressed int4", _change(f"{FIRST}_shape", lambda t: t + 1), "_shape says"),
+    "wrong words": ("compressed int4", _change(f"{FIRST}_packed", lambda t: t[:, :-1]), "neither 4 nor 8 bits"),
+    "wrong type": ("compressed int4", _change(f"{FIRST}_packed", lambda t: t.long()), "codes of .* as I64"),
+    "scales of another size": ("compressed int4", _change(f"{FIRST}_scale", lambda t: t[:-2]), "scale of .* not fit"),
+    "zero points of another size": (
+        "compressed int4, asymmetric",
+        _change(f"{FIRST}_zero_point", lambda t: t[:-1]),
+        "zero point of .* not fit",
+    ),
+    "groups out of range": (
+        "compressed int4, actorder",
+        _change(f"{FIRST}_g_idx", lambda t: t + 1),
+        "names groups outside",
+    ),
+    "groups of another size": (
+        "compressed int4, actorder",
+        _change(f"{FIRST}_g_idx", lambda t: t[:-1]),
+        "g idx of .* not fit",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_layer_is_refused_by_its_tensors_name(how: str, tmp_path: Path) -> None:
+    kind, damage, words = DAMAGED[how]
+    write_quantised(tmp_path, kind)
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match=words) as found:
+        QuantisedCheckpoint.of(tmp_path)
+    assert FIRST in str(found.value)
+
+
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+def test_damaged_mxfp4_experts_are_refused_by_name(part: str, tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path)
+    name = f"model.layers.1.mlp.experts.down_proj_{part}"
+    tensors = load_file(tmp_path / "model.safetensors")
+    whole = tensors.pop(name)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match=f"lacks {name}"):
+        QuantisedCheckpoint.of(tmp_path)
+    save_file(tensors | {name: whole[:, :-1].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match=r"layers\.1\.mlp\.experts\.down_proj_blocks is U8 of shape"):
+        QuantisedCheckpoint.of(tmp_path)
+
+
+def test_mxfp4_scales_that_are_no_number_are_refused(tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{name}_scales"][1] = 255
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match=f"{name} contain the byte 255"):
+        load_checkpoint(tmp_path, "float32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "compressed as nvfp4-pack"),
+        (
+            {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": {"format": "sparse-bitmask"}},
+            "compressed as sparse-bitmask",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "transform_config": {"config_groups": 1},
+            },
+            "transforms of activations",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
+    ],
+)
+def test_formats_that_are_not_read_are_refused_by_name(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    with pytest.raises(UnsupportedModelError, match=words):
+        quantised_format(tmp_path)
