@@ -75,8 +75,8 @@ def _architectures(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]
     return (
         "## Architectures\n\n"
         "Numbers are the largest difference to torch's logits in any check. `states` counts the layers of the tiny\n"
-        "model by what they keep from one call to the next: `full` and `window` are keys and values. A number of tokens is the\n"
-        "longest sequence of an export that ends before the model does.\n\n" + table(header, rows)
+        "model by what they keep from one call to the next: `full` and `window` are keys and values. A number of\n"
+        "tokens is the longest sequence of an export that ends before the model does.\n\n" + table(header, rows)
     )
 
 
