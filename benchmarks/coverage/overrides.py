@@ -20,7 +20,7 @@ _INDEXER = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 16,
-    "indexer_budget": 8,
+    "indexer_budget": 48,
     "indexer_compress_ratio": 4,
 }
 _NGRAMS = {"ple_layer_ids": [1], "ngram_vocab_size_base": 512, "split_ngram_parts": 4, "heads_per_ngram": 2}
@@ -128,7 +128,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
         "mlp_layer_types": ["dense", "sparse"],
         "index_block_size": 4,
-        "index_topk_blocks": 2,
+        "index_topk_blocks": 12,
     },
     "mllama": {
         "text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]},

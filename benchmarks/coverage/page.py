@@ -11,6 +11,7 @@ from benchmarks.common import table
 from benchmarks.coverage.architectures import NOT_DECODER_ONLY, all_types, decoder_only
 from benchmarks.coverage.peers import Peer
 from benchmarks.coverage.results import BROKEN, EXPORTED, FORMS, Result, ResultFile
+from benchmarks.coverage.tiny_configs import CONTEXT
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 COMMAND = "python -m benchmarks.coverage --write"
@@ -74,8 +75,8 @@ def _architectures(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]
     return (
         "## Architectures\n\n"
         "Numbers are the largest difference to torch's logits in any check. `states` counts the layers of the tiny\n"
-        "model by what they keep from one call to the next: `full` and `window` are keys and values.\n\n"
-        + table(header, rows)
+        "model by what they keep from one call to the next: `full` and `window` are keys and values. A number of\n"
+        "tokens is the longest sequence of an export that ends before the model does.\n\n" + table(header, rows)
     )
 
 
@@ -116,7 +117,8 @@ def _cell(result: Result | None) -> str:
     if result is None:
         return "not tried"
     if result.outcome == EXPORTED and result.difference is not None:
-        return f"{result.difference:.0e}"
+        cut = f", {result.context} tokens" if 0 < result.context < CONTEXT else ""
+        return f"{result.difference:.0e}{cut}"
     return result.outcome if result.outcome != BROKEN else "fails in torch"
 
 

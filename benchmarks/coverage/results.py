@@ -22,6 +22,7 @@ class Result:
     outcome: EXPORTED (and verified), REFUSED by the exporter, WRONG (verification failed), FAILED (an error that is no
     refusal, a timeout, too little memory), or BROKEN (the architecture's own code fails in torch).
     states: kind of state -> number of layers that have one, of an export.
+    context: tokens that the export reads at most; the tiny models allow CONTEXT, a few less.
     difference: largest difference to torch's logits.
     reason: why there is no export.
     """
@@ -32,6 +33,7 @@ class Result:
     seconds: float = 0.0
     status: str = ""
     states: dict[str, int] = field(default_factory=dict)
+    context: int = 0
     difference: float | None = None
     reason: str = ""
 

@@ -10,6 +10,7 @@ from benchmarks.coverage.overrides import OVERRIDES
 
 VOCAB, CONTEXT, WINDOW, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 320, 256, 8, 64, 4, 2, 16
 MOST_LAYERS = 4
+SELECTED = 48  # tokens of sparse attention: fewer than a verified prompt has, where the export reads more than these
 
 # GroupQueryAttention cannot rotate heads of size 8. Latent attention gets values of another size than keys.
 SIZES: dict[str, int] = {
@@ -73,7 +74,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("head_dim", "swa_head_dim", "attention_head_size", "dim_head", "query_pre_attn_scalar"), HEAD_DIM),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "index_head_dim", "global_head_dim"), 32),
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"), HEAD_DIM),
-    **dict.fromkeys(("index_topk", "rotary_dim", "laurel_rank", "gated_norm_rank", "adapter_rank", "hc_lowrank"), 8),
+    **dict.fromkeys(("rotary_dim", "laurel_rank", "gated_norm_rank", "adapter_rank", "hc_lowrank"), 8),
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
         4,
@@ -97,6 +98,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), 16),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
     **dict.fromkeys(("mamba_head_dim", "mamba_d_head", "linear_key_head_dim", "linear_value_head_dim"), 16),
+    "index_topk": SELECTED,
     **dict.fromkeys(("n_groups", "mamba_n_groups", "linear_num_key_heads"), 2),
     "linear_num_value_heads": 4,
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 16),

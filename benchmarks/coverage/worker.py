@@ -45,6 +45,7 @@ def _exported(checkpoint: Path, output: Path, options: dict[str, Any]) -> dict[s
         "outcome": EXPORTED if all(check.passed for check in checks) else WRONG,
         "status": manifest.verification.status,
         "states": states_of(manifest),
+        "context": manifest.decoder.context_length,
         "difference": max(check.difference for check in checks if check.name.endswith("logits")),
         "reason": "; ".join(f"{check.name} {check.difference:.2g}" for check in checks if not check.passed),
     }

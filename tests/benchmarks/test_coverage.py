@@ -19,7 +19,10 @@ from benchmarks.coverage.tiny_models import LEAST_EFFECT, TEXT_PARTS, check_forw
 
 STATES = {
     "llama": {"full": 2},
-    "gemma3_text": {"full": 2},
+    "gpt_oss": {"window": 1, "full": 1},
+    "deepseek_v3": {"latent": 2},
+    "lfm2": {"convolution": 1, "full": 1},
+    "bamba": {"convolution": 1, "recurrent": 1, "full": 1},
 }
 """One architecture per kind of state -> the states of its export."""
 

@@ -99,3 +99,13 @@ def test_states_are_listed_in_layer_order_and_are_inputs_and_outputs(family: str
     assert {state.kind for state in form.states} & {"convolution", "recurrent"}
     assert all(state.past in inputs and state.present in outputs for state in form.states)
     assert all(sum(value.name == state.past for value in graph.inputs) == 1 for state in form.states)
+
+
+def test_one_node_reads_a_fixed_state_that_is_updated_in_place(family: str, lowering: str) -> None:
+    """Past and present share memory, so another reader could see the present."""
+    decoder, form = lowered(traced(family), lowering)
+    if form.kv_form == "concat":
+        pytest.skip("the form's states have memory of their own")
+    fixed = {state.past for state in form.states if not state.grows}
+    readers = {value.name: len(value.uses()) for value in decoder.model.graph.inputs if value.name in fixed}
+    assert readers == dict.fromkeys(fixed, 1)

@@ -113,6 +113,8 @@ WIDTHS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
         sliding_window=WINDOW,
         layer_types=["full_attention", "sliding_attention"],
     ),
+    # Compressed vectors of 264 numbers are longer than keys and values of 160.
+    "deepseek_v3_expanded": lambda: tf.DeepseekV3Config(**{**_LATENT_EXPERTS, "kv_lora_rank": 256}),
 }
 SHARED: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "gemma3n": lambda: tf.Gemma3nTextConfig(

@@ -123,3 +123,12 @@ def test_a_lookup_of_a_vector_is_ignored() -> None:
         plain(editor, ids)
 
     assert find_embedding(graph_with(build)).hidden == HIDDEN
+
+
+def test_of_two_tables_the_one_tied_to_the_head_is_taken() -> None:
+    def build(editor: GraphEditor, ids: ir.Value) -> None:
+        editor.op("Gather", [editor.constant(TABLE[:, :8].copy(), "per_layer"), ids], axis=0)
+        (lookup,) = (node for node in [plain(editor, ids).producer()] if node is not None)
+        editor.op("Transpose", [lookup.inputs[0]], perm=[1, 0])
+
+    assert find_embedding(graph_with(build)).hidden == HIDDEN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, Phi3Config, PreTrainedConfig
+from transformers import BloomConfig, GPT2Config, LlamaConfig, MptConfig, Phi3Config, PreTrainedConfig
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.source.checkpoint import context_length, switching_rope
@@ -30,6 +30,9 @@ LLAMA3 = {
     [
         (GPT2Config(n_positions=77), 77),
         (LlamaConfig(max_position_embeddings=300), 300),
+        (MptConfig(max_seq_len=77), 77),
+        (BloomConfig(seq_length=77), 77),
+        (BloomConfig(), 65_536),  # ALiBi has no limit
         (LlamaConfig(max_position_embeddings=300, rope_parameters=LLAMA3), 300),
         (
             Phi3Config(
@@ -42,7 +45,7 @@ LLAMA3 = {
             64,  # beyond it the model's frequencies differ from the graph's
         ),
     ],
-    ids=["gpt2", "plain", "llama3", "longrope"],
+    ids=["gpt2", "plain", "mpt", "bloom", "bloom_unlimited", "llama3", "longrope"],
 )
 def test_the_context_ends_where_the_graph_differs_from_the_model(config: PreTrainedConfig, length: int) -> None:
     assert context_length(config) == length

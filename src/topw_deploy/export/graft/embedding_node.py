@@ -31,8 +31,13 @@ class EmbeddingNode:
 
 
 def find_embedding(graph: ir.Graph) -> EmbeddingNode:
-    """The lookup of `input_ids`. Raises UnsupportedModelError unless there is exactly one."""
+    """The lookup of `input_ids`; of several (Gemma 4 also has embeddings per layer), the one tied to the head.
+
+    Raises UnsupportedModelError unless there is exactly one.
+    """
     found = _lookups(graph)
+    if len(found) > 1:
+        found = [node for node in found if _is_tied(node)] or found
     if not found:
         raise UnsupportedModelError(
             "the decoder has no input embeddings: no Gather or GatherBlockQuantized of a constant table is fed by "
@@ -59,6 +64,19 @@ def _lookups(graph: ir.Graph) -> list[ir.Node]:
             elif (node.domain, node.op_type) in _LOOKUPS and position == _IDS_AT and _has_constant_matrix(node):
                 found.append(node)
     return found
+
+
+def _is_tied(lookup: ir.Node) -> bool:
+    """Whether other nodes use the table too: the head, or the sampler in a finished graph."""
+    value, user = lookup.inputs[0], lookup
+    while value is not None:
+        if any(node is not user for node in value.consumers()):
+            return True
+        producer = value.producer()
+        if producer is None:
+            return False
+        value, user = producer.inputs[0], producer
+    return False
 
 
 def _has_constant_matrix(node: ir.Node) -> bool:

@@ -73,14 +73,13 @@ def lower_mixers(
     """
     markers = _markers(decoder.model.graph)
     left = padding.real if padding.lengths is None else None
-    convolutions = Convolutions(editor, real=left, lengths=padding.lengths, contrib=contrib) if markers else None
+    convolutions = Convolutions(editor, real=left, lengths=padding.lengths, contrib=contrib)
     chunked = None
     for marker in markers:
         layer: ConvolutionLayer | RecurrenceLayer
         if marker.op_type == CONVOLUTION:
             layer = ConvolutionLayer.of(marker)
             state = _state(layer, dtype_name(layer.x))
-            assert convolutions is not None
             output, present = convolutions.build(layer, states.past(state))
         else:
             layer = RecurrenceLayer.of(marker)

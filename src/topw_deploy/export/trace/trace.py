@@ -20,7 +20,7 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.resume.journal import Journal
 from topw_deploy.export.trace.experts import marked_experts
 from topw_deploy.export.trace.interface import marked
-from topw_deploy.export.trace.marker import check_layer_types, check_markers, marker_nodes
+from topw_deploy.export.trace.marker import check_layer_types, check_markers
 from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
 from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
 from topw_deploy.export.trace.traced_cache import TracedCache
@@ -40,7 +40,7 @@ class TracedDecoder:
     """A traced graph.
 
     model: inputs input_ids and, if read, position_ids; output logits [batch, sequence, vocab].
-    num_layers: of the configuration; more if layers attend twice, with keys and values of their own.
+    num_layers: of the configuration.
     """
 
     model: ir.Model
@@ -60,8 +60,7 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     _name_dimensions(traced.graph)
     _drop_origins(traced)
     check_markers(model, config, traced.graph)
-    last = max((node.attributes["layer"].as_int() for node in marker_nodes(traced.graph)), default=-1)
-    return TracedDecoder(traced, max(int(config.num_hidden_layers), last + 1))
+    return TracedDecoder(traced, int(config.num_hidden_layers))
 
 
 def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, stamp: str) -> None:

@@ -1,0 +1,14 @@
+"""Models that select tokens are exported up to the length of which they select all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.attention_kinds import KINDS
+from tests.support.tiny_models import make_model
+from topw_deploy.export.trace.sparse import dense_tokens
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("deepseek_v32", 64), ("doge", 128), ("llama_12", None)])
+def test_the_length_without_selection_is_that_of_the_configuration(kind: str, tokens: int | None) -> None:
+    assert dense_tokens(make_model(KINDS[kind]())) == tokens
