@@ -37,14 +37,16 @@ def page(file: ResultFile, peers: Sequence[Peer]) -> str:
 def _introduction(file: ResultFile, types: Sequence[str]) -> str:
     version = metadata.version("transformers")
     tried = sum(1 for name in types if any(file.find(name, form) is not None for form in FORMS))
-    missing = f"\n\nThis page is not complete: {len(types) - tried} types have no result of this version yet, refusals among them."
-    return f"""# Models
+    missing = len(types) - tried
+    note = f"This page is not complete: {missing} types have no result of this version yet, refusals among them."
+    text = f"""# Models
 
 transformers {version} maps {len(all_types())} model types to a causal language model. {len(types)} of them are
 decoder-only language models, or multimodal models with such a text decoder. This page states which of those export.
 Each is tried as a tiny random model with every kind of layer that the architecture has, and its graph is compared with
 torch: a prompt, single steps, a prompt in chunks, and padded batches
-([what is verified](guide/export.md#what-is-verified)). Real checkpoints differ in sizes, not in operators.{missing if tried < len(types) else ""}"""
+([what is verified](guide/export.md#what-is-verified)). Real checkpoints differ in sizes, not in operators."""
+    return f"{text}\n\n{note}" if missing else text
 
 
 def _summary(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> str:
