@@ -24,7 +24,7 @@ def page(file: ResultFile, peers: Sequence[Peer]) -> str:
     """The page's text."""
     types = decoder_only()
     parts = [
-        _introduction(types),
+        _introduction(file, types),
         _summary(file, types, peers),
         _architectures(file, types, peers),
         _refusals(file),
@@ -34,15 +34,19 @@ def page(file: ResultFile, peers: Sequence[Peer]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _introduction(types: Sequence[str]) -> str:
+def _introduction(file: ResultFile, types: Sequence[str]) -> str:
     version = metadata.version("transformers")
-    return f"""# Models
+    tried = sum(1 for name in types if any(file.find(name, form) is not None for form in FORMS))
+    missing = len(types) - tried
+    note = f"This page is not complete: {missing} types have no result of this version yet, refusals among them."
+    text = f"""# Models
 
 transformers {version} maps {len(all_types())} model types to a causal language model. {len(types)} of them are
 decoder-only language models, or multimodal models with such a text decoder. This page states which of those export.
-Each was tried as a tiny random model with every kind of layer that the architecture has, and its graph was compared
-with torch: a prompt, single steps, a prompt in chunks, and padded batches
+Each is tried as a tiny random model with every kind of layer that the architecture has, and its graph is compared with
+torch: a prompt, single steps, a prompt in chunks, and padded batches
 ([what is verified](guide/export.md#what-is-verified)). Real checkpoints differ in sizes, not in operators."""
+    return f"{text}\n\n{note}" if missing else text
 
 
 def _summary(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> str:
@@ -51,7 +55,7 @@ def _summary(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> s
         found = [file.find(name, form) for name in types]
         count = sum(1 for result in found if result is not None and result.outcome == EXPORTED)
         tried = sum(1 for result in found if result is not None)
-        untried = "" if tried == len(types) else f"; {len(types) - tried} not tried"
+        untried = "" if tried == len(types) else f"; {len(types) - tried} no result"
         rows.append([_TITLES[form] + untried, str(count), _share(count, len(types))])
     for peer in peers:
         count = len(set(peer.types) & set(types))
@@ -115,7 +119,7 @@ def _share(count: int, total: int) -> str:
 
 def _cell(result: Result | None) -> str:
     if result is None:
-        return "not tried"
+        return "no result"
     if result.outcome == EXPORTED and result.difference is not None:
         cut = f", {result.context} tokens" if 0 < result.context < CONTEXT else ""
         return f"{result.difference:.0e}{cut}"
