@@ -39,9 +39,12 @@ _TAKES_MIDDLE = (1, 29)  # first to use the CPU's zero point
 
 def check_before_opening(folder: ModelFolder[Manifest]) -> None:
     """Raises ManifestError for a graph that this onnxruntime cannot run correctly."""
+    if is_older():
+        _check_older(folder)
     _check_version(folder)
-    if not is_older():
-        return
+
+
+def _check_older(folder: ModelFolder[Manifest]) -> None:
     opset = folder.manifest.opset.get("", 0)
     if opset > _MOST_OPSET:
         raise ManifestError(
