@@ -25,8 +25,10 @@ def tiny_model(model_type: str) -> Any:
 
     torch.manual_seed(0)
     config = tiny_config(model_type)
-    whole = AutoModelForCausalLM._model_mapping[type(config)].config_class is type(config)
-    auto = AutoModelForCausalLM if whole else AutoModelForMultimodalLM
+    # A composite's causal model is its text part; some other classes state no configuration of their own.
+    part = AutoModelForCausalLM._model_mapping[type(config)].config_class is not type(config)
+    composite = part and type(config) in AutoModelForMultimodalLM._model_mapping
+    auto = AutoModelForMultimodalLM if composite else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
