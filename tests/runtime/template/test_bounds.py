@@ -11,7 +11,7 @@ from topw_deploy.runtime.chat import ChatTemplate
 from topw_deploy.runtime.template.meter import LONGEST
 
 HELLO = [{"role": "user", "content": "Hello"}]
-LIMIT = "model/chat_template.jinja: the chat template (makes|takes|computes|puts)"
+LIMIT = "model/chat_template.jinja: the chat template (makes|takes|computes|nests)"
 DOUBLING = "{% set ns = namespace(x=X) %}{% for i in range(99) %}{% set ns.x = GROWN %}{% endfor %}{{ ns.x|length }}"
 
 
