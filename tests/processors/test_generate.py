@@ -183,7 +183,7 @@ def test_another_truncation_behind_it_is_refused_also_from_the_models_configurat
 
 @pytest.mark.skipif(not hasattr(logits_process, "TopHLogitsWarper"), reason="this transformers has no top-h")
 def test_top_h_behind_it_is_refused_too(model, monkeypatch):
-    with pytest.raises(ParameterError, match=r"applies top_h=0.4 behind .* pass top_h=None"):
+    with pytest.raises(ParameterError, match=r"applies top_h=0.4 after .* pass top_h=None"):
         run(model, TopWLogitsProcessor(model), inputs=PROMPT, top_h=0.4)
     monkeypatch.setattr(model.generation_config, "top_h", 0.4)
     run(model, TopWLogitsProcessor(model), inputs=PROMPT)
