@@ -12,7 +12,9 @@ from topw_deploy.export.lowering.fused_projections import fuse_gate_up
 from topw_deploy.export.lowering.mixers import SINCE as MIXERS_SINCE
 from topw_deploy.export.lowering.mixers import has_mixers, most_columns
 from topw_deploy.export.lowering.norms import cast_rows_of_norms
+from topw_deploy.export.lowering.reshapes import merge_reshapes
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
+from topw_deploy.export.lowering.softplus import drop_softplus_thresholds
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
@@ -67,6 +69,8 @@ def lower(
     fuse_rotary(decoder.model)
     narrow_rotary(decoder.model)
     fuse_partial_rotary(decoder.model)
+    if target == "onnxruntime":  # whose operator does not overflow
+        drop_softplus_thresholds(decoder.model)
     mixes = has_mixers(decoder) and target == "onnxruntime"
     columns = most_columns(decoder, contrib=target == "onnxruntime")
     if kv == "concat":
@@ -78,6 +82,7 @@ def lower(
     if fuse_gates and lowered.kv_form == "static":
         fuse_gate_up(decoder.model)
     cast_rows_of_norms(decoder.model)
+    merge_reshapes(decoder.model)
     states = sorted(lowered.states, key=lambda state: state.layer)
     least = lowered.least_onnxruntime or (MIXERS_SINCE if mixes else "")
     return replace(lowered, states=tuple(states), most_columns=columns, least_onnxruntime=least)

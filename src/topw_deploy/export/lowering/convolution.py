@@ -93,10 +93,12 @@ class Convolutions:
             x = self._editor.op("Where", [self._real, x, zero], dtype=x.dtype)
         if self._contrib and self._lengths is None:
             return self._operator(layer, x, past)
-        # Only this node reads the input: a runtime may then write the present state to the same memory.
+        # Only one node reads the input: a runtime may then write the present state to the same memory.
+        if self._contrib:
+            past = self._editor.op("Concat", [past], axis=_STATE_AXIS, dtype=past.dtype, shape=past.shape)  # a copy
         window = self._editor.op("Concat", [past, x], axis=_STATE_AXIS)
         if self._contrib:
-            output, _ = self._operator(layer, x, self._cut(window, 0, layer.kernel - 1))
+            output, _ = self._operator(layer, x, past)
         else:
             output = self._convolved(layer, window)
         return output, self._present(layer, window)

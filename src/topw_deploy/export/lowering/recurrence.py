@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.values import fixed_size
+from topw_deploy.export.graph.values import fixed_size, producer
 
 CONTRIB_DOMAIN = "com.microsoft"
 OPERATOR = "LinearAttention"  # since onnxruntime 1.25
@@ -115,9 +115,8 @@ def linear_attention(
     Returns the output [batch, sequence, output_heads, value_dim] and the present state.
     """
     ready = prepared(editor, layer, real)
-    flat = editor.constant(np.array([0, 0, -1]))
-    query, key, value = (editor.op("Reshape", [part, flat]) for part in (ready.query, ready.key, ready.value))
-    decay = editor.op("Reshape", [ready.decay, flat]) if layer.decays_per_key else ready.decay
+    query, key, value = (_heads_joined(editor, part) for part in (ready.query, ready.key, ready.value))
+    decay = _heads_joined(editor, ready.decay) if ready.decay is not None and layer.decays_per_key else ready.decay
     output, present = editor.outputs(
         OPERATOR,
         [query, key, value, past, decay, ready.beta],
@@ -131,6 +130,17 @@ def linear_attention(
     output.type = present.type = ir.TensorType(ir.DataType.FLOAT)
     heads = editor.constant(np.array([0, 0, layer.output_heads, layer.value_dim]))
     return like_the_marker(editor, layer, editor.op("Reshape", [output, heads])), present
+
+
+def _heads_joined(editor: GraphEditor, value: ir.Value) -> ir.Value:
+    """[batch, sequence, heads, dim] -> [batch, sequence, heads * dim]"""
+    split = producer(value, "Reshape")
+    joined = split.inputs[0] if split is not None else None
+    if joined is not None and joined.shape is not None and value.shape is not None and len(joined.shape) == 3:
+        heads, dim = fixed_size(value, 2), fixed_size(value, 3)
+        if joined.shape[:2] == value.shape[:2] and joined.shape[2] == heads * dim:
+            return joined
+    return editor.op("Reshape", [value, editor.constant(np.array([0, 0, -1]))])
 
 
 def like_the_marker(editor: GraphEditor, layer: RecurrenceLayer, output: ir.Value) -> ir.Value:

@@ -124,7 +124,10 @@ def gated_delta_rule(
 
 
 def _unit_length(vectors: torch.Tensor) -> torch.Tensor:
-    return vectors * torch.rsqrt((vectors * vectors).sum(dim=-1, keepdim=True) + _NORM_EPSILON)
+    """x / sqrt(sum(x^2) + epsilon), as an RMS norm: one operator instead of five."""
+    size = vectors.shape[-1]
+    weight = torch.full((size,), size**-0.5, dtype=vectors.dtype)
+    return functional.rms_norm(vectors, (size,), weight, _NORM_EPSILON / size)
 
 
 def _unused_state(like: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from topw_deploy.export.trace.interface import marked
 from topw_deploy.export.trace.marker import check_layer_types, check_markers
 from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
 from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
+from topw_deploy.export.trace.text_positions import plain_for_text, positions_of_text
 from topw_deploy.export.trace.traced_cache import TracedCache
 from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightless
 from topw_deploy.export.trace.workarounds import fixed_frequencies, silenced, small_terms_kept
@@ -112,12 +113,13 @@ def _cached_forward(model: PreTrainedModel) -> Iterator[None]:
     """Make `model` take ids and positions, use a `TracedCache` and return only logits inside the block."""
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
+    rotary = plain_for_text(model)
 
     def logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         positions = {"position_ids": position_ids} if takes_positions else {}
         cache = TracedCache()
         cached = {_cache_argument(forward): cache, "use_cache": True} if takes_cache(model) else {"use_cache": False}
-        with marked_mixers(model, SymbolicMarkers(cache)):
+        with marked_mixers(model, SymbolicMarkers(cache)), positions_of_text(rotary, position_ids):
             found = forward(input_ids=input_ids, **cached, **positions)
         return {"logits": found.logits}
 
