@@ -1,4 +1,4 @@
-"""In-place caches, against onnxruntime-genai's on the same weights. Figures: docs/lab/benchmarks.md.
+"""Compare caches updated in place with onnxruntime-genai's on the same weights. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.kv --model HF_FOLDER --genai FOLDER --genai-python PYTHON [--context 128 1024 4096]
         [--threads 1 2] [--dtype fp32] [--part graphs loop memory]
@@ -9,7 +9,7 @@ FOLDER is written by genai's builder, in its own environment:
 
 Without --model, uses a random 52 M parameter Llama; without --genai, only our forms.
 
-graphs: bare ArgMax decoders in turns of a few steps in one process; ratios per turn.
+graphs: decoders with ArgMax instead of the sampler, in turns of a few steps in one process; ratios per turn.
 loop: `TopWModel` with Top-W against genai's own loop, greedy and with top-p.
 memory: resident bytes while a small model generates one sequence of --tokens tokens.
 
