@@ -168,7 +168,7 @@ class DecoderInfo:
 
     @property
     def recurs(self) -> bool:
-        """Whether a token cannot be overwritten once it was read, because a state of fixed size has absorbed it."""
+        """Whether each token must be read exactly once, because a state of fixed size absorbs it."""
         return any(not state.grows for state in self.states)
 
 

@@ -1,4 +1,4 @@
-"""What GroupQueryAttention lacks, over the used slots of a static cache.
+"""Attention that GroupQueryAttention lacks, over the used slots of a static cache.
 
 ALiBi and chunks become a bias of its scores; latent attention becomes products and a softmax.
 """

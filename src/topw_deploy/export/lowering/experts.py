@@ -89,7 +89,7 @@ def _given(value: ir.Value | None) -> ir.Value:
 
 
 def _mark_router(marker: ir.Node) -> None:
-    """Mark the products that compute a marker's ids and weights as routers: rounding them would change the choice."""
+    """Mark the products behind a marker's ids and weights as routers: rounding them would change the chosen experts."""
     pending = list(marker.inputs[1 : 2 if marker.op_type == PRODUCT_OP else 3])
     seen: set[int] = set()
     while pending:

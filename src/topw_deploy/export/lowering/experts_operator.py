@@ -34,12 +34,14 @@ _FAR = 100.0  # exp(-_FAR) is negligible beside 1
 _UNLIMITED = float(np.finfo(np.float32).max)
 _ROWS = "routed_tokens"  # no input has a dimension of this name
 _WIDTH = 32  # two of the smallest blocks of quantised weights
-# Operators whose output is never negative; not if their first input is not; not if none of their inputs is.
+# Operators whose output is never negative.
 _POSITIVE = {"Softmax", "Sigmoid", "Exp", "Softplus", "Relu", "Abs", "Sqrt", "ReduceL1", "ReduceL2"}
+# Operators whose output is not negative if the first input is not.
 _OF_FIRST = {
     *("TopK", "Gather", "GatherElements", "GatherND", "Slice", "Reshape", "Cast", "Squeeze", "Unsqueeze", "Transpose"),
     *("Identity", "Expand", "Split", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceMean", "Flatten", "Pow"),
 }
+# Operators whose output is not negative if no input is.
 _OF_ALL = {"Mul", "Div", "Add", "Max", "Min", "Concat", "Sum"}
 
 

@@ -38,7 +38,7 @@ def attend(
 
 
 def tensorrt_fuses(layer: AttentionLayer) -> bool:
-    """Whether TensorRT can fuse attention over such heads (tested with TensorRT-RTX 1.7.1). It rejects all other."""
+    """Whether TensorRT can fuse attention over such heads (tested with TensorRT-RTX 1.7.1). If not, it fails."""
     half = layer.query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return half and layer.head_dim == layer.value_dim and layer.head_dim in range(16, 257, 8)
 

@@ -44,7 +44,7 @@ def traced_decoder(job: Job) -> Decoder:
     notices += _limits_of(model, dtype)
     traced = _traced(model, job)
     context = min(context_length(model.config), dense_tokens(model) or context_length(model.config))
-    # Fusing gains time with quantised weights only. Weights whose codes are kept may be packed differently.
+    # Fusing saves time with quantised weights only, and weights whose codes are kept may be packed differently.
     stored = quantised_format(source.folder)
     fuse_gates = weights.quantisation is not None and (stored is None or not stored.integers)
     lowered = lower(

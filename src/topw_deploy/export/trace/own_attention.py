@@ -93,7 +93,7 @@ def _helper(module: torch.nn.Module, name: str) -> Callable[..., Any]:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """BLOOM's and Falcon's: powers of 2^(-8/n), n the largest power of two up to `heads`; then values between them."""
+    """BLOOM's and Falcon's: powers of 2^(-8/n), n the largest power of two <= heads; then slopes between them."""
     below = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * power / below) for power in range(1, below + 1)]
     slopes += [2 ** (-4 * power / below) for power in range(1, 2 * (heads - below) + 1, 2)]
@@ -101,7 +101,7 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def mpt_slopes(heads: int) -> Tensor:
-    """Powers of 2^(-8/n), n the smallest power of two from `heads` on; if n is larger, every second one comes first."""
+    """Powers of 2^(-8/n), n the smallest power of two >= heads; if n > heads, every second slope comes first."""
     above = 2 ** math.ceil(math.log2(heads))
     slopes = [2 ** (-8 * power / above) for power in range(1, above + 1)]
     return torch.tensor(slopes if above == heads else (slopes[1::2] + slopes[::2])[:heads])
@@ -226,7 +226,7 @@ def _llama4(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Unrotated queries are scaled by their positions, which the original takes from the cache's length."""
+    """Unrotated queries are scaled by position, which the original takes from the cache and this from position_ids."""
     parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
     if self.use_rope:

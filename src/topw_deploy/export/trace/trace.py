@@ -50,7 +50,7 @@ class TracedDecoder:
 def trace(model: PreTrainedModel) -> TracedDecoder:
     """Trace `model`, in evaluation mode on the CPU, at opset 23.
 
-    Raises UnsupportedModelError for a failed trace, or one without markers or with several for one attention layer.
+    Raises UnsupportedModelError for an encoder-decoder, a failed trace, or a trace that `check_markers` rejects.
     """
     config = model.config.get_text_config(decoder=True)
     check_layer_types(model, config)

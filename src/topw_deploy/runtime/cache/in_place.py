@@ -25,8 +25,8 @@ class InPlaceCache(ABC):
 
     Each run feeds at most `chunk` prompt tokens:
     - of all rows, right-padded, if they fit into one run or the graph supports ragged chunks;
-    - otherwise of a group of rows, without each row's last token. A last run takes the last tokens of all rows: after a
-      past, GroupQueryAttention takes one token per row, or several tokens of one row.
+    - otherwise of a group of rows, without each row's last token. The final run takes the last tokens of all rows:
+      after a past, GroupQueryAttention takes one token per row, or several tokens of one row.
 
     A token's keys and values can be written twice, but a state of fixed size must absorb each token exactly once.
     """
