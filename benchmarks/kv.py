@@ -1,4 +1,4 @@
-"""In-place caches, against onnxruntime-genai's on the same weights. Figures: docs/lab/benchmarks.md.
+"""Compare caches updated in place with onnxruntime-genai's on the same weights. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.kv --model HF_FOLDER --genai FOLDER --genai-python PYTHON [--context 128 1024 4096]
         [--threads 1 2] [--dtype fp32] [--part graphs loop memory]
@@ -13,7 +13,7 @@ random model of about 50 M parameters with convolutions, windows, sinks and expe
     python -m benchmarks.kv --kind lfm2 gpt_oss gemma3 qwen3_5 --genai-python PYTHON --part graphs --form static
         --context 128 1024 [--dtype fp32]
 
-graphs: bare ArgMax decoders in turns of a few steps in one process; ratios per turn.
+graphs: decoders with ArgMax instead of the sampler, in turns of a few steps in one process; ratios per turn.
 loop: `TopWModel` with Top-W against genai's own loop, greedy and with top-p.
 memory: resident bytes while a small model generates one sequence of --tokens tokens.
 

@@ -1,4 +1,4 @@
-"""The worker of `benchmarks.kv`, `int4` and `experts`: greedy loops over ArgMax graphs, memory, and prompts."""
+"""The worker of `benchmarks.kv`, `int4` and `experts`: measures ArgMax graphs, memory and prompts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where an architecture's tiny configuration departs from the general rule.
 
-Mostly: layers of each kind where the default has one kind only, and sizes that depend on each other.
+Most entries add layers of each kind where the default has one kind only, or set sizes that depend on each other.
 """
 
 from __future__ import annotations

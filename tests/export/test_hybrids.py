@@ -16,8 +16,8 @@ from topw_deploy.export.verification.cache_drivers import CacheDriver
 
 pytestmark = pytest.mark.slow
 
-BOUND = 1e-4  # of the largest logit, the export's bound
-LENGTHS = (7, 70, 1, 40)  # one longer than a chunk of standard operators
+BOUND = 1e-4  # share of the largest logit, as in the export's verification
+LENGTHS = (7, 70, 1, 40)  # one is longer than a call of standard operators may be
 
 
 @cache
@@ -73,7 +73,7 @@ def test_padded_rows_of_a_batch_agree_with_torch_alone(
     driver: CacheDriver, lowering: str, family: str, side: str, chunks: list[int]
 ) -> None:
     if (lowering, side) == ("concat", "right"):
-        pytest.skip("the form pads on the left only")
+        pytest.skip("rows of this form are padded on the left only")
     sequences, logits = wanted(family)
     width = max(LENGTHS)
     ids, mask = np.full((len(sequences), width), 17, np.int64), np.zeros((len(sequences), width), np.int64)
@@ -102,10 +102,10 @@ def test_states_are_listed_in_layer_order_and_are_inputs_and_outputs(family: str
 
 
 def test_one_node_reads_a_fixed_state_that_is_updated_in_place(family: str, lowering: str) -> None:
-    """Past and present share memory, so another reader could see the present."""
+    """Past and present share memory, so a second reader of the past could read the present instead."""
     decoder, form = lowered(traced(family), lowering)
     if form.kv_form == "concat":
-        pytest.skip("the form's states have memory of their own")
+        pytest.skip("past and present of this form do not share memory")
     fixed = {state.past for state in form.states if not state.grows}
     readers = {value.name: len(value.uses()) for value in decoder.model.graph.inputs if value.name in fixed}
     assert readers == dict.fromkeys(fixed, 1)

@@ -1,4 +1,4 @@
-"""Tiny models of every kind of attention, and how far a decoder is from torch."""
+"""Tiny models of every kind of attention, and the difference between a decoder and torch."""
 
 from __future__ import annotations
 
@@ -161,7 +161,11 @@ KINDS = {**TWICE, **SINKS, **ALIBI, **OWN, **CHUNKS, **WIDTHS, **SHARED, **LATEN
 
 @dataclass(frozen=True)
 class Wanted:
-    """sequences: token ids of `LENGTHS`. logits: torch's [tokens, vocab] each."""
+    """What a decoder should compute.
+
+    sequences: token ids, of the lengths LENGTHS.
+    logits: torch's, [tokens, vocab] for each sequence.
+    """
 
     sequences: Sequence[np.ndarray]
     logits: Sequence[np.ndarray]
@@ -176,7 +180,7 @@ def wanted_of(model: torch.nn.Module) -> Wanted:
 
 
 def difference_alone(driver: CacheDriver, wanted: Wanted, chunks: Sequence[int]) -> float:
-    """Worst difference of the longest sequence, in chunks."""
+    """Largest difference in the logits after each chunk of the longest sequence."""
     ids, logits = max(zip(wanted.sequences, wanted.logits, strict=True), key=lambda pair: len(pair[0]))
     worst, end = 0.0, 0
     driver.start(1)
@@ -188,7 +192,7 @@ def difference_alone(driver: CacheDriver, wanted: Wanted, chunks: Sequence[int])
 
 
 def difference_in_a_batch(driver: CacheDriver, wanted: Wanted, side: str, chunks: Sequence[int]) -> float:
-    """Worst difference of rows of unequal lengths, padded on one side."""
+    """Largest difference in the logits of rows of different lengths, padded on one side."""
     width = max(LENGTHS)
     ids, mask = np.full((len(LENGTHS), width), 7, np.int64), np.zeros((len(LENGTHS), width), np.int64)
     for row, sequence in enumerate(wanted.sequences):

@@ -39,7 +39,7 @@ _LATENT = {
 }
 _LINEAR_FIRST = ["linear_attention", "full_attention"]
 
-# Model type and settings.
+# Name in the tests -> (model type, settings).
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {**_DENSE, "head_dim": 8, "layer_types": ["conv", "full_attention"]}),
     "lfm2_moe": (
@@ -208,7 +208,7 @@ def hybrid_config(family: str) -> PreTrainedConfig:
 
 
 def make_hybrid(family: str) -> PreTrainedModel:
-    """Random float32. Gates are moderate and no parameter is zero, so that every term of a recurrence matters."""
+    """Random float32 weights. Gates are moderate and no vector is zero, so that every term of a recurrence matters."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(hybrid_config(family), dtype=torch.float32).eval()
     with torch.no_grad():

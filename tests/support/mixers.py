@@ -68,9 +68,9 @@ def literal_recurrence(
 
 
 class EagerMarkers:
-    """Computes what markers stand for, in one call of a model.
+    """Computes what the markers of one call of a model represent.
 
-    states: by kind, layer and number; updated.
+    states: (kind, layer, number) -> state; updated.
     """
 
     def __init__(self, cache: MixerCache, states: dict[tuple[str, int, int], torch.Tensor]) -> None:
@@ -110,7 +110,7 @@ class EagerMarkers:
 
 
 class StatelessMixersCache(DynamicCache):
-    """A cache of keys and values that keeps no states of mixers, as in a trace."""
+    """A cache of keys and values that keeps no states of mixers, like the cache of a trace."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)

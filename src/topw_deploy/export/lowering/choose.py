@@ -18,7 +18,7 @@ from topw_deploy.export.lowering.softplus import drop_softplus_thresholds
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
-_MULTIPLE = 64  # max_length is a multiple, in tokens
+_MULTIPLE = 64  # tokens; max_length is a multiple of it
 _DEFAULT_LENGTH = 4096  # tokens; at most 0.5 GB of cache up to 3 B parameters
 
 
@@ -61,10 +61,11 @@ def lower(
     max_length: cache slots for tensorrt, a multiple of 64. None: `default_length`. 0: symbolic, onnxruntime only.
     window_cache: for onnxruntime's static cache, keep only the window's tokens in layers that have one.
     fuse_gates: fuse gate and up products; needs a static cache.
-    quantised: weights are going to be quantised, by onnxruntime's operators.
+    quantised: weights will be quantised, for onnxruntime's operators.
+    Raises UnsupportedModelError for a recurrence that the target's operators cannot compute.
     """
     lower_experts(decoder.model, operator=target != "tensorrt" and (quantised or kv != "concat"), quantised=quantised)
-    # Lowerings compare rotary angles by identity.
+    # Merge equal nodes: the lowerings compare rotary angles by identity.
     CommonSubexpressionEliminationPass()(decoder.model)
     fuse_rotary(decoder.model)
     narrow_rotary(decoder.model)

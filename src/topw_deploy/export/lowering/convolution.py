@@ -1,7 +1,7 @@
 """Lower Convolution markers.
 
-Rows of a static cache are padded on the right: their state ends at the last real column. Rows padded on the left start
-with columns of zeros, which equal the state of a new sequence.
+In a static cache rows are padded on the right, so the state ends at a row's last column that is not padding. Padding
+on the left becomes columns of zeros, which equal the state of a new sequence.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ConvolutionLayer:
 
 
 def _stored_weight(weight: ir.Value) -> ir.Value:
-    """The value before reshapes that undo each other, as of a mixer that drops an axis which the marker restores."""
+    """`weight` before reshapes that cancel out: some mixers drop an axis that the marker then restores."""
     shape, value = weight.shape, weight
     while (node := value.producer()) is not None and node.op_type in ("Squeeze", "Unsqueeze", "Reshape"):
         (value, *_) = node.inputs
@@ -71,10 +71,10 @@ def _stored_weight(weight: ir.Value) -> ir.Value:
 
 
 class Convolutions:
-    """Builds convolutions of one graph.
+    """Builds the convolutions of one graph.
 
-    real: bool [batch, sequence], columns that are no padding; None if only the end of a row is padded.
-    lengths: int64 [batch], real columns of a row, which come first; None if every row fills its last column.
+    real: bool [batch, sequence], True for columns that are not padding; None if rows are padded on the right only.
+    lengths: int64 [batch], columns of a row before the padding; None if no row is padded on the right.
     contrib: use onnxruntime's operator.
     """
 

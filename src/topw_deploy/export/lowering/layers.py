@@ -25,7 +25,7 @@ class AttentionLayer:
     source: an earlier layer with the same keys and values, whose states this layer reads. None: it has its own.
     shared_by: later layers that read its states.
     chunk: tokens see their own chunk of this size only; 0 for no chunks.
-    kept: tokens of the window that the state holds; 0 for those of the whole sequence.
+    kept: number of tokens in a state that holds only the window; 0 if it holds the whole sequence.
     """
 
     index: int
@@ -53,7 +53,7 @@ class AttentionLayer:
 
     @property
     def sink(self) -> ir.Value | None:
-        """Scores [heads] that take part in the softmax only."""
+        """Additional scores [heads] in the softmax, which select no value."""
         return _input(self.marker, 3)
 
     @property
@@ -82,7 +82,7 @@ class AttentionLayer:
 
     @property
     def news(self) -> tuple[ir.Value, ...]:
-        """This call's part of each state."""
+        """The part that this call adds to each state."""
         return (self.new_key,) if self.latent else (self.new_key, self.new_value)
 
     @property

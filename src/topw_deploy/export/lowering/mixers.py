@@ -24,11 +24,11 @@ _KINDS = {CONVOLUTION: "convolution", RECURRENCE: "recurrent"}
 
 @dataclass(frozen=True)
 class Padding:
-    """Which columns of a call are no padding.
+    """Which columns of a call are padding.
 
-    real: bool [batch, sequence].
-    lengths: int64 [batch], real columns of a row, which come first; None if padding is on the left.
-    started: bool [batch], rows with tokens of earlier calls; None for states that are never written in place.
+    real: bool [batch, sequence], True for columns that are not.
+    lengths: int64 [batch], columns of a row before the padding; None if padding is on the left.
+    started: bool [batch], True for rows with tokens of earlier calls; None if states are never written in place.
     """
 
     real: ir.Value
@@ -59,7 +59,7 @@ def has_mixers(decoder: TracedDecoder) -> bool:
 
 
 def most_columns(decoder: TracedDecoder, *, contrib: bool) -> int:
-    """Tokens per row and call that `lower_mixers` allows, 0 for any."""
+    """The maximum number of tokens per row and call after `lower_mixers`, 0 for any."""
     recurs = any(marker.op_type == RECURRENCE for marker in _markers(decoder.model.graph))
     return CHUNK if recurs and not contrib else 0
 

@@ -1,6 +1,6 @@
 """Lower Recurrence markers to onnxruntime's LinearAttention or to standard operators.
 
-Padded columns change nothing: their decay is 0 in log space, and their key, or the rate of a delta rule, is 0.
+Padded columns do not change the state: their log decay is 0, and so is their key, or beta with a delta rule.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class RecurrenceLayer:
 
 
 def prepared(editor: GraphEditor, layer: RecurrenceLayer, real: ir.Value) -> RecurrenceLayer:
-    """`layer` in float32 with padded columns without effect.
+    """`layer` in float32, with padded columns masked so that they do not change the state.
 
-    real: bool [batch, sequence], columns that are no padding.
+    real: bool [batch, sequence], True for columns that are not padding.
     """
 
     def masked(value: ir.Value) -> ir.Value:
@@ -110,7 +110,7 @@ def _float32(editor: GraphEditor, value: ir.Value) -> ir.Value:
 def linear_attention(
     editor: GraphEditor, layer: RecurrenceLayer, past: ir.Value, real: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """onnxruntime's operator, for calls of any length.
+    """Lower `layer` to onnxruntime's operator, for calls of any length.
 
     Returns the output [batch, sequence, output_heads, value_dim] and the present state.
     """
@@ -144,7 +144,7 @@ def _heads_joined(editor: GraphEditor, value: ir.Value) -> ir.Value:
 
 
 def like_the_marker(editor: GraphEditor, layer: RecurrenceLayer, output: ir.Value) -> ir.Value:
-    """`output`, in float32, with the marker's type and shape."""
+    """The float32 `output` with the marker's type and shape."""
     marked = layer.marker.outputs[0]
     if marked.dtype not in (None, ir.DataType.FLOAT):
         output = editor.op("Cast", [output], to=marked.dtype)

@@ -43,7 +43,7 @@ class Positions:
         return limits
 
     def alibi(self, layer: AttentionLayer) -> ir.Value | None:
-        """What ALiBi adds to scores, [batch or 1, heads, sequence or 1, tokens], or None."""
+        """ALiBi's bias of scores, [batch or 1, heads, sequence or 1, tokens], or None."""
         if layer.slopes is None:
             return None
         rounded = layer.slopes.dtype == ir.DataType.BFLOAT16
@@ -62,7 +62,7 @@ class Positions:
         return op("Mul", [self._distance, slopes])
 
     def _rounded_alibi(self, layer: AttentionLayer) -> ir.Value:
-        """Falcon's: slopes, the keys' positions and their products in bfloat16, scaled as the scores."""
+        """Falcon's bias: slopes, the keys' positions and their products in bfloat16, then scaled as the scores are."""
         op, constant = self._editor.op, self._editor.constant
         _, keys = self.both()
         slopes = self._cast(layer.slopes, ir.DataType.FLOAT)
@@ -80,10 +80,10 @@ class Positions:
 
 
 class Masks:
-    """What each layer's queries see, for attention in standard operators.
+    """Which keys each layer's queries see, for attention in standard operators.
 
     visible: bool, True for keys up to the query.
-    own: bool, True for keys that are always seen, if any: no row of a softmax may be empty.
+    own: bool, True for keys that are always visible, so that no row of a softmax is empty; None if there are none.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Masks:
         self._biased: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
 
     def of(self, layer: AttentionLayer) -> ir.Value:
-        """bool, True for visible; with ALiBi the query's type, to be added to scores. Broadcasts to all heads."""
+        """The layer's mask: bool, True for visible; with ALiBi a bias of the query's type. Broadcasts to all heads."""
         mask = self._mask(layer)
         bias = self._positions.alibi(layer)
         if bias is None:
@@ -118,7 +118,7 @@ class Masks:
 
 
 def lowest(dtype: ir.DataType | None) -> np.generic:
-    """The lowest number of `dtype`: infinities become NaN when a whole row is hidden."""
+    """The lowest finite number of `dtype`: with -inf, a row whose keys are all hidden would become NaN."""
     assert dtype is not None
     number = dtype.numpy().type
     found: np.generic = number(ml_dtypes.finfo(number).min)

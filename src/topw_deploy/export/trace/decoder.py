@@ -44,7 +44,7 @@ def traced_decoder(job: Job) -> Decoder:
     notices += _limits_of(model, dtype)
     traced = _traced(model, job)
     context = min(context_length(model.config), dense_tokens(model) or context_length(model.config))
-    # To keep a checkpoint's codes, fused products would have to be packed alike.
+    # Fusing saves time with quantised weights only, and weights whose codes are kept may be packed differently.
     stored = quantised_format(source.folder)
     fuse_gates = weights.quantisation is not None and (stored is None or not stored.integers)
     lowered = lower(
@@ -96,8 +96,8 @@ def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
         )
     if (tokens := dense_tokens(model)) is not None and tokens < context_length(model.config):
         found.append(
-            f"this model attends to {tokens:,} selected tokens of longer sequences; the export attends to all tokens, "
-            "and its context ends there"
+            f"in longer sequences this model attends to {tokens:,} selected tokens; the export attends to all tokens, "
+            "so its context ends there"
         )
     return found
 

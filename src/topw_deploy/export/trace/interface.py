@@ -40,7 +40,7 @@ def marked(model: PreTrainedModel) -> Iterator[None]:
     AttentionMaskInterface.register(_IMPLEMENTATION, masks.make)
     before = model.config._attn_implementation
     model.set_attn_implementation(_IMPLEMENTATION)
-    # Models outside the interface ignore that call, but ask for masks in the same way.
+    # Models outside the attention interface ignore that call, but create masks through the mask interface.
     model.config._attn_implementation_internal = _IMPLEMENTATION
     try:
         with adapted(model):
@@ -51,7 +51,7 @@ def marked(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _Layers:
-    """Numbers attention calls: the layer's number, or one after all layers for a layer that attends again."""
+    """Numbers attention calls: a layer's first call gets its index, further calls get numbers after the last layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._next = int(model.config.get_text_config(decoder=True).num_hidden_layers)
@@ -83,8 +83,8 @@ def _marker_attention(
 ) -> tuple[torch.Tensor, None]:
     """Stand in for an attention function of transformers.
 
-    The mask decides what is seen, as in transformers' own eager and sdpa functions; `sliding_window` is for functions
-    that get no mask.
+    The mask alone decides which keys are visible, as in transformers' eager and sdpa functions; `sliding_window` is for
+    functions without a mask, and is ignored.
     """
     known = _HARMLESS | SELECTIONS
     unknown = sorted(name for name, given in others.items() if name not in known and given is not None)

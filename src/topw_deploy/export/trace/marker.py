@@ -25,7 +25,7 @@ def marker_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 
 def check_layer_types(model: PreTrainedModel, config: Any) -> None:
-    """Raises UnsupportedModelError for layers that markers cannot represent."""
+    """Raises UnsupportedModelError for an encoder-decoder."""
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a causal decoder; choose a decoder-only language model."
@@ -33,7 +33,7 @@ def check_layer_types(model: PreTrainedModel, config: Any) -> None:
 
 
 def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph) -> None:
-    """Raises UnsupportedModelError unless there are markers, each of a layer of its own."""
+    """Raises UnsupportedModelError if the graph has no marker, or several attention markers for one layer."""
     nodes = marker_nodes(graph)
     name = type(model).__name__
     layers = [node.attributes["layer"].as_int() for node in nodes]
@@ -58,12 +58,12 @@ def mark_attention(
     slopes: torch.Tensor | None = None,
     latent: int = 0,
 ) -> torch.Tensor:
-    """A marker; returns [batch, sequence, heads, value_dim].
+    """Mark attention. Returns [batch, sequence, heads, value_dim].
 
-    value: None with `latent`: the values are the first `latent` columns of the keys.
-    sink: [heads], scores that take part in the softmax only.
-    slopes: [heads], ALiBi: score += slope * (key position - query position). In bfloat16: scale * slope * key position,
-        with positions and products rounded to bfloat16.
+    value: None with `latent`, where the values are the first `latent` columns of the keys.
+    sink: [heads], additional scores in the softmax, which select no value.
+    slopes: [heads], ALiBi: score += slope * (key position - query position). Slopes in bfloat16 follow Falcon: score +=
+        scale * slope * key position, with positions and products rounded to bfloat16.
     """
     seen = visible or Visible()
     attributes: dict[str, Any] = {

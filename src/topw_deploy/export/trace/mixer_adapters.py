@@ -1,6 +1,6 @@
-"""Forwards, written with markers, of mixers that compute by hand.
+"""Forwards, written with markers, for mixers that compute convolutions or recurrences in their own forward.
 
-Each takes the mixer, the markers and the layer's index before the arguments of the forward that it replaces.
+Each takes the mixer, the markers and the layer's index, then the arguments of the forward that it replaces.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def griffin_recurrent_block(
 def _rg_lru(unit: Any, markers: MixerMarkers, layer: int, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """Real-gated linear recurrent unit: h_t = a_t h_(t-1) + sqrt(1 - a_t^2) (i_t x_t), with gates a and i.
 
-    A head of one number per channel. A sequence's first token is not scaled; its past state is zero.
+    Each channel is a head whose state is one number. A sequence's first token is not scaled; its past state is zero.
     """
     input_gate = _block_diagonal_gate(x, unit.input_gate_weight, unit.input_gate_bias)
     recurrent_gate = _block_diagonal_gate(x, unit.recurrent_gate_weight, unit.recurrent_gate_bias)
@@ -91,10 +91,10 @@ def convolved_projections(
     *_args: Any,
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ZAYA: queries and keys through a depthwise and a grouped convolution, half of each value from the last token.
+    """ZAYA: queries and keys pass a depthwise and a grouped convolution; half of the values come from the token before.
 
     Returns query, key and value [batch, sequence, heads, head_dim]. Biases are added after the markers, because the
-    past of a sequence's first token counts as zeros before them.
+    model also adds them to the zeros before a sequence's first token.
     """
     shape = (*hidden_states.shape[:-1], -1, mixer.head_dim)
     groups = mixer.num_key_value_groups
@@ -125,7 +125,7 @@ def convolved_projections(
 
 
 def _previous(markers: MixerMarkers, layer: int, columns: torch.Tensor) -> torch.Tensor:
-    """The columns [batch, channels, sequence], each one token later."""
+    """The columns [batch, channels, sequence], shifted one token later."""
     weight = columns.new_tensor([1.0, 0.0]).expand(columns.shape[1], 1, 2)
     return markers.convolution(columns, weight, layer=layer)
 
@@ -135,7 +135,7 @@ def rwkv_attention(
 ) -> tuple[torch.Tensor, Any]:
     """RWKV: a mean of values with weights exp(k_s + w (t - 1 - s)) for s < t, and exp(k_t + u) for the token itself.
 
-    transformers scales numerator and denominator by their largest weight; here keys of 88 and more would overflow.
+    transformers divides numerator and denominator by their largest weight; without that, keys of 88 and more overflow.
     """
     mixed = _time_mix(mixer, markers, layer, hidden)
     key, value = (mixer.key(mixed("key")).float(), mixer.value(mixed("value")).float())
@@ -163,7 +163,7 @@ def rwkv_feed_forward(
 
 
 def _time_mix(mixer: Any, markers: MixerMarkers, layer: int, hidden: torch.Tensor) -> Callable[[str], torch.Tensor]:
-    """A function that interpolates between each token and the one before, by a weight's name."""
+    """A function of a weight's name that interpolates between each token and the one before it."""
     shifted = _previous(markers, layer, hidden.transpose(1, 2)).transpose(1, 2)
 
     def mixed(name: str) -> torch.Tensor:
@@ -186,8 +186,8 @@ def matrix_lstm(
 ) -> tuple[torch.Tensor, None]:
     """xLSTM: C_t = f_t C_(t-1) + i_t k_t v_t^T; n_t = f_t n_(t-1) + i_t k_t; h_t = C_t^T q_t / max(|n_t . q_t|, 1).
 
-    transformers scales all by the largest gate, and adds an epsilon to the scaled denominator. Here the cap on input
-    gates keeps exp(i) in range.
+    transformers divides all of it by the largest gate, and adds an epsilon to the resulting denominator. Here the cap
+    on input gates keeps exp(i) in range.
     """
     if not backend.config.gate_soft_cap or backend.config.gate_soft_cap > _LARGEST_GATE:
         raise UnsupportedModelError(
@@ -207,7 +207,7 @@ def matrix_lstm(
 def shared_attention(
     mixer: Any, markers: MixerMarkers, layer: int, *args: Any, layer_idx: int, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Zamba's attention, shared by layers: tell attention markers the layer of the call."""
+    """Zamba's attention, a module that several layers share: give its marker the index of the calling layer."""
     before = mixer.layer_idx
     mixer.layer_idx = layer_idx
     try:

@@ -29,7 +29,7 @@ RECURRENCE = "Recurrence"
 
 
 class MixerCache(Protocol):
-    """What markers need of a model's cache: (layer, number of the state in it) that a mixer asked for last."""
+    """What markers read of a model's cache: (layer, number of the state in it) of a mixer's last request."""
 
     convolution: tuple[int, int] | None
     recurrence: tuple[int, int] | None
@@ -38,7 +38,7 @@ class MixerCache(Protocol):
 class MixerMarkers(Protocol):
     """Computes or marks convolutions and recurrences; see the module for shapes.
 
-    layer: None for the one that last asked the cache for a state.
+    layer: None for the layer that last requested a state from the cache.
     """
 
     def convolution(
@@ -66,20 +66,23 @@ class MixerMarkers(Protocol):
 
 
 class StatePlaces:
-    """Numbers the states of each layer in one call of a model: convolutions and recurrences apart, each from 0."""
+    """Numbers each layer's states in one call of a model: its convolutions from 0, and its recurrences from 0."""
 
     def __init__(self, cache: MixerCache) -> None:
         self._cache = cache
         self._counts: dict[tuple[str, int], int] = {}
 
     def next(self, op_type: str, layer: int | None) -> tuple[int, int]:
-        """(layer, number of the state). layer: as of MixerMarkers."""
+        """Returns (layer, number of the state in it). layer: as in MixerMarkers.
+
+        Raises UnsupportedModelError if `layer` is None and no state was requested.
+        """
         if layer is None:
             pending = self._cache.convolution if op_type == CONVOLUTION else self._cache.recurrence
             if pending is None:
                 raise UnsupportedModelError(
-                    f"a {op_type.lower()} asks the cache for no state, so its layer is unknown; graft an ONNX decoder "
-                    "made by another exporter."
+                    f"a {op_type.lower()} requests no state from the cache, so its layer is unknown; graft an ONNX "
+                    "decoder made by another exporter."
                 )
             layer = pending[0]
         count = self._counts.get((op_type, layer), 0)

@@ -76,7 +76,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _all_columns(_self: Any, *inputs: Any, **_others: Any) -> tuple[Any, ...]:
-    """Gemma 4's inputs of layers without keys, not cut to the columns whose logits are wanted (the last argument)."""
+    """Replaces Gemma 4's method that cuts inputs to the columns of the last one, logits_to_keep; returns them whole."""
     return inputs[:-1]
 
 
@@ -93,7 +93,7 @@ def _helper(module: torch.nn.Module, name: str) -> Callable[..., Any]:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """BLOOM's and Falcon's: powers of 2^(-8/n), n the power of two below; for further heads, those between them."""
+    """BLOOM's and Falcon's: powers of 2^(-8/n), n the largest power of two <= heads; then slopes between them."""
     below = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * power / below) for power in range(1, below + 1)]
     slopes += [2 ** (-4 * power / below) for power in range(1, 2 * (heads - below) + 1, 2)]
@@ -101,7 +101,7 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def mpt_slopes(heads: int) -> Tensor:
-    """Powers of 2^(-8/n), n the power of two above; every second first, if not all are used."""
+    """Powers of 2^(-8/n), n the smallest power of two >= heads; if n > heads, every second slope comes first."""
     above = 2 ** math.ceil(math.log2(heads))
     slopes = [2 ** (-8 * power / above) for power in range(1, above + 1)]
     return torch.tensor(slopes if above == heads else (slopes[1::2] + slopes[::2])[:heads])
@@ -187,11 +187,15 @@ def _rotated_attention(
     return self.out_proj(output.flatten(2)), None
 
 
-# Llama 4 and DeepSeek V2: rotations of pairs as products with complex numbers, which the tracer cannot write.
+# Llama 4 and DeepSeek V2: rotations of pairs as products with complex numbers, which the tracer does not support.
 
 
 class _Rotation(NamedTuple):
-    """Takes the place of those numbers. positions: [batch, sequence]. angles: [batch, sequence, width / 2]."""
+    """Replaces the complex numbers.
+
+    positions: [batch, sequence].
+    angles: [batch, sequence, width / 2].
+    """
 
     positions: Tensor
     angles: Tensor
@@ -222,7 +226,7 @@ def _llama4(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The original counts positions, which scale unrotated queries, in the cache."""
+    """Unrotated queries are scaled by position, which the original takes from the cache and this from position_ids."""
     parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
     if self.use_rope:
@@ -250,7 +254,7 @@ def _doge(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """That number becomes one more element of the key, and 1 / scale one more of the query."""
+    """The number becomes one more element of the key, and 1 / scale the matching element of the query."""
     parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
     query, key, merged, value = self.q_norm(query), self.k_norm(key), value.flatten(2), value.transpose(1, 2)
@@ -296,7 +300,7 @@ def _xglm(self: Any, hidden_states: Tensor, past_key_values: Any = None, **_: An
     return self.out_proj(output.flatten(2)), None
 
 
-# By folder in transformers.models, and class.
+# Folder in transformers.models and class -> replaced methods.
 ADAPTERS: dict[str, dict[str, Method]] = {
     "bloom.BloomAttention": {"forward": _bloom},
     "codegen.CodeGenAttention": {"forward": _codegen},
@@ -312,8 +316,8 @@ ADAPTERS: dict[str, dict[str, Method]] = {
     "openai.Attention": {"_attn": _openai_gpt},
     "xglm.XGLMAttention": {"forward": _xglm},
 }
-# Functions of the files that define these classes.
+# The same -> replaced functions of the file that defines the class.
 _FUNCTIONS: dict[str, dict[str, Method]] = {
     "deepseek_v2.DeepseekV2RotaryEmbedding": {"apply_rotary_emb": _rotate_heads},
 }
-_UNNUMBERED = {"openai.Attention"}  # without an index of the layer
+_UNNUMBERED = {"openai.Attention"}  # classes without layer_idx

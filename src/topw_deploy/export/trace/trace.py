@@ -33,7 +33,7 @@ _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
 _BATCH, _SEQUENCE = 2, 3  # sample sizes: distinct and above 1
 _FILE = "trace.onnx"
 _STAGE = "traced graph"
-_PARAMETERS = "checkpoint"  # stands for the data file of the parameters
+_PARAMETERS = "checkpoint"  # in place of the name of the parameters' data file
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TracedDecoder:
     """A traced graph.
 
     model: inputs input_ids and, if read, position_ids; output logits [batch, sequence, vocab].
-    num_layers: of the configuration.
+    num_layers: the configuration's num_hidden_layers.
     """
 
     model: ir.Model
@@ -51,7 +51,7 @@ class TracedDecoder:
 def trace(model: PreTrainedModel) -> TracedDecoder:
     """Trace `model`, in evaluation mode on the CPU, at opset 23.
 
-    Raises UnsupportedModelError for layers without a marker or a failed trace.
+    Raises UnsupportedModelError for an encoder-decoder, a failed trace, or a trace that `check_markers` rejects.
     """
     config = model.config.get_text_config(decoder=True)
     check_layer_types(model, config)
@@ -131,7 +131,7 @@ def _cached_forward(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _cache_argument(forward: Callable[..., Any]) -> str:
-    """Mamba-like models call it cache_params."""
+    """The name of the cache argument: Mamba-like models call it cache_params."""
     return "cache_params" if "cache_params" in inspect.signature(forward).parameters else "past_key_values"
 
 
@@ -157,7 +157,7 @@ def _name_dimensions(graph: ir.Graph) -> None:
         for dimension, name in zip(value.shape, ("batch_size", "sequence_length"), strict=True):
             symbols[str(dimension)] = name
     for value in _all_values(graph):
-        # An unknown size gets no name: onnxruntime takes sizes of one name for equal.
+        # An unknown size gets no name: onnxruntime assumes that dimensions of one name are equal.
         if value.shape is not None:
             value.shape = ir.Shape(
                 [d if isinstance(d, int) or d.value is None else _renamed(str(d), symbols) for d in value.shape]

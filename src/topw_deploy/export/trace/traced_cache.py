@@ -1,6 +1,6 @@
-"""The cache that a model gets while it is traced: it keeps nothing.
+"""The cache that a model is given while it is traced. It keeps nothing.
 
-Layers see the tokens of the call only, and leave markers. The lowering adds the states of earlier calls to the graph.
+Layers see the tokens of this call only, and leave markers. The lowering adds the states of earlier calls to the graph.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import Cache
 class TracedCache(Cache):
     """Returns keys, values and columns as they are given.
 
-    convolution, recurrence: (layer, number of the state in it) asked for last; the marker that follows belongs to it.
+    convolution, recurrence: (layer, number of the state in it) of the last request; the next marker belongs to it.
     """
 
     def __init__(self) -> None:
