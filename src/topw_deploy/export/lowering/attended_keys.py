@@ -1,6 +1,7 @@
 """Attention over the used slots of a static cache: what GroupQueryAttention does not do itself.
 
-It lacks ALiBi and chunks, which become a bias of its scores, and latent attention, which becomes products.
+It lacks ALiBi, biases by distance and chunks, which become a bias of its scores, and latent attention, which becomes
+products.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class AttendedKeys:
 
     def bias(self, layer: AttentionLayer) -> ir.Value | None:
         """What is added to scores, [batch or 1, heads or 1, sequence, total], or None; the future is masked."""
-        alibi = self._positions.alibi(layer)
-        key = (alibi, layer.chunk)
-        if key == (None, 0):
-            return None
+        bias = self._positions.bias(layer)
+        if not layer.chunk and (bias is None or layer.relative is not None):
+            return bias
+        key = (bias, layer.chunk)
         if key not in self._biases:
-            self._biases[key] = self._chunked(layer, alibi) if layer.chunk else self._in_every_row(alibi)
+            self._biases[key] = self._chunked(layer, bias) if layer.chunk else self._in_every_row(bias)
         return self._biases[key]
 
     def attend(self, layer: AttentionLayer, tokens: Sequence[ir.Value]) -> None:
@@ -50,11 +51,11 @@ class AttendedKeys:
         used = [op("Slice", [state, *ends]) for state in tokens]
         attend(self._editor, layer, used, self._masks.of(layer))
 
-    def _chunked(self, layer: AttentionLayer, alibi: ir.Value | None) -> ir.Value:
+    def _chunked(self, layer: AttentionLayer, bias: ir.Value | None) -> ir.Value:
         constant, dtype = self._editor.constant, layer.query.dtype
         assert dtype is not None
         (inside,) = self._positions.limits(replace(layer, window=0))  # the operator has windows
-        shown = constant(dtype.numpy().type(0)) if alibi is None else alibi
+        shown = constant(dtype.numpy().type(0)) if bias is None else bias
         return self._editor.op("Where", [inside, shown, constant(lowest(dtype))], dtype=dtype)
 
     def _in_every_row(self, bias: ir.Value | None) -> ir.Value:

@@ -56,6 +56,7 @@ def mark_attention(
     visible: Visible | None = None,
     sink: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    relative: torch.Tensor | None = None,
     latent: int = 0,
 ) -> torch.Tensor:
     """A marker; returns [batch, sequence, heads, value_dim].
@@ -64,6 +65,8 @@ def mark_attention(
     sink: [heads], scores that take part in the softmax only.
     slopes: [heads], ALiBi: score += slope * (key position - query position). In bfloat16: scale * slope * key position,
         with positions and products rounded to bfloat16.
+    relative: [batch, heads, sequence, extent], what each query adds to the scores of keys at a distance. Distance:
+        query position - key position, but at most extent - 1.
     """
     seen = visible or Visible()
     attributes: dict[str, Any] = {
@@ -74,7 +77,7 @@ def mark_attention(
         "latent": latent,
         "layer": layer,
     }
-    inputs = [query, key, value, None if sink is None else sink.to(query.dtype), slopes]
+    inputs = [query, key, value, None if sink is None else sink.to(query.dtype), slopes, relative]
     while inputs[-1] is None:
         inputs.pop()
     batch, heads, sequence, _ = query.shape
