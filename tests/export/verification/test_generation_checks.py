@@ -103,7 +103,8 @@ def three_tokens(manifest: DecoderManifest, geometry: Geometry, apart: float, to
     """
     parameters = TopWParameters(lam=0.0, beta=8.0, geom_scale=0.0, temperature=1.0)
     logits = np.full((3, manifest.sampler.vocab_size), -np.inf, np.float32)
-    logits[2, :3] = np.log([0.3, 0.35, 0.35]) + [0.0, apart, 0.0]
+    logits[2, :3] = np.log([0.3, 0.35, 0.35])
+    logits[2, 1] += apart
     return compare_tokens([token], 1, manifest, Fixed(logits), geometry, np.array([5, 9, 7]), parameters)
 
 

@@ -47,10 +47,10 @@ class Positions:
     def bias(self, layer: AttentionLayer) -> ir.Value | None:
         """What is added to scores, of the query's type, [batch or 1, heads, sequence or 1, tokens], or None."""
         if layer.relative is not None:
-            return self._relative(layer, layer.relative)
-        return None if layer.slopes is None else self._alibi(layer)
+            return self._by_distance(layer, layer.relative)
+        return None if layer.slopes is None else self._alibi(layer, layer.slopes)
 
-    def _relative(self, layer: AttentionLayer, relative: ir.Value) -> ir.Value:
+    def _by_distance(self, layer: AttentionLayer, relative: ir.Value) -> ir.Value:
         op, constant = self._editor.op, self._editor.constant
         extent = fixed_size(relative, 3)
         key = (layer.heads, extent)
@@ -63,9 +63,9 @@ class Positions:
         bias = op("GatherElements", [relative, self._places[key]], axis=3, dtype=relative.dtype)
         return self._cast(bias, layer.query.dtype)
 
-    def _alibi(self, layer: AttentionLayer) -> ir.Value:
-        rounded = layer.slopes.dtype == ir.DataType.BFLOAT16
-        key = (_identity(layer.slopes), layer.query.dtype, layer.scale if rounded else None)
+    def _alibi(self, layer: AttentionLayer, slopes: ir.Value) -> ir.Value:
+        rounded = slopes.dtype == ir.DataType.BFLOAT16
+        key = (_identity(slopes), layer.query.dtype, layer.scale if rounded else None)
         if key not in self._biases:
             bias = self._rounded_alibi(layer) if rounded else self._exact_alibi(layer)
             self._biases[key] = self._cast(bias, layer.query.dtype)

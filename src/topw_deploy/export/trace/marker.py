@@ -16,6 +16,7 @@ from topw_deploy.export.trace.masks import Visible
 
 MARKER_DOMAIN = "topw.trace"
 MARKER_OP = "Attention"
+_SEE_LATER_TOKENS = {"cpmant"}  # model types whose own masks show a prompt's tokens all of the prompt
 
 
 def marker_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -29,6 +30,11 @@ def check_layer_types(model: PreTrainedModel, config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a causal decoder; choose a decoder-only language model."
+        )
+    if getattr(config, "model_type", "") in _SEE_LATER_TOKENS:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} lets a prompt's tokens attend to later ones, so its logits depend on how a prompt "
+            "is divided into calls; choose a causal decoder."
         )
 
 
