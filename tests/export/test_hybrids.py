@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.support.hybrid_models import HYBRIDS, make_hybrid
-from tests.support.lowerings import LOWERINGS, driver_of, lowered
+from tests.support.lowerings import LOWERINGS, copy_of, driver_of, lowered
+from topw_deploy.export.trace.marker import marker_nodes
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 from topw_deploy.export.verification.cache_drivers import CacheDriver
 
@@ -109,3 +110,17 @@ def test_one_node_reads_a_fixed_state_that_is_updated_in_place(family: str, lowe
     fixed = {state.past for state in form.states if not state.grows}
     readers = {value.name: len(value.uses()) for value in decoder.model.graph.inputs if value.name in fixed}
     assert readers == dict.fromkeys(fixed, 1)
+
+
+@pytest.mark.parametrize("each", ["inkling", "inkling2"])
+def test_every_layer_adds_biases_by_distance_that_matter(each: str, lowering: str) -> None:
+    changed = copy_of(traced(each))
+    for node in marker_nodes(changed.model.graph):
+        node.replace_input_with(5, None)
+    ids = wanted(each)[0][1][None, :40]
+    found = []
+    for decoder in (traced(each), changed):
+        driver = driver_of(*lowered(decoder, lowering))
+        driver.start(1)
+        found.append(driver.step(ids, np.ones_like(ids)))
+    assert np.abs(found[0] - found[1]).max() > 100 * BOUND

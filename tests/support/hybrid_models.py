@@ -37,6 +37,23 @@ _LATENT = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+_INKLING = {
+    **_COMMON,
+    **_ATTENTION,
+    "unpadded_vocab_size": VOCAB,
+    "head_dim": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": WINDOW,
+    "d_rel": 4,
+    "rel_extent": 12,  # fewer tokens than a sequence has, as the floor
+    "log_scaling_n_floor": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+}
 _LINEAR_FIRST = ["linear_attention", "full_attention"]
 
 # Name in the tests -> (model type, settings).
@@ -195,6 +212,16 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "autocast_kernel_dtype": "float32",
         },
     ),
+    "inkling": (
+        "inkling_text",
+        {
+            **_INKLING,
+            "intermediate_size": 48,
+            "mlp_layer_types": ["dense", "sparse"],
+            "logits_mup_width_multiplier": 2.0,
+        },
+    ),
+    "inkling2": ("inkling2_text", {**_INKLING, "n_layers_per_attn_res_block": 1}),
     "zaya": (
         "zaya",
         {**_COMMON, **_ATTENTION, **_EXPERTS, "num_experts_per_tok": 1, "head_dim": 8, "router_hidden_size": 16},

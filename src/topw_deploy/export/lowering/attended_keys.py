@@ -1,6 +1,6 @@
 """Attention that GroupQueryAttention lacks, over the used slots of a static cache.
 
-ALiBi and chunks become a bias of its scores; latent attention becomes products and a softmax.
+ALiBi, biases by distance and chunks become a bias of its scores; latent attention becomes products and a softmax.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class AttendedKeys:
 
     def bias(self, layer: AttentionLayer) -> ir.Value | None:
         """The bias of scores, [batch or 1, heads or 1, sequence, total], or None; the operator hides later tokens."""
-        alibi = self._positions.alibi(layer)
-        key = (alibi, layer.chunk)
-        if key == (None, 0):
-            return None
+        bias = self._positions.bias(layer)
+        if not layer.chunk and (bias is None or layer.relative is not None):
+            return bias
+        key = (bias, layer.chunk)
         if key not in self._biases:
-            self._biases[key] = self._chunked(layer, alibi) if layer.chunk else self._in_every_row(alibi)
+            self._biases[key] = self._chunked(layer, bias) if layer.chunk else self._in_every_row(bias)
         return self._biases[key]
 
     def attend(self, layer: AttentionLayer, tokens: Sequence[ir.Value]) -> None:
@@ -53,11 +53,11 @@ class AttendedKeys:
         used = [op("Slice", [state, *ends]) for state in tokens]
         attend(self._editor, layer, used, self._masks.of(layer))
 
-    def _chunked(self, layer: AttentionLayer, alibi: ir.Value | None) -> ir.Value:
+    def _chunked(self, layer: AttentionLayer, bias: ir.Value | None) -> ir.Value:
         constant, dtype = self._editor.constant, layer.query.dtype
         assert dtype is not None
         (inside,) = self._positions.limits(replace(layer, window=0))  # the operator applies windows
-        shown = constant(dtype.numpy().type(0)) if alibi is None else alibi
+        shown = constant(dtype.numpy().type(0)) if bias is None else bias
         return self._editor.op("Where", [inside, shown, constant(lowest(dtype))], dtype=dtype)
 
     def _in_every_row(self, bias: ir.Value | None) -> ir.Value:

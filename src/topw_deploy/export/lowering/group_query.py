@@ -82,7 +82,7 @@ def lower(decoder: TracedDecoder, context_length: int, *, window_cache: bool = T
 def _kept(layer: AttentionLayer, context_length: int) -> int:
     """The window, if the cache can hold only that; 0 to hold all tokens, as where other layers read the states."""
     held = layer.window < context_length and not (layer.shared_by or layer.latent or layer.chunk)
-    return layer.window if held and layer.slopes is None else 0
+    return layer.window if held and layer.slopes is None and layer.relative is None else 0
 
 
 @dataclass(frozen=True)

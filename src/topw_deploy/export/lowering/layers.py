@@ -62,6 +62,11 @@ class AttentionLayer:
         return _input(self.marker, 4)
 
     @property
+    def relative(self) -> ir.Value | None:
+        """Biases of a query by distance [batch, heads, sequence, extent], the last one of all larger distances."""
+        return _input(self.marker, 5)
+
+    @property
     def states(self) -> tuple[State, ...]:
         """Keys and values of all tokens, in one state if latent."""
         dtype = dtype_name(self.new_key)

@@ -1,4 +1,4 @@
-"""Masks and score biases from positions: windows, chunks and ALiBi."""
+"""Masks and score biases from positions: windows, chunks, ALiBi and biases by distance."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.values import fixed_size
 from topw_deploy.export.lowering.layers import AttentionLayer
 
 
@@ -21,6 +22,7 @@ class Positions:
         self._made: tuple[ir.Value, ir.Value] | None = None
         self._distance: ir.Value | None = None
         self._biases: dict[tuple[object, ...], ir.Value] = {}
+        self._places: dict[tuple[int, int], ir.Value] = {}
 
     def both(self) -> tuple[ir.Value, ir.Value]:
         """Positions of queries and keys."""
@@ -42,12 +44,28 @@ class Positions:
             limits.append(op("GreaterOrEqual", [keys, start]))
         return limits
 
-    def alibi(self, layer: AttentionLayer) -> ir.Value | None:
-        """ALiBi's bias of scores, [batch or 1, heads, sequence or 1, tokens], or None."""
-        if layer.slopes is None:
-            return None
-        rounded = layer.slopes.dtype == ir.DataType.BFLOAT16
-        key = (_identity(layer.slopes), layer.query.dtype, layer.scale if rounded else None)
+    def bias(self, layer: AttentionLayer) -> ir.Value | None:
+        """The bias of scores in the query's type, [batch or 1, heads, sequence or 1, tokens], or None."""
+        if layer.relative is not None:
+            return self._by_distance(layer, layer.relative)
+        return None if layer.slopes is None else self._alibi(layer, layer.slopes)
+
+    def _by_distance(self, layer: AttentionLayer, relative: ir.Value) -> ir.Value:
+        op, constant = self._editor.op, self._editor.constant
+        extent = fixed_size(relative, 3)
+        key = (layer.heads, extent)
+        if key not in self._places:
+            queries, keys = self.both()
+            distance = op("Max", [op("Sub", [queries, keys]), constant(np.int64(0))])
+            # Half of int64's memory, for each head.
+            place = op("Cast", [op("Min", [distance, constant(np.int64(extent - 1))])], to=ir.DataType.INT32)
+            self._places[key] = op("Expand", [place, constant(np.array([1, layer.heads, 1, 1]))])
+        bias = op("GatherElements", [relative, self._places[key]], axis=3, dtype=relative.dtype)
+        return self._cast(bias, layer.query.dtype)
+
+    def _alibi(self, layer: AttentionLayer, slopes: ir.Value) -> ir.Value:
+        rounded = slopes.dtype == ir.DataType.BFLOAT16
+        key = (_identity(slopes), layer.query.dtype, layer.scale if rounded else None)
         if key not in self._biases:
             bias = self._rounded_alibi(layer) if rounded else self._exact_alibi(layer)
             self._biases[key] = self._cast(bias, layer.query.dtype)
@@ -95,9 +113,9 @@ class Masks:
         self._biased: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
 
     def of(self, layer: AttentionLayer) -> ir.Value:
-        """The layer's mask: bool, True for visible; with ALiBi a bias of the query's type. Broadcasts to all heads."""
+        """The layer's mask: bool, True for visible; with a bias of scores, of the query's type. Broadcasts to all heads."""
         mask = self._mask(layer)
-        bias = self._positions.alibi(layer)
+        bias = self._positions.bias(layer)
         if bias is None:
             return mask
         if (mask, bias) not in self._biased:

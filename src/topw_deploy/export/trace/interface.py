@@ -16,6 +16,7 @@ from topw_deploy.export.trace.latent import LATENTS, is_smaller, mark_latent
 from topw_deploy.export.trace.marker import mark_attention
 from topw_deploy.export.trace.masks import Masks
 from topw_deploy.export.trace.own_attention import adapted
+from topw_deploy.export.trace.relative import BIASES, with_sinks
 from topw_deploy.export.trace.sparse import SELECTIONS
 
 _IMPLEMENTATION = "topw_marker"
@@ -86,6 +87,9 @@ def _marker_attention(
     The mask alone decides which keys are visible, as in transformers' eager and sdpa functions; `sliding_window` is for
     functions without a mask, and is ignored.
     """
+    relative = None
+    if hasattr(module, BIASES):
+        relative, s_aux = with_sinks(others.pop("position_bias"), others.pop("sinks", None))
     known = _HARMLESS | SELECTIONS
     unknown = sorted(name for name, given in others.items() if name not in known and given is not None)
     visible = masks.visible(attention_mask)
@@ -100,6 +104,14 @@ def _marker_attention(
     if hasattr(module, LATENTS) and is_smaller(module, query.shape[1]):
         return mark_latent(module, query, layer=layer, scale=scale, visible=visible, sink=s_aux), None
     output = mark_attention(
-        query, key, value, layer=layer, scale=scale, softcap=softcap or 0.0, visible=visible, sink=s_aux
+        query,
+        key,
+        value,
+        layer=layer,
+        scale=scale,
+        softcap=softcap or 0.0,
+        visible=visible,
+        sink=s_aux,
+        relative=relative,
     )
     return output, None

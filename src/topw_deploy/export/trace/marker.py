@@ -16,6 +16,7 @@ from topw_deploy.export.trace.masks import Visible
 
 MARKER_DOMAIN = "topw.trace"
 MARKER_OP = "Attention"
+_SEE_LATER_TOKENS = {"cpmant"}  # model types whose own masks show a prompt's tokens all of the prompt
 
 
 def marker_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -29,6 +30,11 @@ def check_layer_types(model: PreTrainedModel, config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a causal decoder; choose a decoder-only language model."
+        )
+    if getattr(config, "model_type", "") in _SEE_LATER_TOKENS:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} lets a prompt's tokens attend to later ones, so its logits depend on how a prompt "
+            "is divided into calls; choose a causal decoder."
         )
 
 
@@ -56,6 +62,7 @@ def mark_attention(
     visible: Visible | None = None,
     sink: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    relative: torch.Tensor | None = None,
     latent: int = 0,
 ) -> torch.Tensor:
     """Mark attention. Returns [batch, sequence, heads, value_dim].
@@ -64,6 +71,8 @@ def mark_attention(
     sink: [heads], additional scores in the softmax, which select no value.
     slopes: [heads], ALiBi: score += slope * (key position - query position). Slopes in bfloat16 follow Falcon: score +=
         scale * slope * key position, with positions and products rounded to bfloat16.
+    relative: [batch, heads, sequence, extent], what each query adds to the scores of keys at each distance (query position
+        - key position), the last for all that are farther.
     """
     seen = visible or Visible()
     attributes: dict[str, Any] = {
@@ -74,7 +83,7 @@ def mark_attention(
         "latent": latent,
         "layer": layer,
     }
-    inputs = [query, key, value, None if sink is None else sink.to(query.dtype), slopes]
+    inputs = [query, key, value, None if sink is None else sink.to(query.dtype), slopes, relative]
     while inputs[-1] is None:
         inputs.pop()
     batch, heads, sequence, _ = query.shape

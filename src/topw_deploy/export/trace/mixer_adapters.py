@@ -5,6 +5,7 @@ Each takes the mixer, the markers and the layer's index, then the arguments of t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -124,6 +125,27 @@ def convolved_projections(
     return query, key, value
 
 
+def dynamic_convolution(
+    mixer: Any,
+    markers: MixerMarkers,
+    layer: int,
+    hidden_states: torch.Tensor,
+    dynamic_input: torch.Tensor,
+    *_args: Any,
+    **_kwargs: Any,
+) -> torch.Tensor:
+    """Inkling 2: a tap's weight is the sum of one of its channel and one that the token gives to its head."""
+    heads, kernel = mixer.num_heads, mixer.conv_kernel_size
+    taps = mixer.weight_proj(dynamic_input).float().unflatten(-1, (heads, 1, kernel))
+    taps = taps + mixer.static_weight.float().T.unflatten(0, (heads, -1))  # [batch, sequence, heads, head_dim, kernel]
+    total = hidden_states.float()
+    column = total.transpose(1, 2)
+    for lag in range(kernel):
+        column = column if lag == 0 else _previous(markers, layer, column)
+        total = total + (column.transpose(1, 2).unflatten(-1, (heads, -1)) * taps[..., lag]).flatten(2)
+    return (total / math.sqrt(2 * kernel + 1)).to(hidden_states.dtype)
+
+
 def _previous(markers: MixerMarkers, layer: int, columns: torch.Tensor) -> torch.Tensor:
     """The columns [batch, channels, sequence], shifted one token later."""
     weight = columns.new_tensor([1.0, 0.0]).expand(columns.shape[1], 1, 2)
@@ -217,6 +239,7 @@ def shared_attention(
 
 
 ADAPTERS: dict[str, Callable[..., Any]] = {
+    "Inkling2DynamicShortConvolution": dynamic_convolution,
     "MiniMaxLightningAttention": lightning_attention,
     "RecurrentGemmaRecurrentBlock": griffin_recurrent_block,
     "RwkvFeedForward": rwkv_feed_forward,

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from topw_deploy.export.trace.latent import expand_kv
 from topw_deploy.export.trace.marker import mark_attention
 from topw_deploy.export.trace.masks import Visible
+from topw_deploy.export.trace.relative import block_residual, inkling_attention, relative_bias
 from topw_deploy.export.trace.sparse import is_indexer, select_none
 
 Method = Callable[..., Any]
@@ -310,6 +311,10 @@ ADAPTERS: dict[str, dict[str, Method]] = {
     "gpt_neo.GPTNeoSelfAttention": {"_attn": _gpt_neo},
     "gpt_neox_japanese.GPTNeoXJapaneseAttention": {"_attn": _gpt_neox_japanese},
     "gptj.GPTJAttention": {"forward": _gptj},
+    "inkling.InklingAttention": {"forward": inkling_attention},
+    "inkling.InklingRelativeLogits": {"forward": relative_bias},
+    "inkling2.Inkling2BlockAttentionResidual": {"forward": block_residual},
+    "inkling2.Inkling2RelativeLogits": {"forward": relative_bias},
     "llama4.Llama4TextAttention": {"forward": _llama4},
     "llama4.Llama4TextRotaryEmbedding": {"forward": _rotation},
     "mpt.MptAttention": {"forward": _mpt},

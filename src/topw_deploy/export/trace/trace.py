@@ -117,7 +117,7 @@ def _cached_forward(model: PreTrainedModel) -> Iterator[None]:
 
     def logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         positions = {"position_ids": position_ids} if takes_positions else {}
-        cache = TracedCache()
+        cache = TracedCache(position_ids)
         cached = {_cache_argument(forward): cache, "use_cache": True} if takes_cache(model) else {"use_cache": False}
         with marked_mixers(model, SymbolicMarkers(cache)), positions_of_text(rotary, position_ids):
             found = forward(input_ids=input_ids, **cached, **positions)

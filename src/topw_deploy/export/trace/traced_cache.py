@@ -14,11 +14,13 @@ from transformers import Cache
 class TracedCache(Cache):
     """Returns keys, values and columns as they are given.
 
+    positions: of the call's tokens, int64 [batch, sequence]; for layers that count them in the cache.
     convolution, recurrence: (layer, number of the state in it) of the last request; the next marker belongs to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, positions: torch.Tensor) -> None:
         super().__init__(layers=[])
+        self.positions = positions
         self.convolution: tuple[int, int] | None = None
         self.recurrence: tuple[int, int] | None = None
 
