@@ -1,6 +1,6 @@
-"""Forwards, written with markers, of mixers that compute by hand.
+"""Methods, written with markers, of modules that mix tokens by hand.
 
-Each takes the mixer, the markers and the layer's index before the arguments of the forward that it replaces.
+Each takes the module, the markers and the layer's index before the arguments of the method that it replaces.
 """
 
 from __future__ import annotations
@@ -204,6 +204,39 @@ def matrix_lstm(
     return output.transpose(1, 2).to(dtype), None
 
 
+def ngram_embedding(
+    embedding: Any, markers: MixerMarkers, layer: int, input_ids: torch.Tensor, *_args: Any, **_kwargs: Any
+) -> torch.Tensor:
+    """Qwen 4: rows of a table, chosen by hashes of the last tokens, [batch, sequence, heads * dim].
+
+    An n-gram ends at an end-of-text token, which repeats beyond it and before a row's first token. The history holds
+    differences from that token, so that zeros stand for it.
+    """
+    end, reach = embedding.eos_token_id, embedding.ngram_size - 1
+    ids = input_ids.long()
+    history = markers.history((ids - end)[:, None], reach, layer=layer)[:, 0]  # [batch, reach + sequence]
+    multipliers, sizes, offsets = (
+        getattr(embedding, name) for name in ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+    )
+    mixed = ids * multipliers[0]
+    chosen, earlier = [], None
+    for lag in range(1, reach + 1):
+        column = history[:, reach - lag : -lag]
+        earlier = column if earlier is None else torch.where(earlier == 0, 0, column)
+        mixed = torch.bitwise_xor(mixed, (earlier + end) * multipliers[lag])
+        heads = slice((lag - 1) * embedding.heads_per_ngram, lag * embedding.heads_per_ngram)
+        chosen.append(torch.remainder(mixed[..., None], sizes[heads]) + offsets[heads])
+    return embedding.ngram_embedding(torch.cat(chosen, dim=-1)).flatten(-2)
+
+
+def dilated_convolution(
+    ple: Any, markers: MixerMarkers, layer: int, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any
+) -> torch.Tensor:
+    """Qwen 4's convolution of n-gram features [batch, sequence, channels], with gaps between its taps."""
+    columns = markers.history(hidden_states.transpose(1, 2), ple.short_conv_state_len, layer=layer)
+    return functional.silu(ple.conv1d(columns)).transpose(1, 2)
+
+
 def shared_attention(
     mixer: Any, markers: MixerMarkers, layer: int, *args: Any, layer_idx: int, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -218,6 +251,8 @@ def shared_attention(
 
 ADAPTERS: dict[str, Callable[..., Any]] = {
     "MiniMaxLightningAttention": lightning_attention,
+    "Qwen4ExpTextNGramEmbedding": ngram_embedding,
+    "Qwen4ExpTextPLELayer": dilated_convolution,
     "RecurrentGemmaRecurrentBlock": griffin_recurrent_block,
     "RwkvFeedForward": rwkv_feed_forward,
     "RwkvSelfAttention": rwkv_attention,
@@ -226,3 +261,5 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
     "ZayaCCAProjection": convolved_projections,
     "xLSTMBackend": matrix_lstm,
 }
+# Where that is not `forward`: the method that an adapter replaces.
+METHODS = {"Qwen4ExpTextPLELayer": "_short_conv"}

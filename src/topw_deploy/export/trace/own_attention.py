@@ -265,6 +265,44 @@ def _doge(
     return self.o_proj(output.flatten(2)), None
 
 
+# Qwen 4: gated, behind an indexer that selects all tokens here.
+
+
+def _qwen4(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Tensor,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The original combines the mask with the selection, and takes the new tokens' angles from those of all."""
+    query, gate = self.q_proj(hidden_states).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+    key, value = (part(hidden_states).unflatten(-1, (-1, self.head_dim)) for part in (self.k_proj, self.v_proj))
+    query, key = self.q_norm(query).transpose(1, 2), self.k_norm(key).transpose(1, 2)
+    cos, sin = position_embeddings
+    query, key = _helper(self, "apply_rotary_pos_emb")(query, key, cos, sin)
+    key, value = _remember(past_key_values, key, value.transpose(1, 2), self.layer_idx)
+    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **others)
+    return self.o_proj(output.flatten(2) * torch.sigmoid(gate.flatten(2))), None
+
+
+# GIT: the mask differs from a causal one for tokens of images only.
+
+
+def _git(self: Any, hidden_states: Tensor, _mask: Any = None, past_key_values: Any = None, **_: Any) -> Any:
+    parts = (project(hidden_states) for project in (self.query, self.key, self.value))
+    query, key, value = (_heads(part, self.num_attention_heads) for part in parts)
+    key, value = _remember(past_key_values, key, value, self.layer_idx)
+    output = mark_attention(query, key, value, layer=self.layer_idx, scale=self.attention_head_size**-0.5)
+    return output.flatten(2), None
+
+
+def _no_mask(**_: Any) -> None:
+    """In the place of GIT's mask, which its attention above does not read."""
+
+
 # Models with an `_attn` of their own.
 
 
@@ -303,6 +341,7 @@ ADAPTERS: dict[str, dict[str, Method]] = {
     "deepseek_v2.DeepseekV2RotaryEmbedding": {"forward": _rotation},
     "doge.DogeAttention": {"forward": _doge},
     "falcon.FalconAttention": {"forward": _falcon},
+    "git.GitSelfAttention": {"forward": _git},
     "gpt_neo.GPTNeoSelfAttention": {"_attn": _gpt_neo},
     "gpt_neox_japanese.GPTNeoXJapaneseAttention": {"_attn": _gpt_neox_japanese},
     "gptj.GPTJAttention": {"forward": _gptj},
@@ -310,10 +349,12 @@ ADAPTERS: dict[str, dict[str, Method]] = {
     "llama4.Llama4TextRotaryEmbedding": {"forward": _rotation},
     "mpt.MptAttention": {"forward": _mpt},
     "openai.Attention": {"_attn": _openai_gpt},
+    "qwen4_exp.Qwen4ExpTextAttention": {"forward": _qwen4},
     "xglm.XGLMAttention": {"forward": _xglm},
 }
 # Functions of the files that define these classes.
 _FUNCTIONS: dict[str, dict[str, Method]] = {
     "deepseek_v2.DeepseekV2RotaryEmbedding": {"apply_rotary_emb": _rotate_heads},
+    "git.GitModel": {"create_causal_mask": _no_mask},
 }
 _UNNUMBERED = {"openai.Attention"}  # without an index of the layer

@@ -1,4 +1,5 @@
-"""Attention to selected tokens: by an indexer (DeepSeek V3.2, GLM 5, MiniMax M3) or by a score of each key (Doge).
+"""Attention to selected tokens: by an indexer (DeepSeek V3.2, GLM 5, MiniMax M3, Qwen 4) or by a score of each key
+(Doge).
 
 All tokens are selected up to a number of them, so up to that length the export attends to all.
 """
@@ -37,5 +38,8 @@ def _selected(module: torch.nn.Module) -> int | None:
     blocks, size = getattr(module, "topk_blocks", None), getattr(module, "block_size", None)
     if isinstance(blocks, int) and isinstance(size, int):
         return blocks * size
+    budget, ratio = getattr(module, "token_budget", None), getattr(module, "compress_ratio", None)
+    if isinstance(budget, int) and isinstance(ratio, int):
+        return budget + ratio - 1  # selected are whole blocks, and always the tokens after the last one
     tokens = getattr(module, "index_topk", getattr(module, "keep_window_size", None))
     return tokens if isinstance(tokens, int) else None
