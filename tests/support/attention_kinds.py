@@ -52,6 +52,18 @@ OWN: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "doge": lambda: tf.DogeConfig(
         **_SIZES, **_LONG, num_key_value_heads=2, intermediate_size=32, keep_window_size=128, is_moe=False
     ),
+    "git": lambda: tf.GitConfig(
+        **_SIZES,
+        **_LONG,
+        intermediate_size=32,
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "image_size": 16,
+        },
+    ),
     "gptj": lambda: tf.GPTJConfig(**_OLD_SIZES, rotary_dim=4, n_inner=32),
     "codegen": lambda: tf.CodeGenConfig(**_OLD_SIZES, rotary_dim=4, n_inner=32),
     "falcon": lambda: tf.FalconConfig(**_SIZES),

@@ -8,6 +8,7 @@ import onnx_ir as ir
 from topw_deploy.export.graph.editor import GraphEditor, rewrite_each
 
 _BITS = 63  # of an int64 that is not negative
+_LOW_BITS = 32  # summed apart: onnxruntime's CPU provider sums int64 as double, which holds 53 bits
 
 
 def spell_out_exclusive_or(model: ir.Model) -> int:
@@ -29,7 +30,9 @@ def _spell_out(editor: GraphEditor, node: ir.Node) -> bool:
 
     left, right = node.inputs
     differing = op("Where", [op("Xor", [bits(left), bits(right)]), powers, constant(np.int64(0))])
-    total = op("ReduceSum", [differing, constant(np.array([-1]))], keepdims=0, dtype=ir.DataType.INT64)
+    halves = editor.outputs("Split", [differing, constant(np.array([_LOW_BITS, _BITS - _LOW_BITS]))], 2, axis=-1)
+    sums = [op("ReduceSum", [half, constant(np.array([-1]))], keepdims=0) for half in halves]
+    total = op("Add", sums, dtype=ir.DataType.INT64)
     total.shape = node.outputs[0].shape
     editor.replace(node, total)
     return True
