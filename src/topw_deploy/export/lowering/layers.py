@@ -25,6 +25,7 @@ class AttentionLayer:
     source: an earlier layer with the same keys and values, whose states this layer reads. None: it has its own.
     shared_by: later layers that read its states.
     chunk: tokens see their own chunk of this size only; 0 for no chunks.
+    stride: of keys that are two each, as of `trace.marker.mark_attention`; 0 for others. head_dim is that of both.
     kept: tokens of the window that the state holds; 0 for those of the whole sequence.
     """
 
@@ -42,6 +43,7 @@ class AttentionLayer:
     window: int
     chunk: int
     latent: bool
+    stride: int = 0
     source: int | None = None
     shared_by: tuple[int, ...] = ()
     kept: int = 0
@@ -117,6 +119,7 @@ def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
                 window=marker.attributes["window"].as_int(),
                 chunk=marker.attributes["chunk"].as_int(),
                 latent=latent > 0,
+                stride=marker.attributes["stride"].as_int(),
             )
         )
     return _with_sources(layers)

@@ -79,12 +79,13 @@ def _marker_attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
+    blocks: tuple[torch.Tensor, int] | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Stand in for an attention function of transformers.
 
     The mask decides what is seen, as in transformers' own eager and sdpa functions; `sliding_window` is for functions
-    that get no mask.
+    that get no mask. `blocks` are a second key per token, which is its value too, and their stride (see `marker`).
     """
     known = _HARMLESS | SELECTIONS
     unknown = sorted(name for name, given in others.items() if name not in known and given is not None)
@@ -99,6 +100,10 @@ def _marker_attention(
     layer, scale = layers.number(module), query.shape[-1] ** -0.5 if scaling is None else scaling
     if hasattr(module, LATENTS) and is_smaller(module, query.shape[1]):
         return mark_latent(module, query, layer=layer, scale=scale, visible=visible, sink=s_aux), None
+    if blocks is not None:
+        both = torch.cat((key, blocks[0]), dim=-1)
+        settings = {"layer": layer, "scale": scale, "visible": visible, "sink": s_aux}
+        return mark_attention(query, both, None, latent=key.shape[-1], stride=blocks[1], **settings), None
     output = mark_attention(
         query, key, value, layer=layer, scale=scale, softcap=softcap or 0.0, visible=visible, sink=s_aux
     )

@@ -57,10 +57,14 @@ def mark_attention(
     sink: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     latent: int = 0,
+    stride: int = 0,
 ) -> torch.Tensor:
     """A marker; returns [batch, sequence, heads, value_dim].
 
     value: None with `latent`: the values are the first `latent` columns of the keys.
+    stride: with `latent`, if above 0: each key is two, of `latent` columns. The first is the token's. The second stands
+        for the tokens up to it, and is seen by its own and all later queries where the token's position + 1 is a
+        multiple of `stride`. Their values are the keys themselves.
     sink: [heads], scores that take part in the softmax only.
     slopes: [heads], ALiBi: score += slope * (key position - query position). In bfloat16: scale * slope * key position,
         with positions and products rounded to bfloat16.
@@ -72,6 +76,7 @@ def mark_attention(
         "window": seen.window,
         "chunk": seen.chunk,
         "latent": latent,
+        "stride": stride,
         "layer": layer,
     }
     inputs = [query, key, value, None if sink is None else sink.to(query.dtype), slopes]

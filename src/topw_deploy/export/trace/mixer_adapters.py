@@ -6,6 +6,7 @@ Each takes the module, the markers and the layer's index before the arguments of
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -237,6 +238,41 @@ def dilated_convolution(
     return functional.silu(ple.conv1d(columns)).transpose(1, 2)
 
 
+def compressed_blocks(
+    compressor: Any,
+    markers: MixerMarkers,
+    layer: int,
+    hidden_states: torch.Tensor,
+    _compact: torch.Tensor,
+    position_ids: torch.Tensor,
+    *_args: Any,
+    **_kwargs: Any,
+) -> torch.Tensor:
+    """DeepSeek V4: for every token, a mean of the block of `compress_rate` tokens that ends there, [batch, 1, sequence,
+    dim]. The model has those of positions that a block ends at.
+
+    With an overlap, the mean includes the block before, which has gates and values of its own.
+    """
+    size, width, count = compressor.compress_rate, compressor.head_dim, hidden_states.shape[1]
+    overlaps = compressor.position_bias.shape[1] != width
+    reach = 2 * size if overlaps else size
+    both = torch.cat([compressor.kv_proj(hidden_states), compressor.gate_proj(hidden_states)], dim=-1)
+    columns = markers.history(both.transpose(1, 2), reach - 1, layer=layer).transpose(1, 2)
+    windows = columns[:, torch.arange(count)[:, None] + torch.arange(reach)]  # [batch, sequence, reach, channels]
+    values, gates = windows.chunk(2, dim=-1)
+    bias = compressor.position_bias
+    if overlaps:
+        values, gates = (torch.cat([x[:, :, :size, :width], x[:, :, size:, width:]], dim=2) for x in (values, gates))
+        before_any = (position_ids < reach - 1)[..., None, None] & (torch.arange(reach) < size)[:, None]
+        gates = torch.where(before_any, float("-inf"), gates)
+        bias = torch.cat([bias[:, :width], bias[:, width:]])
+    weights = (gates + bias).softmax(dim=2, dtype=torch.float32).to(values.dtype)
+    blocks = compressor.kv_norm((values * weights).sum(dim=2))
+    starts = position_ids + 1 - size
+    cos, sin = compressor.rotary_emb(blocks, position_ids=starts, layer_type=compressor.rope_layer_type)
+    return sys.modules[type(compressor).__module__].apply_rotary_pos_emb(blocks[:, None], cos, sin)
+
+
 def shared_attention(
     mixer: Any, markers: MixerMarkers, layer: int, *args: Any, layer_idx: int, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -250,6 +286,8 @@ def shared_attention(
 
 
 ADAPTERS: dict[str, Callable[..., Any]] = {
+    "DeepseekV4CSACompressor": compressed_blocks,
+    "DeepseekV4HCACompressor": compressed_blocks,
     "MiniMaxLightningAttention": lightning_attention,
     "Qwen4ExpTextNGramEmbedding": ngram_embedding,
     "Qwen4ExpTextPLELayer": dilated_convolution,

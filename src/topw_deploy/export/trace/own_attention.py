@@ -288,6 +288,34 @@ def _qwen4(
     return self.o_proj(output.flatten(2) * torch.sigmoid(gate.flatten(2))), None
 
 
+# DeepSeek V4: a window of tokens and, in one softmax, blocks of tokens that a compressor makes one key of.
+
+
+def _deepseek_v4(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    position_ids: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Keys are values too, and rotated: the outputs are rotated back."""
+    rotate, (cos, sin) = _helper(self, "apply_rotary_pos_emb"), position_embeddings[self.rope_layer_type]
+    compact = self.q_a_norm(self.q_a_proj(hidden_states))
+    query = rotate(self.q_b_norm(_heads(self.q_b_proj(compact), self.num_heads)), cos, sin)
+    key = rotate(self.kv_norm(self.kv_proj(hidden_states))[:, None], cos, sin)
+    key, value = _remember(past_key_values, key, key, self.layer_idx)
+    if self.compressor is not None:
+        made = self.compressor(hidden_states, compact, position_ids, None, self.layer_idx)
+        others["blocks"] = made, self.compressor.compress_rate
+    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, s_aux=self.sinks, **others)
+    output = rotate(output.transpose(1, 2), cos, -sin).transpose(1, 2)
+    groups = output.flatten(2).unflatten(-1, (self.config.o_groups, -1))
+    return self.o_b_proj(self.o_a_proj(groups).flatten(2)), None
+
+
 # GIT: the mask differs from a causal one for tokens of images only.
 
 
@@ -339,6 +367,7 @@ ADAPTERS: dict[str, dict[str, Method]] = {
     "bloom.BloomAttention": {"forward": _bloom},
     "codegen.CodeGenAttention": {"forward": _codegen},
     "deepseek_v2.DeepseekV2RotaryEmbedding": {"forward": _rotation},
+    "deepseek_v4.DeepseekV4Attention": {"forward": _deepseek_v4},
     "doge.DogeAttention": {"forward": _doge},
     "falcon.FalconAttention": {"forward": _falcon},
     "git.GitSelfAttention": {"forward": _git},

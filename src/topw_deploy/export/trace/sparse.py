@@ -1,5 +1,5 @@
-"""Attention to selected tokens: by an indexer (DeepSeek V3.2, GLM 5, MiniMax M3, Qwen 4) or by a score of each key
-(Doge).
+"""Attention to selected tokens: by an indexer (DeepSeek V3.2 and V4, GLM 5, MiniMax M3, Qwen 4) or by a score of each
+key (Doge).
 
 All tokens are selected up to a number of them, so up to that length the export attends to all.
 """
@@ -42,4 +42,7 @@ def _selected(module: torch.nn.Module) -> int | None:
     if isinstance(budget, int) and isinstance(ratio, int):
         return budget + ratio - 1  # selected are whole blocks, and always the tokens after the last one
     tokens = getattr(module, "index_topk", getattr(module, "keep_window_size", None))
-    return tokens if isinstance(tokens, int) else None
+    block = getattr(module, "compress_rate", 1)  # selects blocks, and a block counts once it is complete
+    if not isinstance(tokens, int):
+        return None
+    return (tokens + 1) * block - 1 if block > 1 else tokens
