@@ -40,6 +40,9 @@ def tiny_model(model_type: str) -> Any:
                 parameter.mul_(WEIGHT_SCALE)
             elif parameter.dim() == 1:
                 parameter.add_(NOISE * torch.randn_like(parameter))
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # DeepSeek V4's experts of each token
+                table.random_(config.n_routed_experts)
     return model
 
 

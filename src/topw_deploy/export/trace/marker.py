@@ -24,8 +24,20 @@ def marker_nodes(graph: ir.Graph) -> list[ir.Node]:
     return sorted(nodes, key=lambda node: node.attributes["layer"].as_int())
 
 
+# Model type -> why no graph over tokens computes it.
+_REFUSED = {
+    "blt": "runs its middle layers once for each patch of bytes, and where a patch starts depends on entropies that a "
+    "second model predicts",
+}
+
+
 def check_layer_types(model: PreTrainedModel, config: Any) -> None:
     """Raises UnsupportedModelError for layers that markers cannot represent."""
+    reason = _REFUSED.get(model.config.model_type)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} {reason}, which the export does not support; choose a model of tokens."
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a causal decoder; choose a decoder-only language model."
