@@ -100,11 +100,20 @@ def _marker_attention(
     layer, scale = layers.number(module), query.shape[-1] ** -0.5 if scaling is None else scaling
     if hasattr(module, LATENTS) and is_smaller(module, query.shape[1]):
         return mark_latent(module, query, layer=layer, scale=scale, visible=visible, sink=s_aux), None
-    if blocks is not None:
-        both = torch.cat((key, blocks[0]), dim=-1)
-        settings = {"layer": layer, "scale": scale, "visible": visible, "sink": s_aux}
-        return mark_attention(query, both, None, latent=key.shape[-1], stride=blocks[1], **settings), None
-    output = mark_attention(
-        query, key, value, layer=layer, scale=scale, softcap=softcap or 0.0, visible=visible, sink=s_aux
-    )
+    if blocks is None:
+        output = mark_attention(
+            query, key, value, layer=layer, scale=scale, softcap=softcap or 0.0, visible=visible, sink=s_aux
+        )
+    else:
+        output = mark_attention(
+            query,
+            torch.cat((key, blocks[0]), dim=-1),
+            None,
+            layer=layer,
+            scale=scale,
+            visible=visible,
+            sink=s_aux,
+            latent=key.shape[-1],
+            stride=blocks[1],
+        )
     return output, None
