@@ -34,10 +34,15 @@ def tiny_model(model_type: str) -> Any:
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():
                 continue
-            if parameter.dim() > 1 and not _UNSCALED.search(name):
+            if parameter.dim() > 1 and not parameter.any():  # would leave out what reads it
+                parameter.normal_(std=NOISE)
+            elif parameter.dim() > 1 and not _UNSCALED.search(name):
                 parameter.mul_(WEIGHT_SCALE)
             elif parameter.dim() == 1:
                 parameter.add_(NOISE * torch.randn_like(parameter))
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # DeepSeek V4's experts of each token
+                table.random_(config.n_routed_experts)
     return model
 
 

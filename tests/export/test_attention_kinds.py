@@ -151,3 +151,14 @@ def test_losing_the_chunk_would_fail(lowering: str) -> None:
         node.attributes["chunk"] = ir.AttrInt64("chunk", 0)
     difference = logits_of(copy_of(traced("llama4")), lowering) - logits_of(decoder, lowering)
     assert np.abs(difference).max() > 10 * FLOAT32
+
+
+@pytest.mark.slow
+def test_losing_blocks_of_tokens_would_fail(lowering: str) -> None:
+    decoder = copy_of(traced("deepseek_v4"))
+    assert [node.attributes["stride"].as_int() for node in marker_nodes(decoder.model.graph)] == [0, 4, 6]
+    for node in marker_nodes(decoder.model.graph):
+        if node.attributes["stride"].as_int():
+            node.attributes["stride"] = ir.AttrInt64("stride", 2 * CONTEXT)
+    difference = logits_of(copy_of(traced("deepseek_v4")), lowering) - logits_of(decoder, lowering)
+    assert np.abs(difference).max() > 10 * FLOAT32

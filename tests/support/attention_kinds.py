@@ -52,6 +52,18 @@ OWN: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "doge": lambda: tf.DogeConfig(
         **_SIZES, **_LONG, num_key_value_heads=2, intermediate_size=32, keep_window_size=128, is_moe=False
     ),
+    "git": lambda: tf.GitConfig(
+        **_SIZES,
+        **_LONG,
+        intermediate_size=32,
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "image_size": 16,
+        },
+    ),
     "gptj": lambda: tf.GPTJConfig(**_OLD_SIZES, rotary_dim=4, n_inner=32),
     "codegen": lambda: tf.CodeGenConfig(**_OLD_SIZES, rotary_dim=4, n_inner=32),
     "falcon": lambda: tf.FalconConfig(**_SIZES),
@@ -152,6 +164,24 @@ LATENT: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "deepseek_v3": lambda: tf.DeepseekV3Config(**_LATENT_EXPERTS),
     "minicpm3": lambda: tf.MiniCPM3Config(**_LATENT, scale_emb=1, dim_model_base=32),
     "deepseek_v32": lambda: tf.DeepseekV32Config(**_LATENT_EXPERTS, index_topk=64, index_n_heads=2, index_head_dim=16),
+    "deepseek_v4": lambda: tf.DeepseekV4Config(
+        **{**_SIZES, "num_hidden_layers": 3},
+        **_LONG,
+        **_EXPERTS,
+        head_dim=16,
+        q_lora_rank=16,
+        o_groups=2,
+        o_lora_rank=8,
+        hc_mult=2,
+        sliding_window=WINDOW,
+        partial_rotary_factor=0.5,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+        index_topk=64,
+        index_n_heads=2,
+        index_head_dim=16,
+    ),
 }
 TWICE: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "diffllama": lambda: tf.DiffLlamaConfig(**_SIZES, **_LONG, num_key_value_heads=2, intermediate_size=32),

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 
-from topw_deploy.export.trace.mixer_markers import CONVOLUTION, RECURRENCE, MixerCache, StatePlaces
+from topw_deploy.export.trace.mixer_markers import CONVOLUTION, HISTORY, RECURRENCE, MixerCache, StatePlaces
 
 
 def literal_convolution(
@@ -90,6 +90,12 @@ class EagerMarkers:
         past = self._states.get(name, x.new_zeros(*x.shape[:2], weight.shape[-1] - 1))
         output, self._states[name] = literal_convolution(x, weight, bias, past, activation)
         return output
+
+    def history(self, x: torch.Tensor, columns: int, *, layer: int | None = None) -> torch.Tensor:
+        name = CONVOLUTION, *self._places.next(HISTORY, layer)
+        window = torch.cat([self._states.get(name, x.new_zeros(*x.shape[:2], columns)), x], dim=-1)
+        self._states[name] = window[..., -columns:]
+        return window
 
     def recurrence(
         self,

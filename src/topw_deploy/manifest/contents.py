@@ -44,7 +44,7 @@ class State:
         full: keys or values of all tokens.
         window: keys or values of the last `window` tokens.
         latent: keys and values of all tokens, compressed.
-        convolution: the last columns of a causal convolution's input.
+        convolution: the last columns of the input of a causal convolution, a mean of a block of tokens, or an n-gram.
         recurrent: the state of a recurrence.
         All but `full` and `latent` have a fixed size and start as zeros.
     dtype: lower-case ONNX element type.

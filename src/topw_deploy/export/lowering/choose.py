@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
+from topw_deploy.export.lowering.bitwise import spell_out_exclusive_or
 from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.lowering.fused_projections import fuse_gate_up
 from topw_deploy.export.lowering.mixers import SINCE as MIXERS_SINCE
@@ -65,6 +66,8 @@ def lower(
     Raises UnsupportedModelError for a recurrence that the target's operators cannot compute.
     """
     lower_experts(decoder.model, operator=target != "tensorrt" and (quantised or kv != "concat"), quantised=quantised)
+    if target == "tensorrt":
+        spell_out_exclusive_or(decoder.model)
     # Merge equal nodes: the lowerings compare rotary angles by identity.
     CommonSubexpressionEliminationPass()(decoder.model)
     fuse_rotary(decoder.model)

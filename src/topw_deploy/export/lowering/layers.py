@@ -26,6 +26,7 @@ class AttentionLayer:
     shared_by: later layers that read its states.
     chunk: tokens see their own chunk of this size only; 0 for no chunks.
     kept: number of tokens in a state that holds only the window; 0 if it holds the whole sequence.
+    stride: of layers with two keys per token, see `trace.marker.mark_attention`; 0 for others. head_dim is of both keys.
     """
 
     index: int
@@ -42,6 +43,7 @@ class AttentionLayer:
     window: int
     chunk: int
     latent: bool
+    stride: int = 0
     source: int | None = None
     shared_by: tuple[int, ...] = ()
     kept: int = 0
@@ -122,6 +124,7 @@ def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
                 window=marker.attributes["window"].as_int(),
                 chunk=marker.attributes["chunk"].as_int(),
                 latent=latent > 0,
+                stride=marker.attributes["stride"].as_int(),
             )
         )
     return _with_sources(layers)

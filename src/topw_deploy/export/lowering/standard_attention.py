@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -23,10 +24,14 @@ def attend(
     """Replace the marker with attention.
 
     tokens: the layer's states: keys and values [batch, kv_heads, tokens, head_dim], or latents.
-    mask: bool [batch, 1, sequence, tokens], True for visible, or what is added to scores.
+    mask: bool [batch, 1, sequence, tokens], True for visible, or what is added to scores. With a stride it has two
+        columns per token.
     decomposed: use products and a softmax, as is always done for latents, a soft cap or a sink.
     """
     keys, values = tokens[0], tokens[-1]
+    if layer.stride:  # two keys per token
+        layer = replace(layer, head_dim=layer.value_dim)
+        keys = values = editor.op("Reshape", [keys, editor.constant(np.array([0, layer.kv_heads, -1, layer.head_dim]))])
     # All heads share the latents: two products read them once, the operator would read them once per head.
     decomposed = decomposed or layer.latent or layer.softcap > 0 or layer.sink is not None
     output = (_products if decomposed else _operator)(editor, layer, keys, values, mask)

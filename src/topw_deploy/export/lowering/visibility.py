@@ -44,6 +44,13 @@ class Positions:
             limits.append(op("GreaterOrEqual", [keys, start]))
         return limits
 
+    def ends(self, layer: AttentionLayer) -> ir.Value:
+        """bool, True for keys at the end of a block of `stride` tokens."""
+        op, constant = self._editor.op, self._editor.constant
+        _, keys = self.both()
+        number = op("Mod", [op("Add", [keys, constant(np.int64(1))]), constant(np.int64(layer.stride))])
+        return op("Equal", [number, constant(np.int64(0))])
+
     def bias(self, layer: AttentionLayer) -> ir.Value | None:
         """The bias of scores in the query's type, [batch or 1, heads, sequence or 1, tokens], or None."""
         if layer.relative is not None:
@@ -109,11 +116,11 @@ class Masks:
     ) -> None:
         self._editor, self._positions = editor, positions
         self._visible, self._own = visible, own
-        self._masks: dict[tuple[int, int], ir.Value] = {}
+        self._masks: dict[tuple[int, int, int], ir.Value] = {}
         self._biased: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
 
     def of(self, layer: AttentionLayer) -> ir.Value:
-        """The layer's mask: bool, True for visible; with a bias of scores, of the query's type. Broadcasts to all heads."""
+        """The layer's mask: bool, True for visible, or with a bias its type. Broadcasts to all heads."""
         mask = self._mask(layer)
         bias = self._positions.bias(layer)
         if bias is None:
@@ -124,15 +131,23 @@ class Masks:
         return self._biased[mask, bias]
 
     def _mask(self, layer: AttentionLayer) -> ir.Value:
-        key = (layer.window, layer.chunk)
+        key = (layer.window, layer.chunk, layer.stride)
         if key not in self._masks:
             mask = self._visible
             for limit in self._positions.limits(layer):
                 mask = self._editor.op("And", [mask, limit], dtype=ir.DataType.BOOL)
             if self._own is not None:
                 mask = self._editor.op("Or", [mask, self._own], dtype=ir.DataType.BOOL)
-            self._masks[key] = mask
+            self._masks[key] = self._with_blocks(layer, mask) if layer.stride else mask
         return self._masks[key]
+
+    def _with_blocks(self, layer: AttentionLayer, mask: ir.Value) -> ir.Value:
+        """`mask` with a second column per token, of the block that ends there: [batch, 1, sequence, 2 * tokens]."""
+        op, last = self._editor.op, self._editor.constant(np.array([-1]))
+        blocks = op("And", [self._visible, self._positions.ends(layer)])
+        pairs = op("Concat", [op("Unsqueeze", [each, last]) for each in (mask, blocks)], axis=-1)
+        shape = self._editor.constant(np.array([0, 0, 0, -1]))
+        return op("Reshape", [pairs, shape], dtype=ir.DataType.BOOL)
 
 
 def lowest(dtype: ir.DataType | None) -> np.generic:

@@ -99,6 +99,8 @@ def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
             f"in longer sequences this model attends to {tokens:,} selected tokens; the export attends to all tokens, "
             "so its context ends there"
         )
+    if getattr(model.config, "vision_config", None) is not None:
+        found.append("this model also reads images; the export reads text alone")
     return found
 
 

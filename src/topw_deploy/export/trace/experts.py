@@ -79,17 +79,18 @@ def marked_experts(model: PreTrainedModel) -> Iterator[None]:
     """Trace the experts of `model` as markers inside the block."""
     ExpertsInterface.register(_IMPLEMENTATION, _experts)
     replaced = [(module, _in_trace(module)) for module in model.modules()]
-    of_interface = any(_is_of_interface(module) for module, _ in replaced)
-    before = model.get_experts_implementation() if of_interface else None
-    if before is not None:
-        model.set_experts_implementation(_IMPLEMENTATION)
+    # A decoder taken out of another model keeps its own configuration, which the model's method would pass over.
+    configs = {id(module.config): module.config for module, _ in replaced if _is_of_interface(module)}
+    before = [(config, config._experts_implementation_internal) for config in configs.values()]
+    for config, _ in before:
+        config._experts_implementation_internal = _IMPLEMENTATION
     for module, names in replaced:
         vars(module).update(names)
     try:
         yield
     finally:
-        if before is not None:
-            model.set_experts_implementation(before)
+        for config, implementation in before:
+            config._experts_implementation_internal = implementation
         for module, names in replaced:
             for name in names:
                 del vars(module)[name]

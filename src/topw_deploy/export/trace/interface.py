@@ -80,12 +80,14 @@ def _marker_attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
+    blocks: tuple[torch.Tensor, int] | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Stand in for an attention function of transformers.
 
     The mask alone decides which keys are visible, as in transformers' eager and sdpa functions; `sliding_window` is for
-    functions without a mask, and is ignored.
+    functions without a mask, and is ignored. `blocks` are a second key per token, which is its value too, and their
+    stride (see `marker`).
     """
     relative = None
     if hasattr(module, BIASES):
@@ -103,15 +105,28 @@ def _marker_attention(
     layer, scale = layers.number(module), query.shape[-1] ** -0.5 if scaling is None else scaling
     if hasattr(module, LATENTS) and is_smaller(module, query.shape[1]):
         return mark_latent(module, query, layer=layer, scale=scale, visible=visible, sink=s_aux), None
-    output = mark_attention(
-        query,
-        key,
-        value,
-        layer=layer,
-        scale=scale,
-        softcap=softcap or 0.0,
-        visible=visible,
-        sink=s_aux,
-        relative=relative,
-    )
+    if blocks is None:
+        output = mark_attention(
+            query,
+            key,
+            value,
+            layer=layer,
+            scale=scale,
+            softcap=softcap or 0.0,
+            visible=visible,
+            sink=s_aux,
+            relative=relative,
+        )
+    else:
+        output = mark_attention(
+            query,
+            torch.cat((key, blocks[0]), dim=-1),
+            None,
+            layer=layer,
+            scale=scale,
+            visible=visible,
+            sink=s_aux,
+            latent=key.shape[-1],
+            stride=blocks[1],
+        )
     return output, None

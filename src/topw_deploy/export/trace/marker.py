@@ -25,8 +25,20 @@ def marker_nodes(graph: ir.Graph) -> list[ir.Node]:
     return sorted(nodes, key=lambda node: node.attributes["layer"].as_int())
 
 
+# Model type -> why no graph over tokens computes it.
+_REFUSED = {
+    "blt": "runs its middle layers once for each patch of bytes, and where a patch starts depends on entropies that a "
+    "second model predicts",
+}
+
+
 def check_layer_types(model: PreTrainedModel, config: Any) -> None:
-    """Raises UnsupportedModelError for an encoder-decoder."""
+    """Raises UnsupportedModelError for layers that markers cannot represent."""
+    reason = _REFUSED.get(model.config.model_type)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} {reason}, which the export does not support; choose a model of tokens."
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a causal decoder; choose a decoder-only language model."
@@ -64,6 +76,7 @@ def mark_attention(
     slopes: torch.Tensor | None = None,
     relative: torch.Tensor | None = None,
     latent: int = 0,
+    stride: int = 0,
 ) -> torch.Tensor:
     """Mark attention. Returns [batch, sequence, heads, value_dim].
 
@@ -71,8 +84,11 @@ def mark_attention(
     sink: [heads], additional scores in the softmax, which select no value.
     slopes: [heads], ALiBi: score += slope * (key position - query position). Slopes in bfloat16 follow Falcon: score +=
         scale * slope * key position, with positions and products rounded to bfloat16.
-    relative: [batch, heads, sequence, extent], what each query adds to the scores of keys at each distance (query position
-        - key position), the last for all that are farther.
+    relative: [batch, heads, sequence, extent], what each query adds to the scores of keys at each distance, that is its
+        position minus theirs; the last column holds for all greater distances.
+    stride: with `latent`, if above 0: each key is two, of `latent` columns. The first is the token's. The second stands
+        for the tokens up to it, and is seen by its own and all later queries where the token's position + 1 is a
+        multiple of `stride`. Their values are the keys themselves.
     """
     seen = visible or Visible()
     attributes: dict[str, Any] = {
@@ -81,6 +97,7 @@ def mark_attention(
         "window": seen.window,
         "chunk": seen.chunk,
         "latent": latent,
+        "stride": stride,
         "layer": layer,
     }
     inputs = [query, key, value, None if sink is None else sink.to(query.dtype), slopes, relative]

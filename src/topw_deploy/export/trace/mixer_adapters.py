@@ -1,12 +1,13 @@
-"""Forwards, written with markers, for mixers that compute convolutions or recurrences in their own forward.
+"""Methods, written with markers, for modules that mix tokens in code of their own.
 
-Each takes the mixer, the markers and the layer's index, then the arguments of the forward that it replaces.
+Each takes the module, the markers and the layer's index before the arguments of the method that it replaces.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -226,6 +227,74 @@ def matrix_lstm(
     return output.transpose(1, 2).to(dtype), None
 
 
+def ngram_embedding(
+    embedding: Any, markers: MixerMarkers, layer: int, input_ids: torch.Tensor, *_args: Any, **_kwargs: Any
+) -> torch.Tensor:
+    """Qwen 4: rows of a table, chosen by hashes of the last tokens, [batch, sequence, heads * dim].
+
+    An n-gram ends at an end-of-text token, which repeats beyond it and before a row's first token. The history holds
+    differences from that token, so that zeros stand for it.
+    """
+    end, reach = embedding.eos_token_id, embedding.ngram_size - 1
+    ids = input_ids.long()
+    history = markers.history((ids - end)[:, None], reach, layer=layer)[:, 0]  # [batch, reach + sequence]
+    multipliers, sizes, offsets = (
+        getattr(embedding, name) for name in ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+    )
+    mixed = ids * multipliers[0]
+    chosen, earlier = [], None
+    for lag in range(1, reach + 1):
+        column = history[:, reach - lag : -lag]
+        earlier = column if earlier is None else torch.where(earlier == 0, 0, column)
+        mixed = torch.bitwise_xor(mixed, (earlier + end) * multipliers[lag])
+        heads = slice((lag - 1) * embedding.heads_per_ngram, lag * embedding.heads_per_ngram)
+        chosen.append(torch.remainder(mixed[..., None], sizes[heads]) + offsets[heads])
+    return embedding.ngram_embedding(torch.cat(chosen, dim=-1)).flatten(-2)
+
+
+def dilated_convolution(
+    ple: Any, markers: MixerMarkers, layer: int, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any
+) -> torch.Tensor:
+    """Qwen 4's convolution of n-gram features [batch, sequence, channels], with gaps between its taps."""
+    columns = markers.history(hidden_states.transpose(1, 2), ple.short_conv_state_len, layer=layer)
+    return functional.silu(ple.conv1d(columns)).transpose(1, 2)
+
+
+def compressed_blocks(
+    compressor: Any,
+    markers: MixerMarkers,
+    layer: int,
+    hidden_states: torch.Tensor,
+    _compact: torch.Tensor,
+    position_ids: torch.Tensor,
+    *_args: Any,
+    **_kwargs: Any,
+) -> torch.Tensor:
+    """DeepSeek V4: for every token, a mean of the block of `compress_rate` tokens that ends there, [batch, 1, sequence,
+    dim]. The model has those of positions that a block ends at.
+
+    With an overlap, the mean includes the block before, which has gates and values of its own.
+    """
+    size, width, count = compressor.compress_rate, compressor.head_dim, hidden_states.shape[1]
+    overlaps = compressor.position_bias.shape[1] != width
+    reach = 2 * size if overlaps else size
+    both = torch.cat([compressor.kv_proj(hidden_states), compressor.gate_proj(hidden_states)], dim=-1)
+    columns = markers.history(both.transpose(1, 2), reach - 1, layer=layer).transpose(1, 2)
+    windows = columns[:, torch.arange(count)[:, None] + torch.arange(reach)]  # [batch, sequence, reach, channels]
+    values, gates = windows.chunk(2, dim=-1)
+    bias = compressor.position_bias
+    if overlaps:
+        values, gates = (torch.cat([x[:, :, :size, :width], x[:, :, size:, width:]], dim=2) for x in (values, gates))
+        before_any = (position_ids < reach - 1)[..., None, None] & (torch.arange(reach) < size)[:, None]
+        gates = torch.where(before_any, float("-inf"), gates)
+        bias = torch.cat([bias[:, :width], bias[:, width:]])
+    weights = (gates + bias).softmax(dim=2, dtype=torch.float32).to(values.dtype)
+    blocks = compressor.kv_norm((values * weights).sum(dim=2))
+    starts = position_ids + 1 - size
+    cos, sin = compressor.rotary_emb(blocks, position_ids=starts, layer_type=compressor.rope_layer_type)
+    return sys.modules[type(compressor).__module__].apply_rotary_pos_emb(blocks[:, None], cos, sin)
+
+
 def shared_attention(
     mixer: Any, markers: MixerMarkers, layer: int, *args: Any, layer_idx: int, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -239,8 +308,11 @@ def shared_attention(
 
 
 ADAPTERS: dict[str, Callable[..., Any]] = {
-    "Inkling2DynamicShortConvolution": dynamic_convolution,
+    "DeepseekV4CSACompressor": compressed_blocks,
+    "DeepseekV4HCACompressor": compressed_blocks,
     "MiniMaxLightningAttention": lightning_attention,
+    "Qwen4ExpTextNGramEmbedding": ngram_embedding,
+    "Qwen4ExpTextPLELayer": dilated_convolution,
     "RecurrentGemmaRecurrentBlock": griffin_recurrent_block,
     "RwkvFeedForward": rwkv_feed_forward,
     "RwkvSelfAttention": rwkv_attention,
@@ -249,3 +321,5 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
     "ZayaCCAProjection": convolved_projections,
     "xLSTMBackend": matrix_lstm,
 }
+# Where that is not `forward`: the method that an adapter replaces.
+METHODS = {"Qwen4ExpTextPLELayer": "_short_conv"}

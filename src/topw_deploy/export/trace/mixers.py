@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import Cache, PreTrainedModel
 
-from topw_deploy.export.trace.mixer_adapters import ADAPTERS, layer_of
+from topw_deploy.export.trace.mixer_adapters import ADAPTERS, METHODS, layer_of
 from topw_deploy.export.trace.mixer_markers import MixerMarkers
 from topw_deploy.export.trace.recurrences import (
     causal_convolution,
@@ -50,11 +50,11 @@ def marked_mixers(model: PreTrainedModel, markers: MixerMarkers) -> Iterator[Non
                 if hasattr(module, name):
                     changes.enter_context(_replaced(module, name, Cache))
         for name, mixer in model.named_modules():
-            adapter = ADAPTERS.get(type(mixer).__name__)
-            if adapter is not None:
-                forward = partial(adapter, mixer, markers, layer_of(name))
-                vars(mixer)["forward"] = forward
-                changes.callback(vars(mixer).pop, "forward")
+            kind = type(mixer).__name__
+            if kind in ADAPTERS:
+                method = METHODS.get(kind, "forward")
+                vars(mixer)[method] = partial(ADAPTERS[kind], mixer, markers, layer_of(name))
+                changes.callback(vars(mixer).pop, method)
         yield
 
 

@@ -270,6 +270,72 @@ def _doge(
     return self.o_proj(output.flatten(2)), None
 
 
+# Qwen 4: gated, behind an indexer that selects all tokens here.
+
+
+def _qwen4(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Tensor,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The original combines the mask with the selection, and takes the new tokens' angles from those of all."""
+    query, gate = self.q_proj(hidden_states).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+    key, value = (part(hidden_states).unflatten(-1, (-1, self.head_dim)) for part in (self.k_proj, self.v_proj))
+    query, key = self.q_norm(query).transpose(1, 2), self.k_norm(key).transpose(1, 2)
+    cos, sin = position_embeddings
+    query, key = _helper(self, "apply_rotary_pos_emb")(query, key, cos, sin)
+    key, value = _remember(past_key_values, key, value.transpose(1, 2), self.layer_idx)
+    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **others)
+    return self.o_proj(output.flatten(2) * torch.sigmoid(gate.flatten(2))), None
+
+
+# DeepSeek V4: a window of tokens and, in one softmax, blocks of tokens that a compressor makes one key of.
+
+
+def _deepseek_v4(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    position_ids: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Keys are values too, and rotated: the outputs are rotated back."""
+    rotate, (cos, sin) = _helper(self, "apply_rotary_pos_emb"), position_embeddings[self.rope_layer_type]
+    compact = self.q_a_norm(self.q_a_proj(hidden_states))
+    query = rotate(self.q_b_norm(_heads(self.q_b_proj(compact), self.num_heads)), cos, sin)
+    key = rotate(self.kv_norm(self.kv_proj(hidden_states))[:, None], cos, sin)
+    key, value = _remember(past_key_values, key, key, self.layer_idx)
+    if self.compressor is not None:
+        made = self.compressor(hidden_states, compact, position_ids, None, self.layer_idx)
+        others["blocks"] = made, self.compressor.compress_rate
+    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, s_aux=self.sinks, **others)
+    output = rotate(output.transpose(1, 2), cos, -sin).transpose(1, 2)
+    groups = output.flatten(2).unflatten(-1, (self.config.o_groups, -1))
+    return self.o_b_proj(self.o_a_proj(groups).flatten(2)), None
+
+
+# GIT: the mask differs from a causal one for tokens of images only.
+
+
+def _git(self: Any, hidden_states: Tensor, _mask: Any = None, past_key_values: Any = None, **_: Any) -> Any:
+    parts = (project(hidden_states) for project in (self.query, self.key, self.value))
+    query, key, value = (_heads(part, self.num_attention_heads) for part in parts)
+    key, value = _remember(past_key_values, key, value, self.layer_idx)
+    output = mark_attention(query, key, value, layer=self.layer_idx, scale=self.attention_head_size**-0.5)
+    return output.flatten(2), None
+
+
+def _no_mask(**_: Any) -> None:
+    """In the place of GIT's mask, which its attention above does not read."""
+
+
 # Models with an `_attn` of their own.
 
 
@@ -306,8 +372,10 @@ ADAPTERS: dict[str, dict[str, Method]] = {
     "bloom.BloomAttention": {"forward": _bloom},
     "codegen.CodeGenAttention": {"forward": _codegen},
     "deepseek_v2.DeepseekV2RotaryEmbedding": {"forward": _rotation},
+    "deepseek_v4.DeepseekV4Attention": {"forward": _deepseek_v4},
     "doge.DogeAttention": {"forward": _doge},
     "falcon.FalconAttention": {"forward": _falcon},
+    "git.GitSelfAttention": {"forward": _git},
     "gpt_neo.GPTNeoSelfAttention": {"_attn": _gpt_neo},
     "gpt_neox_japanese.GPTNeoXJapaneseAttention": {"_attn": _gpt_neox_japanese},
     "gptj.GPTJAttention": {"forward": _gptj},
@@ -319,10 +387,12 @@ ADAPTERS: dict[str, dict[str, Method]] = {
     "llama4.Llama4TextRotaryEmbedding": {"forward": _rotation},
     "mpt.MptAttention": {"forward": _mpt},
     "openai.Attention": {"_attn": _openai_gpt},
+    "qwen4_exp.Qwen4ExpTextAttention": {"forward": _qwen4},
     "xglm.XGLMAttention": {"forward": _xglm},
 }
 # The same -> replaced functions of the file that defines the class.
 _FUNCTIONS: dict[str, dict[str, Method]] = {
     "deepseek_v2.DeepseekV2RotaryEmbedding": {"apply_rotary_emb": _rotate_heads},
+    "git.GitModel": {"create_causal_mask": _no_mask},
 }
 _UNNUMBERED = {"openai.Attention"}  # classes without layer_idx

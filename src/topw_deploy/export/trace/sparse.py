@@ -1,4 +1,5 @@
-"""Attention to selected tokens, chosen by an indexer (DeepSeek V3.2, GLM 5, MiniMax M3) or a score per key (Doge).
+"""Attention to selected tokens: by an indexer (DeepSeek V3.2 and V4, GLM 5, MiniMax M3, Qwen 4) or by a score of each
+key (Doge).
 
 Up to a certain length such a model selects all tokens. The export attends to all tokens, and its context ends there.
 """
@@ -37,5 +38,11 @@ def _selected(module: torch.nn.Module) -> int | None:
     blocks, size = getattr(module, "topk_blocks", None), getattr(module, "block_size", None)
     if isinstance(blocks, int) and isinstance(size, int):
         return blocks * size
+    budget, ratio = getattr(module, "token_budget", None), getattr(module, "compress_ratio", None)
+    if isinstance(budget, int) and isinstance(ratio, int):
+        return budget + ratio - 1  # selected are whole blocks, and always the tokens after the last one
     tokens = getattr(module, "index_topk", getattr(module, "keep_window_size", None))
-    return tokens if isinstance(tokens, int) else None
+    block = getattr(module, "compress_rate", 1)  # selects blocks, and a block counts once it is complete
+    if not isinstance(tokens, int):
+        return None
+    return (tokens + 1) * block - 1 if block > 1 else tokens

@@ -5,10 +5,18 @@ Layers see the tokens of this call only, and leave markers. The lowering adds th
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import Cache
+
+
+class _EmptyLayers(list[Any]):
+    """A cache's layers, of any number, which hold nothing. Qwen 4's model keeps positions for its indexers there."""
+
+    def __getitem__(self, _index: Any) -> Any:
+        return SimpleNamespace(indexer_position_ids=None)
 
 
 class TracedCache(Cache):
