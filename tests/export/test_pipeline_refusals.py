@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import BertConfig, CpmAntConfig, CpmAntForCausalLM, LlamaConfig, T5Config
 
+from tests.support.attention_kinds import KINDS
 from tests.support.tiny_models import VOCAB, export, write_checkpoint, write_decoder, write_tokenizer
 from topw_deploy.errors import (
     ExportError,
@@ -192,3 +193,12 @@ def test_hard_link_is_refused_for_a_traced_model(tmp_path: Path, checkpoint: Cal
     with pytest.raises(ParameterError, match="leave --hard-link out"):
         export(checkpoint("llama_tied"), tmp_path / "out", hard_link=True)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_model_that_keeps_weights_in_float32_is_refused_in_float16(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "in", KINDS["deepseek_v4"]())
+    with pytest.raises(
+        UnsupportedModelError, match=r"does not run in float16 in transformers .* use --dtype fp32 or bf16"
+    ):
+        export(tmp_path / "in", tmp_path / "out", dtype="fp16")

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from topw_deploy.errors import UnsupportedModelError, one_line
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.job import Job
 from topw_deploy.export.lowering import lower
@@ -118,8 +119,14 @@ def _overflow_notice(model: PreTrainedModel, job: Job) -> str:
     stage, journal, stamp = "overflow check", job.finished.journal, job.finished.trace
     noted = journal.find(stage, stamp)
     if noted is None:
-        with streamed(model):
-            found = overflowing_modules(model, sample_batches(model, job.source.folder))
+        try:
+            with streamed(model):
+                found = overflowing_modules(model, sample_batches(model, job.source.folder))
+        except RuntimeError as error:  # such as of float32 weights that the model keeps for precision
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not run in float16 in transformers ({one_line(error)}); use --dtype "
+                "fp32 or bf16."
+            ) from error
         journal.done(stage, stamp, found=found)
     else:
         found = noted["found"]
