@@ -26,7 +26,7 @@ class AttentionLayer:
     shared_by: later layers that read its states.
     chunk: tokens see their own chunk of this size only; 0 for no chunks.
     kept: number of tokens in a state that holds only the window; 0 if it holds the whole sequence.
-    stride: of layers with two keys per token, see `trace.marker.mark_attention`; 0 for others. head_dim is of both keys.
+    stride: of layers with two keys per token, of `head_dim` together (`trace.marker.mark_attention`); 0 for others.
     """
 
     index: int

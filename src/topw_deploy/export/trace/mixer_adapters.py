@@ -310,6 +310,7 @@ def shared_attention(
 ADAPTERS: dict[str, Callable[..., Any]] = {
     "DeepseekV4CSACompressor": compressed_blocks,
     "DeepseekV4HCACompressor": compressed_blocks,
+    "Inkling2DynamicShortConvolution": dynamic_convolution,
     "MiniMaxLightningAttention": lightning_attention,
     "Qwen4ExpTextNGramEmbedding": ngram_embedding,
     "Qwen4ExpTextPLELayer": dilated_convolution,

@@ -27,7 +27,7 @@ class TracedCache(Cache):
     """
 
     def __init__(self, positions: torch.Tensor) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_EmptyLayers())
         self.positions = positions
         self.convolution: tuple[int, int] | None = None
         self.recurrence: tuple[int, int] | None = None
