@@ -83,7 +83,7 @@ def make_model(family: str | PreTrainedConfig) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1 and not parameter.any():
-                parameter.normal_()
+                parameter.normal_(std=0.1)
             elif parameter.dim() > 1:
                 parameter.mul_(6)
         for name, table in model.named_buffers():
