@@ -67,6 +67,27 @@ class Buffers:
         if size:
             self.block.clear(size)
 
+    def clear_row(self, row: int, *, all_states: bool) -> None:
+        """Zero the states of `row` of fixed size, or all."""
+
+        def write(memory: np.ndarray) -> None:
+            for view, size in self._views(memory, row):
+                if all_states or not size:
+                    view[:] = 0
+
+        if all_states or self.layout.fixed:
+            self.block.change(write)
+
+    def copy_row(self, source: int, target: int, tokens: int) -> None:
+        """Copy the states of row `source` after its first `tokens` tokens to row `target`."""
+
+        def write(memory: np.ndarray) -> None:
+            for (old, size), (new, _) in zip(self._views(memory, source), self._views(memory, target), strict=True):
+                end = tokens * size if size else old.shape[1]
+                new[:, :end] = old[:, :end]
+
+        self.block.change(write)
+
     def grow(self, length: int) -> None:
         """Extend rows to `length` with zeros. Bind again afterwards."""
         old_starts, new_starts = self._starts, self.layout.starts(self.batch, length)
