@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.toy_model import Toy, export
@@ -21,6 +23,28 @@ FORMS = {
 
 NewEngine = Callable[..., Engine]
 """The fixture `engine_of`: (model, **options) -> an engine that is shut down after the test."""
+
+
+HOT: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True}
+
+
+class Gate:
+    """A stopping criterion that holds the engine's thread at a sequence's first token."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, ids: np.ndarray) -> bool:
+        self.reached.set()
+        assert self.opened.wait(60)
+        return False
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.opened.set()
 
 
 @pytest.fixture(scope="session")

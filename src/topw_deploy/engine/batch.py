@@ -171,7 +171,8 @@ class Batch:
         saved = buffers.snapshot(other, tokens[other])
         buffers.copy_row(one, other, tokens[one])
         buffers.restore(one, saved)
-        pair, arrays = [one, other], [self._ids, self._written, self._lengths, *self._parameters.values()]
+        arrays: list[np.ndarray] = [self._ids, self._written, self._lengths, *self._parameters.values()]
+        pair = [one, other]
         for array in arrays:
             array[pair] = array[pair[::-1]]
         self.edits.swap(one, other)

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,9 +90,9 @@ class Worker:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._alive: dict[Request, Submission] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap
+        self._deadlines: list[tuple[float, int, weakref.ref[Request]]] = []  # a heap
         self._numbers = itertools.count()
-        self._stopping = self._broken = False
+        self._stopping, self._broken = False, ""  # or why the engine failed
         self._thread = threading.Thread(target=self._main, name="topw-engine", daemon=True)
         self._thread.start()
 
@@ -145,7 +146,7 @@ class Worker:
             self._run()
 
     def _run(self) -> None:
-        """One iteration of docs in scheduler.py."""
+        """One iteration, as scheduler.py describes it."""
         scheduler, batch = self._scheduler, self._batch
         if scheduler.waiting:
             self._admit()
@@ -251,9 +252,9 @@ class Worker:
         request = submission.request
         self._alive[request] = submission
         if submission.deadline is not None:
-            heapq.heappush(self._deadlines, (submission.deadline, next(self._numbers), request))
+            heapq.heappush(self._deadlines, (submission.deadline, next(self._numbers), weakref.ref(request)))
         if self._broken:
-            self._fail(submission.jobs[0], GenerationError("the engine has failed; make a new Engine to go on."))
+            self._fail(submission.jobs[0], GenerationError(self._broken))
             return
         for job in submission.jobs:
             self._scheduler.submit(job)
@@ -276,8 +277,9 @@ class Worker:
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            *_, request = heapq.heappop(self._deadlines)
-            self._end_early(request, "timeout")
+            request = heapq.heappop(self._deadlines)[-1]()
+            if request is not None:
+                self._end_early(request, "timeout")
 
     def _fail(self, job: Job, error: BaseException, *, spoilt: bool = False) -> None:
         """End all sequences of a request because of one. spoilt: see `Batch.clear`."""
@@ -322,13 +324,13 @@ class Worker:
 
     def _break(self, error: BaseException) -> None:
         """Fail all requests after an error that is not theirs."""
-        self._broken = True
         why = f"the engine has failed ({type(error).__name__}: {one_line(error)})"
+        self._broken = f"{why}; make a new Engine to go on."
         self._room.close(why)
         for submission in list(self._alive.values()):
             alive = [job for job in submission.jobs if not job.ended]
             if alive:
-                self._fail(alive[0], GenerationError(f"{why}; make a new Engine to go on."))
+                self._fail(alive[0], GenerationError(self._broken))
 
     def _stop(self) -> None:
         self._stopping = True
