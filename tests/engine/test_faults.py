@@ -91,6 +91,17 @@ def test_invalid_logits_fail_their_request_only(load: Any, engine_of: NewEngine)
         assert good.result(60) == alone
 
 
+def test_a_row_whose_cache_was_spoilt_serves_the_next_request(load: Any, engine_of: NewEngine) -> None:
+    """This graph multiplies masked slots by zero, as standard operators do, and 0 * NaN is NaN."""
+    toy = Toy.random(0)
+    toy.features[byte_ids("!")[0]] = np.nan
+    model = load(toy, form="scatter")
+    engine = engine_of(model, max_batch=1)
+    with pytest.raises(LogitsError):
+        engine.submit("abcd!", max_new_tokens=9).result(60)
+    assert engine.submit("ab", max_new_tokens=2, seed=1).result(60) == model.generate("ab", max_new_tokens=2, seed=1)
+
+
 def test_a_callers_error_fails_its_request_only(model: TopWModel, engine_of: NewEngine) -> None:
     class Streamer:
         ended = 0

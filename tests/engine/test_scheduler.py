@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from topw_deploy.engine.scheduler import Scheduler, Task
+from topw_deploy.engine.scheduler import WAITING, Scheduler, Task
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -38,7 +38,7 @@ class Interleavings(RuleBasedStateMachine):
         """Cancellations, deadlines and ordinary ends are the same to the scheduler."""
         alive = [task for task in self.submitted if task not in self.ended]
         task = data.draw(st.sampled_from(alive))
-        if task.row is None:
+        if task.row == WAITING:
             self.left_waiting.append(task)
         self.scheduler.end(task)
         self.ended.append(task)
@@ -47,14 +47,12 @@ class Interleavings(RuleBasedStateMachine):
     def iterate(self) -> None:
         scheduler = self.scheduler
         for task in scheduler.admit():
-            assert task.row is not None
             self.cache[task.row] = []
             self.admitted.append(task)
         oldest = scheduler.reading()[:1]
         chunk = scheduler.next_chunk()
         if chunk is not None:
             task = chunk.task
-            assert task.row is not None
             assert 0 < chunk.end - chunk.start <= self.chunk
             if task is not oldest[0]:
                 assert self.last_chunk != (oldest[0], False), "the oldest prompt gets every second chunk"
@@ -98,7 +96,7 @@ class Interleavings(RuleBasedStateMachine):
         alive = [task for task in self.submitted if task not in self.ended]
         assert scheduler.waiting + scheduler.used == len(alive)
         assert set(scheduler.decoding) == {task for task in alive if task.decoding}
-        assert set(scheduler.reading()) == {task for task in alive if task.row is not None and not task.decoding}
+        assert set(scheduler.reading()) == {task for task in alive if task.row != WAITING and not task.decoding}
         assert scheduler.idle == (not alive)
 
     @invariant()

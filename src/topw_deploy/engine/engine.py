@@ -96,7 +96,9 @@ class Engine:
         self._limits = Limits(
             decoder.context_length, model.manifest.sampler.vocab_size, options.length, opened="engine"
         )
-        self._scheduler = Scheduler(options.rows, options.chunk, dense=decoder.evicts, moves=_moves(session))
+        self._scheduler: Scheduler[Job] = Scheduler(
+            options.rows, options.chunk, dense=decoder.evicts, moves=_moves(session)
+        )
         self._room = Room(options.rows + options.queue)
         self._batch = Batch(session, decoder, options.rows, options.length)
         self._worker = Worker(self._batch, self._scheduler, self._room)

@@ -18,6 +18,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+WAITING = -1
 
 
 class Task:
@@ -25,24 +28,27 @@ class Task:
 
     prompt_tokens: at least one.
     read: tokens of the prompt that are in the cache.
-    row: its row, or None while it waits.
+    row: its row, or WAITING.
     """
 
     def __init__(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.read = 0
-        self.row: int | None = None
+        self.row = WAITING
 
     @property
     def decoding(self) -> bool:
         return self.read == self.prompt_tokens
 
 
+AnyTask = TypeVar("AnyTask", bound=Task)
+
+
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Generic[AnyTask]):
     """Tokens `start` to `end`, exclusive, of a prompt. last: whether they are its last ones."""
 
-    task: Task
+    task: AnyTask
     start: int
     end: int
 
@@ -51,7 +57,7 @@ class Chunk:
         return self.end == self.task.prompt_tokens
 
 
-class Scheduler:
+class Scheduler(Generic[AnyTask]):
     """Places sequences in `rows` rows.
 
     chunk: maximum tokens of a chunk.
@@ -62,12 +68,12 @@ class Scheduler:
 
     def __init__(self, rows: int, chunk: int, *, dense: bool = False, moves: bool = True) -> None:
         self._chunk, self._dense, self._moves = chunk, dense, moves or dense
-        self._waiting: deque[Task] = deque()
-        self._rows: list[Task | None] = [None] * rows
-        self._reading: list[Task] = []  # in the order of admission
+        self._waiting: deque[AnyTask] = deque()
+        self._rows: list[AnyTask | None] = [None] * rows
+        self._reading: list[AnyTask] = []  # in the order of admission
         self._oldest_next = True
         self._arranged = True
-        self.decoding: list[Task] = []
+        self.decoding: list[AnyTask] = []
         self.width = 0
 
     @property
@@ -85,16 +91,16 @@ class Scheduler:
         """Rows in use."""
         return len(self._reading) + len(self.decoding)
 
-    def reading(self) -> list[Task]:
+    def reading(self) -> list[AnyTask]:
         """Sequences that have a row and a part of their prompt to read."""
         return list(self._reading)
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: AnyTask) -> None:
         self._waiting.append(task)
 
-    def admit(self) -> list[Task]:
+    def admit(self) -> list[AnyTask]:
         """Give the lowest free rows to the sequences that have waited longest. Returns those."""
-        admitted: list[Task] = []
+        admitted: list[AnyTask] = []
         while self._waiting and self.used < len(self._rows):
             task = self._waiting.popleft()
             task.row = self._rows.index(None)
@@ -103,7 +109,7 @@ class Scheduler:
             admitted.append(task)
         return admitted
 
-    def next_chunk(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk[AnyTask] | None:
         """The chunk to read now. Call `read` after its run, or `end`."""
         if not self._reading:
             return None
@@ -113,7 +119,7 @@ class Scheduler:
         self._oldest_next = not self._oldest_next
         return Chunk(task, task.read, min(task.read + self._chunk, task.prompt_tokens))
 
-    def read(self, chunk: Chunk) -> None:
+    def read(self, chunk: Chunk[AnyTask]) -> None:
         """Record that a chunk was read. After the last one the sequence decodes."""
         chunk.task.read = chunk.end
         if chunk.last:
@@ -121,9 +127,9 @@ class Scheduler:
             self.decoding.append(chunk.task)
             self._arranged = False
 
-    def end(self, task: Task) -> None:
+    def end(self, task: AnyTask) -> None:
         """Remove a sequence, wherever it is."""
-        if task.row is None:
+        if task.row == WAITING:
             self._waiting.remove(task)
             return
         self._rows[task.row] = None
@@ -137,7 +143,7 @@ class Scheduler:
         self._arranged = True
         pairs: list[tuple[int, int]] = []
         while True:
-            last = max((task.row for task in self.decoding if task.row is not None), default=-1)
+            last = max((task.row for task in self.decoding), default=-1)
             target = next((row for row in range(last) if self._may_take(row)), None) if self._moves else None
             if target is None:
                 self.width = last + 1

@@ -16,7 +16,7 @@ from typing import Any
 from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.request import Ended, Request
 from topw_deploy.engine.room import Room
-from topw_deploy.engine.scheduler import Chunk, Scheduler, Task
+from topw_deploy.engine.scheduler import WAITING, Chunk, Scheduler, Task
 from topw_deploy.errors import GenerationError, ParameterError, TopWError, one_line
 from topw_deploy.runtime.callbacks import Streamer
 from topw_deploy.runtime.rows import Row
@@ -84,7 +84,7 @@ class Counts:
 class Worker:
     """Runs until `stop`. Other threads call `start`, `end_early`, `pass_by` and `stop` only."""
 
-    def __init__(self, batch: Batch, scheduler: Scheduler, room: Room) -> None:
+    def __init__(self, batch: Batch, scheduler: Scheduler[Job], room: Room) -> None:
         self.counts = Counts()
         self._batch, self._scheduler, self._room = batch, scheduler, room
         self._inbox: deque[Callable[[], None]] = deque()
@@ -162,15 +162,14 @@ class Worker:
             self._step()
 
     def _admit(self) -> None:
-        for task in self._scheduler.admit():
-            job, row = _job(task), _row(task)
+        for job in self._scheduler.admit():
             try:
-                self._batch.set(row, job.generated.request)
+                self._batch.set(job.row, job.generated.request)
             except ParameterError as error:
                 self._fail(job, error)
 
-    def _read(self, chunk: Chunk) -> None:
-        job, row = _job(chunk.task), _row(chunk.task)
+    def _read(self, chunk: Chunk[Job]) -> None:
+        job, row = chunk.task, chunk.task.row
         request = job.generated.request
         try:
             token = self._batch.read(row, request, chunk.start, chunk.end)
@@ -182,6 +181,7 @@ class Worker:
         self._scheduler.read(chunk)
         if token is None:
             return
+        self.counts.new_tokens += 1
         job.first_at = time.perf_counter()
         job.columns = {name: self._batch.first(name) for name in _OUTPUTS}
         job.spans = [(row, self._batch.steps)]
@@ -193,22 +193,22 @@ class Worker:
                 self._fail(job, error)
 
     def _write_edits(self) -> None:
-        for job in self._decoding():
+        for job in list(self._scheduler.decoding):
             try:
                 if not job.ended:  # with another sequence of its request
-                    self._batch.edits.write(_row(job))
+                    self._batch.edits.write(job.row)
             except ParameterError as error:
                 self._fail(job, error)
 
     def _exchange(self, pairs: Sequence[tuple[int, int]]) -> None:
         for pair in pairs:
             self._batch.exchange(*pair)
-        for job in self._decoding():
+        for job in list(self._scheduler.decoding):
             if job.spans[-1][0] != job.row:
-                job.spans.append((_row(job), self._batch.steps))
+                job.spans.append((job.row, self._batch.steps))
 
     def _step(self) -> None:
-        batch, jobs = self._batch, self._decoding()
+        batch, jobs = self._batch, list(self._scheduler.decoding)
         try:
             tokens = batch.step(self._scheduler.width)
         except GenerationError as error:
@@ -216,10 +216,11 @@ class Worker:
                 self._fail(job, GenerationError(str(error)), spoilt=True)
             return
         self.counts.steps += 1
+        self.counts.new_tokens += len(jobs)
         for job in jobs:
             if job.ended:  # with another sequence of its request
                 continue
-            row = _row(job)
+            row = job.row
             token = tokens[row]
             self._take(job, token)
             if not job.ended:
@@ -234,7 +235,6 @@ class Worker:
         if token < 0:
             self._fail(job, row.invalid(f"sequence {row.index} of the request"), spoilt=True)
             return
-        self.counts.new_tokens += 1
         try:
             gained = row.take(token)
         except BaseException as error:  # noqa: BLE001  # of the caller's code
@@ -300,7 +300,7 @@ class Worker:
         columns, row = self._columns(job), job.row
         if not self._broken:
             self._scheduler.end(job)
-            if row is not None:
+            if row != WAITING:
                 self._batch.clear(row, spoilt=spoilt)
         self.counts.ended += 1
         submission = self._alive[job.request]
@@ -319,9 +319,6 @@ class Worker:
                 values += self._batch.recorded(name, row, start, end)
         return {name: values[: job.generated.steps] for name, values in columns.items()}
 
-    def _decoding(self) -> list[Job]:
-        return [_job(task) for task in self._scheduler.decoding]
-
     def _break(self, error: BaseException) -> None:
         """Fail all requests after an error that is not theirs."""
         why = f"the engine has failed ({type(error).__name__}: {one_line(error)})"
@@ -334,13 +331,3 @@ class Worker:
 
     def _stop(self) -> None:
         self._stopping = True
-
-
-def _job(task: Task) -> Job:
-    assert isinstance(task, Job), "the engine submits jobs only"
-    return task
-
-
-def _row(task: Task) -> int:
-    assert task.row is not None, "the sequence has a row"
-    return task.row
