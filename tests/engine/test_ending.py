@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -70,3 +71,16 @@ def test_a_callback_cannot_wait_for_the_engine_that_calls_it(model: TopWModel, e
     with pytest.raises(GenerationError, match="a callback called shutdown"):
         engine.submit("a", stopping_criteria=lambda ids: bool(engine.shutdown())).result(60)
     assert engine.submit("a", max_new_tokens=1).result(60).token_ids
+
+
+def test_a_forgotten_engine_finishes_its_requests_and_ends_its_thread(model: TopWModel, gate: Gate) -> None:
+    engine = Engine(model, max_batch=1)
+    thread = engine._worker._thread
+    requests = [engine.submit("a", max_new_tokens=4, ignore_eos=True, stopping_criteria=gate)]
+    requests += [engine.submit("b", max_new_tokens=4, ignore_eos=True)]
+    del engine
+    gc.collect()
+    gate.opened.set()
+    assert [len(request.result(60).token_ids) for request in requests] == [4, 4]
+    thread.join(60)
+    assert not thread.is_alive()

@@ -19,6 +19,7 @@ from topw_deploy.runtime.cache.in_place import bind_static_chunk, bind_total
 from topw_deploy.runtime.cache.prefill import greedy
 from topw_deploy.runtime.draws import Draws, uniforms
 from topw_deploy.runtime.edits import NAMES, Edits
+from topw_deploy.runtime.memory import HostMemory
 from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.record import Record
 from topw_deploy.runtime.request import RowRequest
@@ -71,6 +72,13 @@ class Batch:
     def bytes(self) -> int:
         """Size of the cache."""
         return self._pool.bytes
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether copying a row is cheap: about as much memory traffic as its own attention in two steps. Device memory
+        is copied to the host and back.
+        """
+        return isinstance(self._buffers.block, HostMemory)
 
     def close(self) -> None:
         """Release the bindings and the cache."""

@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from topw_deploy.engine.batch import Batch
-from topw_deploy.engine.options import check_model, read_options
+from topw_deploy.engine.options import check_form, check_tensorrt, read_options
 from topw_deploy.engine.request import Event, PieceReader, Request, Source
 from topw_deploy.engine.room import Room, Waiter
 from topw_deploy.engine.scheduler import Scheduler
@@ -64,8 +65,8 @@ class Engine:
     when_full: what `submit` does then: "error" raises QueueFullError, "wait" waits for its turn.
     prefill_budget: maximum tokens of a chunk. While a prompt is read, a step of the others takes longer by one chunk.
 
-    Raises ParameterError for an invalid option or a cache that is not updated in place, EngineError for a TensorRT
-    engine, GenerationError if there is no memory for the cache.
+    Raises ParameterError for an invalid option or a cache of another form than `static`, EngineError for a TensorRT
+    engine that is too small, GenerationError if there is no memory for the cache.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Engine:
     ) -> None:
         session, _ = model._opened()
         decoder = model.manifest.decoder
-        check_model(session, decoder, model.path)
+        check_form(decoder, model.path)
         options = read_options(
             decoder,
             session.most_columns,
@@ -92,18 +93,20 @@ class Engine:
             when_full=when_full,
             prefill_budget=prefill_budget,
         )
+        check_tensorrt(session, decoder, options)
         self._model, self._session, self._options = model, session, options
         self._limits = Limits(
             decoder.context_length, model.manifest.sampler.vocab_size, options.length, opened="engine"
         )
+        self._batch = Batch(session, decoder, options.rows, options.length)
         self._scheduler: Scheduler[Job] = Scheduler(
-            options.rows, options.chunk, dense=decoder.evicts, moves=_moves(session)
+            options.rows, options.chunk, dense=decoder.evicts, moves=self._batch.copies_rows
         )
         self._room = Room(options.rows + options.queue)
-        self._batch = Batch(session, decoder, options.rows, options.length)
         self._worker = Worker(self._batch, self._scheduler, self._room)
         self._shutting = threading.Lock()
         self._stopped = False
+        weakref.finalize(self, self._worker.retire)  # a forgotten engine finishes its requests
 
     def submit(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Request:
         """Queue a request. Its result is that of `TopWModel.generate` with the same arguments.
@@ -192,7 +195,8 @@ class Engine:
                     self._worker.end_early(None, "cancelled")
             self._room.wait_until_empty(None)
             self._stopped = True
-            self._worker.stop()
+            self._worker.retire()
+            self._worker.join()
 
     def __enter__(self) -> Engine:
         return self
@@ -222,8 +226,10 @@ class Engine:
                 "max_queue",
             )
 
+        tokenizer = self._model.tokenizer
+
         def follow(ids: Sequence[int]) -> Any:
-            return self._model.tokenizer.follow(ids, whole["skip_special_tokens"])
+            return tokenizer.follow(ids, whole["skip_special_tokens"])
 
         def new_row(index: int, row: RowRequest) -> Row:
             watched = whole["streamer"] is not None or bool(whole["stopping_criteria"])
@@ -292,13 +298,6 @@ class Engine:
     def _refuse_own_thread(self, what: str) -> None:
         if self._worker.is_this_thread:
             raise GenerationError(f"a callback called {what}(), which would wait for itself; call it elsewhere.")
-
-
-def _moves(session: Any) -> bool:
-    """Whether copying a row is cheap: it is about as much memory traffic as the row's own attention in two steps, but
-    device memory is copied to the host and back.
-    """
-    return getattr(session, "device", ("cpu", 0))[0] == "cpu"
 
 
 def _left(submission: Submission) -> float | None:

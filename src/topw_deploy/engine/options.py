@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from topw_deploy.engine.batch import row_bytes
 from topw_deploy.errors import EngineError, ParameterError
 from topw_deploy.manifest import DecoderInfo
+from topw_deploy.runtime.cache.buffers import ALIGNMENT
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.sizes import decimal_size
 
@@ -28,17 +29,28 @@ class Options:
     chunk: int
 
 
-def check_model(session: Session, decoder: DecoderInfo, path: object) -> None:
-    """Raises EngineError for a TensorRT engine, ParameterError for a cache that is not in place."""
-    if session.provider == "tensorrt":
-        raise EngineError(
-            "the batching engine does not run TensorRT engines, whose rows cannot be read one by one; open the model "
-            "with another provider, or use TopWModel.generate."
-        )
+def check_form(decoder: DecoderInfo, path: object) -> None:
+    """Raises ParameterError for a cache that the engine cannot use."""
     if decoder.kv_form != "static":
         raise ParameterError(
             f"the batching engine needs a cache of the form 'static', but {path} has {decoder.kv_form!r}; "
             f"{_REMEDIES.get(decoder.kv_form, 'use TopWModel.generate')}."
+        )
+
+
+def check_tensorrt(session: Session, decoder: DecoderInfo, options: Options) -> None:
+    """Raises EngineError for a TensorRT engine of fewer rows, or whose rows cannot be bound one by one."""
+    if session.most_rows is not None and options.rows > session.most_rows:
+        raise EngineError(
+            f"max_batch is {options.rows}, but the TensorRT engine was built for {session.most_rows}; give at most "
+            "that, or build it again with a higher --max-batch."
+        )
+    sizes = [state.row_bytes(max(options.length, decoder.buffer_least)) for state in decoder.states]
+    odd = next((size for size in sizes if size % ALIGNMENT), None)
+    if session.provider == "tensorrt" and options.rows > 1 and odd is not None:
+        raise EngineError(
+            f"a row of a state takes {odd} bytes, which is no multiple of {ALIGNMENT}, so TensorRT cannot read a "
+            "prompt into one of several rows; give max_batch=1, or open the model with another provider."
         )
 
 

@@ -82,7 +82,7 @@ class Counts:
 
 
 class Worker:
-    """Runs until `stop`. Other threads call `start`, `end_early`, `pass_by` and `stop` only."""
+    """Runs until `retire`. Other threads call `start`, `end_early`, `pass_by`, `retire` and `join` only."""
 
     def __init__(self, batch: Batch, scheduler: Scheduler[Job], room: Room) -> None:
         self.counts = Counts()
@@ -92,7 +92,7 @@ class Worker:
         self._alive: dict[Request, Submission] = {}
         self._deadlines: list[tuple[float, int, weakref.ref[Request]]] = []  # a heap
         self._numbers = itertools.count()
-        self._stopping, self._broken = False, ""  # or why the engine failed
+        self._retiring, self._broken = False, ""  # or why the engine failed
         self._thread = threading.Thread(target=self._main, name="topw-engine", daemon=True)
         self._thread.start()
 
@@ -114,9 +114,11 @@ class Worker:
         self._post(passed.set)
         passed.wait()
 
-    def stop(self) -> None:
-        """End the thread, which must have no requests, and release the batch."""
-        self._post(self._stop)
+    def retire(self) -> None:
+        """Make the thread end, and release the batch, as soon as it has no requests."""
+        self._post(self._retire)
+
+    def join(self) -> None:
         self._thread.join()
 
     def _post(self, message: Callable[[], None]) -> None:
@@ -124,7 +126,7 @@ class Worker:
         self._wake.set()
 
     def _main(self) -> None:
-        while not self._stopping:
+        while self._alive or self._inbox or not self._retiring:
             try:
                 self._iterate()
             except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
@@ -329,5 +331,5 @@ class Worker:
             if alive:
                 self._fail(alive[0], GenerationError(self._broken))
 
-    def _stop(self) -> None:
-        self._stopping = True
+    def _retire(self) -> None:
+        self._retiring = True

@@ -38,8 +38,8 @@ class GenerationResult:
     certified: per token, whether the crop was proven without geometry (docs/contract/graph.md section 4).
     mass: per token, the crop's share of the full softmax, or None.
     seed, sample: reproduce the tokens, with the same prompt and parameters.
-    finish_reason: "stop", "criterion" or "length" (token limit or context); from an Engine also "cancelled", "timeout" or
-        "error".
+    finish_reason: "stop", "criterion" or "length" (token limit or context); from an Engine also "cancelled", "timeout"
+        or "error".
     stop: EOS id, stop string or criterion's name, else None.
     prompt_tokens: prompt length.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).

@@ -19,7 +19,7 @@ from topw_deploy.runtime.protocols import Binding, Memory, Session
 CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "bfloat16")
 """Supported cache element types."""
 
-_ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
+ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
 _ROUND = 64  # tokens; buffer lengths are multiples of it
 _GROWTH = 32  # buffers grow by at least 1 / _GROWTH, because growing moves the whole buffer
 
@@ -38,7 +38,7 @@ class Layout:
         """The states' byte offsets, then the total size."""
         offsets = [0]
         for state in self.states:
-            offsets.append(offsets[-1] + _round_up(batch * state.row_bytes(length), _ALIGNMENT))
+            offsets.append(offsets[-1] + _round_up(batch * state.row_bytes(length), ALIGNMENT))
         return offsets
 
     def size(self, batch: int, length: int) -> int:
