@@ -18,7 +18,7 @@ from topw_deploy.engine.options import check_form, check_tensorrt, read_options
 from topw_deploy.engine.request import Event, PieceReader, Request, Source
 from topw_deploy.engine.room import Room, Waiter
 from topw_deploy.engine.scheduler import Scheduler
-from topw_deploy.engine.tasks import Events, Signal
+from topw_deploy.engine.tasks import Bell, Events, Signal
 from topw_deploy.engine.worker import Job, Submission, Worker
 from topw_deploy.errors import GenerationError, ParameterError, QueueFullError
 from topw_deploy.runtime.callbacks import Watch, ending
@@ -106,6 +106,7 @@ class Engine:
         self._worker = Worker(self._batch, self._scheduler, self._room)
         self._shutting = threading.Lock()
         self._stopped = False
+        self._bell: Bell | None = None
         weakref.finalize(self, self._worker.retire)  # a forgotten engine finishes its requests
 
     def submit(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Request:
@@ -135,7 +136,7 @@ class Engine:
 
     async def generate(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Any:
         """Like `submit(...).result()`, for asyncio. Cancelling the task cancels the request."""
-        ended = Signal()
+        ended = Signal(self._running_bell())
         with ending(parameters.get("streamer")):
             submission = self._prepare(prompt, parameters, max_time, on_end=ended.send)
             await self._start(submission)
@@ -151,7 +152,7 @@ class Engine:
         """
         with ending(parameters.get("streamer")):
             holder: list[Request] = []
-            events = Events(gone=lambda: holder[0].cancel())
+            events = Events(self._running_bell(), gone=lambda: holder[0].cancel())
             submission = self._prepare(prompt, parameters, max_time, put=events.put)
             holder.append(submission.request)
         return self._pieces(submission, events)
@@ -266,7 +267,7 @@ class Engine:
 
     async def _start(self, submission: Submission) -> None:
         if not self._takes(submission):
-            signal = Signal()
+            signal = Signal(self._running_bell())
             waiter = Waiter(len(submission.jobs), signal.send)
             self._room.wait(waiter)
             try:
@@ -294,6 +295,13 @@ class Engine:
             request.cancel()
         if request.error is not None:
             raise request.error
+
+    def _running_bell(self) -> Bell:
+        """The running loop's."""
+        bell = self._bell
+        if bell is None or bell.loop is not asyncio.get_running_loop():
+            bell = self._bell = Bell()
+        return bell
 
     def _refuse_own_thread(self, what: str) -> None:
         if self._worker.is_this_thread:
