@@ -56,10 +56,10 @@ class Submission:
 
     def abandon(self, reason: str) -> None:
         """End a request that never started."""
+        self.end_streamer()
         for job in self.jobs:
             job.generated.interrupt(reason)
             job.end({name: [] for name in _OUTPUTS})
-        self.end_streamer()
 
     def end_streamer(self) -> None:
         if self.streamer is not None:
