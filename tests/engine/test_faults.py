@@ -60,6 +60,24 @@ def test_a_failing_step_fails_its_requests_and_no_others(
     assert engine.stats().failed == 2
 
 
+def test_sequences_of_one_request_fail_together_and_once(
+    load: Any, engine_of: NewEngine, gate: Gate, faults: Faults
+) -> None:
+    model = load(Toy.random(0))
+    model._session.fixed_edits = 4
+    engine = engine_of(model, max_batch=4)
+    failing = engine.submit("a", n=3, max_new_tokens=9, stopping_criteria=gate, **HOT)
+    faults.wanted = lambda step, columns: bool(step) and engine._scheduler.width == 3
+    gate.opened.set()
+    with pytest.raises(GenerationError, match="no memory"):
+        failing.result(60)
+    with pytest.raises(ParameterError, match="edits more than 4 tokens"):
+        engine.submit("ab", n=3, logit_bias=dict.fromkeys(range(5), 1.0)).result(60)
+    assert not engine._batch.edits.active
+    assert engine.submit("a", seed=1, **HOT).result(60) == model.generate("a", seed=1, **HOT)
+    assert (engine.stats().failed, engine.stats().ended) == (2, 7)
+
+
 def test_a_failing_prompt_fails_one_request(model: TopWModel, engine_of: NewEngine, gate: Gate, faults: Faults) -> None:
     engine = engine_of(model, max_batch=2, prefill_budget=10)
     beside = engine.submit("a", max_new_tokens=9, stopping_criteria=gate, seed=1, **HOT)

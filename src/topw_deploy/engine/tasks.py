@@ -11,7 +11,7 @@ from topw_deploy.engine.request import Event
 
 
 class Bell:
-    """Wakes tasks of the running loop from any thread: waking a loop is expensive, so one call wakes all tasks with news."""
+    """Wakes tasks of the running loop from any thread. Waking a loop is expensive, so one call wakes them all."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -166,7 +166,8 @@ class Worker:
     def _admit(self) -> None:
         for job in self._scheduler.admit():
             try:
-                self._batch.set(job.row, job.generated.request)
+                if not job.ended:  # with another sequence of its request
+                    self._batch.set(job.row, job.generated.request)
             except ParameterError as error:
                 self._fail(job, error)
 
@@ -215,7 +216,8 @@ class Worker:
             tokens = batch.step(self._scheduler.width)
         except GenerationError as error:
             for job in jobs:
-                self._fail(job, GenerationError(str(error)), spoilt=True)
+                if not job.ended:  # with another sequence of its request
+                    self._fail(job, GenerationError(str(error)), spoilt=True)
             return
         self.counts.steps += 1
         self.counts.new_tokens += len(jobs)
