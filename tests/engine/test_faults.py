@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import HOT, Gate, NewEngine
+from tests.engine.test_results import begins, random_request
 from tests.support.toy_model import Toy, byte_ids
 from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError
@@ -189,3 +190,47 @@ def test_an_unexpected_error_fails_all_requests_and_nobody_waits(
             request.result(60)
     with pytest.raises(GenerationError, match="engine has failed"):
         engine.submit("c")
+
+
+def test_random_faults_change_no_other_request(
+    any_model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs and callbacks fail at random; what succeeds equals `generate` alone, what fails is its beginning."""
+    rng = np.random.default_rng(11)
+    run = HostBinding.run
+    inject = True
+
+    def faulty(binding: HostBinding, step: int | None = None) -> None:
+        run(binding, step)  # the caches have changed when the error comes
+        if inject and rng.random() < 0.02:
+            raise GenerationError("no memory")
+
+    def criterion(ids: np.ndarray) -> bool:
+        if inject and rng.random() < 0.05:
+            raise ZeroDivisionError
+        return False
+
+    monkeypatch.setattr(HostBinding, "run", faulty)
+    engine = engine_of(any_model, max_batch=4, prefill_budget=7)
+    given = [random_request(rng) for _ in range(60)]
+    requests = [
+        engine.submit(**one, **({"stopping_criteria": criterion} if index % 4 == 0 else {}))
+        for index, one in enumerate(given)
+    ]
+    failed = 0
+    for request in requests:
+        try:
+            request.result(60)
+        except (GenerationError, ZeroDivisionError):
+            failed += 1
+    inject = False
+    assert 5 < failed < 55
+    for one, request in zip(given, requests, strict=True):
+        alone = any_model.generate(**one)
+        found = request.results()
+        for result, whole in zip(found, alone if isinstance(alone, list) else [alone], strict=True):
+            if request.error is None:
+                assert result == whole
+            else:
+                assert begins(result, whole)
+    assert engine.stats().failed == failed
