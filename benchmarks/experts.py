@@ -2,10 +2,10 @@
 
     python -m benchmarks.experts [--tokens 1024] [--threads 2] [--rounds 3] [--other NAME=EXPORT ...]
 
-Uses a random Mixtral of 54 M parameters. Each round opens each form in a new process and runs its bare ArgMax graph:
-the prompt, whose growth of resident memory is sampled, the prompt again, and 32 steps.
+Uses a random Mixtral of 54 M parameters. Each round opens each form in a new process and runs its graph with ArgMax
+instead of the sampler: the prompt, with samples of resident memory, the prompt again, and 32 steps.
 
---other: exports of the same model by other versions or exporters of this package's form.
+--other: further exports of the same model in this package's folder format, for example by another version.
 """
 
 from __future__ import annotations

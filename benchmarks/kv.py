@@ -1,4 +1,4 @@
-"""In-place caches, against onnxruntime-genai's on the same weights. Figures: docs/lab/benchmarks.md.
+"""Compare caches updated in place with onnxruntime-genai's on the same weights. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.kv --model HF_FOLDER --genai FOLDER --genai-python PYTHON [--context 128 1024 4096]
         [--threads 1 2] [--dtype fp32] [--part graphs loop memory]
@@ -7,9 +7,13 @@ FOLDER is written by genai's builder, in its own environment:
 
     python -m onnxruntime_genai.models.builder -i HF_FOLDER -o FOLDER -p fp32 -e cpu
 
-Without --model, uses a random 52 M parameter Llama; without --genai, only our forms.
+Without --model, uses a random 52 M parameter Llama; without --genai, only our forms. --kind makes both folders, for a
+random model of about 50 M parameters with convolutions, windows, sinks and experts, or gated delta rules:
 
-graphs: bare ArgMax decoders in turns of a few steps in one process; ratios per turn.
+    python -m benchmarks.kv --kind lfm2 gpt_oss gemma3 qwen3_5 --genai-python PYTHON --part graphs --form static
+        --context 128 1024 [--dtype fp32]
+
+graphs: decoders with ArgMax instead of the sampler, in turns of a few steps in one process; ratios per turn.
 loop: `TopWModel` with Top-W against genai's own loop, greedy and with top-p.
 memory: resident bytes while a small model generates one sequence of --tokens tokens.
 
@@ -28,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import importable_by_workers, machine, say, table
+from benchmarks.kinds import KINDS, genai_folder, kind_model
 from benchmarks.models import exported, llama_50m
 from topw_deploy.bench.decode.request import DecodeRequest
 from topw_deploy.bench.decode.run import run as bench_decode
@@ -167,6 +172,7 @@ def memory(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="Hugging Face folder (default: a random model)")
+    parser.add_argument("--kind", nargs="+", choices=list(KINDS), help="random models with other states")
     parser.add_argument("--genai", type=Path, help="the folder that genai's builder made of the same model")
     parser.add_argument("--genai-python", type=Path, help="interpreter of its environment (default: this one)")
     parser.add_argument("--dtype", default="fp32", help="type of our exports")
@@ -184,13 +190,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     importable_by_workers()
-    model = args.model or llama_50m()
+    if not args.kind:
+        compare(args.model or llama_50m(), args)
+    for kind in args.kind or ():
+        model = kind_model(kind)
+        if args.genai_python is not None:
+            args.genai = genai_folder(model, args.dtype, args.genai_python)
+        compare(model, args)
+
+
+def compare(model: Path, args: argparse.Namespace) -> None:
+    """Print the tables of one model."""
     ours = {
         name: exported(model, "--dtype", args.dtype, *AS_GENAI.get(args.dtype, ()), *FORMS[name]) for name in args.form
     }
     args.vocab = load_manifest(next(iter(ours.values()))).sampler.vocab_size
     args.yardstick = "genai" if args.genai is not None else args.form[0]
-    print(f"{machine()}; {model}, {args.dtype}")
+    print(f"\n{machine()}; {model}, {args.dtype}")
     if "graphs" in args.part:
         graphs(ours, args)
     if "loop" in args.part and args.genai is not None:

@@ -1,4 +1,4 @@
-"""The worker of `benchmarks.kv`, `int4` and `experts`: greedy loops over ArgMax graphs, memory, and prompts."""
+"""The worker of `benchmarks.kv`, `int4` and `experts`: measures ArgMax graphs, memory and prompts."""
 
 from __future__ import annotations
 
@@ -45,9 +45,27 @@ def bare_peer(peer: Path, folder: Path) -> tuple[Path, DecoderInfo]:
     presents = [value for value in graph.outputs if value is not logits]
     graph.outputs.clear()
     graph.outputs.extend([token.outputs[0], *presents])
+    _flat_positions(graph)
     share_weights(peer, folder)
     ir.save(model, folder / FILE)
     return folder / FILE, info
+
+
+def _flat_positions(graph: ir.Graph) -> None:
+    """Let `position_ids` have a row per sequence where the graph wants three equal ones (MRoPE of text)."""
+    positions = next((value for value in graph.inputs if value.name == "position_ids"), None)
+    if positions is None or positions.shape is None or len(positions.shape) != 3:
+        return
+    flat = ir.Value(name="position_ids", shape=ir.Shape(["batch_size", "sequence_length"]), type=positions.type)
+    threefold = ir.Value(
+        name="bare.threefold", const_value=ir.tensor([3, 1, 1], dtype=ir.DataType.INT64, name="bare.threefold")
+    )
+    graph.register_initializer(threefold)
+    expand = ir.node("Expand", [flat, threefold])
+    positions.replace_all_uses_with(expand.outputs[0])
+    positions.name = "bare.positions"
+    graph.inputs[graph.inputs.index(positions)] = flat
+    graph.insert_before(graph[0], expand)
 
 
 def peer_info(graph: ir.Graph, config: dict[str, Any]) -> DecoderInfo:

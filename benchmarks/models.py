@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 CACHE = Path(".cache/benchmarks")
 HIDDEN, LAYERS, INTERMEDIATE, HEADS, KV_HEADS = 512, 12, 1408, 8, 4
@@ -53,28 +54,47 @@ def llama_small(context: int) -> Path:
 
 
 def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int], family: str = "Llama") -> Path:
-    """Write a random Llama. LAST_NORM spreads its logits, which would be nearly equal and never certified."""
+    """Write a random Llama, or a random model of another family."""
+    config = {
+        **sizes,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return save_random_model(folder, f"{family}Config", f"{family}ForCausalLM", config)
+
+
+def save_random_model(folder: Path, config_class: str, model_class: str, config: dict[str, Any]) -> Path:
+    """Write a random model with a tokenizer of bytes to `folder`, once.
+
+    config_class, model_class: names in transformers; config: arguments of the first. LAST_NORM spreads the logits,
+    which would be nearly equal and never certified.
+    """
     if (folder / "model.safetensors").exists():
         return folder
     import torch
     import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**config))
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
+    decoder = getattr(decoder, "language_model", decoder)
+    norm = decoder.norm if hasattr(decoder, "norm") else decoder.embedding_norm
+    # The norms of Gemma 3 and Qwen 3.5 multiply by 1 + weight, and start at weight 0.
+    torch.nn.init.constant_(norm.weight, LAST_NORM - 1 if float(norm.weight.detach().max()) == 0 else LAST_NORM)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    _save_tokenizer(folder, model.config.get_text_config().vocab_size)
+    return folder
+
+
+def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Bytes, filled up with unused entries: only ids matter."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
-        **sizes,
-        vocab_size=vocab_size,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    torch.nn.init.constant_(model.model.norm.weight, LAST_NORM)
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(folder)
-    # Bytes, filled up with unused entries: only ids matter.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<s>", *alphabet])}
     vocabulary |= {f"<unused{i}>": i for i in range(len(vocabulary), vocab_size)}
@@ -82,7 +102,6 @@ def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int], family: 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<s>").save_pretrained(folder)
-    return folder
 
 
 def exported(model: Path | str, *options: str) -> Path:

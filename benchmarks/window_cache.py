@@ -1,9 +1,9 @@
-"""A step of attention with a sliding window: a buffer of the window's size beside one of the whole sequence.
+"""Time a step of attention with a sliding window: a buffer of the window against one of the whole sequence.
 
     python -m benchmarks.window_cache [--length 8192] [--window 512] [--tokens 6000] [--steps 600]
 
-One GroupQueryAttention node on random values: 8 heads of 64, 4 key-value heads, one row, one thread. Prints median
-microseconds, both buffers in turns.
+One GroupQueryAttention node on random values: 8 heads of 64, 4 key-value heads, one row, one thread. The two buffers
+take turns. Prints median microseconds (quartiles).
 """
 
 from __future__ import annotations

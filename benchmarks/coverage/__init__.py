@@ -1,1 +1,1 @@
-"""Which architectures of transformers' causal-LM map export: docs/models.md."""
+"""Find which architectures of transformers' causal-LM map can be exported, for docs/models.md."""

@@ -2,7 +2,7 @@
 
 python -m benchmarks.coverage                      (one to two hours; an interrupted run continues)
 python -m benchmarks.coverage --only llama mamba2 --forms default --again
-python -m benchmarks.coverage --write              (then docs/models.md from the results)
+python -m benchmarks.coverage --write              (then write docs/models.md from the results)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Model types of transformers' causal-LM map: decoder-only language models and the others."""
+"""The model types of transformers' causal-LM map, sorted into decoder-only language models and others."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def all_types() -> dict[str, str]:
 
 
 def decoder_only() -> list[str]:
-    """Sorted model types of this transformers that are decoder-only; unknown ones count as such."""
+    """Sorted decoder-only model types of the installed transformers; unknown types count as decoder-only."""
     return sorted(set(all_types()) - NOT_DECODER_ONLY.keys())
 
 

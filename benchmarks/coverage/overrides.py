@@ -1,6 +1,6 @@
 """Where an architecture's tiny configuration departs from the general rule.
 
-Mostly: layers of each kind where the default has one kind only, and sizes that depend on each other.
+Most entries add layers of each kind where the default has one kind only, or set sizes that depend on each other.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ _GEMMA4_LARGE = {  # experts, global layers whose values are their keys
     "moe_intermediate_size": 32,
     "hidden_size_per_layer_input": 0,
 }
+_INKLING = {"rel_extent": 12, "log_scaling_n_floor": 16, "unpadded_vocab_size": 318}
 _LLAMA4 = {"interleave_moe_layer_step": 2, "floor_scale": 16}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -108,7 +109,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _MAMBA_AND_FULL,
     "hrm_text": {"num_hidden_layers": 1, "H_cycles": 2, "L_cycles": 1},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
-    "inkling_text": {"logits_mup_width_multiplier": 2.0},
+    "inkling2_text": {**_INKLING, "n_layers_per_attn_res_block": 1},
+    "inkling_text": {**_INKLING, "logits_mup_width_multiplier": 2.0},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "jetmoe": {"kv_channels": 16},
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 4},

@@ -1,4 +1,4 @@
-"""docs/models.md from the results."""
+"""Write docs/models.md from the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _introduction(file: ResultFile, types: Sequence[str]) -> str:
     version = metadata.version("transformers")
     tried = sum(1 for name in types if any(file.find(name, form) is not None for form in FORMS))
     missing = len(types) - tried
-    note = f"This page is not complete: {missing} types have no result of this version yet, refusals among them."
+    note = f"This page is incomplete: {missing} types have no result for this version yet."
     text = f"""# Models
 
 transformers {version} maps {len(all_types())} model types to a causal language model. {len(types)} of them are
@@ -63,8 +63,8 @@ def _summary(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> s
     return (
         "## Summary\n\n"
         + table(["exporter", "architectures", f"of {len(types)}"], rows)
-        + "\n\nThe first rows count exports that agree with torch. Those of other exporters count the types that they "
-        "list; nothing of\nthem was run here. mobius also tries unlisted types as Llama."
+        + "\n\nThe first rows count exports that agree with torch. The rows of other exporters count the types that "
+        "they list;\nthose exporters were not run. mobius also tries to export unlisted types as Llama."
     )
 
 
@@ -80,7 +80,7 @@ def _architectures(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]
         "## Architectures\n\n"
         "Numbers are the largest difference to torch's logits in any check. `states` counts the layers of the tiny\n"
         "model by what they keep from one call to the next: `full` and `window` are keys and values. A number of\n"
-        "tokens is the longest sequence of an export that ends before the model does.\n\n" + table(header, rows)
+        "tokens is the context of an export that is shorter than the model's.\n\n" + table(header, rows)
     )
 
 
@@ -131,5 +131,5 @@ def _states(result: Result) -> str:
 
 
 def _plain(reason: str) -> str:
-    """One table cell."""
+    """`reason` without characters that break a table cell."""
     return reason.replace("|", "/").replace("`", "'")

@@ -1,8 +1,8 @@
-"""Model types that other exporters list, from their installed packages.
+"""The model types that other exporters list, read from their installed packages.
 
     make peers && python -m benchmarks.coverage.peers .peers      (rewrites peers.json)
 
-A listing says that the exporter has an entry for a type; nothing of it is run.
+A listed type has an entry in the exporter; no export is run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from optimum.exporters.tasks import TasksManager
 listed = TasksManager.get_supported_model_type_for_task("text-generation", "onnx")
 print(json.dumps([importlib.metadata.version("optimum-onnx"), listed]))
 """
-# Released checkpoints name these classes, which transformers writes otherwise or does not have.
+# Class names in released checkpoints that transformers spells differently or lacks -> model type.
 _HUB_CLASSES = {"PhiMoEForCausalLM": "phimoe", "Phi4MMForCausalLM": "phi4_multimodal"}
 
 
@@ -49,12 +49,12 @@ class Peer:
 
 
 def read_peers() -> list[Peer]:
-    """As stored in peers.json."""
+    """The exporters in peers.json."""
     return [Peer(each["name"], each["version"], tuple(each["types"])) for each in json.loads(FILE.read_text("utf-8"))]
 
 
 def peers_of(environments: Path) -> list[Peer]:
-    """Ask the packages in `environments`, made by `make peers`."""
+    """Query the packages in `environments`, which `make peers` creates."""
     genai, optimum = (environments / name / "bin" / "python" for name in ("genai", "optimum"))
     version, source = _answer(genai, _GENAI)
     found = [_peer("onnxruntime-genai", version, types_of_classes(dispatched_classes(source)))]

@@ -19,10 +19,10 @@ EXPORTED, REFUSED, WRONG, FAILED, BROKEN = "exported", "refused", "wrong", "fail
 class Result:
     """One architecture in one form.
 
-    outcome: EXPORTED (and verified), REFUSED by the exporter, WRONG (verification failed), FAILED (an error that is no
-    refusal, a timeout, too little memory), or BROKEN (the architecture's own code fails in torch).
-    states: kind of state -> number of layers that have one, of an export.
-    context: tokens that the export reads at most; the tiny models allow CONTEXT, a few less.
+    outcome: EXPORTED (and verified), REFUSED by the exporter, WRONG (verification failed), FAILED (any other error, a
+    timeout, or too little memory), or BROKEN (the architecture's own code fails in torch).
+    states: kind of state -> number of layers that have one; empty without an export.
+    context: the export's context length; that of most tiny models is CONTEXT, of a few less.
     difference: largest difference to torch's logits.
     reason: why there is no export.
     """
@@ -54,7 +54,7 @@ class ResultFile:
         return self._results.get((model_type, form))
 
     def add(self, result: Result) -> None:
-        """Add and save; the file is replaced at once."""
+        """Add a result and replace the file atomically."""
         with self._lock:
             self._results[result.model_type, result.form] = result
             self._path.parent.mkdir(parents=True, exist_ok=True)

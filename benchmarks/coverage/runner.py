@@ -23,7 +23,11 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one export: wall seconds of all its processes, bytes of data of each."""
+    """Limits of one export.
+
+    seconds: wall-clock time.
+    memory: bytes of data of each process.
+    """
 
     seconds: float = 300
     memory: int = 6 << 30

@@ -10,9 +10,9 @@ from benchmarks.coverage.overrides import OVERRIDES
 
 VOCAB, CONTEXT, WINDOW, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 320, 256, 8, 64, 4, 2, 16
 MOST_LAYERS = 4
-SELECTED = 48  # tokens of sparse attention: fewer than a verified prompt has, where the export reads more than these
+SELECTED = 48  # tokens that sparse attention selects; an export that reads more is verified on longer prompts
 
-# GroupQueryAttention cannot rotate heads of size 8. Latent attention gets values of another size than keys.
+# Heads have 16 numbers, because GroupQueryAttention cannot rotate 8. In latent attention, keys are wider than values.
 SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), VOCAB),
     **dict.fromkeys(
@@ -157,7 +157,7 @@ def _default(field: Any, initial: Mapping[str, Any]) -> Any:
 
 
 def _kv_heads(defaults: Mapping[str, Any]) -> int:
-    """As many as heads where the default says so, 1 where it says 1, else KV_HEADS."""
+    """HEADS if the default equals the default number of heads, 1 if it is 1, else KV_HEADS."""
     default = defaults["num_key_value_heads"]
     if default == 1:
         return 1
@@ -180,7 +180,7 @@ def _layers(cls: Any, initial: Mapping[str, Any], defaults: Mapping[str, Any]) -
 
 
 def _is_kinds(value: Any, depth: int) -> bool:
-    """Whether `value` says of each layer which kind it is; sizes per layer are derived anew."""
+    """Whether `value` lists the kind of every layer. The configuration derives lists of sizes itself."""
     return (
         isinstance(value, list | tuple)
         and len(value) == depth
@@ -189,7 +189,7 @@ def _is_kinds(value: Any, depth: int) -> bool:
 
 
 def _first_of_each(lists: list[Any], depth: int) -> list[int]:
-    """Indices of layers that bring a new kind in any list; at least two."""
+    """Indices of the layers with a new kind in any list; at least two, at most MOST_LAYERS."""
     seen: list[set[Any]] = [set() for _ in lists]
     chosen = []
     for layer in range(depth):

@@ -14,12 +14,12 @@ NOISE = 0.1  # makes biases, norms and sinks differ from their initial 0 or 1
 LEAST_EFFECT = 0.1  # of the first token on the last logits: a thousand times the bound of the verification
 TEXT_PARTS = {"gemma3n": "gemma3n_text"}
 """Composites that need further packages (timm) to be built -> model type of their text part."""
-# State decays are exponentials of these: scaled, they would forget everything.
+# State decays are exponentials of these: scaled up, they would erase the states at once.
 _UNSCALED = re.compile(r"A_log|(^|\.)D$|conv|time_|dt_|decay|slope|_freq")
 
 
 def tiny_model(model_type: str) -> Any:
-    """Random float32 weights, in evaluation mode; of a multimodal type the whole model, as its checkpoints are."""
+    """A model with random float32 weights, in evaluation mode; the whole model for a multimodal type."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
@@ -34,15 +34,20 @@ def tiny_model(model_type: str) -> Any:
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():
                 continue
-            if parameter.dim() > 1 and not _UNSCALED.search(name):
+            if parameter.dim() > 1 and not parameter.any():  # would leave out what reads it
+                parameter.normal_(std=NOISE)
+            elif parameter.dim() > 1 and not _UNSCALED.search(name):
                 parameter.mul_(WEIGHT_SCALE)
             elif parameter.dim() == 1:
                 parameter.add_(NOISE * torch.randn_like(parameter))
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # DeepSeek V4's experts of each token
+                table.random_(config.n_routed_experts)
     return model
 
 
 def check_forward(model: Any) -> float:
-    """How much the last of six tokens' logits depend on the first token: largest difference.
+    """The largest change of the last token's logits when the first of six tokens changes.
 
     Raises ValueError for logits that are not finite.
     """
@@ -59,7 +64,7 @@ def check_forward(model: Any) -> float:
 def write_checkpoint(model_type: str, folder: Path) -> Path:
     """A Hugging Face folder: configuration, weights, tokenizer.
 
-    Raises what the architecture's code raises, ValueError for unusable logits.
+    Raises ValueError for unusable logits, and any error of the architecture's code.
     """
     from tests.support.tiny_models import write_tokenizer
 

@@ -21,8 +21,8 @@ class Cache {
  public:
   explicit Cache(std::size_t rows) : next_ids(rows, 0) {}
   virtual ~Cache() = default;
-  virtual void feed_prompts() = 0;  // [B, S], in one run
-  // [B, 1]: `next_ids`. Inactive rows overwrite their last token.
+  virtual void feed_prompts() = 0;  // binds [B, S]: the prompts, for one run
+  // Binds [B, 1]: `next_ids`, for a step. Inactive rows overwrite their last token.
   virtual void feed_tokens(const std::vector<bool> &active) = 0;
 
   Tokens next_ids;
@@ -63,8 +63,7 @@ inline void clear(const Session &session, void *data, std::size_t bytes) {
     throw Failure("the cache cannot be cleared on the device; check NVIDIA's driver.");
 }
 
-// static: one buffer for each layer's keys and values, bound once as past and present. A step updates ids and indices
-// in place.
+// static: one buffer for each state, bound once as past and present. A step updates ids and indices in place.
 class StaticCache : public Cache {
  public:
   StaticCache(const Session &session, const Folder &folder, Binding &binding, const Rows &rows)
@@ -88,8 +87,8 @@ class StaticCache : public Cache {
       const bool grows = tokens_axis != state.shape.end();
       const std::int64_t fixed = grows ? folder.fixed_size(state.past, 1 + (tokens_axis - state.shape.begin())) : -1;
       if (fixed >= 0 && fixed < tokens)
-        throw Failure("prompt and answer may have " + std::to_string(tokens) + " tokens, this export's cache holds " +
-                      std::to_string(fixed) + "; lower --max-new-tokens.");
+        throw Failure("prompt and answer may have " + std::to_string(tokens) + " tokens, but this export's cache " +
+                      "holds " + std::to_string(fixed) + "; lower --max-new-tokens.");
       if (grows || room_ == 0) room_ = fixed >= 0 ? fixed : std::max(rounded, folder.buffer_least);
       bind(state);
     }
@@ -109,13 +108,13 @@ class StaticCache : public Cache {
  private:
   void begin_decoding() {
     decoding_ = true;
-    for (std::size_t row = 0; row < written_.size(); ++row) written_[row] = lengths_[row] - 1;  // the last token's
+    for (std::size_t row = 0; row < written_.size(); ++row) written_[row] = lengths_[row] - 1;  // last token
     std::fill(lengths_.begin(), lengths_.end(), 1);
     binding_.changing_input("input_ids", next_ids.data(), {count_, 1});
     binding_.host_input("row_lengths", lengths_.data(), {count_});
     bind_total(room_);
   }
-  // Columns a run may attend to. GroupQueryAttention always reads them on the host.
+  // Slots that a run may attend to. GroupQueryAttention always reads this number on the host.
   void bind_total(std::int64_t tokens) {
     total_ = std::int32_t(tokens);
     if (has_total_) binding_.host_input("total_sequence_length", &total_, {1});
@@ -127,7 +126,7 @@ class StaticCache : public Cache {
     void *data = nullptr;
     check(ort->GetTensorMutableData(value.get(), &data));
     clear(session_, data, elements(shape) * cache_element_bytes(state.type));
-    binding_.input(state.past, value.get());  // keeps the tensor
+    binding_.input(state.past, value.get());  // keeps the tensor alive
     binding_.output(state.present, value.get());
   }
 
@@ -136,14 +135,14 @@ class StaticCache : public Cache {
   const bool has_total_;
   const std::int64_t count_, width_;  // B, S
   Tokens ids_;                        // of the prompts
-  Tokens written_, lengths_;          // each row's current length, and after the run
+  Tokens written_, lengths_;          // each row's length before a run; the tokens that the run appends
   std::int64_t room_ = 0;             // slots per row
   std::int32_t total_ = 0;
   bool decoding_ = false;
 };
 
-// concat: the present of a run is the past of the next, passed as onnxruntime values. Left padding puts every row's
-//     last token in the last column.
+// concat: the present of a run is the past of the next, passed as onnxruntime values. Prompts are padded on the left,
+// so that their last tokens share the last column.
 class ConcatCache : public Cache {
  public:
   ConcatCache(const Session &session, const Folder &folder, Binding &binding, const Rows &rows)
@@ -182,7 +181,7 @@ class ConcatCache : public Cache {
     bind_mask();
   }
   void feed_tokens(const std::vector<bool> &active) override {
-    const std::vector<Value> presents = binding_.outputs();  // bound first
+    const std::vector<Value> presents = binding_.outputs();  // the presents come first: they were bound first
     for (std::size_t i = 0; i < folder_.states.size(); ++i) {
       binding_.input(folder_.states[i].past, presents[i].get());
       binding_.fresh_output(folder_.states[i].present);

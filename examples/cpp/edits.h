@@ -59,8 +59,8 @@ class EditSlots {
   }
   void grow() {
     if (fixed_)
-      throw Failure("the request edits more than " + std::to_string(slots_) + " tokens, which is what this graph was " +
-                    "exported for; use fewer penalties, biases or bans, or export with more slots.");
+      throw Failure("the request edits more than " + std::to_string(slots_) + " tokens, the maximum this graph was " +
+                    "exported with; use fewer penalties, biases or bans, or export with more slots.");
     const std::int64_t had = slots_;
     const Tokens ids = ids_;
     const std::vector<float> penalty = penalty_, bias = bias_;

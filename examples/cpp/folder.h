@@ -50,7 +50,7 @@ struct Folder {
   fs::path path;
   Json files;  // of the manifest, by name
   TensorSpecs inputs, outputs;
-  bool in_place = false;  // form of the cache: static or concat
+  bool in_place = false;  // form of the cache: static if true, else concat
   bool pads = true;       // whether prompts of different lengths may share a batch
   std::vector<State> states;
   std::int64_t context = 0, buffer_least = 0, vocabulary = 0;
@@ -70,7 +70,7 @@ struct Folder {
 
 inline ElementType element_type(const Json &value) {
   const auto found = kElementTypes.find(value.as_text());
-  value.need(found != kElementTypes.end(), "an element type of this program's");
+  value.need(found != kElementTypes.end(), "an element type that this program supports");
   return found->second;
 }
 

@@ -1,5 +1,5 @@
-// The generation loop. Decoder and Top-W are one graph: a run takes the last tokens and each row's parameters, edits
-// and random number to the next tokens.
+// The generation loop. Decoder and Top-W are one graph: a run computes the next tokens from the last ones and from each
+// row's parameters, edits and random number.
 #ifndef TOPW_LOOP_H
 #define TOPW_LOOP_H
 
@@ -37,7 +37,7 @@ struct Row {
   std::vector<std::int32_t> kept;
   std::vector<bool> certified;
   bool ended = false;
-  std::optional<std::int64_t> stop_token;  // what ended it; neither if the budget is used up
+  std::optional<std::int64_t> stop_token;  // what ended it; neither if it used up its budget
   std::optional<std::string> stop_string;
   Clock::time_point ended_at;
 
@@ -120,7 +120,7 @@ class Generation {
       : rows_(rows),
         active_(rows.size(), true),
         binding_(session),
-        cache_(open_cache(session, folder, binding_, sizes_of(requests))),  // first: its outputs are found by position
+        cache_(open_cache(session, folder, binding_, sizes_of(requests))),  // first: outputs are found by position
         sampler_(requests, folder, binding_),
         edits_(requests, folder) {
     edits_.bind(binding_);

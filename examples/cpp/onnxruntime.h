@@ -78,7 +78,7 @@ inline Owned<OrtMemoryInfo> choose_cuda(OrtSessionOptions *options) {
                              OrtMemTypeDefault);
 }
 
-// `device`: the cache's memory; `host`: the program's.
+// `device`: the memory of the cache; `host`: the program's own memory.
 struct Session {
   Session(const Folder &folder, bool cuda, int threads, const std::string &native_library) : on_device(cuda) {
     const auto options = make<OrtSessionOptions>(ort->ReleaseSessionOptions, ort->CreateSessionOptions);
@@ -113,7 +113,7 @@ inline OrtAllocator *host_allocator() {
   return borrowed;
 }
 
-// Names and element types of the graph's inputs or outputs, listed by these functions.
+// Adds the names and element types of the graph's inputs or outputs to `found`; the functions list them.
 template <typename Count, typename Name, typename Type>
 void list_tensors(const OrtSession *graph, Count count, Name name, Type type, std::map<std::string, int> &found) {
   std::size_t tensors = 0;

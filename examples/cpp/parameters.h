@@ -18,7 +18,7 @@
 namespace topw {
 
 struct Parameter {
-  const char *name, *alias;  // the paper's name, and its authors' code's
+  const char *name, *alias;  // in the paper, and in its authors' code
   const char *bound;
   bool (*holds)(double);
 };

@@ -43,7 +43,7 @@ struct RowRequest {
 
 inline void check_prompt(const Tokens &prompt, const Folder &folder, const std::string &which) {
   if (prompt.empty())
-    throw Failure(which + " is empty and the model states no BOS token to start from; give token ids behind the " +
+    throw Failure(which + " is empty and the model states no BOS token to start from; give token ids after the " +
                   "folder or on standard input.");
   for (const std::int64_t id : prompt)
     if (id < 0 || id >= folder.vocabulary)

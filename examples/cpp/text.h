@@ -174,8 +174,8 @@ class IncrementalDecoder {
   std::size_t prompt_ = 0;  // prompt tokens among ids_
 };
 
-// Passes text on up to the first stop string, however the text is split. The one that ends first wins; of two that end
-// together, the longer.
+// Returns text up to the first stop string, however the text is split into pieces. The one that ends first counts; of
+// two that end together, the longer one.
 class StopStrings {
  public:
   explicit StopStrings(std::vector<std::string> stops) : stops_(std::move(stops)) {}

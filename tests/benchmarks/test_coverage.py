@@ -128,7 +128,7 @@ def test_the_page_counts_what_was_exported_and_names_what_was_not(tmp_path: Path
     text = page(file, [Peer("other", "1.0", (good, "bert"))])
     lines = text.splitlines()
     count = len(decoder_only())
-    assert f"This page is not complete: {count - 2} types have no result" in text
+    assert f"This page is incomplete: {count - 2} types have no result" in text
     (summary,) = [line for line in lines if "`topw-export MODEL OUT`" in line]
     assert f"{count - 2} no result" in summary
     assert f"| 1             | {100 / count:.1f} %" in summary

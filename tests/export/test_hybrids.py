@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from tests.support.hybrid_models import HYBRIDS, make_hybrid
-from tests.support.lowerings import LOWERINGS, driver_of, lowered
+from tests.support.lowerings import LOWERINGS, copy_of, driver_of, lowered
+from topw_deploy.export.trace.marker import marker_nodes
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 from topw_deploy.export.verification.cache_drivers import CacheDriver
 
 pytestmark = pytest.mark.slow
 
-BOUND = 1e-4  # of the largest logit, the export's bound
-LENGTHS = (7, 70, 1, 40)  # one longer than a chunk of standard operators
+BOUND = 1e-4  # share of the largest logit, as in the export's verification
+LENGTHS = (7, 70, 1, 40)  # one is longer than a call of standard operators may be
 
 
 @cache
@@ -73,7 +74,7 @@ def test_padded_rows_of_a_batch_agree_with_torch_alone(
     driver: CacheDriver, lowering: str, family: str, side: str, chunks: list[int]
 ) -> None:
     if (lowering, side) == ("concat", "right"):
-        pytest.skip("the form pads on the left only")
+        pytest.skip("rows of this form are padded on the left only")
     sequences, logits = wanted(family)
     width = max(LENGTHS)
     ids, mask = np.full((len(sequences), width), 17, np.int64), np.zeros((len(sequences), width), np.int64)
@@ -102,10 +103,24 @@ def test_states_are_listed_in_layer_order_and_are_inputs_and_outputs(family: str
 
 
 def test_one_node_reads_a_fixed_state_that_is_updated_in_place(family: str, lowering: str) -> None:
-    """Past and present share memory, so another reader could see the present."""
+    """Past and present share memory, so a second reader of the past could read the present instead."""
     decoder, form = lowered(traced(family), lowering)
     if form.kv_form == "concat":
-        pytest.skip("the form's states have memory of their own")
+        pytest.skip("past and present of this form do not share memory")
     fixed = {state.past for state in form.states if not state.grows}
     readers = {value.name: len(value.uses()) for value in decoder.model.graph.inputs if value.name in fixed}
     assert readers == dict.fromkeys(fixed, 1)
+
+
+@pytest.mark.parametrize("each", ["inkling", "inkling2"])
+def test_every_layer_adds_biases_by_distance_that_matter(each: str, lowering: str) -> None:
+    changed = copy_of(traced(each))
+    for node in marker_nodes(changed.model.graph):
+        node.replace_input_with(5, None)
+    ids = wanted(each)[0][1][None, :40]
+    found = []
+    for decoder in (traced(each), changed):
+        driver = driver_of(*lowered(decoder, lowering))
+        driver.start(1)
+        found.append(driver.step(ids, np.ones_like(ids)))
+    assert np.abs(found[0] - found[1]).max() > 100 * BOUND

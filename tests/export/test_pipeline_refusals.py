@@ -9,8 +9,10 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
-from transformers import BertConfig, LlamaConfig, T5Config
+import torch
+from transformers import BertConfig, CpmAntConfig, CpmAntForCausalLM, LlamaConfig, T5Config
 
+from tests.support.attention_kinds import KINDS
 from tests.support.tiny_models import VOCAB, export, write_checkpoint, write_decoder, write_tokenizer
 from topw_deploy.errors import (
     ExportError,
@@ -71,6 +73,17 @@ def test_a_model_without_causal_attention_is_refused(tmp_path: Path) -> None:
     config = BertConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     folder = write_checkpoint(tmp_path / "in", config)
     with pytest.raises(UnsupportedModelError, match="sees later tokens, so it is not a causal decoder"):
+        export(folder, tmp_path / "out")
+
+
+def test_a_model_whose_own_mask_shows_later_tokens_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "dim_head": 16, "dim_ff": 32, "num_hidden_layers": 1}
+    folder = write_checkpoint(tmp_path / "in", CpmAntConfig(vocab_size=VOCAB, **sizes))
+    model = CpmAntForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        first, second = (model(input_ids=torch.tensor([[5, 9, last]])).logits[0, 0] for last in (7, 8))
+    assert (first - second).abs().max() > 1  # the last token changes the first one's logits
+    with pytest.raises(UnsupportedModelError, match="lets a prompt's tokens attend to later ones"):
         export(folder, tmp_path / "out")
 
 
@@ -180,3 +193,12 @@ def test_hard_link_is_refused_for_a_traced_model(tmp_path: Path, checkpoint: Cal
     with pytest.raises(ParameterError, match="leave --hard-link out"):
         export(checkpoint("llama_tied"), tmp_path / "out", hard_link=True)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_model_that_keeps_weights_in_float32_is_refused_in_float16(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "in", KINDS["deepseek_v4"]())
+    with pytest.raises(
+        UnsupportedModelError, match=r"does not run in float16 in transformers .* use --dtype fp32 or bf16"
+    ):
+        export(tmp_path / "in", tmp_path / "out", dtype="fp16")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import GemmaConfig, GlmConfig, LlamaConfig
 
+from tests.support.hybrid_models import hybrid_config
 from tests.support.tiny_models import COMMON, export, write_checkpoint
 
 from .conftest import Ask, assert_built
@@ -30,6 +31,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma": (GemmaConfig(**COMMON, head_dim=8), {}),
     "gemma-half": (GemmaConfig(**COMMON, head_dim=16), {"dtype": "fp16"}),
     "glm": (GlmConfig(**COMMON, head_dim=32), {}),  # rotates neighbours, half of each head
+    "inkling2": (hybrid_config("inkling2"), {}),  # biases by distance, convolutions
     "demo": ("demo", {"max_length": 256}),
     "demo-default-length": ("demo", {"max_length": None}),
 }

@@ -1,4 +1,4 @@
-"""Models whose layers keep other things than all keys and values: windows, convolutions, recurrences."""
+"""Models with states other than the keys and values of all tokens: windows, convolutions, recurrences."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def tokens(model: TopWModel, prompts: list[list[int]]) -> list[list[int]]:
 def test_rows_of_different_lengths_draw_what_they_draw_alone(
     folder: Callable[[str, str], Path], family: str, form: str, chunk: int | None
 ) -> None:
-    """Prompts of one token, of equal lengths, and beyond a window, a chunk and a run."""
+    """Prompts of one token, of equal lengths, and longer than a window, a chunk and a run."""
     with TopWModel.from_pretrained(folder(family, form), prefill_chunk=chunk) as model:
         together = tokens(model, PROMPTS)
     with TopWModel.from_pretrained(folder(family, form)) as model:
         for row, prompt in enumerate(PROMPTS):
             alone = model.generate(prompt, max_new_tokens=NEW, seed=row, ignore_eos=True)
             assert together[row] == alone.token_ids
-        assert tokens(model, PROMPTS) == together  # used buffers start from zero again
+        assert tokens(model, PROMPTS) == together  # buffers that were used before are cleared
 
 
 def test_a_window_takes_the_memory_of_its_tokens(folder: Callable[[str, str], Path]) -> None:

@@ -1,4 +1,4 @@
-"""Tiny models of every kind of attention, and how far a decoder is from torch."""
+"""Tiny models of every kind of attention, and the difference between a decoder and torch."""
 
 from __future__ import annotations
 
@@ -51,6 +51,18 @@ ALIBI: dict[str, Callable[[], tf.PreTrainedConfig]] = {
 OWN: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "doge": lambda: tf.DogeConfig(
         **_SIZES, **_LONG, num_key_value_heads=2, intermediate_size=32, keep_window_size=128, is_moe=False
+    ),
+    "git": lambda: tf.GitConfig(
+        **_SIZES,
+        **_LONG,
+        intermediate_size=32,
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "image_size": 16,
+        },
     ),
     "gptj": lambda: tf.GPTJConfig(**_OLD_SIZES, rotary_dim=4, n_inner=32),
     "codegen": lambda: tf.CodeGenConfig(**_OLD_SIZES, rotary_dim=4, n_inner=32),
@@ -152,6 +164,24 @@ LATENT: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "deepseek_v3": lambda: tf.DeepseekV3Config(**_LATENT_EXPERTS),
     "minicpm3": lambda: tf.MiniCPM3Config(**_LATENT, scale_emb=1, dim_model_base=32),
     "deepseek_v32": lambda: tf.DeepseekV32Config(**_LATENT_EXPERTS, index_topk=64, index_n_heads=2, index_head_dim=16),
+    "deepseek_v4": lambda: tf.DeepseekV4Config(
+        **{**_SIZES, "num_hidden_layers": 3},
+        **_LONG,
+        **_EXPERTS,
+        head_dim=16,
+        q_lora_rank=16,
+        o_groups=2,
+        o_lora_rank=8,
+        hc_mult=2,
+        sliding_window=WINDOW,
+        partial_rotary_factor=0.5,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+        index_topk=64,
+        index_n_heads=2,
+        index_head_dim=16,
+    ),
 }
 TWICE: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "diffllama": lambda: tf.DiffLlamaConfig(**_SIZES, **_LONG, num_key_value_heads=2, intermediate_size=32),
@@ -161,7 +191,11 @@ KINDS = {**TWICE, **SINKS, **ALIBI, **OWN, **CHUNKS, **WIDTHS, **SHARED, **LATEN
 
 @dataclass(frozen=True)
 class Wanted:
-    """sequences: token ids of `LENGTHS`. logits: torch's [tokens, vocab] each."""
+    """What a decoder should compute.
+
+    sequences: token ids, of the lengths LENGTHS.
+    logits: torch's, [tokens, vocab] for each sequence.
+    """
 
     sequences: Sequence[np.ndarray]
     logits: Sequence[np.ndarray]
@@ -176,7 +210,7 @@ def wanted_of(model: torch.nn.Module) -> Wanted:
 
 
 def difference_alone(driver: CacheDriver, wanted: Wanted, chunks: Sequence[int]) -> float:
-    """Worst difference of the longest sequence, in chunks."""
+    """Largest difference in the logits after each chunk of the longest sequence."""
     ids, logits = max(zip(wanted.sequences, wanted.logits, strict=True), key=lambda pair: len(pair[0]))
     worst, end = 0.0, 0
     driver.start(1)
@@ -188,7 +222,7 @@ def difference_alone(driver: CacheDriver, wanted: Wanted, chunks: Sequence[int])
 
 
 def difference_in_a_batch(driver: CacheDriver, wanted: Wanted, side: str, chunks: Sequence[int]) -> float:
-    """Worst difference of rows of unequal lengths, padded on one side."""
+    """Largest difference in the logits of rows of different lengths, padded on one side."""
     width = max(LENGTHS)
     ids, mask = np.full((len(LENGTHS), width), 7, np.int64), np.zeros((len(LENGTHS), width), np.int64)
     for row, sequence in enumerate(wanted.sequences):

@@ -37,9 +37,26 @@ _LATENT = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+_INKLING = {
+    **_COMMON,
+    **_ATTENTION,
+    "unpadded_vocab_size": VOCAB,
+    "head_dim": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": WINDOW,
+    "d_rel": 4,
+    "rel_extent": 12,  # fewer tokens than a sequence has, as the floor
+    "log_scaling_n_floor": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+}
 _LINEAR_FIRST = ["linear_attention", "full_attention"]
 
-# Model type and settings.
+# Name in the tests -> (model type, settings).
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {**_DENSE, "head_dim": 8, "layer_types": ["conv", "full_attention"]}),
     "lfm2_moe": (
@@ -69,6 +86,28 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
             "shared_expert_intermediate_size": 16,
             "layer_types": _LINEAR_FIRST,
+        },
+    ),
+    "qwen4_exp_text": (
+        "qwen4_exp_text",
+        {
+            **_COMMON,
+            **_ATTENTION,
+            **_DELTA,
+            **_EXPERTS,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "hc_count": 2,
+            "hc_lowrank": 8,
+            "ple_layer_ids": [1],
+            "ngram_vocab_size_base": 256,
+            "heads_per_ngram": 2,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 128,
+            "indexer_compress_ratio": 4,
         },
     ),
     "olmo_hybrid": ("olmo_hybrid", {**_DENSE, **_DELTA, "layer_types": _LINEAR_FIRST}),
@@ -195,6 +234,16 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "autocast_kernel_dtype": "float32",
         },
     ),
+    "inkling": (
+        "inkling_text",
+        {
+            **_INKLING,
+            "intermediate_size": 48,
+            "mlp_layer_types": ["dense", "sparse"],
+            "logits_mup_width_multiplier": 2.0,
+        },
+    ),
+    "inkling2": ("inkling2_text", {**_INKLING, "n_layers_per_attn_res_block": 1}),
     "zaya": (
         "zaya",
         {**_COMMON, **_ATTENTION, **_EXPERTS, "num_experts_per_tok": 1, "head_dim": 8, "router_hidden_size": 16},
@@ -208,7 +257,7 @@ def hybrid_config(family: str) -> PreTrainedConfig:
 
 
 def make_hybrid(family: str) -> PreTrainedModel:
-    """Random float32. Gates are moderate and no parameter is zero, so that every term of a recurrence matters."""
+    """Random float32 weights. Gates are moderate and no vector is zero, so that every term of a recurrence matters."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(hybrid_config(family), dtype=torch.float32).eval()
     with torch.no_grad():

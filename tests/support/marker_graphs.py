@@ -1,4 +1,4 @@
-"""Graphs of one marker, lowered and run."""
+"""Lower and run graphs of one marker."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Build = Callable[[GraphEditor, ir.Node, Mapping[str, ir.Value]], tuple[ir.Value,
 class MarkerGraph:
     """A session that computes a lowered marker.
 
-    inputs: of the marker, in its order, None for missing ones.
-    others: further graph inputs, as `past`.
+    inputs: the marker's, in its order; None for missing ones.
+    others: further graph inputs, such as `past`.
     build: the lowering; returns output and present state.
     """
 
@@ -61,7 +61,7 @@ class MarkerGraph:
 
 
 def _input(name: str, tensor: torch.Tensor) -> ir.Value:
-    """Of any batch and sequence length, where `tensor` has those."""
+    """A graph input like `tensor`, with symbolic batch and sequence axes where it has them."""
     sizes: list[int | str] = list(tensor.shape)
     if name in ("weight", "bias"):
         return ir.Value(name=name, type=ir.TensorType(_dtype(tensor)), shape=ir.Shape(sizes))

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 
-from topw_deploy.export.trace.mixer_markers import CONVOLUTION, RECURRENCE, MixerCache, StatePlaces
+from topw_deploy.export.trace.mixer_markers import CONVOLUTION, HISTORY, RECURRENCE, MixerCache, StatePlaces
 
 
 def literal_convolution(
@@ -68,9 +68,9 @@ def literal_recurrence(
 
 
 class EagerMarkers:
-    """Computes what markers stand for, in one call of a model.
+    """Computes what the markers of one call of a model represent.
 
-    states: by kind, layer and number; updated.
+    states: (kind, layer, number) -> state; updated.
     """
 
     def __init__(self, cache: MixerCache, states: dict[tuple[str, int, int], torch.Tensor]) -> None:
@@ -91,6 +91,12 @@ class EagerMarkers:
         output, self._states[name] = literal_convolution(x, weight, bias, past, activation)
         return output
 
+    def history(self, x: torch.Tensor, columns: int, *, layer: int | None = None) -> torch.Tensor:
+        name = CONVOLUTION, *self._places.next(HISTORY, layer)
+        window = torch.cat([self._states.get(name, x.new_zeros(*x.shape[:2], columns)), x], dim=-1)
+        self._states[name] = window[..., -columns:]
+        return window
+
     def recurrence(
         self,
         q: torch.Tensor,
@@ -110,7 +116,7 @@ class EagerMarkers:
 
 
 class StatelessMixersCache(DynamicCache):
-    """A cache of keys and values that keeps no states of mixers, as in a trace."""
+    """A cache of keys and values that keeps no states of mixers, like the cache of a trace."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)

@@ -82,8 +82,13 @@ def make_model(family: str | PreTrainedConfig) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and not parameter.any():
+                parameter.normal_()
+            elif parameter.dim() > 1:
                 parameter.mul_(6)
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # DeepSeek V4's experts of each token
+                table.random_(config.n_routed_experts)
     return model
 
 

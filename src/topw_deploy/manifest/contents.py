@@ -42,15 +42,15 @@ class State:
     layer: the layer that writes it; in models that repeat layers, one number per repetition.
     kind: one of STATE_KINDS.
         full: keys or values of all tokens.
-        window: of the last `window` tokens.
+        window: keys or values of the last `window` tokens.
         latent: keys and values of all tokens, compressed.
-        convolution: the last columns of a causal convolution's input.
+        convolution: the last columns of the input of a causal convolution, a mean of a block of tokens, or an n-gram.
         recurrent: the state of a recurrence.
         All but `full` and `latent` have a fixed size and start as zeros.
     dtype: lower-case ONNX element type.
     shape: of one row. 0 is the axis of tokens, in at most one place.
-    window: of the kind `window`, tokens that a query sees, itself included; else 0. The operator evicts tokens by their
-        number, counting padding, so rows of a call must have equal lengths.
+    window: for the kind `window`, the number of tokens that a query sees, itself included; otherwise 0. The operator
+        counts padding as tokens when it evicts, so the rows of a call must have equal lengths.
     shared_by: later layers that read it too.
     """
 
@@ -152,7 +152,7 @@ class DecoderInfo:
     quantisation: dict[str, Any] = field(default_factory=dict)
 
     def state_bytes(self) -> dict[str, tuple[int, int]]:
-        """Kind -> bytes of a row whatever its length, and bytes per token. Only kinds that there are."""
+        """Kind -> (bytes of a row independent of its length, bytes per token), for the kinds that the decoder has."""
         found: dict[str, tuple[int, int]] = {}
         for kind in STATE_KINDS:
             states = [state for state in self.states if state.kind == kind and state.dtype in ELEMENT_TYPES]
@@ -163,12 +163,12 @@ class DecoderInfo:
 
     @property
     def evicts(self) -> bool:
-        """Whether prompts of different lengths must be read one by one (see State.window)."""
+        """Whether a state keeps only a window, so that prompts of different lengths must be read one by one."""
         return any(state.window for state in self.states)
 
     @property
     def recurs(self) -> bool:
-        """Whether a token, once read, cannot be overwritten: a state of fixed size has absorbed it."""
+        """Whether each token must be read exactly once, because a state of fixed size absorbs it."""
         return any(not state.grows for state in self.states)
 
 

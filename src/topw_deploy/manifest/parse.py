@@ -45,7 +45,7 @@ MOST_STATE_SIZE = 1 << 24  # of an axis
 _MOST_STATES = 4 * MOST_LAYERS
 _MOST_AXES = 4  # without the batch
 MOST_TOKENS = (1 << 31) - 1  # context; operators count in 32 bits
-MOST_BUFFER = 1 << 22  # allocated for any request
+MOST_BUFFER = 1 << 22  # tokens; allocated for every request
 MOST_VOCABULARY = MOST_WIDTH = 1 << 24
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 _VERSION = re.compile(r"\d{1,4}\.\d{1,4}")
@@ -197,7 +197,7 @@ def _states(data: Fields) -> tuple[State, ...]:
 def _state(data: Fields) -> State:
     shape = tuple(whole("an axis of a state", size, 0, MOST_STATE_SIZE) for size in data.listing("shape"))
     if not 1 <= len(shape) <= _MOST_AXES or shape.count(0) > 1:
-        raise ValueError(f"a state has the shape {shown(list(shape))}, not 1 to {_MOST_AXES} axes, one of tokens (0)")
+        raise ValueError(f"a state has the shape {shown(list(shape))}, not 1 to {_MOST_AXES} axes with at most one 0")
     return State(
         layer=data.whole("layer", 0, MOST_LAYERS - 1),
         kind=data.one_of("kind", STATE_KINDS),

@@ -1,4 +1,4 @@
-"""Lowered convolutions equal a loop over columns."""
+"""Lowered convolutions equal a loop over columns, and histories the columns themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tests.support.marker_graphs import MarkerGraph
 from tests.support.mixers import literal_convolution
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.lowering.convolution import ConvolutionLayer, Convolutions
+from topw_deploy.export.lowering.convolution import ConvolutionLayer, Convolutions, HistoryLayer
 
 BATCH, CHANNELS, KERNEL = 3, 6, 4
 BOUNDS = {torch.float32: 1e-6, torch.float16: 4e-3}  # sums of 5 terms of size 1
@@ -111,3 +111,44 @@ def test_chunks_equal_one_call(contrib: bool) -> None:
     second, last = graph.run({**feeds, "x": feeds["x"][..., 4:].contiguous(), "past": between})
     assert torch.allclose(torch.cat([first, second], dim=-1), whole, atol=BOUNDS[torch.float32])
     assert torch.equal(last, state)
+
+
+COLUMNS = 2  # before the call
+
+
+def history_of(feeds: Mapping[str, torch.Tensor], padding: str = "") -> MarkerGraph:
+    def build(editor: GraphEditor, marker: ir.Node, values: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
+        places = {name: values.get(name) if name == padding else None for name in ("real", "lengths")}
+        return Convolutions(editor, contrib=True, **places).history(HistoryLayer.of(marker), values["past"])
+
+    others = {name: feeds[name] for name in ("past", padding) if name}
+    return MarkerGraph("History", {"x": feeds["x"]}, others, build, columns=COLUMNS)
+
+
+def numbers(sequence: int) -> dict[str, torch.Tensor]:
+    """Too large for the 24 bits of a float32."""
+    large = 2**40 + torch.arange(1, 1 + BATCH * (COLUMNS + sequence)).view(BATCH, 1, -1)
+    return {"past": large[..., :COLUMNS].contiguous(), "x": large[..., COLUMNS:].contiguous()}
+
+
+@pytest.mark.parametrize("sequence", [1, 2, 5])
+def test_a_history_is_the_columns_before_and_those_of_the_call(sequence: int) -> None:
+    feeds = numbers(sequence)
+    output, present = history_of(feeds).run(feeds)
+    assert torch.equal(output, torch.cat([feeds["past"], feeds["x"]], dim=-1))
+    assert torch.equal(present, output[..., -COLUMNS:])
+
+
+@pytest.mark.parametrize("lengths", [[5, 1, 0], [0, 2, 3]])
+def test_the_history_of_a_row_padded_on_the_right_ends_at_its_last_real_column(lengths: list[int]) -> None:
+    feeds = {**numbers(5), "lengths": torch.tensor(lengths)}
+    output, present = history_of(feeds, "lengths").run(feeds)
+    for row, length in enumerate(lengths):
+        assert torch.equal(present[row], output[row, :, length : length + COLUMNS])
+
+
+def test_padding_on_the_left_is_zero_in_a_history() -> None:
+    feeds = {**numbers(5), "real": torch.arange(5) >= torch.tensor([[0], [2], [4]])}
+    output, present = history_of(feeds, "real").run(feeds)
+    assert torch.equal(output[..., COLUMNS:], feeds["x"] * feeds["real"][:, None])
+    assert torch.equal(present, output[..., -COLUMNS:])

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from transformers import AutoModelForCausalLM, Qwen2Config
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from tests.support.tiny_models import write_checkpoint
+from tests.support.tiny_models import ONE_LAYER, make_model, write_checkpoint
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export import export_model
 from topw_deploy.export.quantise import Quantisation
@@ -149,6 +150,20 @@ def test_layers_that_the_export_keeps_in_float_are_not_rounded(
     same = {name for name, value in model.named_parameters() if np.array_equal(value.detach(), before[name])}
     matrices = {name for name, value in before.items() if value.dim() == 2}
     assert same & matrices == {"model.layers.0.self_attn.o_proj.weight"}
+
+
+def test_a_table_that_begins_with_zeros_is_not_taken_for_another_matrix(tmp_path: Path) -> None:
+    """A padding token's row is zero, as may be a row of a matrix that stays in float."""
+    model = make_model(LlamaConfig(**ONE_LAYER))
+    table = model.get_input_embeddings().weight
+    with torch.no_grad():
+        table[0] = 0.0
+    other = ir.Value(name="other", const_value=ir.tensor(np.zeros((2, table.shape[1]), np.float32), name="other"))
+    graph = ir.Graph([], [], nodes=[], initializers=[other], opset_imports={"": 23}, name="graph")
+    ir.save(ir.Model(graph, ir_version=11), tmp_path / "model.onnx")
+    before = table.detach().clone()
+    dequantise_model(model, tmp_path, Quantisation(bits=4))
+    assert not np.array_equal(table.detach(), before)
 
 
 def test_block_sizes_that_a_table_cannot_have_are_halved(tmp_path: Path) -> None:

@@ -153,7 +153,11 @@ def _change(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
 
 DAMAGED: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
     "float8 without scales": ("fp8 blocks", _drop(f"{FIRST}_scale_inv"), r"without scales \(.*_scale_inv\)"),
-    "too few scales": ("fp8 blocks", _change(f"{FIRST}_scale_inv", lambda t: t[:, :1].repeat(3, 1)[:3]), "cover no"),
+    "too few scales": (
+        "fp8 blocks",
+        _change(f"{FIRST}_scale_inv", lambda t: t[:, :1].repeat(3, 1)[:3]),
+        "do not cover",
+    ),
     "integer scales": ("fp8 blocks", _change(f"{FIRST}_scale_inv", lambda t: t.int()), "scales of .* as I32"),
     "infinite scales": ("fp8 blocks", _change(f"{FIRST}_scale_inv", lambda t: t / 0), "NaN or infinity"),
     "exponents that are no number": (

@@ -113,7 +113,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "big-endian": (_big_endian, "big-endian order"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "not a file of PyTorch 1.6 or newer"),
     "a list": (lambda path: torch.save([torch.zeros(2)], path), "holds a list, not tensors by name"),
-    "transposed": (lambda path: torch.save({"w": torch.zeros(2, 3).T}, path), "stores w in an order"),
+    "transposed": (lambda path: torch.save({"w": torch.zeros(2, 3).T}, path), "stores w in a layout"),
     "complex": (lambda path: torch.save({"w": torch.zeros(2, dtype=torch.complex64)}, path), "w in type .*complex64"),
     "old": (
         lambda path: torch.save({"w": torch.zeros(2)}, path, _use_new_zipfile_serialization=False),

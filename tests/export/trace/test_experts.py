@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -198,6 +199,17 @@ def test_a_model_has_its_own_methods_again_after_its_trace() -> None:
             assert any(vars(module).keys() != keys.keys() for module, keys in zip(model.modules(), before, strict=True))
         assert [dict(vars(module)) for module in model.modules()] == before
         assert model.config._experts_implementation == implementation
+
+
+def test_experts_with_a_configuration_of_their_own_are_marked_too() -> None:
+    """As of a text decoder taken out of a model that also reads images."""
+    model = model_of("gpt_oss")
+    experts = model.model.layers[0].mlp.experts
+    model.config = copy.deepcopy(model.config)
+    before = experts.config._experts_implementation
+    with marked_experts(model):
+        assert experts.config._experts_implementation == "topw_marker"
+    assert experts.config._experts_implementation == before
 
 
 def test_an_activation_is_stated_only_if_its_values_agree() -> None:

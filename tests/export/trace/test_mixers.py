@@ -64,6 +64,16 @@ def test_the_states_of_mixers_matter_in_these_models(family: str) -> None:
     assert (found - kept)[:, 9:].abs().max() > 100 * BOUND * kept.abs().max()
 
 
+@pytest.mark.slow
+def test_n_grams_do_not_reach_past_an_end_of_text_token() -> None:
+    model = make_hybrid("qwen4_exp_text")
+    ids = sample_ids()
+    ids[0, [0, 3, 8, 13]] = ids[1, [4, 5, 9]] = model.config.eos_token_id
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+    assert (logits_by_calls(model, ids, CALLS) - expected).abs().max() <= BOUND * expected.abs().max()
+
+
 def test_leaving_the_block_restores_functions_and_forwards() -> None:
     model = make_hybrid("minimax")
     ids = sample_ids()

@@ -19,7 +19,7 @@ def test_slopes_are_those_of_transformers(heads: int) -> None:
     torch.testing.assert_close(mpt_slopes(heads), bias[:, 0, -1] - bias[:, 0, -2])
 
 
-@pytest.mark.parametrize("kind", ["bloom", "openai_gpt", "deepseek_v2"])
+@pytest.mark.parametrize("kind", ["bloom", "openai_gpt", "deepseek_v2", "git"])
 def test_the_model_is_as_before_after_the_block(kind: str) -> None:
     model = make_model(KINDS[kind]())
     ids = torch.arange(3, 13)[None]

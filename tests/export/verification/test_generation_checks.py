@@ -96,6 +96,50 @@ def test_a_near_tie_does_not_end_the_comparison(manifest: DecoderManifest, geome
     assert all(type(each.wrong) is int for each in (*found, *wrong))  # JSON rejects numpy's
 
 
+def three_tokens(manifest: DecoderManifest, geometry: Geometry, apart: float, token: int) -> Agreement:
+    """`token` where the crop is 1, 2 and 0, with the weights 0.35, 0.35 and 0.3; `apart`: logit of 1 less that of 2.
+
+    The uniform number is 0.44. It draws the second of the two equal tokens, with 0.09 to both ends of its interval.
+    """
+    parameters = TopWParameters(lam=0.0, beta=8.0, geom_scale=0.0, temperature=1.0)
+    logits = np.full((3, manifest.sampler.vocab_size), -np.inf, np.float32)
+    logits[2, :3] = np.log([0.3, 0.35, 0.35])
+    logits[2, 1] += apart
+    return compare_tokens([token], 1, manifest, Fixed(logits), geometry, np.array([5, 9, 7]), parameters)
+
+
+def test_rounding_may_swap_equal_logits(manifest: DecoderManifest, geometry: Geometry) -> None:
+    equal, near_tie, wrong = Agreement(1, 0, 0), Agreement(0, 1, 0), Agreement(0, 0, 1)
+    assert [three_tokens(manifest, geometry, 1e-6, token) for token in (0, 1, 2, 3)] == [wrong, near_tie, equal, wrong]
+    assert [three_tokens(manifest, geometry, -1e-6, token) for token in (0, 1, 2)] == [wrong, equal, near_tie]
+    # 1e-3 is more than the verification's bound allows two logits of this size to move: 2 * 1e-4 * 1.2.
+    assert [three_tokens(manifest, geometry, 1e-3, token) for token in (0, 1, 2)] == [wrong, wrong, equal]
+
+
+def test_rounding_may_swap_the_largest_logits(manifest: DecoderManifest, geometry: Geometry) -> None:
+    logits = np.zeros((1, manifest.sampler.vocab_size), np.float32)
+    logits[0, 3:6] = [4.0, 4.0 - 1e-6, 3.9]
+    found = [
+        compare_tokens([token], 1, manifest, Fixed(logits), geometry, np.array([5]), TopWParameters(temperature=0.0))
+        for token in (3, 4, 5)
+    ]
+    assert found == [Agreement(1, 0, 0), Agreement(0, 1, 0), Agreement(0, 0, 1)]
+
+
+@pytest.mark.parametrize(("second", "expected"), [(1e-6, Agreement(0, 1, 0)), (0.1, Agreement(0, 0, 1))])
+def test_rounding_may_change_a_crop_whose_objective_is_tied(
+    manifest: DecoderManifest, geometry: Geometry, second: float, expected: Agreement
+) -> None:
+    """Two tokens of weights 1 and w. J_1 = 0 and J_2 = lam w log w / (1 + w) + c log(1 + w) are equal for some c."""
+    weight, lam = 0.5, 1.0
+    c = -lam * weight * np.log(weight) / (1 + weight) / np.log1p(weight)
+    parameters = TopWParameters(lam=lam, beta=lam + c - second, geom_scale=0.0, temperature=1.0)
+    logits = np.full((8, manifest.sampler.vocab_size), -np.inf, np.float32)
+    logits[7, :2] = [0.0, np.log(weight)]
+    prompt = np.arange(8)  # of which the uniform number, 0.81, would draw the second token
+    assert compare_tokens([1], 1, manifest, Fixed(logits), geometry, prompt, parameters) == expected
+
+
 def test_a_token_that_was_not_generated_is_wrong(manifest: DecoderManifest, geometry: Geometry) -> None:
     parameters = TopWParameters()
     logits = rows(manifest.sampler.vocab_size, [])

@@ -1,6 +1,6 @@
-"""Attention over the used slots of a static cache: what GroupQueryAttention does not do itself.
+"""Attention that GroupQueryAttention lacks, over the used slots of a static cache.
 
-It lacks ALiBi and chunks, which become a bias of its scores, and latent attention, which becomes products.
+ALiBi, biases by distance and chunks become a bias of its scores; latent attention becomes products and a softmax.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ LATENT_OPSET = 24  # the first with TensorScatter
 
 
 class AttendedKeys:
-    """The first `total` slots. total: int32 [1], on the host."""
+    """Attention to the first `total` slots.
+
+    total: int32 [1], on the host.
+    """
 
     def __init__(self, editor: GraphEditor, cache: StaticCache, total: ir.Value) -> None:
         self._editor, self._cache, self._total = editor, cache, total
@@ -30,13 +33,13 @@ class AttendedKeys:
         self._masks: Masks | None = None
 
     def bias(self, layer: AttentionLayer) -> ir.Value | None:
-        """What is added to scores, [batch or 1, heads or 1, sequence, total], or None; the future is masked."""
-        alibi = self._positions.alibi(layer)
-        key = (alibi, layer.chunk)
-        if key == (None, 0):
-            return None
+        """The bias of scores, [batch or 1, heads or 1, sequence, total], or None; the operator hides later tokens."""
+        bias = self._positions.bias(layer)
+        if not layer.chunk and (bias is None or layer.relative is not None):
+            return bias
+        key = (bias, layer.chunk)
         if key not in self._biases:
-            self._biases[key] = self._chunked(layer, alibi) if layer.chunk else self._in_every_row(alibi)
+            self._biases[key] = self._chunked(layer, bias) if layer.chunk else self._in_every_row(bias)
         return self._biases[key]
 
     def attend(self, layer: AttentionLayer, tokens: Sequence[ir.Value]) -> None:
@@ -50,15 +53,15 @@ class AttendedKeys:
         used = [op("Slice", [state, *ends]) for state in tokens]
         attend(self._editor, layer, used, self._masks.of(layer))
 
-    def _chunked(self, layer: AttentionLayer, alibi: ir.Value | None) -> ir.Value:
+    def _chunked(self, layer: AttentionLayer, bias: ir.Value | None) -> ir.Value:
         constant, dtype = self._editor.constant, layer.query.dtype
         assert dtype is not None
-        (inside,) = self._positions.limits(replace(layer, window=0))  # the operator has windows
-        shown = constant(dtype.numpy().type(0)) if alibi is None else alibi
+        (inside,) = self._positions.limits(replace(layer, window=0))  # the operator applies windows
+        shown = constant(dtype.numpy().type(0)) if bias is None else bias
         return self._editor.op("Where", [inside, shown, constant(lowest(dtype))], dtype=dtype)
 
     def _in_every_row(self, bias: ir.Value | None) -> ir.Value:
-        """The operator broadcasts batch and heads only."""
+        """Expand `bias` to all columns: the operator broadcasts batch and heads only."""
         ones, one = (self._editor.constant(np.ones(count, np.int64)) for count in (2, 1))
         rows = self._editor.op("Concat", [ones, self._cache.sequence, one], axis=0)
         return self._editor.op("Expand", [bias, rows])
@@ -71,7 +74,7 @@ class AttendedKeys:
 
 
 def lower_latent(editor: GraphEditor, layer: AttentionLayer, cache: StaticCache, keys: AttendedKeys) -> ir.Value:
-    """Replace the marker of a latent layer; returns its state after the call."""
+    """Replace the marker of a latent layer. Returns its state after the call."""
     (state,) = layer.states
     present = editor.op("TensorScatter", [cache.states.past(state), layer.new_key, cache.write_indices], axis=2)
     keys.attend(layer, [present])

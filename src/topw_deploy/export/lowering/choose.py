@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
+from topw_deploy.export.lowering.bitwise import spell_out_exclusive_or
 from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.lowering.fused_projections import fuse_gate_up
 from topw_deploy.export.lowering.mixers import SINCE as MIXERS_SINCE
 from topw_deploy.export.lowering.mixers import has_mixers, most_columns
 from topw_deploy.export.lowering.norms import cast_rows_of_norms
+from topw_deploy.export.lowering.reshapes import merge_reshapes
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
+from topw_deploy.export.lowering.softplus import drop_softplus_thresholds
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
-_MULTIPLE = 64  # max_length is a multiple, in tokens
+_MULTIPLE = 64  # tokens; max_length is a multiple of it
 _DEFAULT_LENGTH = 4096  # tokens; at most 0.5 GB of cache up to 3 B parameters
 
 
@@ -59,14 +62,19 @@ def lower(
     max_length: cache slots for tensorrt, a multiple of 64. None: `default_length`. 0: symbolic, onnxruntime only.
     window_cache: for onnxruntime's static cache, keep only the window's tokens in layers that have one.
     fuse_gates: fuse gate and up products; needs a static cache.
-    quantised: weights are going to be quantised, by onnxruntime's operators.
+    quantised: weights will be quantised, for onnxruntime's operators.
+    Raises UnsupportedModelError for a recurrence that the target's operators cannot compute.
     """
     lower_experts(decoder.model, operator=target != "tensorrt" and (quantised or kv != "concat"), quantised=quantised)
-    # Lowerings compare rotary angles by identity.
+    if target == "tensorrt":
+        spell_out_exclusive_or(decoder.model)
+    # Merge equal nodes: the lowerings compare rotary angles by identity.
     CommonSubexpressionEliminationPass()(decoder.model)
     fuse_rotary(decoder.model)
     narrow_rotary(decoder.model)
     fuse_partial_rotary(decoder.model)
+    if target == "onnxruntime":  # whose operator does not overflow
+        drop_softplus_thresholds(decoder.model)
     mixes = has_mixers(decoder) and target == "onnxruntime"
     columns = most_columns(decoder, contrib=target == "onnxruntime")
     if kv == "concat":
@@ -78,6 +86,7 @@ def lower(
     if fuse_gates and lowered.kv_form == "static":
         fuse_gate_up(decoder.model)
     cast_rows_of_norms(decoder.model)
+    merge_reshapes(decoder.model)
     states = sorted(lowered.states, key=lambda state: state.layer)
     least = lowered.least_onnxruntime or (MIXERS_SINCE if mixes else "")
     return replace(lowered, states=tuple(states), most_columns=columns, least_onnxruntime=least)

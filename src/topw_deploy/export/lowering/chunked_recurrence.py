@@ -1,11 +1,11 @@
 """Recurrences in standard operators, for calls of at most 64 columns.
 
-Without loops. With S_0 the past state, g the log decay and u_s what column s writes,
+The graph has no loops. With S_0 the past state, g the log decay and u_s the value that column s writes,
     S_t = exp(g_1 + .. + g_t) S_0 + sum_(s <= t) exp(g_(s+1) + .. + g_t) k_s u_s^T.
 Every exponent is a sum of decays, thus at most 0, so nothing overflows.
-- u = v without a delta rule. With it, u solves (I + A) u = beta (v - what S_0 holds for k), where A_ts is
-  beta_t (k_t . k_s) with the decay between them, for s < t.
-- States of one value per key (Mamba, RG-LRU) take fewer operations as a prefix scan over columns.
+- u = v without a delta rule. With it, u solves (I + A) u = beta (v - S_0^T k), with S_0 decayed to each column and
+  A_ts = beta_t (k_t . k_s) times the decay from s to t, for s < t.
+- States of one value per key (Mamba, RG-LRU) use a prefix scan over columns, which takes fewer operations.
 Tensors are [batch, groups, heads of a group, ...]: a group shares a query and a key.
 """
 
@@ -25,27 +25,30 @@ _LEVELS = 6  # 2**6 == CHUNK
 
 
 class ChunkedRecurrences:
-    """Builds recurrences of one graph.
+    """Builds the recurrences of one graph.
 
-    real: bool [batch, sequence], columns that are no padding.
-    started: bool [batch], rows with tokens of earlier calls; None for states that are never written in place.
+    real: bool [batch, sequence], True for columns that are not padding.
+    started: bool [batch], True for rows with tokens of earlier calls; None if states are never written in place.
     """
 
     def __init__(self, editor: GraphEditor, real: ir.Value, started: ir.Value | None = None) -> None:
         self._editor, self._started = editor, started
         columns = editor.op("Shape", [real], start=1, end=2)
-        # A longer call fails here: 64 truth values do not combine with its columns.
+        # A longer call fails at this And: CHUNK flags do not broadcast to its columns.
         allowed = self._cut(np.ones(CHUNK, bool), columns, axes=(0,))
         self._real = editor.op("And", [real, allowed], dtype=ir.DataType.BOOL)
         self._columns = columns
         self._masks: _Masks | None = None
 
     def build(self, layer: RecurrenceLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Returns the output [batch, sequence, output_heads, value_dim] and the present state."""
+        """Returns the output [batch, sequence, output_heads, value_dim] and the present state.
+
+        Raises UnsupportedModelError for several query heads per state.
+        """
         if layer.query_heads > layer.heads:
             raise UnsupportedModelError(
-                f"layer {layer.layer} reads {layer.heads} recurrent states with {layer.query_heads} queries, but "
-                "standard operators need at most one query per state; use --target onnxruntime."
+                f"layer {layer.layer} has {layer.query_heads} query heads for {layer.heads} recurrent states, but "
+                "standard operators support at most one query head per state; use --target onnxruntime."
             )
         ready = prepared(self._editor, layer, self._real)
         past = self._begun(past)
@@ -56,7 +59,7 @@ class ChunkedRecurrences:
         return like_the_marker(self._editor, layer, output), present
 
     def _begun(self, past: ir.Value) -> ir.Value:
-        """The past state, zero where nothing came before.
+        """The past state, zero in rows without earlier tokens.
 
         Only this node reads the input: a runtime may then write the present state to the same memory.
         """
@@ -97,8 +100,8 @@ class _Masks:
     lower, strict, upper, identity: t >= s, t > s, t < s, t == s.
     pairs: per level, t is in an odd block of 2**level columns and s in the block before it.
     level_pairs: `identity`, then `pairs`, stacked; together they are `lower`.
-    level_starts, level_ends: summing decays with them gives the decay of t since its block's start, and of s until its
-        block's end; 0 for `identity`.
+    level_starts, level_ends: their products with the decays are the decay of t since its block's start, and of s until
+        its block's end; 0 for `identity`.
     """
 
     lower: ir.Value
@@ -163,7 +166,7 @@ class _Grouped:
 
 
 class _Quadratic:
-    """Scores between all columns of the call."""
+    """Computes scores between all pairs of the call's columns."""
 
     def __init__(self, editor: GraphEditor, layer: RecurrenceLayer, masks: _Masks) -> None:
         self._editor, self._layer, self._masks = editor, layer, masks
@@ -224,10 +227,10 @@ class _Quadratic:
         return op("Mul", [scores, op("Exp", [between])])
 
     def _scores_by_level(self, left: ir.Value) -> ir.Value:
-        """As `_scores`, for decays that differ between the numbers of a key.
+        """As `_scores`, for a decay per key dim.
 
-        Columns s < t are in neighbouring blocks of exactly one level; the decay between them is that until the end of
-        s's block times that since the start of t's.
+        Columns s < t are in neighbouring blocks at exactly one level. The decay between them is the decay until the end
+        of s's block times the decay since the start of t's block.
         """
         op, masks = self._editor.op, self._masks
         axis = self._editor.constant(np.array([3]))
@@ -240,7 +243,7 @@ class _Quadratic:
         return op("ReduceSum", [op("Mul", [scores, masks.level_pairs]), axis], keepdims=0)
 
     def _decayed(self, vectors: ir.Value, mask: ir.Value) -> ir.Value:
-        """Vectors times the decay of the columns in `mask`."""
+        """`vectors` times the decay over the columns that `mask` selects."""
         op = self._editor.op
         if self._decay is None:
             return vectors
@@ -262,7 +265,7 @@ class _Quadratic:
 
 
 class _Scan:
-    """h_t = a_t h_(t-1) + b_t for every number of the state, by doubling the columns that each one sums."""
+    """h_t = a_t h_(t-1) + b_t for every element of the state; each level doubles the number of columns summed."""
 
     def __init__(self, editor: GraphEditor, layer: RecurrenceLayer) -> None:
         self._editor, self._layer = editor, layer
@@ -289,7 +292,7 @@ class _Scan:
         return self._grouped.merged_output(output), self._grouped.merged_state(present)
 
     def _earlier(self, values: ir.Value, columns: int, fill: float) -> ir.Value:
-        """`values` of so many columns before, `fill` before the first."""
+        """`values` shifted later by `columns`, with `fill` before the first."""
         op, constant = self._editor.op, self._editor.constant
         pads = constant(np.array([columns, -columns]))
         return op("Pad", [values, pads, constant(np.float32(fill)), constant(np.array([1]))], mode="constant")

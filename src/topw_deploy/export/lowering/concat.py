@@ -71,7 +71,7 @@ def _masks(editor: GraphEditor, attention_mask: ir.Value) -> Masks:
     own = op("Equal", [slots, own_slots])
 
     def positions() -> tuple[ir.Value, ir.Value]:
-        """Attended tokens before each, so that padding has no position of its own."""
+        """For each slot, the number of attended tokens before it: padding takes no position."""
         counts = op("CumSum", [attention_mask, constant(np.int64(1))])  # [batch, past + sequence]
         every = op("Sub", [counts, one])
         start = op("Unsqueeze", [past, constant(np.array([0]))])

@@ -1,7 +1,7 @@
-"""Lower Convolution markers.
+"""Lower Convolution and History markers.
 
-Rows of a static cache are padded on the right: their state ends at the last real column. Rows padded on the left start
-with columns of zeros, which equal the state of a new sequence.
+In a static cache rows are padded on the right, so the state ends at a row's last column that is not padding. Padding
+on the left becomes columns of zeros, which equal the state of a new sequence.
 """
 
 from __future__ import annotations
@@ -60,8 +60,41 @@ class ConvolutionLayer:
         )
 
 
+@dataclass(frozen=True)
+class HistoryLayer:
+    """A marker and its values.
+
+    x: [batch, channels, sequence].
+    columns: the number of columns before it.
+    """
+
+    marker: ir.Node
+    layer: int
+    state: int
+    x: ir.Value
+    channels: int
+    columns: int
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Without the batch."""
+        return (self.channels, self.columns)
+
+    @staticmethod
+    def of(marker: ir.Node) -> HistoryLayer:
+        (x,) = marker.inputs
+        return HistoryLayer(
+            marker=marker,
+            layer=marker.attributes["layer"].as_int(),
+            state=marker.attributes["state"].as_int(),
+            x=x,
+            channels=fixed_size(x, 1),
+            columns=marker.attributes["columns"].as_int(),
+        )
+
+
 def _stored_weight(weight: ir.Value) -> ir.Value:
-    """The value before reshapes that undo each other, as of a mixer that drops an axis which the marker restores."""
+    """`weight` before reshapes that cancel out: some mixers drop an axis that the marker then restores."""
     shape, value = weight.shape, weight
     while (node := value.producer()) is not None and node.op_type in ("Squeeze", "Unsqueeze", "Reshape"):
         (value, *_) = node.inputs
@@ -71,10 +104,10 @@ def _stored_weight(weight: ir.Value) -> ir.Value:
 
 
 class Convolutions:
-    """Builds convolutions of one graph.
+    """Builds the convolutions of one graph.
 
-    real: bool [batch, sequence], columns that are no padding; None if only the end of a row is padded.
-    lengths: int64 [batch], real columns of a row, which come first; None if every row fills its last column.
+    real: bool [batch, sequence], True for columns that are not padding; None if rows are padded on the right only.
+    lengths: int64 [batch], columns of a row before the padding; None if no row is padded on the right.
     contrib: use onnxruntime's operator.
     """
 
@@ -87,19 +120,32 @@ class Convolutions:
 
     def build(self, layer: ConvolutionLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Returns the output [batch, channels, sequence] and the present state, shaped like `past`."""
-        x = layer.x
-        if self._real is not None:
-            zero = self._editor.constant(np.array(0, x.dtype.numpy()))
-            x = self._editor.op("Where", [self._real, x, zero], dtype=x.dtype)
+        x = self._without_padding(layer.x)
         if self._contrib and self._lengths is None:
             return self._operator(layer, x, past)
-        # Only this node reads the input: a runtime may then write the present state to the same memory.
-        window = self._editor.op("Concat", [past, x], axis=_STATE_AXIS)
+        # Only one node reads the input: a runtime may then write the present state to the same memory.
         if self._contrib:
-            output, _ = self._operator(layer, x, self._cut(window, 0, layer.kernel - 1))
+            past = self._editor.op("Concat", [past], axis=_STATE_AXIS, dtype=past.dtype, shape=past.shape)  # a copy
+        window = self._window(past, x)
+        if self._contrib:
+            output, _ = self._operator(layer, x, past)
         else:
             output = self._convolved(layer, window)
-        return output, self._present(layer, window)
+        return output, self._present(layer.state_shape, window)
+
+    def history(self, layer: HistoryLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Returns the output [batch, channels, columns + sequence] and the present state, shaped like `past`."""
+        window = self._window(past, self._without_padding(layer.x))
+        return window, self._present(layer.state_shape, window)
+
+    def _without_padding(self, x: ir.Value) -> ir.Value:
+        if self._real is None:
+            return x
+        zero = self._editor.constant(np.array(0, x.dtype.numpy()))
+        return self._editor.op("Where", [self._real, x, zero], dtype=x.dtype)
+
+    def _window(self, past: ir.Value, x: ir.Value) -> ir.Value:
+        return self._editor.op("Concat", [past, x], axis=_STATE_AXIS, dtype=x.dtype)
 
     def _operator(self, layer: ConvolutionLayer, x: ir.Value, past: ir.Value) -> tuple[ir.Value, ir.Value]:
         inputs = [x, layer.weight, layer.bias, past]
@@ -118,14 +164,14 @@ class Convolutions:
         output = op("Conv", inputs, group=layer.channels, kernel_shape=[layer.kernel], dtype=dtype)
         return op("Mul", [output, op("Sigmoid", [output])], dtype=dtype) if layer.activation else output
 
-    def _present(self, layer: ConvolutionLayer, window: ir.Value) -> ir.Value:
+    def _present(self, state_shape: tuple[int, ...], window: ir.Value) -> ir.Value:
         op, constant = self._editor.op, self._editor.constant
-        columns = layer.kernel - 1
+        channels, columns = state_shape
         if self._lengths is None:
             return self._cut(window, -columns, np.iinfo(np.int64).max)
         if columns not in self._last_columns:
             start = op("Unsqueeze", [self._lengths, constant(np.array([1, 2]))])
             self._last_columns[columns] = op("Add", [start, constant(np.arange(columns))])  # [batch, 1, columns]
-        shape = constant(np.array([1, layer.channels, 1]))
+        shape = constant(np.array([1, channels, 1]))
         indices = op("Expand", [self._last_columns[columns], shape])
         return op("GatherElements", [window, indices], axis=_STATE_AXIS)

@@ -22,10 +22,10 @@ _PREFIX = "topw.experts"
 
 
 def lower_experts(model: ir.Model, *, operator: bool, quantised: bool = False) -> int:
-    """Replace every marker of experts in place. Returns how many.
+    """Replace every marker of experts in place. Returns the number of markers.
 
-    operator: use onnxruntime's operator where it can serve.
-    quantised: the operator's matrices are going to be quantised.
+    operator: use onnxruntime's operator where it can replace the marker.
+    quantised: the operator's matrices will be quantised.
     """
     markers = [
         node for node in model.graph if node.domain == MARKER_DOMAIN and node.op_type in (EXPERTS_OP, PRODUCT_OP)
@@ -79,7 +79,7 @@ class _Lowering:
         return self._blocks[id(key)]
 
     def _value(self, value: ir.Value | None, stack: LazyWeight | None) -> ir.Value:
-        """Stored as [E, N, K], so that it is not rearranged in every call."""
+        """The weight [E, N, K], stored in this order where possible, so that no call rearranges it."""
         return _given(value) if stack is None else stored_value(self.editor, _given(value), stack)
 
 
@@ -89,7 +89,7 @@ def _given(value: ir.Value | None) -> ir.Value:
 
 
 def _mark_router(marker: ir.Node) -> None:
-    """Name the products behind a marker's ids and weights as routers, whose rounding would change experts."""
+    """Mark the products behind a marker's ids and weights as routers: rounding them would change the chosen experts."""
     pending = list(marker.inputs[1 : 2 if marker.op_type == PRODUCT_OP else 3])
     seen: set[int] = set()
     while pending:

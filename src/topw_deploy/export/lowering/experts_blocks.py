@@ -1,9 +1,10 @@
-"""Experts of standard operators, without control flow.
+"""Experts in standard operators, without control flow.
 
-Rows (a token and one of its experts) are grouped by expert into blocks of equal height, each multiplied with a copy of
-its expert's matrices. Of R rows and E experts, blocks have h = ceil(R / E) rows. An expert fills all its blocks but the
-last, so min(R, R // h + min(R, E)) blocks suffice: one per row in a short step, at most 2 E in a long prompt. Memory is
-bounded by two copies of one layer's experts, and products have about twice the rows routed.
+A row is a token with one of its experts. Rows are grouped by expert into blocks of equal height, and each block is
+multiplied with a copy of its expert's matrices. For R rows and E experts, a block has h = ceil(R / E) rows. All blocks
+of an expert but the last are full, so min(R, R // h + min(R, E)) blocks suffice: one per row in a short step, at most
+2 E in a long prompt. So the copies take at most twice the memory of one layer's experts, and the products compute at
+most about twice the routed rows.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class ExpertBlocks:
     def _places(self, ids: ir.Value, rows: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The slot of each row [R], and the expert of each block [B].
 
-        Sums are float32, as TensorRT has no others: exact up to 2 ** 24 rows.
+        Sums are in float32, for TensorRT, and exact up to 2 ** 24 rows.
         """
         op, constant = self._editor.op, self._editor.constant
         axis, last = constant(np.array([0])), constant(np.array([1]))
@@ -56,7 +57,7 @@ class ExpertBlocks:
         numbers = op("Range", [constant(np.int64(0)), op("Squeeze", [self.count]), constant(np.int64(1))])
         begun = op("GreaterOrEqual", [op("Unsqueeze", [op("Cast", [numbers], to=_FLOAT), last]), ends])  # [B, E]
         before = op("ReduceSum", [op("Cast", [begun], to=_FLOAT), last], keepdims=0)
-        inside = op("Min", [before, constant(np.float32(self.experts - 1))])  # of unused blocks at the end
+        inside = op("Min", [before, constant(np.float32(self.experts - 1))])  # for unused blocks at the end
         return slots, op("Cast", [inside], to=_INT64)
 
     def _inverse(self, rows: ir.Value) -> ir.Value:
@@ -67,9 +68,9 @@ class ExpertBlocks:
         return op("ScatterElements", [empty, self._slots, numbers], axis=0)
 
     def columns(self, source: ir.Value, repeated: int = 1) -> ir.Value:
-        """Rows as columns of blocks, [B, K, H].
+        """The rows of `source` as columns of blocks, [B, K, H].
 
-        source: [R / repeated, K], each row for `repeated` experts.
+        source: [R / repeated, K]; each row is used for `repeated` experts.
         """
         op, constant = self._editor.op, self._editor.constant
         index = self._row_of_slot
@@ -81,7 +82,7 @@ class ExpertBlocks:
         return op("Transpose", [blocks], perm=[0, 2, 1], dtype=source.dtype)
 
     def product(self, columns: ir.Value, weight: ir.Value, bias: ir.Value | None) -> ir.Value:
-        """[B, N, H], of columns [B, K, H], weight [E, N, K] and bias [E, N]."""
+        """The blocks' products [B, N, H] of columns [B, K, H], weight [E, N, K] and bias [E, N]."""
         op = self._editor.op
         copies = op("Gather", [weight, self._of_block], axis=0, dtype=columns.dtype)  # [B, N, K]
         found = op("MatMul", [copies, columns], dtype=columns.dtype)
@@ -91,7 +92,7 @@ class ExpertBlocks:
         return op("Add", [found, terms], dtype=columns.dtype)
 
     def rows(self, columns: ir.Value, width: int) -> ir.Value:
-        """Columns [B, width, H] as rows [R, width] in their order."""
+        """Columns [B, width, H] as rows [R, width], in the order of the ids."""
         op, constant = self._editor.op, self._editor.constant
         flat = op("Reshape", [op("Transpose", [columns], perm=[0, 2, 1]), constant(np.array([-1, width]))])
         return op("Gather", [flat, self._slots], axis=0, dtype=columns.dtype, shape=["rows", width])

@@ -1,15 +1,17 @@
 """Experts as onnxruntime's MoE.
 
-The operator chooses k experts by the softmax of its router input and weights them with it. It gets the logarithms of
-the given weights, and the weights' sum multiplies its output: exact for any positive weights, whatever router they come
-from. Weights that may be negative, and half precision, whose logarithms are coarse, have each row (a token and one of
-its experts) as a token of its own with one expert, and are multiplied afterwards.
+The operator chooses the k experts with the largest softmax of its router input, and uses that softmax as weights. So
+the router input is the logarithm of the given weights, and the output is multiplied by their sum. This is exact for any
+positive weights, whatever router computed them.
 
-Of the CPU kernel (1.23 to 1.31):
-- It has interleaved gates only.
-- In float16 it returns zeros, unless quantised.
-- It clears its output before it reads its input, yet onnxruntime gives both the same memory where their shapes agree.
-  So the output's rows have a name of their own.
+Weights that may be negative, and weights in half precision, whose logarithms are too coarse, take another form: each
+row (a token with one of its experts) becomes a token with a single expert, and its output is multiplied by the weight.
+
+The CPU kernel (1.23 to 1.31)
+- supports interleaved gates only;
+- returns zeros in float16, unless quantised;
+- clears its output before it reads its input, although onnxruntime gives both the same memory if their shapes are
+  equal. So the output's rows have another dimension name.
 """
 
 from __future__ import annotations
@@ -27,21 +29,24 @@ from topw_deploy.export.trace.experts import GATED
 
 DOMAIN = "com.microsoft"
 OPERATOR = "MoE"
-_LEAST = 1e-37  # of a weight; its logarithm stands for experts not chosen
-_FAR = 100.0  # exp(-_FAR) is 0 beside 1
+_LEAST = 1e-37  # smallest weight, also that of experts not chosen: its logarithm is finite
+_FAR = 100.0  # exp(-_FAR) is negligible beside 1
 _UNLIMITED = float(np.finfo(np.float32).max)
-_ROWS = "routed_tokens"  # unlike any input's dimension
+_ROWS = "routed_tokens"  # no input has a dimension of this name
 _WIDTH = 32  # two of the smallest blocks of quantised weights
+# Operators whose output is never negative.
 _POSITIVE = {"Softmax", "Sigmoid", "Exp", "Softplus", "Relu", "Abs", "Sqrt", "ReduceL1", "ReduceL2"}
+# Operators whose output is not negative if the first input is not.
 _OF_FIRST = {
     *("TopK", "Gather", "GatherElements", "GatherND", "Slice", "Reshape", "Cast", "Squeeze", "Unsqueeze", "Transpose"),
     *("Identity", "Expand", "Split", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceMean", "Flatten", "Pow"),
 }
+# Operators whose output is not negative if no input is.
 _OF_ALL = {"Mul", "Div", "Add", "Max", "Min", "Concat", "Sum"}
 
 
 def refusal(marker: ir.Node, stacks: list[LazyWeight | None], *, quantised: bool) -> str | None:
-    """Why MoE cannot serve an `Experts` marker, or None."""
+    """Why MoE cannot replace an `Experts` marker, or None if it can."""
     hidden = marker.inputs[0]
     if hidden is None or None in stacks or any(stored_stack(bias) is None for bias in marker.inputs[5:]):
         return "its matrices are computed"

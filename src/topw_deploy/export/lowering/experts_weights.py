@@ -1,4 +1,4 @@
-"""Experts' matrices as stored tensors [E, N, K], read one expert after another."""
+"""Experts' matrices as stored tensors [E, N, K] that can be read one expert at a time."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def stored_value(editor: GraphEditor, value: ir.Value, stack: LazyWeight) -> ir.
 
 
 def changed(stack: LazyWeight, change: _Change, label: str) -> LazyWeight:
-    """`change` of any number of experts [n, N, K]."""
+    """`stack` with `change` applied when it is read; `change` takes any number of experts, [n, N, K]."""
     one = change(np.empty((1, *_sizes(stack)[1:]), np.int8))
     return _derived(stack, (_sizes(stack)[0], *one.shape[1:]), change, _read_changed(stack, change), label)
 
 
 def interleaved(stack: LazyWeight) -> LazyWeight:
-    """Rows [gates; ups] as [gate 0, up 0, gate 1, ...]; also of biases [E, N]."""
+    """Reorder rows [gates; ups] to [gate 0, up 0, gate 1, ...]; also for biases [E, N]."""
     order = np.arange(_sizes(stack)[1]).reshape(2, -1).T.reshape(-1)
     return changed(stack, lambda rows: rows[:, order], "interleaved")
 
@@ -110,7 +110,7 @@ def _first(stack: LazyWeight, node: ir.Node, shape: list[int]) -> LazyWeight | N
 
 
 def _concatenated(stacks: list[LazyWeight | None]) -> LazyWeight | None:
-    """Rows of every expert one after another."""
+    """Join the rows of each expert's matrices."""
     found = [stack for stack in stacks if stack is not None]
     if len(found) < len(stacks) or any(len(stack.shape) != 3 for stack in found):
         return None

@@ -1,12 +1,12 @@
 """Lower markers to onnxruntime's GroupQueryAttention over a static cache.
 
 The operator reads only used slots and can rotate queries and keys. Rules of onnxruntime 1.24 to 1.31:
-- A call with as many columns as total_sequence_length starts all rows anew. Any other call on a batch may have only
-  one new token per row (`ragged_chunks: false`).
+- A call with as many columns as total_sequence_length ignores the past of all rows. In any other call, a batch may have
+  only one new token per row (`ragged_chunks: false`).
 - total_sequence_length is read on the host: a computed one would be copied from the GPU, so it is an input.
-- With `sliding_window_cache` the buffer holds the window. Where tokens lie in it follows from the row's length, so
-  padding must not count: rows of different lengths are read one by one. A step takes the window's time, while a buffer
-  of the whole sequence is read to its end (`python -m benchmarks.window_cache`).
+- With `sliding_window_cache` the buffer holds only the window. The slot of a token follows from the row's length, which
+  would count padding, so rows of different lengths are read one by one. A step then reads only the window; without the
+  attribute it reads the whole sequence (`python -m benchmarks.window_cache`).
 - seqlens_k is a row's length *after* the call, less one, counting padded columns.
 """
 
@@ -80,14 +80,14 @@ def lower(decoder: TracedDecoder, context_length: int, *, window_cache: bool = T
 
 
 def _kept(layer: AttentionLayer, context_length: int) -> int:
-    """Tokens of the window that the cache holds; 0: all of the sequence, also where other layers read the states."""
+    """The window, if the cache can hold only that; 0 to hold all tokens, as where other layers read the states."""
     held = layer.window < context_length and not (layer.shared_by or layer.latent or layer.chunk)
-    return layer.window if held and layer.slopes is None else 0
+    return layer.window if held and layer.slopes is None and layer.relative is None else 0
 
 
 @dataclass(frozen=True)
 class _Operands:
-    """What layers share. lengths: last slots and total length."""
+    """What all layers share. lengths: seqlens_k and total_sequence_length."""
 
     editor: GraphEditor
     cache: StaticCache
@@ -112,7 +112,7 @@ def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Va
 
 
 def _keep(operands: _Operands, layer: AttentionLayer) -> list[ir.Value]:
-    """Replace the marker of a layer with states of its own; returns them after the call."""
+    """Replace the marker of a layer that has states of its own. Returns the states after the call."""
     editor, cache = operands.editor, operands.cache
     if layer.latent:
         return [lower_latent(editor, layer, cache, operands.keys)]
@@ -139,7 +139,7 @@ def _keep(operands: _Operands, layer: AttentionLayer) -> list[ir.Value]:
 
 
 def _borrow(operands: _Operands, layer: AttentionLayer, presents: Sequence[ir.Value]) -> None:
-    """Replace the marker of a layer that reads another layer's states: it gives the operator no new keys."""
+    """Replace the marker of a layer that reads another layer's states: its operator gets no new keys and values."""
     editor, width = operands.editor, operator_width(layer)
     if layer.latent:
         operands.keys.attend(layer, presents)

@@ -1,6 +1,6 @@
-"""Widen heads for GroupQueryAttention, whose keys and values have one width, a multiple of 8.
+"""Widen heads for GroupQueryAttention, which needs keys and values of one width, a multiple of 8.
 
-Zeros after each head change neither scores nor values.
+Zeros at the end of each head change neither scores nor values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MULTIPLE = 8
 
 
 def operator_width(layer: AttentionLayer) -> int:
-    """Numbers per head in the operator and its states."""
+    """The head size in the operator and its states."""
     return -(-max(layer.head_dim, layer.value_dim) // _MULTIPLE) * _MULTIPLE
 
 

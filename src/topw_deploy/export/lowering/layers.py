@@ -25,7 +25,8 @@ class AttentionLayer:
     source: an earlier layer with the same keys and values, whose states this layer reads. None: it has its own.
     shared_by: later layers that read its states.
     chunk: tokens see their own chunk of this size only; 0 for no chunks.
-    kept: tokens of the window that the state holds; 0 for those of the whole sequence.
+    kept: number of tokens in a state that holds only the window; 0 if it holds the whole sequence.
+    stride: of layers with two keys per token, of `head_dim` together (`trace.marker.mark_attention`); 0 for others.
     """
 
     index: int
@@ -42,6 +43,7 @@ class AttentionLayer:
     window: int
     chunk: int
     latent: bool
+    stride: int = 0
     source: int | None = None
     shared_by: tuple[int, ...] = ()
     kept: int = 0
@@ -53,13 +55,18 @@ class AttentionLayer:
 
     @property
     def sink(self) -> ir.Value | None:
-        """Scores [heads] that take part in the softmax only."""
+        """Additional scores [heads] in the softmax, which select no value."""
         return _input(self.marker, 3)
 
     @property
     def slopes(self) -> ir.Value | None:
         """ALiBi's slopes [heads]; bfloat16 for Falcon's rounding."""
         return _input(self.marker, 4)
+
+    @property
+    def relative(self) -> ir.Value | None:
+        """Biases of a query by distance [batch, heads, sequence, extent], the last one of all larger distances."""
+        return _input(self.marker, 5)
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -82,7 +89,7 @@ class AttentionLayer:
 
     @property
     def news(self) -> tuple[ir.Value, ...]:
-        """This call's part of each state."""
+        """The part that this call adds to each state."""
         return (self.new_key,) if self.latent else (self.new_key, self.new_value)
 
     @property
@@ -117,6 +124,7 @@ def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
                 window=marker.attributes["window"].as_int(),
                 chunk=marker.attributes["chunk"].as_int(),
                 latent=latent > 0,
+                stride=marker.attributes["stride"].as_int(),
             )
         )
     return _with_sources(layers)

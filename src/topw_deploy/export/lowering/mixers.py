@@ -1,4 +1,4 @@
-"""Lower convolution and recurrence markers, and add their states to the graph."""
+"""Lower the markers of mixers, and add their states to the graph."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor, required_input
 from topw_deploy.export.lowering.chunked_recurrence import CHUNK, ChunkedRecurrences
-from topw_deploy.export.lowering.convolution import CONTRIB_DOMAIN, ConvolutionLayer, Convolutions
+from topw_deploy.export.lowering.convolution import CONTRIB_DOMAIN, ConvolutionLayer, Convolutions, HistoryLayer
 from topw_deploy.export.lowering.recurrence import RecurrenceLayer, linear_attention
 from topw_deploy.export.lowering.states import States, dtype_name
 from topw_deploy.export.lowering.static_cache import StaticCache
 from topw_deploy.export.trace.marker import MARKER_DOMAIN
-from topw_deploy.export.trace.mixer_markers import CONVOLUTION, RECURRENCE
+from topw_deploy.export.trace.mixer_markers import CONVOLUTION, HISTORY, RECURRENCE
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
 SINCE = "1.25"  # onnxruntime with LinearAttention and CausalConvWithState
-_KINDS = {CONVOLUTION: "convolution", RECURRENCE: "recurrent"}
+_KINDS = {CONVOLUTION: "convolution", HISTORY: "convolution", RECURRENCE: "recurrent"}
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Which columns of a call are no padding.
+    """Which columns of a call are padding.
 
-    real: bool [batch, sequence].
-    lengths: int64 [batch], real columns of a row, which come first; None if padding is on the left.
-    started: bool [batch], rows with tokens of earlier calls; None for states that are never written in place.
+    real: bool [batch, sequence], True for columns that are not.
+    lengths: int64 [batch], columns of a row before the padding; None if padding is on the left.
+    started: bool [batch], True for rows with tokens of earlier calls; None if states are never written in place.
     """
 
     real: ir.Value
@@ -59,7 +59,7 @@ def has_mixers(decoder: TracedDecoder) -> bool:
 
 
 def most_columns(decoder: TracedDecoder, *, contrib: bool) -> int:
-    """Tokens per row and call that `lower_mixers` allows, 0 for any."""
+    """The maximum number of tokens per row and call after `lower_mixers`, 0 for any."""
     recurs = any(marker.op_type == RECURRENCE for marker in _markers(decoder.model.graph))
     return CHUNK if recurs and not contrib else 0
 
@@ -67,7 +67,7 @@ def most_columns(decoder: TracedDecoder, *, contrib: bool) -> int:
 def lower_mixers(
     editor: GraphEditor, decoder: TracedDecoder, states: States, padding: Padding, *, contrib: bool
 ) -> None:
-    """Replace every convolution and recurrence marker.
+    """Replace every marker of a convolution, a history or a recurrence.
 
     contrib: use onnxruntime's operators instead of standard ones.
     """
@@ -76,11 +76,15 @@ def lower_mixers(
     convolutions = Convolutions(editor, real=left, lengths=padding.lengths, contrib=contrib)
     chunked = None
     for marker in markers:
-        layer: ConvolutionLayer | RecurrenceLayer
+        layer: ConvolutionLayer | HistoryLayer | RecurrenceLayer
         if marker.op_type == CONVOLUTION:
             layer = ConvolutionLayer.of(marker)
             state = _state(layer, dtype_name(layer.x))
             output, present = convolutions.build(layer, states.past(state))
+        elif marker.op_type == HISTORY:
+            layer = HistoryLayer.of(marker)
+            state = _state(layer, dtype_name(layer.x))
+            output, present = convolutions.history(layer, states.past(state))
         else:
             layer = RecurrenceLayer.of(marker)
             state = _state(layer, "float")
@@ -105,7 +109,7 @@ def _markers(graph: ir.Graph) -> list[ir.Node]:
     return sorted(nodes, key=place)
 
 
-def _state(layer: ConvolutionLayer | RecurrenceLayer, dtype: str) -> State:
+def _state(layer: ConvolutionLayer | HistoryLayer | RecurrenceLayer, dtype: str) -> State:
     kind = _KINDS[layer.marker.op_type]
     name = f"{layer.layer}.{kind}.{layer.state}"
     return State(

@@ -1,6 +1,6 @@
 """Lower Recurrence markers to onnxruntime's LinearAttention or to standard operators.
 
-Padded columns change nothing: their decay is 0 in log space, and their key, or the rate of a delta rule, is 0.
+Padded columns do not change the state: their log decay is 0, and so is their key, or beta with a delta rule.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.values import fixed_size
+from topw_deploy.export.graph.values import fixed_size, producer
 
 CONTRIB_DOMAIN = "com.microsoft"
 OPERATOR = "LinearAttention"  # since onnxruntime 1.25
@@ -78,9 +78,9 @@ class RecurrenceLayer:
 
 
 def prepared(editor: GraphEditor, layer: RecurrenceLayer, real: ir.Value) -> RecurrenceLayer:
-    """`layer` in float32 with padded columns without effect.
+    """`layer` in float32, with padded columns masked so that they do not change the state.
 
-    real: bool [batch, sequence], columns that are no padding.
+    real: bool [batch, sequence], True for columns that are not padding.
     """
 
     def masked(value: ir.Value) -> ir.Value:
@@ -110,14 +110,13 @@ def _float32(editor: GraphEditor, value: ir.Value) -> ir.Value:
 def linear_attention(
     editor: GraphEditor, layer: RecurrenceLayer, past: ir.Value, real: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """onnxruntime's operator, for calls of any length.
+    """Lower `layer` to onnxruntime's operator, for calls of any length.
 
     Returns the output [batch, sequence, output_heads, value_dim] and the present state.
     """
     ready = prepared(editor, layer, real)
-    flat = editor.constant(np.array([0, 0, -1]))
-    query, key, value = (editor.op("Reshape", [part, flat]) for part in (ready.query, ready.key, ready.value))
-    decay = editor.op("Reshape", [ready.decay, flat]) if layer.decays_per_key else ready.decay
+    query, key, value = (_heads_joined(editor, part) for part in (ready.query, ready.key, ready.value))
+    decay = _heads_joined(editor, ready.decay) if ready.decay is not None and layer.decays_per_key else ready.decay
     output, present = editor.outputs(
         OPERATOR,
         [query, key, value, past, decay, ready.beta],
@@ -133,8 +132,19 @@ def linear_attention(
     return like_the_marker(editor, layer, editor.op("Reshape", [output, heads])), present
 
 
+def _heads_joined(editor: GraphEditor, value: ir.Value) -> ir.Value:
+    """[batch, sequence, heads, dim] -> [batch, sequence, heads * dim]"""
+    split = producer(value, "Reshape")
+    joined = split.inputs[0] if split is not None else None
+    if joined is not None and joined.shape is not None and value.shape is not None and len(joined.shape) == 3:
+        heads, dim = fixed_size(value, 2), fixed_size(value, 3)
+        if joined.shape[:2] == value.shape[:2] and joined.shape[2] == heads * dim:
+            return joined
+    return editor.op("Reshape", [value, editor.constant(np.array([0, 0, -1]))])
+
+
 def like_the_marker(editor: GraphEditor, layer: RecurrenceLayer, output: ir.Value) -> ir.Value:
-    """`output`, in float32, with the marker's type and shape."""
+    """The float32 `output` with the marker's type and shape."""
     marked = layer.marker.outputs[0]
     if marked.dtype not in (None, ir.DataType.FLOAT):
         output = editor.op("Cast", [output], to=marked.dtype)

@@ -85,7 +85,7 @@ def _nodes_between(source: ir.Value | None, value: ir.Value | None) -> list[ir.N
 
 
 def _signature(node: ir.Node) -> str:
-    """Equal for nodes that compute alike from equal inputs."""
+    """A string that is equal for nodes that compute the same from equal inputs."""
     names = [value.name if value is not None and value.is_initializer() else "" for value in node.inputs]
     attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
     return f"{node.domain}::{node.op_type}{attributes}{names}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -23,11 +24,15 @@ def attend(
     """Replace the marker with attention.
 
     tokens: the layer's states: keys and values [batch, kv_heads, tokens, head_dim], or latents.
-    mask: bool [batch, 1, sequence, tokens], True for visible, or what is added to scores.
-    decomposed: use products and a softmax, as always with a soft cap or a sink.
+    mask: bool [batch, 1, sequence, tokens], True for visible, or what is added to scores. With a stride it has two
+        columns per token.
+    decomposed: use products and a softmax, as is always done for latents, a soft cap or a sink.
     """
     keys, values = tokens[0], tokens[-1]
-    # All heads read the same latents: two products do so once, the operator once per head.
+    if layer.stride:  # two keys per token
+        layer = replace(layer, head_dim=layer.value_dim)
+        keys = values = editor.op("Reshape", [keys, editor.constant(np.array([0, layer.kv_heads, -1, layer.head_dim]))])
+    # All heads share the latents: two products read them once, the operator would read them once per head.
     decomposed = decomposed or layer.latent or layer.softcap > 0 or layer.sink is not None
     output = (_products if decomposed else _operator)(editor, layer, keys, values, mask)
     # the marker's layout, [batch, sequence, heads, dim]
@@ -38,7 +43,7 @@ def attend(
 
 
 def tensorrt_fuses(layer: AttentionLayer) -> bool:
-    """Whether TensorRT can fuse attention over such heads (tested with TensorRT-RTX 1.7.1). If not, it refuses it."""
+    """Whether TensorRT can fuse attention over such heads (tested with TensorRT-RTX 1.7.1). If not, it fails."""
     half = layer.query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return half and layer.head_dim == layer.value_dim and layer.head_dim in range(16, 257, 8)
 
@@ -64,7 +69,7 @@ def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
     op, constant = editor.op, editor.constant
     query, cap = _scaled(editor, layer.query, layer.scale / (layer.softcap or 1.0)), layer.softcap
     number = _scalar_type(query.dtype)
-    # Query heads of one key head become its rows, to avoid repeating keys and values.
+    # The query heads that share a key head become rows of one matrix, so that keys and values are not repeated.
     grouped = op("Reshape", [query, constant(np.array([0, layer.kv_heads, -1, layer.head_dim]))])
     scores = op("MatMul", [grouped, op("Transpose", [keys], perm=[0, 1, 3, 2])])
     if cap:
@@ -81,13 +86,13 @@ def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
     output = op("Reshape", [output, constant(np.array([0, layer.heads, -1, width]))], dtype=layer.output.dtype)
     if width == layer.value_dim:
         return output
-    # Other columns of latents are part of keys only; dropped here, because the states would be copied.
+    # The other columns of latents belong to keys only. Cut the output: cutting the states would copy them.
     ends = (constant(np.array([number])) for number in (0, layer.value_dim, 3))
     return op("Slice", [output, *ends], dtype=layer.output.dtype)
 
 
 def _softmax(editor: GraphEditor, scores: ir.Value, sink: ir.Value | None) -> ir.Value:
-    """Over the last axis of [batch, heads, sequence, tokens]; a sink is one more column, then dropped."""
+    """Softmax over the last axis of [batch, heads, sequence, tokens], with a sink as one more column, then dropped."""
     op, constant = editor.op, editor.constant
     if sink is None:
         return op("Softmax", [scores], axis=-1)

@@ -20,7 +20,7 @@ class States:
         self.found: list[State] = []
 
     def past(self, state: State) -> ir.Value:
-        """Declare `state`; its value before the call, [batch, *shape]."""
+        """Declare `state`. Returns its value before the call, [batch, *shape]."""
         self.found.append(state)
         dtype = ir.DataType[state.dtype.upper()]
         return self._editor.input(state.past, dtype, self._shape(state, self._past_tokens))

@@ -1,7 +1,7 @@
 """A cache written in place.
 
 Each row fills its buffer from slot 0. `write_indices` is the row's length before a call, `row_lengths` the number of
-the call's real columns, which come first. The next call overwrites padded columns before any query sees them.
+the call's columns before the padding. The next call overwrites padded columns before any query sees them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from topw_deploy.export.trace.marker import MARKER_DOMAIN
 class StaticCache:
     """Adds inputs write_indices and row_lengths, int64 [batch].
 
-    slots: length of growing states, a number for NVIDIA's parser.
+    slots: tokens of a state that holds the whole sequence; a number for NVIDIA's parser.
     sequence: number of columns, int64 [1].
-    total: row lengths after this call without padding, int64 [batch].
+    total: row lengths after this call, padded columns included, int64 [batch].
     """
 
     def __init__(self, editor: GraphEditor, slots: int | str = "max_length") -> None:

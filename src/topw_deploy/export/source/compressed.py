@@ -32,8 +32,9 @@ _SCALE_TYPES = ("F32", "F16", "BF16")
 
 
 class CompressedWeight(IntegerWeight):
-    """An integer layer; `parts`: its tensors by name without `weight_`, codes under "codes".
+    """The weight of an integer layer.
 
+    parts: its tensors by name without `weight_`; the codes under "codes".
     Raises SourceError for types or shapes that do not fit.
     """
 
@@ -129,13 +130,13 @@ class CompressedWeight(IntegerWeight):
         return array.astype(np.int32) + middle
 
     def _by_row(self, array: np.ndarray, rows: Rows) -> np.ndarray:
-        """[outputs, groups], or fewer, at `rows`."""
+        """`array` of [outputs, groups], or smaller, broadcast to that shape, at `rows`."""
         wide = array.reshape(-1, array.shape[1] if array.ndim == 2 else 1)
         return np.ascontiguousarray(np.broadcast_to(wide, (self.shape[0], self._group_count))[rows])
 
 
 def check_settings(settings: dict[str, Any], where: str) -> bool:
-    """Whether a checkpoint's weights are integers. Raises UnsupportedModelError for other formats, naming `where`."""
+    """Whether a checkpoint has integer weights. Raises UnsupportedModelError for other formats, naming `where`."""
     groups = settings.get("config_groups")
     groups = groups if isinstance(groups, dict) else {}
     named = [settings.get("format"), *(group.get("format") for group in groups.values() if isinstance(group, dict))]
@@ -158,7 +159,7 @@ def compressed_weights(
 ) -> tuple[dict[str, EncodedWeight], set[str]]:
     """The compressed weights of a checkpoint, and the names of all their tensors.
 
-    Raises SourceError for damaged ones.
+    Raises SourceError for missing tensors, wrong types or shapes.
     """
     found, used = scaled_weights(stored, blocks)
     for name, tensor in stored.items():

@@ -23,7 +23,7 @@ _VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float3
 
 
 class Mxfp4Weight(EncodedWeight):
-    """Raises SourceError for tensors of other types or shapes."""
+    """The experts' matrices of one layer. Raises SourceError for tensors of other types or shapes."""
 
     def __init__(self, name: str, blocks: StoredTensor, scales: StoredTensor) -> None:
         fits = len(blocks.shape) == 4 and blocks.shape[:3] == scales.shape and blocks.shape[3] == _BYTES

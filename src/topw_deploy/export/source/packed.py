@@ -58,7 +58,11 @@ class PackedFormat:
 
 
 class PackedWeight(IntegerWeight):
-    """A GPTQ or AWQ layer; `parts`: its tensors by PARTS."""
+    """The weight of a GPTQ or AWQ layer.
+
+    parts: its tensors, with keys in PARTS.
+    Raises SourceError for missing tensors or wrong shapes.
+    """
 
     def __init__(self, prefix: str, kind: PackedFormat, parts: dict[str, StoredTensor]) -> None:
         self.name, self._kind, self._parts = prefix, kind, parts
@@ -72,7 +76,7 @@ class PackedWeight(IntegerWeight):
         self.shape = (columns, rows * per_word) if kind.method == "gptq" else (columns * per_word, rows)
 
     def matrix(self, rows: Rows = slice(None)) -> PackedMatrix:
-        """Decodes the whole layer, whose outputs share words."""
+        """Decodes the whole layer, because outputs share words."""
         try:
             found = unpack(self._kind, {part: _array(stored) for part, stored in self._parts.items()})
         except SourceError as error:
@@ -120,7 +124,7 @@ def _interleaved(words: np.ndarray) -> np.ndarray:
 
 
 def layers_of(names: Iterable[str]) -> dict[str, set[str]]:
-    """Prefix -> its PARTS."""
+    """Prefix of a layer -> its tensors' names in PARTS."""
     found: dict[str, set[str]] = {}
     for name in names:
         prefix, _, part = name.rpartition(".")

@@ -25,11 +25,11 @@ _READ = (
 
 @dataclass(frozen=True)
 class QuantisedFormat:
-    """What a configuration says of a checkpoint's weights.
+    """How a checkpoint's weights are quantised, as stated by its configuration.
 
     name: for messages.
-    settings: its quantization_config.
-    integers: codes that a quantised export may keep.
+    settings: the configuration's quantization_config.
+    integers: whether weights are integer codes, which a quantised export may keep.
     """
 
     name: str
@@ -38,7 +38,7 @@ class QuantisedFormat:
 
     @property
     def blocks(self) -> tuple[int, int] | None:
-        """Of float8 weights with a scale per block."""
+        """Block size (rows, columns) of float8 weights with a scale per block, else None."""
         groups = self.settings.get("config_groups")
         weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
         stated = [self.settings.get("weight_block_size"), *(part.get("block_structure") for part in weights if part)]
@@ -51,7 +51,7 @@ class QuantisedFormat:
 class QuantisedCheckpoint:
     """A folder's quantised weights.
 
-    weights: name once decoded -> weight.
+    weights: name of the decoded weight -> weight.
     Raises SourceError for missing tensors, wrong types or shapes.
     """
 
@@ -75,7 +75,7 @@ class QuantisedCheckpoint:
         return weight.matrix()
 
     def matrices(self) -> Iterator[tuple[str, PackedMatrix]]:
-        """All weights of integer codes."""
+        """The name and the codes of every integer weight."""
         for name, weight in self.weights.items():
             if isinstance(weight, IntegerWeight):
                 yield name, weight.matrix()

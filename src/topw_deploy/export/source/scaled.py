@@ -1,6 +1,6 @@
 """Decode 8-bit floating-point weights with a scale per tensor, row or block.
 
-A weight `NAME` of type F8 lies beside its scales: `NAME_scale_inv` (DeepSeek, Qwen3 and Ministral 3), `NAME_scale`
+A weight `NAME` of type F8 is stored beside its scales: `NAME_scale_inv` (DeepSeek, Qwen3 and Ministral 3), `NAME_scale`
 (compressed-tensors, FBGEMM, ModelOpt), `.scale` or `.qscale_weight` instead of `.weight`. Each value is multiplied by
 the scale of its block. A scale of type U8 or F8_E8M0 is a power of two: 2 ** (byte - 127).
 """
@@ -19,13 +19,13 @@ FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _SCALE_TYPES = ("F32", "F16", "BF16", "F64")
 _EXPONENT_TYPES = ("U8", "F8_E8M0")
 NOT_A_NUMBER = 255
-"""The E8M0 byte without a value."""
+"""The E8M0 byte that means NaN."""
 
 
 class ScaledWeight(EncodedWeight):
-    """Float8 values and scales of as many dimensions, one scale a block.
+    """Float8 values with a scale per tensor, row or block.
 
-    blocks: the configured block of the last two axes, needed where the last block is cut.
+    blocks: the configured block size of the last two axes, needed if the last block is shorter.
     Raises SourceError unless the scales cover the values.
     """
 
@@ -94,7 +94,7 @@ def _read_scales(name: str, stored: StoredTensor) -> np.ndarray:
 def _scale_places(
     name: str, shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[int, int] | None
 ) -> list[np.ndarray]:
-    """For each axis, the scale's index of each value."""
+    """For each axis, the index of each value's scale."""
     grid = tuple(scales) if len(scales) > 1 or len(shape) == 1 else _aligned(scales, shape)
     sizes = [1] * (len(shape) - len(blocks or ())) + list(blocks or ())
     if len(grid) == len(shape) - 1:  # one scale per row, without the last axis
@@ -104,12 +104,12 @@ def _scale_places(
         if len(places) == len(shape) and all(place is not None for place in places):
             return [place for place in places if place is not None]
     raise SourceError(
-        f"{name} has the shape {shape}, but its scales {tuple(scales)}, which cover no such weight; fetch it again."
+        f"{name} has the shape {shape}, which its scales of shape {tuple(scales)} do not cover; fetch it again."
     )
 
 
 def _aligned(scales: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Scales of one dimension belong to rows, or to the whole."""
+    """Scales of one dimension belong to rows, or to the whole tensor."""
     count = scales[0] if scales else 1
     return (count, *[1] * (len(shape) - 1))
 

@@ -1,8 +1,8 @@
 """Take the text decoder out of a model that also reads images, video or audio.
 
-transformers loads such a composite checkpoint under its own names. Its decoder then becomes part of a causal LM: the
-class registered for the text configuration, an equal one where the decoder has rotary sections (M-RoPE), or
-`TextDecoder`.
+transformers loads such a composite checkpoint as a whole. Its decoder then becomes part of a causal LM of the class
+registered for the text configuration, of an equivalent class if the decoder has rotary sections (M-RoPE), or of the
+class `TextDecoder`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from topw_deploy.errors import UnsupportedModelError, VerificationError
 from topw_deploy.export.source.unread_tensor import streamed
 
-# Text models with rotary sections for time, height and width -> the causal LM that they are where these are equal.
+# Text models with rotary sections for time, height and width -> the causal LM that they equal on text, and settings.
 _EQUAL_IN_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl_text": ("qwen2", {}),
     "qwen2_5_vl_text": ("qwen2", {}),
@@ -28,9 +28,9 @@ _EQUAL_IN_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
 }
 _COMPARED = 24  # tokens
-# Of the largest logit: the two sum in other orders at most.
+# Share of the largest logit: the two models may differ in the order of sums only.
 _LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Text models that scale their logits; as part of another model, transformers leaves that out.
+# Text models that scale their logits, which transformers omits when they are part of a composite model.
 _UNSCALED = {"cohere": {"logit_scale": 1.0}, "cohere2": {"logit_scale": 1.0}, "granite": {"logits_scaling": 1.0}}
 _OF_THE_CLASS = ("model_type", "architectures", "transformers_version")
 _SECTIONS = ("mrope_section", "mrope_interleaved")
@@ -139,7 +139,7 @@ def text_decoder(composite: Composite, loaded: PreTrainedModel) -> PreTrainedMod
 
 
 def parts_left_out(composite: Composite, loaded: PreTrainedModel) -> list[str]:
-    """Names of the modules beside the text decoder, outermost only."""
+    """Names of the outermost modules that do not belong to the text decoder."""
     decoder = _decoder_in(composite, loaded)
     path = next(name for name, module in loaded.named_modules() if module is decoder)
     kept = {path, *_paths_of(loaded, loaded.get_output_embeddings())}
@@ -156,14 +156,14 @@ def parts_left_out(composite: Composite, loaded: PreTrainedModel) -> list[str]:
 def check_equal_on_text(composite: Composite, loaded: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raises VerificationError unless `loaded` and its text decoder give equal logits for text."""
     ids = torch.tensor([_text_ids(composite)])
-    with torch.no_grad(), streamed(loaded):  # reads what text needs of the towers
+    with torch.no_grad(), streamed(loaded):  # reads only the weights that text needs
         expected, found = (model(input_ids=ids).logits.float() for model in (loaded, decoder))
     bound = _LARGEST_DIFFERENCE[decoder.dtype] * max(1.0, float(expected.abs().max()))
     difference = float((expected - found).abs().max())
     if not difference <= bound:
         raise VerificationError(
             f"the text decoder of {type(loaded).__name__} differs from the whole model on text by {difference:.2g} in "
-            f"logits, but at most {bound:.2g} is rounding; report this model."
+            f"logits, but rounding explains at most {bound:.2g}; report this model."
         )
 
 
@@ -189,7 +189,7 @@ def _causal_class(text: Any) -> type[PreTrainedModel]:
 
 
 def _registered(mapping: Any, config: Any) -> type[PreTrainedModel] | None:
-    """The model class of `config`; not one that takes another part of it only."""
+    """The model class registered for `config`, or None; also None for a class that takes only a part of it."""
     found: Any = mapping.get(type(config), None)
     return found if isinstance(found, type) and isinstance(config, getattr(found, "config_class", ())) else None
 
@@ -202,7 +202,7 @@ def _decoder_in(composite: Composite, loaded: PreTrainedModel) -> PreTrainedMode
             if isinstance(decoder, PreTrainedModel):
                 return decoder
     raise UnsupportedModelError(
-        f"{type(loaded).__name__} has no module of its text configuration {type(composite.text).__name__}; "
+        f"{type(loaded).__name__} has no module with its text configuration {type(composite.text).__name__}; "
         "choose a model with a text decoder of its own."
     )
 
@@ -242,7 +242,7 @@ def _share(source: PreTrainedModel, target: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def missing_packages_allowed() -> Iterator[None]:
-    """Leave image and audio towers empty that need a package (timm) which a text decoder does not."""
+    """Inside the block, leave image and audio towers empty if the package that they need (timm) is not installed."""
     original = vars(AutoModel)["from_config"]
     make = AutoModel.from_config
 

@@ -41,7 +41,7 @@ def tensors_in_torch_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_archive(path: Path) -> None:
-    """Raises SourceError for an archive whose bytes are not the tensors' as they stand."""
+    """Raises SourceError unless the archive's records are uncompressed and little-endian."""
     try:
         with zipfile.ZipFile(path) as archive:
             packed = [record.filename for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED]
@@ -60,7 +60,7 @@ def _stored(path: Path, name: str, tensor: torch.Tensor, size: int) -> StoredTen
     kind = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
     start: Any = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if kind is None or start is None or not tensor.is_contiguous():
-        how = f"type {tensor.dtype}" if kind is None else "an order that is not its rows'"
+        how = f"type {tensor.dtype}" if kind is None else "a layout that is not contiguous"
         raise SourceError(f"{path} stores {name} in {how}; convert the weights to safetensors.")
     offset = int(start) + int(tensor.storage_offset()) * tensor.itemsize
     nbytes = int(tensor.numel()) * tensor.itemsize

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from topw_deploy.errors import UnsupportedModelError, one_line
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.job import Job
 from topw_deploy.export.lowering import lower
@@ -44,7 +45,7 @@ def traced_decoder(job: Job) -> Decoder:
     notices += _limits_of(model, dtype)
     traced = _traced(model, job)
     context = min(context_length(model.config), dense_tokens(model) or context_length(model.config))
-    # To keep a checkpoint's codes, fused products would have to be packed alike.
+    # Fusing saves time with quantised weights only, and weights whose codes are kept may be packed differently.
     stored = quantised_format(source.folder)
     fuse_gates = weights.quantisation is not None and (stored is None or not stored.integers)
     lowered = lower(
@@ -96,9 +97,11 @@ def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
         )
     if (tokens := dense_tokens(model)) is not None and tokens < context_length(model.config):
         found.append(
-            f"this model attends to {tokens:,} selected tokens of longer sequences; the export attends to all tokens, "
-            "and its context ends there"
+            f"in longer sequences this model attends to {tokens:,} selected tokens; the export attends to all tokens, "
+            "so its context ends there"
         )
+    if getattr(model.config, "vision_config", None) is not None:
+        found.append("this model also reads images; the export reads text alone")
     return found
 
 
@@ -116,8 +119,14 @@ def _overflow_notice(model: PreTrainedModel, job: Job) -> str:
     stage, journal, stamp = "overflow check", job.finished.journal, job.finished.trace
     noted = journal.find(stage, stamp)
     if noted is None:
-        with streamed(model):
-            found = overflowing_modules(model, sample_batches(model, job.source.folder))
+        try:
+            with streamed(model):
+                found = overflowing_modules(model, sample_batches(model, job.source.folder))
+        except RuntimeError as error:  # such as of float32 weights that the model keeps for precision
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not run in float16 in transformers ({one_line(error)}); use --dtype "
+                "fp32 or bf16."
+            ) from error
         journal.done(stage, stamp, found=found)
     else:
         found = noted["found"]

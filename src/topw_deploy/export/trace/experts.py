@@ -1,12 +1,13 @@
 """Markers for mixtures of experts in a trace.
 
 - `Experts(hidden [tokens, D], ids [tokens, k], weights [tokens, k], gate_up [E, N, D], down [E, D, I], gate_up_bias?
-  [E, N], down_bias? [E, D])` -> [tokens, D]: each token's weighted sum over its experts. Attributes: activation;
-  alpha, beta, limit, interleaved for `swiglu` (see `Gate`), where N is 2 I; else N is I.
+  [E, N], down_bias? [E, D])` -> [tokens, D]: each token's weighted sum over its experts. Attributes: activation. For
+  `swiglu`, N is 2 I, with the attributes alpha, beta, limit and interleaved of `Gate`; otherwise N is I.
 - `ExpertProduct(rows [R, K], ids [R], weight [E, N, K], bias? [E, N])` -> [R, N]: each row times one expert's matrix.
-  Experts with another activation or a norm are two of them, with the model's own operators between.
+  Experts with any other activation, or with a norm, become two such products, with the model's own operators between.
 
-ids are int64. Experts of transformers' interface get an implementation of their own, others one of `_ADAPTERS`.
+ids are int64. Experts that use transformers' experts interface are marked by an implementation registered there, other
+classes by one of `_ADAPTERS`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PRODUCT_OP = "ExpertProduct"
 GATED = "swiglu"
 _DOMAIN = "topw.trace"
 _IMPLEMENTATION = "topw_marker"
-_STATED = "_topw_stated"  # a module's attribute: `stated` of its activation
+_STATED = "_topw_stated"  # module attribute: the result of `stated` for its activation
 _PROBE = torch.linspace(-24.0, 24.0, 768)[torch.arange(768) * 325 % 768].reshape(4, 192)  # to compare activations on
 _PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
@@ -65,8 +66,8 @@ class Gate:
 class Adapter:
     """How experts outside transformers' interface are marked.
 
-    methods: by name, in place of the module's.
-    activation: attribute of the gate's activation.
+    methods: name -> replacement of the module's method.
+    activation: path of the attribute that holds the gate's activation.
     """
 
     methods: dict[str, Callable[..., Any]]
@@ -78,17 +79,18 @@ def marked_experts(model: PreTrainedModel) -> Iterator[None]:
     """Trace the experts of `model` as markers inside the block."""
     ExpertsInterface.register(_IMPLEMENTATION, _experts)
     replaced = [(module, _in_trace(module)) for module in model.modules()]
-    of_interface = any(_is_of_interface(module) for module, _ in replaced)
-    before = model.get_experts_implementation() if of_interface else None
-    if before is not None:
-        model.set_experts_implementation(_IMPLEMENTATION)
+    # A decoder taken out of another model keeps its own configuration, which the model's method would pass over.
+    configs = {id(module.config): module.config for module, _ in replaced if _is_of_interface(module)}
+    before = [(config, config._experts_implementation_internal) for config in configs.values()]
+    for config, _ in before:
+        config._experts_implementation_internal = _IMPLEMENTATION
     for module, names in replaced:
         vars(module).update(names)
     try:
         yield
     finally:
-        if before is not None:
-            model.set_experts_implementation(before)
+        for config, implementation in before:
+            config._experts_implementation_internal = implementation
         for module, names in replaced:
             for name in names:
                 del vars(module)[name]
@@ -99,9 +101,9 @@ def _is_of_interface(module: torch.nn.Module) -> bool:
 
 
 def _in_trace(module: Any) -> dict[str, Any]:
-    """Instance attributes of a module in a trace.
+    """Instance attributes to set on `module` during the trace.
 
-    Activations are compared before it, where values exist.
+    Activations are compared here, because a trace has no values to compare.
     """
     if _is_of_interface(module):
         activate = module._apply_gate if module.has_gate else module.act_fn
@@ -116,7 +118,7 @@ def _in_trace(module: Any) -> dict[str, Any]:
 
 
 def expert_matrices(module: Any) -> tuple[torch.Tensor, ...]:
-    """Views [E, N, K] of the parameters that a mixture of experts multiplies with; none for other modules."""
+    """The matrices of a mixture of experts, as views [E, N, K] of its parameters; empty for other modules."""
     name = type(module).__name__
     if _is_of_interface(module):
         matrices = module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
@@ -125,7 +127,7 @@ def expert_matrices(module: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _experts(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Of transformers' interface; arguments as `mix`'s."""
+    """The implementation for transformers' experts interface; arguments as for `mix`."""
     name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
     up, down = expert_matrices(module)
     biases = (getattr(module, name), module.down_proj_bias) if module.has_bias else (None, None)
@@ -145,11 +147,11 @@ def mix(
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The marked weighted sum of each token's experts, [tokens, D].
+    """Mark the weighted sum of each token's experts. Returns [tokens, D].
 
     activate: [n, N] -> [n, I].
-    attributes: `stated` of it.
-    norm: of each expert's output.
+    attributes: the result of `stated` for `activate`.
+    norm: applied to each expert's output.
     """
     if attributes is not None and norm is None:
         inputs = [hidden, ids.long(), weights.to(hidden.dtype), *matrices, *biases]
@@ -165,7 +167,7 @@ def mix(
 def product(
     rows: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The marked product of rows [R, K] with the matrices `weight[ids]`, [R, N]."""
+    """Mark the product of each row [R, K] with its matrix of `weight[ids]`. Returns [R, N]."""
     return _symbolic(PRODUCT_OP, [rows, ids.long(), weight, bias], {}, (rows.shape[0], weight.shape[1]))
 
 
@@ -184,7 +186,7 @@ def _symbolic(op_type: str, inputs: list[torch.Tensor | None], attributes: dict[
 
 
 def stated(activate: Callable[[torch.Tensor], torch.Tensor], *, gated: bool) -> dict[str, Any] | None:
-    """The marker's attributes for an activation, found by comparing values; None for one that it cannot state."""
+    """The marker's attributes for an activation, found by comparing outputs; None if no attributes describe it."""
     wanted = activate(_PROBE)
     if not gated:
         names = [name for name, plain in _PLAIN.items() if _equal(plain(_PROBE), wanted)]
@@ -201,7 +203,7 @@ def _equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _gates_of(module: Any) -> Iterator[Gate]:
-    """Candidates, with the constants that the module names."""
+    """The gates to compare with, using constants found in the module's attributes."""
     limits = [getattr(module, name, None) for name in ("limit", "swiglu_limit")]
     alphas = [getattr(module, name, None) for name in ("alpha", "swiglu_alpha")]
     limit = next((float(found) for found in limits if isinstance(found, int | float)), math.inf)
@@ -313,4 +315,4 @@ _MATRICES: dict[str, Callable[[Any], tuple[torch.Tensor, ...]]] = {
     ),
     "LongcatFlashExperts": lambda module: (module.gate_up_proj[: module.num_routed_experts], module.down_proj),
 }
-"""Class of experts outside transformers' interface -> `expert_matrices` of it."""
+"""Class name of experts outside transformers' interface -> function that returns its `expert_matrices`."""

@@ -16,6 +16,7 @@ from topw_deploy.export.trace.latent import LATENTS, is_smaller, mark_latent
 from topw_deploy.export.trace.marker import mark_attention
 from topw_deploy.export.trace.masks import Masks
 from topw_deploy.export.trace.own_attention import adapted
+from topw_deploy.export.trace.relative import BIASES, with_sinks
 from topw_deploy.export.trace.sparse import SELECTIONS
 
 _IMPLEMENTATION = "topw_marker"
@@ -40,7 +41,7 @@ def marked(model: PreTrainedModel) -> Iterator[None]:
     AttentionMaskInterface.register(_IMPLEMENTATION, masks.make)
     before = model.config._attn_implementation
     model.set_attn_implementation(_IMPLEMENTATION)
-    # Models outside the interface ignore that call, but ask for masks in the same way.
+    # Models outside the attention interface ignore that call, but create masks through the mask interface.
     model.config._attn_implementation_internal = _IMPLEMENTATION
     try:
         with adapted(model):
@@ -51,7 +52,7 @@ def marked(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _Layers:
-    """Numbers attention calls: the layer's number, or one after all layers for a layer that attends again."""
+    """Numbers attention calls: a layer's first call gets its index, further calls get numbers after the last layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._next = int(model.config.get_text_config(decoder=True).num_hidden_layers)
@@ -79,13 +80,18 @@ def _marker_attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
+    blocks: tuple[torch.Tensor, int] | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Stand in for an attention function of transformers.
 
-    The mask decides what is seen, as in transformers' own eager and sdpa functions; `sliding_window` is for functions
-    that get no mask.
+    The mask alone decides which keys are visible, as in transformers' eager and sdpa functions; `sliding_window` is for
+    functions without a mask, and is ignored. `blocks` are a second key per token, which is its value too, and their
+    stride (see `marker`).
     """
+    relative = None
+    if hasattr(module, BIASES):
+        relative, s_aux = with_sinks(others.pop("position_bias"), others.pop("sinks", None))
     known = _HARMLESS | SELECTIONS
     unknown = sorted(name for name, given in others.items() if name not in known and given is not None)
     visible = masks.visible(attention_mask)
@@ -99,7 +105,28 @@ def _marker_attention(
     layer, scale = layers.number(module), query.shape[-1] ** -0.5 if scaling is None else scaling
     if hasattr(module, LATENTS) and is_smaller(module, query.shape[1]):
         return mark_latent(module, query, layer=layer, scale=scale, visible=visible, sink=s_aux), None
-    output = mark_attention(
-        query, key, value, layer=layer, scale=scale, softcap=softcap or 0.0, visible=visible, sink=s_aux
-    )
+    if blocks is None:
+        output = mark_attention(
+            query,
+            key,
+            value,
+            layer=layer,
+            scale=scale,
+            softcap=softcap or 0.0,
+            visible=visible,
+            sink=s_aux,
+            relative=relative,
+        )
+    else:
+        output = mark_attention(
+            query,
+            torch.cat((key, blocks[0]), dim=-1),
+            None,
+            layer=layer,
+            scale=scale,
+            visible=visible,
+            sink=s_aux,
+            latent=key.shape[-1],
+            stride=blocks[1],
+        )
     return output, None

@@ -1,6 +1,6 @@
 """Latent attention: keys and values expanded from one compressed vector per token.
 
-Its states hold the compressed vectors. The expansion is absorbed into queries and outputs instead:
+The states hold the compressed vectors. Queries and outputs absorb the expansion:
 
     q · (U_k c, r) = (U_k^T q_c, q_r) · (c, r)        sum of w U_v c = U_v (sum of w c)
 """
@@ -21,7 +21,7 @@ LATENTS = "topw_latents"  # attribute of a module: this call's compressed vector
 def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [batch, heads, sequence, dim] of kv_nope [batch, 1, sequence, rank] and rotated keys k_rot.
 
-    Replaces the method of that name, and leaves what it was given for `mark_latent`.
+    Replaces the method of that name, and stores its arguments on the module for `mark_latent`.
     """
     widths = [self.qk_nope_head_dim, self.v_head_dim]
     both = self.kv_b_proj(kv_nope.squeeze(1)).unflatten(-1, (-1, sum(widths))).transpose(1, 2)
@@ -37,7 +37,7 @@ def is_smaller(self: Any, heads: int) -> bool:
 
 
 def mark_latent(self: Any, query: Tensor, *, layer: int, scale: float, visible: Visible, sink: Tensor | None) -> Tensor:
-    """Attention of `query` [batch, heads, sequence, dim]; returns [batch, sequence, heads, value_dim]."""
+    """Mark attention of `query` [batch, heads, sequence, dim]. Returns [batch, sequence, heads, value_dim]."""
     compressed, rotated = getattr(self, LATENTS)
     delattr(self, LATENTS)
     rank, plain = compressed.shape[-1], self.qk_nope_head_dim

@@ -1,7 +1,7 @@
 """Read which keys a query sees from the masks that transformers makes.
 
-While a model is traced, a mask is an empty tensor, recognised by identity, or None where the model accepts None for
-"all keys up to the query".
+While a model is traced, a mask is a placeholder tensor, recognised by identity, or None where the model accepts None
+for "all keys up to the query".
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _EXPECT_A_MASK = {"mpt"}  # model types that fail without one
 
 @dataclass(frozen=True)
 class Visible:
-    """Of the keys up to the query, those that it sees.
+    """Which of the keys up to the query are visible to it.
 
-    window: the last `window`, with the query's own. 0 for no limit.
-    chunk: those of the query's own chunk of `chunk` tokens. 0 for no limit.
+    window: only the last `window` keys, the query's own included; 0 for no limit.
+    chunk: only keys in the query's chunk of `chunk` tokens; 0 for no limit.
     """
 
     window: int = 0
@@ -32,10 +32,10 @@ class Visible:
 
 
 class Masks:
-    """Makes stand-ins for masks (`make`) and knows what each shows (`visible`)."""
+    """Creates placeholders for masks (`make`) and records which keys each one shows (`visible`)."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[torch.Tensor, Visible]] = []  # keeps the tensors alive: their ids are their names
+        self._made: list[tuple[torch.Tensor, Visible]] = []  # keeps the tensors alive: they are recognised by identity
 
     def make(
         self,
@@ -45,20 +45,23 @@ class Masks:
         allow_is_causal_skip: bool = True,
         **_others: Any,
     ) -> torch.Tensor | None:
-        """The mask interface's function. Raises UnsupportedModelError for masks that depend on more than positions."""
+        """Create a mask, as a function of transformers' mask interface.
+
+        Raises UnsupportedModelError for masks that depend on more than positions.
+        """
         visible = _visible(mask_function)
         if visible == Visible() and allow_is_causal_skip and getattr(config, "model_type", "") not in _EXPECT_A_MASK:
             return None
         return self.stand_in(visible)
 
     def stand_in(self, visible: Visible) -> torch.Tensor:
-        """A new empty mask, bool [1, 1, 1, 1]."""
+        """A new placeholder mask, bool [1, 1, 1, 1]."""
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool)
         self._made.append((mask, visible))
         return mask
 
     def visible(self, mask: torch.Tensor | None) -> Visible | None:
-        """What `mask` shows, or None for a mask that was not made here."""
+        """The keys that `mask` shows, or None for a mask that was not created here."""
         if mask is None:
             return Visible()
         return next((visible for made, visible in self._made if made is mask), None)

@@ -1,11 +1,13 @@
-"""Forwards, written with markers, of mixers that compute by hand.
+"""Methods, written with markers, for modules that mix tokens in code of their own.
 
-Each takes the mixer, the markers and the layer's index before the arguments of the forward that it replaces.
+Each takes the module, the markers and the layer's index before the arguments of the method that it replaces.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +67,7 @@ def griffin_recurrent_block(
 def _rg_lru(unit: Any, markers: MixerMarkers, layer: int, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """Real-gated linear recurrent unit: h_t = a_t h_(t-1) + sqrt(1 - a_t^2) (i_t x_t), with gates a and i.
 
-    A head of one number per channel. A sequence's first token is not scaled; its past state is zero.
+    Each channel is a head whose state is one number. A sequence's first token is not scaled; its past state is zero.
     """
     input_gate = _block_diagonal_gate(x, unit.input_gate_weight, unit.input_gate_bias)
     recurrent_gate = _block_diagonal_gate(x, unit.recurrent_gate_weight, unit.recurrent_gate_bias)
@@ -91,10 +93,10 @@ def convolved_projections(
     *_args: Any,
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ZAYA: queries and keys through a depthwise and a grouped convolution, half of each value from the last token.
+    """ZAYA: queries and keys pass a depthwise and a grouped convolution; half of the values come from the token before.
 
     Returns query, key and value [batch, sequence, heads, head_dim]. Biases are added after the markers, because the
-    past of a sequence's first token counts as zeros before them.
+    model also adds them to the zeros before a sequence's first token.
     """
     shape = (*hidden_states.shape[:-1], -1, mixer.head_dim)
     groups = mixer.num_key_value_groups
@@ -124,8 +126,29 @@ def convolved_projections(
     return query, key, value
 
 
+def dynamic_convolution(
+    mixer: Any,
+    markers: MixerMarkers,
+    layer: int,
+    hidden_states: torch.Tensor,
+    dynamic_input: torch.Tensor,
+    *_args: Any,
+    **_kwargs: Any,
+) -> torch.Tensor:
+    """Inkling 2: a tap's weight is the sum of one of its channel and one that the token gives to its head."""
+    heads, kernel = mixer.num_heads, mixer.conv_kernel_size
+    taps = mixer.weight_proj(dynamic_input).float().unflatten(-1, (heads, 1, kernel))
+    taps = taps + mixer.static_weight.float().T.unflatten(0, (heads, -1))  # [batch, sequence, heads, head_dim, kernel]
+    total = hidden_states.float()
+    column = total.transpose(1, 2)
+    for lag in range(kernel):
+        column = column if lag == 0 else _previous(markers, layer, column)
+        total = total + (column.transpose(1, 2).unflatten(-1, (heads, -1)) * taps[..., lag]).flatten(2)
+    return (total / math.sqrt(2 * kernel + 1)).to(hidden_states.dtype)
+
+
 def _previous(markers: MixerMarkers, layer: int, columns: torch.Tensor) -> torch.Tensor:
-    """The columns [batch, channels, sequence], each one token later."""
+    """The columns [batch, channels, sequence], shifted one token later."""
     weight = columns.new_tensor([1.0, 0.0]).expand(columns.shape[1], 1, 2)
     return markers.convolution(columns, weight, layer=layer)
 
@@ -135,7 +158,7 @@ def rwkv_attention(
 ) -> tuple[torch.Tensor, Any]:
     """RWKV: a mean of values with weights exp(k_s + w (t - 1 - s)) for s < t, and exp(k_t + u) for the token itself.
 
-    transformers scales numerator and denominator by their largest weight; here keys of 88 and more would overflow.
+    transformers divides numerator and denominator by their largest weight; without that, keys of 88 and more overflow.
     """
     mixed = _time_mix(mixer, markers, layer, hidden)
     key, value = (mixer.key(mixed("key")).float(), mixer.value(mixed("value")).float())
@@ -163,7 +186,7 @@ def rwkv_feed_forward(
 
 
 def _time_mix(mixer: Any, markers: MixerMarkers, layer: int, hidden: torch.Tensor) -> Callable[[str], torch.Tensor]:
-    """A function that interpolates between each token and the one before, by a weight's name."""
+    """A function of a weight's name that interpolates between each token and the one before it."""
     shifted = _previous(markers, layer, hidden.transpose(1, 2)).transpose(1, 2)
 
     def mixed(name: str) -> torch.Tensor:
@@ -186,8 +209,8 @@ def matrix_lstm(
 ) -> tuple[torch.Tensor, None]:
     """xLSTM: C_t = f_t C_(t-1) + i_t k_t v_t^T; n_t = f_t n_(t-1) + i_t k_t; h_t = C_t^T q_t / max(|n_t . q_t|, 1).
 
-    transformers scales all by the largest gate, and adds an epsilon to the scaled denominator. Here the cap on input
-    gates keeps exp(i) in range.
+    transformers divides all of it by the largest gate, and adds an epsilon to the resulting denominator. Here the cap
+    on input gates keeps exp(i) in range.
     """
     if not backend.config.gate_soft_cap or backend.config.gate_soft_cap > _LARGEST_GATE:
         raise UnsupportedModelError(
@@ -204,10 +227,78 @@ def matrix_lstm(
     return output.transpose(1, 2).to(dtype), None
 
 
+def ngram_embedding(
+    embedding: Any, markers: MixerMarkers, layer: int, input_ids: torch.Tensor, *_args: Any, **_kwargs: Any
+) -> torch.Tensor:
+    """Qwen 4: rows of a table, chosen by hashes of the last tokens, [batch, sequence, heads * dim].
+
+    An n-gram ends at an end-of-text token, which repeats beyond it and before a row's first token. The history holds
+    differences from that token, so that zeros stand for it.
+    """
+    end, reach = embedding.eos_token_id, embedding.ngram_size - 1
+    ids = input_ids.long()
+    history = markers.history((ids - end)[:, None], reach, layer=layer)[:, 0]  # [batch, reach + sequence]
+    multipliers, sizes, offsets = (
+        getattr(embedding, name) for name in ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+    )
+    mixed = ids * multipliers[0]
+    chosen, earlier = [], None
+    for lag in range(1, reach + 1):
+        column = history[:, reach - lag : -lag]
+        earlier = column if earlier is None else torch.where(earlier == 0, 0, column)
+        mixed = torch.bitwise_xor(mixed, (earlier + end) * multipliers[lag])
+        heads = slice((lag - 1) * embedding.heads_per_ngram, lag * embedding.heads_per_ngram)
+        chosen.append(torch.remainder(mixed[..., None], sizes[heads]) + offsets[heads])
+    return embedding.ngram_embedding(torch.cat(chosen, dim=-1)).flatten(-2)
+
+
+def dilated_convolution(
+    ple: Any, markers: MixerMarkers, layer: int, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any
+) -> torch.Tensor:
+    """Qwen 4's convolution of n-gram features [batch, sequence, channels], with gaps between its taps."""
+    columns = markers.history(hidden_states.transpose(1, 2), ple.short_conv_state_len, layer=layer)
+    return functional.silu(ple.conv1d(columns)).transpose(1, 2)
+
+
+def compressed_blocks(
+    compressor: Any,
+    markers: MixerMarkers,
+    layer: int,
+    hidden_states: torch.Tensor,
+    _compact: torch.Tensor,
+    position_ids: torch.Tensor,
+    *_args: Any,
+    **_kwargs: Any,
+) -> torch.Tensor:
+    """DeepSeek V4: for every token, a mean of the block of `compress_rate` tokens that ends there, [batch, 1, sequence,
+    dim]. The model has those of positions that a block ends at.
+
+    With an overlap, the mean includes the block before, which has gates and values of its own.
+    """
+    size, width, count = compressor.compress_rate, compressor.head_dim, hidden_states.shape[1]
+    overlaps = compressor.position_bias.shape[1] != width
+    reach = 2 * size if overlaps else size
+    both = torch.cat([compressor.kv_proj(hidden_states), compressor.gate_proj(hidden_states)], dim=-1)
+    columns = markers.history(both.transpose(1, 2), reach - 1, layer=layer).transpose(1, 2)
+    windows = columns[:, torch.arange(count)[:, None] + torch.arange(reach)]  # [batch, sequence, reach, channels]
+    values, gates = windows.chunk(2, dim=-1)
+    bias = compressor.position_bias
+    if overlaps:
+        values, gates = (torch.cat([x[:, :, :size, :width], x[:, :, size:, width:]], dim=2) for x in (values, gates))
+        before_any = (position_ids < reach - 1)[..., None, None] & (torch.arange(reach) < size)[:, None]
+        gates = torch.where(before_any, float("-inf"), gates)
+        bias = torch.cat([bias[:, :width], bias[:, width:]])
+    weights = (gates + bias).softmax(dim=2, dtype=torch.float32).to(values.dtype)
+    blocks = compressor.kv_norm((values * weights).sum(dim=2))
+    starts = position_ids + 1 - size
+    cos, sin = compressor.rotary_emb(blocks, position_ids=starts, layer_type=compressor.rope_layer_type)
+    return sys.modules[type(compressor).__module__].apply_rotary_pos_emb(blocks[:, None], cos, sin)
+
+
 def shared_attention(
     mixer: Any, markers: MixerMarkers, layer: int, *args: Any, layer_idx: int, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Zamba's attention, shared by layers: tell attention markers the layer of the call."""
+    """Zamba's attention, a module that several layers share: give its marker the index of the calling layer."""
     before = mixer.layer_idx
     mixer.layer_idx = layer_idx
     try:
@@ -217,7 +308,12 @@ def shared_attention(
 
 
 ADAPTERS: dict[str, Callable[..., Any]] = {
+    "DeepseekV4CSACompressor": compressed_blocks,
+    "DeepseekV4HCACompressor": compressed_blocks,
+    "Inkling2DynamicShortConvolution": dynamic_convolution,
     "MiniMaxLightningAttention": lightning_attention,
+    "Qwen4ExpTextNGramEmbedding": ngram_embedding,
+    "Qwen4ExpTextPLELayer": dilated_convolution,
     "RecurrentGemmaRecurrentBlock": griffin_recurrent_block,
     "RwkvFeedForward": rwkv_feed_forward,
     "RwkvSelfAttention": rwkv_attention,
@@ -226,3 +322,5 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
     "ZayaCCAProjection": convolved_projections,
     "xLSTMBackend": matrix_lstm,
 }
+# Where that is not `forward`: the method that an adapter replaces.
+METHODS = {"Qwen4ExpTextPLELayer": "_short_conv"}

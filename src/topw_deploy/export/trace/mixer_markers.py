@@ -1,8 +1,12 @@
-"""Markers: placeholder nodes for convolutions and recurrences in a trace.
+"""Markers: placeholder nodes for convolutions, histories and recurrences in a trace.
 
 Convolution(x [B, C, S], weight [C, 1, K], bias [C] or none) -> [B, C, S]
     attributes layer, state, activation ("" or "silu").
     y_t = activation(sum_j weight_j x_(t-K+1+j) + bias), per channel. State: the last K-1 columns, [B, C, K-1].
+
+History(x [B, C, S]) -> [B, C, N + S]
+    attributes layer, state, columns (N).
+    x behind the N columns before it, which are zero before a row's first token. State: the last N columns, [B, C, N].
 
 Recurrence(q [B, S, Hq, Dk], k [B, S, Hk, Dk], v [B, S, H, Dv], decay or none, beta or none) -> [B, S, max(Hq, H), Dv]
     attributes layer, state, scale, rule.
@@ -25,20 +29,21 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.trace.marker import MARKER_DOMAIN
 
 CONVOLUTION = "Convolution"
+HISTORY = "History"
 RECURRENCE = "Recurrence"
 
 
 class MixerCache(Protocol):
-    """What markers need of a model's cache: (layer, number of the state in it) that a mixer asked for last."""
+    """What markers read of a model's cache: (layer, number of the state in it) of a mixer's last request."""
 
     convolution: tuple[int, int] | None
     recurrence: tuple[int, int] | None
 
 
 class MixerMarkers(Protocol):
-    """Computes or marks convolutions and recurrences; see the module for shapes.
+    """Computes or marks convolutions, histories and recurrences; see the module for shapes.
 
-    layer: None for the one that last asked the cache for a state.
+    layer: None for the layer that last requested a state from the cache.
     """
 
     def convolution(
@@ -50,6 +55,8 @@ class MixerMarkers(Protocol):
         activation: str = "",
         layer: int | None = None,
     ) -> torch.Tensor: ...
+
+    def history(self, x: torch.Tensor, columns: int, *, layer: int | None = None) -> torch.Tensor: ...
 
     def recurrence(
         self,
@@ -66,7 +73,7 @@ class MixerMarkers(Protocol):
 
 
 class StatePlaces:
-    """Numbers the states of each layer in one call of a model: convolutions and recurrences apart, each from 0."""
+    """Numbers the states of each layer in one call of a model, from 0: recurrences apart from the others."""
 
     def __init__(self, cache: MixerCache) -> None:
         self._cache = cache
@@ -74,16 +81,17 @@ class StatePlaces:
 
     def next(self, op_type: str, layer: int | None) -> tuple[int, int]:
         """(layer, number of the state). layer: as of MixerMarkers."""
+        kind = RECURRENCE if op_type == RECURRENCE else CONVOLUTION
         if layer is None:
-            pending = self._cache.convolution if op_type == CONVOLUTION else self._cache.recurrence
+            pending = self._cache.convolution if kind == CONVOLUTION else self._cache.recurrence
             if pending is None:
                 raise UnsupportedModelError(
-                    f"a {op_type.lower()} asks the cache for no state, so its layer is unknown; graft an ONNX decoder "
-                    "made by another exporter."
+                    f"a {op_type.lower()} requests no state from the cache, so its layer is unknown; graft an ONNX "
+                    "decoder made by another exporter."
                 )
             layer = pending[0]
-        count = self._counts.get((op_type, layer), 0)
-        self._counts[op_type, layer] = count + 1
+        count = self._counts.get((kind, layer), 0)
+        self._counts[kind, layer] = count + 1
         return layer, count
 
 
@@ -103,6 +111,10 @@ class SymbolicMarkers:
         layer: int | None = None,
     ) -> torch.Tensor:
         return self._mark(CONVOLUTION, (x, weight, bias), x.dtype, x.shape, layer, {"activation": activation})
+
+    def history(self, x: torch.Tensor, columns: int, *, layer: int | None = None) -> torch.Tensor:
+        shape = (*x.shape[:2], columns + x.shape[2])
+        return self._mark(HISTORY, (x,), x.dtype, shape, layer, {"columns": columns})
 
     def recurrence(
         self,

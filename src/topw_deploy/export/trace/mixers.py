@@ -1,7 +1,7 @@
 """Trace convolution and recurrent mixers as markers.
 
-Most mixers of transformers call functions of their module for the convolution and the recurrence: those are replaced.
-A mixer that computes by hand has an adapter, which replaces its forward (see mixer_adapters).
+Most mixers of transformers call functions of their Python module for the convolution and the recurrence; these
+functions are replaced. A mixer that computes them in its own forward has an adapter instead (see mixer_adapters).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import Cache, PreTrainedModel
 
-from topw_deploy.export.trace.mixer_adapters import ADAPTERS, layer_of
+from topw_deploy.export.trace.mixer_adapters import ADAPTERS, METHODS, layer_of
 from topw_deploy.export.trace.mixer_markers import MixerMarkers
 from topw_deploy.export.trace.recurrences import (
     causal_convolution,
@@ -24,7 +24,7 @@ from topw_deploy.export.trace.recurrences import (
     state_space_dual,
 )
 
-# Only what a call without past states reaches: a traced cache returns none.
+# The functions that a call without past states uses: a traced cache returns no past states.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": causal_convolution,
     "mamba_selective_scan": selective_scan,
@@ -32,9 +32,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "chunk_kimi_delta_attention": gated_delta_rule,
 }
-# Models with a cache of a kind of their own, whose layers all have adapters.
+# Models with a cache class of their own; all their layers have adapters.
 _WITHOUT_CACHE = {"RwkvForCausalLM", "xLSTMForCausalLM"}
-# Classes that a model requires its cache to be.
+# Cache classes that a model checks for; any cache passes the check during the trace.
 _CACHE_CLASSES = ("MiniMaxCache",)
 
 
@@ -50,11 +50,11 @@ def marked_mixers(model: PreTrainedModel, markers: MixerMarkers) -> Iterator[Non
                 if hasattr(module, name):
                     changes.enter_context(_replaced(module, name, Cache))
         for name, mixer in model.named_modules():
-            adapter = ADAPTERS.get(type(mixer).__name__)
-            if adapter is not None:
-                forward = partial(adapter, mixer, markers, layer_of(name))
-                vars(mixer)["forward"] = forward
-                changes.callback(vars(mixer).pop, "forward")
+            kind = type(mixer).__name__
+            if kind in ADAPTERS:
+                method = METHODS.get(kind, "forward")
+                vars(mixer)[method] = partial(ADAPTERS[kind], mixer, markers, layer_of(name))
+                changes.callback(vars(mixer).pop, method)
         yield
 
 

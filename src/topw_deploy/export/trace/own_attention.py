@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from topw_deploy.export.trace.latent import expand_kv
 from topw_deploy.export.trace.marker import mark_attention
 from topw_deploy.export.trace.masks import Visible
+from topw_deploy.export.trace.relative import block_residual, inkling_attention, relative_bias
 from topw_deploy.export.trace.sparse import is_indexer, select_none
 
 Method = Callable[..., Any]
@@ -76,7 +77,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _all_columns(_self: Any, *inputs: Any, **_others: Any) -> tuple[Any, ...]:
-    """Gemma 4's inputs of layers without keys, not cut to the columns whose logits are wanted (the last argument)."""
+    """Replaces Gemma 4's method that cuts inputs to the columns of the last one, logits_to_keep; returns them whole."""
     return inputs[:-1]
 
 
@@ -93,7 +94,7 @@ def _helper(module: torch.nn.Module, name: str) -> Callable[..., Any]:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """BLOOM's and Falcon's: powers of 2^(-8/n), n the power of two below; for further heads, those between them."""
+    """BLOOM's and Falcon's: powers of 2^(-8/n), n the largest power of two <= heads; then slopes between them."""
     below = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * power / below) for power in range(1, below + 1)]
     slopes += [2 ** (-4 * power / below) for power in range(1, 2 * (heads - below) + 1, 2)]
@@ -101,7 +102,7 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def mpt_slopes(heads: int) -> Tensor:
-    """Powers of 2^(-8/n), n the power of two above; every second first, if not all are used."""
+    """Powers of 2^(-8/n), n the smallest power of two >= heads; if n > heads, every second slope comes first."""
     above = 2 ** math.ceil(math.log2(heads))
     slopes = [2 ** (-8 * power / above) for power in range(1, above + 1)]
     return torch.tensor(slopes if above == heads else (slopes[1::2] + slopes[::2])[:heads])
@@ -187,11 +188,15 @@ def _rotated_attention(
     return self.out_proj(output.flatten(2)), None
 
 
-# Llama 4 and DeepSeek V2: rotations of pairs as products with complex numbers, which the tracer cannot write.
+# Llama 4 and DeepSeek V2: rotations of pairs as products with complex numbers, which the tracer does not support.
 
 
 class _Rotation(NamedTuple):
-    """Takes the place of those numbers. positions: [batch, sequence]. angles: [batch, sequence, width / 2]."""
+    """Replaces the complex numbers.
+
+    positions: [batch, sequence].
+    angles: [batch, sequence, width / 2].
+    """
 
     positions: Tensor
     angles: Tensor
@@ -222,7 +227,7 @@ def _llama4(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The original counts positions, which scale unrotated queries, in the cache."""
+    """Unrotated queries are scaled by position, which the original takes from the cache and this from position_ids."""
     parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
     if self.use_rope:
@@ -250,7 +255,7 @@ def _doge(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """That number becomes one more element of the key, and 1 / scale one more of the query."""
+    """The number becomes one more element of the key, and 1 / scale the matching element of the query."""
     parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
     query, key, merged, value = self.q_norm(query), self.k_norm(key), value.flatten(2), value.transpose(1, 2)
@@ -263,6 +268,72 @@ def _doge(
     attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
     output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **others)
     return self.o_proj(output.flatten(2)), None
+
+
+# Qwen 4: gated, behind an indexer that selects all tokens here.
+
+
+def _qwen4(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Tensor,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The original combines the mask with the selection, and takes the new tokens' angles from those of all."""
+    query, gate = self.q_proj(hidden_states).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+    key, value = (part(hidden_states).unflatten(-1, (-1, self.head_dim)) for part in (self.k_proj, self.v_proj))
+    query, key = self.q_norm(query).transpose(1, 2), self.k_norm(key).transpose(1, 2)
+    cos, sin = position_embeddings
+    query, key = _helper(self, "apply_rotary_pos_emb")(query, key, cos, sin)
+    key, value = _remember(past_key_values, key, value.transpose(1, 2), self.layer_idx)
+    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **others)
+    return self.o_proj(output.flatten(2) * torch.sigmoid(gate.flatten(2))), None
+
+
+# DeepSeek V4: a window of tokens and, in one softmax, blocks of tokens that a compressor makes one key of.
+
+
+def _deepseek_v4(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    position_ids: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Keys are values too, and rotated: the outputs are rotated back."""
+    rotate, (cos, sin) = _helper(self, "apply_rotary_pos_emb"), position_embeddings[self.rope_layer_type]
+    compact = self.q_a_norm(self.q_a_proj(hidden_states))
+    query = rotate(self.q_b_norm(_heads(self.q_b_proj(compact), self.num_heads)), cos, sin)
+    key = rotate(self.kv_norm(self.kv_proj(hidden_states))[:, None], cos, sin)
+    key, value = _remember(past_key_values, key, key, self.layer_idx)
+    if self.compressor is not None:
+        made = self.compressor(hidden_states, compact, position_ids, None, self.layer_idx)
+        others["blocks"] = made, self.compressor.compress_rate
+    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, s_aux=self.sinks, **others)
+    output = rotate(output.transpose(1, 2), cos, -sin).transpose(1, 2)
+    groups = output.flatten(2).unflatten(-1, (self.config.o_groups, -1))
+    return self.o_b_proj(self.o_a_proj(groups).flatten(2)), None
+
+
+# GIT: the mask differs from a causal one for tokens of images only.
+
+
+def _git(self: Any, hidden_states: Tensor, _mask: Any = None, past_key_values: Any = None, **_: Any) -> Any:
+    parts = (project(hidden_states) for project in (self.query, self.key, self.value))
+    query, key, value = (_heads(part, self.num_attention_heads) for part in parts)
+    key, value = _remember(past_key_values, key, value, self.layer_idx)
+    output = mark_attention(query, key, value, layer=self.layer_idx, scale=self.attention_head_size**-0.5)
+    return output.flatten(2), None
+
+
+def _no_mask(**_: Any) -> None:
+    """In the place of GIT's mask, which its attention above does not read."""
 
 
 # Models with an `_attn` of their own.
@@ -296,24 +367,32 @@ def _xglm(self: Any, hidden_states: Tensor, past_key_values: Any = None, **_: An
     return self.out_proj(output.flatten(2)), None
 
 
-# By folder in transformers.models, and class.
+# Folder in transformers.models and class -> replaced methods.
 ADAPTERS: dict[str, dict[str, Method]] = {
     "bloom.BloomAttention": {"forward": _bloom},
     "codegen.CodeGenAttention": {"forward": _codegen},
     "deepseek_v2.DeepseekV2RotaryEmbedding": {"forward": _rotation},
+    "deepseek_v4.DeepseekV4Attention": {"forward": _deepseek_v4},
     "doge.DogeAttention": {"forward": _doge},
     "falcon.FalconAttention": {"forward": _falcon},
+    "git.GitSelfAttention": {"forward": _git},
     "gpt_neo.GPTNeoSelfAttention": {"_attn": _gpt_neo},
     "gpt_neox_japanese.GPTNeoXJapaneseAttention": {"_attn": _gpt_neox_japanese},
     "gptj.GPTJAttention": {"forward": _gptj},
+    "inkling.InklingAttention": {"forward": inkling_attention},
+    "inkling.InklingRelativeLogits": {"forward": relative_bias},
+    "inkling2.Inkling2BlockAttentionResidual": {"forward": block_residual},
+    "inkling2.Inkling2RelativeLogits": {"forward": relative_bias},
     "llama4.Llama4TextAttention": {"forward": _llama4},
     "llama4.Llama4TextRotaryEmbedding": {"forward": _rotation},
     "mpt.MptAttention": {"forward": _mpt},
     "openai.Attention": {"_attn": _openai_gpt},
+    "qwen4_exp.Qwen4ExpTextAttention": {"forward": _qwen4},
     "xglm.XGLMAttention": {"forward": _xglm},
 }
-# Functions of the files that define these classes.
+# The same -> replaced functions of the file that defines the class.
 _FUNCTIONS: dict[str, dict[str, Method]] = {
     "deepseek_v2.DeepseekV2RotaryEmbedding": {"apply_rotary_emb": _rotate_heads},
+    "git.GitModel": {"create_causal_mask": _no_mask},
 }
-_UNNUMBERED = {"openai.Attention"}  # without an index of the layer
+_UNNUMBERED = {"openai.Attention"}  # classes without layer_idx

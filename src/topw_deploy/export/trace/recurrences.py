@@ -1,7 +1,7 @@
 """The recurrences of mixers, written with markers.
 
-Each function has the signature of the transformers function that it replaces. They return a placeholder for the last
-state, because a traced cache keeps none.
+Each function has the signature of the transformers function that it replaces. Where that returns the last state, it
+returns a placeholder, because a traced cache keeps no states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def causal_convolution(
     activation: str | None = None,
     **_kernel_options: Any,
 ) -> torch.Tensor:
-    """Depthwise, causal; any other activation than SiLU follows the marker."""
+    """Depthwise causal convolution. An activation other than SiLU is applied after the marker."""
     fused = activation in ("silu", "swish")
     output = markers.convolution(
         hidden_states.to(weight.dtype), weight.unsqueeze(1), bias, activation="silu" if fused else ""
@@ -51,7 +51,7 @@ def selective_scan(
 ) -> Any:
     """Mamba: h_t = exp(A dt_t) h_(t-1) + dt_t B_t x_t; y_t = (C_t h_t + D x_t) silu(z_t).
 
-    A head per channel, whose keys are the state's dimensions.
+    The marker has one head per channel, with the state size as its key dim.
     """
     dt, x = dt.float(), hidden_states.float()
     if delta_bias is not None:
@@ -112,7 +112,7 @@ def gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gated DeltaNet and KDA: S_t = exp(g_t) S_(t-1) + k_t beta_t (v_t - (exp(g_t) S_(t-1))^T k_t)^T; o_t = S_t^T q_t.
 
-    Queries are divided by the root of their size.
+    Queries are divided by the square root of the key dim.
     """
     dtype = query.dtype
     query, key, value, g, beta = (part.float() for part in (query, key, value, g, beta))
@@ -124,9 +124,12 @@ def gated_delta_rule(
 
 
 def _unit_length(vectors: torch.Tensor) -> torch.Tensor:
-    return vectors * torch.rsqrt((vectors * vectors).sum(dim=-1, keepdim=True) + _NORM_EPSILON)
+    """x / sqrt(sum(x^2) + epsilon), as an RMS norm: one operator instead of five."""
+    size = vectors.shape[-1]
+    weight = torch.full((size,), size**-0.5, dtype=vectors.dtype)
+    return functional.rms_norm(vectors, (size,), weight, _NORM_EPSILON / size)
 
 
 def _unused_state(like: torch.Tensor) -> torch.Tensor:
-    """Callers store, cast or stack it."""
+    """A placeholder tensor, because callers store, cast or stack the state."""
     return like.new_zeros(1)

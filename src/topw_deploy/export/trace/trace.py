@@ -23,6 +23,7 @@ from topw_deploy.export.trace.interface import marked
 from topw_deploy.export.trace.marker import check_layer_types, check_markers
 from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
 from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
+from topw_deploy.export.trace.text_positions import plain_for_text, positions_of_text
 from topw_deploy.export.trace.traced_cache import TracedCache
 from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightless
 from topw_deploy.export.trace.workarounds import fixed_frequencies, silenced, small_terms_kept
@@ -32,7 +33,7 @@ _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
 _BATCH, _SEQUENCE = 2, 3  # sample sizes: distinct and above 1
 _FILE = "trace.onnx"
 _STAGE = "traced graph"
-_PARAMETERS = "checkpoint"  # stands for the data file of the parameters
+_PARAMETERS = "checkpoint"  # in place of the name of the parameters' data file
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class TracedDecoder:
     """A traced graph.
 
     model: inputs input_ids and, if read, position_ids; output logits [batch, sequence, vocab].
-    num_layers: of the configuration.
+    num_layers: the configuration's num_hidden_layers.
     """
 
     model: ir.Model
@@ -50,7 +51,7 @@ class TracedDecoder:
 def trace(model: PreTrainedModel) -> TracedDecoder:
     """Trace `model`, in evaluation mode on the CPU, at opset 23.
 
-    Raises UnsupportedModelError for layers without a marker or a failed trace.
+    Raises UnsupportedModelError for an encoder-decoder, a failed trace, or a trace that `check_markers` rejects.
     """
     config = model.config.get_text_config(decoder=True)
     check_layer_types(model, config)
@@ -112,12 +113,13 @@ def _cached_forward(model: PreTrainedModel) -> Iterator[None]:
     """Make `model` take ids and positions, use a `TracedCache` and return only logits inside the block."""
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
+    rotary = plain_for_text(model)
 
     def logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         positions = {"position_ids": position_ids} if takes_positions else {}
-        cache = TracedCache()
+        cache = TracedCache(position_ids)
         cached = {_cache_argument(forward): cache, "use_cache": True} if takes_cache(model) else {"use_cache": False}
-        with marked_mixers(model, SymbolicMarkers(cache)):
+        with marked_mixers(model, SymbolicMarkers(cache)), positions_of_text(rotary, position_ids):
             found = forward(input_ids=input_ids, **cached, **positions)
         return {"logits": found.logits}
 
@@ -129,7 +131,7 @@ def _cached_forward(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _cache_argument(forward: Callable[..., Any]) -> str:
-    """Mamba-like models call it cache_params."""
+    """The name of the cache argument: Mamba-like models call it cache_params."""
     return "cache_params" if "cache_params" in inspect.signature(forward).parameters else "past_key_values"
 
 
@@ -155,7 +157,7 @@ def _name_dimensions(graph: ir.Graph) -> None:
         for dimension, name in zip(value.shape, ("batch_size", "sequence_length"), strict=True):
             symbols[str(dimension)] = name
     for value in _all_values(graph):
-        # An unknown size gets no name: onnxruntime takes sizes of one name for equal.
+        # An unknown size gets no name: onnxruntime assumes that dimensions of one name are equal.
         if value.shape is not None:
             value.shape = ir.Shape(
                 [d if isinstance(d, int) or d.value is None else _renamed(str(d), symbols) for d in value.shape]

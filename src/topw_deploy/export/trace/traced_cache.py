@@ -1,24 +1,34 @@
-"""The cache that a model gets while it is traced: it keeps nothing.
+"""The cache that a model is given while it is traced. It keeps nothing.
 
-Layers see the tokens of the call only, and leave markers. The lowering adds the states of earlier calls to the graph.
+Layers see the tokens of this call only, and leave markers. The lowering adds the states of earlier calls to the graph.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import Cache
 
 
+class _EmptyLayers(list[Any]):
+    """A cache's layers, of any number, which hold nothing. Qwen 4's model keeps positions for its indexers there."""
+
+    def __getitem__(self, _index: Any) -> Any:
+        return SimpleNamespace(indexer_position_ids=None)
+
+
 class TracedCache(Cache):
     """Returns keys, values and columns as they are given.
 
-    convolution, recurrence: (layer, number of the state in it) asked for last; the marker that follows belongs to it.
+    positions: of the call's tokens, int64 [batch, sequence]; for layers that count them in the cache.
+    convolution, recurrence: (layer, number of the state in it) of the last request; the next marker belongs to it.
     """
 
-    def __init__(self) -> None:
-        super().__init__(layers=[])
+    def __init__(self, positions: torch.Tensor) -> None:
+        super().__init__(layers=_EmptyLayers())
+        self.positions = positions
         self.convolution: tuple[int, int] | None = None
         self.recurrence: tuple[int, int] | None = None
 

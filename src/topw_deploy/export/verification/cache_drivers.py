@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from topw_deploy.manifest import DecoderInfo
 
 Array = NDArray[np.generic]
-_TYPES = {"float": np.float32, "float16": np.float16}
+_TYPES = {"float": np.float32, "float16": np.float16, "int64": np.int64}
 _GROWTH = 64  # slots added to a full buffer; any number works
 
 

@@ -67,7 +67,7 @@ def dequantise_model(
                 block_size = settings.table_block_size(rows.shape[1]) if parameter is table else settings.block_size
                 how = settings.of_table if id(parameter) in ends else settings
                 exact = packed is not None and packed.origin(rows.numpy()) is not None
-                if block_size is not None and not exact and _key(rows[0].numpy()) not in kept:
+                if block_size is not None and not exact and _output(rows) not in kept:
                     rows.copy_(torch.from_numpy(rounded(rows, block_size, how, scales)))
 
 
@@ -88,7 +88,7 @@ def _dequantise_experts(
         return origin is not None and keeps_codes(origin)
 
     matrices = [matrix for module in model.modules() for matrix in expert_matrices(module)]
-    found = [matrix for matrix in matrices if _key(matrix[0, 0].numpy()) not in kept and not kept_codes(matrix)]
+    found = [matrix for matrix in matrices if _output(matrix.flatten(0, 1)) not in kept and not kept_codes(matrix)]
     block_size = settings.experts_block_size({matrix.shape[2] for matrix in found})
     if block_size is not None:
         for matrix in found:
@@ -117,6 +117,11 @@ def float_outputs(graph: ir.Graph) -> set[bytes]:
             found |= {_key(row) for row in array[:, :_COMPARED]}
             found |= {_key(column) for column in array[:_COMPARED].T}
     return found
+
+
+def _output(rows: torch.Tensor) -> bytes:
+    """The key of an output of `rows` [outputs, inputs]: the first that is not zero, as a padding token's is."""
+    return _key(rows[int(rows[:, :_COMPARED].any(dim=1).byte().argmax())].numpy())
 
 
 def _key(output: np.ndarray) -> bytes:

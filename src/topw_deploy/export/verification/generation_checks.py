@@ -122,19 +122,45 @@ def compare_tokens(
     for count, token in enumerate(tokens):
         seen = sequence[: len(prompt) + count]
         logits = reference.logits_by_runs(seen, [len(prompt)] + [1] * count)[-1]
-        row = sample_row(logits, parameters, manifest.sampler.options, geometry, uniform_for(SEED, len(seen)))
+        uniform = uniform_for(SEED, len(seen))
+        row = sample_row(logits, parameters, manifest.sampler.options, geometry, uniform)
         if row.next_token == token:
             equal += 1
         else:
-            near_ties += _near_tie(row, token, logits, parameters.temperature, error)
+            near_ties += _near_tie(row, token, logits, parameters, uniform, error)
     return Agreement(equal, near_ties, max(wanted, len(tokens)) - equal - near_ties)
 
 
-def _near_tie(row: Row, token: int, logits: np.ndarray, temperature: float, error: float) -> bool:
-    """Whether logits with this relative error may draw `token` instead.
+def _near_tie(
+    row: Row, token: int, logits: np.ndarray, parameters: TopWParameters, uniform: float, error: float
+) -> bool:
+    """Whether logits [V] with this relative error may draw `token` instead.
 
-    Rounding never draws a token with weight below error^2 of the largest. Without this limit, any token would pass
-    where one has nearly all mass: the objective is then nearly tied with every longer prefix.
+    Rounding may change a crop on a tie. Then any token may be drawn, but none with weight below error^2 of the largest.
+    Without this limit, any token would pass where one has nearly all mass: the objective is then nearly tied with every
+    longer prefix.
     """
-    close = min(row.draw_margin, row.ties.objective, row.ties.nucleus) <= error or row.ties.pool_cut
-    return close and bool((logits[token] - logits.max()) / temperature >= 2 * np.log(error))
+    apart = 2 * error * max(1.0, float(np.abs(logits[row.kept_ids]).max()))  # logits that rounding may swap
+    if parameters.greedy:
+        return bool(logits[token] >= logits.max() - apart)
+    changes_crop = min(row.ties.objective, row.ties.nucleus) <= error or row.ties.pool_cut
+    if changes_crop and (logits[token] - logits.max()) / parameters.temperature >= 2 * np.log(error):
+        return True
+    return token in row.kept_ids and _drawn_nearby(row, token, logits, parameters.temperature, uniform, apart, error)
+
+
+def _drawn_nearby(
+    row: Row, token: int, logits: np.ndarray, temperature: float, uniform: float, apart: float, error: float
+) -> bool:
+    """Whether `uniform` may fall on `token` of the unchanged crop.
+
+    The draw orders tokens by logit. Those larger by more than `apart` come before `token`, and those at most `apart`
+    from it on either side. The ends of its interval are exact to `error` of the crop's mass.
+    """
+    kept = logits[row.kept_ids].astype(np.float64)
+    mass = np.exp((kept - kept.max()) / temperature)
+    place = uniform * mass.sum()
+    start = mass[kept > logits[token] + apart].sum()
+    end = mass[kept >= logits[token] - apart].sum()
+    slack = error * mass.sum()
+    return bool(start - slack <= place <= end + slack)

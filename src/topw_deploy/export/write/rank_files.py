@@ -1,8 +1,8 @@
-"""Convert tokenizers that are lists of byte strings by rank to `tokenizer.json`: tekken.json and tiktoken's text files.
+"""Convert tekken.json and tiktoken's text files, which list byte strings by rank, to `tokenizer.json`.
 
-Text is split by a pattern; in each piece, the adjacent pair whose joined bytes have the least rank is merged, until
-none has one. tokenizers' BPE ranks pairs instead, so every way to split a token becomes a merge, ordered by the token's
-rank.
+Text is split by a pattern; in each piece, the adjacent pair whose joined bytes have the lowest rank is merged, until no
+pair has a rank. tokenizers' BPE ranks pairs instead, so every way to split a token becomes a merge, ordered by the
+token's rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LETTERS_AND_NUMBERS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-# tiktoken's files do not state their pattern: number of ranks -> whose they are, pattern.
+# tiktoken's files do not state their pattern. Number of ranks -> (model family, pattern).
 _KNOWN = {
     128_000: ("Llama 3", _LETTERS_AND_NUMBERS.format("{1,3}")),
     151_643: ("Qwen", _LETTERS_AND_NUMBERS.format("")),
@@ -53,7 +53,7 @@ class Ranks:
 def read_tekken(path: Path) -> tuple[Ranks, dict[str, str]]:
     """mistral-common's `tekken.json`, and its special tokens by role. Raises TokenizerError for other contents.
 
-    Special tokens come first, filled up to a stated number; then the ranks that the stated vocabulary has room for.
+    Special tokens come first, filled up to the stated number; then as many ranks as fit into the stated vocabulary.
     """
     try:
         data = json.loads(path.read_text("utf-8"))
@@ -89,7 +89,7 @@ def is_tiktoken(path: Path) -> bool:
 def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Ranks:
     """tiktoken's text file; special tokens from `settings`, tokenizer_config.json.
 
-    Raises TokenizerError for other contents, and where pattern or special tokens are not known.
+    Raises TokenizerError for other contents, and for an unknown pattern or unknown special tokens.
     """
     try:
         pairs = [line.split() for line in path.read_bytes().splitlines() if line]
@@ -100,7 +100,7 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Ranks:
         raise TokenizerError(f"{path} is damaged ({one_line(error)}); fetch it again.") from None
     specials = _stated_specials(settings)
     if len(tokens) not in _KNOWN or not specials:
-        what = "special tokens are not in tokenizer_config.json" if len(tokens) in _KNOWN else "pattern is not in it"
+        what = "special tokens are not in tokenizer_config.json" if len(tokens) in _KNOWN else "pattern is unknown"
         raise TokenizerError(
             f"{path} is a tiktoken file of {len(tokens)} ranks whose {what}; convert it with transformers' "
             "TikTokenConverter and the pattern and special tokens of the model's code, and give the folder of the "
@@ -110,7 +110,7 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Ranks:
 
 
 def build_tokenizer(ranks: Ranks, path: Path, begin: str | None) -> Tokenizer:
-    """The tokenizer; special token `begin` starts each text. Raises TokenizerError for ranks it cannot be built of."""
+    """Build the tokenizer; the special token `begin` starts each text. Raises TokenizerError for unusable ranks."""
     ids = {token: ranks.first + rank for rank, token in enumerate(ranks.tokens)}
     missing = [byte for byte in range(256) if bytes([byte]) not in ids]
     if missing or len(ids) < len(ranks.tokens):

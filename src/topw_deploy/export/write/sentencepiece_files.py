@@ -1,7 +1,7 @@
 """Compare a converted tokenizer with the SentencePiece model it was made from.
 
-transformers builds a tokenizer by its class, or by general rules where the folder names none; those do not follow every
-setting of a SentencePiece model, such as the space before a text.
+transformers converts by the tokenizer's class, or by general rules if the folder names no class. Those rules ignore
+some settings of a SentencePiece model, such as the space before a text.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SAMPLES = (
 
 
 def difference(model: Path, converted: Path) -> str | None:
-    """A sample that `converted`, a tokenizer.json, splits into other pieces than `model`, in words; None if none.
+    """Describe the first sample that `converted`, a tokenizer.json, splits differently from `model`; None if none.
 
-    Samples with pieces unknown to the model are left out, and so are models that SentencePiece cannot read.
+    Skips samples with pieces unknown to the model, and models that SentencePiece cannot read.
     """
     import sentencepiece
 

@@ -128,7 +128,7 @@ class Buffers:
         self.block.change(write)
 
     def _views(self, memory: np.ndarray, row: int) -> Iterator[tuple[np.ndarray, int]]:
-        """Per state, bytes [parts, ...] of `row` and the bytes of a token in each part, 0 for a fixed size."""
+        """For each state, the bytes of `row` as [parts, n] and the bytes per token of a part (0 for a fixed size)."""
         for state, start in zip(self.layout.states, self._starts, strict=False):
             size = state.row_bytes(self.length)
             whole = memory[start + row * size : start + (row + 1) * size]

@@ -39,7 +39,7 @@ class ConcatCache:
         self._mask = zeroed("the attention mask", (self._batch, self._width + new_tokens), np.int64)
         self._has_mask, self._has_positions = "attention_mask" in session.inputs, "position_ids" in session.inputs
         self._names = [(state.past, state.present) for state in decoder.states]
-        self._zeros: list[Memory] = []  # first values of states of fixed size
+        self._zeros: list[Memory] = []  # initial values of states of fixed size
         self._places = self._begin(binding)
 
     def feed_prompts(self) -> None:
@@ -84,7 +84,7 @@ class ConcatCache:
         return ids, positions
 
     def _begin(self, binding: HostBinding) -> list[int]:
-        """Bind empty or zero pasts and fresh presents. Returns output indices."""
+        """Bind empty pasts (zeros for states of fixed size) and newly allocated presents. Returns output indices."""
         for state in self._decoder.states:
             shape = (self._batch, *state.shape)
             if state.grows:

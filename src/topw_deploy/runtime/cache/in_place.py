@@ -16,7 +16,7 @@ from topw_deploy.runtime.protocols import Binding, Session
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(ids [b, s], starts [b], lengths [b]): append lengths[r] ids to row r, which has starts[r] tokens.
 
-Only graphs of states that `recur` take a length of 0."""
+A length of 0 is allowed only if the decoder `recurs`."""
 _TOTAL = "total_sequence_length"
 
 
@@ -25,10 +25,10 @@ class InPlaceCache(ABC):
 
     Each run feeds at most `chunk` prompt tokens:
     - of all rows, right-padded, if they fit into one run or the graph supports ragged chunks;
-    - otherwise of groups of rows without their last tokens, then the last tokens of all rows: after a past,
-      GroupQueryAttention takes one token per row, or several tokens of one row.
+    - otherwise of a group of rows, without each row's last token. The final run takes the last tokens of all rows:
+      after a past, GroupQueryAttention takes one token per row, or several tokens of one row.
 
-    Keys and values of a token can be written twice, but a recurrent state must read each token once.
+    A token's keys and values can be written twice, but a state of fixed size must absorb each token exactly once.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class InPlaceCache(ABC):
         return last
 
     def _chunks(self) -> Iterator[Chunk]:
-        """The chunks of all prompts. Shorter prompts repeat their last token, so that the last run draws for all."""
+        """The chunks of all prompts. Shorter prompts repeat their last token, so the last run draws for every row."""
         width = int(self._lengths.max())
         for begin in range(0, width, self._columns_per_run):
             starts = np.minimum(begin, self._lengths - 1)
@@ -119,7 +119,7 @@ class InPlaceCache(ABC):
             binding = greedy(self._session, self._binding.another(), len(rows))
             self._buffers.bind(binding, rows)
             bodies = [self._prompts[row][:-1] for row in rows]
-            if not self._decoder.recurs:  # each row gets a token, which the last run overwrites
+            if not self._decoder.recurs:  # a row needs at least one token; the last run overwrites it
                 bodies = [body or self._prompts[row] for body, row in zip(bodies, rows, strict=True)]
             if len(rows) > 1:
                 lengths = np.array([len(body) for body in bodies], np.int64)
