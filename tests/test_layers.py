@@ -1,4 +1,4 @@
-"""Imports point one way: cli -> export | runtime -> sampling; each part needs only its own libraries."""
+"""Imports point one way: cli -> export | engine -> runtime -> sampling; each part needs only its own libraries."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ ALLOWED = {
     "plugins": {"errors", "files", "dtypes", "progress", "install", "sampling"},
     "tensorrt": LEAVES | {"plugins"},
     "runtime": LEAVES | {"install", "telemetry", "sizes", "plugins", "tensorrt"},
+    "engine": LEAVES | {"sizes", "runtime"},
     "export": LEAVES | {"memory", "install", "sizes", "runtime", "demo"},
     "stats": LEAVES | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
     "bench": LEAVES | {"install", "printable", "reports", "plugins", "runtime", "export", "processors"},
@@ -50,6 +51,7 @@ NAMED = {
     "plugins": {"numpy"},
     "tensorrt": {"numpy"},
     "runtime": RUNTIME,
+    "engine": {"numpy"},
     "processors": {"torch", "transformers"},
     "export": EXPORTER | {"numpy", "onnxruntime", "tokenizers", "huggingface_hub", "sentencepiece"},
     "stats": {"numpy", "onnx_ir", "matplotlib"},
@@ -63,6 +65,7 @@ LOADED = {
     "manifest": {"numpy"},
     "tensorrt": {"numpy"},
     "runtime": RUNTIME,
+    "engine": RUNTIME,
     "processors": {"numpy", "torch", "transformers"},
     "export": EXPORTER | RUNTIME,
     "stats": RUNTIME | {"onnx", "onnx_ir", "onnxscript", "ml_dtypes"},

@@ -66,6 +66,10 @@ class GenerationError(TopWError):
     """Generation failed, for example for lack of cache memory."""
 
 
+class QueueFullError(GenerationError):
+    """The batching engine's queue has no room for the request."""
+
+
 class LogitsError(GenerationError):
     """Logits contain NaN or +infinity, or no finite value after edits; the message names the row."""
 

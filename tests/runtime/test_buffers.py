@@ -181,3 +181,23 @@ def test_a_buffer_that_is_cleared_must_fit_the_machine_and_the_pool_goes_on(monk
     kept = lender.bytes
     monkeypatch.undo()
     assert lender.borrow(1, 64, 1).block.size == lender.bytes == kept
+
+
+def test_rows_are_copied_and_cleared_alone() -> None:
+    buffers = pool(more=(RECURRENT,)).borrow(batch=3, tokens=20, first=20)
+    for index, tensor in enumerate(tensors(buffers)):
+        tensor[:] = 1 + np.arange(tensor.size).reshape(tensor.shape) % 1000 + index
+    before = [tensor.copy() for tensor in tensors(buffers)]
+    buffers.copy_row(0, 2, tokens=5)
+    for state, old, new in zip(buffers.layout.states, before, tensors(buffers), strict=True):
+        np.testing.assert_array_equal(new[:2], old[:2])
+        end = 5 if state.grows else None
+        np.testing.assert_array_equal(new[2][:, :end], old[0][:, :end])
+        if state.grows:
+            np.testing.assert_array_equal(new[2][:, 5:], old[2][:, 5:])
+    for all_states in (False, True):
+        buffers.clear_row(1, all_states=all_states)
+        for state, old, new in zip(buffers.layout.states, before, tensors(buffers), strict=True):
+            cleared = all_states or not state.grows
+            np.testing.assert_array_equal(new[1], np.zeros_like(old[1]) if cleared else old[1])
+            np.testing.assert_array_equal(new[0], old[0])

@@ -34,6 +34,26 @@ def test_rows_keep_their_numbers_over_block_boundaries() -> None:
             assert out.tolist() == [uniform_for(seed, length + step, sample) for seed, sample, length in rows]
 
 
+def test_rows_are_set_and_exchanged_alone() -> None:
+    """A row that is set at any step draws for its own positions; so does one that moved."""
+    draws, out = Draws([0] * 3, [0] * 3, [0] * 3), np.zeros(3, np.float32)
+    positions: dict[int, tuple[int, int, int]] = {}  # row -> (seed, sample, position at step 0)
+    for step in range(600):
+        if step in (0, 7, 255, 256, 300, 511):
+            row = step % 3
+            draws.set(row, seed=step, sample=2, position=1000 + step, step=step)
+            positions[row] = step, 2, 1000
+        if step in (100, 400):
+            draws.swap(0, 1)
+            positions[0], positions[1] = positions[1], positions[0]
+        if step == 450:
+            draws.clear(2)
+            positions.pop(2, None)
+        draws.write(step, out)
+        for row, (seed, sample, start) in positions.items():
+            assert out[row] == uniform_for(seed, start + step, sample), (row, step)
+
+
 def test_fresh_seeds_differ_and_survive_json_readers_with_doubles() -> None:
     seeds = {fresh_seed() for _ in range(50)}
     assert len(seeds) == 50

@@ -181,6 +181,48 @@ def test_slots_stay_distinct_within_a_row(model: TopWModel) -> None:
         edits.accept(rng.integers(0, VOCAB, 2).tolist())
 
 
+def test_rows_are_set_cleared_and_exchanged_alone(model: TopWModel) -> None:
+    """A row's edits depend on its request alone, wherever and beside whatever it runs."""
+    settings: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram_size": 2}
+    (first,), *_ = model._requests("banana", settings)
+    (second,), *_ = model._requests("x", {"logit_bias": dict.fromkeys(range(3, 40), 1.0)})
+    (plain,), *_ = model._requests("y", {})
+
+    def inputs(edits: Edits, row: int) -> set[tuple[int, float, float]]:
+        edits.write(row)
+        rows = zip(edits.ids[row].tolist(), edits.penalty[row].tolist(), edits.bias[row].tolist(), strict=True)
+        return {edit for edit in rows if edit[0] >= 0}
+
+    alone, together = Edits([first]), Edits([None] * 3)
+    assert (together.active, together.slots) == (False, 0)
+    together.set(1, first)
+    place = 1
+    for step, token in enumerate(byte_ids("ananas banana")):
+        if step == 3:
+            together.set(2, second)
+        if step == 5:
+            together.swap(1, 2)
+            place = 2
+        if step == 7:
+            together.clear(1)
+            together.set(0, plain)
+            assert not inputs(together, 1)
+        assert inputs(together, place) == inputs(alone, 0)
+        alone.accept([token])
+        together.add(place, token)
+    together.clear(place)
+    assert (together.active, together.slots) == (False, 0)
+
+
+def test_a_row_whose_edits_do_not_fit_is_without_edits(model: TopWModel) -> None:
+    (large,), *_ = model._requests("abc", {"logit_bias": dict.fromkeys(range(3, 8), 1.0)})
+    edits = Edits([None, None], fixed=4)
+    with pytest.raises(ParameterError, match="edits more than 4 tokens"):
+        edits.set(1, large)
+    assert not edits.active
+    assert edits.ids.tolist() == [[-1] * 4] * 2
+
+
 def test_a_graph_with_fixed_slots_refuses_what_does_not_fit(model: TopWModel) -> None:
     requests, _, _ = model._requests("abc", {"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}})
     assert Edits(requests, fixed=3).ids.tolist() == [[1, 2, 3]]

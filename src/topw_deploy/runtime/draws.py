@@ -30,21 +30,41 @@ def uniforms(seed: int, position: int, sample: int, count: int) -> np.ndarray:
 
 
 class Draws:
-    """A generation's `uniform` input: at step s, row r draws for position `lengths[r] + s`."""
+    """The `uniform` input of consecutive steps: at step s, row r draws for position `lengths[r] + s`.
+
+    `set` and `clear` change what a single row draws from the next step on; a cleared row's numbers are arbitrary.
+    """
 
     def __init__(self, seeds: Sequence[int], samples: Sequence[int], lengths: Sequence[int]) -> None:
-        self._rows = list(zip(seeds, samples, lengths, strict=True))
-        self._block = np.empty((_BLOCK, len(self._rows)), np.float32)  # [steps, B]
+        self._rows: list[tuple[int, int, int] | None] = list(zip(seeds, samples, lengths, strict=True))
+        self._block = np.zeros((_BLOCK, len(self._rows)), np.float32)  # [steps, B]
         self._numbers = self._block.reshape(-1).data
 
     def write(self, step: int, out: memoryview | np.ndarray) -> None:
         """Write the numbers of `step` to `out`, float32 [B]. Steps must be consecutive from 0."""
         offset = step % _BLOCK
         if offset == 0:
-            for row, (seed, sample, length) in enumerate(self._rows):
-                self._block[:, row] = uniforms(seed, length + step, sample, _BLOCK)
+            for row, drawn in enumerate(self._rows):
+                if drawn is not None:
+                    seed, sample, length = drawn
+                    self._block[:, row] = uniforms(seed, length + step, sample, _BLOCK)
         start = offset * len(self._rows)
         out[:] = self._numbers[start : start + len(self._rows)]
+
+    def set(self, row: int, seed: int, sample: int, position: int, step: int) -> None:
+        """Make `row` draw for `position` at `step`, the next one to be written."""
+        self._rows[row] = seed, sample, position - step
+        offset = step % _BLOCK
+        if offset:
+            self._block[offset:, row] = uniforms(seed, position, sample, _BLOCK - offset)
+
+    def clear(self, row: int) -> None:
+        self._rows[row] = None
+
+    def swap(self, one: int, other: int) -> None:
+        rows, pair = self._rows, [one, other]
+        rows[one], rows[other] = rows[other], rows[one]
+        self._block[:, pair] = self._block[:, pair[::-1]]
 
 
 def prompt_seed(seed: int, index: int) -> int:

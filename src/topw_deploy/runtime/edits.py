@@ -23,25 +23,59 @@ _LARGEST = float(np.finfo(np.float32).max)
 class Edits:
     """A batch's edit inputs: `bind` once, then per step `prepare` before the run and `accept` after it.
 
+    rows: None for a row without a request. `set` and `clear` change a single row.
     fixed: the graph's fixed number of slots, or None.
     most: the engine's maximum number of slots, or None.
     active: whether any running row has edits.
     """
 
-    def __init__(self, rows: Sequence[RowRequest], fixed: int | None = None, most: int | None = None) -> None:
+    def __init__(self, rows: Sequence[RowRequest | None], fixed: int | None = None, most: int | None = None) -> None:
         self._fixed, self._most = fixed, most
         self._batch = len(rows)
         self._bound: np.ndarray | None = None
-        self._allocate(min(_FIRST_SLOTS, most or _FIRST_SLOTS) if fixed is None else fixed)
-        self._rows = {index: _RowEdits(self, index, row) for index, row in enumerate(rows) if _wants_edits(row)}
-        self.active = bool(self._rows)
-        if not self.active and fixed is None:
-            self._allocate(0)
+        self._rows: dict[int, _RowEdits] = {}
+        self.active = False
+        self._allocate(fixed or 0)
+        for index, row in enumerate(rows):
+            if row is not None:
+                self.set(index, row)
 
-    def bind(self, binding: Binding) -> None:
+    def set(self, index: int, row: RowRequest) -> None:
+        """Write the edits of a new request.
+
+        Raises ParameterError if it has more than the slots allow; the row is then without edits.
+        """
+        if not _wants_edits(row):
+            return
+        try:
+            if not self.slots and self._fixed is None:
+                self.grow()
+            self._rows[index] = _RowEdits(self, index, row)
+        except ParameterError:
+            self._neutralize(index)
+            raise
+        self.active = True
+
+    def clear(self, index: int) -> None:
+        """Remove a row's edits. Without any, the inputs have no slots, which costs least."""
+        if self._rows.pop(index, None) is not None:
+            self._neutralize(index)
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+        pair = [one, other]
+        for array in (self.ids, self.penalty, self.bias):
+            array[pair] = array[pair[::-1]]
+        moved = {other: self._rows.pop(one, None), one: self._rows.pop(other, None)}
+        for index, row in moved.items():
+            if row is not None:
+                row.index, self._rows[index] = index, row
+
+    def bind(self, binding: Binding, rows: slice = slice(None)) -> None:
+        """Bind the arrays of adjacent `rows`."""
         arrays: tuple[np.ndarray, ...] = (self.ids, self.penalty, self.bias)
         for name, array in zip(NAMES, arrays, strict=True):
-            binding.bind_array(name, array)
+            binding.bind_array(name, array[rows])
         self._bound = self.ids
 
     def prepare(self, binding: Binding) -> None:
@@ -54,14 +88,20 @@ class Edits:
             for name in NAMES:
                 binding.refresh(name)
 
+    def write(self, index: int) -> None:
+        """Write the next step's bans of a row, without binding the arrays. May allocate new ones."""
+        if index in self._rows:
+            self._rows[index].prepare()
+
     def accept(self, tokens: Sequence[int]) -> None:
         """Add the drawn tokens [B]."""
         for index, row in self._rows.items():
             row.accept(tokens[index])
 
-    def retire(self, index: int) -> None:
-        self._rows.pop(index, None)
-        self.active = bool(self._rows)
+    def add(self, index: int, token: int) -> None:
+        """Add a row's drawn token."""
+        if index in self._rows:
+            self._rows[index].accept(token)
 
     def grow(self) -> None:
         if self._fixed is not None:
@@ -75,8 +115,16 @@ class Edits:
                 "use fewer penalties, biases or bans, or build it with a higher --max-edits."
             )
         slots, ids, penalty, bias = self.slots, self.ids, self.penalty, self.bias
-        self._allocate(min(2 * slots, self._most or 2 * slots))
+        wider = max(2 * slots, _FIRST_SLOTS)
+        self._allocate(min(wider, self._most or wider))
         self.ids[:, :slots], self.penalty[:, :slots], self.bias[:, :slots] = ids, penalty, bias
+
+    def _neutralize(self, index: int) -> None:
+        self.active = bool(self._rows)
+        if not self.active and self._fixed is None:
+            self._allocate(0)
+        else:
+            self.ids[index], self.penalty[index], self.bias[index] = -1, 1.0, 0.0
 
     def _allocate(self, slots: int) -> None:
         self.slots = slots
@@ -102,7 +150,7 @@ class _RowEdits:
     """Permanent edits and single-step bans of a row."""
 
     def __init__(self, edits: Edits, index: int, row: RowRequest) -> None:
-        self._edits, self._index, self._row = edits, index, row
+        self._edits, self.index, self._row = edits, index, row
         self._slots: dict[int, int] = {}
         self._banned: list[tuple[int, float]] = []  # (slot, permanent bias)
         self._history = list(row.prompt)
@@ -121,24 +169,24 @@ class _RowEdits:
         if row.repetition_penalty != 1:
             for token in dict.fromkeys(row.prompt):
                 slot = self._slot(token)
-                edits.penalty[self._index, slot] = row.repetition_penalty
+                edits.penalty[self.index, slot] = row.repetition_penalty
         for token, bias in row.logit_bias.items():
             slot = self._slot(token)
-            edits.bias[self._index, slot] = bias
+            edits.bias[self.index, slot] = bias
         for token in (*row.suppress_tokens, *(w[0] for w in self._words if len(w) == 1)):
             slot = self._slot(token)
-            edits.bias[self._index, slot] = _BAN
+            edits.bias[self.index, slot] = _BAN
         self._words = [w for w in self._words if len(w) > 1]
 
     def prepare(self) -> None:
         bias = self._edits.bias
         for slot, permanent in self._banned:
-            bias[self._index, slot] = permanent
+            bias[self.index, slot] = permanent
         self._banned.clear()
         for token in self._bans():
             slot = self._slot(token)
-            self._banned.append((slot, float(self._edits.bias[self._index, slot])))
-            self._edits.bias[self._index, slot] = _BAN
+            self._banned.append((slot, float(self._edits.bias[self.index, slot])))
+            self._edits.bias[self.index, slot] = _BAN
 
     def accept(self, token: int) -> None:
         row = self._row
@@ -146,7 +194,7 @@ class _RowEdits:
         self._steps += 1
         if row.repetition_penalty != 1:
             slot = self._slot(token)
-            self._edits.penalty[self._index, slot] = row.repetition_penalty
+            self._edits.penalty[self.index, slot] = row.repetition_penalty
         if row.presence_penalty or row.frequency_penalty:
             first = token not in self._generated
             self._generated.add(token)
@@ -177,8 +225,8 @@ class _RowEdits:
     def _add_bias(self, token: int, amount: float) -> None:
         slot = self._slot(token)  # was drawn
         # Clamp the bias: only bans may be infinite.
-        bias = float(self._edits.bias[self._index, slot]) + amount
-        self._edits.bias[self._index, slot] = min(max(bias, -_LARGEST), _LARGEST)
+        bias = float(self._edits.bias[self.index, slot]) + amount
+        self._edits.bias[self.index, slot] = min(max(bias, -_LARGEST), _LARGEST)
 
     def _slot(self, token: int) -> int:
         slot = self._slots.get(token)
@@ -186,5 +234,5 @@ class _RowEdits:
             slot = self._slots[token] = len(self._slots)
             while slot >= self._edits.slots:
                 self._edits.grow()
-            self._edits.ids[self._index, slot] = token
+            self._edits.ids[self.index, slot] = token
         return slot

@@ -212,20 +212,23 @@ class TopWModel:
             generation.close()
 
     def _chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
-        return self._encode(self.apply_chat_template(messages, **(variables or {})), False, "the prompt")
+        return self._encode(self.apply_chat_template(messages, **(variables or {})), False, "the prompt", self._limits)
 
-    def _encode(self, text: str, add_special_tokens: bool, which: str) -> list[int]:
-        check_text(text, self.tokenizer, self._limits, which)
+    def _encode(self, text: str, add_special_tokens: bool, which: str, limits: Limits) -> list[int]:
+        check_text(text, self.tokenizer, limits, which)
         return self.tokenizer.encode(text, add_special_tokens)
 
-    def _requests(self, prompt: Any, parameters: Mapping[str, Any]) -> tuple[list[RowRequest], Mapping[str, Any], bool]:
-        """Returns (rows, values of REQUEST_PARAMETERS, whether to return one result)."""
+    def _requests(
+        self, prompt: Any, parameters: Mapping[str, Any], limits: Limits | None = None
+    ) -> tuple[list[RowRequest], Mapping[str, Any], bool]:
+        """Returns (rows, values of REQUEST_PARAMETERS, whether to return one result). limits: None for the model's."""
+        limits = limits or self._limits
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split(parameters)
         samples, config = whole["num_return_sequences"], whole["generation_config"]
-        prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"], samples)
+        prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"], samples, limits)
         exported, geometry = self.manifest.defaults, self.manifest.sampler.geometry
-        rows = resolve(prompts, named, self.defaults, exported, self._limits, samples, config=config, geometry=geometry)
+        rows = resolve(prompts, named, self.defaults, exported, limits, samples, config=config, geometry=geometry)
         if not cache.takes_ragged_batches(self._decoder) and len({len(p) for p in prompts}) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "
@@ -238,24 +241,26 @@ class TopWModel:
             )
         return rows, whole, alone and samples == 1
 
-    def _prompts(self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int) -> tuple[list[list[int]], bool]:
+    def _prompts(
+        self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int, limits: Limits
+    ) -> tuple[list[list[int]], bool]:
         """Check limits, then tokenize. Returns (ids per prompt, whether `prompt` is a single one)."""
 
         def check(tokens: int, which: str) -> None:
-            check_length(tokens, self._limits, which)
+            check_length(tokens, limits, which)
 
         prompts, alone = read_prompts(prompt, mask, check)
         rows = len(prompts) * samples
-        if rows > (self._limits.rows or rows):
+        if rows > (limits.rows or rows):
             raise PromptError(
-                f"the request has {rows} sequences, but the model was opened with max_batch {self._limits.rows}; "
+                f"the request has {rows} sequences, but the model was opened with max_batch {limits.rows}; "
                 "give fewer at a time, or open it (or build its engine) for more.",
                 "max_batch",
             )
         bos = [] if self._bos is None else [self._bos]
         names = [f"prompt {index}" for index in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
         return [
-            (self._encode(p, add_special_tokens, name) if isinstance(p, str) else p) or bos
+            (self._encode(p, add_special_tokens, name, limits) if isinstance(p, str) else p) or bos
             for p, name in zip(prompts, names, strict=True)
         ], alone
 

@@ -60,12 +60,14 @@ class Limits:
 
     context_length, max_length: maximum tokens per sequence.
     rows: maximum sequences per call.
+    opened: what was opened with max_length, for messages.
     """
 
     context_length: int
     vocab_size: int
     max_length: int | None = None
     rows: int | None = None
+    opened: str = "model"
 
     @property
     def tokens(self) -> int:
@@ -251,7 +253,8 @@ def check_text(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> N
 def _too_many(tokens: int, limits: Limits) -> str:
     if tokens > limits.context_length:
         return f"the model's context holds {limits.context_length}; shorten it."
-    return f"but the model was opened with max_length {limits.tokens}; shorten it, or open the model with more."
+    what = limits.opened
+    return f"but the {what} was opened with max_length {limits.tokens}; shorten it, or open the {what} with more."
 
 
 def _check_prompt(prompt: Sequence[int], limits: Limits, which: str) -> None:

@@ -11,7 +11,7 @@ class Timings:
     """Wall-clock seconds.
 
     load_seconds: opening the model.
-    prefill_seconds: the batch's prompts and first tokens.
+    prefill_seconds: the batch's prompts and first tokens; from an Engine, from the call to the request's first token.
     decode_seconds: later steps, up to this row's last token.
     decode_steps: number of those steps.
     """
@@ -38,7 +38,8 @@ class GenerationResult:
     certified: per token, whether the crop was proven without geometry (docs/contract/graph.md section 4).
     mass: per token, the crop's share of the full softmax, or None.
     seed, sample: reproduce the tokens, with the same prompt and parameters.
-    finish_reason: "stop", "criterion" or "length" (token limit or context).
+    finish_reason: "stop", "criterion" or "length" (token limit or context); from an Engine also "cancelled", "timeout"
+        or "error".
     stop: EOS id, stop string or criterion's name, else None.
     prompt_tokens: prompt length.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).

@@ -19,7 +19,7 @@ from topw_deploy.runtime.protocols import Binding, Memory, Session
 CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "bfloat16")
 """Supported cache element types."""
 
-_ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
+ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
 _ROUND = 64  # tokens; buffer lengths are multiples of it
 _GROWTH = 32  # buffers grow by at least 1 / _GROWTH, because growing moves the whole buffer
 
@@ -38,7 +38,7 @@ class Layout:
         """The states' byte offsets, then the total size."""
         offsets = [0]
         for state in self.states:
-            offsets.append(offsets[-1] + _round_up(batch * state.row_bytes(length), _ALIGNMENT))
+            offsets.append(offsets[-1] + _round_up(batch * state.row_bytes(length), ALIGNMENT))
         return offsets
 
     def size(self, batch: int, length: int) -> int:
@@ -66,6 +66,27 @@ class Buffers:
         size = self._starts[-1 if all_states else self.layout.fixed]
         if size:
             self.block.clear(size)
+
+    def clear_row(self, row: int, *, all_states: bool) -> None:
+        """Zero the states of `row` of fixed size, or all."""
+
+        def write(memory: np.ndarray) -> None:
+            for view, size in self._views(memory, row):
+                if all_states or not size:
+                    view[:] = 0
+
+        if all_states or self.layout.fixed:
+            self.block.change(write)
+
+    def copy_row(self, source: int, target: int, tokens: int) -> None:
+        """Copy the states of row `source` after its first `tokens` tokens to row `target`."""
+
+        def write(memory: np.ndarray) -> None:
+            for (old, size), (new, _) in zip(self._views(memory, source), self._views(memory, target), strict=True):
+                end = tokens * size if size else old.shape[1]
+                new[:, :end] = old[:, :end]
+
+        self.block.change(write)
 
     def grow(self, length: int) -> None:
         """Extend rows to `length` with zeros. Bind again afterwards."""

@@ -164,7 +164,7 @@ class StaticCache(InPlaceCache):
         self._columns = int(self._lengths.max())  # upper bound on row lengths
         self._binding.bind_changing("write_indices", self._written)
         self._binding.bind_array("row_lengths", np.ones_like(self._lengths))
-        self._bind_total(self._binding, self._buffers.length)
+        bind_total(self._session, self._binding, self._buffers.length)
 
     def advance(self, rows: Iterable[int]) -> None:
         # ended rows stay within the buffer
@@ -184,14 +184,7 @@ class StaticCache(InPlaceCache):
         return True
 
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        binding.bind_array("input_ids", ids)
-        binding.bind_array("write_indices", starts)
-        binding.bind_array("row_lengths", lengths)
-        self._bind_total(binding, int(starts.max()) + ids.shape[1])
-
-    def _bind_total(self, binding: Binding, tokens: int) -> None:
-        if _TOTAL in self._session.inputs:
-            binding.bind_on_host(_TOTAL, np.array([tokens], np.int32))
+        bind_static_chunk(self._session, binding, ids, starts, lengths)
 
     def _grow(self) -> None:
         self._columns = int(self._written.max()) + 1
@@ -251,6 +244,22 @@ class SharedCache(InPlaceCache):
         else:
             mask = (np.arange(width) < ends).astype(np.int64)
         binding.bind_array("attention_mask", mask)
+
+
+def bind_static_chunk(
+    session: Session, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+) -> None:
+    """Bind a Chunk to a graph of the form `static`."""
+    binding.bind_array("input_ids", ids)
+    binding.bind_array("write_indices", starts)
+    binding.bind_array("row_lengths", lengths)
+    bind_total(session, binding, int(starts.max()) + ids.shape[1])
+
+
+def bind_total(session: Session, binding: Binding, tokens: int) -> None:
+    """Bind total_sequence_length where the graph has it."""
+    if _TOTAL in session.inputs:
+        binding.bind_on_host(_TOTAL, np.array([tokens], np.int32))
 
 
 def _end(chunk: Chunk) -> int:

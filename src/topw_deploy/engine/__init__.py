@@ -1,0 +1,15 @@
+"""Requests of many callers over one session: continuous batching.
+
+engine, request: public classes.
+options: checked options.
+scheduler: which sequence has which row; what an iteration runs.
+batch: the arrays and bindings of the runs.
+worker: the thread.
+room: the bound on accepted sequences.
+tasks: asyncio.
+"""
+
+from topw_deploy.engine.engine import Engine, EngineStats
+from topw_deploy.engine.request import Request
+
+__all__ = ["Engine", "EngineStats", "Request"]

@@ -1,0 +1,260 @@
+"""Rows over one cache updated in place: the arrays and bindings of the engine's runs.
+
+A run reads a chunk of one row's prompt, or draws a token for each of the first `width` rows.
+
+Rows of a step that do not decode write one slot of their keys and values: the one after the tokens of their prompt that
+are read, which the next chunk overwrites. States of fixed size stay as they are (`row_lengths` 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.manifest import DecoderInfo
+from topw_deploy.runtime.cache.buffers import MemoryPool
+from topw_deploy.runtime.cache.in_place import bind_static_chunk, bind_total
+from topw_deploy.runtime.cache.prefill import greedy
+from topw_deploy.runtime.draws import Draws, uniforms
+from topw_deploy.runtime.edits import NAMES, Edits
+from topw_deploy.runtime.memory import HostMemory
+from topw_deploy.runtime.protocols import Binding, Session
+from topw_deploy.runtime.record import Record
+from topw_deploy.runtime.request import RowRequest
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
+
+
+@dataclass
+class _Bound:
+    """A binding of a step of some width, or of a row's last chunk.
+
+    edit_ids, version: what of `Edits.ids` and `Batch._version` it has.
+    """
+
+    binding: Binding
+    edit_ids: np.ndarray
+    version: int
+
+
+class Batch:
+    """`rows` rows of at most `length` tokens.
+
+    steps: number of steps so far; a step's number says where its outputs are recorded.
+
+    Raises GenerationError if there is no memory for the cache.
+    """
+
+    def __init__(self, session: Session, decoder: DecoderInfo, rows: int, length: int) -> None:
+        self._session, self._decoder, self._length = session, decoder, length
+        self._pool = MemoryPool(session, decoder, length, rows)
+        self._buffers = self._pool.borrow(rows, length, 1)
+        self._base = session.bind()
+        self._ids = np.zeros((rows, 1), np.int64)
+        self._written = np.zeros(rows, np.int64)  # slot that the next run writes first
+        self._unused = 0 if decoder.recurs else 1  # row_lengths of rows that do not decode
+        self._lengths = np.full(rows, self._unused, np.int64)
+        self._uniform = np.zeros(rows, np.float32)
+        greedily = TopWParameters(temperature=0.0)
+        self._parameters = {name: np.full(rows, getattr(greedily, name), np.float32) for name in PARAMETER_NAMES}
+        self._ids_view, self._written_view = self._ids.reshape(-1).data, self._written.data
+        self._uniform_view = self._uniform.data
+        self.edits = Edits([None] * rows, session.fixed_edits, session.most_edits)
+        self._draws = Draws([0] * rows, [0] * rows, [0] * rows)
+        self._record = Record(session.outputs, rows, length)
+        self._first = Record(session.outputs, 1, 1)  # of the last chunk's run
+        self._version = 0
+        self.steps = 0
+        self._forget_bindings()
+
+    @property
+    def bytes(self) -> int:
+        """Size of the cache."""
+        return self._pool.bytes
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether copying a row is cheap: about as much memory traffic as its own attention in two steps. Device memory
+        is copied to the host and back.
+        """
+        return isinstance(self._buffers.block, HostMemory)
+
+    def close(self) -> None:
+        """Release the bindings and the cache."""
+        self._forget_bindings()
+        self._base.close()
+        self._pool.give_back(self._buffers)
+
+    def set(self, row: int, request: RowRequest) -> None:
+        """Give a free row to a request.
+
+        Raises ParameterError if it edits more tokens than the graph allows; the row is then free.
+        """
+        self.edits.set(row, request)
+        for name, values in self._parameters.items():
+            values[row] = getattr(request.top_w, name)
+        self._version += 1
+
+    def clear(self, row: int, *, spoilt: bool = False) -> None:
+        """Free a row. It costs least as a greedy one.
+
+        spoilt: whether its states may not be finite.
+        """
+        self._parameters["temperature"][row] = 0.0
+        self.edits.clear(row)
+        self._draws.clear(row)
+        self._ids[row], self._written[row], self._lengths[row] = 0, 0, self._unused
+        self._version += 1
+        if spoilt:
+            self._buffers.clear_row(row, all_states=True)
+
+    def read(self, row: int, request: RowRequest, start: int, end: int) -> int | None:
+        """Read tokens `start` to `end`, exclusive, of the row's prompt. Returns the first drawn token after the last.
+
+        Raises GenerationError, and ParameterError for too many edits.
+        """
+        ids = np.array([request.prompt[start:end]], np.int64)  # [1, S]
+        self._make_room(end)
+        if start == 0:
+            self._buffers.clear_row(row, all_states=False)
+        last = end == len(request.prompt)
+        if last:
+            self.edits.write(row)
+            self._uniform[row] = uniforms(request.seed, end, request.sample, 1)[0]
+        binding = self._drawer(row) if last else self._filler(row)
+        bind_static_chunk(self._session, binding, ids, np.array([start]), np.array([end - start]))
+        binding.run(0 if last else None)
+        self._written[row] = end
+        return self._first.keep(0)[0] if last else None
+
+    def first(self, name: str) -> list[Any]:
+        """Output `name` of the last chunk's run; [] if the graph lacks it."""
+        return self._first.of(name, 0, 1)
+
+    def begin(self, row: int, request: RowRequest, token: int) -> None:
+        """Make a row decode from the next step on, after its first token.
+
+        Raises ParameterError for too many edits.
+        """
+        self._ids[row], self._lengths[row] = token, 1
+        self._draws.set(row, request.seed, request.sample, len(request.prompt) + 1, self.steps)
+        self.edits.add(row, token)
+        self._version += 1
+
+    def step(self, width: int) -> list[int]:
+        """Draw a token for each of the first `width` rows. Returns the tokens; only those of decoding rows count."""
+        if self._decoder.buffer_step:
+            self._make_room(max(self._written_view[:width].tolist()) + 1)
+        bound = self._steps.get(width) or self._bind_step(width)
+        self._update(bound, slice(width))
+        self._draws.write(self.steps, self._uniform_view)
+        bound.binding.run(self.steps + 1)  # 0 is a prompt's last chunk
+        tokens = self._record.keep(self.steps % self._length)
+        self.steps += 1
+        return tokens
+
+    def accept(self, row: int, token: int) -> None:
+        """Make a decoding row's drawn token its next input.
+
+        Raises ParameterError for too many edits.
+        """
+        self._ids_view[row] = token
+        self._written_view[row] += 1
+        if self.edits.active:
+            self.edits.add(row, token)
+
+    def recorded(self, name: str, row: int, start: int, end: int) -> list[Any]:
+        """Output `name` of a row in the steps from `start` to `end`, exclusive, at most `length` steps ago."""
+        if start == end:
+            return []
+        first, last = start % self._length, end % self._length
+        if first < last:
+            return self._record.of(name, row, last, first)
+        return self._record.of(name, row, self._length, first) + self._record.of(name, row, last)
+
+    def exchange(self, one: int, other: int) -> None:
+        """Exchange two rows with their states."""
+        buffers, tokens = self._buffers, self._written.tolist()
+        saved = buffers.snapshot(other, tokens[other])
+        buffers.copy_row(one, other, tokens[one])
+        buffers.restore(one, saved)
+        arrays: list[np.ndarray] = [self._ids, self._written, self._lengths, *self._parameters.values()]
+        pair = [one, other]
+        for array in arrays:
+            array[pair] = array[pair[::-1]]
+        self.edits.swap(one, other)
+        self._draws.swap(one, other)
+        self._version += 1
+
+    def rest(self) -> None:
+        """Make the buffers short again. Only while no row is in use."""
+        if self._decoder.buffer_step and self._buffers.length > self._decoder.buffer_step:
+            self._pool.give_back(self._buffers)
+            self._buffers = self._pool.borrow(self._buffers.batch, self._length, 1)
+            self._forget_bindings()
+
+    def _make_room(self, tokens: int) -> None:
+        if tokens > self._buffers.length:
+            self._pool.make_room(self._buffers, tokens)
+            self._forget_bindings()
+
+    def _forget_bindings(self) -> None:
+        self._steps: dict[int, _Bound] = {}
+        self._fillers: dict[int, Binding] = {}
+        self._drawers: dict[int, _Bound] = {}
+
+    def _filler(self, row: int) -> Binding:
+        """A binding for chunks that draw nothing."""
+        binding = self._fillers.get(row)
+        if binding is None:
+            binding = self._fillers[row] = greedy(self._session, self._base.another(), 1)
+            self._buffers.bind(binding, range(row, row + 1))
+        return binding
+
+    def _drawer(self, row: int) -> Binding:
+        """A binding for the last chunk, which draws with the row's parameters."""
+        bound = self._drawers.get(row)
+        if bound is None:
+            bound = self._drawers[row] = self._bind_sampler(slice(row, row + 1))
+            self._first.bind(bound.binding)
+        self._update(bound, slice(row, row + 1))
+        return bound.binding
+
+    def _bind_step(self, width: int) -> _Bound:
+        bound = self._steps[width] = self._bind_sampler(slice(width))
+        bound.binding.bind_changing("input_ids", self._ids[:width])
+        bound.binding.bind_changing("write_indices", self._written[:width])
+        bound.binding.bind_array("row_lengths", self._lengths[:width])
+        bind_total(self._session, bound.binding, self._buffers.length)
+        self._record.bind(bound.binding, width)
+        return bound
+
+    def _bind_sampler(self, rows: slice) -> _Bound:
+        """A new binding of adjacent rows with their states and the sampler's inputs."""
+        binding = self._base.another()
+        self._buffers.bind(binding, range(rows.start or 0, rows.stop))
+        binding.bind_changing("uniform", self._uniform[rows])
+        for name, values in self._parameters.items():
+            binding.bind_array(name, values[rows])
+        self.edits.bind(binding, rows)
+        return _Bound(binding, self.edits.ids, self._version)
+
+    def _update(self, bound: _Bound, rows: slice) -> None:
+        """Pass changed rows and edits to a binding."""
+        binding, edits = bound.binding, self.edits
+        if bound.edit_ids is not edits.ids:
+            edits.bind(binding, rows)
+            bound.edit_ids = edits.ids
+        elif edits.active:
+            for name in NAMES:
+                binding.refresh(name)
+        if bound.version != self._version:
+            for name in (*PARAMETER_NAMES, *NAMES, "row_lengths"):
+                binding.refresh(name)
+            bound.version = self._version
+
+
+def row_bytes(decoder: DecoderInfo, length: int) -> int:
+    """Bytes of a row of the cache with room for `length` tokens."""
+    return sum(state.row_bytes(length) for state in decoder.states)

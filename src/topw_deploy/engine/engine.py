@@ -1,0 +1,320 @@
+"""`Engine`: requests of many callers over one session."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.options import check_form, check_tensorrt, read_options
+from topw_deploy.engine.request import Event, PieceReader, Request, Source
+from topw_deploy.engine.room import Room, Waiter
+from topw_deploy.engine.scheduler import Scheduler
+from topw_deploy.engine.tasks import Bell, Events, Signal
+from topw_deploy.engine.worker import Job, Submission, Worker
+from topw_deploy.errors import GenerationError, ParameterError, QueueFullError
+from topw_deploy.runtime.callbacks import Watch, ending
+from topw_deploy.runtime.model import TopWModel
+from topw_deploy.runtime.request import Limits, RowRequest
+from topw_deploy.runtime.results import Piece
+from topw_deploy.runtime.rows import Row, new_text
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine does and did, in sequences.
+
+    rows, in_use, queued: rows of the cache, rows in use, accepted sequences without a row.
+    steps, chunks: runs that drew a token per row, and runs that read a part of a prompt.
+    prompt_tokens, new_tokens: tokens read and drawn.
+    ended, failed: sequences that ended in any way, and requests that failed.
+    cache_bytes: size of the cache.
+    """
+
+    rows: int
+    in_use: int
+    queued: int
+    steps: int
+    chunks: int
+    prompt_tokens: int
+    new_tokens: int
+    ended: int
+    failed: int
+    cache_bytes: int
+
+
+class Engine:
+    """Continuous batching: requests of any threads and asyncio tasks share the steps of one model.
+
+    A request gets a row of the cache, with room for its prompt and all its new tokens, until it ends; requests join and
+    leave between steps. Each iteration reads at most one chunk of one prompt and runs one step of all decoding rows.
+
+    model: opened with `TopWModel.from_pretrained`. It stays usable.
+    max_batch: rows, that is sequences that run at once.
+    max_length: maximum tokens of a sequence, with its prompt. None: the model's context.
+    kv_bytes: maximum size of the cache; lowers `max_batch` if necessary.
+    max_queue: maximum sequences that wait for a row.
+    when_full: what `submit` does then: "error" raises QueueFullError, "wait" waits for its turn.
+    prefill_budget: maximum tokens of a chunk. While a prompt is read, a step of the others takes longer by one chunk.
+
+    Raises ParameterError for an invalid option or a cache of another form than `static`, EngineError for a TensorRT
+    engine that is too small, GenerationError if there is no memory for the cache.
+    """
+
+    def __init__(
+        self,
+        model: TopWModel,
+        *,
+        max_batch: int = 8,
+        max_length: int | None = None,
+        kv_bytes: int | None = None,
+        max_queue: int = 256,
+        when_full: str = "error",
+        prefill_budget: int = 256,
+    ) -> None:
+        session, _ = model._opened()
+        decoder = model.manifest.decoder
+        check_form(decoder, model.path)
+        options = read_options(
+            decoder,
+            session.most_columns,
+            max_batch=max_batch,
+            max_length=max_length,
+            kv_bytes=kv_bytes,
+            max_queue=max_queue,
+            when_full=when_full,
+            prefill_budget=prefill_budget,
+        )
+        check_tensorrt(session, decoder, options)
+        self._model, self._session, self._options = model, session, options
+        self._limits = Limits(
+            decoder.context_length, model.manifest.sampler.vocab_size, options.length, opened="engine"
+        )
+        self._batch = Batch(session, decoder, options.rows, options.length)
+        self._scheduler: Scheduler[Job] = Scheduler(
+            options.rows, options.chunk, dense=decoder.evicts, moves=self._batch.copies_rows
+        )
+        self._room = Room(options.rows + options.queue)
+        self._worker = Worker(self._batch, self._scheduler, self._room)
+        self._shutting = threading.Lock()
+        self._stopped = False
+        self._bell: Bell | None = None
+        weakref.finalize(self, self._worker.retire)  # a forgotten engine finishes its requests
+
+    def submit(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Request:
+        """Queue a request. Its result is that of `TopWModel.generate` with the same arguments.
+
+        prompt, parameters: those of `TopWModel.generate`. Callbacks run in the engine's thread and must be quick.
+        max_time: seconds, with queueing, after which it ends with what it drew (finish_reason "timeout").
+
+        Raises ParameterError and PromptError at once, QueueFullError if the queue is full, GenerationError after
+        `drain` or `shutdown`.
+        """
+        with ending(parameters.get("streamer")):
+            submission = self._prepare(prompt, parameters, max_time)
+            if not self._takes(submission):
+                settled = threading.Event()
+                waiter = Waiter(len(submission.jobs), settled.set)
+                self._room.wait(waiter)
+                try:
+                    settled.wait(_left(submission))
+                except BaseException:
+                    self._room.leave(waiter)
+                    raise
+                if not self._has_turn(waiter, submission):
+                    return submission.request
+            self._worker.start(submission)
+        return submission.request
+
+    async def generate(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Any:
+        """Like `submit(...).result()`, for asyncio. Cancelling the task cancels the request."""
+        ended = Signal(self._running_bell())
+        with ending(parameters.get("streamer")):
+            submission = self._prepare(prompt, parameters, max_time, on_end=ended.send)
+            await self._start(submission)
+        try:
+            await ended.wait()
+        finally:
+            submission.request.cancel()
+        return submission.request.result()
+
+    def stream(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> AsyncIterator[Piece]:
+        """Like iterating over `submit(...)`, for asyncio. Closing the iterator or cancelling the task cancels the
+        request. Checks parameters immediately.
+        """
+        with ending(parameters.get("streamer")):
+            holder: list[Request] = []
+            events = Events(self._running_bell(), gone=lambda: holder[0].cancel())
+            submission = self._prepare(prompt, parameters, max_time, put=events.put)
+            holder.append(submission.request)
+        return self._pieces(submission, events)
+
+    def stats(self) -> EngineStats:
+        used = self._scheduler.used
+        return EngineStats(
+            rows=self._options.rows,
+            in_use=used,
+            queued=max(0, self._room.used - used),
+            cache_bytes=self._batch.bytes,
+            **asdict(self._worker.counts),
+        )
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Accept nothing new, and wait until all requests have ended. `shutdown` then frees the memory.
+
+        Raises TimeoutError after `timeout` seconds; the requests go on.
+        """
+        self._refuse_own_thread("drain")
+        self._room.close("the engine accepts no more requests")
+        if not self._room.wait_until_empty(timeout):
+            raise TimeoutError(f"requests were still running after {timeout} s; wait again, or call shutdown().")
+        with self._shutting:
+            if not self._stopped:
+                self._worker.pass_by()
+
+    def shutdown(self, *, cancel: bool = True) -> None:
+        """Accept nothing new, end all requests, and free the cache and the thread. The model stays open.
+
+        cancel: end them with what they drew so far (finish_reason "cancelled"); otherwise wait for them.
+        """
+        self._refuse_own_thread("shutdown")
+        self._room.close("the engine is shut down")
+        with self._shutting:
+            if self._stopped:
+                return
+            if cancel:
+                self._worker.end_early(None, "cancelled")
+                while not self._room.wait_until_empty(0.1):  # callers between `take` and `start`
+                    self._worker.end_early(None, "cancelled")
+            self._room.wait_until_empty(None)
+            self._stopped = True
+            self._worker.retire()
+            self._worker.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for all requests, or cancel them if the block failed."""
+        self.shutdown(cancel=error is not None)
+
+    def _prepare(
+        self,
+        prompt: Any,
+        parameters: Mapping[str, Any],
+        max_time: float | None,
+        *,
+        put: Callable[[Event], None] | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> Submission:
+        seconds = _check_time(max_time)
+        self._room.check()
+        rows, whole, alone = self._model._requests(prompt, parameters, self._limits)
+        if len(rows) > self._room.most:
+            raise ParameterError(
+                f"the request has {len(rows)} sequences, but the engine takes {self._room.most} at a time; give fewer, "
+                "or make it with a higher max_queue.",
+                "max_queue",
+            )
+
+        tokenizer = self._model.tokenizer
+
+        def follow(ids: Sequence[int]) -> Any:
+            return tokenizer.follow(ids, whole["skip_special_tokens"])
+
+        def new_row(index: int, row: RowRequest) -> Row:
+            watched = whole["streamer"] is not None or bool(whole["stopping_criteria"])
+            watch = Watch(row.prompt, row.budget, whole["streamer"], whole["stopping_criteria"]) if watched else None
+            return Row(index, row, new_text(row, follow) if row.stop_strings else None, watch)
+
+        generated = [new_row(index, row) for index, row in enumerate(rows)]
+        source = Source(self._session, follow, self._model.load_seconds)
+        request = Request(generated, alone, source, partial(self._worker.end_early, reason="cancelled"), put, on_end)
+        deadline = None if seconds is None else request.started + seconds
+        return Submission(request, [Job(request, row) for row in generated], deadline, whole["streamer"])
+
+    def _takes(self, submission: Submission) -> bool:
+        """Take room for a request. False: wait for it."""
+        if self._room.take(len(submission.jobs)):
+            return True
+        if not self._options.waits:
+            raise QueueFullError(
+                f"the engine has {self._room.used} sequences, and room for {self._room.most}; try again later, or make "
+                "it with a higher max_queue or when_full='wait'.",
+                "max_queue",
+                "when_full",
+            )
+        return False
+
+    def _has_turn(self, waiter: Waiter, submission: Submission) -> bool:
+        """After waiting for room. False: the deadline has passed. Raises GenerationError if closed meanwhile."""
+        if waiter.granted:
+            return True
+        self._room.leave(waiter)
+        self._room.check()
+        submission.abandon("timeout")
+        return False
+
+    async def _start(self, submission: Submission) -> None:
+        if not self._takes(submission):
+            signal = Signal(self._running_bell())
+            waiter = Waiter(len(submission.jobs), signal.send)
+            self._room.wait(waiter)
+            try:
+                await asyncio.wait_for(signal.wait(), _left(submission))
+            except asyncio.TimeoutError:  # another class before Python 3.11
+                pass
+            except BaseException:
+                self._room.leave(waiter)
+                raise
+            if not self._has_turn(waiter, submission):
+                return
+        self._worker.start(submission)
+
+    async def _pieces(self, submission: Submission, events: Events) -> AsyncIterator[Piece]:
+        request = submission.request
+        with ending(submission.streamer):
+            await self._start(submission)
+        reader = PieceReader(request)
+        try:
+            while (event := await events.get()) is not None:
+                piece = reader.piece(event)
+                if piece is not None:
+                    yield piece
+        finally:
+            request.cancel()
+        if request.error is not None:
+            raise request.error
+
+    def _running_bell(self) -> Bell:
+        """The running loop's."""
+        bell = self._bell
+        if bell is None or bell.loop is not asyncio.get_running_loop():
+            bell = self._bell = Bell()
+        return bell
+
+    def _refuse_own_thread(self, what: str) -> None:
+        if self._worker.is_this_thread:
+            raise GenerationError(f"a callback called {what}(), which would wait for itself; call it elsewhere.")
+
+
+def _left(submission: Submission) -> float | None:
+    """Seconds to the deadline."""
+    return None if submission.deadline is None else max(0.0, submission.deadline - time.perf_counter())
+
+
+def _check_time(max_time: float | None) -> float | None:
+    real = isinstance(max_time, (int, float)) and not isinstance(max_time, bool)
+    if max_time is not None and not (real and 0 < max_time < math.inf):
+        raise ParameterError(f"max_time is {max_time!r}, but must be a number of seconds > 0.", "max_time")
+    return max_time

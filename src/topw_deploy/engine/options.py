@@ -1,0 +1,98 @@
+"""The engine's options, checked, and the rows that they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from topw_deploy.engine.batch import row_bytes
+from topw_deploy.errors import EngineError, ParameterError
+from topw_deploy.manifest import DecoderInfo
+from topw_deploy.runtime.cache.buffers import ALIGNMENT
+from topw_deploy.runtime.protocols import Session
+from topw_deploy.sizes import decimal_size
+
+WHEN_FULL = ("error", "wait")
+_REMEDIES = {
+    "concat": "export it again without --kv concat, or use TopWModel.generate",
+    "shared": "export the original checkpoint with topw-export, or use TopWModel.generate",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """rows, length: of the cache. queue: maximum waiting sequences. waits: when full. chunk: maximum tokens of one."""
+
+    rows: int
+    length: int
+    queue: int
+    waits: bool
+    chunk: int
+
+
+def check_form(decoder: DecoderInfo, path: object) -> None:
+    """Raises ParameterError for a cache that the engine cannot use."""
+    if decoder.kv_form != "static":
+        raise ParameterError(
+            f"the batching engine needs a cache of the form 'static', but {path} has {decoder.kv_form!r}; "
+            f"{_REMEDIES.get(decoder.kv_form, 'use TopWModel.generate')}."
+        )
+
+
+def check_tensorrt(session: Session, decoder: DecoderInfo, options: Options) -> None:
+    """Raises EngineError for a TensorRT engine of fewer rows, or whose rows cannot be bound one by one."""
+    if session.most_rows is not None and options.rows > session.most_rows:
+        raise EngineError(
+            f"max_batch is {options.rows}, but the TensorRT engine was built for {session.most_rows}; give at most "
+            "that, or build it again with a higher --max-batch."
+        )
+    sizes = [state.row_bytes(max(options.length, decoder.buffer_least)) for state in decoder.states]
+    odd = next((size for size in sizes if size % ALIGNMENT), None)
+    if session.provider == "tensorrt" and options.rows > 1 and odd is not None:
+        raise EngineError(
+            f"a row of a state takes {odd} bytes, which is no multiple of {ALIGNMENT}, so TensorRT cannot read a "
+            "prompt into one of several rows; give max_batch=1, or open the model with another provider."
+        )
+
+
+def read_options(
+    decoder: DecoderInfo,
+    most_columns: int | None,
+    *,
+    max_batch: int,
+    max_length: int | None,
+    kv_bytes: int | None,
+    max_queue: int,
+    when_full: str,
+    prefill_budget: int,
+) -> Options:
+    """Raises ParameterError for an invalid option, or one that fits no row."""
+    length = decoder.context_length if max_length is None else _size("max_length", max_length)
+    if length > decoder.context_length:
+        raise ParameterError(
+            f"max_length is {length}, but the model's context holds {decoder.context_length}; give at most that.",
+            "max_length",
+        )
+    rows = _size("max_batch", max_batch)
+    if kv_bytes is not None:
+        one = row_bytes(decoder, max(length, decoder.buffer_least))
+        fitting = _size("kv_bytes", kv_bytes) // max(one, 1)
+        if not fitting:
+            raise ParameterError(
+                f"kv_bytes is {decimal_size(kv_bytes)}, but a row of {length} tokens takes {decimal_size(one)}; give "
+                "more, or a smaller max_length.",
+                "kv_bytes",
+                "max_length",
+            )
+        rows = min(rows, fitting)
+    if when_full not in WHEN_FULL:
+        raise ParameterError(f"when_full is {when_full!r}, but must be one of {', '.join(WHEN_FULL)}.", "when_full")
+    chunk = _size("prefill_budget", prefill_budget)
+    for most in (most_columns, decoder.most_columns):
+        chunk = min(chunk, most or chunk)
+    return Options(rows, length, _size("max_queue", max_queue, 0), when_full == "wait", chunk)
+
+
+def _size(name: str, value: object, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ParameterError(f"{name} is {value!r}, but must be an integer >= {least}.", name)
+    return value

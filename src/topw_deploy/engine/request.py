@@ -1,0 +1,165 @@
+"""A caller's side of a request: its result, its pieces, cancellation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+from topw_deploy.errors import GenerationError
+from topw_deploy.runtime.protocols import Session
+from topw_deploy.runtime.results import GenerationResult, Piece
+from topw_deploy.runtime.rows import Follow, Row, new_text, result_of
+from topw_deploy.runtime.text import RowText
+
+Event: TypeAlias = "tuple[int, int | str | None] | None"
+"""(sequence, its next shown token, or new text, or None at its end); None after all sequences."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An ended sequence. columns: the sampler's outputs, one value per token; first_at: time of its first token."""
+
+    row: Row
+    columns: Mapping[str, list[Any]]
+    first_at: float
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a request's results take from the model. follow: see `topw_deploy.runtime.rows`."""
+
+    session: Session
+    follow: Follow
+    load_seconds: float
+
+
+class Request:
+    """A submitted request of one or several sequences. Any thread may use it.
+
+    error: why it failed, once it has.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        alone: bool,
+        source: Source,
+        cancel: Callable[[Request], None],
+        put: Callable[[Event], None] | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """alone: whether there is one result, not a list. put, on_end: called by the engine's thread."""
+        self.started = time.perf_counter()
+        self.error: BaseException | None = None
+        self._rows, self._alone, self._source, self._cancel = rows, alone, source, cancel
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self.put: Callable[[Event], None] = put or self._events.put
+        self._on_end = on_end
+        self._ended: dict[int, Ended] = {}
+        self._results: dict[int, GenerationResult] = {}
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._iterated = False
+
+    @property
+    def done(self) -> bool:
+        """Whether all sequences have ended."""
+        return self._done.is_set()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the GenerationResult, or for the list of them if `generate` would return a list.
+
+        A cancelled request, or one that ran out of `max_time`, returns what it drew until then.
+
+        Raises TimeoutError after `timeout` seconds; the request goes on. Raises the request's error if it failed.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the request did not end within {timeout} s; it goes on, or call cancel().")
+        if self.error is not None:
+            raise self.error
+        results = self.results()
+        return results[0] if self._alone else results
+
+    def results(self) -> list[GenerationResult]:
+        """The results of the sequences that have ended, in order; with finish_reason "error" if the request failed."""
+        return [self.result_of(index) for index in sorted(self._ended)]
+
+    def cancel(self) -> None:
+        """End the request with what it drew so far (finish_reason "cancelled"). No effect once it has ended."""
+        if not self.done:
+            self._cancel(self)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield pieces of text as they are drawn, as `TopWModel.stream` does. Only once per request."""
+        if self._iterated:
+            raise GenerationError("the pieces of a request can be read once; use result() for the whole text.")
+        self._iterated = True
+        reader = PieceReader(self)
+        while (event := self._events.get()) is not None:
+            piece = reader.piece(event)
+            if piece is not None:
+                yield piece
+        if self.error is not None:
+            raise self.error
+
+    def result_of(self, index: int) -> GenerationResult:
+        """The result of an ended sequence."""
+        with self._lock:
+            if index not in self._results:
+                self._results[index] = self._new_result(self._ended[index])
+            return self._results[index]
+
+    def new_text(self, index: int) -> RowText | None:
+        """A decoder of a sequence's tokens, or None if the engine's thread decodes them."""
+        row = self._rows[index]
+        return None if row.text is not None else new_text(row.request, self._source.follow)
+
+    def fail(self, error: BaseException) -> None:
+        """Called by the engine's thread. The first error counts."""
+        if self.error is None:
+            self.error = error
+
+    def end_sequence(self, index: int, ended: Ended) -> None:
+        """Called by the engine's thread at the end of each sequence."""
+        self._ended[index] = ended
+        self.put((index, None))
+        if len(self._ended) == len(self._rows):
+            self._done.set()
+            self.put(None)
+            self._on_end()
+
+    def _new_result(self, ended: Ended) -> GenerationResult:
+        return result_of(
+            ended.row,
+            lambda name: ended.columns[name],
+            self._source.session,
+            self._source.follow,
+            load_seconds=self._source.load_seconds,
+            started=self.started,
+            prefilled=ended.first_at,
+        )
+
+
+class PieceReader:
+    """Makes pieces of a request's events, in the reader's thread."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._texts: dict[int, RowText | None] = {}
+
+    def piece(self, event: tuple[int, int | str | None]) -> Piece | None:
+        """None for a token that ends no character."""
+        index, new = event
+        if isinstance(new, str):
+            return Piece(new, index)
+        if index not in self._texts:
+            self._texts[index] = self._request.new_text(index)
+        text = self._texts[index]
+        if new is None:
+            return Piece("" if text is None else text.flush(), index, self._request.result_of(index))
+        gained = "" if text is None else text.push(new)
+        return Piece(gained, index) if gained else None

@@ -1,0 +1,165 @@
+"""Which sequence has which row, whose prompt is read next, and which rows a step runs. Without session or threads.
+
+One iteration of the engine calls, in this order:
+
+    admit()        sequences that get a row now
+    next_chunk()   at most one chunk of one prompt; after its run `read`
+    arrange()      rows to exchange, so that the step is narrow
+    width          rows 0 .. width - 1 take part in the step
+
+and `end` for each sequence that ended. So a decoding row waits for at most one chunk per step.
+
+Rows are given first come, first served. Among the prompts being read, chunks alternate between the oldest one and the
+one with the fewest tokens left. A short prompt behind a long one therefore waits for about one of its chunks, and the
+oldest prompt gets at least every second chunk: one of n chunks is read 2 n iterations after it became the oldest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+WAITING = -1
+
+
+class Task:
+    """One sequence.
+
+    prompt_tokens: at least one.
+    read: tokens of the prompt that are in the cache.
+    row: its row, or WAITING.
+    """
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.read = 0
+        self.row = WAITING
+
+    @property
+    def decoding(self) -> bool:
+        return self.read == self.prompt_tokens
+
+
+AnyTask = TypeVar("AnyTask", bound=Task)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Generic[AnyTask]):
+    """Tokens `start` to `end`, exclusive, of a prompt. last: whether they are its last ones."""
+
+    task: AnyTask
+    start: int
+    end: int
+
+    @property
+    def last(self) -> bool:
+        return self.end == self.task.prompt_tokens
+
+
+class Scheduler(Generic[AnyTask]):
+    """Places sequences in `rows` rows.
+
+    chunk: maximum tokens of a chunk.
+    dense: whether the rows of a step must all be decoding. If not, a step may include free rows and rows that read
+        their prompt.
+    moves: whether rows may move only to make a step narrower. `dense` moves them in any case.
+    """
+
+    def __init__(self, rows: int, chunk: int, *, dense: bool = False, moves: bool = True) -> None:
+        self._chunk, self._dense, self._moves = chunk, dense, moves or dense
+        self._waiting: deque[AnyTask] = deque()
+        self._rows: list[AnyTask | None] = [None] * rows
+        self._reading: list[AnyTask] = []  # in the order of admission
+        self._oldest_next = True
+        self._arranged = True
+        self.decoding: list[AnyTask] = []
+        self.width = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no sequence."""
+        return not (self._waiting or self._reading or self.decoding)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without a row."""
+        return len(self._waiting)
+
+    @property
+    def used(self) -> int:
+        """Rows in use."""
+        return len(self._reading) + len(self.decoding)
+
+    def reading(self) -> list[AnyTask]:
+        """Sequences that have a row and a part of their prompt to read."""
+        return list(self._reading)
+
+    def submit(self, task: AnyTask) -> None:
+        self._waiting.append(task)
+
+    def admit(self) -> list[AnyTask]:
+        """Give the lowest free rows to the sequences that have waited longest. Returns those."""
+        admitted: list[AnyTask] = []
+        while self._waiting and self.used < len(self._rows):
+            task = self._waiting.popleft()
+            task.row = self._rows.index(None)
+            self._rows[task.row] = task
+            self._reading.append(task)
+            admitted.append(task)
+        return admitted
+
+    def next_chunk(self) -> Chunk[AnyTask] | None:
+        """The chunk to read now. Call `read` after its run, or `end`."""
+        if not self._reading:
+            return None
+        task = self._reading[0]
+        if not self._oldest_next:
+            task = min(self._reading, key=lambda task: task.prompt_tokens - task.read)
+        self._oldest_next = not self._oldest_next
+        return Chunk(task, task.read, min(task.read + self._chunk, task.prompt_tokens))
+
+    def read(self, chunk: Chunk[AnyTask]) -> None:
+        """Record that a chunk was read. After the last one the sequence decodes."""
+        chunk.task.read = chunk.end
+        if chunk.last:
+            self._reading.remove(chunk.task)
+            self.decoding.append(chunk.task)
+            self._arranged = False
+
+    def end(self, task: AnyTask) -> None:
+        """Remove a sequence, wherever it is."""
+        if task.row == WAITING:
+            self._waiting.remove(task)
+            return
+        self._rows[task.row] = None
+        (self.decoding if task.decoding else self._reading).remove(task)
+        self._arranged = False
+
+    def arrange(self) -> list[tuple[int, int]]:
+        """Set `width`. Returns pairs of rows to exchange first, of which the first is decoding."""
+        if self._arranged:
+            return []
+        self._arranged = True
+        pairs: list[tuple[int, int]] = []
+        while True:
+            last = max((task.row for task in self.decoding), default=-1)
+            target = next((row for row in range(last) if self._may_take(row)), None) if self._moves else None
+            if target is None:
+                self.width = last + 1
+                return pairs
+            self._exchange(last, target)
+            pairs.append((last, target))
+
+    def _may_take(self, row: int) -> bool:
+        """Whether a decoding row may be moved to `row`."""
+        task = self._rows[row]
+        return task is None or (self._dense and not task.decoding)
+
+    def _exchange(self, one: int, other: int) -> None:
+        rows = self._rows
+        rows[one], rows[other] = rows[other], rows[one]
+        for row in (one, other):
+            task = rows[row]
+            if task is not None:
+                task.row = row

@@ -1,0 +1,79 @@
+"""Between the engine's thread and an asyncio loop. Nothing polls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from topw_deploy.engine.request import Event
+
+
+class Bell:
+    """Wakes tasks of the running loop from any thread. Waking a loop is expensive, so one call wakes them all."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._signals: deque[Signal] = deque()
+        self._rung = False
+        self._lock = threading.Lock()
+
+    def ring(self, signal: Signal) -> None:
+        """Wake a task, or call `signal.gone` if the loop is closed."""
+        with self._lock:
+            self._signals.append(signal)
+            wake, self._rung = not self._rung, True
+        try:
+            if wake:
+                self.loop.call_soon_threadsafe(self._answer)
+        except RuntimeError:  # closed
+            pass
+        if self.loop.is_closed():
+            signal.gone()
+
+    def _answer(self) -> None:
+        with self._lock:
+            self._rung = False
+            signals, self._signals = self._signals, deque()
+        for signal in signals:
+            signal.event.set()
+
+
+class Signal:
+    """Wakes one task. gone: called if its loop is closed."""
+
+    def __init__(self, bell: Bell, gone: Callable[[], None] = lambda: None) -> None:
+        self.event, self.gone, self._bell = asyncio.Event(), gone, bell
+
+    def send(self) -> None:
+        """From any thread."""
+        self._bell.ring(self)
+
+    async def wait(self) -> None:
+        await self.event.wait()
+        self.event.clear()
+
+
+class Events:
+    """A request's events, put by the engine's thread and taken by a task."""
+
+    def __init__(self, bell: Bell, gone: Callable[[], None]) -> None:
+        self._events: deque[Event] = deque()
+        self._signal, self._sent = Signal(bell, gone), False
+        self._lock = threading.Lock()
+
+    def put(self, event: Event) -> None:
+        with self._lock:
+            self._events.append(event)
+            send, self._sent = not self._sent, True
+        if send:
+            self._signal.send()
+
+    async def get(self) -> Event:
+        while True:
+            with self._lock:
+                if self._events:
+                    return self._events.popleft()
+                self._sent = False
+            await self._signal.wait()

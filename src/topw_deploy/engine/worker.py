@@ -1,0 +1,337 @@
+"""The engine's thread: starts requests, runs chunks and steps, ends sequences. Nothing else uses the batch."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.request import Ended, Request
+from topw_deploy.engine.room import Room
+from topw_deploy.engine.scheduler import WAITING, Chunk, Scheduler, Task
+from topw_deploy.errors import GenerationError, ParameterError, TopWError, one_line
+from topw_deploy.runtime.callbacks import Streamer
+from topw_deploy.runtime.rows import Row
+
+_OUTPUTS = ("next_token", "logprob", "kept", "certified", "mass")
+
+
+class Job(Task):
+    """One sequence of a request.
+
+    columns: the outputs of its first token.
+    spans: (row, first step) for each row that it decoded in, in order.
+    """
+
+    def __init__(self, request: Request, generated: Row) -> None:
+        super().__init__(len(generated.request.prompt))
+        self.request, self.generated = request, generated
+        self.columns: dict[str, list[Any]] = {}
+        self.spans: list[tuple[int, int]] = []
+        self.first_at = request.started
+        self.ended = False
+
+    def end(self, columns: dict[str, list[Any]]) -> None:
+        """Hand the result to the request."""
+        self.ended = True
+        self.request.end_sequence(self.generated.index, Ended(self.generated, columns, self.first_at))
+
+
+@dataclass
+class Submission:
+    """A request and its sequences. deadline: by time.perf_counter()."""
+
+    request: Request
+    jobs: list[Job]
+    deadline: float | None = None
+    streamer: Streamer | None = None
+
+    def abandon(self, reason: str) -> None:
+        """End a request that never started."""
+        self.end_streamer()
+        for job in self.jobs:
+            job.generated.interrupt(reason)
+            job.end({name: [] for name in _OUTPUTS})
+
+    def end_streamer(self) -> None:
+        if self.streamer is not None:
+            try:
+                self.streamer.end()
+            except BaseException as error:  # noqa: BLE001  # the caller's code
+                self.request.fail(error)
+
+
+@dataclass
+class Counts:
+    """What the thread did so far."""
+
+    steps: int = 0
+    chunks: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    ended: int = 0
+    failed: int = 0
+
+
+class Worker:
+    """Runs until `retire`. Other threads call `start`, `end_early`, `pass_by`, `retire` and `join` only."""
+
+    def __init__(self, batch: Batch, scheduler: Scheduler[Job], room: Room) -> None:
+        self.counts = Counts()
+        self._batch, self._scheduler, self._room = batch, scheduler, room
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._alive: dict[Request, Submission] = {}
+        self._deadlines: list[tuple[float, int, weakref.ref[Request]]] = []  # a heap
+        self._numbers = itertools.count()
+        self._retiring, self._broken = False, ""  # or why the engine failed
+        self._thread = threading.Thread(target=self._main, name="topw-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_this_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def start(self, submission: Submission) -> None:
+        """Queue a request for which there is room."""
+        self._post(partial(self._start, submission))
+
+    def end_early(self, request: Request | None, reason: str) -> None:
+        """End a request, or all, before the next run."""
+        self._post(partial(self._end_early, request, reason))
+
+    def pass_by(self) -> None:
+        """Wait until everything posted before, and the iteration in progress, is done."""
+        passed = threading.Event()
+        self._post(passed.set)
+        passed.wait()
+
+    def retire(self) -> None:
+        """Make the thread end, and release the batch, as soon as it has no requests."""
+        self._post(self._retire)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _post(self, message: Callable[[], None]) -> None:
+        self._inbox.append(message)
+        self._wake.set()
+
+    def _main(self) -> None:
+        while self._alive or self._inbox or not self._retiring:
+            try:
+                self._iterate()
+            except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
+                self._break(error)
+        self._batch.close()
+
+    def _iterate(self) -> None:
+        if not self._inbox and (self._scheduler.idle or self._broken):
+            if not self._broken:
+                self._batch.rest()
+            self._wake.wait()
+        if self._inbox:
+            self._wake.clear()
+            while self._inbox:
+                self._inbox.popleft()()
+        if self._deadlines:
+            self._expire(time.perf_counter())
+        if not self._broken:
+            self._run()
+
+    def _run(self) -> None:
+        """One iteration, as scheduler.py describes it."""
+        scheduler, batch = self._scheduler, self._batch
+        if scheduler.waiting:
+            self._admit()
+        chunk = scheduler.next_chunk()
+        if chunk is not None:
+            self._read(chunk)
+        if batch.edits.active:
+            self._write_edits()
+        pairs = scheduler.arrange()
+        if pairs:
+            self._exchange(pairs)
+        if scheduler.decoding:
+            self._step()
+
+    def _admit(self) -> None:
+        for job in self._scheduler.admit():
+            try:
+                if not job.ended:  # with another sequence of its request
+                    self._batch.set(job.row, job.generated.request)
+            except ParameterError as error:
+                self._fail(job, error)
+
+    def _read(self, chunk: Chunk[Job]) -> None:
+        job, row = chunk.task, chunk.task.row
+        request = job.generated.request
+        try:
+            token = self._batch.read(row, request, chunk.start, chunk.end)
+        except TopWError as error:
+            self._fail(job, error, spoilt=True)
+            return
+        self.counts.chunks += 1
+        self.counts.prompt_tokens += chunk.end - chunk.start
+        self._scheduler.read(chunk)
+        if token is None:
+            return
+        self.counts.new_tokens += 1
+        job.first_at = time.perf_counter()
+        job.columns = {name: self._batch.first(name) for name in _OUTPUTS}
+        job.spans = [(row, self._batch.steps)]
+        self._take(job, token)
+        if not job.ended:
+            try:
+                self._batch.begin(row, request, token)
+            except ParameterError as error:
+                self._fail(job, error)
+
+    def _write_edits(self) -> None:
+        for job in list(self._scheduler.decoding):
+            try:
+                if not job.ended:  # with another sequence of its request
+                    self._batch.edits.write(job.row)
+            except ParameterError as error:
+                self._fail(job, error)
+
+    def _exchange(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for pair in pairs:
+            self._batch.exchange(*pair)
+        for job in list(self._scheduler.decoding):
+            if job.spans[-1][0] != job.row:
+                job.spans.append((job.row, self._batch.steps))
+
+    def _step(self) -> None:
+        batch, jobs = self._batch, list(self._scheduler.decoding)
+        try:
+            tokens = batch.step(self._scheduler.width)
+        except GenerationError as error:
+            for job in jobs:
+                if not job.ended:  # with another sequence of its request
+                    self._fail(job, GenerationError(str(error)), spoilt=True)
+            return
+        self.counts.steps += 1
+        self.counts.new_tokens += len(jobs)
+        for job in jobs:
+            if job.ended:  # with another sequence of its request
+                continue
+            row = job.row
+            token = tokens[row]
+            self._take(job, token)
+            if not job.ended:
+                try:
+                    batch.accept(row, token)
+                except ParameterError as error:
+                    self._fail(job, error)
+
+    def _take(self, job: Job, token: int) -> None:
+        """Add a drawn token to a sequence, which may end it."""
+        row = job.generated
+        if token < 0:
+            self._fail(job, row.invalid(f"sequence {row.index} of the request"), spoilt=True)
+            return
+        try:
+            gained = row.take(token)
+        except BaseException as error:  # noqa: BLE001  # of the caller's code
+            self._fail(job, error)
+            return
+        if row.text is None:
+            if not isinstance(row.stop, int):
+                job.request.put((row.index, token))
+        elif gained:
+            job.request.put((row.index, gained))
+        if row.finish_reason is not None:
+            self._end(job)
+
+    def _start(self, submission: Submission) -> None:
+        request = submission.request
+        self._alive[request] = submission
+        if submission.deadline is not None:
+            heapq.heappush(self._deadlines, (submission.deadline, next(self._numbers), weakref.ref(request)))
+        if self._broken:
+            self._fail(submission.jobs[0], GenerationError(self._broken))
+            return
+        for job in submission.jobs:
+            self._scheduler.submit(job)
+        for job in submission.jobs:
+            row = job.generated
+            try:
+                if row.watch is not None and not job.ended:
+                    row.watch.begin()
+            except BaseException as error:  # noqa: BLE001  # of the caller's code
+                self._fail(job, error)
+            if not job.ended and row.request.budget == 0:  # the prompt fills the context
+                row.end("length")
+                self._end(job)
+
+    def _end_early(self, request: Request | None, reason: str) -> None:
+        for submission in list(self._alive.values()) if request is None else [self._alive.get(request)]:
+            for job in submission.jobs if submission else ():  # it may have ended
+                if not job.ended:
+                    self._interrupt(job, reason)
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[-1]()
+            if request is not None:
+                self._end_early(request, "timeout")
+
+    def _fail(self, job: Job, error: BaseException, *, spoilt: bool = False) -> None:
+        """End all sequences of a request because of one. spoilt: see `Batch.clear`."""
+        job.request.fail(error)
+        self.counts.failed += 1
+        for other in self._alive[job.request].jobs:
+            if not other.ended:
+                self._interrupt(other, "error", spoilt=spoilt)
+
+    def _interrupt(self, job: Job, reason: str, *, spoilt: bool = False) -> None:
+        held = job.generated.interrupt(reason)
+        if held:
+            job.request.put((job.generated.index, held))
+        self._end(job, spoilt=spoilt)
+
+    def _end(self, job: Job, *, spoilt: bool = False) -> None:
+        """Free the row of an ended sequence and hand over its result."""
+        columns, row = self._columns(job), job.row
+        if not self._broken:
+            self._scheduler.end(job)
+            if row != WAITING:
+                self._batch.clear(row, spoilt=spoilt)
+        self.counts.ended += 1
+        submission = self._alive[job.request]
+        if sum(not other.ended for other in submission.jobs) == 1:
+            del self._alive[job.request]
+            submission.end_streamer()
+        self._room.give()
+        job.end(columns)
+
+    def _columns(self, job: Job) -> dict[str, list[Any]]:
+        """The outputs of a sequence, one value per token."""
+        columns = {name: list(job.columns.get(name, [])) for name in _OUTPUTS}
+        ends = [start for _, start in job.spans[1:]] + [self._batch.steps]
+        for (row, start), end in zip(job.spans, ends, strict=False):
+            for name, values in columns.items():
+                values += self._batch.recorded(name, row, start, end)
+        return {name: values[: job.generated.steps] for name, values in columns.items()}
+
+    def _break(self, error: BaseException) -> None:
+        """Fail all requests after an error that is not theirs."""
+        why = f"the engine has failed ({type(error).__name__}: {one_line(error)})"
+        self._broken = f"{why}; make a new Engine to go on."
+        self._room.close(why)
+        for submission in list(self._alive.values()):
+            alive = [job for job in submission.jobs if not job.ended]
+            if alive:
+                self._fail(alive[0], GenerationError(self._broken))
+
+    def _retire(self) -> None:
+        self._retiring = True

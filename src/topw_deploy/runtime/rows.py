@@ -1,0 +1,132 @@
+"""One sequence of a generation: its tokens, text and end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from topw_deploy.errors import LogitsError
+from topw_deploy.runtime.callbacks import Watch
+from topw_deploy.runtime.protocols import Session
+from topw_deploy.runtime.request import RowRequest
+from topw_deploy.runtime.results import GenerationResult, Timings
+from topw_deploy.runtime.text import IncrementalDecoder, RowText
+
+Follow: TypeAlias = "Callable[[Sequence[int]], IncrementalDecoder]"
+"""From prompt ids to a decoder of the tokens after them."""
+
+
+class Row:
+    """One sequence.
+
+    text: incremental text, or None if the text is decoded only at the end.
+    watch: its callbacks, or None.
+    """
+
+    def __init__(self, index: int, request: RowRequest, text: RowText | None, watch: Watch | None = None) -> None:
+        self.index, self.request, self.text, self.watch = index, request, text, watch
+        self.steps = 0
+        self.pieces: list[str] = []
+        self.finish_reason: str | None = None
+        self.stop: int | str | None = None
+        self.finished_at = 0.0  # time.perf_counter()
+
+    def take(self, token: int) -> str:
+        """Add a drawn token. Returns new text."""
+        self.steps += 1
+        gained = ""
+        if self.watch is not None:
+            self.watch.take(token)
+        if token in self.request.eos_token_ids:
+            self.end("stop", token)
+        elif self.text is not None:
+            gained = self.text.push(token)
+            if self.text.found is not None:
+                self.end("stop", self.text.found)
+        if self.finish_reason is None and self.watch is not None:
+            criterion = self.watch.ended_by()
+            if criterion is not None:
+                self.end("criterion", criterion)
+        if self.finish_reason is None and self.steps == self.request.budget:
+            self.end("length")
+        if self.text is not None:
+            gained += self._last_of(self.text)
+            if gained:
+                self.pieces.append(gained)
+        return gained
+
+    def _last_of(self, text: RowText) -> str:
+        if self.finish_reason is None:
+            return ""
+        gained = text.flush()  # may complete a stop string
+        if self.finish_reason != "stop" and text.found is not None:
+            self.end("stop", text.found)
+        return gained
+
+    def interrupt(self, reason: str) -> str:
+        """End it from outside. Returns the text that was held back."""
+        self.end(reason)
+        held = "" if self.text is None else self.text.flush()
+        if held:
+            self.pieces.append(held)
+        return held
+
+    def invalid(self, which: str) -> LogitsError:
+        """The error for a drawn token below 0. which: the row's name in the message."""
+        return LogitsError(
+            f"{which} is invalid at step {self.steps}: its logits contain NaN or +infinity, or none is "
+            "finite after the edits; check the model with `topw verify`, and the penalties, biases and bans."
+        )
+
+    def end(self, reason: str, stop: int | str | None = None) -> None:
+        self.finish_reason, self.stop, self.finished_at = reason, stop, time.perf_counter()
+
+
+def new_text(request: RowRequest, follow: Follow) -> RowText:
+    """A decoder of the row's text."""
+    return RowText(follow(request.prompt), request.stop_strings, request.min_new_tokens)
+
+
+def result_of(
+    row: Row,
+    recorded: Callable[[str], list[Any]],
+    session: Session,
+    follow: Follow,
+    *,
+    load_seconds: float,
+    started: float,
+    prefilled: float,
+) -> GenerationResult:
+    """The result of an ended row.
+
+    recorded: function from the name of an output to its values, one per token; [] if the graph lacks it.
+    started, prefilled: when the request began and when it had its first token, by time.perf_counter().
+    """
+    tokens = recorded("next_token")
+    return GenerationResult(
+        text="".join(row.pieces) if row.text is not None else _whole_text(row, tokens, follow),
+        token_ids=tokens,
+        logprobs=recorded("logprob"),
+        kept=recorded("kept"),
+        certified=recorded("certified"),
+        mass=recorded("mass") if "mass" in session.outputs else None,
+        seed=row.request.seed,
+        sample=row.request.sample,
+        finish_reason=str(row.finish_reason),
+        stop=row.stop,
+        prompt_tokens=len(row.request.prompt),
+        sampler=session.sampler,
+        timings=Timings(
+            load_seconds=load_seconds,
+            prefill_seconds=prefilled - started,
+            decode_seconds=max(0.0, row.finished_at - prefilled),
+            decode_steps=max(0, row.steps - 1),
+        ),
+    )
+
+
+def _whole_text(row: Row, tokens: Sequence[int], follow: Follow) -> str:
+    text = new_text(row.request, follow)
+    shown = tokens[:-1] if isinstance(row.stop, int) else tokens  # without EOS
+    return "".join([text.push(token) for token in shown]) + text.flush()

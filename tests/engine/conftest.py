@@ -1,0 +1,89 @@
+"""Engines over toy models, whose float32 logits are the same bits in every batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.toy_model import Toy, export
+from topw_deploy.engine import Engine
+from topw_deploy.runtime import TopWModel
+from topw_deploy.sampling import TopWOptions
+
+FORMS = {
+    "grouped": {"form": "grouped"},
+    "scatter": {"form": "scatter"},
+    "growing": {"form": "scatter", "buffer_step": 16},
+}
+
+NewEngine = Callable[..., Engine]
+"""The fixture `engine_of`: (model, **options) -> an engine that is shut down after the test."""
+
+
+HOT: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True}
+
+
+class Gate:
+    """A stopping criterion that holds the engine's thread at a sequence's first token."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, ids: np.ndarray) -> bool:
+        self.reached.set()
+        assert self.opened.wait(60)
+        return False
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.opened.set()
+
+
+@pytest.fixture(scope="session")
+def toy() -> Toy:
+    return Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
+
+
+@pytest.fixture(scope="session", params=FORMS)
+def any_model(request: pytest.FixtureRequest, toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> TopWModel:
+    """Caches over GroupQueryAttention and TensorScatter, of fixed and of growing length."""
+    folder = export(tmp_path_factory.mktemp("toy") / request.param, toy, with_mass=True, **FORMS[request.param])
+    return TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
+
+
+@pytest.fixture(scope="session")
+def model(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> TopWModel:
+    folder = export(tmp_path_factory.mktemp("toy") / "export", toy, form="grouped")
+    return TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., TopWModel]:
+    """Export a toy model with the form `grouped` and open it."""
+
+    def open_toy(toy: Toy, **settings: Any) -> TopWModel:
+        folder = export(tmp_path / f"toy{len(list(tmp_path.iterdir()))}", toy, **{"form": "grouped", **settings})
+        return TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
+
+    return open_toy
+
+
+@pytest.fixture
+def engine_of() -> Iterator[NewEngine]:
+    engines: list[Engine] = []
+
+    def new_engine(model: TopWModel, **options: Any) -> Engine:
+        engines.append(Engine(model, **options))
+        return engines[-1]
+
+    yield new_engine
+    for engine in engines:
+        engine.shutdown()

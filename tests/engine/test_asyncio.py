@@ -1,0 +1,166 @@
+"""The asyncio callers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import HOT, Gate, NewEngine
+from topw_deploy.engine import Engine
+from topw_deploy.errors import GenerationError, ParameterError, QueueFullError
+from topw_deploy.runtime import TopWModel
+
+
+async def until_idle(engine: Engine) -> None:
+    for _ in range(6000):
+        if engine.stats().in_use == engine.stats().queued == 0:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("a row was not freed")
+
+
+def test_tasks_share_the_engine(model: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(model, max_batch=3)
+    given: list[dict[str, Any]] = [{"prompt": "a" * (n + 1), "max_new_tokens": 5 * n + 1, "seed": n} for n in range(8)]
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(engine.generate(**one, **HOT) for one in given))
+
+    assert asyncio.run(main()) == [model.generate(**one, **HOT) for one in given]
+
+
+def test_streams_of_several_tasks(model: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(model, max_batch=2)
+
+    async def text(seed: int, **more: Any) -> Any:
+        pieces = [piece async for piece in engine.stream("ab", seed=seed, max_new_tokens=20, **HOT, **more)]
+        assert [piece.result is None for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+        assert "".join(piece.text for piece in pieces) == pieces[-1].result.text
+        return pieces[-1].result
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(text(n, stop_strings=["e"] if n % 2 else []) for n in range(6)))
+
+    found = asyncio.run(main())
+    for seed, result in enumerate(found):
+        stops = ["e"] if seed % 2 else []
+        assert result == model.generate("ab", seed=seed, max_new_tokens=20, stop_strings=stops, **HOT)
+
+
+def test_cancelling_a_task_cancels_its_request(model: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(model, max_batch=1)
+    gate = Gate()
+
+    async def main() -> None:
+        task = asyncio.create_task(engine.generate("a", stopping_criteria=gate, max_new_tokens=90, **HOT))
+        while not gate.reached.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.opened.set()
+        await until_idle(engine)
+
+    asyncio.run(main())
+    assert engine.stats().new_tokens < 90
+    assert engine.stats().ended == 1
+
+
+def test_leaving_a_stream_cancels_its_request(model: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(model, max_batch=1)
+    gate = Gate()
+
+    async def main() -> None:
+        stream = engine.stream("a", stopping_criteria=gate, max_new_tokens=90, **HOT)
+        reading = asyncio.ensure_future(stream.__anext__())
+        while not gate.reached.is_set():
+            await asyncio.sleep(0.001)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        gate.opened.set()
+        await until_idle(engine)
+        async for _ in engine.stream("a", max_new_tokens=90, **HOT):
+            break
+        await until_idle(engine)
+
+    asyncio.run(main())
+    assert engine.stats().ended == 2
+    assert engine.stats().new_tokens < 180
+
+
+def test_a_reader_whose_loop_is_gone_loses_its_request(model: TopWModel, engine_of: NewEngine) -> None:
+    """A loop that is closed without closing its generators, as after a crash of the application."""
+    engine = engine_of(model, max_batch=1)
+    gate = Gate()
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> Any:
+        stream = engine.stream("a", stopping_criteria=gate, max_new_tokens=90, **HOT)
+        task = asyncio.ensure_future(stream.__anext__())
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        while not gate.reached.is_set():
+            await asyncio.sleep(0.001)
+        return stream, task
+
+    kept = loop.run_until_complete(begin())
+    loop.close()
+    gate.opened.set()
+    asyncio.run(until_idle(engine))
+    assert engine.stats().new_tokens < 90
+    del kept
+
+
+def test_a_full_queue_without_blocking_the_loop(model: TopWModel, engine_of: NewEngine) -> None:
+    strict = engine_of(model, max_batch=1, max_queue=0)
+    patient = engine_of(model, max_batch=1, max_queue=0, when_full="wait")
+
+    async def main() -> None:
+        gates = [Gate(), Gate()]
+        tasks = []
+        for engine, gate in zip((strict, patient), gates, strict=True):
+            tasks.append(asyncio.create_task(engine.generate("a", max_new_tokens=2, stopping_criteria=gate)))
+            while not gate.reached.is_set():
+                await asyncio.sleep(0.001)
+        with pytest.raises(QueueFullError):
+            await strict.generate("b")
+        with pytest.raises(QueueFullError):
+            [piece async for piece in strict.stream("b")]
+        late = await patient.generate("late", max_time=0.01)
+        assert late.finish_reason == "timeout"
+        vanished = asyncio.create_task(patient.generate("vanished"))
+        waiting = [asyncio.create_task(patient.generate("b", max_new_tokens=3, seed=n, **HOT)) for n in range(3)]
+        await asyncio.sleep(0.01)
+        vanished.cancel()
+        for gate in gates:
+            gate.opened.set()
+        found = await asyncio.gather(*waiting)
+        assert found == [model.generate("b", max_new_tokens=3, seed=n, **HOT) for n in range(3)]
+        await asyncio.gather(*tasks)
+        assert vanished.cancelled()
+
+    asyncio.run(main())
+
+
+def test_errors_reach_the_task(model: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(model)
+
+    def fails(ids: Any) -> bool:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        with pytest.raises(ParameterError):
+            await engine.generate("a", temperature=-1)
+        with pytest.raises(ParameterError):
+            engine.stream("a", temperature=-1)  # at once
+        with pytest.raises(ZeroDivisionError):
+            await engine.generate("a", stopping_criteria=fails)
+        with pytest.raises(ZeroDivisionError):
+            [piece async for piece in engine.stream("a", stopping_criteria=fails)]
+        engine.shutdown()
+        with pytest.raises(GenerationError, match="is shut down"):
+            await engine.generate("a")
+
+    asyncio.run(main())

@@ -1,0 +1,165 @@
+"""Threads: cancellation, deadlines, a full queue, turns."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import HOT, Gate, NewEngine
+from topw_deploy.engine.batch import Batch
+from topw_deploy.errors import GenerationError, ParameterError, PromptError, QueueFullError
+from topw_deploy.runtime import TopWModel
+
+
+def test_a_cancelled_request_returns_what_it_drew_and_frees_its_row(
+    model: TopWModel, engine_of: NewEngine, gate: Gate
+) -> None:
+    engine = engine_of(model, max_batch=1)
+    first = engine.submit("long", max_new_tokens=80, seed=1, stopping_criteria=gate, **HOT)
+    second = engine.submit("next", max_new_tokens=5, seed=2, **HOT)
+    assert gate.reached.wait(60)
+    first.cancel()
+    gate.opened.set()
+    result = first.result(60)
+    whole = model.generate("long", max_new_tokens=80, seed=1, **HOT)
+    assert result.finish_reason == "cancelled"
+    assert result.token_ids == whole.token_ids[: len(result.token_ids)]
+    assert 0 < len(result.token_ids) < 80
+    assert result.text == whole.text[: len(result.text)]
+    assert second.result(60) == model.generate("next", max_new_tokens=5, seed=2, **HOT)
+    first.cancel()  # no effect after the end
+    assert first.result() == result
+
+
+def test_a_request_can_be_cancelled_while_it_waits_and_while_its_prompt_is_read(
+    model: TopWModel, engine_of: NewEngine, gate: Gate
+) -> None:
+    engine = engine_of(model, max_batch=2, prefill_budget=1)
+    blocking = engine.submit("a", max_new_tokens=3, seed=1, stopping_criteria=gate, **HOT)
+    assert gate.reached.wait(60)
+    reading = engine.submit([5] * 60, **HOT)
+    waiting = engine.submit("b", **HOT)
+    waiting.cancel()
+    gate.opened.set()
+    blocking.result(60)
+    reading.cancel()
+    for request in (reading, waiting):
+        result = request.result(60)
+        assert (result.token_ids, result.text, result.finish_reason) == ([], "", "cancelled")
+    assert engine.submit("c", seed=3, **HOT).result(60) == model.generate("c", seed=3, **HOT)
+
+
+def test_a_deadline_ends_a_request_that_runs_or_waits(model: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(model, max_batch=1)
+
+    def slow(ids: np.ndarray) -> bool:
+        time.sleep(0.02)
+        return False
+
+    running = engine.submit("a", max_time=0.1, max_new_tokens=90, seed=1, stopping_criteria=slow, **HOT)
+    waiting = engine.submit("b", max_time=0.01, max_new_tokens=90, **HOT)
+    result = running.result(60)
+    whole = model.generate("a", max_new_tokens=90, seed=1, **HOT)
+    assert result.finish_reason == "timeout"
+    assert result.token_ids == whole.token_ids[: len(result.token_ids)]
+    assert len(result.token_ids) < 90
+    assert waiting.result(60).finish_reason == "timeout"
+    assert waiting.result().token_ids == []
+    early = engine.submit("c", max_time=1000, max_new_tokens=2, **HOT).result(60)
+    assert early.finish_reason == "length"
+
+
+def test_a_full_queue_is_an_error(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+    engine = engine_of(model, max_batch=1, max_queue=2)
+    requests = [engine.submit("a", max_new_tokens=2, stopping_criteria=gate)]
+    requests += [engine.submit("b", max_new_tokens=2, n=2)]
+    with pytest.raises(QueueFullError, match="has 3 sequences, and room for 3; try again later"):
+        engine.submit("c")
+    assert engine.stats().queued >= 2
+    gate.opened.set()
+    for request in requests:
+        request.result(60)
+    assert engine.submit("c", max_new_tokens=1).result(60).token_ids
+    with pytest.raises(ParameterError, match="has 4 sequences, but the engine takes 3 at a time"):
+        engine.submit("c", n=4)
+
+
+def test_callers_of_a_full_queue_wait_for_their_turn(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+    engine = engine_of(model, max_batch=1, max_queue=0, when_full="wait")
+    engine.submit("a", max_new_tokens=2, stopping_criteria=gate)
+    assert gate.reached.wait(60)
+    late = engine.submit("late", max_time=0.01)
+    assert late.result(0).finish_reason == "timeout"
+    found: dict[int, Any] = {}
+
+    def call(index: int) -> None:
+        found[index] = engine.submit("b", max_new_tokens=3, seed=index, **HOT).result(60)
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    gate.opened.set()
+    for thread in threads:
+        thread.join(60)
+    assert found == {n: model.generate("b", max_new_tokens=3, seed=n, **HOT) for n in range(4)}
+
+
+def test_bad_requests_are_refused_in_the_callers_thread(model: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(model, max_length=20)
+    with pytest.raises(ParameterError):
+        engine.submit("a", temperature=-1)
+    with pytest.raises(ParameterError, match="max_time is 0, but must be a number of seconds > 0"):
+        engine.submit("a", max_time=0)
+    with pytest.raises(PromptError, match="has 21 tokens, but the engine was opened with max_length 20"):
+        engine.submit([5] * 21)
+    assert engine.stats().ended == 0
+
+
+def test_a_result_may_be_awaited_in_parts(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+    engine = engine_of(model)
+    request = engine.submit("a", max_new_tokens=2, stopping_criteria=gate)
+    with pytest.raises(TimeoutError, match="did not end within 0"):
+        request.result(0)
+    assert not request.done
+    gate.opened.set()
+    assert len(request.result(60).token_ids) == 2
+    assert request.done
+    list(request)
+    with pytest.raises(GenerationError, match="can be read once"):
+        list(request)
+
+
+def test_a_long_prompt_delays_a_step_by_one_chunk_and_a_short_prompt_by_two(
+    model: TopWModel, engine_of: NewEngine, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[str] = []
+    read, step = Batch.read, Batch.step
+
+    def reading(batch: Batch, row: int, request: Any, start: int, end: int) -> int | None:
+        assert end - start <= 4
+        runs.append("long" if len(request.prompt) == 61 else "short")
+        return read(batch, row, request, start, end)
+
+    def stepping(batch: Batch, width: int) -> list[int]:
+        runs.append("step")
+        return step(batch, width)
+
+    monkeypatch.setattr(Batch, "read", reading)
+    monkeypatch.setattr(Batch, "step", stepping)
+    engine = engine_of(model, prefill_budget=4)
+    decoding = engine.submit("a", max_new_tokens=60, stopping_criteria=gate, **HOT)
+    assert gate.reached.wait(60)
+    long, short = engine.submit([7] * 61, max_new_tokens=1), engine.submit([7] * 3, max_new_tokens=1)
+    gate.opened.set()
+    for request in (decoding, long, short):
+        request.result(60)
+    assert runs.count("long") == 16
+    order = runs[1:]  # without the first prompt
+    chunks = [place for place, run in enumerate(order) if run != "step"]
+    assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(chunks)), "a step between"
+    assert [order[place] for place in chunks[:3]].index("short") <= 1

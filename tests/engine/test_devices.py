@@ -1,0 +1,59 @@
+"""Engines on devices give what the host gives, in tests with doubles of device memory and CUDA graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import FORMS, NewEngine
+from tests.engine.test_results import random_request
+from tests.runtime.ort.test_device_binding import Open, on_a_device  # noqa: F401  # a fixture
+from tests.support.toy_model import Toy, export
+from tests.tensorrt.run import conftest as tensorrt
+from tests.tensorrt.run.conftest import exported_toy, gpu, no_plugin, on_cpu, opened, out, trt  # noqa: F401  # fixtures
+from topw_deploy.runtime import TopWModel
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+@pytest.mark.parametrize("form", ["grouped", "growing"])
+def test_a_device_draws_what_the_host_draws(
+    toy: Toy,
+    tmp_path: Path,
+    on_a_device: Open,  # noqa: F811
+    engine_of: NewEngine,
+    form: str,
+    graphs: bool,
+) -> None:
+    """Steps of several widths and chunks take turns on the memory of one generation."""
+    folder = export(tmp_path / "out", toy, **FORMS[form])  # type: ignore[arg-type]
+    host = TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
+    model, session = on_a_device(folder, graphs=graphs)
+    engine = engine_of(model, max_batch=3, prefill_budget=7)
+    rng = np.random.default_rng(3)
+    given: list[dict[str, Any]] = [random_request(rng) for _ in range(16)]
+    requests = [engine.submit(**one) for one in given]
+    for one, request in zip(given, requests, strict=True):
+        assert request.result(60) == host.generate(**one)
+    assert bool(session.replays) == graphs
+
+
+@pytest.mark.parametrize("profile", ["both", "decode"])
+def test_a_tensorrt_engine_draws_what_onnxruntime_draws(
+    opened: tensorrt.Open,  # noqa: F811
+    on_cpu: TopWModel,  # noqa: F811
+    engine_of: NewEngine,
+    profile: str,
+) -> None:
+    """`decode` takes prompts token by token."""
+    engine = engine_of(opened(profile=profile), max_batch=4, max_length=96)
+    rng = np.random.default_rng(3)
+    given = [random_request(rng) for _ in range(16)]
+    requests = [engine.submit(**one) for one in given]
+    for one, request in zip(given, requests, strict=True):
+        found, alone = request.result(60), on_cpu.generate(**one)
+        pairs = zip(found, alone, strict=True) if isinstance(found, list) else [(found, alone)]
+        for result, whole in pairs:
+            assert (result.token_ids, result.logprobs) == (whole.token_ids, whole.logprobs)

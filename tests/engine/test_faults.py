@@ -1,0 +1,236 @@
+"""An error fails the requests that it touches, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import HOT, Gate, NewEngine
+from tests.engine.test_results import begins, random_request
+from tests.support.toy_model import Toy, byte_ids
+from topw_deploy.engine.batch import Batch
+from topw_deploy.errors import GenerationError, LogitsError, ParameterError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.ort.host_binding import HostBinding
+
+
+class Faults:
+    """Makes onnxruntime fail in runs that `wanted` selects."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wanted: Callable[[int | None, int], bool] = lambda step, columns: False
+        run = HostBinding.run
+
+        def faulty(binding: HostBinding, step: int | None = None) -> None:
+            if self.wanted(step, binding._arrays["input_ids"].shape[1]):
+                self.wanted = lambda step, columns: False
+                raise GenerationError("onnxruntime failed: no memory")
+            run(binding, step)
+
+        monkeypatch.setattr(HostBinding, "run", faulty)
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(monkeypatch)
+
+
+def test_a_failing_step_fails_its_requests_and_no_others(
+    model: TopWModel, engine_of: NewEngine, gate: Gate, faults: Faults
+) -> None:
+    engine = engine_of(model, max_batch=2)
+    gated = engine.submit("a", max_new_tokens=9, stopping_criteria=gate, seed=1, **HOT)
+    assert gate.reached.wait(60)
+    beside = engine.submit("b", max_new_tokens=9, seed=2, **HOT)
+    later = engine.submit("c", max_new_tokens=9, seed=3, **HOT)
+    faults.wanted = lambda step, columns: bool(step) and engine._scheduler.width == 2
+    gate.opened.set()
+    for request, text, seed in ((gated, "a", 1), (beside, "b", 2)):
+        with pytest.raises(GenerationError, match="no memory"):
+            request.result(60)
+        with pytest.raises(GenerationError, match="no memory"):
+            list(request)
+        (part,) = request.results()
+        whole = model.generate(text, max_new_tokens=9, seed=seed, **HOT)
+        assert part.finish_reason == "error"
+        assert part.token_ids == whole.token_ids[: len(part.token_ids)]
+    assert later.result(60) == model.generate("c", max_new_tokens=9, seed=3, **HOT)
+    assert engine.stats().failed == 2
+
+
+def test_sequences_of_one_request_fail_together_and_once(
+    load: Any, engine_of: NewEngine, gate: Gate, faults: Faults
+) -> None:
+    model = load(Toy.random(0))
+    model._session.fixed_edits = 4
+    engine = engine_of(model, max_batch=4)
+    failing = engine.submit("a", n=3, max_new_tokens=9, stopping_criteria=gate, **HOT)
+    faults.wanted = lambda step, columns: bool(step) and engine._scheduler.width == 3
+    gate.opened.set()
+    with pytest.raises(GenerationError, match="no memory"):
+        failing.result(60)
+    with pytest.raises(ParameterError, match="edits more than 4 tokens"):
+        engine.submit("ab", n=3, logit_bias=dict.fromkeys(range(5), 1.0)).result(60)
+    assert not engine._batch.edits.active
+    assert engine.submit("a", seed=1, **HOT).result(60) == model.generate("a", seed=1, **HOT)
+    assert (engine.stats().failed, engine.stats().ended) == (2, 7)
+
+
+def test_a_failing_prompt_fails_one_request(model: TopWModel, engine_of: NewEngine, gate: Gate, faults: Faults) -> None:
+    engine = engine_of(model, max_batch=2, prefill_budget=10)
+    beside = engine.submit("a", max_new_tokens=9, stopping_criteria=gate, seed=1, **HOT)
+    assert gate.reached.wait(60)
+    faults.wanted = lambda step, columns: step is None and columns == 10
+    failing = engine.submit([7] * 25, n=2, **HOT)
+    gate.opened.set()
+    with pytest.raises(GenerationError, match="no memory"):
+        failing.result(60)
+    assert [part.finish_reason for part in failing.results()] == ["error", "error"]
+    assert beside.result(60) == model.generate("a", max_new_tokens=9, seed=1, **HOT)
+
+
+def test_invalid_logits_fail_their_request_only(load: Any, engine_of: NewEngine) -> None:
+    toy = Toy.random(0)
+    toy.follow[byte_ids("!")[0]] = np.nan  # after this token
+    model = load(toy)
+    engine = engine_of(model, max_batch=2)
+    for _ in range(3):
+        good = engine.submit("ab", max_new_tokens=30, seed=1, suppress_tokens=byte_ids("!"), **HOT)
+        bad = engine.submit("ab!", n=2)
+        with pytest.raises(LogitsError, match="sequence 0 of the request is invalid at step 0"):
+            bad.result(60)
+        late = engine.submit("ab", max_new_tokens=9, logit_bias={byte_ids("!")[0]: 1e6})
+        with pytest.raises(LogitsError, match="is invalid at step 1"):
+            late.result(60)
+        assert late.results()[0].token_ids == byte_ids("!")
+        alone = model.generate("ab", max_new_tokens=30, seed=1, suppress_tokens=byte_ids("!"), **HOT)
+        assert good.result(60) == alone
+
+
+def test_a_row_whose_cache_was_spoilt_serves_the_next_request(load: Any, engine_of: NewEngine) -> None:
+    """This graph multiplies masked slots by zero, as standard operators do, and 0 * NaN is NaN."""
+    toy = Toy.random(0)
+    toy.features[byte_ids("!")[0]] = np.nan
+    model = load(toy, form="scatter")
+    engine = engine_of(model, max_batch=1)
+    with pytest.raises(LogitsError):
+        engine.submit("abcd!", max_new_tokens=9).result(60)
+    assert engine.submit("ab", max_new_tokens=2, seed=1).result(60) == model.generate("ab", max_new_tokens=2, seed=1)
+
+
+def test_a_callers_error_fails_its_request_only(model: TopWModel, engine_of: NewEngine) -> None:
+    class Streamer:
+        ended = 0
+
+        def __init__(self, fails: str = "") -> None:
+            self.fails, self.seen = fails, list[int]()
+
+        def put(self, value: np.ndarray) -> None:
+            self.seen += value.reshape(-1).tolist()
+            if (value.ndim == 2) == (self.fails == "prompt") and self.fails != "end":
+                raise ValueError(self.fails)
+
+        def end(self) -> None:
+            self.ended += 1
+            if self.fails == "end":
+                raise ValueError(self.fails)
+
+    class Quiet(Streamer):
+        def put(self, value: np.ndarray) -> None:
+            self.seen += value.reshape(-1).tolist()
+
+    def criterion(ids: np.ndarray) -> bool:
+        raise ZeroDivisionError("no")
+
+    engine = engine_of(model, max_batch=2)
+    quiet = Quiet()
+    good = engine.submit("ab", max_new_tokens=30, seed=1, streamer=quiet, **HOT)
+    for fails in ("prompt", "token", "end"):
+        streamer = Streamer(fails)
+        with pytest.raises(ValueError, match=fails):
+            engine.submit("ab", max_new_tokens=3, streamer=streamer).result(60)
+        assert streamer.ended == 1
+    with pytest.raises(ZeroDivisionError):
+        engine.submit("ab", stopping_criteria=criterion, n=3).result(60)
+    assert good.result(60) == model.generate("ab", max_new_tokens=30, seed=1, **HOT)
+    assert (quiet.seen, quiet.ended) == (byte_ids("ab") + good.result().token_ids, 1)
+
+
+def test_too_many_edits_fail_their_request_only(load: Any, engine_of: NewEngine) -> None:
+    model = load(Toy.random(0))
+    model._session.fixed_edits = 4  # as in a graph that was exported so
+    engine = engine_of(model, max_batch=2)
+    good = engine.submit("ab", max_new_tokens=30, seed=1, logit_bias={40: 1.0}, **HOT)
+    with pytest.raises(ParameterError, match="edits more than 4 tokens"):
+        engine.submit("ab", logit_bias=dict.fromkeys(range(5), 1.0)).result(60)
+    growing = engine.submit("ab", presence_penalty=1.0, max_new_tokens=30, **HOT)
+    with pytest.raises(ParameterError, match="edits more than 4 tokens"):
+        growing.result(60)
+    assert growing.results()[0].finish_reason == "error"
+    assert good.result(60) == model.generate("ab", max_new_tokens=30, seed=1, logit_bias={40: 1.0}, **HOT)
+
+
+def test_an_unexpected_error_fails_all_requests_and_nobody_waits(
+    model: TopWModel, engine_of: NewEngine, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, max_batch=1)
+    requests = [engine.submit("a", stopping_criteria=gate), engine.submit("b", n=2)]
+    assert gate.reached.wait(60)
+
+    def broken(batch: Batch, width: int) -> list[int]:
+        raise RuntimeError("surprise")
+
+    monkeypatch.setattr(Batch, "step", broken)
+    gate.opened.set()
+    for request in requests:
+        with pytest.raises(GenerationError, match=r"engine has failed \(RuntimeError: surprise\); make a new Engine"):
+            request.result(60)
+    with pytest.raises(GenerationError, match="engine has failed"):
+        engine.submit("c")
+
+
+def test_random_faults_change_no_other_request(
+    any_model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs and callbacks fail at random; what succeeds equals `generate` alone, what fails is its beginning."""
+    rng = np.random.default_rng(11)
+    run = HostBinding.run
+    inject = True
+
+    def faulty(binding: HostBinding, step: int | None = None) -> None:
+        run(binding, step)  # the caches have changed when the error comes
+        if inject and rng.random() < 0.02:
+            raise GenerationError("no memory")
+
+    def criterion(ids: np.ndarray) -> bool:
+        if inject and rng.random() < 0.05:
+            raise ZeroDivisionError
+        return False
+
+    monkeypatch.setattr(HostBinding, "run", faulty)
+    engine = engine_of(any_model, max_batch=4, prefill_budget=7)
+    given = [random_request(rng) for _ in range(60)]
+    requests = [
+        engine.submit(**one, **({"stopping_criteria": criterion} if index % 4 == 0 else {}))
+        for index, one in enumerate(given)
+    ]
+    failed = 0
+    for request in requests:
+        try:
+            request.result(60)
+        except (GenerationError, ZeroDivisionError):
+            failed += 1
+    inject = False
+    assert 5 < failed < 55
+    for one, request in zip(given, requests, strict=True):
+        alone = any_model.generate(**one)
+        found = request.results()
+        for result, whole in zip(found, alone if isinstance(alone, list) else [alone], strict=True):
+            if request.error is None:
+                assert result == whole
+            else:
+                assert begins(result, whole)
+    assert engine.stats().failed == failed

@@ -1,0 +1,148 @@
+"""A request's result is that of `TopWModel.generate` alone, whatever runs beside it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import NewEngine
+from tests.support.toy_model import CONTEXT, VOCAB, Toy
+from topw_deploy.engine import Request
+from topw_deploy.runtime import GenerationResult, TopWModel
+
+
+def random_request(rng: np.random.Generator) -> dict[str, Any]:
+    """A prompt of 1 to 60 tokens with all kinds of parameters."""
+    given: dict[str, Any] = {
+        "prompt": rng.integers(3, VOCAB, rng.integers(1, 61)).tolist(),
+        "seed": int(rng.integers(2**63)),
+        "max_new_tokens": int(rng.integers(1, 36)),
+        "temperature": float(rng.choice([0.0, 1.0, 2.5])),
+        "lam": float(rng.choice([0.2, 2.2])),
+        "geom_scale": float(rng.choice([0.0, 1.0, -0.5])),
+        "ignore_eos": True,
+    }
+    optional: dict[str, Any] = {
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.5,
+        "logit_bias": {int(token): 2.0 for token in rng.integers(3, VOCAB, 25)},
+        "no_repeat_ngram_size": 2,
+        "stop_strings": ["e", "zz"],
+        "num_return_sequences": 3,
+    }
+    names = [name for name in optional if rng.random() < 0.2]
+    return {**given, **{name: optional[name] for name in names}}
+
+
+def expected(model: TopWModel, given: dict[str, Any]) -> Any:
+    found = model.generate(**given)
+    return found
+
+
+def begins(result: GenerationResult, whole: GenerationResult) -> bool:
+    count = len(result.token_ids)
+    return result.token_ids == whole.token_ids[:count] and result.logprobs == whole.logprobs[:count]
+
+
+@pytest.mark.parametrize("options", [{"max_batch": 5, "prefill_budget": 7}, {"max_batch": 1}], ids=["five", "one"])
+def test_random_schedules_replay_alone(any_model: TopWModel, engine_of: NewEngine, options: dict[str, Any]) -> None:
+    """All fields of the results are equal, and those of cancelled requests are the beginnings of equal ones."""
+    rng = np.random.default_rng(7)
+    engine = engine_of(any_model, **options)
+    given = [random_request(rng) for _ in range(32)]
+    running: list[Request] = []
+    cancelled = set(rng.choice(32, 6, replace=False).tolist())
+    for index, one in enumerate(given):
+        running.append(engine.submit(**one))
+        if rng.random() < 0.3:
+            time.sleep(float(rng.random()) * 0.01)
+        if index in cancelled:
+            running[-1].cancel()
+    for one, request in zip(given, running, strict=True):
+        found, alone = request.result(60), expected(any_model, one)
+        several = isinstance(found, list)
+        pairs = zip(found, alone, strict=True) if several else [(found, alone)]
+        for result, whole in pairs:
+            if result.finish_reason == "cancelled":
+                assert begins(result, whole)
+            else:
+                assert result == whole
+    stats = engine.stats()
+    assert (stats.in_use, stats.queued, stats.failed) == (0, 0, 0)
+    assert stats.ended == sum(one.get("num_return_sequences", 1) for one in given)
+
+
+def test_rows_join_and_leave_a_running_batch(any_model: TopWModel, engine_of: NewEngine) -> None:
+    """Each new request arrives while others decode, so that rows of all ages share steps."""
+    engine = engine_of(any_model, max_batch=3, prefill_budget=8)
+    hot = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True}
+    prompts = [[5, 6, 7] * (1 + n % 5) for n in range(9)]
+    budgets = [60, 3, 20, 1, 40, 7, 13, 2, 50]
+    requests = []
+    for seed, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
+        requests.append(engine.submit(prompt, max_new_tokens=budget, seed=seed, **hot))
+        next(iter(requests[-1]))  # its first piece: it decodes
+    for seed, (prompt, budget, request) in enumerate(zip(prompts, budgets, requests, strict=True)):
+        assert request.result(60) == any_model.generate(prompt, max_new_tokens=budget, seed=seed, **hot)
+
+
+def test_long_answers_pass_the_blocks_of_random_numbers(load: Any, engine_of: NewEngine) -> None:
+    """A step's number exceeds 256 and the record's length, at which it starts over."""
+    model = load(Toy.random(3))
+    engine = engine_of(model, max_batch=2)
+    hot = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True, "max_new_tokens": CONTEXT - 2}
+    for seed in range(6):
+        pair = [engine.submit([9, 8], seed=seed + place, **hot) for place in (0, 100)]
+        for place, request in zip((0, 100), pair, strict=True):
+            assert request.result(60) == model.generate([9, 8], seed=seed + place, **hot)
+    assert engine.stats().steps > 256
+
+
+def test_a_batch_of_prompts_is_several_sequences_of_one_request(model: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(model, max_batch=2)
+    given = {"prompt": ["one", "another", "a third"], "seed": [1, 2, 3], "max_new_tokens": [4, 9, 2]}
+    assert engine.submit(**given).result(60) == model.generate(**given)
+    assert engine.submit(["one"], seed=1).result(60) == model.generate(["one"], seed=1)
+
+
+def test_pieces_join_to_the_text(model: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(model)
+    given: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "max_new_tokens": 30, "seed": 3, "num_return_sequences": 2}
+    for stops in ([], ["a", "b"]):
+        texts, last = ["", ""], {}
+        for piece in engine.submit("some text", stop_strings=stops, **given):
+            assert piece.row not in last, "nothing follows a sequence's last piece"
+            texts[piece.row] += piece.text
+            if piece.result is not None:
+                last[piece.row] = piece.result
+        alone = model.generate("some text", stop_strings=stops, **given)
+        assert texts == [result.text for result in alone]
+        assert [last[row] for row in range(2)] == alone
+
+
+def test_a_prompt_that_fills_the_context_ends_at_once(model: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(model, max_length=20)
+    full = engine.submit([5] * 20).result(60)
+    assert (full.token_ids, full.text, full.finish_reason) == ([], "", "length")
+    longest = engine.submit([5] * 15, ignore_eos=True).result(60)
+    assert (len(longest.token_ids), longest.finish_reason) == (5, "length")
+
+
+def test_two_engines_over_two_models_share_nothing(load: Any, engine_of: NewEngine) -> None:
+    models = [load(Toy.random(seed)) for seed in (1, 2)]
+    engines = [engine_of(model, max_batch=2) for model in models]
+    hot: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "seed": 4, "max_new_tokens": 30}
+    requests = [engine.submit("prompt", **hot) for _ in range(3) for engine in engines]
+    alone = [model.generate("prompt", **hot) for model in models]
+    assert alone[0].token_ids != alone[1].token_ids
+    assert [request.result(60) for request in requests] == alone * 3
+
+
+def test_the_model_generates_beside_its_engine(model: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(model)
+    hot: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "seed": 4, "max_new_tokens": 80}
+    request = engine.submit("prompt", **hot)
+    assert model.generate("prompt", **hot) == request.result(60)
