@@ -38,7 +38,7 @@ from topw_deploy.bench.decode.request import DecodeRequest
 from topw_deploy.bench.decode.run import run as bench_decode
 from topw_deploy.bench.measurement import median_interval, paired
 from topw_deploy.bench.process import Worker
-from topw_deploy.manifest import load_manifest
+from topw_deploy.manifest import DecoderInfo, load_decoder_manifest, load_manifest
 
 WORKER = Path(__file__).with_name("kv_worker.py")
 FORMS = {
@@ -60,8 +60,10 @@ def cell(ratios: Sequence[float]) -> str:
 def graphs(ours: dict[str, Path], args: argparse.Namespace) -> None:
     """Tables of steps and of prefills."""
     rng = np.random.default_rng(args.seed)
-    steps, prefills = [], []
+    steps, prefills, memories = [], [], []
+    decoder = load_decoder_manifest(next(iter(ours.values()))).decoder
     for threads in args.threads:
+        measured = []
         for context in args.context:
             say(f"graphs: {context} tokens of context, {threads} threads")
             sweeps = [
@@ -69,15 +71,30 @@ def graphs(ours: dict[str, Path], args: argparse.Namespace) -> None:
                 for number in range(args.sessions)
                 for sweep in _session(ours, threads, context, number, rng, args)
             ]
+            measured.append(sweeps[0])
             turns = [turn for sweep in sweeps for turn in sweep["turns"]]
             differing = sum(len(set(sweep["first"].values())) > 1 for sweep in sweeps)
             if differing:
                 say(f"  the graphs do not agree on the first token of {differing} in {len(sweeps)} sequences")
             steps.append((threads, f"{context:,}", *_row(turns, args)))
             prefills.append((threads, f"{context:,}", *_row([sweep["prefill"] for sweep in sweeps], args)))
+        if threads == args.threads[0]:
+            memories = [_memory_row(by_context, decoder, args) for by_context in measured]
     names = [name for name in args.form if name != args.yardstick]
     header = ("threads", "context", f"{args.yardstick} ms", *(f"{name} / {args.yardstick}" for name in names))
     print(f"\nA step of the bare graph\n\n{table(header, steps)}\n\nPrefill\n\n{table(header, prefills)}")
+    print(f"\nStates, KiB\n\n{table(('tokens', 'by the formula', *args.form, *_peers(args)), memories)}")
+
+
+def _peers(args: argparse.Namespace) -> list[str]:
+    return ["genai"] if args.genai is not None else []
+
+
+def _memory_row(sweep: dict[str, Any], decoder: DecoderInfo, args: argparse.Namespace) -> list[str]:
+    """Memory of the states of one row with room for the sweep's tokens."""
+    formula = sum(state.row_bytes(sweep["room"]) for state in decoder.states)
+    sizes = [formula, *(sweep["bytes"][name] for name in (*args.form, *_peers(args)))]
+    return [f"{sweep['room']:,}", *(f"{size / 1024:,.1f}" for size in sizes)]
 
 
 def _session(

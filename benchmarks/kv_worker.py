@@ -130,7 +130,10 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         loops[name] = ArgMaxLoop(file, decoder, options)
 
     def sweep(prompt: list[int], turns: int, steps: int) -> dict[str, Any]:
-        """For each loop: seconds per step by turn, seconds of the prefill, and the first token, which must agree."""
+        """For each loop: seconds per step by turn, seconds of the prefill, and the first token, which must agree.
+
+        bytes: size of the states, allocated for `room` tokens.
+        """
         room = len(prompt) + turns * (steps + UNCOUNTED) + 1
         prefills, first, found = {}, {}, []
         for name in order.sample(list(loops), len(loops)):
@@ -139,7 +142,8 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
             prefills[name] = time.perf_counter() - started
         for _ in range(turns):
             found.append({name: median_step(loops[name].step, steps) for name in order.sample(list(loops), len(loops))})
-        return {"turns": found, "prefill": prefills, "first": first}
+        sizes = {name: loop.cache_bytes for name, loop in loops.items()}
+        return {"turns": found, "prefill": prefills, "first": first, "bytes": sizes, "room": room}
 
     return {"sweep": sweep}
 

@@ -78,6 +78,11 @@ class ArgMaxLoop:
         self._cache: Cache | None = None
         self._token = np.zeros(1, np.int64)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the states' memory; 0 before the first prompt, and where onnxruntime owns the cache."""
+        return self._caches.bytes
+
     def prefill(self, prompt: list[int], capacity: int) -> int:
         """Run the prompt; return the first token. capacity: maximum length, prompt included."""
         if self._cache is not None:
