@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
 from collections.abc import Iterator
 from importlib import metadata
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("without a clock")
 
+_WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(slow|long)$", re.MULTILINE)
 REPORTED = ("numpy", "onnxruntime", "tokenizers", "onnx", "onnx-ir", "torch", "transformers")
 
 
@@ -26,10 +28,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--long", action="store_true", help="run what is marked long, too, as CI does")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files that are left out whole: with their libraries, that takes longer than many tests."""
+    if collection_path.suffix != ".py" or collection_path in _named(config):
+        return None
+    whole = _WHOLE_FILE.search(collection_path.read_text("utf-8"))
+    return True if whole and whole[1] in _unwanted(config) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect by option unless named; run the longest files first to balance workers."""
-    unwanted = {"slow", "long"} if config.option.quick else set() if config.option.long else {"long"}
-    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args if ".py" in argument}
+    unwanted, named = _unwanted(config), _named(config)
     left_out = {i for i in items if i.path not in named and any(i.get_closest_marker(mark) for mark in unwanted)}
     if left_out:
         items[:] = [item for item in items if item not in left_out]
@@ -39,6 +48,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         weight = 2 if item.get_closest_marker("long") else 1 if item.get_closest_marker("slow") else 0
         weights[item.path] = max(weights.get(item.path, 0), weight)
     items.sort(key=lambda item: -weights[item.path])
+
+
+def _unwanted(config: pytest.Config) -> set[str]:
+    return {"slow", "long"} if config.option.quick else set() if config.option.long else {"long"}
+
+
+def _named(config: pytest.Config) -> set[Path]:
+    return {Path(argument.partition("::")[0]).resolve() for argument in config.args if ".py" in argument}
 
 
 def pytest_report_header() -> str:

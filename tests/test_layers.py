@@ -88,6 +88,7 @@ def libraries(names: set[str]) -> set[str]:
     return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {import_graph.PACKAGE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_one_way(module: str) -> None:
     part = part_of(module)

@@ -23,6 +23,7 @@ def whole_manifest() -> Manifest:
     return replace(manifest, decoder=decoder)
 
 
+@pytest.mark.slow
 def test_whatever_a_field_says_a_manifest_is_read_or_refused_with_a_manifest_error() -> None:
     wrong, read = [], 0
     for what, text in mutations(json.loads(whole_manifest().to_json())):

@@ -46,6 +46,7 @@ def test_with_quiet_and_json_to_stdout_nothing_else_is_printed(bench: Invoke) ->
     assert case["parameters"]["temperature"] == 1.5
 
 
+@pytest.mark.slow
 def test_the_decoding_loop_is_timed_on_an_export(bench: Invoke, tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.random(1))
     done = bench(
@@ -71,6 +72,7 @@ def test_a_wrong_argument_is_a_usage_error(bench: Invoke, arguments: tuple[str, 
     assert message in done.stderr
 
 
+@pytest.mark.slow
 def test_a_file_without_the_authors_class_is_refused(bench: Invoke, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Other: ...\n")
     done = bench(

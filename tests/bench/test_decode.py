@@ -89,6 +89,7 @@ def test_the_first_token_and_the_rest_take_no_longer_than_the_run(folder: Path, 
     assert found["first"] + found["rest"] <= took
 
 
+@pytest.mark.slow
 def test_a_report_has_times_and_memory_of_every_side(asked: DecodeRequest) -> None:
     report = run(replace(asked, threads=(1, 2)))
     assert [found.threads for found in report.runs] == [1, 2]
@@ -106,6 +107,7 @@ def test_a_report_has_times_and_memory_of_every_side(asked: DecodeRequest) -> No
     assert not list(asked.folder.parent.glob(".topw-bench-*"))
 
 
+@pytest.mark.slow
 def test_a_report_is_plain_json_with_every_round(asked: DecodeRequest) -> None:
     document = json.loads(json.dumps(run(asked).as_dict()))
     (only,) = document["runs"]
@@ -116,6 +118,7 @@ def test_a_report_is_plain_json_with_every_round(asked: DecodeRequest) -> None:
     assert only["sides"]["topw-graph"]["ratio"]["median"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library_path() is None, reason="no native library was built")
 def test_the_native_sampler_is_a_side_of_its_own(asked: DecodeRequest) -> None:
     report = run(replace(asked, rounds=1, peers=("topw",)))

@@ -28,6 +28,7 @@ def size(path: Path) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.slow
 def test_a_picture_grows_with_its_bars_and_panels(tmp_path: Path) -> None:
     sizes = []
     for name, panels in {"few": [panel(3)], "more": [panel(9)], "two": [panel(9), panel(9)]}.items():

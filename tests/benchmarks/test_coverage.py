@@ -16,6 +16,8 @@ from benchmarks.coverage.results import EXPORTED, FAILED, FORMS, REFUSED, Result
 from benchmarks.coverage.runner import Limits, run_all, run_one
 from benchmarks.coverage.tiny_configs import SIZES, tiny_config
 from benchmarks.coverage.tiny_models import LEAST_EFFECT, TEXT_PARTS, check_forward, tiny_model
+from topw_deploy.errors import UnsupportedModelError
+from topw_deploy.export.trace.trace import trace
 
 STATES = {
     "llama": {"full": 2},
@@ -118,6 +120,12 @@ def test_the_runner_exports_and_verifies(form: str) -> None:
 def test_each_kind_of_state_exports(model_type: str) -> None:
     result = run_one(model_type, "default", Limits())
     assert (result.outcome, result.states) == (EXPORTED, STATES[model_type]), result.reason
+
+
+@pytest.mark.slow
+def test_patches_of_bytes_are_refused_with_their_reason() -> None:
+    with pytest.raises(UnsupportedModelError, match="BltForCausalLM runs its middle layers once for each patch"):
+        trace(tiny_model("blt"))
 
 
 def test_the_page_counts_what_was_exported_and_names_what_was_not(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.bench.process import Worker
 from topw_deploy.sampling import TopWParameters
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 9, 40, 7]
 
 

@@ -52,6 +52,7 @@ def test_a_wrong_value_of_a_variable_names_the_variable(random_model: Path) -> N
     assert (done.returncode, error(done)) == (2, "TOPW_GENERATE_LAM is -1.0, but must be a finite number >= 0.")
 
 
+@pytest.mark.slow
 def test_a_wrong_value_of_the_models_own_exits_with_1(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.random(0), generation_config={"temperature": -1})
     for words in ((), ("--temperature", "0.5")):
@@ -136,6 +137,7 @@ def test_near_misses_are_suggested(words: list[str], suggested: str) -> None:
     assert f"'{suggested}'" in error(done).split("Did you mean")[1]
 
 
+@pytest.mark.slow
 def test_a_misspelt_variable_is_noted_once_with_the_right_one(random_model: Path) -> None:
     words = ("generate", random_model, "x", "--max-new-tokens", 1)
     assert run(*words, TOPW_GENERATE_SED="1").stderr == (
@@ -145,11 +147,13 @@ def test_a_misspelt_variable_is_noted_once_with_the_right_one(random_model: Path
     assert run(*words, TOPW_GENERATE_SEED="1", TOPW_STATS_SED="1").stderr == ""
 
 
+@pytest.mark.slow
 def test_a_variable_of_export_sampler_is_none_of_export(tmp_path: Path) -> None:
     done = run("export", "./nope", tmp_path / "out", TOPW_EXPORT_SAMPLER_LOCAL_FILES_ONLY="1")
     assert "Note" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_exporters_own_program_says_its_version() -> None:
     done = run("--version", program=EXPORT)
     assert (done.returncode, done.stdout) == (0, run("--version").stdout.replace("topw ", "topw-export "))

@@ -40,6 +40,7 @@ def test_output_that_cannot_show_a_character_shows_another(scripted: Path) -> No
     assert (done.returncode, done.stdout) == (0, "hello ? world.\n")
 
 
+@pytest.mark.slow
 def test_a_failure_is_1_and_one_sentence_on_stderr(tmp_path: Path) -> None:
     for command in ("generate", "inspect"):
         done = run(command, tmp_path / "none", *(["x"] if command == "generate" else []))
@@ -48,6 +49,7 @@ def test_a_failure_is_1_and_one_sentence_on_stderr(tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_wrong_usage_is_2() -> None:
     for words in (["generate"], ["nonsense"], ["generate", "x", "--nonsense"]):
         done = run(*words)
@@ -95,6 +97,7 @@ def test_a_command_without_its_extra_names_what_was_asked_for_and_all_that_is_mi
     assert done.stderr == needs
 
 
+@pytest.mark.slow
 def test_help_marks_the_commands_that_need_more_than_the_runtime() -> None:
     shown = run("--help", COLUMNS="200").stdout.splitlines()
     marked = {line.split()[0]: line.rpartition("(")[2] for line in shown if line.endswith("[export])")}

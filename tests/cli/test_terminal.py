@@ -71,6 +71,7 @@ def program(*words: str, **env: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, env={**os.environ, **env})
 
 
+@pytest.mark.slow
 def test_an_error_and_a_note_about_a_name_are_one_escaped_line(tmp_path: Path) -> None:
     done = program("generate", f"{EVIL}\nError: all is well", "x")
     assert done.returncode == 1
@@ -82,6 +83,7 @@ def test_an_error_and_a_note_about_a_name_are_one_escaped_line(tmp_path: Path) -
     assert printable(done.stderr.decode(), keep="\n") == done.stderr.decode()
 
 
+@pytest.mark.slow
 def test_progress_about_a_model_id_is_escaped(tmp_path: Path) -> None:
     done = program("export", f"a/{EVIL}", str(tmp_path / "out"))
     assert done.stderr.startswith(f"Finding a/{SHOWN}\nError: a/{SHOWN} does not exist".encode())
@@ -142,6 +144,7 @@ def test_generated_text_does_not_control_a_terminal(
         assert out.text == (shown if is_terminal else "".join(pieces) + "\n")
 
 
+@pytest.mark.slow
 def test_generated_text_in_a_pipe_is_what_the_model_wrote(tmp_path: Path) -> None:
     answer = "\x1b[31mred\x1b[0m\rx\x9b2J"
     folder = export(tmp_path / "out", Toy.script([*byte_ids(answer), EOS], prompt_tokens=1))

@@ -40,6 +40,7 @@ def test_a_device_draws_what_the_host_draws(
     assert bool(session.replays) == graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["both", "decode"])
 def test_a_tensorrt_engine_draws_what_onnxruntime_draws(
     opened: tensorrt.Open,  # noqa: F811

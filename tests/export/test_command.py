@@ -134,6 +134,7 @@ def test_verify_repeats_hashes_and_checks(finished: Path, foreign_decoder: Path)
         assert (len(of_native), report["skipped"]) == (4, [])
 
 
+@pytest.mark.slow
 def test_verify_names_what_it_cannot_compare_with(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPW_NATIVE", "0")
     result = verify(finished, "--source", "./gone")

@@ -25,6 +25,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.parameters import TopWOptions
 
 
+@pytest.mark.slow
 def test_an_export_matches_its_manifest(exported: Callable[[str], Path]) -> None:
     folder = exported("llama_tied")
     manifest = load_manifest(folder)
@@ -58,6 +59,7 @@ def test_the_sampler_is_one_node_and_a_copied_cache_needs_standard_operators_onl
     assert set(model.opset_imports) == {"", "topw"}
 
 
+@pytest.mark.slow
 def test_the_cache_is_static_by_default(exported: Callable[[str], Path]) -> None:
     decoder = load_manifest(exported("gemma3")).decoder
     assert decoder is not None
@@ -179,6 +181,7 @@ def test_a_dry_run_reports_and_writes_nothing(tmp_path: Path, checkpoint: Callab
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_uniform_metric_carries_no_geometry(tmp_path: Path, foreign_decoder: Path) -> None:
     export(foreign_decoder, tmp_path / "out", options=TopWOptions(metric="uniform"), verify=True)
     manifest = load_manifest(tmp_path / "out")

@@ -24,6 +24,7 @@ from topw_deploy.manifest import Verification, load_manifest
 from topw_deploy.runtime import TopWModel
 
 
+@pytest.mark.slow
 def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,6 +50,7 @@ def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
         TopWModel.from_pretrained(tmp_path / "new.failed")
 
 
+@pytest.mark.slow
 def test_wrong_statistics_are_noticed(tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = pipeline.write_model
 
@@ -102,6 +104,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, foreign_decoder: Path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decoder: Path) -> None:
     """Killed while verifying, before the files are final."""
     out = tmp_path / "out"
@@ -129,6 +132,7 @@ def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decod
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_the_verification_is_in_the_manifest(tmp_path: Path, foreign_decoder: Path) -> None:
     report = export(foreign_decoder, tmp_path / "out", verify=True)
     assert load_manifest(tmp_path / "out").verification == report.verification

@@ -173,6 +173,7 @@ def test_flashinfers_samplers_are_compiled_and_their_sources_left_out(
     assert (packed.version, packed.variables) == ("0.7.2.post1", {"FLASHINFER_WORKSPACE_BASE": "home"})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nvcc")
 def test_a_compile_error_is_reported_with_the_compilers_message(serve: Serve, tmp_path: Path, scratch: Path) -> None:
     serve(flashinfer_wheels(b"this is no C++\n"))

@@ -120,6 +120,7 @@ def test_a_broken_file_is_refused_and_not_changed(tmp_path: Path, content: bytes
     assert path.read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_library_of_nvcc_keeps_the_code_of_one_gpu(tmp_path: Path) -> None:
     try:
         nvcc = compile_cuda.find_toolkit().nvcc

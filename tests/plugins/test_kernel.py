@@ -78,6 +78,7 @@ def test_large_vocabularies_are_answered_as_by_the_reference(each_kernel: Kernel
         assert differences(each_kernel, cases, options, Geometry.uniform(), None) == []
 
 
+@pytest.mark.slow
 def test_a_wide_table_is_answered_as_by_the_reference(each_kernel: Kernel) -> None:
     """2,048 coordinates and near-duplicates (1 %) that float32 cannot distinguish."""
     rng = np.random.default_rng(2)
@@ -177,6 +178,7 @@ def uncertified(metric: str, seed: int = 0) -> tuple[Geometry, list[Case], TopWO
     return geometry, [case for case in cases if case.regime.startswith("geometry")], scenario.options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine"])
 def test_stored_neighbour_bounds_save_distances_and_change_nothing(each_kernel: Kernel, metric: str) -> None:
     geometry, cases, options = uncertified(metric)

@@ -149,6 +149,7 @@ def test_a_wheel_with_the_library_is_for_one_platform_and_one_without_for_all(
     assert "shared_library.py" in files
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_every_file_that_the_library_is_made_from(source_tree: Path) -> None:
     need_setuptools()
     command = [sys.executable, "setup.py", "-q", "sdist"]

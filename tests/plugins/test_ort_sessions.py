@@ -272,6 +272,7 @@ def test_a_refusal_leaves_the_callers_options_usable(native_library: Path, toy_f
     assert load(toy_folder, session_options=options).sampler == "native"
 
 
+@pytest.mark.slow
 def test_models_opened_at_the_same_time_get_what_each_asked_for(native_library: Path, toy_folder: Path) -> None:
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(native_library))

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "transformers.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_example_of_the_page_runs_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))

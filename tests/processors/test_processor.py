@@ -165,6 +165,7 @@ def test_a_neighbour_bound_saves_distances_here_too(model, table):
     assert bounded.last.distances.sum() < plain.last.distances.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["torch", "transformers"])
 def test_without_its_libraries_the_import_says_what_to_install(library):
     code = f"import sys; sys.modules[{library!r}] = None; import topw_deploy.processors"

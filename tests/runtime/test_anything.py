@@ -6,6 +6,7 @@ import math
 import warnings
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 NAMES = st.sampled_from([*PARAMETERS, *REQUEST_PARAMETERS])
 
 
+@pytest.mark.slow
 @given(request=st.dictionaries(NAMES, VALUES, max_size=3), rows=st.integers(1, 3))
 def test_any_request_is_resolved_or_refused(request: dict[str, Any], rows: int) -> None:
     check_resolved(request, rows)

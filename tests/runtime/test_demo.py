@@ -13,6 +13,8 @@ from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.text import IncrementalDecoder
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["def parse(", "The", "import os\n\nclass Reader(Base):\n    def __init__(self, path):\n", "Return a list"]
 
 

@@ -128,6 +128,7 @@ def test_a_file_that_is_swapped_after_the_manifest_was_read_is_not_waited_for(fo
         read_model(folder / "model.onnx")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EVERY)
 def test_engines_and_stamps_are_regular_files(folder: Path, kind: str) -> None:
     (folder / "engines").mkdir()

@@ -102,6 +102,7 @@ def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
+@pytest.mark.slow
 @given(
     text=st.text(alphabet="abc", max_size=30),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),

@@ -45,6 +45,7 @@ def test_the_sampling_temperature_weighs_the_kept_tokens_only():
     assert drawn.logprob == pytest.approx(-2 - math.log1p(math.exp(-2)))
 
 
+@pytest.mark.slow
 def test_frequencies_follow_the_renormalised_crop():
     logits = np.random.default_rng(0).normal(size=30)
     kept = crop(logits, TopWParameters(lam=0.3, beta=2.0), TopWOptions(metric="uniform")).kept

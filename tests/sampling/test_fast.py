@@ -59,6 +59,7 @@ def test_a_repulsive_row_is_answered_by_the_definition_itself():
         assert (found.distances, found.distances_avoided) == (wanted.distances, 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     logits=arrays(

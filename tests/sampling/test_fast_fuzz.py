@@ -3,11 +3,14 @@
 import math
 
 import numpy as np
+import pytest
 
 from fuzz.sampler import fuzz, report
 from tests.support.sampler_cases import SMALL
 from topw_deploy.sampling.fast import alternation as fast_alternation
 from topw_deploy.sampling.fast import crop as fast
+
+pytestmark = pytest.mark.slow
 
 ROWS = 900
 

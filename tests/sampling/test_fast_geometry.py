@@ -49,6 +49,7 @@ def nearest_other(geometry, vocab):
     return np.nextafter(distance.min(axis=1).astype(np.float32), np.float32(0))
 
 
+@pytest.mark.slow
 def test_the_distances_reported_are_those_computed_and_the_rest_of_the_definitions_are_avoided():
     computed = asked_for = 0
     for case, wanted in uncertified(50, 800):
@@ -117,6 +118,7 @@ def shrinking(seed, count, **fixed):
         yield Case(logits, parameters, options, Points(4.0 * rng.standard_normal((len(logits), 3))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("potential", ["nearest", "knn"])
 def test_the_steps_are_the_definitions_less_those_that_confirm_a_nested_answer(potential):
     saved = 0
@@ -155,6 +157,7 @@ def test_the_loss_of_a_share_falls_from_one_to_nothing():
     assert (np.diff(loss_of_share(y)) <= 1e-15).all()
 
 
+@pytest.mark.slow
 def test_a_neighbour_bound_saves_distances_and_never_changes_the_answer():
     without = with_bound = 0
     rng = np.random.default_rng(56)

@@ -63,6 +63,7 @@ def test_for_beta_at_most_lam_the_best_subset_is_a_singleton_for_any_potential()
             assert J[singles].max() >= J.max() - 1e-9
 
 
+@pytest.mark.slow
 def test_singleton_collapse_the_scan_keeps_the_top_token_when_beta_is_at_most_lam():
     for case in random_cases(2, 600):
         for beta in (case.parameters.lam, 0.5 * case.parameters.lam, 0.0):
@@ -178,6 +179,7 @@ def test_a_token_that_is_near_the_crop_never_does_worse_than_a_far_one():
             assert 5 in scanned(p, phi_nearer, 0.6)[0]
 
 
+@pytest.mark.slow
 def test_the_pool_is_exact_once_no_token_beyond_it_can_pass_the_gap():
     # A larger pool changes nothing if the gap excludes all it adds.
     compared = uncertified = 0

@@ -26,6 +26,7 @@ def kept(logits, geometry=None, options=UNIFORM, **parameters):
     return crop(np.asarray(logits, dtype=float), TopWParameters(**parameters), options, geometry).kept.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_the_crop_is_what_a_second_plain_implementation_keeps(seed):
     compared = 0
@@ -39,6 +40,7 @@ def test_the_crop_is_what_a_second_plain_implementation_keeps(seed):
     assert compared > 400  # the rest are ties
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_the_crop_is_also_plain_with_a_repulsive_geometry(seed):
     compared = 0

@@ -11,6 +11,8 @@ from topw_deploy.sampling.reference import first_maximiser, objective
 
 from .brute_force import Case, Points, objective_of, potential, random_cases, trace
 
+pytestmark = pytest.mark.slow
+
 
 def positive_mass_reward(seed, count, **fixed):
     """Random rows with c = beta - lam > 0 and lam > 0, the domain of gap, row test and block stop."""

@@ -79,6 +79,7 @@ def test_the_kept_sets_are_the_definitions_for_every_metric_potential_and_regime
     assert tied < 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_logits_are_cast_and_their_many_ties_go_to_the_lower_id(dtype):
     rng = np.random.default_rng(5)
@@ -95,6 +96,7 @@ def test_half_precision_logits_are_cast_and_their_many_ties_go_to_the_lower_id(d
         assert result.masked(half).dtype == dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [20_000, 32_001])
 def test_a_large_vocabulary_is_searched_in_blocks_and_its_remainder_too(vocab):
     rng = np.random.default_rng(vocab)
@@ -112,6 +114,7 @@ def test_a_large_vocabulary_is_searched_in_blocks_and_its_remainder_too(vocab):
     assert last > 3
 
 
+@pytest.mark.slow
 def test_a_rows_answer_does_not_depend_on_its_neighbours():
     rng = np.random.default_rng(9)
     scenario = Scenario(TopWOptions(top_m=200), 1500, 8, "clusters", 3)
@@ -215,6 +218,7 @@ class Counting(Geometry):
         return super().between(x, y)
 
 
+@pytest.mark.slow
 def test_distances_and_those_avoided_add_up_to_the_literal_algorithms():
     rng = np.random.default_rng(4)
     scenario = Scenario(TopWOptions(top_m=150, alt_iters=9), 800, 8, "clusters", 1)
@@ -234,6 +238,7 @@ def test_distances_and_those_avoided_add_up_to_the_literal_algorithms():
     assert 0 < computed < literally / 2
 
 
+@pytest.mark.slow
 def test_a_neighbour_bound_saves_distances_and_changes_nothing_else():
     rng = np.random.default_rng(6)
     scenario = Scenario(TopWOptions(top_m=150), 800, 16, "plain", 2)

@@ -88,6 +88,7 @@ def test_ordinary_rows_agree_in_float32_outside_the_reported_ties(scale):
     assert different < 0.02 * rows
 
 
+@pytest.mark.slow
 def test_rows_on_an_objective_tie_differ_in_float32_and_the_margin_says_so():
     rng = np.random.default_rng(41)
     rows, different, unexcused = compare(onto_an_objective_tie(case, rng) for case in random_cases(41, 1500))
@@ -95,6 +96,7 @@ def test_rows_on_an_objective_tie_differ_in_float32_and_the_margin_says_so():
     assert different > 0.02 * rows
 
 
+@pytest.mark.slow
 def test_rows_on_a_nucleus_tie_differ_in_float32_and_the_margin_says_so():
     rng = np.random.default_rng(42)
     cases = random_cases(42, 1500, lam=0.5, beta=2.5, geom_scale=2.5)

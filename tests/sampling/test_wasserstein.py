@@ -64,6 +64,7 @@ def test_the_potential_is_1_lipschitz_for_true_metrics_and_scales_up_to_one(scal
         assert (np.abs(f[:, None] - f[None, :]) <= d + 1e-12).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 0.4, -1.0])
 def test_the_dual_value_of_the_potential_bounds_every_transport_cost_from_below(scale):
     for p, d, S in worlds(4, 40):

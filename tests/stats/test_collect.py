@@ -127,6 +127,7 @@ def test_a_stored_bound_saves_distances_and_changes_no_step(folder: Path, tmp_pa
         assert replace(one, distances=0, distances_avoided=0) == replace(other, distances=0, distances_avoided=0)
 
 
+@pytest.mark.slow
 def test_a_graph_that_reports_another_crop_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = LogitsProbe.step
     monkeypatch.setattr(LogitsProbe, "step", lambda *arguments: np.roll(step(*arguments), 1, axis=1) * 2.0)

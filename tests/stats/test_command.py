@@ -64,6 +64,7 @@ def test_a_preset_sets_the_parameters_that_are_not_given(folder: Path, invoke: I
     assert report["preset"] == "lively"
 
 
+@pytest.mark.slow
 def test_a_sweep_compares_settings_and_a_picture_is_drawn(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("stats", folder, "abc", *SHORT, "-q", "--sweep", "temperature=0.5,2", "--plot", tmp_path / "p.png")
     assert "temperature 0.5" in result.stdout

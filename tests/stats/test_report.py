@@ -101,6 +101,7 @@ def test_the_report_states_that_geometry_never_acted() -> None:
     assert "no steps" in "\n".join(lines([nothing]))
 
 
+@pytest.mark.slow
 def test_a_share_is_100_per_cent_only_where_it_is() -> None:
     (nearly,) = summaries([step()] * 4999 + [moved(2, dropped=(2,))])
     text = "\n".join(lines([nearly]))
@@ -137,6 +138,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, found: list[Summary], path: Path) -> 
     return seen[0]
 
 
+@pytest.mark.slow
 def test_the_picture_shows_moved_tokens_or_says_that_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +151,7 @@ def test_the_picture_shows_moved_tokens_or_says_that_there_are_none(
     assert "All 2 steps were certified" in text
 
 
+@pytest.mark.slow
 def test_the_picture_takes_many_settings_dollars_and_no_steps_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +161,7 @@ def test_the_picture_takes_many_settings_dollars_and_no_steps_at_all(
     assert (tmp_path / "c.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_title_with_a_folders_name_cannot_break_the_picture(tmp_path: Path) -> None:
     """SVG is XML, which forbids control characters."""
     plot.save_plot(summaries([step()]), tmp_path / "a.svg", "out\x1b[2J\u202e")
@@ -166,6 +170,7 @@ def test_a_title_with_a_folders_name_cannot_break_the_picture(tmp_path: Path) ->
     assert not re.search("[\x1b\u202e]", text)
 
 
+@pytest.mark.slow
 def test_long_and_many_settings_stay_inside_the_picture_and_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,8 @@ from topw_deploy.progress import Progress
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions
 
+pytestmark = pytest.mark.slow
+
 METRICS = ("mahalanobis", "unit", "cosine")
 
 

@@ -15,6 +15,8 @@ from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort.session import SAMPLER_INPUTS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def with_logits(foreign_decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -12,6 +12,8 @@ from tests.support.tiny_models import make_model
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 
+pytestmark = pytest.mark.slow
+
 
 def tiny(**changes: object) -> LlamaConfig:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4, "max_position_embeddings": 64}

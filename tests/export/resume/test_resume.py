@@ -129,6 +129,7 @@ def test_a_resumed_export_equals_an_uninterrupted_one(
     assert [path.name for path in history[0].parent.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_a_killed_export_is_removed_by_the_next_one_that_does_not_resume(foreign_decoder: Path, tmp_path: Path) -> None:
     killed_export(foreign_decoder, tmp_path / "out", "Writing")
     assert len(list(tmp_path.iterdir())) == 1
@@ -136,6 +137,7 @@ def test_a_killed_export_is_removed_by_the_next_one_that_does_not_resume(foreign
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_a_changed_source_starts_over_with_a_message(tmp_path: Path, foreign_decoder: Path) -> None:
     """The modification time stays."""
     data = (foreign_decoder / "model.onnx.data").read_bytes()
@@ -154,6 +156,7 @@ def test_a_changed_source_starts_over_with_a_message(tmp_path: Path, foreign_dec
     assert (tmp_path / "out" / "model.onnx.data").read_bytes() == data[:-4] + bytes(4)
 
 
+@pytest.mark.slow
 def test_other_options_keep_only_independent_stages(tmp_path: Path, foreign_decoder: Path) -> None:
     killed_export(foreign_decoder, tmp_path / "out", "Verifying")
     lines = export(foreign_decoder, tmp_path / "out", resume=True, with_mass=True, neighbour_bound=False)
@@ -313,6 +316,7 @@ def test_a_changed_table_in_a_subfolder_is_measured_again(tmp_path: Path) -> Non
     assert contents(tmp_path / "out") == contents(fresh(source, tmp_path / "fresh"))
 
 
+@pytest.mark.slow
 def test_a_hard_link_does_not_stand_for_a_copy(foreign_decoder: Path, tmp_path: Path) -> None:
     interrupted(foreign_decoder, tmp_path / "out", "Copying tokenizer", hard_link=True)
     export(foreign_decoder, tmp_path / "out", resume=True)

@@ -199,6 +199,7 @@ def test_a_weight_in_parts_equals_the_whole(tmp_path: Path, dtype: torch.dtype) 
     assert np.array_equal(weight.read(ids).astype(np.float32), tensor.to(dtype)[ids].float().numpy())
 
 
+@pytest.mark.slow
 def test_unread_weights_take_no_memory_and_written_ones_a_part_at_a_time(tmp_path: Path) -> None:
     """A float16 table of 48 MiB."""
     config = LlamaConfig(

@@ -75,6 +75,7 @@ def spoil(row: Case, what: object, place: int) -> Case:
     return Case(logits, parameters, uniform, "broken")
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     what=st.one_of(broken_logits, broken_parameters),

@@ -51,6 +51,7 @@ def interrupted(staged: StagedFolder, write: Callable[[StagedFolder], None]) -> 
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: f"{mask:03o}")
 def test_a_folder_its_files_and_the_manifest_follow_the_umask(tmp_path: Path, mask: int) -> None:
     out = tmp_path / "above" / "out"

@@ -139,6 +139,7 @@ def test_what_no_chat_template_needs_is_refused(source: str) -> None:
         render(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [

@@ -74,6 +74,7 @@ def test_a_chat_of_a_thousand_messages_and_a_megabyte_fits(name: str) -> None:
     assert ChatTemplate(TEMPLATES[name], TOKENS).render(turns, tools=[TOOL]) == want
 
 
+@pytest.mark.slow
 def test_one_message_of_ten_megabytes_fits() -> None:
     messages = [{"role": "user", "content": "word " * 2 * 10**6}, {"role": "assistant", "content": "x</think>" * 10**6}]
     for name in ("llama", "qwen", "gemma", "deepseek"):

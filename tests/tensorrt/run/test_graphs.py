@@ -157,6 +157,7 @@ def test_a_capture_that_another_thread_spoils_is_tried_again(opened: Open, gpu: 
     assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
 
 
+@pytest.mark.slow
 def test_everything_is_freed_when_the_model_is_closed(opened: Open, gpu: Gpu) -> None:
     model = opened()
     model.generate(["abc", "a longer one"], **HOT)
