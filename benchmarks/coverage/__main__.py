@@ -1,6 +1,7 @@
 """Export tiny random models of the decoder-only architectures in transformers' causal-LM map; compare with torch.
 
-python -m benchmarks.coverage                      (one to two hours; an interrupted run continues)
+python -m benchmarks.coverage --again              (every form, two to three hours; docs/models.md, from the start)
+python -m benchmarks.coverage                      (only what results.json lacks, such as the rest of a run)
 python -m benchmarks.coverage --only llama mamba2 --forms default --again
 python -m benchmarks.coverage --write              (then write docs/models.md from the results)
 """
@@ -14,9 +15,8 @@ from benchmarks.common import say
 from benchmarks.coverage.architectures import decoder_only
 from benchmarks.coverage.page import PAGE, page
 from benchmarks.coverage.peers import read_peers
-from benchmarks.coverage.results import FORMS, ResultFile
+from benchmarks.coverage.results import FORMS, RESULTS, ResultFile
 from benchmarks.coverage.runner import Limits, run_all
-from benchmarks.models import CACHE
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="default: all")
     parser.add_argument("--jobs", type=int, default=1, help="exports at a time; default 1")
     parser.add_argument("--again", action="store_true", help="repeat finished exports")
-    parser.add_argument("--results", type=Path, default=CACHE / "coverage.json", help="default: %(default)s")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument(
         "--seconds", type=float, default=Limits.seconds, help="limit of one export; default %(default)s"
     )

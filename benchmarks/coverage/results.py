@@ -12,6 +12,9 @@ from pathlib import Path
 FORMS = {"default": {}, "tensorrt": {"target": "tensorrt"}, "int4": {"dtype": "int4"}}
 """Form -> options of export_request."""
 
+RESULTS = Path(__file__).with_name("results.json")
+"""The results behind docs/models.md."""
+
 EXPORTED, REFUSED, WRONG, FAILED, BROKEN = "exported", "refused", "wrong", "failed", "broken"
 
 
