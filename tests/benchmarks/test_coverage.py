@@ -17,7 +17,6 @@ from benchmarks.coverage.runner import Limits, run_all, run_one
 from benchmarks.coverage.tiny_configs import SIZES, tiny_config
 from benchmarks.coverage.tiny_models import LEAST_EFFECT, TEXT_PARTS, check_forward, tiny_model
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.trace.trace import trace
 
 STATES = {
     "llama": {"full": 2},
@@ -124,6 +123,8 @@ def test_each_kind_of_state_exports(model_type: str) -> None:
 
 @pytest.mark.slow
 def test_patches_of_bytes_are_refused_with_their_reason() -> None:
+    from topw_deploy.export.trace.trace import trace
+
     with pytest.raises(UnsupportedModelError, match="BltForCausalLM runs its middle layers once for each patch"):
         trace(tiny_model("blt"))
 
