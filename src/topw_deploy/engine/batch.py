@@ -82,6 +82,11 @@ class Batch:
         return isinstance(self._buffers.block, HostMemory)
 
     @property
+    def slots(self) -> int:
+        """Tokens of a row for which the buffers have room now."""
+        return self._buffers.length
+
+    @property
     def grown(self) -> bool:
         """Whether `rest` would make steps cheaper."""
         return 0 < self._decoder.buffer_step < self._buffers.length

@@ -69,9 +69,13 @@ class Reuse:
     def exchange(self, one: int, other: int) -> None:
         self._rows.exchange(one, other)
 
-    def rest(self) -> None:
-        """Store what rows hold, if the batch is going to release it. Only while no row is in use."""
-        if not self._batch.grown:
+    def rest(self, prompt: np.ndarray) -> None:
+        """Make the buffers short again, after storing what rows hold, if that makes steps cheaper.
+
+        Not if the next prompt reuses half of their length, which it needs. Only while no row is in use.
+        """
+        reused = max(self._rule.usable(held, prompt) for held in self._rows.held)
+        if not self._batch.grown or 2 * reused >= self._batch.slots:
             return
         for row in self._rows.by_age():
             self._store(row)

@@ -99,6 +99,11 @@ class Scheduler(Generic[AnyTask]):
     def submit(self, task: AnyTask) -> None:
         self._waiting.append(task)
 
+    @property
+    def first(self) -> AnyTask | None:
+        """The sequence that has waited longest."""
+        return self._waiting[0] if self._waiting else None
+
     def at(self, row: int) -> AnyTask | None:
         """The sequence that has a row."""
         return self._rows[row]

@@ -148,8 +148,6 @@ class Worker:
 
     def _iterate(self) -> None:
         if not self._inbox and (self._scheduler.idle or self._broken):
-            if not self._broken:
-                self._reuse.rest()
             self._wake.wait()
         if self._inbox:
             self._wake.clear()
@@ -177,6 +175,9 @@ class Worker:
             self._step()
 
     def _admit(self) -> None:
+        first = self._scheduler.first
+        if first is not None and not self._scheduler.used:
+            self._reuse.rest(first.prompt)
         for job in self._scheduler.admit(lambda job, free: self._reuse.choose(job.prompt, free)):
             try:
                 if not job.ended:  # with another sequence of its request
