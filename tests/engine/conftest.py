@@ -31,8 +31,8 @@ HOT: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True}
 class Gate:
     """A stopping criterion that holds the engine's thread at a sequence's first token. after: tokens to let pass."""
 
-    def __init__(self) -> None:
-        self.after = 0
+    def __init__(self, after: int = 0) -> None:
+        self.after = after
         self.reached, self.opened = threading.Event(), threading.Event()
 
     def __call__(self, ids: np.ndarray) -> bool:

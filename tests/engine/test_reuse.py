@@ -120,21 +120,38 @@ def test_steps_write_behind_what_free_rows_hold(any_model: TopWModel, engine_of:
     assert beside.result(60) == alone(any_model, [8, 9], 60)
 
 
+@pytest.mark.usefixtures("no_copies")
 def test_steps_write_behind_the_prefix_of_a_prompt_that_waits_for_its_chunk(
     any_model: TopWModel, engine_of: NewEngine, gate: Gate
 ) -> None:
-    """Row 0 is taken over, while row 1 decodes and the chunks of a longer prompt come first."""
-    engine = engine_of(any_model, max_batch=3, prefill_budget=2, prefix_bytes=10**6)
-    answer = ask(engine, SYSTEM).token_ids
-    beside = engine.submit([8, 9], max_new_tokens=60, seed=3, stopping_criteria=gate, **HOT)
+    """Row 0 is taken over, while row 1 decodes and a shorter prompt is read first."""
+    engine = engine_of(any_model, max_batch=3, prefill_budget=20)
+    held = engine.submit(SYSTEM, max_new_tokens=5, seed=3, stopping_criteria=gate, **HOT)
     assert gate.reached.wait(60)
-    prompt = [*SYSTEM, *answer, *range(60, 90)]
-    requests = [engine.submit(tokens, max_new_tokens=5, seed=3, **HOT) for tokens in ([5] * 60, prompt)]
+    second = Gate(after=10)
+    beside = engine.submit([8, 9], max_new_tokens=60, seed=3, stopping_criteria=second, **HOT)
     gate.opened.set()
+    prompt = [*SYSTEM, *held.result(60).token_ids, *range(60, 90)]
+    assert second.reached.wait(60)
+    requests = [engine.submit(tokens, max_new_tokens=5, seed=3, **HOT) for tokens in ([5] * 25, prompt)]
+    second.opened.set()
     long, found = (request.result(60) for request in requests)
     assert (found, found.cached_tokens) == (alone(any_model, prompt), 34)
-    assert long == alone(any_model, [5] * 60)
+    assert long == alone(any_model, [5] * 25)
     assert beside.result(60) == alone(any_model, [8, 9], 60)
+
+
+def test_rows_that_are_exchanged_keep_what_they_hold(any_model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+    """A decoding row takes the place of the one that holds the prefix, row 0."""
+    engine = engine_of(any_model, max_batch=2)
+    held = engine.submit(SYSTEM, max_new_tokens=5, seed=3, stopping_criteria=gate, **HOT)
+    assert gate.reached.wait(60)
+    beside = engine.submit([8, 9], max_new_tokens=60, seed=3, **HOT)
+    gate.opened.set()
+    prompt = [*SYSTEM, *held.result(60).token_ids, 50]
+    assert beside.result(60) == alone(any_model, [8, 9], 60)
+    found = ask(engine, prompt)
+    assert (found, found.cached_tokens) == (alone(any_model, prompt), 34)
 
 
 def test_what_a_taken_row_loses_is_restored_from_host_memory(any_model: TopWModel, engine_of: NewEngine) -> None:
