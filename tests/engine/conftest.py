@@ -29,12 +29,16 @@ HOT: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True}
 
 
 class Gate:
-    """A stopping criterion that holds the engine's thread at a sequence's first token."""
+    """A stopping criterion that holds the engine's thread at a sequence's first token. after: tokens to let pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: int = 0) -> None:
+        self.after = after
         self.reached, self.opened = threading.Event(), threading.Event()
 
     def __call__(self, ids: np.ndarray) -> bool:
+        self.after -= 1
+        if self.after >= 0:
+            return False
         self.reached.set()
         assert self.opened.wait(60)
         return False

@@ -154,7 +154,7 @@ def test_a_long_prompt_delays_a_step_by_one_chunk_and_a_short_prompt_by_two(
     engine = engine_of(model, prefill_budget=4)
     decoding = engine.submit("a", max_new_tokens=60, stopping_criteria=gate, **HOT)
     assert gate.reached.wait(60)
-    long, short = engine.submit([7] * 61, max_new_tokens=1), engine.submit([7] * 3, max_new_tokens=1)
+    long, short = engine.submit([7] * 61, max_new_tokens=1), engine.submit([8] * 3, max_new_tokens=1)
     gate.opened.set()
     for request in (decoding, long, short):
         request.result(60)

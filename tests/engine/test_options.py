@@ -24,6 +24,9 @@ from topw_deploy.runtime import TopWModel
         ({"max_queue": -1}, "max_queue is -1, but must be an integer >= 0"),
         ({"prefill_budget": 0}, "prefill_budget is 0"),
         ({"kv_bytes": 100}, "kv_bytes is 100 bytes, but a row of 96 tokens takes 18.4 kB; give more"),
+        ({"prefix_bytes": -1}, "prefix_bytes is -1, but must be an integer >= 0"),
+        ({"reuse_prefixes": None}, "reuse_prefixes is None, but must be True or False"),
+        ({"exact": 1}, "exact is 1, but must be True or False"),
         ({"when_full": "drop"}, "when_full is 'drop', but must be one of error, wait"),
     ],
 )

@@ -3,6 +3,8 @@
 engine, request: public classes.
 options: checked options.
 scheduler: which sequence has which row; what an iteration runs.
+prefixes: which tokens rows and snapshots hold.
+reuse: prompts that start behind a known prefix.
 batch: the arrays and bindings of the runs.
 worker: the thread.
 room: the bound on accepted sequences.

@@ -2,12 +2,13 @@
 
 A run reads a chunk of one row's prompt, or draws a token for each of the first `width` rows.
 
-Rows of a step that do not decode write one slot of their keys and values: the one after the tokens of their prompt that
-are read, which the next chunk overwrites. States of fixed size stay as they are (`row_lengths` 0).
+Rows of a step that do not decode write one slot of their keys and values: the one after the tokens that they hold,
+which the next chunk overwrites. States of fixed size stay as they are (`row_lengths` 0).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,16 @@ class Batch:
         """
         return isinstance(self._buffers.block, HostMemory)
 
+    @property
+    def slots(self) -> int:
+        """Tokens of a row for which the buffers have room now."""
+        return self._buffers.length
+
+    @property
+    def grown(self) -> bool:
+        """Whether `rest` would make steps cheaper."""
+        return 0 < self._decoder.buffer_step < self._buffers.length
+
     def close(self) -> None:
         """Release the bindings and the cache."""
         self._forget_bindings()
@@ -97,7 +108,7 @@ class Batch:
         self._version += 1
 
     def clear(self, row: int, *, spoilt: bool = False) -> None:
-        """Free a row. It costs least as a greedy one.
+        """Free a row. It costs least as a greedy one. Call `keep` if its tokens are used again.
 
         spoilt: whether its states may not be finite.
         """
@@ -108,6 +119,25 @@ class Batch:
         self._version += 1
         if spoilt:
             self._buffers.clear_row(row, all_states=True)
+
+    def keep(self, row: int, tokens: int) -> None:
+        """Leave the first `tokens` tokens of a row that does not decode as they are."""
+        self._written[row] = tokens
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` tokens, and states of fixed size, of a row to one that does not decode."""
+        self._buffers.copy_row(source, target, tokens)
+        self.keep(target, tokens)
+
+    def snapshot(self, row: int, tokens: int) -> list[np.ndarray]:
+        """A copy of a row's first `tokens` tokens, and of its states of fixed size."""
+        return self._buffers.snapshot(row, tokens)
+
+    def restore(self, row: int, snapshot: Sequence[np.ndarray], tokens: int) -> None:
+        """Put the first `tokens` tokens of a snapshot into a row that does not decode."""
+        self._make_room(tokens)
+        self._buffers.restore(row, snapshot, tokens)
+        self.keep(row, tokens)
 
     def read(self, row: int, request: RowRequest, start: int, end: int) -> int | None:
         """Read tokens `start` to `end`, exclusive, of the row's prompt. Returns the first drawn token after the last.
@@ -188,11 +218,10 @@ class Batch:
         self._version += 1
 
     def rest(self) -> None:
-        """Make the buffers short again. Only while no row is in use."""
-        if self._decoder.buffer_step and self._buffers.length > self._decoder.buffer_step:
-            self._pool.give_back(self._buffers)
-            self._buffers = self._pool.borrow(self._buffers.batch, self._length, 1)
-            self._forget_bindings()
+        """Make the buffers short again, and forget all rows. Only while no row is in use."""
+        self._pool.give_back(self._buffers)
+        self._buffers = self._pool.borrow(self._buffers.batch, self._length, 1)
+        self._forget_bindings()
 
     def _make_room(self, tokens: int) -> None:
         if tokens > self._buffers.length:

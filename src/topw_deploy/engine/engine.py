@@ -34,7 +34,8 @@ class EngineStats:
 
     rows, in_use, queued: rows of the cache, rows in use, accepted sequences without a row.
     steps, chunks: runs that drew a token per row, and runs that read a part of a prompt.
-    prompt_tokens, new_tokens: tokens read and drawn.
+    prompt_tokens, cached_tokens: tokens of prompts that were read, and that were reused instead.
+    new_tokens: tokens drawn.
     ended, failed: sequences that ended in any way, and requests that failed.
     cache_bytes: size of the cache.
     """
@@ -45,6 +46,7 @@ class EngineStats:
     steps: int
     chunks: int
     prompt_tokens: int
+    cached_tokens: int
     new_tokens: int
     ended: int
     failed: int
@@ -64,6 +66,12 @@ class Engine:
     max_queue: maximum sequences that wait for a row.
     when_full: what `submit` does then: "error" raises QueueFullError, "wait" waits for its turn.
     prefill_budget: maximum tokens of a chunk. While a prompt is read, a step of the others takes longer by one chunk.
+    reuse_prefixes: start a prompt behind the longest beginning that it shares with the sequence of a row, running or
+        ended. Where a state has a fixed size (convolutions, recurrences, windows), behind a whole sequence only.
+    prefix_bytes: maximum host memory for sequences whose rows were taken by others; the one used longest ago goes
+        first. Not on devices.
+    exact: reuse whole chunks of prompts only, so that reuse changes no bit of a prompt's states and first token; see
+        docs/guide/engine.md. Nothing is reused where a state has a fixed size.
 
     Raises ParameterError for an invalid option or a cache of another form than `static`, EngineError for a TensorRT
     engine that is too small, GenerationError if there is no memory for the cache.
@@ -79,6 +87,9 @@ class Engine:
         max_queue: int = 256,
         when_full: str = "error",
         prefill_budget: int = 256,
+        reuse_prefixes: bool = True,
+        prefix_bytes: int = 0,
+        exact: bool = False,
     ) -> None:
         session, _ = model._opened()
         decoder = model.manifest.decoder
@@ -92,6 +103,9 @@ class Engine:
             max_queue=max_queue,
             when_full=when_full,
             prefill_budget=prefill_budget,
+            reuse_prefixes=reuse_prefixes,
+            prefix_bytes=prefix_bytes,
+            exact=exact,
         )
         check_tensorrt(session, decoder, options)
         self._model, self._session, self._options = model, session, options
@@ -103,7 +117,7 @@ class Engine:
             options.rows, options.chunk, dense=decoder.evicts, moves=self._batch.copies_rows
         )
         self._room = Room(options.rows + options.queue)
-        self._worker = Worker(self._batch, self._scheduler, self._room)
+        self._worker = Worker(self._batch, self._scheduler, self._room, decoder, options)
         self._shutting = threading.Lock()
         self._stopped = False
         self._bell: Bell | None = None

@@ -20,13 +20,23 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """rows, length: of the cache. queue: maximum waiting sequences. waits: when full. chunk: maximum tokens of one."""
+    """Checked options.
+
+    rows, length: of the cache.
+    queue: maximum waiting sequences.
+    waits: when full.
+    chunk: maximum tokens of one.
+    reuses, prefix_bytes, exact: `reuse_prefixes` and the others of Engine.
+    """
 
     rows: int
     length: int
     queue: int
     waits: bool
     chunk: int
+    reuses: bool
+    prefix_bytes: int
+    exact: bool
 
 
 def check_form(decoder: DecoderInfo, path: object) -> None:
@@ -64,6 +74,9 @@ def read_options(
     max_queue: int,
     when_full: str,
     prefill_budget: int,
+    reuse_prefixes: bool,
+    prefix_bytes: int,
+    exact: bool,
 ) -> Options:
     """Raises ParameterError for an invalid option, or one that fits no row."""
     length = decoder.context_length if max_length is None else _size("max_length", max_length)
@@ -89,7 +102,19 @@ def read_options(
     chunk = _size("prefill_budget", prefill_budget)
     for most in (most_columns, decoder.most_columns):
         chunk = min(chunk, most or chunk)
-    return Options(rows, length, _size("max_queue", max_queue, 0), when_full == "wait", chunk)
+    for name, value in (("reuse_prefixes", reuse_prefixes), ("exact", exact)):
+        if not isinstance(value, bool):
+            raise ParameterError(f"{name} is {value!r}, but must be True or False.", name)
+    return Options(
+        rows,
+        length,
+        queue=_size("max_queue", max_queue, 0),
+        waits=when_full == "wait",
+        chunk=chunk,
+        reuses=reuse_prefixes,
+        prefix_bytes=_size("prefix_bytes", prefix_bytes, 0),
+        exact=exact,
+    )
 
 
 def _size(name: str, value: object, least: int = 1) -> int:

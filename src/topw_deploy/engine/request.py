@@ -21,11 +21,17 @@ Event: TypeAlias = "tuple[int, int | str | None] | None"
 
 @dataclass(frozen=True)
 class Ended:
-    """An ended sequence. columns: the sampler's outputs, one value per token; first_at: time of its first token."""
+    """An ended sequence.
+
+    columns: the sampler's outputs, one value per token.
+    first_at: time of its first token.
+    cached_tokens: see GenerationResult.
+    """
 
     row: Row
     columns: Mapping[str, list[Any]]
     first_at: float
+    cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,7 @@ class Request:
             load_seconds=self._source.load_seconds,
             started=self.started,
             prefilled=ended.first_at,
+            cached_tokens=ended.cached_tokens,
         )
 
 

@@ -17,6 +17,7 @@ oldest prompt gets at least every second chunk: one of n chunks is read 2 n iter
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -98,12 +99,24 @@ class Scheduler(Generic[AnyTask]):
     def submit(self, task: AnyTask) -> None:
         self._waiting.append(task)
 
-    def admit(self) -> list[AnyTask]:
-        """Give the lowest free rows to the sequences that have waited longest. Returns those."""
+    @property
+    def first(self) -> AnyTask | None:
+        """The sequence that has waited longest."""
+        return self._waiting[0] if self._waiting else None
+
+    def at(self, row: int) -> AnyTask | None:
+        """The sequence that has a row."""
+        return self._rows[row]
+
+    def admit(self, choose: Callable[[AnyTask, list[int]], int] = lambda _, free: free[0]) -> list[AnyTask]:
+        """Give free rows to the sequences that have waited longest. Returns those.
+
+        choose: picks one of the free rows, which are in ascending order, for a sequence.
+        """
         admitted: list[AnyTask] = []
         while self._waiting and self.used < len(self._rows):
             task = self._waiting.popleft()
-            task.row = self._rows.index(None)
+            task.row = choose(task, [row for row, other in enumerate(self._rows) if other is None])
             self._rows[task.row] = task
             self._reading.append(task)
             admitted.append(task)
@@ -117,7 +130,12 @@ class Scheduler(Generic[AnyTask]):
         if not self._oldest_next:
             task = min(self._reading, key=lambda task: task.prompt_tokens - task.read)
         self._oldest_next = not self._oldest_next
-        return Chunk(task, task.read, min(task.read + self._chunk, task.prompt_tokens))
+        return self._chunk_of(task)
+
+    def skip(self, task: AnyTask, tokens: int) -> Chunk[AnyTask]:
+        """Record that a row holds the first `tokens` tokens of its prompt, not all. Returns the chunk after them."""
+        task.read = tokens
+        return self._chunk_of(task)
 
     def read(self, chunk: Chunk[AnyTask]) -> None:
         """Record that a chunk was read. After the last one the sequence decodes."""
@@ -135,6 +153,9 @@ class Scheduler(Generic[AnyTask]):
         self._rows[task.row] = None
         (self.decoding if task.decoding else self._reading).remove(task)
         self._arranged = False
+
+    def _chunk_of(self, task: AnyTask) -> Chunk[AnyTask]:
+        return Chunk(task, task.read, min(task.read + self._chunk, task.prompt_tokens))
 
     def arrange(self) -> list[tuple[int, int]]:
         """Set `width`. Returns pairs of rows to exchange first, of which the first is decoding."""

@@ -13,11 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.options import Options
 from topw_deploy.engine.request import Ended, Request
+from topw_deploy.engine.reuse import Reuse
 from topw_deploy.engine.room import Room
 from topw_deploy.engine.scheduler import WAITING, Chunk, Scheduler, Task
 from topw_deploy.errors import GenerationError, ParameterError, TopWError, one_line
+from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.callbacks import Streamer
 from topw_deploy.runtime.rows import Row
 
@@ -27,6 +32,8 @@ _OUTPUTS = ("next_token", "logprob", "kept", "certified", "mass")
 class Job(Task):
     """One sequence of a request.
 
+    prompt: int64 [n].
+    begun: whether its first chunk was begun, after `cached` tokens that were not read again.
     columns: the outputs of its first token.
     spans: (row, first step) for each row that it decoded in, in order.
     """
@@ -34,6 +41,8 @@ class Job(Task):
     def __init__(self, request: Request, generated: Row) -> None:
         super().__init__(len(generated.request.prompt))
         self.request, self.generated = request, generated
+        self.prompt = np.array(generated.request.prompt, np.int64)
+        self.begun, self.cached = False, 0
         self.columns: dict[str, list[Any]] = {}
         self.spans: list[tuple[int, int]] = []
         self.first_at = request.started
@@ -42,7 +51,7 @@ class Job(Task):
     def end(self, columns: dict[str, list[Any]]) -> None:
         """Hand the result to the request."""
         self.ended = True
-        self.request.end_sequence(self.generated.index, Ended(self.generated, columns, self.first_at))
+        self.request.end_sequence(self.generated.index, Ended(self.generated, columns, self.first_at, self.cached))
 
 
 @dataclass
@@ -76,6 +85,7 @@ class Counts:
     steps: int = 0
     chunks: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     new_tokens: int = 0
     ended: int = 0
     failed: int = 0
@@ -84,8 +94,11 @@ class Counts:
 class Worker:
     """Runs until `retire`. Other threads call `start`, `end_early`, `pass_by`, `retire` and `join` only."""
 
-    def __init__(self, batch: Batch, scheduler: Scheduler[Job], room: Room) -> None:
+    def __init__(
+        self, batch: Batch, scheduler: Scheduler[Job], room: Room, decoder: DecoderInfo, options: Options
+    ) -> None:
         self.counts = Counts()
+        self._reuse = Reuse(batch, decoder, options, self._running)
         self._batch, self._scheduler, self._room = batch, scheduler, room
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
@@ -135,8 +148,6 @@ class Worker:
 
     def _iterate(self) -> None:
         if not self._inbox and (self._scheduler.idle or self._broken):
-            if not self._broken:
-                self._batch.rest()
             self._wake.wait()
         if self._inbox:
             self._wake.clear()
@@ -164,16 +175,24 @@ class Worker:
             self._step()
 
     def _admit(self) -> None:
-        for job in self._scheduler.admit():
+        first = self._scheduler.first
+        if first is not None and not self._scheduler.used:
+            self._reuse.rest(first.prompt)
+        for job in self._scheduler.admit(lambda job, free: self._reuse.choose(job.prompt, free)):
             try:
                 if not job.ended:  # with another sequence of its request
                     self._batch.set(job.row, job.generated.request)
+                    self._scheduler.skip(job, self._reuse.start(job.row, job.prompt))
             except ParameterError as error:
                 self._fail(job, error)
 
     def _read(self, chunk: Chunk[Job]) -> None:
         job, row = chunk.task, chunk.task.row
         request = job.generated.request
+        if not job.begun:  # rows may hold more of its prompt now than when it got its own
+            job.begun, job.cached = True, self._reuse.start(row, job.prompt)
+            self.counts.cached_tokens += job.cached
+            chunk = self._scheduler.skip(job, job.cached)
         try:
             token = self._batch.read(row, request, chunk.start, chunk.end)
         except TopWError as error:
@@ -181,6 +200,7 @@ class Worker:
             return
         self.counts.chunks += 1
         self.counts.prompt_tokens += chunk.end - chunk.start
+        self._reuse.read(row, job.prompt[: chunk.end])
         self._scheduler.read(chunk)
         if token is None:
             return
@@ -206,6 +226,7 @@ class Worker:
     def _exchange(self, pairs: Sequence[tuple[int, int]]) -> None:
         for pair in pairs:
             self._batch.exchange(*pair)
+            self._reuse.exchange(*pair)
         for job in list(self._scheduler.decoding):
             if job.spans[-1][0] != job.row:
                 job.spans.append((job.row, self._batch.steps))
@@ -306,6 +327,7 @@ class Worker:
             self._scheduler.end(job)
             if row != WAITING:
                 self._batch.clear(row, spoilt=spoilt)
+                self._reuse.release(row, self._held(job, columns["next_token"]))
         self.counts.ended += 1
         submission = self._alive[job.request]
         if sum(not other.ended for other in submission.jobs) == 1:
@@ -314,9 +336,26 @@ class Worker:
         self._room.give()
         job.end(columns)
 
-    def _columns(self, job: Job) -> dict[str, list[Any]]:
-        """The outputs of a sequence, one value per token."""
-        columns = {name: list(job.columns.get(name, [])) for name in _OUTPUTS}
+    def _held(self, job: Job, drawn: list[int]) -> list[int] | None:
+        """The tokens in the row of an ended sequence; None for the part of its prompt that was read.
+
+        The last drawn token was not read. After an error the row may have read one more than its results tell.
+        """
+        if job.generated.finish_reason == "error":
+            return []
+        return [*job.generated.request.prompt, *drawn[:-1]] if drawn else None
+
+    def _running(self, row: int) -> np.ndarray | None:
+        """The tokens in a decoding row."""
+        job = self._scheduler.at(row)
+        if job is None or not job.decoding:
+            return None
+        drawn = self._columns(job, ("next_token",))["next_token"]
+        return np.array([*job.generated.request.prompt, *drawn[:-1]], np.int64)
+
+    def _columns(self, job: Job, names: Sequence[str] = _OUTPUTS) -> dict[str, list[Any]]:
+        """Outputs of a sequence, one value per token."""
+        columns = {name: list(job.columns.get(name, [])) for name in names}
         ends = [start for _, start in job.spans[1:]] + [self._batch.steps]
         for (row, start), end in zip(job.spans, ends, strict=False):
             for name, values in columns.items():

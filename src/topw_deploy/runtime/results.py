@@ -42,6 +42,7 @@ class GenerationResult:
         or "error".
     stop: EOS id, stop string or criterion's name, else None.
     prompt_tokens: prompt length.
+    cached_tokens: tokens of the prompt that an Engine did not read again; otherwise 0.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).
     """
 
@@ -56,6 +57,7 @@ class GenerationResult:
     finish_reason: str
     stop: int | str | None
     prompt_tokens: int
+    cached_tokens: int = field(compare=False, default=0)
     sampler: str = field(compare=False)
     timings: Timings = field(compare=False)
 

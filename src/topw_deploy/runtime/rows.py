@@ -97,10 +97,12 @@ def result_of(
     load_seconds: float,
     started: float,
     prefilled: float,
+    cached_tokens: int = 0,
 ) -> GenerationResult:
     """The result of an ended row.
 
     recorded: function from the name of an output to its values, one per token; [] if the graph lacks it.
+    cached_tokens: see GenerationResult.
     started, prefilled: when the request began and when it had its first token, by time.perf_counter().
     """
     tokens = recorded("next_token")
@@ -116,6 +118,7 @@ def result_of(
         finish_reason=str(row.finish_reason),
         stop=row.stop,
         prompt_tokens=len(row.request.prompt),
+        cached_tokens=cached_tokens,
         sampler=session.sampler,
         timings=Timings(
             load_seconds=load_seconds,

@@ -118,12 +118,13 @@ class Buffers:
         self.block.change(read)
         return found
 
-    def restore(self, row: int, snapshot: Sequence[np.ndarray]) -> None:
-        """Put the states of a snapshot into `row`."""
+    def restore(self, row: int, snapshot: Sequence[np.ndarray], tokens: int | None = None) -> None:
+        """Put the states of a snapshot, optionally of its first `tokens` tokens only, into `row`."""
 
         def write(memory: np.ndarray) -> None:
-            for (view, _), saved in zip(self._views(memory, row), snapshot, strict=True):
-                view[:, : saved.shape[1]] = saved
+            for (view, size), saved in zip(self._views(memory, row), snapshot, strict=True):
+                end = saved.shape[1] if tokens is None or not size else tokens * size
+                view[:, :end] = saved[:, :end]
 
         self.block.change(write)
 
