@@ -6,6 +6,7 @@ scheduler: which sequence has which row; what an iteration runs.
 batch: the arrays and bindings of the runs.
 worker: the thread.
 room: the bound on accepted sequences.
+seconds: times that callers give.
 tasks: asyncio.
 """
 

@@ -85,6 +85,8 @@ class Batch:
         self._forget_bindings()
         self._base.close()
         self._pool.give_back(self._buffers)
+        self._pool.free()
+        del self._buffers  # which holds the memory too
 
     def set(self, row: int, request: RowRequest) -> None:
         """Give a free row to a request.

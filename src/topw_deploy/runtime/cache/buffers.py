@@ -197,6 +197,11 @@ class MemoryPool:
             if self._kept is None or self._kept.size < buffers.block.size:
                 self._kept = buffers.block
 
+    def free(self) -> None:
+        """Free the kept block."""
+        with self._lock:
+            self._kept = None
+
     def make_room(self, buffers: Buffers, tokens: int) -> None:
         buffers.grow(min(_round_up(tokens + tokens // _GROWTH, self._step), buffers.capacity))
 
