@@ -98,18 +98,21 @@ class Batch:
             values[row] = getattr(request.top_w, name)
         self._version += 1
 
-    def clear(self, row: int, *, spoilt: bool = False) -> None:
+    def clear(self, row: int, *, spoilt: bool = False, unchecked: bool = False) -> None:
         """Free a row. It costs least as a greedy one.
 
-        spoilt: whether its states may not be finite.
+        spoilt: whether its states may not be finite, which graphs of standard operators (those with a buffer_step)
+            would pass on to the row's next sequence.
+        unchecked: the same, but rarely: it has read a part of its prompt and drawn nothing.
         """
+        written = int(self._written[row]) + 1  # steps write another slot
         self._parameters["temperature"][row] = 0.0
         self.edits.clear(row)
         self._draws.clear(row)
         self._ids[row], self._written[row], self._lengths[row] = 0, 0, self._unused
         self._version += 1
-        if spoilt:
-            self._buffers.clear_row(row, all_states=True)
+        if spoilt or (unchecked and (self._decoder.buffer_step or self.copies_rows)):
+            self._buffers.clear_row(row, written)
 
     def read(self, row: int, request: RowRequest, start: int, end: int) -> int | None:
         """Read tokens `start` to `end`, exclusive, of the row's prompt. Returns the first drawn token after the last.
@@ -119,15 +122,15 @@ class Batch:
         ids = np.array([request.prompt[start:end]], np.int64)  # [1, S]
         self._make_room(end)
         if start == 0:
-            self._buffers.clear_row(row, all_states=False)
+            self._buffers.clear_row(row)
         last = end == len(request.prompt)
         if last:
             self.edits.write(row)
             self._uniform[row] = uniforms(request.seed, end, request.sample, 1)[0]
         binding = self._drawer(row) if last else self._filler(row)
         bind_static_chunk(self._session, binding, ids, np.array([start]), np.array([end - start]))
-        binding.run(0 if last else None)
         self._written[row] = end
+        binding.run(0 if last else None)
         return self._first.keep(0)[0] if last else None
 
     def first(self, name: str) -> list[Any]:

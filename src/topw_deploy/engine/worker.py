@@ -334,7 +334,7 @@ class Worker:
         if not self._broken:
             self._scheduler.end(job)
             if row != WAITING:
-                self._batch.clear(row, spoilt=spoilt)
+                self._batch.clear(row, spoilt=spoilt, unchecked=0 < job.read < job.prompt_tokens)
         self.counts.ended += 1
         submission = self._alive[job.request]
         if sum(not other.ended for other in submission.jobs) == 1:

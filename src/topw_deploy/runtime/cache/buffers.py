@@ -67,15 +67,14 @@ class Buffers:
         if size:
             self.block.clear(size)
 
-    def clear_row(self, row: int, *, all_states: bool) -> None:
-        """Zero the states of `row` of fixed size, or all."""
+    def clear_row(self, row: int, tokens: int = 0) -> None:
+        """Zero the states of `row` of fixed size, and the first `tokens` tokens of the others."""
 
         def write(memory: np.ndarray) -> None:
             for view, size in self._views(memory, row):
-                if all_states or not size:
-                    view[:] = 0
+                view[:, : tokens * size if size else None] = 0
 
-        if all_states or self.layout.fixed:
+        if tokens or self.layout.fixed:
             self.block.change(write)
 
     def copy_row(self, source: int, target: int, tokens: int) -> None:
