@@ -30,7 +30,7 @@ def test_a_callback_cannot_wait_for_its_own_engine(model: TopWModel, engine_of: 
     engine = engine_of(model, max_batch=1, max_queue=1, when_full="wait")
     other = engine.submit("b", max_new_tokens=1)
     for wait in (lambda: engine.submit("c").result(), lambda: list(engine.submit("c"))):
-        with pytest.raises(GenerationError, match="a callback called .*, which would wait for itself"):
+        with pytest.raises(GenerationError, match=r"a callback called .*, which would wait for itself"):
             engine.submit("a", stopping_criteria=lambda ids, wait=wait: bool(wait())).result(30)
         engine._room.wait_until_empty(30)
     with pytest.raises(GenerationError, match=r"a callback called submit\(\), which would wait for itself"):
@@ -126,7 +126,6 @@ def test_shutdown_frees_the_cache_though_the_engine_is_kept(model: TopWModel) ->
         freed = threading.Event()
         block = engine._batch._buffers.block
         assert engine.stats().cache_bytes
-    import weakref
 
     weakref.finalize(block, freed.set)
     del block
@@ -203,7 +202,7 @@ def test_options_may_be_numpys(model: TopWModel, kind: Any) -> None:
     options = {"max_batch": kind(2), "max_length": kind(20), "max_queue": kind(3), "prefill_budget": kind(1)}
     with Engine(model, **options) as engine:
         assert (engine.stats().rows, len(engine.submit([5] * 8, ignore_eos=True).result(30).token_ids)) == (2, 12)
-    with pytest.raises(ParameterError, match="max_batch is 2.0, but must be an integer >= 1"):
+    with pytest.raises(ParameterError, match=r"max_batch is 2\.0, but must be an integer >= 1"):
         Engine(model, max_batch=2.0)  # type: ignore[arg-type]
 
 
@@ -217,7 +216,7 @@ def test_times_may_be_numpys_or_long(model: TopWModel, engine_of: NewEngine, gat
 
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, 10**400, "1", True, 0, -1])
 def test_bad_deadlines_are_refused(model: TopWModel, engine_of: NewEngine, seconds: Any) -> None:
-    with pytest.raises(ParameterError, match="max_time is .*, but must be a finite number of seconds > 0"):
+    with pytest.raises(ParameterError, match=r"max_time is .*, but must be a finite number of seconds > 0"):
         engine_of(model).submit("a", max_time=seconds)
 
 
@@ -228,7 +227,7 @@ def test_timeouts_may_be_infinite_or_negative_but_must_be_numbers(model: TopWMod
         with pytest.raises(TimeoutError):
             call(-1)  # type: ignore[operator]
         for bad in ("1", math.nan, True):
-            with pytest.raises(ParameterError, match="timeout is .*, but must be a number of seconds or None"):
+            with pytest.raises(ParameterError, match=r"timeout is .*, but must be a number of seconds or None"):
                 call(bad)  # type: ignore[operator]
     gate.opened.set()
     assert request.result(math.inf).token_ids

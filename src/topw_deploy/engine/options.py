@@ -77,11 +77,11 @@ def read_options(
     rows = _size("max_batch", max_batch)
     if kv_bytes is not None:
         one = row_bytes(decoder, max(length, decoder.buffer_least))
-        most = _size("kv_bytes", kv_bytes)
-        fitting = most // max(one, 1)
+        given = _size("kv_bytes", kv_bytes)
+        fitting = given // max(one, 1)
         if not fitting:
             raise ParameterError(
-                f"kv_bytes is {decimal_size(most)}, but a row of {length} tokens takes {decimal_size(one)}; give "
+                f"kv_bytes is {decimal_size(given)}, but a row of {length} tokens takes {decimal_size(one)}; give "
                 "more, or a smaller max_length.",
                 "kv_bytes",
                 "max_length",
