@@ -91,7 +91,7 @@ class Worker:
     def __init__(self, batch: Batch, scheduler: Scheduler[Job], room: Room) -> None:
         self.counts = Counts()
         self._batch, self._scheduler, self._room = batch, scheduler, room
-        # Its `put` may be called by a signal handler or garbage collection amid another `put`, unlike threading's locks.
+        # Its `put` may run in a signal handler or garbage collection amid another `put`, unlike threading's locks.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._alive: dict[Request, Submission] = {}
         self._deadlines: list[tuple[float, int, weakref.ref[Request]]] = []  # a heap
