@@ -113,7 +113,7 @@ def test_bad_requests_are_refused_in_the_callers_thread(model: TopWModel, engine
     engine = engine_of(model, max_length=20)
     with pytest.raises(ParameterError):
         engine.submit("a", temperature=-1)
-    with pytest.raises(ParameterError, match="max_time is 0, but must be a number of seconds > 0"):
+    with pytest.raises(ParameterError, match="max_time is 0, but must be a finite number of seconds > 0"):
         engine.submit("a", max_time=0)
     with pytest.raises(PromptError, match="has 21 tokens, but the engine was opened with max_length 20"):
         engine.submit([5] * 21)

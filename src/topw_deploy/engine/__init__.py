@@ -8,6 +8,7 @@ reuse: prompts that start behind a known prefix.
 batch: the arrays and bindings of the runs.
 worker: the thread.
 room: the bound on accepted sequences.
+seconds: times that callers give.
 tasks: asyncio.
 """
 

@@ -65,6 +65,7 @@ class Batch:
         self._draws = Draws([0] * rows, [0] * rows, [0] * rows)
         self._record = Record(session.outputs, rows, length)
         self._first = Record(session.outputs, 1, 1)  # of the last chunk's run
+        self._unchecked: dict[int, int] = {}  # free row -> slots whose states may not be finite
         self._version = 0
         self.steps = 0
         self._forget_bindings()
@@ -96,6 +97,8 @@ class Batch:
         self._forget_bindings()
         self._base.close()
         self._pool.give_back(self._buffers)
+        self._pool.free()
+        del self._buffers  # which holds the memory too
 
     def set(self, row: int, request: RowRequest) -> None:
         """Give a free row to a request.
@@ -107,18 +110,24 @@ class Batch:
             values[row] = getattr(request.top_w, name)
         self._version += 1
 
-    def clear(self, row: int, *, spoilt: bool = False) -> None:
+    def clear(self, row: int, *, spoilt: bool = False, unchecked: bool = False) -> None:
         """Free a row. It costs least as a greedy one. Call `keep` if its tokens are used again.
 
-        spoilt: whether its states may not be finite.
+        spoilt: whether its states may not be finite, which graphs of standard operators (those with a buffer_step)
+            would pass on to the row's next sequence.
+        unchecked: the same, but rarely: it has read a part of its prompt and drawn nothing. What the row's next
+            sequence does not reuse of it is cleared then.
         """
+        written = int(self._written[row]) + 1  # steps write another slot
         self._parameters["temperature"][row] = 0.0
         self.edits.clear(row)
         self._draws.clear(row)
         self._ids[row], self._written[row], self._lengths[row] = 0, 0, self._unused
         self._version += 1
         if spoilt:
-            self._buffers.clear_row(row, all_states=True)
+            self._buffers.clear_row(row, written)
+        elif unchecked and (self._decoder.buffer_step or self.copies_rows):
+            self._unchecked[row] = written
 
     def keep(self, row: int, tokens: int) -> None:
         """Leave the first `tokens` tokens of a row that does not decode as they are."""
@@ -146,16 +155,17 @@ class Batch:
         """
         ids = np.array([request.prompt[start:end]], np.int64)  # [1, S]
         self._make_room(end)
-        if start == 0:
-            self._buffers.clear_row(row, all_states=False)
+        unchecked = self._unchecked.pop(row, 0)
+        if start == 0 or unchecked:
+            self._buffers.clear_row(row, unchecked, first=start)
         last = end == len(request.prompt)
         if last:
             self.edits.write(row)
             self._uniform[row] = uniforms(request.seed, end, request.sample, 1)[0]
         binding = self._drawer(row) if last else self._filler(row)
         bind_static_chunk(self._session, binding, ids, np.array([start]), np.array([end - start]))
-        binding.run(0 if last else None)
         self._written[row] = end
+        binding.run(0 if last else None)
         return self._first.keep(0)[0] if last else None
 
     def first(self, name: str) -> list[Any]:
@@ -213,6 +223,7 @@ class Batch:
         pair = [one, other]
         for array in arrays:
             array[pair] = array[pair[::-1]]
+        self._unchecked = {{one: other, other: one}.get(row, row): slots for row, slots in self._unchecked.items()}
         self.edits.swap(one, other)
         self._draws.swap(one, other)
         self._version += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 import weakref
@@ -18,9 +17,10 @@ from topw_deploy.engine.options import check_form, check_tensorrt, read_options
 from topw_deploy.engine.request import Event, PieceReader, Request, Source
 from topw_deploy.engine.room import Room, Waiter
 from topw_deploy.engine.scheduler import Scheduler
+from topw_deploy.engine.seconds import read_max_time, read_timeout, waitable
 from topw_deploy.engine.tasks import Bell, Events, Signal
 from topw_deploy.engine.worker import Job, Submission, Worker
-from topw_deploy.errors import GenerationError, ParameterError, QueueFullError
+from topw_deploy.errors import ParameterError, QueueFullError
 from topw_deploy.runtime.callbacks import Watch, ending
 from topw_deploy.runtime.model import TopWModel
 from topw_deploy.runtime.request import Limits, RowRequest
@@ -118,7 +118,7 @@ class Engine:
         )
         self._room = Room(options.rows + options.queue)
         self._worker = Worker(self._batch, self._scheduler, self._room, decoder, options)
-        self._shutting = threading.Lock()
+        self._shutting = threading.RLock()  # a signal handler may call shutdown during another
         self._stopped = False
         self._bell: Bell | None = None
         weakref.finalize(self, self._worker.retire)  # a forgotten engine finishes its requests
@@ -135,6 +135,7 @@ class Engine:
         with ending(parameters.get("streamer")):
             submission = self._prepare(prompt, parameters, max_time)
             if not self._takes(submission):
+                self._worker.check_caller("submit")
                 settled = threading.Event()
                 waiter = Waiter(len(submission.jobs), settled.set)
                 self._room.wait(waiter)
@@ -166,7 +167,7 @@ class Engine:
         """
         with ending(parameters.get("streamer")):
             holder: list[Request] = []
-            events = Events(self._running_bell(), gone=lambda: holder[0].cancel())
+            events = Events(gone=lambda: holder[0].cancel())
             submission = self._prepare(prompt, parameters, max_time, put=events.put)
             holder.append(submission.request)
         return self._pieces(submission, events)
@@ -186,9 +187,10 @@ class Engine:
 
         Raises TimeoutError after `timeout` seconds; the requests go on.
         """
-        self._refuse_own_thread("drain")
+        self._worker.check_caller("drain")
+        seconds = read_timeout(timeout)
         self._room.close("the engine accepts no more requests")
-        if not self._room.wait_until_empty(timeout):
+        if not self._room.wait_until_empty(seconds):
             raise TimeoutError(f"requests were still running after {timeout} s; wait again, or call shutdown().")
         with self._shutting:
             if not self._stopped:
@@ -197,21 +199,25 @@ class Engine:
     def shutdown(self, *, cancel: bool = True) -> None:
         """Accept nothing new, end all requests, and free the cache and the thread. The model stays open.
 
-        cancel: end them with what they drew so far (finish_reason "cancelled"); otherwise wait for them.
+        cancel: end them with what they drew so far (finish_reason "cancelled"); otherwise wait for them. While one
+            caller waits, another may cancel.
+
+        Does nothing in a fork of the engine's process.
         """
-        self._refuse_own_thread("shutdown")
+        if self._worker.forked:
+            return
+        self._worker.check_caller("shutdown")
         self._room.close("the engine is shut down")
-        with self._shutting:
-            if self._stopped:
-                return
-            if cancel:
+        if cancel and not self._stopped:
+            self._worker.end_early(None, "cancelled")
+            while not self._room.wait_until_empty(0.1):  # callers between `take` and `start`
                 self._worker.end_early(None, "cancelled")
-                while not self._room.wait_until_empty(0.1):  # callers between `take` and `start`
-                    self._worker.end_early(None, "cancelled")
-            self._room.wait_until_empty(None)
-            self._stopped = True
-            self._worker.retire()
-            self._worker.join()
+        self._room.wait_until_empty(None)
+        with self._shutting:
+            if not self._stopped:
+                self._stopped = True
+                self._worker.retire()
+                self._worker.join()
 
     def __enter__(self) -> Engine:
         return self
@@ -231,7 +237,8 @@ class Engine:
         put: Callable[[Event], None] | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> Submission:
-        seconds = _check_time(max_time)
+        self._worker.check_process("submit")
+        seconds = read_max_time(max_time)
         self._room.check()
         rows, whole, alone = self._model._requests(prompt, parameters, self._limits)
         if len(rows) > self._room.most:
@@ -253,7 +260,8 @@ class Engine:
 
         generated = [new_row(index, row) for index, row in enumerate(rows)]
         source = Source(self._session, follow, self._model.load_seconds)
-        request = Request(generated, alone, source, partial(self._worker.end_early, reason="cancelled"), put, on_end)
+        cancel = partial(self._worker.end_early, reason="cancelled")
+        request = Request(generated, alone, source, cancel, put, on_end, self._worker.check_caller)
         deadline = None if seconds is None else request.started + seconds
         return Submission(request, [Job(request, row) for row in generated], deadline, whole["streamer"])
 
@@ -284,19 +292,24 @@ class Engine:
             signal = Signal(self._running_bell())
             waiter = Waiter(len(submission.jobs), signal.send)
             self._room.wait(waiter)
+            left = _left(submission)
+            # Not wait_for, which before Python 3.12 loses a cancellation at the moment of the turn.
+            timer = None if left is None else asyncio.get_running_loop().call_later(left, signal.event.set)
             try:
-                await asyncio.wait_for(signal.wait(), _left(submission))
-            except asyncio.TimeoutError:  # another class before Python 3.11
-                pass
+                await signal.wait()
             except BaseException:
                 self._room.leave(waiter)
                 raise
+            finally:
+                if timer is not None:
+                    timer.cancel()
             if not self._has_turn(waiter, submission):
                 return
         self._worker.start(submission)
 
     async def _pieces(self, submission: Submission, events: Events) -> AsyncIterator[Piece]:
         request = submission.request
+        events.listen(self._running_bell())
         with ending(submission.streamer):
             await self._start(submission)
         reader = PieceReader(request)
@@ -307,8 +320,7 @@ class Engine:
                     yield piece
         finally:
             request.cancel()
-        if request.error is not None:
-            raise request.error
+        request.raise_error()
 
     def _running_bell(self) -> Bell:
         """The running loop's."""
@@ -317,18 +329,7 @@ class Engine:
             bell = self._bell = Bell()
         return bell
 
-    def _refuse_own_thread(self, what: str) -> None:
-        if self._worker.is_this_thread:
-            raise GenerationError(f"a callback called {what}(), which would wait for itself; call it elsewhere.")
-
 
 def _left(submission: Submission) -> float | None:
     """Seconds to the deadline."""
-    return None if submission.deadline is None else max(0.0, submission.deadline - time.perf_counter())
-
-
-def _check_time(max_time: float | None) -> float | None:
-    real = isinstance(max_time, (int, float)) and not isinstance(max_time, bool)
-    if max_time is not None and not (real and 0 < max_time < math.inf):
-        raise ParameterError(f"max_time is {max_time!r}, but must be a number of seconds > 0.", "max_time")
-    return max_time
+    return None if submission.deadline is None else waitable(submission.deadline - time.perf_counter())

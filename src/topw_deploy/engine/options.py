@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from topw_deploy.engine.batch import row_bytes
 from topw_deploy.errors import EngineError, ParameterError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import ALIGNMENT
+from topw_deploy.runtime.parameters import is_boolean, show
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.sizes import decimal_size
 
@@ -88,10 +90,11 @@ def read_options(
     rows = _size("max_batch", max_batch)
     if kv_bytes is not None:
         one = row_bytes(decoder, max(length, decoder.buffer_least))
-        fitting = _size("kv_bytes", kv_bytes) // max(one, 1)
+        given = _size("kv_bytes", kv_bytes)
+        fitting = given // max(one, 1)
         if not fitting:
             raise ParameterError(
-                f"kv_bytes is {decimal_size(kv_bytes)}, but a row of {length} tokens takes {decimal_size(one)}; give "
+                f"kv_bytes is {decimal_size(given)}, but a row of {length} tokens takes {decimal_size(one)}; give "
                 "more, or a smaller max_length.",
                 "kv_bytes",
                 "max_length",
@@ -118,6 +121,10 @@ def read_options(
 
 
 def _size(name: str, value: object, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ParameterError(f"{name} is {value!r}, but must be an integer >= {least}.", name)
-    return value
+    try:
+        size = None if is_boolean(value) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        size = None
+    if size is None or size < least:
+        raise ParameterError(f"{name} is {show(value)}, but must be an integer >= {least}.", name)
+    return size

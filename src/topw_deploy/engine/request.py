@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from types import TracebackType
 from typing import Any, TypeAlias
 
+from topw_deploy.engine.seconds import read_timeout
 from topw_deploy.errors import GenerationError
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.results import GenerationResult, Piece
@@ -57,14 +59,19 @@ class Request:
         cancel: Callable[[Request], None],
         put: Callable[[Event], None] | None = None,
         on_end: Callable[[], None] = lambda: None,
+        check_caller: Callable[[str], None] = lambda what: None,
     ) -> None:
-        """alone: whether there is one result, not a list. put, on_end: called by the engine's thread."""
+        """alone: whether there is one result, not a list. put, on_end: called by the engine's thread.
+
+        check_caller: called with a method's name before it waits; see `Worker.check_caller`.
+        """
         self.started = time.perf_counter()
         self.error: BaseException | None = None
         self._rows, self._alone, self._source, self._cancel = rows, alone, source, cancel
         self._events: SimpleQueue[Event] = SimpleQueue()
         self.put: Callable[[Event], None] = put or self._events.put
-        self._on_end = on_end
+        self._on_end, self._check_caller = on_end, check_caller
+        self._trace: TracebackType | None = None  # the error's
         self._ended: dict[int, Ended] = {}
         self._results: dict[int, GenerationResult] = {}
         self._done = threading.Event()
@@ -83,10 +90,12 @@ class Request:
 
         Raises TimeoutError after `timeout` seconds; the request goes on. Raises the request's error if it failed.
         """
-        if not self._done.wait(timeout):
+        seconds = read_timeout(timeout)
+        if not self.done:
+            self._check_caller("result")
+        if not self._done.wait(seconds):
             raise TimeoutError(f"the request did not end within {timeout} s; it goes on, or call cancel().")
-        if self.error is not None:
-            raise self.error
+        self.raise_error()
         results = self.results()
         return results[0] if self._alone else results
 
@@ -101,16 +110,23 @@ class Request:
 
     def __iter__(self) -> Iterator[Piece]:
         """Yield pieces of text as they are drawn, as `TopWModel.stream` does. Only once per request."""
-        if self._iterated:
+        if not self.done:
+            self._check_caller("iteration")
+        with self._lock:
+            again, self._iterated = self._iterated, True
+        if again:
             raise GenerationError("the pieces of a request can be read once; use result() for the whole text.")
-        self._iterated = True
         reader = PieceReader(self)
         while (event := self._events.get()) is not None:
             piece = reader.piece(event)
             if piece is not None:
                 yield piece
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise the request's error, if it has one, always with the same traceback."""
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(self._trace)
 
     def result_of(self, index: int) -> GenerationResult:
         """The result of an ended sequence."""
@@ -127,7 +143,7 @@ class Request:
     def fail(self, error: BaseException) -> None:
         """Called by the engine's thread. The first error counts."""
         if self.error is None:
-            self.error = error
+            self.error, self._trace = error, error.__traceback__
 
     def end_sequence(self, index: int, ended: Ended) -> None:
         """Called by the engine's thread at the end of each sequence."""

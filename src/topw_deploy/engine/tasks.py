@@ -46,6 +46,11 @@ class Signal:
     def __init__(self, bell: Bell, gone: Callable[[], None] = lambda: None) -> None:
         self.event, self.gone, self._bell = asyncio.Event(), gone, bell
 
+    @property
+    def lost(self) -> bool:
+        """Whether its loop is closed."""
+        return self._bell.loop.is_closed()
+
     def send(self) -> None:
         """From any thread."""
         self._bell.ring(self)
@@ -56,21 +61,33 @@ class Signal:
 
 
 class Events:
-    """A request's events, put by the engine's thread and taken by a task."""
+    """A request's events, put by the engine's thread and taken by a task, which calls `listen` before the first `put`.
 
-    def __init__(self, bell: Bell, gone: Callable[[], None]) -> None:
+    gone: called at each `put` once the task's loop is closed.
+    """
+
+    def __init__(self, gone: Callable[[], None]) -> None:
         self._events: deque[Event] = deque()
-        self._signal, self._sent = Signal(bell, gone), False
+        self._gone, self._sent = gone, False
+        self._signal: Signal | None = None
         self._lock = threading.Lock()
+
+    def listen(self, bell: Bell) -> None:
+        self._signal = Signal(bell, self._gone)
 
     def put(self, event: Event) -> None:
         with self._lock:
             self._events.append(event)
             send, self._sent = not self._sent, True
+        if self._signal is None:  # it ended before a task listened
+            return
         if send:
             self._signal.send()
+        elif self._signal.lost:  # before the task took what was sent
+            self._gone()
 
     async def get(self) -> Event:
+        assert self._signal is not None, "call listen first"
         while True:
             with self._lock:
                 if self._events:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import heapq
 import itertools
+import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ from topw_deploy.runtime.callbacks import Streamer
 from topw_deploy.runtime.rows import Row
 
 _OUTPUTS = ("next_token", "logprob", "kept", "certified", "mass")
+_AT_EXIT = 10.0  # seconds that the interpreter waits for a run or a callback in progress
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Job(Task):
@@ -92,7 +96,7 @@ class Counts:
 
 
 class Worker:
-    """Runs until `retire`. Other threads call `start`, `end_early`, `pass_by`, `retire` and `join` only."""
+    """Runs until `retire`. Other threads call `check_caller`, `check_process` and `start` to `join` only."""
 
     def __init__(
         self, batch: Batch, scheduler: Scheduler[Job], room: Room, decoder: DecoderInfo, options: Options
@@ -100,18 +104,35 @@ class Worker:
         self.counts = Counts()
         self._reuse = Reuse(batch, decoder, options, self._running)
         self._batch, self._scheduler, self._room = batch, scheduler, room
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Event()
+        # Its `put` may run in a signal handler or garbage collection amid another `put`, unlike threading's locks.
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._alive: dict[Request, Submission] = {}
         self._deadlines: list[tuple[float, int, weakref.ref[Request]]] = []  # a heap
         self._numbers = itertools.count()
         self._retiring, self._broken = False, ""  # or why the engine failed
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._main, name="topw-engine", daemon=True)
         self._thread.start()
+        _workers.add(self)
 
     @property
-    def is_this_thread(self) -> bool:
-        return threading.current_thread() is self._thread
+    def forked(self) -> bool:
+        """Whether this process is a fork of the engine's, which has no copy of its thread."""
+        return os.getpid() != self._process
+
+    def check_caller(self, what: str) -> None:
+        """Raises GenerationError where waiting for the engine's thread would never end."""
+        self.check_process(what)
+        if threading.current_thread() is self._thread:
+            raise GenerationError(f"a callback called {what}(), which would wait for itself; call it elsewhere.")
+
+    def check_process(self, what: str) -> None:
+        """Raises GenerationError in a fork of the engine's process."""
+        if self.forked:
+            raise GenerationError(
+                f"{what}() was called in process {os.getpid()}, a fork of process {self._process}, which has the "
+                "engine's thread; make the Engine in the process that uses it, or start processes with 'spawn'."
+            )
 
     def start(self, submission: Submission) -> None:
         """Queue a request for which there is room."""
@@ -131,15 +152,14 @@ class Worker:
         """Make the thread end, and release the batch, as soon as it has no requests."""
         self._post(self._retire)
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
 
     def _post(self, message: Callable[[], None]) -> None:
-        self._inbox.append(message)
-        self._wake.set()
+        self._inbox.put(message)
 
     def _main(self) -> None:
-        while self._alive or self._inbox or not self._retiring:
+        while self._alive or not self._inbox.empty() or not self._retiring:
             try:
                 self._iterate()
             except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
@@ -147,12 +167,11 @@ class Worker:
         self._batch.close()
 
     def _iterate(self) -> None:
-        if not self._inbox and (self._scheduler.idle or self._broken):
-            self._wake.wait()
-        if self._inbox:
-            self._wake.clear()
-            while self._inbox:
-                self._inbox.popleft()()
+        inbox = self._inbox
+        if inbox.empty() and (self._scheduler.idle or self._broken):
+            inbox.get()()  # waits
+        while not inbox.empty():
+            inbox.get()()
         if self._deadlines:
             self._expire(time.perf_counter())
         if not self._broken:
@@ -277,7 +296,7 @@ class Worker:
         request = submission.request
         self._alive[request] = submission
         if submission.deadline is not None:
-            heapq.heappush(self._deadlines, (submission.deadline, next(self._numbers), weakref.ref(request)))
+            self._add_deadline(submission.deadline, request)
         if self._broken:
             self._fail(submission.jobs[0], GenerationError(self._broken))
             return
@@ -300,6 +319,12 @@ class Worker:
                 if not job.ended:
                     self._interrupt(job, reason)
 
+    def _add_deadline(self, deadline: float, request: Request) -> None:
+        heapq.heappush(self._deadlines, (deadline, next(self._numbers), weakref.ref(request)))
+        if len(self._deadlines) > 2 * len(self._alive):  # forget those of ended requests
+            self._deadlines = [entry for entry in self._deadlines if entry[-1]() in self._alive]
+            heapq.heapify(self._deadlines)
+
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[-1]()
@@ -315,7 +340,11 @@ class Worker:
                 self._interrupt(other, "error", spoilt=spoilt)
 
     def _interrupt(self, job: Job, reason: str, *, spoilt: bool = False) -> None:
-        held = job.generated.interrupt(reason)
+        try:
+            held = job.generated.interrupt(reason)
+        except BaseException as error:  # noqa: BLE001  # of the tokenizer, perhaps the one that failed the request
+            job.request.fail(error)
+            held = ""
         if held:
             job.request.put((job.generated.index, held))
         self._end(job, spoilt=spoilt)
@@ -326,7 +355,8 @@ class Worker:
         if not self._broken:
             self._scheduler.end(job)
             if row != WAITING:
-                self._batch.clear(row, spoilt=spoilt)
+                unchecked = 0 < job.read < job.prompt_tokens
+                self._batch.clear(row, spoilt=spoilt, unchecked=unchecked)
                 self._reuse.release(row, self._held(job, columns["next_token"]))
         self.counts.ended += 1
         submission = self._alive[job.request]
@@ -374,3 +404,15 @@ class Worker:
 
     def _retire(self) -> None:
         self._retiring = True
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all threads before the interpreter does, which aborts the process if one is inside onnxruntime then."""
+    workers = [worker for worker in _workers if not worker.forked]
+    for worker in workers:
+        worker.end_early(None, "cancelled")
+        worker.retire()
+    end = time.perf_counter() + _AT_EXIT
+    for worker in workers:
+        worker.join(max(0.0, end - time.perf_counter()))

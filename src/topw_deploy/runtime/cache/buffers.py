@@ -67,15 +67,17 @@ class Buffers:
         if size:
             self.block.clear(size)
 
-    def clear_row(self, row: int, *, all_states: bool) -> None:
-        """Zero the states of `row` of fixed size, or all."""
+    def clear_row(self, row: int, tokens: int = 0, *, first: int = 0) -> None:
+        """Zero tokens `first` to `tokens`, exclusive, of `row`, and its states of fixed size if `first` is 0."""
 
         def write(memory: np.ndarray) -> None:
             for view, size in self._views(memory, row):
-                if all_states or not size:
+                if size:
+                    view[:, first * size : tokens * size] = 0
+                elif first == 0:
                     view[:] = 0
 
-        if all_states or self.layout.fixed:
+        if tokens > first or (self.layout.fixed and first == 0):
             self.block.change(write)
 
     def copy_row(self, source: int, target: int, tokens: int) -> None:
@@ -197,6 +199,11 @@ class MemoryPool:
             self._lent -= buffers.block.size
             if self._kept is None or self._kept.size < buffers.block.size:
                 self._kept = buffers.block
+
+    def free(self) -> None:
+        """Free the kept block."""
+        with self._lock:
+            self._kept = None
 
     def make_room(self, buffers: Buffers, tokens: int) -> None:
         buffers.grow(min(_round_up(tokens + tokens // _GROWTH, self._step), buffers.capacity))

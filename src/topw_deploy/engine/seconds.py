@@ -1,0 +1,42 @@
+"""Times that callers give."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.runtime.parameters import is_boolean, show
+
+
+def read_max_time(value: object) -> float | None:
+    """Raises ParameterError unless it is None or a finite number > 0."""
+    seconds = _real(value)
+    if value is not None and not 0 < seconds < math.inf:
+        raise ParameterError(f"max_time is {show(value)}, but must be a finite number of seconds > 0.", "max_time")
+    return None if value is None else seconds
+
+
+def read_timeout(value: object) -> float | None:
+    """A time that Python's locks accept. Raises ParameterError unless it is None or a number; infinity is allowed."""
+    seconds = _real(value)
+    if value is not None and math.isnan(seconds):
+        raise ParameterError(f"timeout is {show(value)}, but must be a number of seconds or None.", "timeout")
+    return None if value is None else waitable(seconds)
+
+
+def waitable(seconds: float) -> float:
+    """At most what Python's locks accept, about 292 years."""
+    return min(max(seconds, 0.0), threading.TIMEOUT_MAX)
+
+
+def _real(value: object) -> float:
+    """NaN for other types."""
+    if is_boolean(value) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an integer above the largest float
+        return math.inf
