@@ -105,6 +105,7 @@ def test_an_export_beyond_its_memory_is_a_result() -> None:
     assert result.reason.startswith("the process ended with ")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_the_runner_exports_and_verifies(form: str) -> None:

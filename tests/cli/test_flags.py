@@ -69,6 +69,7 @@ def test_an_error_that_is_no_wrong_value_names_the_option_and_exits_with_1(rando
     assert "has 6 tokens, but the model was opened with --max-context 5;" in error(done)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),

@@ -95,6 +95,7 @@ def test_the_logged_loss_is_that_of_the_file(model: LlamaForCausalLM, tokenizer:
     assert measured.bits_per_byte == pytest.approx(LOG["held_out_bits_per_byte"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_model_ends_its_documents(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
     prompt = torch.tensor([tokenizer.encode("def close(self):\n").ids])
     torch.manual_seed(1)

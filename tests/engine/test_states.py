@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 FORMS = {"onnxruntime": {}, "standard": {"target": "tensorrt", "max_length": 128}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "form"),
     [("lfm2", "onnxruntime"), ("mamba2", "standard"), ("gemma3", "onnxruntime")],

@@ -32,7 +32,7 @@ from tests.support.toy_model import VOCAB
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 OLDEST = "1.23.2"  # supported
 

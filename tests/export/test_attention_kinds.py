@@ -29,6 +29,8 @@ from topw_deploy.export.trace.marker import marker_nodes
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 from topw_deploy.export.verification.cache_drivers import CacheDriver
 
+SAMPLE = ("gpt_oss", "bloom", "gemma3n", "deepseek_v3")  # the others are long tests
+
 FLOAT32 = 1e-4  # as in the export's verification; measured: below 5e-6
 # For logits up to 4: half precision has 11 bits, and two layers sum in another order; measured: below 1e-2.
 FLOAT16 = 4e-2
@@ -48,7 +50,10 @@ def wanted(kind: str) -> Wanted:
     return wanted_of(model_of(kind))
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[name if name in SAMPLE else pytest.param(name, marks=pytest.mark.long) for name in KINDS],
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -13,6 +13,8 @@ from tests.support.lowerings import LOWERINGS, driver_of, lowered
 from tests.support.tiny_models import make_model
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 
+pytestmark = pytest.mark.long
+
 NEAR = 5e-3  # of the largest logit; measured: 1.4e-3
 TOKENS = 40
 

@@ -16,6 +16,7 @@ from topw_deploy.export.trace.trace import TracedDecoder, trace
 from topw_deploy.export.verification.cache_drivers import CacheDriver
 
 pytestmark = pytest.mark.slow
+SAMPLE = ("lfm2", "qwen3_5_text", "mamba2")  # the others are long tests
 
 BOUND = 1e-4  # share of the largest logit, as in the export's verification
 LENGTHS = (7, 70, 1, 40)  # one is longer than a call of standard operators may be
@@ -37,7 +38,10 @@ def traced(family: str) -> TracedDecoder:
     return trace(make_hybrid(family))
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(
+    scope="module",
+    params=[name if name in SAMPLE else pytest.param(name, marks=pytest.mark.long) for name in HYBRIDS],
+)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

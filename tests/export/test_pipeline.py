@@ -69,6 +69,7 @@ def test_the_cache_is_static_by_default(exported: Callable[[str], Path]) -> None
     assert {node.domain for node in model.graph} == {"", "com.microsoft", "topw"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_export_for_tensorrt_has_standard_operators_and_a_cache_of_the_length_asked_for(
     tmp_path: Path, checkpoint: Callable[[str], Path]
@@ -125,6 +126,7 @@ def test_an_export_without_any_default_verifies(tmp_path: Path, checkpoint: Call
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_half_precision_export_reports_its_activations_and_verifies(
     tmp_path: Path, checkpoint: Callable[[str], Path]
@@ -160,6 +162,7 @@ def test_activations_beyond_half_precision_are_named(tmp_path: Path) -> None:
     assert "use --dtype fp32 or bf16" in report.notices[0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_bfloat16_export_names_unverified_parts(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     lines: list[str] = []

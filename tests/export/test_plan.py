@@ -47,6 +47,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str]
     return out, foreseen
 
 
+@pytest.mark.long
 def test_a_dry_run_gives_the_exact_size_of_every_large_file(sharded: tuple[Path, ExportReport]) -> None:
     out, foreseen = sharded
     found = {path.name: path.stat().st_size for path in out.iterdir()}

@@ -74,6 +74,7 @@ def test_a_fixed_length_is_in_the_signature_and_limits_the_context(narrow: Trace
     assert cache_lengths(decoder) == {128}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.0), ("float16", 0.5)])
 @pytest.mark.parametrize("kv", ["static", "concat"])
@@ -88,6 +89,7 @@ def test_the_operator_scales_by_1_in_float32(kv: str, dtype: str, scale: float) 
         assert before.inputs[1].const_value.numpy() == np.float32(0.5)  # heads of 4 numbers
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "width", "operators"),

@@ -257,6 +257,7 @@ KINDS = {  # interleaved, rotated numbers out of 32
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)

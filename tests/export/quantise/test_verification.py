@@ -23,7 +23,7 @@ from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 CASES = {
     "llama_tied": {"dtype": "int4", "block_size": 16, "quantisation_algorithm": "k_quant"},

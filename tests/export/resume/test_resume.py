@@ -119,6 +119,7 @@ def test_each_attempt_continues_where_the_previous_one_was_killed(history: tuple
     assert not any("Tracing" in line or "Starting over" in line for stop in STOPS[1:] for line in lines[stop])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_resumed_export_equals_an_uninterrupted_one(
     history: tuple[Path, dict[str, list[str]]], model: Path, tmp_path: Path

@@ -129,6 +129,7 @@ def test_the_written_configuration_is_the_text_decoders(kind: str, tmp_path: Pat
     assert {name: value.shape for name, value in made.named_parameters()} == expected
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", "glm4v"])
 def test_the_export_of_a_text_decoder_is_verified(kind: str, tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def literal(block: torch.nn.Module, hidden: torch.Tensor) -> np.ndarray:
     return (out[0] if isinstance(out, tuple) else out).reshape(-1, HIDDEN).float().numpy()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in FAMILIES]

@@ -194,6 +194,7 @@ def test_inputs_that_the_engine_does_not_have_are_not_given_to_it(
     assert_alike(found, generate(on_cpu, "abc", beta=2.5, geom_scale=0.5))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_demo(demo_for_tensorrt: Path, trt: TensorRT) -> None:
     build_engine(EngineRequest(out=demo_for_tensorrt, max_batch=2, max_sequence=32))
