@@ -155,28 +155,26 @@ def masked_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tens
 
 @scope
 def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
-    """The largest blocks. Skips the mask where there is none and, if blocks are whole, the edits."""
-    width, nothing = padded_width(spec.vocab_size), op.constant(0, np.int64)
+    """The largest blocks. Skips the mask where there is none and, if blocks are whole, the edits.
 
-    def parts(logits: Tensor, width: int) -> list[Tensor]:
+    Nested branches are for onnxruntime only, so the other form reads edited rows as if they had a mask.
+    """
+    words, nothing = inputs["allowed"], op.constant(0, np.int64)
+
+    def parts(logits: Tensor, width: int = padded_width(spec.vocab_size)) -> list[Tensor]:
         blocks = largest_blocks(op, logits, width)
         return [blocks.logits, blocks.index, blocks.total]
 
-    if reads_in_place(spec):
-        unchanged = op.Equal(op.Add(op.Size(inputs["edit_ids"]), op.Size(inputs["allowed"])), nothing)
-        plain, vocab = inputs["logits"], spec.vocab_size
-        found = op.branch(
-            unchanged, lambda: parts(plain, vocab), lambda: parts(masked_logits(op, spec, inputs), width)
-        )
-        return Blocks(*found)
-    edited, words = edited_logits(op, spec, inputs), inputs["allowed"]
-    no_mask = op.Equal(op.Size(words), nothing)
-    found = op.branch(
-        no_mask,
-        lambda: parts(edited, width),
-        lambda: parts(apply_mask(op, edited, words, spec.vocab_size), width),
-    )
-    return Blocks(*found)
+    def edited() -> list[Tensor]:
+        wide, unmasked = edited_logits(op, spec, inputs), op.Equal(op.Size(words), nothing)
+        return op.branch(unmasked, lambda: parts(wide), lambda: parts(apply_mask(op, wide, words, spec.vocab_size)))
+
+    if not reads_in_place(spec):
+        return Blocks(*edited())
+    plain, vocab = inputs["logits"], spec.vocab_size
+    nested = edited if spec.form == "onnxruntime" else lambda: parts(masked_logits(op, spec, inputs))
+    unchanged = op.Equal(op.Add(op.Size(inputs["edit_ids"]), op.Size(words)), nothing)
+    return Blocks(*op.branch(unchanged, lambda: parts(plain, vocab), nested))
 
 
 @scope
