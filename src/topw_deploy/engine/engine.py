@@ -248,7 +248,7 @@ class Engine:
                 "max_queue",
             )
 
-        tokenizer = self._model.tokenizer
+        tokenizer, guides = self._model.tokenizer, self._model._guides(rows)
 
         def follow(ids: Sequence[int]) -> Any:
             return tokenizer.follow(ids, whole["skip_special_tokens"])
@@ -256,7 +256,7 @@ class Engine:
         def new_row(index: int, row: RowRequest) -> Row:
             watched = whole["streamer"] is not None or bool(whole["stopping_criteria"])
             watch = Watch(row.prompt, row.budget, whole["streamer"], whole["stopping_criteria"]) if watched else None
-            return Row(index, row, new_text(row, follow) if row.stop_strings else None, watch)
+            return Row(index, row, new_text(row, follow) if row.stop_strings else None, watch, guides[index])
 
         generated = [new_row(index, row) for index, row in enumerate(rows)]
         source = Source(self._session, follow, self._model.load_seconds)

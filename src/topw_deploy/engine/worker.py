@@ -201,6 +201,7 @@ class Worker:
             try:
                 if not job.ended:  # with another sequence of its request
                     self._batch.set(job.row, job.generated.request)
+                    self._allow(job)
                     self._scheduler.skip(job, self._reuse.start(job.row, job.prompt))
             except ParameterError as error:
                 self._fail(job, error)
@@ -291,6 +292,14 @@ class Worker:
             job.request.put((row.index, gained))
         if row.finish_reason is not None:
             self._end(job)
+        else:
+            self._allow(job)
+
+    def _allow(self, job: Job) -> None:
+        """Pass on which tokens a sequence's grammar allows next."""
+        guide = job.generated.guide
+        if guide is not None:
+            self._batch.allowed.set(job.row, guide.mask)
 
     def _start(self, submission: Submission) -> None:
         request = submission.request

@@ -20,6 +20,7 @@ from topw_deploy.runtime.record import Record
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.rows import Follow, Row, new_text, result_of
+from topw_deploy.runtime.structured.guide import Guide
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 
@@ -48,6 +49,7 @@ class Generation:
         self.caches, self.cache = caches, caches.open(self.binding, prompts, budgets)
         self.next_ids = self.cache.input_ids.reshape(-1).data  # [B] next inputs
         for row in rows:
+            self.allow(row)
             if row.request.budget == 0:
                 row.end("length")
                 self.retire(row)
@@ -66,6 +68,11 @@ class Generation:
         self.allowed.clear(row.index)
         self.temperature[row.index] = 0.0
         self.binding.refresh("temperature")
+
+    def allow(self, row: Row) -> None:
+        """Pass on which tokens a row's grammar allows next."""
+        if row.guide is not None:
+            self.allowed.set(row.index, row.guide.mask)
 
     def _bind_parameters(self, requests: Sequence[RowRequest]) -> np.ndarray:
         for name in PARAMETER_NAMES:
@@ -134,6 +141,7 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
             raise row.invalid(f"row {row.index}")
         gained = row.take(token)
         g.next_ids[row.index] = token
+        g.allow(row)
         if gained or row.finish_reason is not None:
             changed.append((row, gained))
     for row, _ in changed:
@@ -148,6 +156,7 @@ class RequestRun:
     Text is decoded at every token if `streaming` or with stop strings, otherwise at the end.
 
     load_seconds: for the results.
+    guides: one per request, or none at all.
     """
 
     def __init__(
@@ -161,6 +170,7 @@ class RequestRun:
         streaming: bool,
         streamer: Streamer | None = None,
         criteria: Sequence[Criterion] = (),
+        guides: Sequence[Guide | None] = (),
     ) -> None:
         self._session, self._caches, self._follow = session, caches, follow
         self._load_seconds = load_seconds
@@ -172,6 +182,7 @@ class RequestRun:
                 request,
                 new_text(request, follow) if streaming or request.stop_strings else None,
                 Watch(request.prompt, request.budget, streamer, criteria) if watched else None,
+                guides[index] if guides else None,
             )
             for index, request in enumerate(requests)
         ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import cache, loop
+from topw_deploy.runtime.allowed import NAME as ALLOWED
 from topw_deploy.runtime.callbacks import ending
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.folder import ModelFolder
@@ -22,6 +23,8 @@ from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_text, resolve, split
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.runtime.structured.grammars import Grammars
+from topw_deploy.runtime.structured.guide import Guide
 from topw_deploy.runtime.text import IncrementalDecoder
 from topw_deploy.runtime.tokenizer import Tokenizer
 
@@ -61,6 +64,7 @@ class TopWModel:
         self.manifest = folder.manifest
         self.path = folder.path
         self.tokenizer = Tokenizer(folder)
+        self._grammars = Grammars(self.tokenizer, folder.manifest.sampler.vocab_size)
         self.defaults = model_defaults(folder, self.tokenizer)
         self.provider = session.provider
         self.sampler, self.why_graph = session.sampler, session.why_graph
@@ -264,6 +268,16 @@ class TopWModel:
             for p, name in zip(prompts, names, strict=True)
         ], alone
 
+    def _guides(self, rows: Sequence[RowRequest]) -> list[Guide | None]:
+        """See `Grammars.guides`. Raises ParameterError if the graph cannot mask tokens."""
+        if any(row.constraint is not None for row in rows) and ALLOWED not in self._opened()[0].inputs:
+            raise ParameterError(
+                f"structured_outputs needs a graph with the input {ALLOWED!r}, which this one lacks; export the model "
+                "again.",
+                "structured_outputs",
+            )
+        return self._grammars.guides(rows)
+
     def _run(self, requests: Sequence[RowRequest], whole: Mapping[str, Any], *, streaming: bool) -> Iterator[Piece]:
         def follow(prompt: Sequence[int]) -> IncrementalDecoder:
             return self.tokenizer.follow(prompt, whole["skip_special_tokens"])
@@ -276,6 +290,7 @@ class TopWModel:
             streaming=streaming,
             streamer=whole["streamer"],
             criteria=whole["stopping_criteria"],
+            guides=self._guides(requests),
         ).pieces()
 
     def _opened(self) -> tuple[Session, cache.Caches]:

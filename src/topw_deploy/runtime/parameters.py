@@ -16,6 +16,7 @@ import numpy as np
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.callbacks import check_criteria, check_streamer
 from topw_deploy.runtime.draws import SEED_BITS
+from topw_deploy.runtime.structured.constraint import read_constraint
 from topw_deploy.sampling.parameters import (
     ALIASES,
     IN_FLOAT32,
@@ -39,6 +40,7 @@ REQUEST_ALIASES: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",
     "stop": "stop_strings",
     "n": "num_return_sequences",
+    "response_format": "structured_outputs",
 }
 """Names in vLLM, OpenAI's API and the authors' code -> ours."""
 
@@ -207,6 +209,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "suppress_tokens": Parameter(_ids, (), depth=1),
     "bad_words_ids": Parameter(_id_lists, (), depth=2),
     "no_repeat_ngram_size": Parameter(_at_least(0), 0),
+    "structured_outputs": Parameter(read_constraint),
     "seed": Parameter(_at_least(0, 2**SEED_BITS)),
     "preset": Parameter(lambda _name, value: check_preset(value)),
     **{name: Parameter(_topw) for name in PARAMETER_NAMES},

@@ -14,6 +14,7 @@ from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime.draws import fresh_seed
 from topw_deploy.runtime.generation_config import read_settings
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, spread
+from topw_deploy.runtime.structured.constraint import Constraint
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters
@@ -34,6 +35,7 @@ class RowRequest:
     eos_token_ids: ids that end the row; with `ignore_eos` only the stop_token_ids.
     pad_token_id: the input after the row's end.
     min_new_tokens: tokens before which EOS and stop strings have no effect.
+    constraint: what its text must match, or None.
     """
 
     prompt: tuple[int, ...]
@@ -50,6 +52,7 @@ class RowRequest:
     suppress_tokens: tuple[int, ...]
     bad_words_ids: tuple[tuple[int, ...], ...]
     no_repeat_ngram_size: int
+    constraint: Constraint | None = None
     seed: int
     sample: int
 
@@ -167,7 +170,7 @@ def _row(
         sources.check_ids(name, value(name), limits)
     for word in value("bad_words_ids"):
         sources.check_ids("bad_words_ids", word, limits)
-    pad = value("pad_token_id")
+    pad, constraint = value("pad_token_id"), value("structured_outputs")
     return RowRequest(
         prompt=prompt,
         top_w=_top_w(sources, exported),
@@ -176,6 +179,7 @@ def _row(
         eos_token_ids=stop if value("ignore_eos") else eos | stop,
         pad_token_id=pad if pad is not None and pad < limits.vocab_size else min(eos, default=0),
         stop_strings=value("stop_strings"),
+        constraint=None if constraint is None or constraint.kind == "text" else constraint,
         seed=seed,
         sample=sample,
         **{

@@ -11,6 +11,7 @@ from topw_deploy.runtime.callbacks import Watch
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Timings
+from topw_deploy.runtime.structured.guide import Guide
 from topw_deploy.runtime.text import IncrementalDecoder, RowText
 
 Follow: TypeAlias = "Callable[[Sequence[int]], IncrementalDecoder]"
@@ -22,10 +23,18 @@ class Row:
 
     text: incremental text, or None if the text is decoded only at the end.
     watch: its callbacks, or None.
+    guide: which tokens its grammar allows, or None.
     """
 
-    def __init__(self, index: int, request: RowRequest, text: RowText | None, watch: Watch | None = None) -> None:
-        self.index, self.request, self.text, self.watch = index, request, text, watch
+    def __init__(
+        self,
+        index: int,
+        request: RowRequest,
+        text: RowText | None,
+        watch: Watch | None = None,
+        guide: Guide | None = None,
+    ) -> None:
+        self.index, self.request, self.text, self.watch, self.guide = index, request, text, watch, guide
         self.steps = 0
         self.pieces: list[str] = []
         self.finish_reason: str | None = None
@@ -44,6 +53,8 @@ class Row:
             gained = self.text.push(token)
             if self.text.found is not None:
                 self.end("stop", self.text.found)
+        if self.finish_reason is None and self.guide is not None and self.guide.take(token):
+            self.end("stop")
         if self.finish_reason is None and self.watch is not None:
             criterion = self.watch.ended_by()
             if criterion is not None:
@@ -74,6 +85,13 @@ class Row:
 
     def invalid(self, which: str) -> LogitsError:
         """The error for a drawn token below 0. which: the row's name in the message."""
+        if self.guide is not None:
+            return LogitsError(
+                f"{which} has no token to draw at step {self.steps}: structured_outputs allows {self.guide.allowed} "
+                "there, and each is banned, or has a logit that is not finite; check suppress_tokens, bad_words_ids, "
+                "no_repeat_ngram_size, logit_bias and min_new_tokens.",
+                "structured_outputs",
+            )
         return LogitsError(
             f"{which} is invalid at step {self.steps}: its logits contain NaN or +infinity, or none is "
             "finite after the edits; check the model with `topw verify`, and the penalties, biases and bans."

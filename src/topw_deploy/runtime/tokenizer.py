@@ -78,6 +78,26 @@ class Tokenizer:
 
         return IncrementalDecoder(decode, prompt, self._bytes[skip_special_tokens])
 
+    def token_bytes(self, size: int) -> tuple[list[bytes], list[int]]:
+        """Returns (the text in UTF-8 of each token below `size`, as it is behind other text; ids of special tokens).
+
+        b"" for an id without text. A special token has its name.
+        """
+        special = {token: entry.content for token, entry in self._raw.get_added_tokens_decoder().items() if entry.special}
+        of = self._bytes[False]
+        found = [special[token].encode() if token in special else of(token) for token in range(size)]
+        whole = [token for token, data in enumerate(found) if data is None]
+        for token, text in zip(whole, self._behind_text(whole), strict=True):
+            found[token] = text.encode()
+        return [data or b"" for data in found], [token for token in special if token < size]
+
+    def _behind_text(self, tokens: Sequence[int]) -> list[str]:
+        """Decode tokens one by one as parts of a longer text, whose first token may lose its space."""
+        before = next((token for token in tokens if self.decode([token], False).isalpha()), None)
+        start = [] if before is None else [before]
+        context = self.decode(start, False)
+        return [self.decode([*start, token], False).removeprefix(context) for token in tokens]
+
     def _typed(self, error: BaseException, done: str) -> BaseException:
         """Convert the library's errors, and panics (not Exceptions)."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
