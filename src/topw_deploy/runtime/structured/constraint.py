@@ -9,8 +9,8 @@ from typing import Any
 
 from topw_deploy.errors import GrammarError
 
-MOST_CHARACTERS = 2**18
-"""Longest schema or grammar. Compiling is linear in it for ordinary grammars."""
+MOST_CHARACTERS = 2**16
+"""Longest schema or grammar. See also STACK in deep_stack.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def _schema(text: str) -> str:
 def _regex(text: str) -> str:
     from llguidance import regex_to_lark
 
-    return f"/{regex_to_lark(text)}/"
+    return f"/{regex_to_lark(text, use_ascii='d')}/"  # \d is 0 to 9, \w any letter
 
 
 def _choice(text: str) -> str:
