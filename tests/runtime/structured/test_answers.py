@@ -77,7 +77,7 @@ def test_answers_of_an_engine_match_and_are_those_of_the_request_alone(model: To
     rng = np.random.default_rng(3)
     given: list[dict[str, Any]] = [
         {
-            "prompt": rng.integers(3, VOCAB, rng.integers(1, 30)).tolist(),
+            "prompt": byte_ids(rng.integers(97, 123, rng.integers(1, 30)).astype(np.uint8).tobytes()),
             "structured_outputs": stated,
             "seed": index,
             "max_new_tokens": int(rng.integers(4, 60)),

@@ -22,8 +22,6 @@ def compile_error(constraint: Constraint, message: str) -> GrammarError:
     """The error for a constraint that does not compile."""
     what = _NOUNS[constraint.kind]
     message = message.replace("<non-verbose/>", "").strip()
-    if message in _IMPOSSIBLE:
-        return GrammarError(f"no text matches {what}; give another one.")
     place = _PLACE.match(message)
     why = _EXCERPT.split(message[place.end() :] if place else message)[0]
     in_regex = _REGEX.search(message)
@@ -42,6 +40,10 @@ def compile_error(constraint: Constraint, message: str) -> GrammarError:
 def step_error(message: str) -> GrammarError:
     """The error for a grammar that becomes too complex, or cannot go on, while it is used."""
     why = _clause(message.replace("<non-verbose/>", ""))
+    if why in _IMPOSSIBLE:
+        return GrammarError(
+            "no text matches the grammar of structured_outputs from here on; give another one.", "structured_outputs"
+        )
     return GrammarError(f"the grammar of structured_outputs failed: {why}; give a simpler one.", "structured_outputs")
 
 
