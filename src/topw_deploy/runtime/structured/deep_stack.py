@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from topw_deploy.errors import GenerationError
 
-STACK = 512 * 2**20
-"""Bytes of address space; memory is taken as far as it is used. The deepest grammars of `MOST_CHARACTERS` need half."""
+STACK = 256 * 2**20
+"""Bytes of address space; memory is taken as far as it is used. The deepest grammars found of MOST_CHARACTERS need less than a quarter."""
 
 _starting = threading.Lock()
 Result = TypeVar("Result")
