@@ -27,10 +27,17 @@ inline float highest(Floats v) {
   const float left = v[0] > v[1] ? v[0] : v[1], right = v[2] > v[3] ? v[2] : v[3];
   return left > right ? left : right;
 }
-// -inf where a bit of `word` is 0; bit `first` is the first lane's.
+constexpr float kNo = -__builtin_inff(), kYes = __builtin_inff();
+// Four bits of a mask as upper bounds.
+const Floats kMost[16] = {
+    {kNo, kNo, kNo, kNo},   {kYes, kNo, kNo, kNo},   {kNo, kYes, kNo, kNo},   {kYes, kYes, kNo, kNo},
+    {kNo, kNo, kYes, kNo},  {kYes, kNo, kYes, kNo},  {kNo, kYes, kYes, kNo},  {kYes, kYes, kYes, kNo},
+    {kNo, kNo, kNo, kYes},  {kYes, kNo, kNo, kYes},  {kNo, kYes, kNo, kYes},  {kYes, kYes, kNo, kYes},
+    {kNo, kNo, kYes, kYes}, {kYes, kNo, kYes, kYes}, {kNo, kYes, kYes, kYes}, {kYes, kYes, kYes, kYes}};
+// -inf where a bit of `word` is 0; bit `first` is the first lane's. An allowed NaN becomes +inf, also invalid.
 inline Floats allow(Floats v, uint32_t word, int first) {
-  const Bits bit = Bits{1, 2, 4, 8} << static_cast<uint32_t>(first), words = {word, word, word, word};
-  return (words & bit) == bit ? v : all(-__builtin_inff());
+  const Floats most = kMost[word >> first & 15];
+  return v < most ? v : most;
 }
 inline Flags no_flags() { return Flags{0, 0, 0, 0}; }
 inline Flags unordered(Floats a, Floats b, Flags before) { return before | (a != a) | (b != b); }
