@@ -38,7 +38,7 @@ def test_a_mask_is_the_same_as_logits_of_minus_infinity(kernel: EmulatedKernel, 
     for beyond in (False, True):  # bits after the vocabulary have no effect
         found = kernel.sample(logits, chosen, UNIFORM, allowed=packed(allowed, beyond), **EVERY)
         assert same_bits(kernel.sample(masked(logits, allowed), chosen, UNIFORM, **EVERY), found) == []
-    certain = {name: values for name, values in chosen.items() if name != "geom_scale"}  # a negative one makes float32 ties
+    certain = {name: values for name, values in chosen.items() if name != "geom_scale"}  # a negative one makes ties
     found = kernel.sample(logits, certain, UNIFORM, allowed=packed(allowed), **EVERY)
     assert differences_from(cpu.sample(logits, certain, UNIFORM, allowed=packed(allowed), **EVERY), found) == []
 
@@ -113,7 +113,10 @@ def test_the_mask_follows_the_edits(kernel: EmulatedKernel, vocab: int, edits: i
     found = kernel.sample(logits, options=UNIFORM, edits=(ids, penalty, bias), allowed=packed(allowed), **EVERY)
     with np.errstate(invalid="ignore"):
         edited = np.stack(
-            [apply_edits(row, np.where(i < vocab, i, -1), p, b) for row, i, p, b in zip(logits, ids, penalty, bias)]
+            [
+                apply_edits(row, np.where(i < vocab, i, -1), p, b)
+                for row, i, p, b in zip(logits, ids, penalty, bias, strict=True)
+            ]
         )
     assert same_bits(kernel.sample(masked(edited, allowed), options=UNIFORM, **EVERY), found) == []
     assert (found.next_token >= 0).sum() >= 10
