@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from topw_deploy.runtime.allowed import Allowed
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.callbacks import Criterion, Streamer, Watch
 from topw_deploy.runtime.draws import Draws
@@ -33,6 +34,7 @@ class Generation:
         self.step = 0
         self.prefilled_at = 0.0  # time.perf_counter()
         self.edits = Edits(requests, session.fixed_edits, session.most_edits)
+        self.allowed = Allowed(batch, session.mask_words, always=session.always_masked)
         self.binding = session.bind()
         self.draws = Draws([r.seed for r in requests], [r.sample for r in requests], [len(p) for p in prompts])
         self.uniform = np.zeros(batch, np.float32)  # [B]
@@ -40,6 +42,7 @@ class Generation:
         self.uniform_view = self.uniform.data
         self.temperature = self._bind_parameters(requests)  # [B]
         self.edits.bind(self.binding)
+        self.allowed.bind(self.binding)
         self.record = Record(session.outputs, batch, max(budgets))
         self.record.bind(self.binding)
         self.caches, self.cache = caches, caches.open(self.binding, prompts, budgets)
@@ -55,11 +58,12 @@ class Generation:
         self.caches.close(self.cache)
 
     def retire(self, row: Row) -> None:
-        """Make an ended row greedy and remove its edits: it stays in the batch, and this is cheapest."""
+        """Make an ended row greedy and remove its edits and mask: it stays in the batch, and this is cheapest."""
         self.active.remove(row)
         self.going_on.remove(row.index)
         self.next_ids[row.index] = row.request.pad_token_id
         self.edits.clear(row.index)
+        self.allowed.clear(row.index)
         self.temperature[row.index] = 0.0
         self.binding.refresh("temperature")
 
@@ -108,6 +112,7 @@ def run_step(generation: Generation) -> list[int]:
     g.draws.write(g.step, g.uniform_view)
     if g.edits.active:
         g.edits.prepare(g.binding)
+    g.allowed.prepare(g.binding)
     g.binding.run(g.step)
     tokens = g.record.keep(g.step)
     g.step += 1

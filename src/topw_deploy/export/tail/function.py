@@ -25,6 +25,7 @@ from topw_deploy.export.tail.inputs import (
     Rows,
     all_true,
     apply_edits,
+    apply_mask,
     padded_width,
     row_parameters,
     without_padding,
@@ -58,16 +59,16 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
     A row's answer depends neither on `spec.form` nor on other rows.
     """
     rows = row_parameters(op, [inputs[name] for name in PARAMETERS])
-    direct = edited_logits(op, spec, inputs) if not skips_edits(spec) else None
+    direct = masked_logits(op, spec, inputs) if reads_all_at_once(spec) else None
     blocks = search(op, spec, inputs) if direct is None else largest_blocks(op, direct, padded_width(spec.vocab_size))
     path = short_path(op, spec, blocks, rows)
     share = top_share(op, direct, path.candidates, rows) if spec.with_mass else None
 
-    def edited() -> Tensor:
-        return edited_logits(op, spec, inputs) if direct is None else direct
+    def masked() -> Tensor:
+        return masked_logits(op, spec, inputs) if direct is None else direct
 
     def narrow() -> Tensor:
-        return without_padding(op, edited(), spec.vocab_size)
+        return without_padding(op, masked(), spec.vocab_size)
 
     def fast() -> Answer:
         # All true: settled rows have uniform numbers >= 0.
@@ -87,7 +88,7 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
         if spec.form != "onnxruntime":
             return merge(op, mine, quick, literal_answer(op, spec, narrow(), rows, inputs))
         index = places_of(op, op.Not(mine))
-        others = without_padding(op, op.Gather(edited(), index, axis=0), spec.vocab_size)
+        others = without_padding(op, op.Gather(masked(), index, axis=0), spec.vocab_size)
         return put_answer(op, quick, index, compact_answer(op, spec, others, take_rows(op, rows, index), inputs))
 
     if spec.form == "static":
@@ -133,13 +134,14 @@ def _two_branches(
     return op.branch(answered, lambda: finish(op, spec, answer, share), by_distances)
 
 
-def skips_edits(spec: TailSpec) -> bool:
-    """Whether unedited logits are read in place, in a separate branch.
+def reads_all_at_once(spec: TailSpec) -> bool:
+    """Whether edited and masked logits are made for all rows, without a branch for rows that need neither."""
+    return spec.form == "static" or spec.with_mass
 
-    False if padding or `mass` needs a copy, or the vocabulary is small.
-    """
-    whole = spec.vocab_size % BLOCK == 0 and spec.vocab_size // BLOCK >= CANDIDATES
-    return whole and spec.form != "static" and not spec.with_mass
+
+def reads_in_place(spec: TailSpec) -> bool:
+    """Whether unedited logits can be searched in place: whole blocks, and more than are searched."""
+    return spec.vocab_size % BLOCK == 0 and spec.vocab_size // BLOCK >= CANDIDATES
 
 
 def edited_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -147,22 +149,32 @@ def edited_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tens
     return apply_edits(op, inputs["logits"], *edits, vocab_size=spec.vocab_size)
 
 
+def masked_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tensor:
+    return apply_mask(op, edited_logits(op, spec, inputs), inputs["allowed"], spec.vocab_size)
+
+
 @scope
 def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
-    """The largest blocks, read from the input directly if there are no edits."""
+    """The largest blocks. Skips the mask where there is none and, if blocks are whole, the edits.
 
-    def parts(blocks: Blocks) -> list[Tensor]:
+    Nested branches are for onnxruntime only, so the other form reads edited rows as if they had a mask.
+    """
+    words, nothing = inputs["allowed"], op.constant(0, np.int64)
+
+    def parts(logits: Tensor, width: int = padded_width(spec.vocab_size)) -> list[Tensor]:
+        blocks = largest_blocks(op, logits, width)
         return [blocks.logits, blocks.index, blocks.total]
 
-    def plain() -> list[Tensor]:
-        return parts(largest_blocks(op, inputs["logits"], spec.vocab_size))
-
     def edited() -> list[Tensor]:
-        wide = edited_logits(op, spec, inputs)
-        return parts(largest_blocks(op, wide, padded_width(spec.vocab_size)))
+        wide, unmasked = edited_logits(op, spec, inputs), op.Equal(op.Size(words), nothing)
+        return op.branch(unmasked, lambda: parts(wide), lambda: parts(apply_mask(op, wide, words, spec.vocab_size)))
 
-    no_edits = op.Equal(op.Size(inputs["edit_ids"]), op.constant(0, np.int64))
-    return Blocks(*op.branch(no_edits, plain, edited))
+    if not reads_in_place(spec):
+        return Blocks(*edited())
+    plain, vocab = inputs["logits"], spec.vocab_size
+    nested = edited if spec.form == "onnxruntime" else lambda: parts(masked_logits(op, spec, inputs))
+    unchanged = op.Equal(op.Add(op.Size(inputs["edit_ids"]), op.Size(words)), nothing)
+    return Blocks(*op.branch(unchanged, lambda: parts(plain, vocab), nested))
 
 
 @scope
