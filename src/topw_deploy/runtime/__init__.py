@@ -3,6 +3,7 @@
 model, sampler, results: public classes.
 prompts, parameters, generation_config, request: request validation.
 loop, rows, record, draws, edits, allowed, callbacks: generation.
+structured: answers that match a schema or a grammar.
 text, tokenizer, token_bound, chat, template: text, tokens, chat templates.
 cache, memory: key-value caches.
 protocols, session_options, open_session, device_lock: session interface.

@@ -40,7 +40,7 @@ class GenerationResult:
     seed, sample: reproduce the tokens, with the same prompt and parameters.
     finish_reason: "stop", "criterion" or "length" (token limit or context); from an Engine also "cancelled", "timeout"
         or "error".
-    stop: EOS id, stop string or criterion's name, else None.
+    stop: EOS id, stop string or criterion's name, else None; also None at the end of a grammar.
     prompt_tokens: prompt length.
     cached_tokens: tokens of the prompt that an Engine did not read again; otherwise 0.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).

@@ -52,7 +52,7 @@ class Grammars:
         tokens, vocabulary = self._prepared()
         try:
             if constraint not in compiled:
-                compiled[constraint] = _compile(constraint, tokens)
+                compiled[constraint] = compile_grammar(constraint, tokens)
             guide = Guide(compiled[constraint].deep_copy(), vocabulary, row.eos_token_ids)
             guide.start()
         except GrammarError as error:
@@ -69,11 +69,12 @@ class Grammars:
             if self._made is None:
                 install.require("structured output", "structured")
                 texts, special = self._tokenizer.token_bytes(self._size)
-                self._made = _read(texts, special), Vocabulary(texts)
+                self._made = read_tokens(texts, special), Vocabulary(texts)
             return self._made
 
 
-def _read(texts: list[bytes], special: list[int]) -> LLTokenizer:
+def read_tokens(texts: list[bytes], special: list[int]) -> LLTokenizer:
+    """llguidance's form of a vocabulary. texts, special: see `Tokenizer.token_bytes`. Raises TokenizerError."""
     from llguidance import LLTokenizer
 
     try:
@@ -97,7 +98,8 @@ class _Tokens:
         raise NotImplementedError("no text is tokenized: see `no_forcing` in lark.py")
 
 
-def _compile(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
+def compile_grammar(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
+    """A matcher at the grammar's beginning; copy it for each sequence. Raises GrammarError."""
     from llguidance import LLMatcher, LLParserLimits
 
     def compiled() -> LLMatcher:
