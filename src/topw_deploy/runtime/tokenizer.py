@@ -83,7 +83,9 @@ class Tokenizer:
 
         b"" for an id without text. A special token has its name.
         """
-        special = {token: entry.content for token, entry in self._raw.get_added_tokens_decoder().items() if entry.special}
+        special = {
+            token: entry.content for token, entry in self._raw.get_added_tokens_decoder().items() if entry.special
+        }
         of = self._bytes[False]
         found = [special[token].encode() if token in special else of(token) for token in range(size)]
         whole = [token for token, data in enumerate(found) if data is None]

@@ -103,7 +103,9 @@ def test_a_masked_draw_is_the_reference_s(model: TopWModel, toy: Toy) -> None:
 
     def bans(tokens: Sequence[int]) -> Any:
         begun = [byte_of[token] for token in tokens[len(prompt) :]]
-        allowed = {byte_ids(text[len(begun) :])[0] for text in texts if list(text[: len(begun)]) == begun and begun != [*text]}
+        allowed = {
+            byte_ids(text[len(begun) :])[0] for text in texts if list(text[: len(begun)]) == begun and begun != [*text]
+        }
         banned = [token for token in range(VOCAB) if token not in allowed]
         return banned, np.ones(len(banned)), np.full(len(banned), -np.inf)
 
@@ -134,7 +136,9 @@ def test_prompts_of_a_batch_may_have_constraints_of_their_own(model: TopWModel) 
     prompts = [byte_ids("a")] * 4
     results = model.generate(prompts, structured_outputs=stated, seed=[1] * 4, max_new_tokens=6, **WILD)
     assert re.fullmatch("[0-9]{3}", results[0].text)
-    assert results[1].token_ids == results[2].token_ids == model.generate("a", seed=1, max_new_tokens=6, **WILD).token_ids
+    assert (
+        results[1].token_ids == results[2].token_ids == model.generate("a", seed=1, max_new_tokens=6, **WILD).token_ids
+    )
     assert results[3].text == "ja"
 
 
@@ -191,7 +195,9 @@ class TestBans:
 
     def test_bans_of_all_that_the_grammar_allows_fail_the_request_alone(self, model: TopWModel) -> None:
         asked = {"structured_outputs": {"regex": "a[bc]d"}, "suppress_tokens": byte_ids("bc")}
-        with pytest.raises(LogitsError, match="row 0 has no token to draw at step 1: structured_outputs allows 2 there"):
+        with pytest.raises(
+            LogitsError, match="row 0 has no token to draw at step 1: structured_outputs allows 2 there"
+        ):
             model.generate("x", **asked)
         with Engine(model) as engine:
             failed, free = engine.submit("x", **asked), engine.submit("y", max_new_tokens=5)

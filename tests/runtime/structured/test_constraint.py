@@ -43,6 +43,7 @@ def test_every_shape_is_read(given: Any, expected: Constraint) -> None:
         ({"json": 3}, "is a int, but must be a schema"),
         ({"json": {"a": float("nan")}}, "cannot be written as JSON"),
         ({"json": {"a": object()}}, "cannot be written as JSON"),
+        ({"json": {"minimum": 10**5000}}, "cannot be written as JSON"),
         ({"json_object": False}, "must be True"),
         ({"regex": ""}, "is empty"),
         ({"regex": b"a"}, "is a bytes"),

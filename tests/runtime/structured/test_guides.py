@@ -22,6 +22,7 @@ from topw_deploy.runtime.structured.guide import Guide, Vocabulary
 PIECES = [bytes([byte]) for byte in range(256)] + [b"ab", b"abc", b"bc", b"ab", "né".encode(), b"", b"c,", b""]
 TOKENS = grammars.read_tokens([*PIECES, b"<special>"], [len(PIECES)])
 ENDS = (0, 5)
+SPECIAL = "<｜end▁of｜>"
 
 
 def guide_of(stated: dict[str, Any], ends: tuple[int, ...] = ENDS) -> Guide:
@@ -102,7 +103,9 @@ def test_digits_of_an_expression_are_ascii_and_letters_are_not() -> None:
 
 
 def word_pieces() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece({t: i for i, t in enumerate(["[UNK]", "a", "##b", "##c", "d"])}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece({t: i for i, t in enumerate(["[UNK]", "a", "##b", "##c", "d"])}, unk_token="[UNK]")
+    )
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
     return tokenizer
 
@@ -110,7 +113,7 @@ def word_pieces() -> Tokenizer:
 def with_added() -> Tokenizer:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("  ")])
-    tokenizer.add_special_tokens([AddedToken("<｜end▁of｜>", special=True)])
+    tokenizer.add_special_tokens([AddedToken(SPECIAL, special=True)])
     return tokenizer
 
 
@@ -119,7 +122,7 @@ def with_added() -> Tokenizer:
     [
         (SENTENCEPIECE, {"▁the": b" the", "▁": b" ", "s": b"s", "<0x0A>": b"\n", "<0xC3>": b"\xc3", "<s>": b"<s>"}),
         (word_pieces(), {"a": b" a", "##b": b"b", "##c": b"c", "d": b" d"}),
-        (with_added(), {"<think>": b"<think>", "  ": b"  ", "<｜end▁of｜>": "<｜end▁of｜>".encode(), "Ġ": b" ", "Ã": b"\xc3"}),
+        (with_added(), {"<think>": b"<think>", "  ": b"  ", SPECIAL: SPECIAL.encode(), "Ġ": b" ", "Ã": b"\xc3"}),
         (CROSSING, {CROSSING.id_to_token(i): data for i, data in enumerate(CROSSING_BYTES) if data}),
     ],
     ids=["SentencePiece", "WordPiece", "byte-level", "crossing"],

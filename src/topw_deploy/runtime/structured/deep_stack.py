@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from topw_deploy.errors import GenerationError
 
 STACK = 256 * 2**20
-"""Bytes of address space; memory is taken as far as it is used. The deepest grammars found of MOST_CHARACTERS need less than a quarter."""
+"""Bytes of address space; memory is taken as far as it is used. The deepest grammars found need a tenth."""
 
 _starting = threading.Lock()
 Result = TypeVar("Result")
