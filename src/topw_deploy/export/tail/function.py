@@ -17,23 +17,18 @@ from topw_deploy.export.tail.answer import (
     parts_of,
     put_answer,
 )
-from topw_deploy.export.tail.candidates import CANDIDATES, Blocks, Candidates, largest_blocks, short_path
+from topw_deploy.export.tail.candidates import short_path
 from topw_deploy.export.tail.dynamic import places_of, take_rows
 from topw_deploy.export.tail.inputs import (
-    BLOCK,
     PARAMETERS,
-    Rows,
     all_true,
-    apply_edits,
-    apply_mask,
-    padded_width,
     row_parameters,
     without_padding,
 )
 from topw_deploy.export.tail.literal import compact_answer, literal_answer, moved_answer, pool_answer
-from topw_deploy.export.tail.ops import Ops, Recorder, Tensor, scope
+from topw_deploy.export.tail.logits import Logits
+from topw_deploy.export.tail.ops import Ops, Recorder, Tensor
 from topw_deploy.export.tail.spec import DOMAIN, OP_TYPE, TailSpec, tail_inputs, tail_outputs
-from topw_deploy.sampling.parameters import GREEDY_BELOW
 
 
 def build_tail(spec: TailSpec) -> ir.Function:
@@ -59,16 +54,9 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
     A row's answer depends neither on `spec.form` nor on other rows.
     """
     rows = row_parameters(op, [inputs[name] for name in PARAMETERS])
-    direct = masked_logits(op, spec, inputs) if reads_all_at_once(spec) else None
-    blocks = search(op, spec, inputs) if direct is None else largest_blocks(op, direct, padded_width(spec.vocab_size))
-    path = short_path(op, spec, blocks, rows)
-    share = top_share(op, direct, path.candidates, rows) if spec.with_mass else None
-
-    def masked() -> Tensor:
-        return masked_logits(op, spec, inputs) if direct is None else direct
-
-    def narrow() -> Tensor:
-        return without_padding(op, masked(), spec.vocab_size)
+    logits = Logits(op, spec, inputs)
+    path = short_path(op, spec, logits.blocks(), rows)
+    share = logits.top_share(path.candidates, rows) if spec.with_mass else None
 
     def fast() -> Answer:
         # All true: settled rows have uniform numbers >= 0.
@@ -76,19 +64,19 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
 
     def pooled() -> tuple[Answer, Tensor]:
         mine = all_true(op, path.settled, axis=1)
-        answer, final = pool_answer(op, spec, narrow(), rows)
+        answer, final = pool_answer(op, spec, logits.narrow(), rows)
         return merge(op, mine, fast_answer(op, spec, path, mine), answer), op.Or(mine, final)
 
     def moved(sure: Tensor) -> Answer:
-        return moved_answer(op, spec, narrow(), rows, inputs, sure)
+        return moved_answer(op, spec, logits.narrow(), rows, inputs, sure)
 
     def everything() -> Answer:
         mine = all_true(op, path.settled, axis=1)
         quick = fast_answer(op, spec, path, mine)
         if spec.form != "onnxruntime":
-            return merge(op, mine, quick, literal_answer(op, spec, narrow(), rows, inputs))
+            return merge(op, mine, quick, literal_answer(op, spec, logits.narrow(), rows, inputs))
         index = places_of(op, op.Not(mine))
-        others = without_padding(op, op.Gather(masked(), index, axis=0), spec.vocab_size)
+        others = without_padding(op, op.Gather(logits.masked(), index, axis=0), spec.vocab_size)
         return put_answer(op, quick, index, compact_answer(op, spec, others, take_rows(op, rows, index), inputs))
 
     if spec.form == "static":
@@ -132,57 +120,3 @@ def _two_branches(
         return finish(op, spec, replace(mixed, certified=answer.certified), share)
 
     return op.branch(answered, lambda: finish(op, spec, answer, share), by_distances)
-
-
-def reads_all_at_once(spec: TailSpec) -> bool:
-    """Whether edited and masked logits are made for all rows, without a branch for rows that need neither."""
-    return spec.form == "static" or spec.with_mass
-
-
-def reads_in_place(spec: TailSpec) -> bool:
-    """Whether unedited logits can be searched in place: whole blocks, and more than are searched."""
-    return spec.vocab_size % BLOCK == 0 and spec.vocab_size // BLOCK >= CANDIDATES
-
-
-def edited_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tensor:
-    edits = (inputs["edit_ids"], inputs["edit_penalty"], inputs["edit_bias"])
-    return apply_edits(op, inputs["logits"], *edits, vocab_size=spec.vocab_size)
-
-
-def masked_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tensor:
-    return apply_mask(op, edited_logits(op, spec, inputs), inputs["allowed"], spec.vocab_size)
-
-
-@scope
-def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
-    """The largest blocks. Skips the mask where there is none and, if blocks are whole, the edits.
-
-    Nested branches are for onnxruntime only, so the other form reads edited rows as if they had a mask.
-    """
-    words, nothing = inputs["allowed"], op.constant(0, np.int64)
-
-    def parts(logits: Tensor, width: int = padded_width(spec.vocab_size)) -> list[Tensor]:
-        blocks = largest_blocks(op, logits, width)
-        return [blocks.logits, blocks.index, blocks.total]
-
-    def edited() -> list[Tensor]:
-        wide, unmasked = edited_logits(op, spec, inputs), op.Equal(op.Size(words), nothing)
-        return op.branch(unmasked, lambda: parts(wide), lambda: parts(apply_mask(op, wide, words, spec.vocab_size)))
-
-    if not reads_in_place(spec):
-        return Blocks(*edited())
-    plain, vocab = inputs["logits"], spec.vocab_size
-    nested = edited if spec.form == "onnxruntime" else lambda: parts(masked_logits(op, spec, inputs))
-    unchanged = op.Equal(op.Add(op.Size(inputs["edit_ids"]), op.Size(words)), nothing)
-    return Blocks(*op.branch(unchanged, lambda: parts(plain, vocab), nested))
-
-
-@scope
-def top_share(op: Ops, logits: Tensor, candidates: Candidates, rows: Rows) -> Tensor:
-    """Softmax of the largest logit at Ts: float32 [batch, 1]; NaN for greedy rows."""
-    temperature, selection, *_ = rows.given
-    asked = op.Where(op.Equal(selection, op.constant(0.0)), temperature, selection)
-    frozen = op.Less(asked, op.constant(GREEDY_BELOW))
-    logs = op.LogSoftmax(op.Div(logits, op.Where(frozen, op.constant(1.0), asked)), axis=1)
-    top = op.GatherElements(logs, op.Gather(candidates.ids, op.constant([0], np.int64), axis=1), axis=1)
-    return op.Where(frozen, op.constant(np.nan), op.Exp(top))

@@ -135,7 +135,8 @@ def apply_mask(op: Ops, logits: Tensor, words: Tensor, vocab_size: int) -> Tenso
 
     words: int32 [batch, ceil(vocab / 32)], or [batch, 0] to allow all.
 
-    Without words all tensors but the result have no rows, so that the result costs one copy of the logits.
+    Without words, no tensor before the last two has rows, and the cost is two copies of the logits. (A ScatterND of
+    rows would need one, but the forms for TensorRT avoid it.)
     """
     width, given = padded_width(vocab_size), mask_words(vocab_size)
     whole = op.Reshape(words, op.constant([-1, given], np.int64))  # [k, given], k = batch or 0
@@ -144,8 +145,8 @@ def apply_mask(op: Ops, logits: Tensor, words: Tensor, vocab_size: int) -> Tenso
     zero = op.constant([0], np.int64)
     count = op.Shape(flags, start=0, end=1)
     masked = op.Where(flags, op.Slice(logits, zero, count, zero), op.constant(-np.inf))
-    places = op.Range(op.constant(0, np.int64), op.Squeeze(count, zero), op.constant(1, np.int64))
-    return op.ScatterND(logits, op.Unsqueeze(places, op.constant([1], np.int64)), masked)
+    others = op.Slice(logits, count, op.constant([np.iinfo(np.int64).max], np.int64), zero)
+    return op.Concat(masked, others, axis=0)
 
 
 @scope
