@@ -91,6 +91,14 @@ def test_large_vocabularies_are_certified_among_few_allowed_candidates(each_kern
         assert allowed[np.arange(len(KINDS)), found.next_token].all()
 
 
+def test_of_equal_logits_a_greedy_row_takes_the_first_allowed(each_kernel: Kernel) -> None:
+    rng = np.random.default_rng(2)
+    logits, allowed = np.zeros((64, 300), np.float32), rng.random((64, 300)) < 0.01
+    allowed[:, 299] = True
+    found = each_kernel.sample(logits, {"temperature": 0.0}, UNIFORM, allowed=packed(allowed))
+    assert found.next_token.tolist() == allowed.argmax(axis=1).tolist()
+
+
 @pytest.mark.parametrize("kind", ["few in all", "one in most blocks", "neighbours"])
 def test_the_pool_is_complete_wherever_the_allowed_tokens_are(each_kernel: Kernel, kind: str) -> None:
     """The pool's bound is estimated from the maxima of blocks of 128 logits, as if tokens lay at random."""
