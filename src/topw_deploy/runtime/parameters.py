@@ -190,7 +190,7 @@ class Parameter:
 
 
 PARAMETERS: Mapping[str, Parameter] = {
-    "max_new_tokens": Parameter(_at_least(1), 256),
+    "max_new_tokens": Parameter(_at_least(0), 256),
     "max_length": Parameter(_at_least(1)),
     "min_new_tokens": Parameter(_at_least(0), 0),
     "min_length": Parameter(_at_least(0), 0),
@@ -207,6 +207,8 @@ PARAMETERS: Mapping[str, Parameter] = {
     "suppress_tokens": Parameter(_ids, (), depth=1),
     "bad_words_ids": Parameter(_id_lists, (), depth=2),
     "no_repeat_ngram_size": Parameter(_at_least(0), 0),
+    "logprobs": Parameter(_at_least(0)),
+    "prompt_logprobs": Parameter(_at_least(0)),
     "seed": Parameter(_at_least(0, 2**SEED_BITS)),
     "preset": Parameter(lambda _name, value: check_preset(value)),
     **{name: Parameter(_topw) for name in PARAMETER_NAMES},
