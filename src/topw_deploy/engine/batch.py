@@ -44,6 +44,7 @@ class Batch:
     """`rows` rows of at most `length` tokens.
 
     new_logits: makes room for the logits of `rows` rows, for requests that ask for log-probabilities.
+    wants_logits: whether the next runs, chunks or steps, copy their logits to the host.
     steps: number of steps so far; a step's number says where its outputs are recorded.
 
     Raises GenerationError if there is no memory for the cache.
@@ -77,6 +78,7 @@ class Batch:
         self._first = Record(session.outputs, 1, 1)  # of the last chunk's run
         self._unchecked: dict[int, int] = {}  # free row -> slots whose states may not be finite
         self._version = 0
+        self.wants_logits = False
         self.steps = 0
         self._forget_bindings()
 
@@ -158,10 +160,8 @@ class Batch:
         self._buffers.restore(row, snapshot, tokens)
         self.keep(row, tokens)
 
-    def read(self, row: int, request: RowRequest, start: int, end: int, *, logits: bool = False) -> int | None:
+    def read(self, row: int, request: RowRequest, start: int, end: int) -> int | None:
         """Read tokens `start` to `end`, exclusive, of the row's prompt. Returns the first drawn token after the last.
-
-        logits: whether `logits` will be called after the last.
 
         Raises GenerationError, and ParameterError for too many edits.
         """
@@ -174,7 +174,7 @@ class Batch:
         if last:
             self.edits.write(row)
             self._uniform[row] = uniforms(request.seed, end, request.sample, 1)[0]
-        binding = self._drawer(row, logits) if last else self._filler(row)
+        binding = self._drawer(row, self.wants_logits) if last else self._filler(row)
         bind_static_chunk(self._session, binding, ids, np.array([start]), np.array([end - start]))
         self._written[row] = end
         binding.run(0 if last else None)
@@ -194,14 +194,11 @@ class Batch:
         self.edits.add(row, token)
         self._version += 1
 
-    def step(self, width: int, *, logits: bool = False) -> list[int]:
-        """Draw a token for each of the first `width` rows. Returns the tokens; only those of decoding rows count.
-
-        logits: whether `logits` will be called.
-        """
+    def step(self, width: int) -> list[int]:
+        """Draw a token for each of the first `width` rows. Returns the tokens; only those of decoding rows count."""
         if self._decoder.buffer_step:
             self._make_room(max(self._written_view[:width].tolist()) + 1)
-        bound = self._steps.get((width, logits)) or self._bind_step(width, logits)
+        bound = self._steps.get((width, self.wants_logits)) or self._bind_step(width, self.wants_logits)
         self._update(bound, slice(width))
         self._draws.write(self.steps, self._uniform_view)
         bound.binding.run(self.steps + 1)  # 0 is a prompt's last chunk
@@ -210,7 +207,7 @@ class Batch:
         return tokens
 
     def logits(self, row: int) -> np.ndarray:
-        """A row's logits of the last run, made with `logits`: float [V], valid until the next one."""
+        """A row's logits of the last run, if that was made with `wants_logits`: float [V], valid until the next."""
         assert self._logits is not None, "bound by the run"
         return self._logits.of(row)
 

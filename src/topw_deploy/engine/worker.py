@@ -215,8 +215,8 @@ class Worker:
             self.counts.cached_tokens += job.cached
             chunk = self._scheduler.skip(job, job.cached)
         try:
-            wanted = job.generated.wants_logits
-            token = self._batch.read(row, job.reads, chunk.start, chunk.end, logits=wanted)
+            self._batch.wants_logits = job.generated.wants_logits
+            token = self._batch.read(row, job.reads, chunk.start, chunk.end)
         except TopWError as error:
             self._fail(job, error, spoilt=True)
             return
@@ -249,8 +249,8 @@ class Worker:
     def _step(self) -> None:
         batch, jobs = self._batch, list(self._scheduler.decoding)
         try:
-            wanted = any([job.generated.wants_logits for job in jobs])
-            tokens = batch.step(self._scheduler.width, logits=wanted)
+            batch.wants_logits = any([job.generated.wants_logits for job in jobs])
+            tokens = batch.step(self._scheduler.width)
         except GenerationError as error:
             for job in jobs:
                 if not job.ended:  # with another sequence of its request

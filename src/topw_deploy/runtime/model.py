@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import cache, loop
+from topw_deploy.runtime.bad_words import as_ids
 from topw_deploy.runtime.callbacks import ending
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.folder import ModelFolder
@@ -226,7 +227,8 @@ class TopWModel:
         limits = limits or self._limits
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split(parameters)
-        samples, config = whole["num_return_sequences"], whole["generation_config"]
+        samples = whole["num_return_sequences"]
+        named, config = (as_ids(given, self.tokenizer) for given in (named, whole["generation_config"]))
         prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"], samples, limits)
         exported, geometry = self.manifest.defaults, self.manifest.sampler.geometry
         rows = resolve(prompts, named, self.defaults, exported, limits, samples, config=config, geometry=geometry)
