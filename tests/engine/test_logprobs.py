@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -192,7 +191,7 @@ def test_too_many_edits_fail_a_scored_request_once_it_draws(
 ) -> None:
     engine = engine_of(scoring)
     monkeypatch.setattr(engine._batch.edits, "_most", 16)
-    wide = {token: 1.0 for token in range(10, 40)}
+    wide = dict.fromkeys(range(10, 40), 1.0)
     with pytest.raises(ParameterError, match="more than 16 tokens"):
         engine.submit([7] * 5, prompt_logprobs=0, logit_bias=wide).result(60)
     assert engine.submit([7] * 5, max_new_tokens=1, seed=1).result(60) == scoring.generate(

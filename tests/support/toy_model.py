@@ -300,9 +300,7 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-def _decoder_model(
-    toy: Toy, spec: TailSpec, form: str, max_length: int | None, with_logits: bool
-) -> onnx.ModelProto:
+def _decoder_model(toy: Toy, spec: TailSpec, form: str, max_length: int | None, with_logits: bool) -> onnx.ModelProto:
     nodes, inputs, outputs, constants = decoder_graph(toy.numbers(), form, max_length)
     if with_logits:
         outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", toy.vocab]), *outputs]

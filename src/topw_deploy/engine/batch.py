@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.manifest import DecoderInfo, TensorSpec
+from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import MemoryPool
 from topw_deploy.runtime.cache.in_place import bind_static_chunk, bind_total
 from topw_deploy.runtime.cache.prefill import greedy
@@ -59,7 +59,8 @@ class Batch:
         new_logits: Callable[[int], Logits | None] = lambda rows: None,
     ) -> None:
         self._session, self._decoder, self._length = session, decoder, length
-        self._new_logits, self._logits = new_logits, None
+        self._new_logits = new_logits
+        self._logits: Logits | None = None
         self._pool = MemoryPool(session, decoder, length, rows)
         self._buffers = self._pool.borrow(rows, length, 1)
         self._base = session.bind()

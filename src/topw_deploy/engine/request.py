@@ -190,8 +190,6 @@ class PieceReader:
         text = self._texts[index]
         if new is None:
             result = self._request.result_of(index)
-            return Piece(
-                "" if text is None else text.flush(), index, result, self._request.next_scores(index, drawn)
-            )
+            return Piece("" if text is None else text.flush(), index, result, self._request.next_scores(index, drawn))
         gained = "" if text is None else text.push(new)
         return Piece(gained, index, None, self._request.next_scores(index, drawn)) if gained else None

@@ -249,7 +249,7 @@ class Worker:
     def _step(self) -> None:
         batch, jobs = self._batch, list(self._scheduler.decoding)
         try:
-            batch.wants_logits = any([job.generated.wants_logits for job in jobs])
+            batch.wants_logits = any(job.generated.wants_logits for job in jobs)
             tokens = batch.step(self._scheduler.width)
         except GenerationError as error:
             for job in jobs:

@@ -29,9 +29,7 @@ class Generation:
     logits: the graph's output, for rows with scores.
     """
 
-    def __init__(
-        self, session: Session, caches: Caches, rows: Sequence[Row], logits: Logits | None = None
-    ) -> None:
+    def __init__(self, session: Session, caches: Caches, rows: Sequence[Row], logits: Logits | None = None) -> None:
         if any(row.unread for row in rows) and not caches.takes_ragged_batches:
             for row in rows:
                 row.read_one_by_one()

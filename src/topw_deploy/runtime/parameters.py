@@ -207,7 +207,6 @@ PARAMETERS: Mapping[str, Parameter] = {
     "suppress_tokens": Parameter(_ids, (), depth=1),
     "bad_words_ids": Parameter(_id_lists, (), depth=2),
     "bad_words": Parameter(_strings, (), depth=1),
-    "bad_words": Parameter(_strings, (), depth=1),
     "no_repeat_ngram_size": Parameter(_at_least(0), 0),
     "logprobs": Parameter(_at_least(0)),
     "prompt_logprobs": Parameter(_at_least(0)),
