@@ -124,7 +124,7 @@ def test_bad_words_are_texts_with_and_without_a_leading_space(load: Load) -> Non
     with pytest.raises(ParameterError, match="bad_words and bad_words_ids are both given"):
         model.generate("x", bad_words=["ab"], **spelled)
     for wrong in ([3], [["ab", 4]], ""):
-        with pytest.raises(ParameterError, match="bad_words is .*, but must be a non-empty string or a list of them"):
+        with pytest.raises(ParameterError, match=r"bad_words is .*, but must be a non-empty string or a list of them"):
             model.generate("x", bad_words=wrong)
 
 
