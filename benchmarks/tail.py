@@ -47,6 +47,7 @@ def feeds(logits: np.ndarray, **chosen: float) -> Feeds:
         "edit_ids": np.zeros((1, 0), np.int64),
         "edit_penalty": np.zeros((1, 0), np.float32),
         "edit_bias": np.zeros((1, 0), np.float32),
+        "allowed": np.zeros((1, 0), np.int32),
         "uniform": np.array([0.37], np.float32),
         **{name: np.array([getattr(parameters, name)], np.float32) for name in names},
     }

@@ -50,7 +50,12 @@ STEPS: dict[str, tuple[str, int, dict[str, Any], dict[int, Any]]] = {
     "3. of what followed the last token before: B and A": (
         "BBAB", 8, {"no_repeat_ngram_size": 2}, {C: 2, D: 1, E: HALF},
     ),
+    "4. only allowed tokens, whatever the bias": (
+        "A", 8, {"logit_bias": {A: 9, D: 2}, "allowed_token_ids": [B, D]}, {B: 4, D: 4},
+    ),
+    "4. that are not banned": ("A", 8, {"allowed_token_ids": [A, B, D], "suppress_tokens": [A]}, {B: 4, D: 1}),
     "5. the pool, of tokens that are not banned": ("A", 3, {"suppress_tokens": [A]}, {B: 4, C: 2, D: 1}),
+    "5. the pool, of allowed tokens": ("A", 3, {"allowed_token_ids": [A, C, D, E]}, {A: 8, C: 2, D: 1}),
     "5. the pool, by biased logits: -1 + 5 = 4 bits": ("A", 3, {"logit_bias": {E: 5}}, {E: 16, A: 8, B: 4}),
     # With B and C left, p is 2/3 and 1/3: J = 2 ln 2/3 = -0.81 for B, 2/3 ln 2/3 + 1/3 ln 1/3 = -0.64 for both.
     "6. the crop at selection_temperature 1, 7. the draw at 1/2 from 4^2 and 2^2": (
@@ -102,6 +107,9 @@ SEQUENCES: dict[str, tuple[dict[str, Any], list[int], str, str, Any]] = {
     "so are other ids": ({"min_tokens": 3, "stop_token_ids": [C]}, [B, A, B, C], "BAB", "stop", C),
     "a text counts from the minimum's last token on": ({"min_tokens": 2, "stop": "CD"}, [B, C, D], "B", "stop", "CD"),
     "not if it begins before": ({"min_tokens": 3, "stop": "CD"}, [B, C, D, E, END], "BCDE", "stop", END),
+    "the end only if allowed": (
+        {"allowed_token_ids": [A, B, C, D, E], "max_tokens": 6}, [B, C, D, E, A, B], "BCDEAB", "length", None,
+    ),
     "the end ignored": ({"ignore_eos": True, "max_tokens": 7}, [B, C, D, E, END, A, B], "BCDEAB", "length", None),
     "but not other ids": ({"ignore_eos": True, "stop_token_ids": [A]}, [B, C, D, E, END, A], "BCDE", "stop", A),
 }  # fmt: skip
@@ -166,7 +174,7 @@ def test_the_tokens_that_can_be_drawn_and_their_probabilities(dice: dict[int, To
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, step in STEPS.items() if step[1] == 8 and not step[2].keys() & {"lam"}]
+    "name", [name for name, step in STEPS.items() if step[1] == 8 and not step[2].keys() & {"lam", "allowed_token_ids"}]
 )
 def test_transformers_gives_the_same_probabilities_except_where_the_table_says(name: str) -> None:
     torch = pytest.importorskip("torch")

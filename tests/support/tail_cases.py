@@ -63,8 +63,8 @@ def graph(
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def feeds(cases: list[Case], edits: int = 0) -> dict[str, np.ndarray]:
-    """The graph's inputs, with `edits` padded edits per row."""
+def feeds(cases: list[Case], edits: int = 0, words: int = 0) -> dict[str, np.ndarray]:
+    """The graph's inputs, with `edits` padded edits and `words` words of ones per row."""
     batch = len(cases)
     columns = {n: np.array([case.parameters[n] for case in cases], np.float32) for n in PARAMETER_NAMES}
     return {
@@ -72,6 +72,7 @@ def feeds(cases: list[Case], edits: int = 0) -> dict[str, np.ndarray]:
         "edit_ids": np.full((batch, edits), -1, np.int64),
         "edit_penalty": np.ones((batch, edits), np.float32),
         "edit_bias": np.zeros((batch, edits), np.float32),
+        "allowed": np.full((batch, words), -1, np.int32),
         "uniform": np.array([case.uniform for case in cases], np.float32),
         **columns,
     }

@@ -27,6 +27,7 @@ from tests.support.toy_graph import HEAD_DIMS, OPSETS, decoder_graph
 from topw_deploy.export.tail import (
     DOMAIN,
     OP_TYPE,
+    TAIL_INPUTS,
     TailSpec,
     build_tail,
     plain_gather,
@@ -317,10 +318,15 @@ def _decoder_model(toy: Toy, spec: TailSpec, form: str, max_length: int | None, 
 
 
 def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: TailSpec) -> onnx.ModelProto:
-    edit_types = {"edit_ids": TensorProto.INT64, "edit_penalty": TensorProto.FLOAT, "edit_bias": TensorProto.FLOAT}
-    for name in tail_inputs(spec)[1:11]:
-        shape = ["batch", "edits"] if name in edit_types else ["batch"]
-        inputs = [*inputs, helper.make_tensor_value_info(name, edit_types.get(name, TensorProto.FLOAT), shape)]
+    kinds = {
+        "edit_ids": (TensorProto.INT64, "edits"),
+        "edit_penalty": (TensorProto.FLOAT, "edits"),
+        "edit_bias": (TensorProto.FLOAT, "edits"),
+        "allowed": (TensorProto.INT32, "words"),
+    }
+    for name in TAIL_INPUTS[1:]:
+        dtype, *width = kinds.get(name, (TensorProto.FLOAT,))
+        inputs = [*inputs, helper.make_tensor_value_info(name, dtype, ["batch", *width])]
     types = {"next_token": TensorProto.INT64, "kept": TensorProto.INT32, "certified": TensorProto.BOOL}
     results = [
         helper.make_tensor_value_info(

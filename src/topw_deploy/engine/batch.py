@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
+from topw_deploy.runtime.allowed import NAME as ALLOWED
+from topw_deploy.runtime.allowed import Allowed
 from topw_deploy.runtime.cache.buffers import MemoryPool
 from topw_deploy.runtime.cache.in_place import bind_static_chunk, bind_total
 from topw_deploy.runtime.cache.prefill import greedy
@@ -33,11 +35,14 @@ class _Bound:
     """A binding of a step of some width, or of a row's last chunk.
 
     edit_ids, version: what of `Edits.ids` and `Batch._version` it has.
+    allowed, masks: what of `Allowed.array` and `Allowed.version` it has.
     """
 
     binding: Binding
     edit_ids: np.ndarray
     version: int
+    allowed: np.ndarray
+    masks: int
 
 
 class Batch:
@@ -74,6 +79,7 @@ class Batch:
         self._ids_view, self._written_view = self._ids.reshape(-1).data, self._written.data
         self._uniform_view = self._uniform.data
         self.edits = Edits([None] * rows, session.fixed_edits, session.most_edits)
+        self.allowed = Allowed(rows, session.mask_words, always=session.always_masked)
         self._draws = Draws([0] * rows, [0] * rows, [0] * rows)
         self._record = Record(session.outputs, rows, length)
         self._first = Record(session.outputs, 1, 1)  # of the last chunk's run
@@ -119,6 +125,8 @@ class Batch:
         Raises ParameterError if it edits more tokens than the graph allows; the row is then free.
         """
         self.edits.set(row, request)
+        if request.allowed_token_ids:
+            self.allowed.limit(row, request.allowed_token_ids)
         for name, values in self._parameters.items():
             values[row] = getattr(request.top_w, name)
         self._version += 1
@@ -134,6 +142,7 @@ class Batch:
         written = int(self._written[row]) + 1  # steps write another slot
         self._parameters["temperature"][row] = 0.0
         self.edits.clear(row)
+        self.allowed.clear(row)
         self._draws.clear(row)
         self._ids[row], self._written[row], self._lengths[row] = 0, 0, self._unused
         self._version += 1
@@ -243,6 +252,7 @@ class Batch:
             array[pair] = array[pair[::-1]]
         self._unchecked = {{one: other, other: one}.get(row, row): slots for row, slots in self._unchecked.items()}
         self.edits.swap(one, other)
+        self.allowed.swap(one, other)
         self._draws.swap(one, other)
         self._version += 1
 
@@ -296,21 +306,27 @@ class Batch:
         for name, values in self._parameters.items():
             binding.bind_array(name, values[rows])
         self.edits.bind(binding, rows)
+        self.allowed.bind(binding, rows)
         if logits:
             self._logits = self._logits or self._new_logits(self._buffers.batch)
             if self._logits is not None:
                 self._logits.bind(binding, rows)
-        return _Bound(binding, self.edits.ids, self._version)
+        return _Bound(binding, self.edits.ids, self._version, self.allowed.array, self.allowed.version)
 
     def _update(self, bound: _Bound, rows: slice) -> None:
-        """Pass changed rows and edits to a binding."""
-        binding, edits = bound.binding, self.edits
+        """Pass changed rows, edits and masks to a binding."""
+        binding, edits, allowed = bound.binding, self.edits, self.allowed
         if bound.edit_ids is not edits.ids:
             edits.bind(binding, rows)
             bound.edit_ids = edits.ids
         elif edits.active:
             for name in NAMES:
                 binding.refresh(name)
+        if bound.allowed is not allowed.array:
+            allowed.bind(binding, rows)
+        elif bound.masks != allowed.version:
+            binding.refresh(ALLOWED)
+        bound.allowed, bound.masks = allowed.array, allowed.version
         if bound.version != self._version:
             for name in (*PARAMETER_NAMES, *NAMES, "row_lengths"):
                 binding.refresh(name)

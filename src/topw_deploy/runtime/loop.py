@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from topw_deploy.runtime.allowed import Allowed
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.callbacks import Criterion, Streamer, Watch
 from topw_deploy.runtime.draws import Draws
@@ -42,6 +43,10 @@ class Generation:
         self.last_first = max(row.skipped for row in rows)  # step of the last row's first token
         edited = [None if row.unread else row.request for row in rows]
         self.edits = Edits(edited, session.fixed_edits, session.most_edits)
+        self.allowed = Allowed(batch, session.mask_words, always=session.always_masked)
+        for row in rows:
+            if row.request.allowed_token_ids and not row.unread:
+                self.allowed.limit(row.index, row.request.allowed_token_ids)
         self.binding = session.bind()
         self.draws = Draws([r.seed for r in requests], [r.sample for r in requests], [len(p) for p in prompts])
         self.uniform = np.zeros(batch, np.float32)  # [B]
@@ -49,6 +54,7 @@ class Generation:
         self.uniform_view = self.uniform.data
         self.temperature = self._bind_parameters(requests)  # [B]
         self.edits.bind(self.binding)
+        self.allowed.bind(self.binding)
         self.logits = logits
         self.record = Record(session.outputs, batch, max(budgets))
         self.record.bind(self.binding)
@@ -67,22 +73,25 @@ class Generation:
         self.caches.close(self.cache)
 
     def retire(self, row: Row) -> None:
-        """Make an ended row greedy and remove its edits: it stays in the batch, and this is cheapest."""
+        """Make an ended row greedy and remove its edits and mask: it stays in the batch, and this is cheapest."""
         self.active.remove(row)
         self.going_on.remove(row.index)
         self.next_ids[row.index] = row.request.pad_token_id
         self.edits.clear(row.index)
+        self.allowed.clear(row.index)
         self.temperature[row.index] = 0.0
         self.binding.refresh("temperature")
 
     def begin_drawing(self, row: Row) -> None:
-        """Make a row draw, with its parameters and edits, from the next run on.
+        """Make a row draw, with its parameters, edits and mask, from the next run on.
 
         Raises ParameterError for too many edits.
         """
         self.temperature[row.index] = row.request.top_w.temperature
         self.binding.refresh("temperature")
         self.edits.set(row.index, row.request)
+        if row.request.allowed_token_ids:
+            self.allowed.limit(row.index, row.request.allowed_token_ids)
 
     def _bind_parameters(self, requests: Sequence[RowRequest]) -> np.ndarray:
         for name in PARAMETER_NAMES:
@@ -135,6 +144,7 @@ def run_step(generation: Generation) -> list[int]:
     g.draws.write(g.step, g.uniform_view)
     if g.edits.active:
         g.edits.prepare(g.binding)
+    g.allowed.prepare(g.binding)
     g.binding.run(g.step)
     tokens = g.record.keep(g.step)
     g.step += 1

@@ -34,6 +34,7 @@ class RowRequest:
     eos_token_ids: ids that end the row; with `ignore_eos` only the stop_token_ids.
     pad_token_id: the input after the row's end.
     min_new_tokens: tokens before which EOS and stop strings have no effect.
+    allowed_token_ids: the only ids that can be drawn; empty for all.
     logprobs, prompt_logprobs: alternatives per drawn token and per token of the prompt; None for no log-probabilities
         under the model.
     """
@@ -50,6 +51,7 @@ class RowRequest:
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     suppress_tokens: tuple[int, ...]
+    allowed_token_ids: tuple[int, ...]
     bad_words_ids: tuple[tuple[int, ...], ...]
     no_repeat_ngram_size: int
     logprobs: int | None
@@ -177,7 +179,7 @@ def _row(
 ) -> RowRequest:
     value = sources.value
     eos, stop = frozenset(value("eos_token_id")), frozenset(value("stop_token_ids"))
-    for name in ("eos_token_id", "stop_token_ids", "logit_bias", "suppress_tokens"):
+    for name in ("eos_token_id", "stop_token_ids", "logit_bias", "suppress_tokens", "allowed_token_ids"):
         sources.check_ids(name, value(name), limits)
     for word in value("bad_words_ids"):
         sources.check_ids("bad_words_ids", word, limits)
@@ -202,6 +204,7 @@ def _row(
                 "frequency_penalty",
                 "logit_bias",
                 "suppress_tokens",
+                "allowed_token_ids",
                 "bad_words_ids",
                 "no_repeat_ngram_size",
                 "logprobs",
@@ -266,6 +269,7 @@ def reading(request: RowRequest) -> RowRequest:
         frequency_penalty=0.0,
         logit_bias={},
         suppress_tokens=(),
+        allowed_token_ids=(),
         bad_words_ids=(),
         no_repeat_ngram_size=0,
     )

@@ -109,6 +109,7 @@ class SamplerProbe:
             "edit_ids": np.zeros((batch, 0), np.int64),
             "edit_penalty": np.zeros((batch, 0), np.float32),
             "edit_bias": np.zeros((batch, 0), np.float32),
+            "allowed": np.zeros((batch, 0), np.int32),
             "uniform": np.asarray(uniform, dtype=np.float32),
         }
         for name in parameters[0]:

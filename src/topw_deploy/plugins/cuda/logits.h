@@ -1,4 +1,4 @@
-// Edited logits on the device: the caller's, with patches for edited groups.
+// Edited and masked logits on the device: the caller's, with patches for edited groups.
 #ifndef TOPW_CUDA_LOGITS_H
 #define TOPW_CUDA_LOGITS_H
 
@@ -41,9 +41,24 @@ __device__ __forceinline__ uint64_t token_key(float logit, int32_t id) {
 __device__ __forceinline__ float logit_of(uint64_t key) { return value_of_key(static_cast<uint32_t>(key >> 32)); }
 __device__ __forceinline__ int32_t id_of(uint64_t key) { return static_cast<int32_t>(key & 0xffffffffu); }
 
-constexpr int kPatched = 3;
+// A row's mask (topw_inputs), whose bits are read with the logits.
+class Mask {
+ public:
+  __device__ Mask(const Call &call, int64_t row)
+      : words_(call.inputs.words > 0 ? reinterpret_cast<const uint32_t *>(call.inputs.allowed) + row * call.inputs.words
+                                     : nullptr) {}
 
-// Two undecoded logits of a row; their number, or kPatched.
+  __device__ bool exists() const { return words_ != nullptr; }
+  // The bits from token `id` < vocab to the end of its word, the lowest first. Requires a mask.
+  __device__ uint32_t from(int32_t id) const { return __ldg(words_ + id / 32) >> (id % 32); }
+
+ private:
+  const uint32_t *words_;
+};
+
+constexpr int kPatched = 3, kForbidden = 4;
+
+// Two undecoded logits of a row; their number or kPatched, plus kForbidden << n if the mask forbids number n.
 template <class Logit>
 struct Two {
   Logit raw[2];
@@ -61,6 +76,7 @@ class LogitRow {
         patch_of_(call.inputs.edits > 0 ? call.workspace.patch_of + row * call.groups : nullptr),
         patches_(call.workspace.patches + row * call.patch_slots * kGroup),
         maxima_(call.workspace.maxima + row * call.padded_groups),
+        mask_(call, row),
         vocab_(static_cast<int32_t>(call.inputs.vocab)),
         groups_(static_cast<int32_t>(call.groups)) {}
 
@@ -71,17 +87,58 @@ class LogitRow {
   __device__ float maximum(int32_t group) const { return __ldcg(maxima_ + group); }
 
   // -inf after the last token, up to the end of its group.
-  __device__ float at(int32_t id) const {
-    const int32_t slot = patch_of_ ? __ldcg(patch_of_ + id / kGroup) : -1;
-    if (slot >= 0) return __ldcg(patches_ + static_cast<int64_t>(slot) * kGroup + id % kGroup);
-    return id < vocab_ ? raw(id) : -static_cast<float>(INFINITY);
-  }
+  __device__ float at(int32_t id) const { return forbidden(id) ? -static_cast<float>(INFINITY) : edited_at(id); }
 
   // Slot of a group's patch; negative: none.
   __device__ int32_t slot(int32_t group) const { return patch_of_ ? __ldcg(patch_of_ + group) : -1; }
 
   // Logits 4 * quarter to 4 * quarter + 3 of a group; one load if aligned.
   __device__ float4 four(int32_t group, int32_t quarter, int32_t slot) const {
+    float4 four = edited_four(group, quarter, slot);
+    const int32_t first = group * kGroup + 4 * quarter;
+    if (!mask_.exists() || first >= vocab_) return four;
+    const uint32_t bits = mask_.from(first);
+    const float nothing = -static_cast<float>(INFINITY);
+    if (!(bits & 1)) four.x = nothing;
+    if (!(bits & 2)) four.y = nothing;
+    if (!(bits & 4)) four.z = nothing;
+    if (!(bits & 8)) four.w = nothing;
+    return four;
+  }
+
+  // Logits lane and lane + 32 of a group, by a whole warp. Separate load and decode keep several loads in flight.
+  template <class Logit>
+  __device__ Two<Logit> load_two(int32_t group, int lane) const {
+    Two<Logit> two = edited_two<Logit>(group, lane);
+    if (!mask_.exists()) return two;
+    const int32_t first = group * kGroup + lane;
+    if (forbidden(first)) two.there |= kForbidden;
+    if (forbidden(first + kGroup / 2)) two.there |= kForbidden << 1;
+    return two;
+  }
+  template <class Logit>
+  __device__ static float2 value_of(const Two<Logit> &two) {
+    const float nothing = -static_cast<float>(INFINITY);
+    const int there = two.there % kForbidden;
+    float2 value = two.patched;
+    if (there != kPatched)
+      value = {there > 0 ? to_float(two.raw[0]) : nothing, there > 1 ? to_float(two.raw[1]) : nothing};
+    if (two.there & kForbidden) value.x = nothing;
+    if (two.there & kForbidden << 1) value.y = nothing;
+    return value;
+  }
+
+ private:
+  // Whether the mask forbids a token of the vocabulary.
+  __device__ bool forbidden(int32_t id) const { return mask_.exists() && id < vocab_ && !(mask_.from(id) & 1); }
+
+  __device__ float edited_at(int32_t id) const {
+    const int32_t slot = patch_of_ ? __ldcg(patch_of_ + id / kGroup) : -1;
+    if (slot >= 0) return __ldcg(patches_ + static_cast<int64_t>(slot) * kGroup + id % kGroup);
+    return id < vocab_ ? raw(id) : -static_cast<float>(INFINITY);
+  }
+
+  __device__ float4 edited_four(int32_t group, int32_t quarter, int32_t slot) const {
     if (slot >= 0)
       return __ldcg(reinterpret_cast<const float4 *>(patches_ + static_cast<int64_t>(slot) * kGroup) + quarter);
     const int32_t first = group * kGroup + 4 * quarter;
@@ -98,12 +155,11 @@ class LogitRow {
   }
 
   __device__ TOPW_OUT_OF_LINE float4 four_apart(int32_t first) const {
-    return {at(first), at(first + 1), at(first + 2), at(first + 3)};
+    return {edited_at(first), edited_at(first + 1), edited_at(first + 2), edited_at(first + 3)};
   }
 
-  // Logits lane and lane + 32 of a group, by a whole warp. Separate load and decode keep several loads in flight.
   template <class Logit>
-  __device__ Two<Logit> load_two(int32_t group, int lane) const {
+  __device__ Two<Logit> edited_two(int32_t group, int lane) const {
     const int32_t slot = patch_of_ ? __ldcg(patch_of_ + group) : -1, first = group * kGroup + lane;
     Two<Logit> two = {};
     two.there = first + kGroup / 2 < vocab_ ? 2 : first < vocab_ ? 1 : 0;
@@ -118,12 +174,6 @@ class LogitRow {
     if (two.there > 1) two.raw[1] = from[kGroup / 2];
     return two;
   }
-  template <class Logit>
-  __device__ static float2 value_of(const Two<Logit> &two) {
-    if (two.there == kPatched) return two.patched;
-    const float nothing = -static_cast<float>(INFINITY);
-    return {two.there > 0 ? to_float(two.raw[0]) : nothing, two.there > 1 ? to_float(two.raw[1]) : nothing};
-  }
 
   __device__ float raw(int32_t id) const {
     if (type_ == TOPW_FLOAT32) return reinterpret_cast<const float *>(raw_)[id];
@@ -131,11 +181,11 @@ class LogitRow {
     return type_ == TOPW_FLOAT16 ? from_float16(bits) : from_bfloat16(bits);
   }
 
- private:
   int32_t type_;
   const unsigned char *raw_;
   const int32_t *patch_of_;
   const float *patches_, *maxima_;
+  const Mask mask_;
   int32_t vocab_, groups_;
 };
 
