@@ -38,6 +38,7 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
         "repetition_penalty": 1.3,
         "frequency_penalty": 0.5,
         "no_repeat_ngram_size": 2,
+        "allowed_token_ids": rng.integers(3, VOCAB, 60).tolist(),
         "stop_strings": ["e", "zz"],
         "num_return_sequences": 2,
     }
