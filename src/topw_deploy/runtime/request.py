@@ -252,7 +252,8 @@ def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
             )
     if wanted == 0 and sources.value("prompt_logprobs") is None:
         raise ParameterError(
-            "max_new_tokens is 0, but must be an integer >= 1, or 0 with prompt_logprobs.", "max_new_tokens"
+            f"{sources.named('max_new_tokens', source)} is 0, but must be an integer >= 1, or 0 with prompt_logprobs.",
+            "max_new_tokens",
         )
     return min(wanted, limits.tokens - prompt)
 
