@@ -154,8 +154,13 @@ class Toy:
         seed: int = 0,
         sample: int = 0,
         edits: Any = None,
+        allowed: Any = None,
     ) -> list[Row]:
-        """The reference's draws. edits: tokens so far -> (ids, penalties, biases) or None."""
+        """The reference's draws.
+
+        edits: tokens so far -> (ids, penalties, biases) or None.
+        allowed: tokens so far -> words of the mask or None.
+        """
         geometry = Geometry.uniform()
         if self.options.metric != "uniform":
             geometry = Geometry.from_embeddings(self.embeddings, self.options.metric)
@@ -169,6 +174,7 @@ class Toy:
                 geometry,
                 uniform_for(seed, len(tokens), sample),
                 given,
+                allowed(tokens) if allowed else None,
             )
             rows.append(row)
             tokens.append(row.next_token)

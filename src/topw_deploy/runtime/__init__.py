@@ -2,7 +2,7 @@
 
 model, sampler, results: public classes.
 prompts, parameters, bad_words, generation_config, request: request validation.
-loop, rows, record, draws, edits, callbacks, logprobs: generation.
+loop, rows, record, draws, edits, allowed, logprobs, callbacks: generation.
 text, tokenizer, token_bound, chat, template: text, tokens, chat templates.
 cache, memory: key-value caches.
 protocols, session_options, open_session, device_lock: session interface.

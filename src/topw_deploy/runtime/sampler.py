@@ -156,12 +156,15 @@ class TopWSampler:
         words, vocab = self._session.mask_words, self.vocab_size
         if allowed is None:
             return np.full((rows, words if self._session.always_masked else 0), ALL, np.int32)
-        given = np.atleast_2d(allowed)
+        try:
+            given = np.atleast_2d(allowed)
+        except ValueError:  # rows of different lengths
+            given = np.empty(0, object)
         kinds = {"bool": (rows, vocab), "int32": (rows, words)}
         if given.shape != kinds.get(given.dtype.name):
             raise ParameterError(
                 f"allowed is {given.dtype} {list(given.shape)}, but must be bool [{rows}, {vocab}] or int32 "
-                f"[{rows}, {words}]."
+                f"[{rows}, {words}], a bit per token."
             )
         return np.ascontiguousarray(pack_mask(given) if given.dtype == np.bool_ else given)
 

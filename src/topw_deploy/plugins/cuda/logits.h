@@ -41,19 +41,21 @@ __device__ __forceinline__ uint64_t token_key(float logit, int32_t id) {
 __device__ __forceinline__ float logit_of(uint64_t key) { return value_of_key(static_cast<uint32_t>(key >> 32)); }
 __device__ __forceinline__ int32_t id_of(uint64_t key) { return static_cast<int32_t>(key & 0xffffffffu); }
 
-// A row's mask (topw_inputs), whose bits are read with the logits.
+// A row's mask (topw_inputs), whose bits are read with the logits. Keeps no address, which would cost two registers.
 class Mask {
  public:
-  __device__ Mask(const Call &call, int64_t row)
-      : words_(call.inputs.words > 0 ? reinterpret_cast<const uint32_t *>(call.inputs.allowed) + row * call.inputs.words
-                                     : nullptr) {}
+  __device__ Mask(const Call &call, int64_t row) : call_(call), row_(row) {}
 
-  __device__ bool exists() const { return words_ != nullptr; }
+  __device__ bool exists() const { return call_.inputs.words > 0; }
   // The bits from token `id` < vocab to the end of its word, the lowest first. Requires a mask.
-  __device__ uint32_t from(int32_t id) const { return __ldg(words_ + id / 32) >> (id % 32); }
+  __device__ uint32_t from(int32_t id) const {
+    const int32_t *const words = call_.inputs.allowed + row_ * call_.inputs.words;
+    return static_cast<uint32_t>(__ldg(words + id / 32)) >> (id % 32);
+  }
 
  private:
-  const uint32_t *words_;
+  const Call &call_;
+  const int64_t row_;
 };
 
 constexpr int kPatched = 3, kForbidden = 4;
