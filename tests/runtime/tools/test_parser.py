@@ -48,7 +48,8 @@ CASES: list[tuple[str, str, str, str | None, list[tuple[str, Any]]]] = [
     ("hermes", "<tool_call>\n<function=f>\n<parameter=s>\n1\n\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
      "<parameter=maybe>\nNone\n</parameter>\n<parameter=any>\n3\n</parameter>\n</function>\n</tool_call>",
      "", None, [("f", {"s": "1\n", "n": 2, "maybe": None, "any": "3"})]),
-    ("hermes", "<function=f>\n<parameter=n>\nx\n</parameter>\n</function>\n</tool_call>", "", None, [("f", {"n": "x"})]),
+    ("hermes", "<function=f>\n<parameter=n>\nx\n</parameter>\n</function>\n</tool_call>", "", None,
+     [("f", {"n": "x"})]),
     ("hermes", "<tool_call><function=f><parameter=s>a</parameter>b</parameter></function></tool_call>", "", None,
      [("f", {"s": "a</parameter>b"})]),
     ("llama", '{"name": "f", "parameters": {"n": 1}}; {"name": "g", "parameters": {}}', "", None,

@@ -87,7 +87,7 @@ def _docstring(name: str, text: str | None) -> tuple[str, dict[str, str], str | 
         raise _refused(name, "it has no docstring")
     pieces = _SECTION.split(text.strip())
     sections = dict(zip(pieces[1::2], pieces[2::2], strict=True))
-    returned = " ".join(sections["Returns"].split()) if "Returns" in sections else None
+    returned = sections["Returns"].strip() if "Returns" in sections else None
     return pieces[0].strip(), _arguments(inspect.cleandoc(sections.get("Args", ""))), returned
 
 
