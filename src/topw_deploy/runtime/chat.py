@@ -17,8 +17,7 @@ from topw_deploy.runtime.template.environment import TemplateEnvironment
 from topw_deploy.runtime.template.meter import DEPTH, Meter
 from topw_deploy.runtime.tokenizer import CONFIG_FILE, Tokenizer
 from topw_deploy.runtime.tools.declared import schemas_of
-from topw_deploy.runtime.tools.families import FAMILIES, detect
-from topw_deploy.runtime.tools.messages import for_template
+from topw_deploy.runtime.tools.messages import call_form
 
 TEMPLATE_FILE = "chat_template.jinja"
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
@@ -40,7 +39,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self.with_tools = with_tools
-        self._family = FAMILIES.get(detect(source) or "")
+        self._call_form = call_form(source)
         self._special_tokens = dict(special_tokens)
         self._name = name
         try:
@@ -72,7 +71,7 @@ class ChatTemplate:
             raise PromptError(f"the variable {taken[0]!r} is set by the tokenizer; remove it.")
         if variables.get("tools") is not None:
             variables["tools"] = schemas_of(variables["tools"])
-        given = {"tools": None, "documents": None, **variables, "messages": for_template(messages, self._family)}
+        given = {"tools": None, "documents": None, **variables, "messages": self._call_form.adapt(messages)}
         plain = {name: _plain(value) for name, value in given.items()}
         values = {**self._special_tokens, **plain, "add_generation_prompt": add_generation_prompt}
         try:

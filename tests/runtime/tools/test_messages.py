@@ -21,6 +21,14 @@ def test_arguments_become_an_object_or_text() -> None:
     assert rendered(DEEPSEEK, {"a": "é"}) == 'True{"a": "é"}'
 
 
+def test_what_a_template_of_deepseek_says_counts() -> None:
+    assert rendered(DEEPSEEK + "{# ['arguments'] | tojson #}", '{"a":1}') == "False{'a': 1}"
+    call = {"function": {"name": "f", "arguments": {}}}
+    for mark, content in ((DEEPSEEK, "[]"), (DEEPSEEK + "{# message['content'] is none #}", "[None]")):
+        template = ChatTemplate(mark + "[{{ messages[0].content }}]", {})
+        assert template.render([{"role": "assistant", "content": "", "tool_calls": [call]}]) == content
+
+
 def test_other_templates_and_other_values_are_left_alone() -> None:
     assert rendered("", '{"a": 1}') == 'True{"a": 1}'
     assert rendered(HERMES, "no json") == "Trueno json"

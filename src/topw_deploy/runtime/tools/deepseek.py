@@ -54,5 +54,4 @@ FAMILY = Family(
     openers={_CALLS: _read},
     markers=(_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR, "<think>", "</think>"),
     thinking=("<think>", "</think>"),
-    json_arguments=True,
 )

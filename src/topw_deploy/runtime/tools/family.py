@@ -83,7 +83,6 @@ class Family:
     start: reader of calls without a marker, at the start of the answer.
     thinking: texts around the reasoning at the start.
     new_id: makes an id.
-    json_arguments: the templates take arguments as JSON text, not as an object.
     """
 
     name: str
@@ -92,4 +91,3 @@ class Family:
     start: Reader | None = None
     thinking: tuple[str, str] | None = None
     new_id: Callable[[], str] = field(default=openai_id)
-    json_arguments: bool = False
