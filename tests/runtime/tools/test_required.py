@@ -10,8 +10,7 @@ from tokenizers import AddedToken
 from tests.runtime.tools.forms import TOOLS
 from tests.support.toy_model import byte_tokenizer
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.tools import parse
-from topw_deploy.runtime.tools.required import required_calls
+from topw_deploy.runtime.tools import parse, required_calls
 
 HERMES = """\
 start: call ("\\n" call)*

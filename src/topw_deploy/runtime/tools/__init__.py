@@ -10,6 +10,7 @@ decoding: the text of token ids, with the format's tokens. required: grammars of
 from topw_deploy.runtime.tools.calls import Content, Parsed, Reasoning, ToolCall
 from topw_deploy.runtime.tools.families import FAMILIES, detect
 from topw_deploy.runtime.tools.parser import ToolCallParser, parse
+from topw_deploy.runtime.tools.required import required_calls
 from topw_deploy.runtime.tools.schema import function_schema
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "detect",
     "function_schema",
     "parse",
+    "required_calls",
 ]

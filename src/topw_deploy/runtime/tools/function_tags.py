@@ -81,6 +81,7 @@ def _types(schema: Any) -> set[str]:
     if schema.get("nullable") is True:
         types.add("null")
     for part in ("anyOf", "oneOf"):
-        for option in schema.get(part) or ():
+        options = schema.get(part)
+        for option in options if isinstance(options, list) else ():
             types |= _types(option)
     return types
