@@ -22,7 +22,7 @@ from benchmarks.tail import VOCAB, flat_logits, measure
 from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelCall, KernelTable
 from topw_deploy.plugins.shared_library import library_path, why_absent
-from topw_deploy.sampling import Geometry, TopWOptions
+from topw_deploy.sampling import Geometry, TopWOptions, pack_mask
 
 HIDDEN, GEOMETRY_VOCAB = 2_048, 32_000
 UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
@@ -56,11 +56,6 @@ def certified_rows(kernel: Kernel, rounds: int) -> str:
     return measure(sides, rounds, "numpy.max", in_a_row=10)
 
 
-def mask_of(allowed: np.ndarray) -> np.ndarray:
-    """int32 [1, V / 32] of bool [V]."""
-    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)[None]
-
-
 def allowed_tokens() -> dict[str, np.ndarray]:
     """bool [VOCAB] by name: random tokens, and ids that follow each other."""
     rng = np.random.default_rng(5)
@@ -76,7 +71,7 @@ def masked_rows(kernel: Kernel, rounds: int) -> str:
     plain = kernel.prepare(logits, {"temperature": 1.0}, options)
     sides: Sides = {"no mask": plain}
     for name, allowed in allowed_tokens().items():
-        call = kernel.prepare(logits, {"temperature": 1.0}, options, allowed=mask_of(allowed))
+        call = kernel.prepare(logits, {"temperature": 1.0}, options, allowed=pack_mask(allowed[None]))
         sides[described(f"allowed: {name}", call)] = call
     return measure(sides, rounds, "no mask", in_a_row=10)
 

@@ -10,6 +10,7 @@ from tests.support.mask_steps import HOT, expected, set_mask
 from tests.support.toy_model import CONTEXT, Toy, byte_ids
 from topw_deploy.engine.batch import Batch
 from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.ort.host_binding import HostBinding
 from topw_deploy.runtime.request import RowRequest
 
 
@@ -95,3 +96,22 @@ def test_masked_and_other_rows_draw_the_references_tokens(any_model: TopWModel, 
     assert first == expected(toy, byte_ids("cd"), len(first), 3, masked=True)
     assert rows.tokens[0] == plain[:6]
     assert (len(plain), len(second), len(first)) == (13, 12, 10)
+
+
+def test_a_changed_mask_is_copied_to_the_device_and_others_are_not(
+    model: TopWModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refreshed: list[str] = []
+    monkeypatch.setattr(HostBinding, "refresh", lambda _self, name: refreshed.append(name))
+    rows = Rows(model, 1)
+    try:
+        rows.join("hello", 1, masked=True)  # 5 tokens and the first drawn one: no mask before the next
+        rows.step(2)
+        assert refreshed.count("allowed") == 0  # bound again with words
+        rows.step(1)
+        assert refreshed.count("allowed") == 1
+        rows.masked[0] = False  # the mask stays
+        rows.step(3)
+        assert refreshed.count("allowed") == 1
+    finally:
+        rows.batch.close()

@@ -91,6 +91,34 @@ def test_large_vocabularies_are_certified_among_few_allowed_candidates(each_kern
         assert allowed[np.arange(len(KINDS)), found.next_token].all()
 
 
+def test_of_equal_logits_a_greedy_row_takes_the_first_allowed(each_kernel: Kernel) -> None:
+    rng = np.random.default_rng(2)
+    logits, allowed = np.zeros((64, 300), np.float32), rng.random((64, 300)) < 0.01
+    allowed[:, 299] = True
+    found = each_kernel.sample(logits, {"temperature": 0.0}, UNIFORM, allowed=packed(allowed))
+    assert found.next_token.tolist() == allowed.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("kind", ["few in all", "one in most blocks", "neighbours"])
+def test_the_pool_is_complete_wherever_the_allowed_tokens_are(each_kernel: Kernel, kind: str) -> None:
+    """The pool's bound is estimated from the maxima of blocks of 128 logits, as if tokens lay at random."""
+    vocab, rng = 151_936, np.random.default_rng(7)
+    logits, allowed = rng.standard_normal(vocab).astype(np.float32), np.zeros(vocab, np.bool_)
+    if kind == "few in all":
+        allowed[rng.permutation(vocab)[:700]] = True
+    elif kind == "neighbours":
+        allowed[70_000:75_000] = True
+    else:  # whole blocks follow, with lower logits
+        allowed[: 800 * 128 : 128] = allowed[800 * 128 :] = True
+        logits[800 * 128 :] -= 20
+    options, chosen = TopWOptions(metric="uniform"), {"lam": 0.1, "temperature": 2.0, "init_top_p": 1.0}
+    wanted = sample_row(masked(logits, allowed), chosen, options)
+    found = answer(each_kernel, logits[None], chosen, options, allowed=packed(allowed[None]))
+    assert list(unexplained(wanted, found, 0)) == []
+    assert STAGES[found.reports["stage"][0]] == "pool"
+    assert found.kept[0] == min(allowed.sum(), options.top_m)
+
+
 def test_words_of_ones_change_no_bit(each_kernel: Kernel) -> None:
     for vocab in VOCABULARIES:
         logits, chosen, _ = random_rows(vocab, 12, seed=2)

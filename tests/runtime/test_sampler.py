@@ -93,9 +93,7 @@ def test_masked_rows_equal_the_reference_as_flags_and_as_words(sampler: TopWSamp
 def test_a_row_without_an_allowed_token_is_named(sampler: TopWSampler) -> None:
     flags = np.ones((ROWS, VOCAB), np.bool_)
     flags[4] = False
-    with pytest.raises(
-        GenerationError, match=r"row 4 contain .* nothing finite after the edits and the mask"
-    ):
+    with pytest.raises(GenerationError, match=r"row 4 contain .* nothing finite after the edits and the mask"):
         sampler.sample(LOGITS, uniform=0.5, allowed=flags)
 
 

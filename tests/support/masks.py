@@ -42,7 +42,7 @@ def masks(rng: np.random.Generator, rows: int, vocab: int) -> NDArray[np.bool_]:
 
 
 def packed(allowed: NDArray[np.bool_], beyond: bool = False) -> NDArray[np.int32]:
-    """The mask as int32 [rows, ceil(vocab / 32)]; beyond: the bits after the vocabulary."""
+    """The mask as int32 [rows, ceil(vocab / 32)]; beyond: the bits after the vocabulary. Independent of `pack_mask`."""
     rows, vocab = allowed.shape
     bits = np.full((rows, (vocab + 31) // 32 * 32), beyond)
     bits[:, :vocab] = allowed

@@ -19,6 +19,7 @@ from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.plugins.kernel_table import KernelBlocks, KernelTable, table_struct
 from topw_deploy.plugins.shared_library import ABI_VERSION, variable_naming
 from topw_deploy.plugins.structs import COLUMNS, REPORT, Inputs, Options, Outputs, Table, address
+from topw_deploy.sampling.mask import mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters, canonical_names
 
 __all__ = ["COLUMNS", "REPORT", "STAGES", "Kernel", "KernelBlocks", "KernelCall", "KernelSamples", "KernelTable"]
@@ -242,7 +243,7 @@ def edit_arrays(given: Edits | None, batch: int) -> tuple[NDArray[np.int64], NDA
 def mask_array(given: ArrayLike | None, batch: int, vocab: int) -> NDArray[np.int32]:
     """The mask as C-contiguous int32 [batch, words], words 0 for None. Raises ParameterError."""
     mask = np.ascontiguousarray(np.zeros((batch, 0), np.int32) if given is None else given)
-    words = (vocab + 31) // 32
+    words = mask_words(vocab)
     if mask.dtype != np.int32 or mask.shape not in ((batch, 0), (batch, words)):
         raise ParameterError(
             f"allowed is {mask.dtype} {list(mask.shape)}, but must be int32 [{batch}, {words}], or [{batch}, 0] to "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.protocols import Binding
-from topw_deploy.sampling.mask import ALL
+from topw_deploy.sampling.mask import ALL, WORD_BITS, pack_mask
 
 NAME = "allowed"
 
@@ -26,6 +28,7 @@ class Allowed:
         self._none = np.empty((batch, 0), np.int32)
         self._all: np.ndarray | None = None  # [B, words], from the first mask on
         self._masked: set[int] = set()
+        self._limits: dict[int, np.ndarray] = {}
         self._bound: tuple[np.ndarray | None, int] = (None, 0)
 
     @property
@@ -39,7 +42,7 @@ class Allowed:
         return bool(self._masked)
 
     def set(self, index: int, words: np.ndarray) -> None:
-        """Mask a row: copy `words`, int32 [words].
+        """Mask a row: copy `words`, int32 [words], within the row's limit.
 
         Raises ParameterError for another type or shape; the row's mask is then as before.
         """
@@ -47,12 +50,20 @@ class Allowed:
             raise ParameterError(
                 f"the mask is {words.dtype} {list(words.shape)}, but must be int32 [{self.words}]: a bit per token."
             )
-        self._grown()[index] = words
+        self._grown()[index] = words & self._limits[index] if index in self._limits else words
         self._masked.add(index)
         self.version += 1
 
+    def limit(self, index: int, tokens: Iterable[int]) -> None:
+        """Allow a row no other tokens, whatever `set` allows, until `clear`. tokens: ids of the vocabulary."""
+        flags = np.zeros(self.words * WORD_BITS, np.bool_)
+        flags[list(tokens)] = True
+        self._limits[index] = pack_mask(flags)
+        self.set(index, self._limits[index])
+
     def clear(self, index: int) -> None:
-        """Remove a row's mask."""
+        """Remove a row's mask and limit."""
+        self._limits.pop(index, None)
         if index in self._masked:
             self._masked.discard(index)
             self._grown()[index] = ALL
@@ -63,7 +74,9 @@ class Allowed:
         if self._masked & {one, other}:
             array, pair = self._grown(), [one, other]
             array[pair] = array[pair[::-1]]
-            self._masked = {{one: other, other: one}.get(row, row) for row in self._masked}
+            names = {one: other, other: one}
+            self._masked = {names.get(row, row) for row in self._masked}
+            self._limits = {names.get(row, row): words for row, words in self._limits.items()}
             self.version += 1
 
     def bind(self, binding: Binding, rows: slice = slice(None)) -> None:

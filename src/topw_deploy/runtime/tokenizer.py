@@ -71,6 +71,10 @@ class Tokenizer:
             raise self._typed(error, "used") from None
         return text
 
+    def text_of(self, token: int) -> str:
+        """The text of a token alone, with U+FFFD for a part of a character; "" for an unknown id."""
+        return self.decode([token], skip_special_tokens=False)
+
     def follow(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
 
         def decode(ids: Sequence[int]) -> str:
@@ -112,6 +116,17 @@ class Tokenizer:
             return None if token is None else self._raw.token_to_id(token)
         except (TypeError, UnicodeEncodeError):  # lone surrogate
             return None
+
+    @cached_property
+    def special_ids(self) -> dict[int, str]:
+        """The special tokens, by id."""
+        added = self._raw.get_added_tokens_decoder()
+        return {token: entry.content for token, entry in added.items() if entry.special}
+
+    @cached_property
+    def added_tokens(self) -> tuple[str, ...]:
+        """The texts of the added tokens, special or not."""
+        return tuple(entry.content for entry in self._raw.get_added_tokens_decoder().values())
 
     @property
     def bos_token_id(self) -> int | None:

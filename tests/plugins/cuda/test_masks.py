@@ -67,6 +67,14 @@ def test_geometry_is_decided_among_the_allowed_tokens(kernel: EmulatedKernel) ->
     assert {STAGES[n] for n in found.reports["stage"]} >= {"candidates", "geometry"}
 
 
+def test_of_equal_logits_a_greedy_row_takes_the_first_allowed(kernel: EmulatedKernel) -> None:
+    rng = np.random.default_rng(2)
+    logits, allowed = np.zeros((64, 130), np.float32), rng.random((64, 130)) < 0.02
+    allowed[:, 129] = True
+    found = kernel.sample(logits, {"temperature": 0.0}, UNIFORM, allowed=packed(allowed))
+    assert found.next_token.tolist() == allowed.argmax(axis=1).tolist()
+
+
 def test_words_of_ones_change_no_bit(kernel: EmulatedKernel) -> None:
     rng = np.random.default_rng(1)
     for vocab in (90, 1280, 3001):

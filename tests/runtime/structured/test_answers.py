@@ -142,6 +142,17 @@ def test_prompts_of_a_batch_may_have_constraints_of_their_own(model: TopWModel) 
     assert results[3].text == "ja"
 
 
+def test_a_prompt_that_is_read_token_by_token_leaves_the_grammar_at_its_beginning(load: Load, toy: Toy) -> None:
+    """As prompts are whose log-probabilities are asked for."""
+    model = load(toy, form="grouped", with_logits=True)
+    asked = {"structured_outputs": {"regex": "[a-z]{5}"}, "allowed_token_ids": byte_ids("aeiou"), "seed": 4, **WILD}
+    plain = model.generate("hello", **asked)
+    assert re.fullmatch("[aeiou]{5}", plain.text)
+    assert model.generate("hello", prompt_logprobs=0, **asked).token_ids == plain.token_ids
+    with Engine(model) as engine:
+        assert engine.submit("hello", prompt_logprobs=0, **asked).result().token_ids == plain.token_ids
+
+
 def test_streamed_pieces_are_the_answer(model: TopWModel) -> None:
     asked = {"structured_outputs": {"choice": ["né, né", "straße"]}, "seed": 1}
     pieces = list(model.stream("x", **asked))
@@ -192,6 +203,14 @@ class TestBans:
     def test_a_banned_choice_is_not_drawn(self, model: TopWModel) -> None:
         asked = {"structured_outputs": {"choice": ["yes", "no"]}, "suppress_tokens": byte_ids("y")}
         assert {model.generate("x", seed=seed, **asked, **WILD).text for seed in range(5)} == {"no"}
+
+    def test_allowed_token_ids_and_the_grammar_both_hold(self, model: TopWModel) -> None:
+        asked = {"structured_outputs": {"regex": "[a-d]{6}"}, "allowed_token_ids": byte_ids("bdz")}
+        texts = {model.generate("x", seed=seed, **asked, **WILD).text for seed in range(4)}
+        assert len(texts) > 1
+        assert all(re.fullmatch("[bd]{6}", text) for text in texts)
+        with Engine(model) as engine:
+            assert {engine.submit("x", seed=seed, **asked, **WILD).result().text for seed in range(4)} == texts
 
     def test_bans_of_all_that_the_grammar_allows_fail_the_request_alone(self, model: TopWModel) -> None:
         asked = {"structured_outputs": {"regex": "a[bc]d"}, "suppress_tokens": byte_ids("bc")}

@@ -122,11 +122,16 @@ __device__ void measure_chunk(const Call &call, const Chunk &chunk) {
     maxima[call.groups + own_index()] = -static_cast<float>(INFINITY);
 }
 
-// Two copies of the code: the one for rows without a mask is as fast as if there were no masks.
+template <class Logit>
+__device__ TOPW_OUT_OF_LINE void measure_masked_chunk(const Call &call, const Chunk &chunk) {
+  measure_chunk<Logit, true>(call, chunk);
+}
+
+// Two copies of the code: rows without a mask take as long as if there were no masks.
 template <class Logit>
 __device__ __forceinline__ void measure_chunk(const Call &call, const Chunk &chunk) {
   if (call.inputs.words > 0)
-    measure_chunk<Logit, true>(call, chunk);
+    measure_masked_chunk<Logit>(call, chunk);
   else
     measure_chunk<Logit, false>(call, chunk);
 }

@@ -41,24 +41,26 @@ __device__ __forceinline__ uint64_t token_key(float logit, int32_t id) {
 __device__ __forceinline__ float logit_of(uint64_t key) { return value_of_key(static_cast<uint32_t>(key >> 32)); }
 __device__ __forceinline__ int32_t id_of(uint64_t key) { return static_cast<int32_t>(key & 0xffffffffu); }
 
-// A row's mask (topw_inputs), whose bits are read with the logits.
+// A row's mask (topw_inputs), whose bits are read with the logits. Keeps no address, which would cost two registers.
 class Mask {
  public:
-  __device__ Mask(const Call &call, int64_t row)
-      : words_(call.inputs.words > 0 ? reinterpret_cast<const uint32_t *>(call.inputs.allowed) + row * call.inputs.words
-                                     : nullptr) {}
+  __device__ Mask(const Call &call, int64_t row) : call_(call), row_(row) {}
 
-  __device__ bool exists() const { return words_ != nullptr; }
+  __device__ bool exists() const { return call_.inputs.words > 0; }
   // The bits from token `id` < vocab to the end of its word, the lowest first. Requires a mask.
-  __device__ uint32_t from(int32_t id) const { return __ldg(words_ + id / 32) >> (id % 32); }
+  __device__ uint32_t from(int32_t id) const {
+    const int32_t *const words = call_.inputs.allowed + row_ * call_.inputs.words;
+    return static_cast<uint32_t>(__ldg(words + id / 32)) >> (id % 32);
+  }
 
  private:
-  const uint32_t *words_;
+  const Call &call_;
+  const int64_t row_;
 };
 
-constexpr int kPatched = 3, kForbidden = 4;
+constexpr int kPatched = 3;
 
-// Two undecoded logits of a row; their number or kPatched, plus kForbidden << n if the mask forbids number n.
+// Two undecoded logits of a row; their number, or kPatched.
 template <class Logit>
 struct Two {
   Logit raw[2];
@@ -87,7 +89,9 @@ class LogitRow {
   __device__ float maximum(int32_t group) const { return __ldcg(maxima_ + group); }
 
   // -inf after the last token, up to the end of its group.
-  __device__ float at(int32_t id) const { return forbidden(id) ? -static_cast<float>(INFINITY) : edited_at(id); }
+  __device__ float at(int32_t id) const {
+    return id < vocab_ && allows(id) ? edited_at(id) : -static_cast<float>(INFINITY);
+  }
 
   // Slot of a group's patch; negative: none.
   __device__ int32_t slot(int32_t group) const { return patch_of_ ? __ldcg(patch_of_ + group) : -1; }
@@ -106,32 +110,35 @@ class LogitRow {
     return four;
   }
 
-  // Logits lane and lane + 32 of a group, by a whole warp. Separate load and decode keep several loads in flight.
+  // Logits lane and lane + 32 of a group, by a whole warp, before the mask: ask `allows` for the few of interest.
+  // Separate load and decode keep several loads in flight.
   template <class Logit>
   __device__ Two<Logit> load_two(int32_t group, int lane) const {
-    Two<Logit> two = edited_two<Logit>(group, lane);
-    if (!mask_.exists()) return two;
-    const int32_t first = group * kGroup + lane;
-    if (forbidden(first)) two.there |= kForbidden;
-    if (forbidden(first + kGroup / 2)) two.there |= kForbidden << 1;
+    const int32_t slot = patch_of_ ? __ldcg(patch_of_ + group) : -1, first = group * kGroup + lane;
+    Two<Logit> two = {};
+    two.there = first + kGroup / 2 < vocab_ ? 2 : first < vocab_ ? 1 : 0;
+    if (slot >= 0) {
+      const float *const patch = patches_ + static_cast<int64_t>(slot) * kGroup + lane;
+      two.patched = {__ldcg(patch), __ldcg(patch + kGroup / 2)};
+      two.there = kPatched;
+      return two;
+    }
+    const Logit *const from = reinterpret_cast<const Logit *>(raw_) + first;
+    if (two.there > 0) two.raw[0] = from[0];
+    if (two.there > 1) two.raw[1] = from[kGroup / 2];
     return two;
   }
   template <class Logit>
   __device__ static float2 value_of(const Two<Logit> &two) {
+    if (two.there == kPatched) return two.patched;
     const float nothing = -static_cast<float>(INFINITY);
-    const int there = two.there % kForbidden;
-    float2 value = two.patched;
-    if (there != kPatched)
-      value = {there > 0 ? to_float(two.raw[0]) : nothing, there > 1 ? to_float(two.raw[1]) : nothing};
-    if (two.there & kForbidden) value.x = nothing;
-    if (two.there & kForbidden << 1) value.y = nothing;
-    return value;
+    return {two.there > 0 ? to_float(two.raw[0]) : nothing, two.there > 1 ? to_float(two.raw[1]) : nothing};
   }
 
- private:
-  // Whether the mask forbids a token of the vocabulary.
-  __device__ bool forbidden(int32_t id) const { return mask_.exists() && id < vocab_ && !(mask_.from(id) & 1); }
+  // Whether the mask, if any, allows a token of the vocabulary.
+  __device__ bool allows(int32_t id) const { return !mask_.exists() || mask_.from(id) & 1; }
 
+ private:
   __device__ float edited_at(int32_t id) const {
     const int32_t slot = patch_of_ ? __ldcg(patch_of_ + id / kGroup) : -1;
     if (slot >= 0) return __ldcg(patches_ + static_cast<int64_t>(slot) * kGroup + id % kGroup);
@@ -156,23 +163,6 @@ class LogitRow {
 
   __device__ TOPW_OUT_OF_LINE float4 four_apart(int32_t first) const {
     return {edited_at(first), edited_at(first + 1), edited_at(first + 2), edited_at(first + 3)};
-  }
-
-  template <class Logit>
-  __device__ Two<Logit> edited_two(int32_t group, int lane) const {
-    const int32_t slot = patch_of_ ? __ldcg(patch_of_ + group) : -1, first = group * kGroup + lane;
-    Two<Logit> two = {};
-    two.there = first + kGroup / 2 < vocab_ ? 2 : first < vocab_ ? 1 : 0;
-    if (slot >= 0) {
-      const float *const patch = patches_ + static_cast<int64_t>(slot) * kGroup + lane;
-      two.patched = {__ldcg(patch), __ldcg(patch + kGroup / 2)};
-      two.there = kPatched;
-      return two;
-    }
-    const Logit *const from = reinterpret_cast<const Logit *>(raw_) + first;
-    if (two.there > 0) two.raw[0] = from[0];
-    if (two.there > 1) two.raw[1] = from[kGroup / 2];
-    return two;
   }
 
   __device__ float raw(int32_t id) const {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
 from topw_deploy.plugins.structs import COLUMNS
+from topw_deploy.sampling.mask import mask_words
 from topw_deploy.sampling.parameters import METRICS
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def describe(node: NodeAttributes, tensors: Sequence[Tensor]) -> CallShape:
     _, edits = _matrix("edit_ids", given["edit_ids"])
     _, words = _matrix(MASK, given[MASK])
     if words:
-        _require(MASK, given[MASK], (batch, (vocab + 31) // 32))
+        _require(MASK, given[MASK], (batch, mask_words(vocab)))
     for name, shape in {**dict.fromkeys(EDITS, (batch, edits)), **dict.fromkeys(COLUMNS, (batch,))}.items():
         _require(name, given[name], shape)
     logits_type = given["logits"].dtype
