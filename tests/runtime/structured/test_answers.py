@@ -145,12 +145,14 @@ def test_prompts_of_a_batch_may_have_constraints_of_their_own(model: TopWModel) 
 def test_a_prompt_that_is_read_token_by_token_leaves_the_grammar_at_its_beginning(load: Load, toy: Toy) -> None:
     """As prompts are whose log-probabilities are asked for."""
     model = load(toy, form="grouped", with_logits=True)
-    asked = {"structured_outputs": {"regex": "[a-z]{5}"}, "allowed_token_ids": byte_ids("aeiou"), "seed": 4, **WILD}
-    plain = model.generate("hello", **asked)
-    assert re.fullmatch("[aeiou]{5}", plain.text)
-    assert model.generate("hello", prompt_logprobs=0, **asked).token_ids == plain.token_ids
+    asked = {"structured_outputs": {"regex": "[a-z]{5}"}, "allowed_token_ids": byte_ids("aeiouAEIOU0123456789"), **WILD}
     with Engine(model) as engine:
-        assert engine.submit("hello", prompt_logprobs=0, **asked).result().token_ids == plain.token_ids
+        for seed in range(4):
+            plain = model.generate("hello", seed=seed, **asked)
+            assert re.fullmatch("[aeiou]{5}", plain.text)
+            assert model.generate("hello", seed=seed, prompt_logprobs=0, **asked).token_ids == plain.token_ids
+            served = engine.submit("hello", seed=seed, prompt_logprobs=0, **asked).result()
+            assert served.token_ids == plain.token_ids
 
 
 def test_streamed_pieces_are_the_answer(model: TopWModel) -> None:
