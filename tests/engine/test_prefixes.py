@@ -140,7 +140,7 @@ class LeastRecentlyUsed(RuleBasedStateMachine):
     def has(self, text: str, point: bool) -> bool:
         return any(p == point and (held == text if point else held.startswith(text)) for held, p, _ in self.model)
 
-    @rule(text=st.text("ab", max_size=6), size=st.integers(1, 12), point=st.booleans())
+    @rule(text=st.text("ab", max_size=3), size=st.integers(1, 12), point=st.booleans())
     def put(self, text: str, size: int, point: bool) -> None:
         wanted = bool(text) and size <= self.snapshots.most and not self.has(text, point)
         assert self.snapshots.takes(ids(text), size, point=point) == wanted
@@ -153,13 +153,13 @@ class LeastRecentlyUsed(RuleBasedStateMachine):
             self.model.pop(0)
         self.model.append((text, point, size))
 
-    @rule(text=st.text("ab", min_size=1, max_size=6))
+    @rule(text=st.text("ab", min_size=1, max_size=3))
     def use_a_point(self, text: str) -> None:
         found = self.snapshots.point(ids(text))
         assert found == ((text, True) if self.has(text, True) else None)
         self.model.sort(key=lambda one: one[:2] == (text, True))
 
-    @rule(text=st.text("ab", min_size=1, max_size=6))
+    @rule(text=st.text("ab", min_size=1, max_size=3))
     def use_a_snapshot(self, text: str) -> None:
         points = {held for held, point, _ in self.model if point and text.startswith(held)}
         assert sorted(self.snapshots.points(ids(text))) == sorted(map(len, points))

@@ -284,6 +284,29 @@ def test_no_caller_waits_for_an_engine_that_ends_meanwhile(model: TopWModel, tmp
         assert errors == ["the engine is shut down; make a new Engine to go on."] * 2
 
 
+def test_a_call_amid_the_last_moments_of_the_thread_is_answered(
+    model: TopWModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, close, errors = Engine(model), Batch.close, []
+
+    def save() -> None:
+        with pytest.raises(GenerationError, match="the engine is shut down"):
+            engine.save_session([1], tmp_path / "late")
+        errors.append(True)
+
+    def closing(batch: Batch) -> None:
+        thread.start()
+        while engine._worker._inbox.empty():
+            time.sleep(0.001)
+        close(batch)
+
+    thread = threading.Thread(target=save, daemon=True)
+    monkeypatch.setattr(Batch, "close", closing)
+    engine.shutdown()
+    thread.join(60)
+    assert errors
+
+
 @pytest.mark.parametrize("form", ["grouped", "growing"])
 def test_sessions_of_devices(
     toy: Toy,

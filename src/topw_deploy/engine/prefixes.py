@@ -57,7 +57,10 @@ class Rule:
 
 def covers(held: np.ndarray, tokens: np.ndarray) -> bool:
     """Whether `held` begins with `tokens`."""
-    return common(held, tokens) == len(tokens)
+    count = len(tokens)
+    if count > len(held) or (count and held[count - 1] != tokens[-1]):  # cheap, and mostly so
+        return False
+    return bool((held[:count] == tokens).all())
 
 
 class RowPrefixes:

@@ -196,8 +196,8 @@ class Worker:
                 self._iterate()
             except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
                 self._break(error)
-        self._ended = True
         self._batch.close()
+        self._ended = True
         self._empty_inbox()
 
     def _empty_inbox(self) -> None:
