@@ -77,13 +77,17 @@ def test_a_chunk_ends_where_a_prompt_leaves_another(
 
 
 def test_another_answer_goes_on_behind_the_prompt(hybrid: TopWModel, engine_of: NewEngine) -> None:
-    """As when a template leaves out what a model thought. And the same turn again behind the turn before."""
+    """As when a template leaves out what a model thought."""
     engine = engine_of(hybrid, max_batch=1, prefill_budget=64, prefix_bytes=10**7)
-    first = ask(engine, SYSTEM)
+    ask(engine, SYSTEM)
     other = [*SYSTEM, 77, 78, 79]
     found = ask(engine, other)
     assert (found.token_ids, found.cached_tokens) == (ask(hybrid, other).token_ids, 30)
-    turn = [*SYSTEM, *first.token_ids, 50, 51]
+
+
+def test_a_turn_may_be_repeated_behind_the_one_before(hybrid: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(hybrid, max_batch=1, prefill_budget=64, prefix_bytes=10**7)
+    turn = [*SYSTEM, *ask(engine, SYSTEM).token_ids, 50, 51]
     for _ in range(2):
         found = ask(engine, turn)
         assert (found.token_ids, found.cached_tokens) == (ask(hybrid, turn).token_ids, 34)
@@ -117,6 +121,7 @@ def test_exact_engines_reuse_whole_chunks_and_every_bit(hybrid: TopWModel, engin
         cached.append(found.cached_tokens)
         prompt = [*prompt, *found.token_ids, 50, 51, 52]
     assert cached == [0, 24, 32]
+    assert ask(engine, [*SYSTEM, 77, 78]).cached_tokens == 24  # not 30, the end of the first prompt
 
 
 @pytest.mark.parametrize("exact", [False, True])
