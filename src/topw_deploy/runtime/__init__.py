@@ -4,6 +4,7 @@ model, sampler, results: public classes.
 prompts, parameters, generation_config, request: request validation.
 loop, rows, record, draws, edits, callbacks: generation.
 text, tokenizer, token_bound, chat, template: text, tokens, chat templates.
+tools: tool calls.
 cache, memory: key-value caches.
 protocols, session_options, open_session, device_lock: session interface.
 ort: onnxruntime sessions; TensorRT's are in `topw_deploy.tensorrt.run`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
@@ -24,6 +25,8 @@ from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.runtime.text import IncrementalDecoder
 from topw_deploy.runtime.tokenizer import Tokenizer
+from topw_deploy.runtime.tools import FAMILIES, Parsed, ToolCallParser, detect
+from topw_deploy.runtime.tools.decoding import marked_text
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -177,9 +180,11 @@ class TopWModel:
     ) -> str:
         """Render `messages` with the chat template. Encode the result with add_special_tokens=False.
 
-        variables: for the template, such as `tools`.
+        variables: for the template, such as `tools`: JSON schemas, or Python functions with type hints and a docstring
+            in Google's style.
 
-        Raises TokenizerError if there is no template, PromptError if it rejects the messages.
+        Raises TokenizerError if there is no template, PromptError if it rejects the messages, ParameterError for a
+        function without a schema.
         """
         if self._template is None:
             raise TokenizerError(
@@ -187,6 +192,44 @@ class TopWModel:
                 "chat_template.jinja beside the tokenizer and export again."
             )
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    @cached_property
+    def tool_family(self) -> str | None:
+        """The family of the chat template's tool calls (docs/guide/tools.md), None if it is unknown."""
+        template = self._template
+        source = None if template is None else (template.with_tools or template).source
+        return detect(source, self.tokenizer.added_tokens)
+
+    def tool_parser(
+        self, tools: Sequence[Any] | None = None, family: str | None = None, prompt: str = ""
+    ) -> ToolCallParser:
+        """A parser for a streamed output; generate it with skip_special_tokens=False. See `ToolCallParser`.
+
+        family: None for `tool_family`. Raises ParameterError if that is unknown.
+        """
+        if family is None and self.tool_family is None:
+            raise ParameterError(
+                f"the chat template of {self.path} has tool calls of no known family; give family, one of "
+                f"{', '.join(FAMILIES)}.",
+                "family",
+            )
+        return ToolCallParser(family or str(self.tool_family), tools, prompt)
+
+    def parse_tool_calls(
+        self,
+        output: str | GenerationResult,
+        tools: Sequence[Any] | None = None,
+        family: str | None = None,
+        prompt: str = "",
+    ) -> Parsed:
+        """Split an output into content, reasoning and tool calls. A malformed call stays in the content.
+
+        output: a result, also if its text lacks special tokens, or text with them.
+        tools, family, prompt: see `tool_parser`.
+        """
+        parser = self.tool_parser(tools, family, prompt)
+        text = output if isinstance(output, str) else marked_text(output, self.tokenizer, parser.family)
+        return Parsed.of([*parser.feed(text), *parser.finish()])
 
     def close(self) -> None:
         """Free the session and the cache as soon as running generations end."""

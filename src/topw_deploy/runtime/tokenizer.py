@@ -91,6 +91,17 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError):  # lone surrogate
             return None
 
+    @cached_property
+    def special_ids(self) -> dict[int, str]:
+        """The special tokens, by id."""
+        added = self._raw.get_added_tokens_decoder()
+        return {token: entry.content for token, entry in added.items() if entry.special}
+
+    @cached_property
+    def added_tokens(self) -> tuple[str, ...]:
+        """The texts of the added tokens, special or not."""
+        return tuple(entry.content for entry in self._raw.get_added_tokens_decoder().values())
+
     @property
     def bos_token_id(self) -> int | None:
         return self.id_of(self.special_tokens.get("bos_token"))
