@@ -24,7 +24,13 @@ FAMILIES = {"lfm2": {}, "gemma3": {}, "qwen3_next": {}, "mamba2": {"target": "te
 SYSTEM = list(range(10, 40))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+ALWAYS = ("lfm2", "mamba2")  # the others in CI
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES],
+)
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TopWModel:
     family = request.param
     folder = tmp_path_factory.mktemp(family)
