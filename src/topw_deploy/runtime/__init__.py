@@ -1,8 +1,8 @@
 """Run exported models with numpy, onnxruntime, tokenizers and jinja2.
 
 model, sampler, results: public classes.
-prompts, parameters, generation_config, request: request validation.
-loop, rows, record, draws, edits, callbacks: generation.
+prompts, parameters, bad_words, generation_config, request: request validation.
+loop, rows, record, draws, edits, allowed, logprobs, callbacks: generation.
 text, tokenizer, token_bound, chat, template: text, tokens, chat templates.
 tools: tool calls.
 cache, memory: key-value caches.
@@ -22,7 +22,16 @@ except ModuleNotFoundError as error:
     raise MissingPackageError(install.sentence("running a model", "cpu"), name="onnxruntime") from None
 
 from topw_deploy.runtime.model import TopWModel
-from topw_deploy.runtime.results import GenerationResult, Piece, Timings
+from topw_deploy.runtime.results import GenerationResult, Piece, Timings, TokenLogprob, TopLogprob
 from topw_deploy.runtime.sampler import Samples, TopWSampler
 
-__all__ = ["GenerationResult", "Piece", "Samples", "Timings", "TopWModel", "TopWSampler"]
+__all__ = [
+    "GenerationResult",
+    "Piece",
+    "Samples",
+    "Timings",
+    "TokenLogprob",
+    "TopLogprob",
+    "TopWModel",
+    "TopWSampler",
+]

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, overload
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import cache, loop
+from topw_deploy.runtime.bad_words import as_ids
 from topw_deploy.runtime.callbacks import ending
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.generation_config import bos_token, model_defaults
+from topw_deploy.runtime.logprobs import Logits, asks, check_output, logits_output
 from topw_deploy.runtime.open_session import open_session
 from topw_deploy.runtime.ort.providers import short_name
 from topw_deploy.runtime.prompts import read_prompts, split_inputs
@@ -67,7 +69,7 @@ class TopWModel:
         self.defaults = model_defaults(folder, self.tokenizer)
         self.provider = session.provider
         self.sampler, self.why_graph = session.sampler, session.why_graph
-        self._decoder = decoder
+        self._decoder, self._logits_output = decoder, logits_output(folder.manifest)
         self._bos = bos_token(folder, self.tokenizer)
         self._template = load_template(folder, self.tokenizer)
         self._caches: cache.Caches | None = cache.Caches(
@@ -268,7 +270,8 @@ class TopWModel:
         limits = limits or self._limits
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split(parameters)
-        samples, config = whole["num_return_sequences"], whole["generation_config"]
+        samples = whole["num_return_sequences"]
+        named, config = (as_ids(given, self.tokenizer) for given in (named, whole["generation_config"]))
         prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"], samples, limits)
         exported, geometry = self.manifest.defaults, self.manifest.sampler.geometry
         rows = resolve(prompts, named, self.defaults, exported, limits, samples, config=config, geometry=geometry)
@@ -282,6 +285,7 @@ class TopWModel:
                 f"a streamer follows one sequence, but the request has {len(rows)}; generate them one by one, or use "
                 "model.stream, whose pieces name their row."
             )
+        check_output(rows, self._logits_output, self.path)
         return rows, whole, alone and samples == 1
 
     def _prompts(
@@ -319,7 +323,14 @@ class TopWModel:
             streaming=streaming,
             streamer=whole["streamer"],
             criteria=whole["stopping_criteria"],
+            logits=self._new_logits(len(requests)) if any(map(asks, requests)) else None,
+            text_of=self.tokenizer.text_of,
         ).pieces()
+
+    def _new_logits(self, rows: int) -> Logits | None:
+        """Room for the graph's logits, or None if it has no such output."""
+        spec = self._logits_output
+        return None if spec is None else Logits(spec, rows, self.manifest.sampler.vocab_size)
 
     def _opened(self) -> tuple[Session, cache.Caches]:
         if self._session is None or self._caches is None:

@@ -71,6 +71,10 @@ class Tokenizer:
             raise self._typed(error, "used") from None
         return text
 
+    def text_of(self, token: int) -> str:
+        """The text of a token alone, with U+FFFD for a part of a character; "" for an unknown id."""
+        return self.decode([token], skip_special_tokens=False)
+
     def follow(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
 
         def decode(ids: Sequence[int]) -> str:
