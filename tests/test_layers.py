@@ -29,11 +29,12 @@ ALLOWED = {
     "sampling": {"errors"},
     "processors": {"errors", "sampling"},
     "manifest": {"dtypes", "errors", "files", "sampling"},
+    "safetensors_header": {"manifest"},
     "plugins": {"errors", "files", "dtypes", "progress", "install", "sampling"},
     "tensorrt": LEAVES | {"plugins"},
     "runtime": LEAVES | {"install", "telemetry", "sizes", "plugins", "tensorrt"},
-    "engine": LEAVES | {"sizes", "runtime"},
-    "export": LEAVES | {"memory", "install", "sizes", "runtime", "demo"},
+    "engine": LEAVES | {"sizes", "safetensors_header", "runtime"},
+    "export": LEAVES | {"memory", "install", "sizes", "safetensors_header", "runtime", "demo"},
     "stats": LEAVES | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
     "bench": LEAVES | {"install", "printable", "reports", "plugins", "runtime", "export", "processors"},
     "cli": LEAVES
@@ -63,6 +64,7 @@ NAMED = {
 }
 LOADED = {
     "manifest": {"numpy"},
+    "safetensors_header": {"numpy"},
     "tensorrt": {"numpy"},
     "runtime": RUNTIME,
     "engine": RUNTIME,

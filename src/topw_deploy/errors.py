@@ -81,6 +81,10 @@ class QueueFullError(GenerationError):
     """The batching engine's queue has no room for the request."""
 
 
+class SessionFileError(GenerationError):
+    """The file of a saved session cannot be read or written, is damaged, or is another model's."""
+
+
 class LogitsError(GenerationError):
     """Logits contain NaN or +infinity, or no finite value after edits; the message names the row."""
 

@@ -26,9 +26,10 @@ class Interleavings(RuleBasedStateMachine):
         self.cache: list[list[object]] = [[] for _ in range(rows)]  # tokens as (task, position)
         self.last_chunk: tuple[Task, bool] | None = None  # the oldest prompt then, and whether it was read
 
-    @rule(tokens=st.integers(1, 12))
-    def submit(self, tokens: int) -> None:
+    @rule(tokens=st.integers(1, 12), branch=st.integers(0, 12))
+    def submit(self, tokens: int, branch: int) -> None:
         task = Task(tokens)
+        task.branch = branch
         self.submitted.append(task)
         self.scheduler.submit(task)
 
@@ -54,6 +55,7 @@ class Interleavings(RuleBasedStateMachine):
         if chunk is not None:
             task = chunk.task
             assert 0 < chunk.end - chunk.start <= self.chunk
+            assert not chunk.start < task.branch < chunk.end
             if task is not oldest[0]:
                 assert self.last_chunk != (oldest[0], False), "the oldest prompt gets every second chunk"
             self.last_chunk = (oldest[0], task is oldest[0])

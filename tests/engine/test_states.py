@@ -60,26 +60,3 @@ def test_requests_draw_what_they_draw_alone(
     for one, request in zip(given, requests, strict=True):
         assert request.result(120).token_ids == model.generate(**one).token_ids
     assert exchanged
-
-
-@pytest.mark.parametrize("family", ["lfm2", "gemma3"])
-def test_states_of_fixed_size_are_reused_after_whole_sequences_only(
-    tmp_path: Path, engine_of: NewEngine, family: str
-) -> None:
-    """Two chats over one row and host memory: each turn goes on behind all that the one before read."""
-    source = make_model(family) if family == "gemma3" else make_hybrid(family)
-    source.save_pretrained(tmp_path / "model")
-    write_tokenizer(tmp_path / "model")
-    export(tmp_path / "model", tmp_path / "out")
-    model = TopWModel.from_pretrained(tmp_path / "out", provider="cpu", intra_op_num_threads=1)
-    engine = engine_of(model, max_batch=1, prefill_budget=8, prefix_bytes=10**7)
-    given = {"max_new_tokens": 6, "seed": 3, "ignore_eos": True}
-    prompts = [list(range(10, 40)), [*range(10, 39), 60]]
-    for turn in range(3):
-        for chat, prompt in enumerate(prompts):
-            found = engine.submit(prompt, **given).result(60)
-            assert found.token_ids == model.generate(prompt, **given).token_ids
-            assert found.cached_tokens == (30 + 8 * turn - 3 if turn else 0)
-            prompts[chat] = [*prompt, *found.token_ids, 50, 51]
-    held = [*prompts[1][:-3], 5]  # without the last turn's tokens: other states
-    assert engine.submit(held[:20], **given).result(60).cached_tokens == 0

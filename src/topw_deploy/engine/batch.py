@@ -160,15 +160,23 @@ class Batch:
         self._buffers.copy_row(source, target, tokens)
         self.keep(target, tokens)
 
-    def snapshot(self, row: int, tokens: int) -> list[np.ndarray]:
-        """A copy of a row's first `tokens` tokens, and of its states of fixed size."""
-        return self._buffers.snapshot(row, tokens)
+    def growing(self, row: int, tokens: int) -> list[np.ndarray]:
+        """A copy of the states of a row's first `tokens` tokens, without those of fixed size."""
+        return self._buffers.snapshot(row, tokens, self._buffers.layout.growing)
 
-    def restore(self, row: int, snapshot: Sequence[np.ndarray], tokens: int) -> None:
-        """Put the first `tokens` tokens of a snapshot into a row that does not decode."""
+    def fixed(self, row: int) -> list[np.ndarray]:
+        """A copy of a row's states of fixed size."""
+        return self._buffers.snapshot(row, 0, self._buffers.layout.fixed_ones)
+
+    def restore(self, row: int, growing: Sequence[np.ndarray], tokens: int) -> None:
+        """Put the first `tokens` tokens of a copy by `growing` into a row that does not decode."""
         self._make_room(tokens)
-        self._buffers.restore(row, snapshot, tokens)
+        self._buffers.restore(row, growing, tokens, self._buffers.layout.growing)
         self.keep(row, tokens)
+
+    def restore_fixed(self, row: int, fixed: Sequence[np.ndarray]) -> None:
+        """Put a copy by `fixed` into a row that does not decode."""
+        self._buffers.restore(row, fixed, None, self._buffers.layout.fixed_ones)
 
     def read(self, row: int, request: RowRequest, start: int, end: int) -> int | None:
         """Read tokens `start` to `end`, exclusive, of the row's prompt. Returns the first drawn token after the last.

@@ -9,8 +9,11 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.options import check_form, check_tensorrt, read_options
@@ -18,9 +21,10 @@ from topw_deploy.engine.request import Event, PieceReader, Request, Source
 from topw_deploy.engine.room import Room, Waiter
 from topw_deploy.engine.scheduler import Scheduler
 from topw_deploy.engine.seconds import read_max_time, read_timeout, waitable
+from topw_deploy.engine.session_file import SessionInfo, read_session, session_form, write_session
 from topw_deploy.engine.tasks import Bell, Events, Signal
 from topw_deploy.engine.worker import Job, Submission, Worker
-from topw_deploy.errors import ParameterError, QueueFullError
+from topw_deploy.errors import ParameterError, PromptError, QueueFullError
 from topw_deploy.runtime.callbacks import Watch, ending
 from topw_deploy.runtime.logprobs import new_scores
 from topw_deploy.runtime.model import TopWModel
@@ -68,11 +72,12 @@ class Engine:
     when_full: what `submit` does then: "error" raises QueueFullError, "wait" waits for its turn.
     prefill_budget: maximum tokens of a chunk. While a prompt is read, a step of the others takes longer by one chunk.
     reuse_prefixes: start a prompt behind the longest beginning that it shares with the sequence of a row, running or
-        ended. Where a state has a fixed size (convolutions, recurrences, windows), behind a whole sequence only.
-    prefix_bytes: maximum host memory for sequences whose rows were taken by others; the one used longest ago goes
-        first. Not on devices.
+        ended. Where a state has a fixed size (convolutions, recurrences, windows), behind a whole sequence, or a point
+        for which `prefix_bytes` has room.
+    prefix_bytes: maximum host memory for sequences whose rows were taken by others, for states of fixed size at the
+        ends of chunks, and for loaded sessions; what was used longest ago goes first. Not on devices.
     exact: reuse whole chunks of prompts only, so that reuse changes no bit of a prompt's states and first token; see
-        docs/guide/engine.md. Nothing is reused where a state has a fixed size.
+        docs/guide/engine.md.
 
     Raises ParameterError for an invalid option or a cache of another form than `static`, EngineError for a TensorRT
     engine that is too small, GenerationError if there is no memory for the cache.
@@ -117,6 +122,7 @@ class Engine:
         self._scheduler: Scheduler[Job] = Scheduler(
             options.rows, options.chunk, dense=decoder.evicts, moves=self._batch.copies_rows
         )
+        self._form = session_form(model.manifest, options)
         self._room = Room(options.rows + options.queue)
         self._worker = Worker(self._batch, self._scheduler, self._room, decoder, options)
         self._shutting = threading.RLock()  # a signal handler may call shutdown during another
@@ -173,6 +179,42 @@ class Engine:
             holder.append(submission.request)
         return self._pieces(submission, events)
 
+    def save_session(self, prompt: Any, path: str | Path, *, add_special_tokens: bool = True) -> SessionInfo:
+        """Write the states after a prompt to a file, so that `load_session` can go on behind it in another process.
+
+        prompt: a text or token ids; for a chat, the last prompt and the tokens drawn after it. What the engine holds of
+            its beginning is saved.
+        path: a file there is replaced atomically.
+        add_special_tokens: to a text.
+
+        Requests go on; the engine's thread makes a copy of the states, and the caller's writes it. Returns the number
+        of tokens saved and the file's size. Raises GenerationError if no beginning is held, or after `shutdown`,
+        PromptError, and SessionFileError if the file cannot be written.
+        """
+        self._check_reuse()
+        rows, _, _ = self._model._requests(prompt, {"add_special_tokens": add_special_tokens}, self._limits)
+        if len(rows) > 1:
+            raise PromptError(f"there are {len(rows)} prompts, but a session is of one; save them one by one.")
+        tokens = np.array(rows[0].prompt, np.int64)
+        count, states = self._worker.save(tokens)
+        return write_session(path, self._form, tokens[:count], states)
+
+    def load_session(self, path: str | Path) -> SessionInfo:
+        """Read a file by `save_session` of the same export, so that prompts which begin with its tokens go on behind
+        them.
+
+        The states count towards `prefix_bytes`; if they are larger, they go into a free row.
+
+        Raises SessionFileError for a file that is damaged, of another export, longer than `max_length`, or by an engine
+        of other chunks if this one is exact; GenerationError if there is no room, or after `drain` or `shutdown`.
+        """
+        self._check_reuse()
+        self._room.check()
+        self._worker.check_caller("load_session")
+        tokens, states, info = read_session(path, self._form)
+        self._worker.load(tokens, states)
+        return info
+
     def stats(self) -> EngineStats:
         used = self._scheduler.used
         return EngineStats(
@@ -228,6 +270,13 @@ class Engine:
     ) -> None:
         """Wait for all requests, or cancel them if the block failed."""
         self.shutdown(cancel=error is not None)
+
+    def _check_reuse(self) -> None:
+        if not self._options.reuses:
+            raise ParameterError(
+                "sessions need the reuse of prefixes, but reuse_prefixes is False; make the engine with True.",
+                "reuse_prefixes",
+            )
 
     def _prepare(
         self,

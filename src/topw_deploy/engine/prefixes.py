@@ -1,12 +1,15 @@
 """Which tokens the rows of the cache and the snapshots hold, and what a prompt shares with them. Without session.
 
-Tokens are int64 [n]. A row or snapshot holds tokens if it has their states, from position 0 on.
+Tokens are int64 [n]. A row or snapshot holds tokens if it has their states, from position 0 on. States of fixed size
+(convolutions, recurrences, windows) are known at single points: after the last token of a row, and where they were
+stored.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -23,27 +26,41 @@ def common(one: np.ndarray, other: np.ndarray) -> int:
 
 
 class Rule:
-    """How much of what is held a prompt can reuse.
+    """How much of what is held can be reused for tokens that are wanted: all of a prompt but its last token, because
+    that run draws the first token.
 
     unit: reused tokens are a multiple of it.
-    whole: reuse all held tokens or none, because states of fixed size are those after the last one.
+    whole: some states have a fixed size and are known at certain points only.
+    own: whether a row has those states after the tokens that it holds.
     """
 
-    def __init__(self, unit: int = 1, *, whole: bool = False) -> None:
-        self._unit, self._whole = unit, whole
+    def __init__(self, unit: int = 1, *, whole: bool = False, own: bool = True) -> None:
+        self._unit, self.whole, self.own = unit, whole, own
 
     def cut(self, tokens: int) -> int:
         """The largest multiple of `unit` up to `tokens`."""
         return tokens - tokens % self._unit
 
-    def usable(self, held: np.ndarray, prompt: np.ndarray) -> int:
-        """Tokens of `held` that `prompt` can reuse. Its last token is always read: that run draws the first token."""
-        shared = self.cut(min(common(held, prompt), len(prompt) - 1))
-        return shared if shared == len(held) or not self._whole else 0
+    def usable(self, held: np.ndarray, wanted: np.ndarray, points: Sequence[int] = (), *, own: bool = True) -> int:
+        """Tokens of `held` that can be reused for `wanted`.
 
-    def covers(self, held: np.ndarray, tokens: np.ndarray) -> bool:
-        """Whether `held` can be used wherever `tokens` can."""
-        return common(held, tokens) == len(tokens) and (len(held) == len(tokens) or not self._whole)
+        points: beginnings of `wanted` after which states of fixed size are stored.
+        own: whether `held` is a row's.
+        """
+        shared = common(held, wanted)
+        if not self.whole:
+            return self.cut(shared)
+        if own and self.own and shared == len(held):
+            return shared
+        return max((point for point in points if point <= shared), default=0)
+
+
+def covers(held: np.ndarray, tokens: np.ndarray) -> bool:
+    """Whether `held` begins with `tokens`."""
+    count = len(tokens)
+    if count > len(held) or (count and held[count - 1] != tokens[-1]):  # cheap, and mostly so
+        return False
+    return bool((held[:count] == tokens).all())
 
 
 class RowPrefixes:
@@ -69,12 +86,12 @@ class RowPrefixes:
         """All rows, the one released first first."""
         return sorted(range(len(self.held)), key=lambda row: self._released[row])
 
-    def choose(self, prompt: np.ndarray, free: Sequence[int]) -> int:
-        """The free row that shares most tokens with the prompt, unless it would lose more than it shares.
+    def choose(self, wanted: np.ndarray, free: Sequence[int], points: Sequence[int] = ()) -> int:
+        """The free row of which most tokens can be reused, unless it would lose more than that.
 
         Otherwise the first row that holds nothing, or the one released first.
         """
-        usable = [self._rule.usable(self.held[row], prompt) for row in free]
+        usable = [self._rule.usable(self.held[row], wanted, points) for row in free]
         most = max(usable)
         row = free[usable.index(most)]
         if most and 2 * most >= len(self.held[row]):
@@ -82,44 +99,85 @@ class RowPrefixes:
         return min(free, key=lambda row: (self._released[row] if len(self.held[row]) else 0, row))
 
 
-class Snapshots(Generic[AnyStates]):
-    """States after tokens, in at most `most_bytes` bytes. The one used longest ago is dropped first."""
+@dataclass(slots=True)
+class _Stored(Generic[AnyStates]):
+    """point: whether these are the states of fixed size after all tokens, otherwise those with an axis of tokens."""
 
-    def __init__(self, most_bytes: int, rule: Rule) -> None:
-        self._most, self._rule = most_bytes, rule
-        self._stored: OrderedDict[int, tuple[np.ndarray, AnyStates, int]] = OrderedDict()
+    tokens: np.ndarray
+    states: AnyStates
+    size: int
+    point: bool
+
+
+class Snapshots(Generic[AnyStates]):
+    """States after tokens, in at most `most` bytes. The one used longest ago is dropped first.
+
+    A snapshot has the states with an axis of tokens, those of its beginnings included. A point has the states of fixed
+    size, which belong to all its tokens.
+    """
+
+    def __init__(self, most: int, rule: Rule) -> None:
+        self.most, self._rule = most, rule
+        self._stored: OrderedDict[int, _Stored[AnyStates]] = OrderedDict()
         self._number = 0
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def takes(self, tokens: np.ndarray, size: int) -> bool:
-        """Whether to store a snapshot of `size` bytes: it has room, and no other snapshot can be used instead."""
-        return len(tokens) > 0 and size <= self._most and self._holder(tokens) is None
+    def takes(self, tokens: np.ndarray, size: int, *, point: bool = False) -> bool:
+        """Whether to store states of `size` bytes: they have room, and are not there."""
+        return len(tokens) > 0 and size <= self.most and self._holder(tokens, point) is None
 
-    def put(self, tokens: np.ndarray, states: AnyStates, size: int) -> None:
-        """Store a snapshot that `takes` accepts, in place of those that it can be used instead of."""
-        for number, (held, _, _) in list(self._stored.items()):
-            if self._rule.covers(tokens, held):
-                self._drop(number)
-        while self.bytes + size > self._most:
+    def put(self, tokens: np.ndarray, states: AnyStates, size: int, *, point: bool = False) -> None:
+        """Store states that `takes` accepts. A snapshot takes the place of those of its beginnings."""
+        if not point:
+            for number, stored in list(self._stored.items()):
+                if not stored.point and covers(tokens, stored.tokens):
+                    self._drop(number)
+        while self.bytes + size > self.most:
             self._drop(next(iter(self._stored)))
         self._number += 1
-        self._stored[self._number] = (tokens, states, size)
+        self._stored[self._number] = _Stored(tokens, states, size, point)
         self.bytes += size
 
-    def find(self, prompt: np.ndarray, least: int) -> tuple[int, AnyStates] | None:
+    def find(self, wanted: np.ndarray, least: int, points: Sequence[int] = ()) -> tuple[int, AnyStates] | None:
         """The most usable tokens, at least `least`, and the states of their snapshot."""
-        usable = {number: self._rule.usable(held, prompt) for number, (held, _, _) in self._stored.items()}
+        usable = {
+            number: self._rule.usable(stored.tokens, wanted, points, own=False)
+            for number, stored in self._stored.items()
+            if not stored.point
+        }
         best = max(usable, key=usable.__getitem__, default=None)
         if best is None or usable[best] < least:
             return None
         self._stored.move_to_end(best)
-        return usable[best], self._stored[best][1]
+        return usable[best], self._stored[best].states
 
-    def _holder(self, tokens: np.ndarray) -> int | None:
-        return next((number for number, (held, _, _) in self._stored.items() if self._rule.covers(held, tokens)), None)
+    def points(self, wanted: np.ndarray) -> list[int]:
+        """The beginnings of `wanted` that have a point."""
+        return [
+            len(stored.tokens) for stored in self._stored.values() if stored.point and covers(wanted, stored.tokens)
+        ]
+
+    def point(self, tokens: np.ndarray) -> AnyStates | None:
+        """The states of fixed size after `tokens`."""
+        number = self._holder(tokens, True)
+        if number is None:
+            return None
+        self._stored.move_to_end(number)
+        return self._stored[number].states
+
+    def common(self, wanted: np.ndarray) -> int:
+        """The most leading tokens that anything stored shares with `wanted`."""
+        return max((common(stored.tokens, wanted) for stored in self._stored.values()), default=0)
+
+    def _holder(self, tokens: np.ndarray, point: bool) -> int | None:
+        for number, stored in self._stored.items():
+            equal = not point or len(stored.tokens) == len(tokens)
+            if stored.point == point and equal and covers(stored.tokens, tokens):
+                return number
+        return None
 
     def _drop(self, number: int) -> None:
-        self.bytes -= self._stored.pop(number)[-1]
+        self.bytes -= self._stored.pop(number).size

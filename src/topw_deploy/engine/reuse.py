@@ -4,19 +4,41 @@ A free row keeps its last sequence until another request takes it. A request tak
 prompt. Before its first chunk, more of the prompt may be copied from another row, or restored from a snapshot. What a
 row loses then is stored as a snapshot, if `prefix_bytes` has room.
 
+States of fixed size cannot return to an earlier token. If `prefix_bytes` has room, they are stored at the end of every
+chunk, the keys and values of whose tokens may be anywhere.
+
 Rows of a step that do not decode write one slot: the one after the tokens that they hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from topw_deploy.engine.batch import Batch, row_bytes
 from topw_deploy.engine.options import Options
-from topw_deploy.engine.prefixes import NOTHING, RowPrefixes, Rule, Snapshots, common
+from topw_deploy.engine.prefixes import NOTHING, RowPrefixes, Rule, Snapshots, common, covers
+from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo
+from topw_deploy.sizes import decimal_size
+
+LEAST_GAIN = 16  # tokens; reading fewer again costs about as much as another run
+
+
+@dataclass(slots=True)
+class _Found:
+    """The longest known beginning of wanted tokens.
+
+    row: that has its states with an axis of tokens; otherwise `growing` has them.
+    fixed: its states of fixed size; None: those of `row`.
+    """
+
+    tokens: int
+    row: int | None = None
+    growing: list[np.ndarray] | None = None
+    fixed: list[np.ndarray] | None = None
 
 
 class Reuse:
@@ -29,35 +51,60 @@ class Reuse:
         self, batch: Batch, decoder: DecoderInfo, options: Options, running: Callable[[int], np.ndarray | None]
     ) -> None:
         self._batch, self._decoder, self._running = batch, decoder, running
-        self._exact = options.exact
-        # States of fixed size stand after the last token, which need not be one at which `exact` cuts.
-        self._on = options.reuses and not (options.exact and decoder.recurs)
-        self._rule = Rule(options.chunk if options.exact else 1, whole=decoder.recurs)
+        self._exact, self._on = options.exact, options.reuses
+        self._grows = any(state.grows for state in decoder.states)
+        # An exact engine's row goes on behind the last multiple, with states that are known at no multiple.
+        self._rule = Rule(options.chunk if options.exact else 1, whole=decoder.recurs, own=not options.exact)
+        self._fixed_bytes = sum(state.row_bytes(0) for state in decoder.states if not state.grows)
+        self._stores_points = decoder.recurs and batch.copies_rows and options.prefix_bytes > 0
         self._rows = RowPrefixes(options.rows, self._rule)
         self._stored: Snapshots[list[np.ndarray]] = Snapshots(options.prefix_bytes, self._rule)
 
     def choose(self, prompt: np.ndarray, free: Sequence[int]) -> int:
         """The free row for a prompt."""
-        return self._rows.choose(prompt, free)
+        return self._rows.choose(prompt[:-1], free, self._stored.points(prompt[:-1]))
 
     def start(self, row: int, prompt: np.ndarray) -> int:
         """Put the longest known prefix of a prompt into its row. Returns its length."""
         if not self._on:
             return 0
         held = self._rows.held[row]
-        tokens, copy = self._longest(row, prompt)
+        found = self._longest(prompt[:-1], row)
+        tokens = found.tokens
         if common(held, prompt[:tokens]) < len(held):
             self._store(row)
-        if copy is not None:
-            copy()
+        elif self._rule.own:
+            self._put_point(held, lambda: self._batch.fixed(row))  # the next chunk changes them
+        if found.growing is not None:
+            self._batch.restore(row, found.growing, tokens)
+        elif found.row is not None and found.row != row:
+            self._batch.copy(found.row, row, tokens)
+        if found.fixed is not None:
+            self._batch.restore_fixed(row, found.fixed)
         self._rows.held[row] = prompt[:tokens]
         self._batch.keep(row, tokens)
         return tokens
 
-    def read(self, row: int, tokens: np.ndarray) -> None:
-        """Record that a row holds the beginning of its prompt."""
+    def branch(self, prompt: np.ndarray, start: int) -> int:
+        """Where a prompt that is read from `start` on should have an end of a chunk; 0 for nowhere.
+
+        There it leaves another sequence, whose states of fixed size are not known there. Stored once, they serve the
+        next prompt with the same beginning.
+        """
+        if not (self._on and self._stores_points) or self._exact:
+            return 0
+        wanted = prompt[:-1]
+        rows = (common(self._held_now(row, wanted), wanted) for row in range(len(self._rows.held)))
+        shared = max(self._stored.common(wanted), *rows)
+        return shared if shared - start >= LEAST_GAIN else 0
+
+    def read(self, row: int, tokens: np.ndarray, *, sound: bool = True) -> None:
+        """Record that a row holds the beginning of its prompt. sound: whether its states can be stored."""
         if self._on:
-            self._rows.held[row] = tokens[: self._rule.cut(len(tokens))]
+            cut = self._rule.cut(len(tokens))
+            self._rows.held[row] = tokens[:cut]
+            if sound and cut == len(tokens):
+                self._put_point(tokens, lambda: self._batch.fixed(row))
 
     def release(self, row: int, tokens: Sequence[int] | None) -> None:
         """Record that a row is free. tokens: that it holds; None: those of `read`."""
@@ -74,7 +121,8 @@ class Reuse:
 
         Not if the next prompt reuses half of their length, which it needs. Only while no row is in use.
         """
-        reused = max(self._rule.usable(held, prompt) for held in self._rows.held)
+        wanted, points = prompt[:-1], self._stored.points(prompt[:-1])
+        reused = max(self._rule.usable(held, wanted, points) for held in self._rows.held)
         if not self._batch.grown or 2 * reused >= self._batch.slots:
             return
         for row in self._rows.by_age():
@@ -83,25 +131,83 @@ class Reuse:
             self._batch.keep(row, 0)
         self._batch.rest()
 
-    def _longest(self, row: int, prompt: np.ndarray) -> tuple[int, Callable[[], None] | None]:
-        """The most tokens to reuse in `row`, and what copies them there if it does not hold them."""
-        batch, most, source = self._batch, self._rule.usable(self._rows.held[row], prompt), row
-        if not batch.copies_rows:
-            return most, None
-        for other in range(len(self._rows.held)):
-            usable = self._rule.usable(self._held_now(other, prompt), prompt)
-            if usable > most:
-                most, source = usable, other
-        found = self._stored.find(prompt, most + 1)
-        if found is not None:
-            tokens, states = found
-            return tokens, lambda: batch.restore(row, states, tokens)
-        return most, None if source == row else lambda: batch.copy(source, row, most)
+    def saved(self, tokens: np.ndarray) -> tuple[int, list[np.ndarray]]:
+        """The longest known beginning of tokens, and a copy of its states in the order of the cache's layout, or longer
+        ones that nobody changes.
 
-    def _held_now(self, row: int, prompt: np.ndarray) -> np.ndarray:
-        """What a row holds. What a decoding row drew is looked up only if the prompt goes on like the row's own."""
+        Raises GenerationError if none is known, or there is no memory for the copy.
+        """
+        found = self._longest(tokens)
+        if not found.tokens:
+            raise GenerationError(
+                f"the engine holds no states after a beginning of the {len(tokens)} tokens; generate from them first."
+            )
+        growing, fixed = found.growing, found.fixed
+        try:
+            if growing is None:
+                growing = [] if found.row is None else self._batch.growing(found.row, found.tokens)
+            if fixed is None:
+                fixed = [] if found.row is None else self._batch.fixed(found.row)
+        except MemoryError:
+            raise GenerationError(
+                f"there is no memory for a copy of {found.tokens} tokens; end requests first."
+            ) from None
+        return found.tokens, [*fixed, *growing]
+
+    def load(self, tokens: np.ndarray, states: Sequence[np.ndarray], free: Sequence[int]) -> None:
+        """Store what `saved` returned, or put it into a free row.
+
+        Raises GenerationError if there is room in neither.
+        """
+        if self._longest(tokens).tokens == len(tokens):
+            return
+        count = sum(not state.grows for state in self._decoder.states)
+        fixed, growing = list(states[:count]), list(states[count:])
+        size = row_bytes(self._decoder, len(tokens)) + tokens.nbytes
+        if self._batch.copies_rows and size <= self._stored.most:
+            self._put(tokens, lambda: growing)
+            self._put_point(tokens, lambda: fixed)
+            return
+        if not free or (self._exact and self._rule.whole):
+            raise GenerationError(
+                f"the session takes {decimal_size(size)}, but prefix_bytes is {decimal_size(self._stored.most)}"
+                f"{'' if free else ' and all rows are in use'}; make the engine with a higher prefix_bytes.",
+                "prefix_bytes",
+            )
+        row = self._rows.choose(tokens, free, self._stored.points(tokens))
+        self._store(row)
+        self._rows.held[row] = NOTHING
+        self._batch.restore(row, growing, len(tokens))
+        self._batch.restore_fixed(row, fixed)
+        self._rows.held[row] = tokens
+        self._rows.release(row)
+
+    def _longest(self, wanted: np.ndarray, row: int | None = None) -> _Found:
+        """The longest known beginning of `wanted`, to put into `row`, or to copy."""
+        rule, points, best, own = self._rule, self._stored.points(wanted), _Found(0), False
+        rows: list[int] = list(range(len(self._rows.held)))
+        if row is not None:
+            others = [other for other in rows if other != row]
+            rows = [row, *others] if self._batch.copies_rows else [row]
+        for other in rows:
+            held = self._rows.held[row] if other == row else self._held_now(other, wanted)
+            usable = rule.usable(held, wanted, points)
+            if usable > best.tokens:
+                best = _Found(usable, other)
+                own = rule.own and usable == len(held)
+        found = self._stored.find(wanted, best.tokens + 1, points)
+        if found is not None:
+            best, own = _Found(found[0], growing=found[1]), False
+        if not self._grows and max(points, default=0) > best.tokens:
+            best, own = _Found(max(points)), False
+        if best.tokens and rule.whole and not own:
+            best.fixed = self._stored.point(wanted[: best.tokens])
+        return best
+
+    def _held_now(self, row: int, wanted: np.ndarray) -> np.ndarray:
+        """What a row holds. What a decoding row drew is looked up only if `wanted` goes on like the row's own."""
         held = self._rows.held[row]
-        if self._exact or not len(held) or common(held, prompt) < len(held):
+        if self._exact or not len(held) or common(held, wanted) < len(held):
             return held
         running = self._running(row)
         return held if running is None else running
@@ -110,10 +216,20 @@ class Reuse:
         """Store what a row holds, unless another row or a snapshot can be used instead."""
         tokens = self._rows.held[row]
         size = row_bytes(self._decoder, len(tokens)) + tokens.nbytes
+        if not self._batch.copies_rows or size > self._stored.most:
+            return
         others = (held for other, held in enumerate(self._rows.held) if other != row)
-        if (
-            self._batch.copies_rows
-            and self._stored.takes(tokens, size)
-            and not any(self._rule.covers(held, tokens) for held in others)
-        ):
-            self._stored.put(tokens.copy(), self._batch.snapshot(row, len(tokens)), size)
+        if not any(covers(held, tokens) for held in others):
+            self._put(tokens, lambda: self._batch.growing(row, len(tokens)))
+        if self._rule.own:
+            self._put_point(tokens, lambda: self._batch.fixed(row))
+
+    def _put(self, tokens: np.ndarray, states: Callable[[], list[np.ndarray]]) -> None:
+        size = row_bytes(self._decoder, len(tokens)) - self._fixed_bytes + tokens.nbytes
+        if self._grows and self._stored.takes(tokens, size):
+            self._stored.put(tokens.copy(), states(), size)
+
+    def _put_point(self, tokens: np.ndarray, states: Callable[[], list[np.ndarray]]) -> None:
+        size = self._fixed_bytes + tokens.nbytes
+        if self._stores_points and self._stored.takes(tokens, size, point=True):
+            self._stored.put(tokens.copy(), states(), size, point=True)

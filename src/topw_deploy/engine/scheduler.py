@@ -29,12 +29,13 @@ class Task:
 
     prompt_tokens: at least one.
     read: tokens of the prompt that are in the cache.
+    branch: a position at which a chunk ends, as well as at its usual end; 0 for none.
     row: its row, or WAITING.
     """
 
     def __init__(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
-        self.read = 0
+        self.read = self.branch = 0
         self.row = WAITING
 
     @property
@@ -104,6 +105,11 @@ class Scheduler(Generic[AnyTask]):
         """The sequence that has waited longest."""
         return self._waiting[0] if self._waiting else None
 
+    @property
+    def free(self) -> list[int]:
+        """Rows without a sequence, in ascending order."""
+        return [row for row, task in enumerate(self._rows) if task is None]
+
     def at(self, row: int) -> AnyTask | None:
         """The sequence that has a row."""
         return self._rows[row]
@@ -116,7 +122,7 @@ class Scheduler(Generic[AnyTask]):
         admitted: list[AnyTask] = []
         while self._waiting and self.used < len(self._rows):
             task = self._waiting.popleft()
-            task.row = choose(task, [row for row, other in enumerate(self._rows) if other is None])
+            task.row = choose(task, self.free)
             self._rows[task.row] = task
             self._reading.append(task)
             admitted.append(task)
@@ -155,7 +161,8 @@ class Scheduler(Generic[AnyTask]):
         self._arranged = False
 
     def _chunk_of(self, task: AnyTask) -> Chunk[AnyTask]:
-        return Chunk(task, task.read, min(task.read + self._chunk, task.prompt_tokens))
+        end = min(task.read + self._chunk, task.prompt_tokens)
+        return Chunk(task, task.read, task.branch if task.read < task.branch < end else end)
 
     def arrange(self) -> list[tuple[int, int]]:
         """Set `width`. Returns pairs of rows to exchange first, of which the first is decoding."""

@@ -10,10 +10,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from topw_deploy.runtime.rows import Row
 
 _OUTPUTS = ("next_token", "logprob", "kept", "certified", "mass")
 _AT_EXIT = 10.0  # seconds that the interpreter waits for a run or a callback in progress
+Result = TypeVar("Result")
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
@@ -112,7 +115,7 @@ class Worker:
         self._alive: dict[Request, Submission] = {}
         self._deadlines: list[tuple[float, int, weakref.ref[Request]]] = []  # a heap
         self._numbers = itertools.count()
-        self._retiring, self._broken = False, ""  # or why the engine failed
+        self._retiring, self._ended, self._broken = False, False, ""  # or why the engine failed
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._main, name="topw-engine", daemon=True)
         self._thread.start()
@@ -151,12 +154,41 @@ class Worker:
         self._post(passed.set)
         passed.wait()
 
+    def save(self, tokens: np.ndarray) -> tuple[int, list[np.ndarray]]:
+        """`Reuse.saved`, between two iterations."""
+        return self._call("save_session", partial(self._reuse.saved, tokens))
+
+    def load(self, tokens: np.ndarray, states: Sequence[np.ndarray]) -> None:
+        """`Reuse.load`, between two iterations."""
+        self._call("load_session", lambda: self._reuse.load(tokens, states, self._scheduler.free))
+
     def retire(self) -> None:
         """Make the thread end, and release the batch, as soon as it has no requests."""
         self._post(self._retire)
 
     def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)
+
+    def _call(self, what: str, function: Callable[[], Result]) -> Result:
+        """Run a function in the thread, and wait for its result or error.
+
+        Raises GenerationError if the thread has ended, or the engine has failed.
+        """
+        self.check_caller(what)
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                if self._ended or self._broken:
+                    raise GenerationError(self._broken or "the engine is shut down; make a new Engine to go on.")
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001  # the caller's
+                future.set_exception(error)
+
+        self._post(run)
+        if self._ended:  # perhaps after its last look at the inbox
+            self._empty_inbox()
+        return future.result()
 
     def _post(self, message: Callable[[], None]) -> None:
         self._inbox.put(message)
@@ -168,6 +200,14 @@ class Worker:
             except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
                 self._break(error)
         self._batch.close()
+        self._ended = True
+        self._empty_inbox()
+
+    def _empty_inbox(self) -> None:
+        """Answer what was posted to a thread that has ended."""
+        with suppress(Empty):
+            while True:
+                self._inbox.get_nowait()()
 
     def _iterate(self) -> None:
         inbox = self._inbox
@@ -213,6 +253,7 @@ class Worker:
         job, row = chunk.task, chunk.task.row
         if not job.begun:  # rows may hold more of its prompt now than when it got its own
             job.begun, job.cached = True, self._reuse.start(row, job.prompt)
+            job.branch = self._reuse.branch(job.prompt, job.cached)
             self.counts.cached_tokens += job.cached
             chunk = self._scheduler.skip(job, job.cached)
         try:
@@ -223,7 +264,7 @@ class Worker:
             return
         self.counts.chunks += 1
         self.counts.prompt_tokens += chunk.end - chunk.start
-        self._reuse.read(row, job.prompt[: chunk.end])
+        self._reuse.read(row, job.prompt[: chunk.end], sound=token is None or token >= 0)
         self._scheduler.read(chunk)
         if token is None:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,11 @@ import ml_dtypes
 import numpy as np
 
 from topw_deploy.errors import SourceError
+from topw_deploy.safetensors_header import METADATA, read_entry, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TORCH_INDEX, TORCH_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _TORCH_SUFFIX = ".bin"
-_LARGEST_HEADER = 100 << 20  # safetensors' own limit
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -75,7 +74,7 @@ def _indexed(folder: Path, index: str) -> dict[str, Path]:
 def _all_tensors(path: Path) -> Iterable[str]:
     if path.suffix == _TORCH_SUFFIX:
         return _of_torch_file(path)
-    return (name for name in _header(path)[0] if name != "__metadata__")
+    return (name for name in _header(path)[0] if name != METADATA)
 
 
 def _of_torch_file(path: Path) -> dict[str, StoredTensor]:
@@ -114,27 +113,16 @@ def _check_complete(path: Path, names: set[str], found: Mapping[str, Any]) -> No
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         with path.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > _LARGEST_HEADER:
-                raise ValueError(f"its header claims {length} bytes")
-            header = json.loads(stream.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("its header is not a JSON object")
-    except (OSError, ValueError, RecursionError, struct.error) as error:
+            return read_header(stream, path.stat().st_size)
+    except (OSError, ValueError) as error:
         raise SourceError(f"{path} is not a safetensors file ({error}); fetch it again.") from None
-    return header, 8 + length
 
 
-def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> StoredTensor:
+def _stored(path: Path, name: str, given: Any, start: int, size: int) -> StoredTensor:
     try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
-        count = NUMPY_TYPES[dtype].itemsize if dtype in NUMPY_TYPES else 0
-        for dimension in shape:
-            count *= dimension
-        if end - begin != count or min((begin, *shape), default=begin) < 0:
-            raise ValueError(f"{name} has {end - begin} bytes for {dtype} of shape {shape}")
-        if start + end > size:
-            raise ValueError(f"it has {size} bytes, but {name} ends at {start + end}")
-    except (ValueError, KeyError, TypeError) as error:
+        entry = read_entry(name, given)
+        if start + entry.end > size:
+            raise ValueError(f"it has {size} bytes, but {name} ends at {start + entry.end}")
+    except ValueError as error:
         raise SourceError(f"{path} is damaged ({error}); fetch it again.") from None
-    return StoredTensor(path, start + begin, dtype, shape, end - begin)
+    return StoredTensor(path, start + entry.begin, entry.dtype, entry.shape, entry.end - entry.begin)

@@ -28,11 +28,15 @@ class Layout:
     """Offsets of the decoder's states in one block, those of fixed size first.
 
     fixed: number of states whose size does not depend on the tokens.
+    all, fixed_ones, growing: all states, those of fixed size, and the others.
     """
+
+    all = slice(None)
 
     def __init__(self, decoder: DecoderInfo) -> None:
         self.states = sorted(decoder.states, key=lambda state: state.grows)
         self.fixed = sum(not state.grows for state in self.states)
+        self.fixed_ones, self.growing = slice(self.fixed), slice(self.fixed, None)
 
     def starts(self, batch: int, length: int) -> list[int]:
         """The states' byte offsets, then the total size."""
@@ -109,22 +113,24 @@ class Buffers:
         self.block.change(spread)
         self.length, self._starts = length, new_starts
 
-    def snapshot(self, row: int, tokens: int) -> list[np.ndarray]:
-        """Copies of the states of `row` after its first `tokens` tokens, uint8, in the layout's order."""
+    def snapshot(self, row: int, tokens: int, states: slice = Layout.all) -> list[np.ndarray]:
+        """Copies of the states of `row` after its first `tokens` tokens, uint8 [parts, n], in the layout's order."""
         found: list[np.ndarray] = []
 
         def read(memory: np.ndarray) -> None:
-            for view, size in self._views(memory, row):
+            for view, size in list(self._views(memory, row))[states]:
                 found.append((view[:, : tokens * size] if size else view).copy())
 
         self.block.change(read)
         return found
 
-    def restore(self, row: int, snapshot: Sequence[np.ndarray], tokens: int | None = None) -> None:
-        """Put the states of a snapshot, optionally of its first `tokens` tokens only, into `row`."""
+    def restore(
+        self, row: int, snapshot: Sequence[np.ndarray], tokens: int | None = None, states: slice = Layout.all
+    ) -> None:
+        """Put a snapshot of `states`, optionally of its first `tokens` tokens only, into `row`."""
 
         def write(memory: np.ndarray) -> None:
-            for (view, size), saved in zip(self._views(memory, row), snapshot, strict=True):
+            for (view, size), saved in zip(list(self._views(memory, row))[states], snapshot, strict=True):
                 end = saved.shape[1] if tokens is None or not size else tokens * size
                 view[:, :end] = saved[:, :end]
 

@@ -1,0 +1,258 @@
+"""Files of saved sessions: tokens and the states after them, as safetensors.
+
+`__metadata__`: format "topw-session"; version; manifest: SHA-256 of the export's manifest; model: its id, for messages;
+chunk: see `Form`; sha256: of the data. The tensor `tokens` is int64 [n]. Each state has the name of its graph input
+and the shape of a row of n tokens. Bytes are little-endian and have no gaps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from topw_deploy.engine.options import Options
+from topw_deploy.errors import ParameterError, SessionFileError
+from topw_deploy.files import NotRegularError, kind_of, open_regular, replacing
+from topw_deploy.manifest import DecoderManifest, State
+from topw_deploy.runtime.cache.buffers import Layout
+from topw_deploy.runtime.memory import zeroed
+from topw_deploy.runtime.parameters import show
+from topw_deploy.safetensors_header import ELEMENT_BYTES, METADATA, Entry, read_entry, read_header
+
+FORMAT, VERSION = "topw-session", "1"
+TOKENS = "tokens"
+_LARGEST_HEADER = 16 << 20  # bytes; a manifest has at most that
+_DTYPES = {
+    "float": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL",
+    "uint8": "U8", "int8": "I8", "int32": "I32", "int64": "I64",
+}  # fmt: skip
+_EXPONENTS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A saved session.
+
+    tokens: number of tokens whose states it holds.
+    bytes: size of the file.
+    """
+
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an engine saves and accepts.
+
+    manifest, model: SHA-256 of the export's manifest, and the model's id.
+    states: in the order of the cache's layout.
+    length: maximum tokens.
+    vocabulary: number of token ids.
+    chunk: the chunk at whose multiples an exact engine reuses tokens; 0 if it is not exact.
+    """
+
+    manifest: str
+    model: str
+    states: tuple[State, ...]
+    length: int
+    vocabulary: int
+    chunk: int
+
+    def tensors(self, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (element type, shape), in the order of the file: wider elements first, which aligns all."""
+        found: dict[str, tuple[str, tuple[int, ...]]] = {TOKENS: ("I64", (tokens,))}
+        found |= {state.past: (_DTYPES[state.dtype], state.sized(tokens)) for state in self.states}
+        return dict(sorted(found.items(), key=lambda item: -ELEMENT_BYTES[item[1][0]]))
+
+
+def session_form(manifest: DecoderManifest, options: Options) -> Form:
+    return Form(
+        # The file's own, unless another version of this package wrote it.
+        manifest=hashlib.sha256(manifest.to_json().encode("utf-8")).hexdigest(),
+        model=manifest.source.get("id", ""),
+        states=tuple(Layout(manifest.decoder).states),
+        length=options.length,
+        vocabulary=manifest.sampler.vocab_size,
+        chunk=options.chunk if options.exact else 0,
+    )
+
+
+def write_session(path: str | Path, form: Form, tokens: np.ndarray, states: Sequence[np.ndarray]) -> SessionInfo:
+    """Write `tokens`, int64 [n], and their states, uint8 [parts, bytes] of at least n tokens each.
+
+    A file at `path` is replaced atomically; on any error it stays as it is.
+    Raises SessionFileError if `path` cannot be written, or states are not finite; ParameterError if it is no path.
+    """
+    count = len(tokens)
+    raw = {TOKENS: tokens.astype("<i8").view(np.uint8)}
+    for state, array in zip(form.states, states, strict=True):
+        size = state.row_bytes(count) // len(array)
+        raw[state.past] = np.ascontiguousarray(array[:, :size]).reshape(-1)
+    tensors = form.tensors(count)
+    odd = next((name for name, (dtype, _) in tensors.items() if not _is_valid(dtype, raw[name])), None)
+    if odd is not None:
+        raise SessionFileError(f"the session is not saved: its state {odd} is not finite; generate from it anew.")
+    digest = hashlib.sha256()
+    for name in tensors:
+        digest.update(raw[name].data)
+    header = _header(form, tensors, digest.hexdigest())
+    path = _path(path)
+    try:
+        if os.path.lexists(path) and not stat.S_ISREG(mode := path.lstat().st_mode):
+            raise NotRegularError(kind_of(mode), path)
+        with replacing(path) as stream:
+            stream.write(header)
+            for name in tensors:
+                stream.write(raw[name].data)
+    except NotRegularError as error:
+        raise SessionFileError(f"{path} is {error.kind}, which is not replaced; choose another name.") from None
+    except (OSError, ValueError) as error:  # ValueError: a path that no system call accepts
+        why = getattr(error, "strerror", None) or error
+        raise SessionFileError(f"{str(path)!r} cannot be written ({why}); choose another place.") from None
+    return SessionInfo(count, len(header) + sum(map(len, raw.values())))
+
+
+def read_session(path: str | Path, form: Form) -> tuple[np.ndarray, list[np.ndarray], SessionInfo]:
+    """Returns (tokens, states as `write_session` takes them, info).
+
+    Checks everything, and sizes before memory is allocated. Raises SessionFileError if the file cannot be read, is
+    damaged, does not fit the engine, or has states that are not finite; ParameterError for another type of `path`.
+    """
+    path = _path(path)
+    try:
+        with open_regular(path) as stream:
+            return _read(stream, form)
+    except NotRegularError as error:
+        raise SessionFileError(f"{path} is {error.kind}, not a regular file; name the file itself.") from None
+    except OSError as error:
+        raise SessionFileError(f"{path} cannot be read: {error.strerror or error}; name another file.") from None
+    except ValueError as error:
+        raise SessionFileError(f"{str(path)!r} cannot be loaded: {error}; save the session again.") from None
+
+
+def _path(given: object) -> Path:
+    if not isinstance(given, (str, os.PathLike)):
+        raise ParameterError(f"path is {show(given)}, but must be the path of a file.", "path")
+    return Path(given)
+
+
+def _header(form: Form, tensors: Mapping[str, tuple[str, tuple[int, ...]]], digest: str) -> bytes:
+    metadata = {"format": FORMAT, "version": VERSION, **_keys(form), "model": form.model, "sha256": digest}
+    header: dict[str, Any] = {METADATA: metadata}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * ELEMENT_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)  # aligns the data
+    return struct.pack("<Q", len(text)) + text
+
+
+def _keys(form: Form) -> dict[str, str]:
+    return {"manifest": form.manifest, "chunk": str(form.chunk)}
+
+
+def _read(stream: BinaryIO, form: Form) -> tuple[np.ndarray, list[np.ndarray], SessionInfo]:
+    size = os.fstat(stream.fileno()).st_size
+    header, start = read_header(stream, size, _LARGEST_HEADER)
+    digest = _check_metadata(header.pop(METADATA, None), form)
+    entries = {name: read_entry(name, given) for name, given in header.items()}
+    count = _count(entries.get(TOKENS), form)
+    tensors = form.tensors(count)
+    _check_tensors(entries, tensors)
+    _check_offsets(entries, size - start)
+    raw, found = {}, hashlib.sha256()
+    for name in sorted(entries, key=lambda name: entries[name].begin):
+        entry = entries[name]
+        data = raw[name] = zeroed("the session", (entry.end - entry.begin,), np.uint8)
+        if stream.readinto(data) != len(data):  # type: ignore[attr-defined]
+            raise ValueError("it became shorter while it was read")
+        found.update(data.data)
+    if found.hexdigest() != digest:
+        raise ValueError(f"its data has SHA-256 {found.hexdigest()[:16]}…, its header says {digest[:16]}…")
+    tokens = raw.pop(TOKENS).view("<i8").astype(np.int64)
+    odd = tokens[(tokens < 0) | (tokens >= form.vocabulary)]
+    if len(odd):
+        raise ValueError(f"it has the token {odd[0]}, but the vocabulary {form.vocabulary}")
+    for name, data in raw.items():
+        if not _is_valid(tensors[name][0], data):
+            raise ValueError(f"its state {name} is not finite")
+    states = [raw[state.past].reshape(_parts(state), -1) for state in form.states]
+    return tokens, states, SessionInfo(count, size)
+
+
+def _check_metadata(given: Any, form: Form) -> str:
+    """Returns the data's SHA-256."""
+    if not isinstance(given, dict) or given.get("format") != FORMAT:
+        raise ValueError("it is not a saved session")
+    if given.get("version") != VERSION:
+        raise ValueError(f"it has version {given.get('version')!r:.60}, but this topw_deploy reads {VERSION}")
+    if given.get("manifest") != form.manifest:
+        raise ValueError(
+            f"it belongs to another export ({given.get('model')!r:.60}, manifest {given.get('manifest')!s:.16}…), "
+            f"not to this one ({form.model!r:.60}, manifest {form.manifest:.16}…)"
+        )
+    if form.chunk and given.get("chunk") != str(form.chunk):
+        raise ValueError(
+            f"it was not saved by an engine with exact=True and chunks of {form.chunk} tokens, as this one is"
+        )
+    if not isinstance(given.get("sha256"), str):
+        raise ValueError("it has no SHA-256")
+    return str(given["sha256"])
+
+
+def _count(entry: Entry | None, form: Form) -> int:
+    if entry is None or entry.dtype != "I64" or len(entry.shape) != 1:
+        raise ValueError("it has no tokens")
+    (count,) = entry.shape
+    if not 1 <= count <= form.length:
+        raise ValueError(f"it has {count} tokens, but a row of the engine 1 to {form.length} (max_length)")
+    if form.chunk and count % form.chunk:
+        raise ValueError(f"it has {count} tokens, which is no multiple of {form.chunk}")
+    return count
+
+
+def _check_tensors(entries: Mapping[str, Entry], wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    if entries.keys() != wanted.keys():
+        odd = min(entries.keys() ^ wanted.keys())
+        raise ValueError(f"it {'has no' if odd in wanted else 'has the unknown'} tensor {odd!r:.60}")
+    for name, (dtype, shape) in wanted.items():
+        found = entries[name]
+        if (found.dtype, found.shape) != (dtype, shape):
+            raise ValueError(f"its {name} is {found.dtype} {list(found.shape)}, not {dtype} {list(shape)}")
+
+
+def _check_offsets(entries: Mapping[str, Entry], size: int) -> None:
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
+        if entry.begin != end:
+            raise ValueError(f"its {name} begins at {entry.begin}, not at {end}")
+        end = entry.end
+    if end != size:
+        raise ValueError(f"it has {size} bytes of data, but its tensors {end}")
+
+
+def _parts(state: State) -> int:
+    """Number of stretches of tokens in a row."""
+    return math.prod(state.shape[: state.shape.index(0)]) if state.grows else 1
+
+
+def _is_valid(dtype: str, raw: np.ndarray) -> bool:
+    """Whether all values are finite; booleans: 0 or 1."""
+    if dtype == "BOOL":
+        return bool((raw <= 1).all())
+    if dtype not in _EXPONENTS:
+        return True
+    unsigned, exponent = _EXPONENTS[dtype]
+    return bool(((raw.view(unsigned) & unsigned(exponent)) != exponent).all())

@@ -1,0 +1,67 @@
+"""Headers of safetensors files: 8 bytes with the length, little-endian, then JSON. The data follows."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from topw_deploy.manifest.fields import decoded, shown
+
+LARGEST_HEADER = 100 << 20  # bytes, safetensors' own limit
+METADATA = "__metadata__"
+ELEMENT_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""safetensors' names of element types -> bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor. begin, end: its bytes, counted from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(stream: BinaryIO, size: int, most: int = LARGEST_HEADER) -> tuple[dict[str, Any], int]:
+    """Returns (header, offset of the data) of a file of `size` bytes.
+
+    Raises ValueError if it is not JSON, names a tensor twice, or is longer than the file or `most` bytes.
+    """
+    start = stream.read(8)
+    if len(start) < 8:
+        raise ValueError(f"it has {len(start)} bytes")
+    (length,) = struct.unpack("<Q", start)
+    if length > min(most, size - 8):
+        raise ValueError(f"its header claims {length} bytes")
+    try:
+        header = decoded(stream.read(length).decode("utf-8"))
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    return header, 8 + length
+
+
+def read_entry(name: str, given: Any) -> Entry:
+    """Check a tensor's entry. Raises ValueError, also if its bytes are not those of its type and shape."""
+    if not isinstance(given, dict) or not {"dtype", "shape", "data_offsets"} <= given.keys():
+        raise ValueError(f"{shown(name)} has no dtype, shape and data_offsets")
+    dtype, shape, offsets = given["dtype"], given["shape"], given["data_offsets"]
+    if not isinstance(dtype, str) or not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"the entry of {shown(name)} is {shown(given)}")
+    count = ELEMENT_BYTES.get(dtype, 0)
+    for dimension in shape:
+        count *= dimension
+    begin, end = offsets
+    if end - begin != count:
+        raise ValueError(f"{shown(name)} has {end - begin} bytes for {shown(dtype)} of shape {shown(shape)}")
+    return Entry(dtype, tuple(shape), begin, end)
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

@@ -1,0 +1,173 @@
+"""States of fixed size that are stored at ends of chunks, so that prompts with one beginning reuse it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import HOT, NewEngine
+from tests.support.hybrid_models import make_hybrid
+from tests.support.tiny_models import export, make_model, write_tokenizer
+from topw_deploy.engine import Engine
+from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.prefixes import Snapshots
+from topw_deploy.errors import GenerationError
+from topw_deploy.runtime import GenerationResult, TopWModel
+
+pytestmark = pytest.mark.slow
+
+# Convolutions, a window, delta rules (all with attention to all tokens), and no attention at all.
+FAMILIES = {"lfm2": {}, "gemma3": {}, "qwen3_next": {}, "mamba2": {"target": "tensorrt", "max_length": 128}}
+SYSTEM = list(range(10, 40))
+
+
+ALWAYS = ("lfm2", "mamba2")  # the others in CI
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES],
+)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TopWModel:
+    family = request.param
+    folder = tmp_path_factory.mktemp(family)
+    source = make_model(family) if family == "gemma3" else make_hybrid(family)
+    source.save_pretrained(folder / "model")
+    write_tokenizer(folder / "model")
+    export(folder / "model", folder / "out", **FAMILIES[family])
+    return TopWModel.from_pretrained(folder / "out", provider="cpu", intra_op_num_threads=1)
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(start, end) of each chunk that is read."""
+    found: list[tuple[int, int]] = []
+    read = Batch.read
+
+    def reading(batch: Batch, row: int, request: Any, start: int, end: int) -> int | None:
+        found.append((start, end))
+        return read(batch, row, request, start, end)
+
+    monkeypatch.setattr(Batch, "read", reading)
+    return found
+
+
+def ask(engine: Engine | TopWModel, prompt: list[int], new: int = 5) -> GenerationResult:
+    given = {"max_new_tokens": new, "seed": 3, **HOT}
+    return engine.submit(prompt, **given).result(60) if isinstance(engine, Engine) else engine.generate(prompt, **given)
+
+
+def test_prompts_with_one_beginning_reuse_its_chunks(hybrid: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(hybrid, max_batch=2, prefill_budget=8, prefix_bytes=10**7)
+    cached = []
+    for end in ([60, 61], [70, 71], [80, 81, 82]):
+        prompt = [*SYSTEM, *end]
+        found = ask(engine, prompt)
+        assert found.token_ids == ask(hybrid, prompt).token_ids
+        cached.append(found.cached_tokens)
+    assert cached == [0, 24, 24]
+
+
+def test_a_chunk_ends_where_a_prompt_leaves_another(
+    hybrid: TopWModel, engine_of: NewEngine, chunks: list[tuple[int, int]]
+) -> None:
+    """So the third prompt reuses all that it shares, although no chunk of the first ended there."""
+    engine = engine_of(hybrid, max_batch=2, prefill_budget=64, prefix_bytes=10**7)
+    for end in ([60, 61], [70, 71], [80, 81, 82]):
+        prompt = [*SYSTEM, *end]
+        assert ask(engine, prompt).token_ids == ask(hybrid, prompt).token_ids
+    assert chunks == [(0, 32), (0, 30), (30, 32), (30, 33)]
+
+
+def test_another_answer_goes_on_behind_the_prompt(hybrid: TopWModel, engine_of: NewEngine) -> None:
+    """As when a template leaves out what a model thought."""
+    engine = engine_of(hybrid, max_batch=1, prefill_budget=64, prefix_bytes=10**7)
+    ask(engine, SYSTEM)
+    other = [*SYSTEM, 77, 78, 79]
+    found = ask(engine, other)
+    assert (found.token_ids, found.cached_tokens) == (ask(hybrid, other).token_ids, 30)
+
+
+def test_a_turn_may_be_repeated_behind_the_one_before(hybrid: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(hybrid, max_batch=1, prefill_budget=64, prefix_bytes=10**7)
+    turn = [*SYSTEM, *ask(engine, SYSTEM).token_ids, 50, 51]
+    for _ in range(2):
+        found = ask(engine, turn)
+        assert (found.token_ids, found.cached_tokens) == (ask(hybrid, turn).token_ids, 34)
+
+
+def test_two_chats_over_one_row_go_on_behind_all_that_they_read(hybrid: TopWModel, engine_of: NewEngine) -> None:
+    """The second shares 29 tokens with the first."""
+    engine = engine_of(hybrid, max_batch=1, prefill_budget=8, prefix_bytes=10**7)
+    prompts = [SYSTEM, [*SYSTEM[:-1], 60]]
+    for turn in range(3):
+        for chat, prompt in enumerate(prompts):
+            found = ask(engine, prompt, 6)
+            assert found.token_ids == ask(hybrid, prompt, 6).token_ids
+            assert found.cached_tokens == (30 + 8 * turn - 3 if turn else 24 * chat)
+            prompts[chat] = [*prompt, *found.token_ids, 50, 51]
+
+
+def test_without_host_memory_whole_sequences_only(hybrid: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(hybrid, max_batch=2, prefill_budget=8)
+    assert [ask(engine, [*SYSTEM, end]).cached_tokens for end in (60, 70)] == [0, 0]
+    assert ask(engine, [*SYSTEM, 60, *ask(hybrid, [*SYSTEM, 60]).token_ids, 5]).cached_tokens == 31 + 4
+
+
+def test_exact_engines_reuse_whole_chunks_and_every_bit(hybrid: TopWModel, engine_of: NewEngine) -> None:
+    options: dict[str, Any] = {"max_batch": 1, "prefill_budget": 8, "prefix_bytes": 10**7, "exact": True}
+    engine = engine_of(hybrid, **options)
+    prompt, cached = SYSTEM, []
+    for _ in range(3):
+        found, fresh = ask(engine, prompt), ask(engine_of(hybrid, **options), prompt)
+        assert (found.token_ids, found.logprobs, fresh.cached_tokens) == (fresh.token_ids, fresh.logprobs, 0)
+        cached.append(found.cached_tokens)
+        prompt = [*prompt, *found.token_ids, 50, 51, 52]
+    assert cached == [0, 24, 32]
+    assert ask(engine, [*SYSTEM, 77, 78]).cached_tokens == 24  # not 30, the end of the first prompt
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("prefix_bytes", [0, 10**7], ids=["row", "host memory"])
+def test_sessions_hold_states_of_fixed_size(
+    hybrid: TopWModel, engine_of: NewEngine, tmp_path: Path, prefix_bytes: int, exact: bool
+) -> None:
+    options: dict[str, Any] = {"max_batch": 2, "prefill_budget": 8, "exact": exact}
+    one = engine_of(hybrid, prefix_bytes=10**7, **options)
+    ask(one, SYSTEM)
+    tokens = 24 if exact else 30
+    assert one.save_session([*SYSTEM, 77], tmp_path / "session").tokens == tokens
+    other = engine_of(hybrid, prefix_bytes=prefix_bytes, **options)
+    if exact and not prefix_bytes:
+        with pytest.raises(GenerationError, match="but prefix_bytes is 0 bytes; make the engine with a higher"):
+            other.load_session(tmp_path / "session")
+        return
+    other.load_session(tmp_path / "session")
+    found, fresh = ask(other, [*SYSTEM, 77]), ask(engine_of(hybrid, **options), [*SYSTEM, 77])
+    assert (found.token_ids, found.cached_tokens, fresh.cached_tokens) == (fresh.token_ids, tokens, 0)
+    assert found.logprobs == fresh.logprobs or not exact
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_request_of_a_random_schedule_draws_what_it_draws_alone(hybrid: TopWModel, seed: int) -> None:
+    """With room for everything, for little, and for nothing."""
+    rng = np.random.default_rng(seed)
+    options = {"max_batch": 1 + seed % 3, "prefill_budget": 6, "exact": seed == 3}
+    beginnings = [[], SYSTEM[:9], SYSTEM, [*SYSTEM, *range(60, 80)], [5] * 12]
+    with Engine(hybrid, prefix_bytes=(10**7, 10**7, 40_000, 10**7)[seed], **options) as engine:
+        requests = []
+        for _ in range(20):
+            prompt = [*beginnings[rng.integers(5)], *rng.integers(5, 8, rng.integers(1, 7)).tolist()]
+            new = int(rng.integers(1, 9))
+            requests.append((prompt, new, engine.submit(prompt, max_new_tokens=new, seed=3, **HOT)))
+            if rng.random() < 0.4:
+                prompt = [*prompt, *requests[-1][-1].result(60).token_ids, 9]
+                requests.append((prompt, new, engine.submit(prompt, max_new_tokens=new, seed=3, **HOT)))
+        for prompt, new, request in requests:
+            assert request.result(60).token_ids == ask(hybrid, prompt, new).token_ids
+        assert engine.stats().cached_tokens > 0
+        stored: Snapshots = engine._worker._reuse._stored
+        assert stored.bytes <= stored.most

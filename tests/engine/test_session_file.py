@@ -1,0 +1,326 @@
+"""Files of saved sessions: their format, every way in which they can be wrong, and interrupted writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from topw_deploy.engine.session_file import Form, SessionInfo, read_session, write_session
+from topw_deploy.errors import ParameterError, SessionFileError
+from topw_deploy.manifest import State
+
+
+def state(name: str, dtype: str, *shape: int) -> State:
+    return State(layer=0, kind="full", past=name, present=f"new {name}", dtype=dtype, shape=shape)
+
+
+STATES = (
+    state("flags", "bool", 3),
+    state("last", "int64", 1, 2),
+    state("mean", "float16", 5, 3),
+    state("keys", "float", 2, 0, 3),
+    state("latent", "bfloat16", 1, 0, 5),
+    state("codes", "uint8", 0, 7),
+)
+FORM = Form("ab" * 32, "a model", STATES, length=9, vocabulary=50, chunk=0)
+TOKENS = np.array([3, 1, 49, 0, 7])
+
+
+def states_of(tokens: int, seed: int = 0) -> list[np.ndarray]:
+    """As `Buffers.snapshot` returns them."""
+    rng, found = np.random.default_rng(seed), []
+    types = {"bool": np.bool_, "int64": np.int64, "float16": np.float16, "float": np.float32, "uint8": np.uint8}
+    for one in STATES:
+        values = rng.integers(0, 100, one.sized(tokens))
+        array = values.astype(np.uint16) if one.dtype == "bfloat16" else values.astype(types[one.dtype])
+        parts = int(np.prod(one.shape[: one.shape.index(0)])) if one.grows else 1
+        found.append(array.reshape(-1).view(np.uint8).reshape(parts, -1))
+    return found
+
+
+def header_of(content: bytes) -> tuple[dict[str, Any], bytes]:
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def file_of(header: Any, data: bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write_session(tmp_path / "session", FORM, TOKENS, states_of(5))
+    return tmp_path / "session"
+
+
+def test_a_file_gives_what_was_written(path: Path) -> None:
+    tokens, states, info = read_session(path, FORM)
+    assert tokens.dtype == np.int64
+    assert tokens.tolist() == TOKENS.tolist()
+    assert [one.tolist() for one in states] == [one.tolist() for one in states_of(5)]
+    assert info == SessionInfo(5, path.stat().st_size)
+
+
+def test_of_longer_states_the_first_tokens_are_written(path: Path, tmp_path: Path) -> None:
+    written = write_session(tmp_path / "three", FORM, TOKENS[:3], states_of(5))
+    assert written == SessionInfo(3, (tmp_path / "three").stat().st_size)
+    for found, whole, one in zip(read_session(tmp_path / "three", FORM)[1], states_of(5), STATES, strict=True):
+        size = whole.shape[1] // 5 * 3 if one.grows else whole.shape[1]
+        assert found.tolist() == whole[:, :size].tolist()
+
+
+def test_other_tools_read_the_file(path: Path) -> None:
+    """safetensors' own reader; it has no NumPy type for bfloat16."""
+    with safe_open(path, framework="np") as stream:
+        assert stream.metadata() == {
+            "format": "topw-session", "version": "1", "manifest": "ab" * 32, "model": "a model", "chunk": "0",
+            "sha256": hashlib.sha256(header_of(path.read_bytes())[1]).hexdigest(),
+        }  # fmt: skip
+        assert stream.get_tensor("tokens").tolist() == TOKENS.tolist()
+        keys = stream.get_tensor("keys")
+        assert (keys.shape, keys.dtype, keys.tobytes()) == ((2, 5, 3), np.float32, states_of(5)[3].tobytes())
+        assert stream.get_slice("latent").get_shape() == [1, 5, 5]
+
+
+def test_every_tensor_is_aligned(path: Path) -> None:
+    content = path.read_bytes()
+    header, data = header_of(content)
+    sizes = {"I64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1, "BOOL": 1}
+    del header["__metadata__"]
+    assert all(
+        (len(content) - len(data) + one["data_offsets"][0]) % sizes[one["dtype"]] == 0 for one in header.values()
+    )
+
+
+def change(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header[name].update(fields)
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no metadata": (lambda header: header.pop("__metadata__"), "it is not a saved session"),
+    "another format": (change("__metadata__", format="pt"), "it is not a saved session"),
+    "a newer version": (change("__metadata__", version="2"), r"it has version '2', but this topw_deploy reads 1"),
+    "another export": (change("__metadata__", manifest="cd" * 32, model="other"),
+                       r"another export \('other', manifest cdcdcdcdcdcdcdcd…\), not to this one \('a model'"),
+    "no digest": (change("__metadata__", sha256=None), "it has no SHA-256"),
+    "another digest": (change("__metadata__", sha256="0" * 64), "its data has SHA-256 .*, its header says 0000"),
+    "no tokens": (lambda header: header.pop("tokens"), "it has no tokens"),
+    "tokens of another type": (change("tokens", dtype="U64"), "it has no tokens"),
+    "zero tokens": (change("tokens", shape=[0], data_offsets=[0, 0]), "it has 0 tokens, but a row of the engine 1"),
+    "too many tokens": (change("tokens", shape=[10], data_offsets=[0, 80]), r"10 tokens, but .* 1 to 9 \(max_length\)"),
+    "2^60 tokens": (change("tokens", shape=[1 << 60], data_offsets=[0, 1 << 63]), "tokens, but a row of the engine"),
+    "a state less": (lambda header: header.pop("mean"), "it has no tensor 'mean'"),
+    "a state more": (lambda header: header.update(other=header["codes"]), "it has the unknown tensor 'other'"),
+    "another type": (change("mean", dtype="BF16"), r"its mean is BF16 \[5, 3\], not F16 \[5, 3\]"),
+    "an unknown type": (change("mean", dtype="F4"), "'mean' has 30 bytes for 'F4'"),
+    "another shape": (change("keys", shape=[3, 5, 2]), r"its keys is F32 \[3, 5, 2\], not F32 \[2, 5, 3\]"),
+    "more data than the shape": (change("keys", shape=[2, 5, 2]), r"'keys' has 120 bytes for 'F32' of shape \[2, 5"),
+    "a negative size": (change("keys", shape=[-2, -5, 3]), "the entry of 'keys' is"),
+    "a size that is true": (change("latent", shape=[True, 5, 5]), "the entry of 'latent' is"),
+    "offsets in reverse": (lambda header: header["keys"]["data_offsets"].reverse(), "'keys' has -120 bytes"),
+    "overlapping offsets": (change("latent", data_offsets=[0, 50]), "begins at 0, not at"),
+    "a gap": (change("codes", data_offsets=[1 << 30, (1 << 30) + 35]), "its codes begins at 1073741824, not at"),
+    "no offsets": (lambda header: header["keys"].pop("data_offsets"), "'keys' has no dtype, shape and data_offsets"),
+    "no entry": (lambda header: header.update(keys=7), "'keys' has no dtype"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_header_is_refused_with_its_reason(path: Path, case: str) -> None:
+    edit, reason = WRONG[case]
+    header, data = header_of(path.read_bytes())
+    edit(header)
+    path.write_bytes(file_of(header, data))
+    with pytest.raises(SessionFileError, match=rf"/session' cannot be loaded: .*{reason}.*; save the session again\.$"):
+        read_session(path, FORM)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it has 0 bytes"),
+        (b"\x01\0\0", "it has 3 bytes"),
+        (struct.pack("<Q", 1 << 62) + b"{}", "its header claims 4611686018427387904 bytes"),
+        (struct.pack("<Q", 3) + b"{}", "its header claims 3 bytes"),
+        (file_of(b"{", b""), "Expecting property name"),
+        (file_of(b"\xff\xfe", b""), "codec can't decode"),
+        (file_of(b"[" * 10**6, b""), "its header is nested too deeply"),
+        (file_of(b"[1]", b""), "its header is not a JSON object"),
+        (file_of(b'{"a": {}, "a": {}}', b""), "'a'"),
+        (file_of(b'{"a": NaN}', b""), "NaN"),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else None,
+)
+def test_what_is_no_safetensors_file_is_refused(path: Path, content: bytes, reason: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(SessionFileError, match=reason):
+        read_session(path, FORM)
+
+
+def test_a_header_above_the_limit_is_refused_before_it_is_read(path: Path) -> None:
+    with path.open("wb") as stream:
+        stream.write(struct.pack("<Q", (16 << 20) + 1))
+        stream.truncate(1 << 30)  # sparse
+    with pytest.raises(SessionFileError, match="its header claims 16777217 bytes"):
+        read_session(path, FORM)
+
+
+def sealed(header: dict[str, Any], data: bytes) -> bytes:
+    """As a writer with another opinion would: with the right digest."""
+    header["__metadata__"]["sha256"] = hashlib.sha256(data).hexdigest()
+    return file_of(header, data)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("tokens", struct.pack("<q", 50), "it has the token 50, but the vocabulary 50"),
+        ("tokens", struct.pack("<q", -1), "it has the token -1, but the vocabulary 50"),
+        ("keys", struct.pack("<f", np.nan), "its state keys is not finite"),
+        ("keys", struct.pack("<f", -np.inf), "its state keys is not finite"),
+        ("mean", struct.pack("<e", np.inf), "its state mean is not finite"),
+        ("latent", struct.pack("<H", 0x7F80), "its state latent is not finite"),
+        ("latent", struct.pack("<H", 0xFFC1), "its state latent is not finite"),
+        ("flags", b"\x02", "its state flags is not finite"),
+    ],
+)
+def test_values_that_no_engine_writes_are_refused(path: Path, name: str, value: bytes, reason: str) -> None:
+    header, data = header_of(path.read_bytes())
+    begin = header[name]["data_offsets"][0]
+    path.write_bytes(sealed(header, data[:begin] + value + data[begin + len(value) :]))
+    with pytest.raises(SessionFileError, match=reason):
+        read_session(path, FORM)
+
+
+def test_a_changed_bit_a_missing_byte_or_one_more_is_refused(path: Path) -> None:
+    content = path.read_bytes()
+    for other, reason in (
+        (content[:-1] + bytes([content[-1] ^ 4]), "its data has SHA-256"),
+        (content[:-1], "bytes of data, but its tensors"),
+        (content + b"\0", "bytes of data, but its tensors"),
+    ):
+        path.write_bytes(other)
+        with pytest.raises(SessionFileError, match=reason):
+            read_session(path, FORM)
+
+
+def test_an_exact_engine_takes_files_with_its_own_chunks_only(path: Path, tmp_path: Path) -> None:
+    exact = Form(FORM.manifest, FORM.model, STATES, 9, 50, chunk=4)
+    with pytest.raises(SessionFileError, match="not saved by an engine with exact=True and chunks of 4 tokens"):
+        read_session(path, exact)
+    write_session(path, exact, TOKENS, states_of(5))
+    with pytest.raises(SessionFileError, match="it has 5 tokens, which is no multiple of 4"):
+        read_session(path, exact)
+    write_session(path, exact, TOKENS[:4], states_of(5))
+    assert len(read_session(path, exact)[0]) == len(read_session(path, FORM)[0]) == 4
+
+
+def mutated(content: bytes, rng: np.random.Generator) -> bytes:
+    """Changed, removed, repeated or exchanged bytes; half of the time with the right digest if there is a header."""
+    raw = bytearray(content)
+    for _ in range(rng.integers(1, 4)):
+        at, count = int(rng.integers(len(raw))), int(rng.integers(1, 9))
+        kind = rng.integers(5)
+        if kind == 0:
+            raw[at] ^= 1 << rng.integers(8)
+        elif kind == 1:
+            raw[at : at + count] = rng.integers(0, 256, count).astype(np.uint8).tobytes()
+        elif kind == 2:
+            del raw[at : at + count]
+        elif kind == 3:
+            raw[at:at] = raw[at : at + count]
+        else:
+            raw[at : at + count] = rng.choice([b"0", b"-1", b"1e9", b"null", b"[]", b'"', b"999999999999"])
+    try:
+        return sealed(*header_of(bytes(raw))) if rng.random() < 0.5 else bytes(raw)
+    except (ValueError, KeyError, TypeError, struct.error, RecursionError):
+        return bytes(raw)
+
+
+def test_changed_files_are_refused_or_give_valid_states(path: Path) -> None:
+    content = path.read_bytes()
+    rng, refused = np.random.default_rng(0), 0
+    for _ in range(600):
+        path.write_bytes(mutated(content, rng))
+        try:
+            tokens, states, _ = read_session(path, FORM)
+        except SessionFileError:
+            refused += 1
+        else:
+            assert ((tokens >= 0) & (tokens < 50)).all()
+            assert [one.shape for one in states] == [one.shape for one in states_of(len(tokens))]
+            assert np.isfinite(states[2].view(np.float16)).all()
+            assert np.isfinite(states[3].view(np.float32)).all()
+    assert 300 < refused < 600  # sealed changes of values pass
+
+
+def test_only_regular_files_are_read_and_replaced(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(path)
+    os.mkfifo(tmp_path / "pipe")
+    before = path.read_bytes()
+    for name, kind in (("folder", "a folder"), ("link", "a symbolic link"), ("pipe", "a named pipe")):
+        with pytest.raises(SessionFileError, match=rf"/{name} is {kind}, not a regular file"):
+            read_session(tmp_path / name, FORM)
+        with pytest.raises(SessionFileError, match=rf"/{name} is {kind}, which is not replaced"):
+            write_session(tmp_path / name, FORM, TOKENS, states_of(5, 1))
+    for place in ("missing/session", "session/session", "a\0b"):
+        with pytest.raises(SessionFileError, match=r"cannot be read|cannot be loaded"):
+            read_session(tmp_path / place, FORM)
+        with pytest.raises(SessionFileError, match="cannot be written"):
+            write_session(tmp_path / place, FORM, TOKENS, states_of(5, 1))
+    with pytest.raises(ParameterError, match="path is 3, but must be the path of a file"):
+        read_session(3, FORM)  # type: ignore[arg-type]
+    assert path.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["folder", "link", "pipe", "session"]
+
+
+def test_states_that_are_not_finite_are_not_saved(path: Path) -> None:
+    states = states_of(5)
+    states[3].view(np.float32)[0, 2] = np.nan
+    before = path.read_bytes()
+    with pytest.raises(SessionFileError, match="its state keys is not finite"):
+        write_session(path, FORM, TOKENS, states)
+    assert path.read_bytes() == before
+
+
+KILLED = """
+import os, sys, time
+from tests.engine.test_session_file import FORM, TOKENS, states_of, write_session
+def wait(*_):
+    print("reached", flush=True)
+    time.sleep(60)
+setattr(os, sys.argv[2], wait)
+write_session(sys.argv[1], FORM, TOKENS, states_of(5, 1))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL")
+@pytest.mark.parametrize("at", ["fsync", "replace"])
+def test_a_killed_writer_leaves_the_old_file_whole(path: Path, at: str) -> None:
+    """Before the new data is on the disk, and before it takes its name."""
+    before = path.read_bytes()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen([sys.executable, "-c", KILLED, path, at], stdout=subprocess.PIPE, env=environment)
+    assert child.stdout is not None
+    with child.stdout:
+        assert child.stdout.readline() == b"reached\n"
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert path.read_bytes() == before
+    assert len(os.listdir(path.parent)) == 2
+    write_session(path, FORM, TOKENS, states_of(5, 1))  # as the next try does
+    assert read_session(path, FORM)[1][3].tolist() == states_of(5, 1)[3].tolist()
