@@ -84,6 +84,15 @@ def test_a_batch_job_answers_every_prompt(run: Callable[[str], tuple[dict[str, A
     assert all("text" in one for one in found if one["prompt"] != prompts[7])
 
 
+def test_extracted_fields_match_their_schema(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
+    names, out = run("Structured extraction")
+    assert len(out.splitlines()) == 2
+    found = [request.result() for request in names["requests"]]
+    complete = [json.loads(one.text) for one in found if one.finish_reason == "stop"]
+    assert all(set(one) == {"name", "kind"} and one["kind"] in {"class", "function"} for one in complete)
+    assert complete
+
+
 class Client:
     """A caller of an ASGI application, which may disconnect."""
 
