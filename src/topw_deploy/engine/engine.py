@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
 from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.options import check_form, check_tensorrt, read_options
 from topw_deploy.engine.request import Event, PieceReader, Request, Source
-from topw_deploy.engine.room import Room, Waiter
+from topw_deploy.engine.room import Place, Room
 from topw_deploy.engine.scheduler import Scheduler
 from topw_deploy.engine.seconds import read_max_time, read_timeout, waitable
 from topw_deploy.engine.tasks import Bell, Events, Signal
 from topw_deploy.engine.worker import Job, Submission, Worker
-from topw_deploy.errors import ParameterError, QueueFullError
+from topw_deploy.errors import ParameterError, QueueFullError, TopWError
 from topw_deploy.runtime.callbacks import Watch, ending
 from topw_deploy.runtime.model import TopWModel
 from topw_deploy.runtime.request import Limits, RowRequest
@@ -134,19 +136,16 @@ class Engine:
         """
         with ending(parameters.get("streamer")):
             submission = self._prepare(prompt, parameters, max_time)
-            if not self._takes(submission):
-                self._worker.check_caller("submit")
-                settled = threading.Event()
-                waiter = Waiter(len(submission.jobs), settled.set)
-                self._room.wait(waiter)
-                try:
-                    settled.wait(_left(submission))
-                except BaseException:
-                    self._room.leave(waiter)
-                    raise
-                if not self._has_turn(waiter, submission):
-                    return submission.request
-            self._worker.start(submission)
+            with self._accepting(submission):
+                if not self._takes(submission):
+                    self._worker.check_caller("submit")
+                    settled: SimpleQueue[None] = SimpleQueue()
+                    self._room.wait(submission.place, partial(settled.put, None))
+                    with contextlib.suppress(Empty):
+                        settled.get(timeout=_left(submission))
+                    if not self._has_turn(submission):
+                        return submission.request
+                self._worker.start(submission)
         return submission.request
 
     async def generate(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Any:
@@ -210,7 +209,7 @@ class Engine:
         self._room.close("the engine is shut down")
         if cancel and not self._stopped:
             self._worker.end_early(None, "cancelled")
-            while not self._room.wait_until_empty(0.1):  # callers between `take` and `start`
+            while not self._room.wait_until_empty(0.1):  # callers between `enter` and `start`
                 self._worker.end_early(None, "cancelled")
         self._room.wait_until_empty(None)
         with self._shutting:
@@ -263,11 +262,24 @@ class Engine:
         cancel = partial(self._worker.end_early, reason="cancelled")
         request = Request(generated, alone, source, cancel, put, on_end, self._worker.check_caller)
         deadline = None if seconds is None else request.started + seconds
-        return Submission(request, [Job(request, row) for row in generated], deadline, whole["streamer"])
+        jobs = [Job(request, row) for row in generated]
+        return Submission(request, jobs, Place(len(jobs)), deadline, whole["streamer"])
+
+    @contextlib.contextmanager
+    def _accepting(self, submission: Submission) -> Iterator[None]:
+        """Give room back if the block fails, be it by KeyboardInterrupt at any moment."""
+        try:
+            yield
+        except TopWError:  # before `start`
+            self._room.leave(submission.place)
+            raise
+        except BaseException:
+            self._worker.withdraw(submission)
+            raise
 
     def _takes(self, submission: Submission) -> bool:
         """Take room for a request. False: wait for it."""
-        if self._room.take(len(submission.jobs)):
+        if self._room.enter(submission.place):
             return True
         if not self._options.waits:
             raise QueueFullError(
@@ -278,34 +290,31 @@ class Engine:
             )
         return False
 
-    def _has_turn(self, waiter: Waiter, submission: Submission) -> bool:
+    def _has_turn(self, submission: Submission) -> bool:
         """After waiting for room. False: the deadline has passed. Raises GenerationError if closed meanwhile."""
-        if waiter.granted:
+        if self._room.holds(submission.place):
             return True
-        self._room.leave(waiter)
+        self._room.leave(submission.place)
         self._room.check()
         submission.abandon("timeout")
         return False
 
     async def _start(self, submission: Submission) -> None:
-        if not self._takes(submission):
-            signal = Signal(self._running_bell())
-            waiter = Waiter(len(submission.jobs), signal.send)
-            self._room.wait(waiter)
-            left = _left(submission)
-            # Not wait_for, which before Python 3.12 loses a cancellation at the moment of the turn.
-            timer = None if left is None else asyncio.get_running_loop().call_later(left, signal.event.set)
-            try:
-                await signal.wait()
-            except BaseException:
-                self._room.leave(waiter)
-                raise
-            finally:
-                if timer is not None:
-                    timer.cancel()
-            if not self._has_turn(waiter, submission):
-                return
-        self._worker.start(submission)
+        with self._accepting(submission):
+            if not self._takes(submission):
+                signal = Signal(self._running_bell())
+                self._room.wait(submission.place, signal.send)
+                left = _left(submission)
+                # Not wait_for, which before Python 3.12 loses a cancellation at the moment of the turn.
+                timer = None if left is None else asyncio.get_running_loop().call_later(left, signal.event.set)
+                try:
+                    await signal.wait()
+                finally:
+                    if timer is not None:
+                        timer.cancel()
+                if not self._has_turn(submission):
+                    return
+            self._worker.start(submission)
 
     async def _pieces(self, submission: Submission, events: Events) -> AsyncIterator[Piece]:
         request = submission.request
