@@ -22,7 +22,7 @@ from topw_deploy.engine.scheduler import Scheduler
 from topw_deploy.engine.seconds import read_max_time, read_timeout, waitable
 from topw_deploy.engine.tasks import Bell, Events, Signal
 from topw_deploy.engine.worker import Job, Submission, Worker
-from topw_deploy.errors import ParameterError, QueueFullError, TopWError
+from topw_deploy.errors import QueueFullError, TopWError
 from topw_deploy.runtime.callbacks import Watch, ending
 from topw_deploy.runtime.model import TopWModel
 from topw_deploy.runtime.request import Limits, RowRequest
@@ -112,7 +112,11 @@ class Engine:
         check_tensorrt(session, decoder, options)
         self._model, self._session, self._options = model, session, options
         self._limits = Limits(
-            decoder.context_length, model.manifest.sampler.vocab_size, options.length, opened="engine"
+            decoder.context_length,
+            model.manifest.sampler.vocab_size,
+            options.length,
+            options.rows + options.queue,
+            opened="engine",
         )
         self._batch = Batch(session, decoder, options.rows, options.length)
         self._scheduler: Scheduler[Job] = Scheduler(
@@ -240,13 +244,6 @@ class Engine:
         seconds = read_max_time(max_time)
         self._room.check()
         rows, whole, alone = self._model._requests(prompt, parameters, self._limits)
-        if len(rows) > self._room.most:
-            raise ParameterError(
-                f"the request has {len(rows)} sequences, but the engine takes {self._room.most} at a time; give fewer, "
-                "or make it with a higher max_queue.",
-                "max_queue",
-            )
-
         tokenizer = self._model.tokenizer
 
         def follow(ids: Sequence[int]) -> Any:
@@ -302,7 +299,7 @@ class Engine:
     async def _start(self, submission: Submission) -> None:
         with self._accepting(submission):
             if not self._takes(submission):
-                signal = Signal(self._running_bell())
+                signal = Signal(self._running_bell(), gone=partial(self._room.leave, submission.place))
                 self._room.wait(submission.place, signal.send)
                 left = _left(submission)
                 # Not wait_for, which before Python 3.12 loses a cancellation at the moment of the turn.

@@ -52,7 +52,8 @@ class Room:
     def wait(self, place: Place, settled: Callable[[], None]) -> None:
         """Take room now or later. Raises GenerationError if closed.
 
-        settled: called from any thread, perhaps more than once, when there is room or never will be; see `holds`.
+        settled: called from any thread, perhaps more than once, when there is room or never will be; see `holds`. May
+            call `leave`.
         """
         with self._lock:
             self._check_open()
@@ -67,8 +68,7 @@ class Room:
     def leave(self, place: Place) -> None:
         """Stop waiting, or give all of a place back. No effect if neither applies."""
         with self._lock:
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(place)
+            self._stop_waiting(place)
             self._inside.discard(place)
             self._serve()
 
@@ -85,8 +85,9 @@ class Room:
         with self._lock:
             self._closed = self._closed or why
             while self._waiting:
-                self._waiting[0].settled()
-                self._waiting.popleft()
+                place = self._waiting[0]
+                place.settled()
+                self._stop_waiting(place)
 
     def check(self) -> None:
         """Raises GenerationError if closed."""
@@ -102,6 +103,10 @@ class Room:
         if self._closed:
             raise GenerationError(f"{self._closed}; make a new Engine to go on.")
 
+    def _stop_waiting(self, place: Place) -> None:
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(place)
+
     def _serve(self) -> None:
         while self._waiting:
             place = self._waiting[0]
@@ -109,6 +114,6 @@ class Room:
                 break
             self._inside.add(place)
             place.settled()
-            self._waiting.popleft()
+            self._stop_waiting(place)
         if not self._inside:
             self._changed.notify_all()
