@@ -62,7 +62,7 @@ class Engine:
     leave between steps. Each iteration reads at most one chunk of one prompt and runs one step of all decoding rows.
 
     model: opened with `TopWModel.from_pretrained`. It stays usable.
-    max_batch: rows, that is sequences that run at once.
+    max_batch: rows, that is sequences that run at once; at most 1024.
     max_length: maximum tokens of a sequence, with its prompt. None: the model's context.
     kv_bytes: maximum size of the cache; lowers `max_batch` if necessary.
     max_queue: maximum sequences that wait for a row.
