@@ -28,7 +28,7 @@ class Interrupt:
     def __init__(self, at: int) -> None:
         self.left = at
         self.raised = False
-        self._last: dict[FrameType, str] = {}
+        self._last: dict[int, str] = {}  # by the frame's id: frames must not outlive their calls here
 
     def __enter__(self) -> Interrupt:
         self._before = sys.gettrace()
@@ -42,13 +42,14 @@ class Interrupt:
         if not frame.f_code.co_filename.startswith(FOLDER) or self.raised:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            before, code = self._last.get(frame, "RESUME"), frame.f_code.co_code
-            self._last[frame] = dis.opname[code[frame.f_lasti]]
+        if event == "call":
+            self._last[id(frame)] = "RESUME"
+        elif event == "opcode":
+            before = self._last[id(frame)]
+            self._last[id(frame)] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
             self.left -= before.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))
             if self.left < 0:
                 self.raised = True
-                self._last.clear()
                 raise KeyboardInterrupt
         return self._trace
 

@@ -127,7 +127,7 @@ class Engine:
         self._shutting = threading.RLock()  # a signal handler may call shutdown during another
         self._stopped = False
         self._bell: Bell | None = None
-        weakref.finalize(self, self._worker.retire)  # a forgotten engine finishes its requests
+        self._forgotten = weakref.finalize(self, self._worker.retire)  # which finishes its requests
 
     def submit(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Request:
         """Queue a request. Its result is that of `TopWModel.generate` with the same arguments.
@@ -221,6 +221,7 @@ class Engine:
                 self._stopped = True
                 self._worker.retire()
                 self._worker.join()
+                self._forgotten.detach()  # it keeps the worker, and what that refers to
 
     def __enter__(self) -> Engine:
         return self

@@ -408,6 +408,7 @@ class Worker:
         why = f"the engine has failed ({type(error).__name__}: {one_line(error)})"
         self._broken = f"{why}; make a new Engine to go on."
         self._room.close(why)
+        self._scheduler.clear()
         for submission in list(self._alive.values()):
             alive = [job for job in submission.jobs if not job.ended]
             if alive:
