@@ -80,12 +80,12 @@ def _print(report: Report, samples: list[Sample], seconds: float, injected: int)
     print(f"{counts['engines']} engines, {injected} runs failed on purpose")
     for name, count in sorted(counts.items()):
         print(f"  {name}: {count}")
-    for name, allowed in ALLOWED.items():
-        slope = growth(samples, name)
-        shown = "too few samples" if slope is None else f"{slope:+.3f}"
-        print(
-            f"{name}: {shown} per request after the first third (allowed {allowed}), now {getattr(samples[-1], name)}"
+    for name in ALLOWED:
+        grown = growth(samples, name)
+        after = (
+            "too few samples" if grown is None else f"{grown[0]:+,.0f} after the first third, {grown[1]:,.0f} allowed"
         )
+        print(f"{name}: {getattr(samples[0], name):,} to {getattr(samples[-1], name):,}; {after}")
     for one in report.wrong:
         print(f"WRONG: {one}")
 

@@ -35,14 +35,16 @@ requests = st.fixed_dictionaries(
         "max_time": st.just(1e9),
     },
 )
-options = st.fixed_dictionaries({
-    "max_batch": st.integers(1, 4),
-    "max_queue": st.integers(0, 4),
-    "prefill_budget": st.integers(1, 6),
-    "reuse_prefixes": st.sampled_from([True, True, False]),
-    "exact": st.sampled_from([False, False, True]),
-    "prefix_bytes": st.sampled_from([0, 300, 10_000]),
-})
+options = st.fixed_dictionaries(
+    {
+        "max_batch": st.integers(1, 4),
+        "max_queue": st.integers(0, 4),
+        "prefill_budget": st.integers(1, 6),
+        "reuse_prefixes": st.sampled_from([True, True, False]),
+        "exact": st.sampled_from([False, False, True]),
+        "prefix_bytes": st.sampled_from([0, 300, 10_000]),
+    }
+)
 
 
 class Unstarted:
