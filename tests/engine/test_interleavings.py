@@ -1,50 +1,34 @@
 """A real engine over a session that hashes what rows hold, stepped by hand: arrivals, cancellations, deadlines, failing
-runs and reuse in every order that Hypothesis finds. Each request draws what it draws alone.
+runs and reuse, at random and in every order that Hypothesis finds. Each request draws what it draws alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from tests.engine.conftest import FORMS as TOY_FORMS
 from tests.engine.test_results import begins
 from tests.support.hashing_session import CONTEXT, FIRST, FORMS, INVALID, TOKENS, failing_once, hashing_model
-from tests.support.toy_model import Toy, export
 from topw_deploy.engine import Engine, Request
 from topw_deploy.errors import GenerationError, LogitsError, QueueFullError
 from topw_deploy.runtime import TopWModel
 
-tokens = st.lists(st.integers(FIRST, FIRST + TOKENS - 1), min_size=1, max_size=12)
-requests = st.fixed_dictionaries(
-    {"max_new_tokens": st.integers(1, 9), "seed": st.integers(0, 3), "temperature": st.sampled_from([0.0, 1.5])},
-    optional={
-        "n": st.integers(1, 3),
-        "repetition_penalty": st.just(1.3),
-        "suppress_tokens": st.lists(st.integers(FIRST, FIRST + 2), min_size=1),
-        "no_repeat_ngram_size": st.integers(1, 2),
-        "min_new_tokens": st.integers(1, 5),
-        "stop_token_ids": st.just([FIRST]),
-        "max_time": st.just(1e9),
-    },
-)
-options = st.fixed_dictionaries(
-    {
-        "max_batch": st.integers(1, 4),
-        "max_queue": st.integers(0, 4),
-        "prefill_budget": st.integers(1, 6),
-        "reuse_prefixes": st.sampled_from([True, True, False]),
-        "exact": st.sampled_from([False, False, True]),
-        "prefix_bytes": st.sampled_from([0, 300, 10_000]),
-    }
-)
+OPTIONAL: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "suppress_tokens": [FIRST, FIRST + 2],
+    "no_repeat_ngram_size": 2,
+    "min_new_tokens": 4,
+    "stop_token_ids": [FIRST],
+    "max_time": 1e9,
+    "n": 2,
+}
 
 
 class Unstarted:
@@ -56,81 +40,63 @@ class Unstarted:
     def start(self) -> None:
         pass
 
+    def join(self, timeout: float | None = None) -> None:
+        pass
 
-class Interleavings(RuleBasedStateMachine):
-    model: TopWModel
 
-    @initialize(form=st.sampled_from(list(FORMS)), options=options)
-    def start(self, form: str, options: dict[str, Any]) -> None:
-        self.model = hashing_model(type(self).model, form)
+def no_fault(when: str) -> None:
+    pass
+
+
+class Stepped:
+    """An engine without its thread. Every ended request is compared with `generate` at once.
+
+    sequences: known sequences, to begin prompts with.
+    """
+
+    def __init__(self, model: TopWModel, form: str, **options: Any) -> None:
+        self.model = hashing_model(model, form)
         with patch("topw_deploy.engine.worker.threading.Thread", Unstarted):
             self.engine = Engine(self.model, **options)
         self.worker = self.engine._worker
         self.running: list[tuple[dict[str, Any], Request]] = []
         self.sequences: list[list[int]] = []
-        self.most = options["max_batch"] + options["max_queue"]
+        self.compared = self.cached = 0
+        self._most = options["max_batch"] + options["max_queue"]
 
-    @rule(given=requests, more=tokens, data=st.data(), invalid=st.sampled_from([False] * 15 + [True]))
-    def submit(self, given: dict[str, Any], more: list[int], data: st.DataObject, invalid: bool) -> None:
-        start = data.draw(st.sampled_from([[], *self.sequences[-6:]]))
-        prompt = [*start[: data.draw(st.integers(0, len(start)))], *more][: CONTEXT - 1]
-        given = {"prompt": [*prompt[:-1], INVALID] if invalid else prompt, **given}
-        count = min(given.get("n", 1), self.most)
+    def submit(self, given: dict[str, Any]) -> None:
+        count = min(given.get("n", 1), self._most)
         given["n"] = count
-        used = self.engine._room.used
+        fits = self.engine._room.used + count <= self._most
         try:
-            request = self.engine.submit(**given)
+            self.running.append((given, self.engine.submit(**given)))
         except QueueFullError:
-            assert used + count > self.most
-            return
-        assert used + count <= self.most
-        self.running.append((given, request))
-        self.sequences.append(prompt)
+            assert not fits
+        else:
+            assert fits
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.running))[1].cancel()
-
-    @rule(times=st.integers(1, 6))
-    def iterate(self, times: int) -> None:
-        for _ in range(times):
-            if not (self.worker._inbox.empty() and self.worker._scheduler.idle):
-                self.worker._iterate()
-        self.check()
-
-    @rule(when=st.sampled_from(["before", "after"]))
-    def fail_a_run(self, when: str) -> None:
-        session = self.model._session
-
-        def never(now: str) -> None:
-            pass
-
-        session.fault = failing_once(when, lambda: setattr(session, "fault", never))
+    def iterate(self, fault: str = "") -> None:
+        """One iteration, whose first run may fail at its beginning ("before") or end ("after")."""
+        session: Any = self.model._session
+        if fault:
+            session.fault = failing_once(fault, lambda: setattr(session, "fault", no_fault))
         if not (self.worker._inbox.empty() and self.worker._scheduler.idle):
             self.worker._iterate()
-        session.fault = never
+        session.fault = no_fault
         self.check()
 
-    @rule()
-    def deadlines_pass(self) -> None:
+    def expire(self) -> None:
         self.worker._expire(math.inf)
         self.check()
 
-    @rule()
     def finish(self) -> None:
-        for _ in range(1000):
-            self.iterate(1)
+        for _ in range(2000):
+            self.iterate()
             if not self.running:
                 break
         assert not self.running, "everything ends"
         assert self.worker._scheduler.idle
         assert self.engine._room.used == 0
-
-    def teardown(self) -> None:
-        if hasattr(self, "engine"):
-            self.finish()
-            self.worker._batch.close()
 
     def check(self) -> None:
         assert not self.worker._broken
@@ -142,12 +108,15 @@ class Interleavings(RuleBasedStateMachine):
     def compare(self, given: dict[str, Any], request: Request) -> None:
         """With the request alone."""
         found, error = request.results(), request.error
-        self.sequences += [[*given["prompt"], *result.token_ids] for result in found]
+        self.compared += 1
+        self.cached += sum(result.cached_tokens > 0 for result in found)
+        if INVALID not in given["prompt"]:
+            self.sequences += [[*given["prompt"], *result.token_ids] for result in found]
         try:
             alone = self.model.generate(**{name: value for name, value in given.items() if name != "max_time"})
         except LogitsError:
             interrupted = {result.finish_reason for result in found} & {"cancelled", "timeout"}
-            assert interrupted or isinstance(error, (LogitsError, GenerationError))
+            assert interrupted or isinstance(error, GenerationError)
             return
         assert error is None or (type(error) is GenerationError and "injected" in str(error))
         for result, whole in zip(found, alone if isinstance(alone, list) else [alone], strict=True):
@@ -157,19 +126,100 @@ class Interleavings(RuleBasedStateMachine):
                 assert result == whole
 
 
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Interleavings]]:
-    folder = export(tmp_path_factory.mktemp("toy") / "export", Toy.random(1), **TOY_FORMS["grouped"])
-    Interleavings.model = TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
-    yield Interleavings
-    del Interleavings.model
+def random_prompt(rng: np.random.Generator, sequences: list[list[int]]) -> list[int]:
+    """Often behind a known sequence, or a part of one. Now and then its logits are invalid."""
+    start = sequences[-1 - rng.integers(min(8, len(sequences)))] if sequences and rng.random() < 0.7 else []
+    start = start[: rng.integers(len(start) + 1)] if rng.random() < 0.3 else start
+    more = rng.integers(FIRST, FIRST + TOKENS, rng.integers(1, 8)).tolist()
+    prompt = [*start[: CONTEXT - 4], *more][: CONTEXT - 2]
+    return [*prompt[:-1], INVALID] if rng.random() < 0.04 else prompt
 
 
-Run = Callable[[int, int], None]
+def random_given(rng: np.random.Generator, sequences: list[list[int]]) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "prompt": random_prompt(rng, sequences),
+        "max_new_tokens": int(rng.integers(1, 9)),
+        "seed": int(rng.integers(4)),
+        "temperature": float(rng.choice([0.0, 1.5])),
+    }
+    return {**given, **{name: value for name, value in OPTIONAL.items() if rng.random() < 0.15}}
 
 
-@pytest.mark.parametrize(
-    "examples", [40, pytest.param(300, marks=pytest.mark.long)], ids=["few", "many"]
-)  # fmt: skip
-def test_every_interleaving_draws_what_requests_draw_alone(machine: type[Interleavings], examples: int) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=30))
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("form", FORMS)
+def test_random_schedules_draw_what_requests_draw_alone(model: TopWModel, form: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    stepped = Stepped(
+        model,
+        form,
+        max_batch=int(rng.integers(1, 6)),
+        max_queue=int(rng.integers(1, 6)),
+        prefill_budget=int(rng.integers(1, 8)),
+        exact=seed % 4 == 3,
+        prefix_bytes=(0, 300, 5000)[seed % 3],
+    )
+    for _ in range(500):
+        choice = rng.random()
+        if choice < 0.25:
+            stepped.submit(random_given(rng, stepped.sequences))
+        elif choice < 0.29 and stepped.running:
+            stepped.running[rng.integers(len(stepped.running))][1].cancel()
+        elif choice < 0.30:
+            stepped.expire()
+        else:
+            stepped.iterate(str(rng.choice(["before", "after"])) if choice < 0.31 else "")
+    stepped.finish()
+    assert stepped.compared > 20
+    assert stepped.cached > 5 or (stepped.worker._reuse._exact and form in ("recurrent", "growing recurrent", "window"))
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Fewer operations than above, but failures shrink to the shortest ones."""
+
+    model: TopWModel
+
+    @initialize(
+        form=st.sampled_from(list(FORMS)), rows=st.integers(1, 4), chunk=st.integers(1, 6), exact=st.booleans(),
+        stored=st.sampled_from([0, 300, 5000]),
+    )  # fmt: skip
+    def start(self, form: str, rows: int, chunk: int, exact: bool, stored: int) -> None:
+        options = {"max_batch": rows, "max_queue": 4, "prefill_budget": chunk, "exact": exact, "prefix_bytes": stored}
+        self.stepped = Stepped(type(self).model, form, **options)
+
+    @rule(seed=st.integers(0, 2**32), count=st.integers(1, 3))
+    def submit(self, seed: int, count: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(count):
+            self.stepped.submit(random_given(rng, self.stepped.sequences))
+
+    @precondition(lambda self: self.stepped.running)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.stepped.running))[1].cancel()
+
+    @rule(times=st.integers(1, 12))
+    def iterate(self, times: int) -> None:
+        for _ in range(times):
+            self.stepped.iterate()
+
+    @rule(when=st.sampled_from(["before", "after"]))
+    def fail_a_run(self, when: str) -> None:
+        self.stepped.iterate(when)
+
+    @rule()
+    def deadlines_pass(self) -> None:
+        self.stepped.expire()
+
+    @rule()
+    def finish(self) -> None:
+        self.stepped.finish()
+
+    def teardown(self) -> None:
+        if hasattr(self, "stepped"):
+            self.stepped.finish()
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.long)], ids=["few", "many"])
+def test_every_interleaving_draws_what_requests_draw_alone(model: TopWModel, examples: int) -> None:
+    Interleavings.model = model
+    run_state_machine_as_test(Interleavings, settings=settings(max_examples=examples, stateful_step_count=30))
