@@ -263,10 +263,11 @@ def _end(house: House, rng: np.random.Generator, report: Report) -> None:
     ending(house, engine)
     del engine
     house.close()
-    if house.engine is None:
-        gc.collect()  # callers' frames may be in cycles with errors
-    house.worker.join(2 * STUCK)
-    worker, used = house.worker, house.room.used
+    worker, until = house.worker, time.perf_counter() + 2 * STUCK
+    while worker._thread.is_alive() and time.perf_counter() < until:
+        gc.collect()  # callers' errors are in cycles with frames, which refer to the engine
+        worker.join(0.05)
+    used = house.room.used
     wrong = []
     if worker._thread.is_alive():
         wrong.append("the engine's thread goes on")

@@ -132,7 +132,9 @@ def random_prompt(rng: np.random.Generator, sequences: list[list[int]]) -> list[
     start = start[: rng.integers(len(start) + 1)] if rng.random() < 0.3 else start
     more = rng.integers(FIRST, FIRST + TOKENS, rng.integers(1, 8)).tolist()
     prompt = [*start[: CONTEXT - 4], *more][: CONTEXT - 2]
-    return [*prompt[:-1], INVALID] if rng.random() < 0.04 else prompt
+    if rng.random() < 0.06:
+        prompt[rng.integers(len(prompt))] = INVALID
+    return prompt
 
 
 def random_given(rng: np.random.Generator, sequences: list[list[int]]) -> dict[str, Any]:
@@ -162,15 +164,15 @@ def test_random_schedules_draw_what_requests_draw_alone(model: TopWModel, form: 
         choice = rng.random()
         if choice < 0.25:
             stepped.submit(random_given(rng, stepped.sequences))
-        elif choice < 0.29 and stepped.running:
+        elif choice < 0.30 and stepped.running:
             stepped.running[rng.integers(len(stepped.running))][1].cancel()
-        elif choice < 0.30:
+        elif choice < 0.31:
             stepped.expire()
         else:
-            stepped.iterate(str(rng.choice(["before", "after"])) if choice < 0.31 else "")
+            stepped.iterate(str(rng.choice(["before", "after"])) if choice < 0.32 else "")
     stepped.finish()
     assert stepped.compared > 20
-    assert stepped.cached > 5 or (stepped.worker._reuse._exact and form in ("recurrent", "growing recurrent", "window"))
+    assert stepped.cached or (stepped.worker._reuse._exact and form in ("recurrent", "growing recurrent", "window"))
 
 
 class Interleavings(RuleBasedStateMachine):
