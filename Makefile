@@ -4,11 +4,13 @@
 #   PYTHON     the interpreter that makes the environment (3.11 or newer)
 #   GPU_FLAGS  options of `python3 -m benchmarks.gpu` for `make gpu`
 #   PYTEST_FLAGS  more options for `make test` and `make quick`; --long runs what CI runs
+#   SECONDS    length of `make soak`
 #   PIP_FLAGS  more options for pip; on Linux without a GPU, name PyTorch's index of CPU wheels here,
 #              otherwise pip brings several gigabytes of CUDA packages along
 
 PYTHON    ?= python3
 PIP_FLAGS ?=
+SECONDS   ?= 3600
 VENV      := .venv
 WHEELS    := .venv-wheels
 PEERS     := .peers
@@ -20,7 +22,7 @@ BIN       := $(VENV)/bin
 PYTEST    := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 INSTALL   := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test quick lint peers cuda-tools nvidia host python310 fuzz fuzz-native fuzz-cuda bench gpu wheels clean help
+.PHONY: demo test quick lint peers cuda-tools nvidia host python310 fuzz fuzz-native fuzz-cuda soak bench gpu wheels clean help
 
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -58,6 +60,9 @@ fuzz-native: $(VENV)/dev.stamp  ## the native sampler under address and undefine
 
 fuzz-cuda: $(VENV)/dev.stamp  ## random rows through the CUDA kernels in emulation, against the reference
 	$(BIN)/python -m fuzz.cuda --rows 50000
+
+soak: $(VENV)/dev.stamp     ## random callers, faults and restarts of the batching engine, an hour; SECONDS=600 for less
+	$(BIN)/python -m fuzz.engine --seconds $(SECONDS)
 
 bench: $(VENV)/dev.stamp    ## the figures of docs/lab/benchmarks.md
 	$(BIN)/python -m benchmarks

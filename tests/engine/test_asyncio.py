@@ -144,6 +144,23 @@ def test_a_full_queue_without_blocking_the_loop(model: TopWModel, engine_of: New
     asyncio.run(main())
 
 
+def test_a_loop_that_closes_while_a_task_waits_for_room_gives_it_up(model: TopWModel, engine_of: NewEngine) -> None:
+    """Others get the room, at once if it was granted in vain."""
+    engine = engine_of(model, max_batch=1, max_queue=0, when_full="wait")
+    gate = Gate()
+    first = engine.submit("a", stopping_criteria=gate, max_new_tokens=2, **HOT)
+    loop = asyncio.new_event_loop()
+    tasks = [loop.create_task(engine.generate("b", **HOT)), loop.create_task(engine.stream("c", **HOT).__anext__())]
+    loop.run_until_complete(asyncio.sleep(0.01))
+    for task in tasks:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.close()
+    gate.opened.set()
+    first.result(60)
+    assert engine.submit("d", max_new_tokens=1, max_time=60, **HOT).result(60).finish_reason == "length"
+    del tasks
+
+
 def test_errors_reach_the_task(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model)
 

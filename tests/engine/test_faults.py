@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 from tests.engine.conftest import HOT, Gate, NewEngine
 from tests.engine.test_results import begins, random_request
 from tests.support.toy_model import Toy, byte_ids
+from topw_deploy.engine import Engine
 from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError
 from topw_deploy.runtime import TopWModel
@@ -190,6 +195,46 @@ def test_an_unexpected_error_fails_all_requests_and_nobody_waits(
             request.result(60)
     with pytest.raises(GenerationError, match="engine has failed"):
         engine.submit("c")
+
+
+@pytest.mark.parametrize("shut_down", [False, True])
+def test_an_engine_that_failed_can_be_forgotten(
+    model: TopWModel, monkeypatch: pytest.MonkeyPatch, shut_down: bool
+) -> None:
+    """Its thread and memory go, though its errors refer to it by their frames."""
+
+    def broken(batch: Batch, width: int) -> list[int]:
+        raise RuntimeError("surprise")
+
+    async def ask(engine: Engine) -> None:
+        with pytest.raises(GenerationError, match="surprise"):
+            await engine.generate("a", max_new_tokens=9)
+
+    monkeypatch.setattr(Batch, "step", broken)
+    engine = Engine(model, max_batch=1)
+    asyncio.run(ask(engine))
+    assert (engine.stats().in_use, engine.stats().queued) == (0, 0)
+    thread, gone = engine._worker._thread, weakref.ref(engine)
+    if shut_down:
+        engine.shutdown()
+    del engine
+    end = time.monotonic() + 30
+    while gone() is not None and time.monotonic() < end:  # its thread may not be done with the failure
+        gc.collect()
+    assert gone() is None
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_an_engine_that_was_shut_down_is_freed_with_what_its_requests_hold(model: TopWModel) -> None:
+    engine = Engine(model)
+    engine.submit("a").result(30)
+    engine._worker.owner = engine  # type: ignore[attr-defined]  # as a callback that a request holds may do
+    gone = weakref.ref(engine)
+    engine.shutdown()
+    del engine
+    gc.collect()
+    assert gone() is None
 
 
 def test_random_faults_change_no_other_request(

@@ -20,6 +20,8 @@ from topw_deploy.runtime import TopWModel
     [
         ({"max_batch": 0}, "max_batch is 0, but must be an integer >= 1"),
         ({"max_batch": True}, "max_batch is True"),
+        ({"max_batch": 10**6}, "max_batch is 1000000, but an engine has at most 1024 rows; give at most that"),
+        ({"max_batch": 10**6, "kv_bytes": 10**8}, "max_batch is 1000000, but an engine has at most 1024 rows"),
         ({"max_length": CONTEXT + 1}, f"max_length is {CONTEXT + 1}, but the model's context holds {CONTEXT}"),
         ({"max_queue": -1}, "max_queue is -1, but must be an integer >= 0"),
         ({"prefill_budget": 0}, "prefill_budget is 0"),
@@ -65,5 +67,5 @@ def test_the_cache_takes_the_bytes_of_its_rows(model: TopWModel, engine_of: NewE
     """A token of the toy has 2 x (8 + 16) floats."""
     row = 2 * (8 + 16) * 4 * 32
     assert engine_of(model, max_batch=3, max_length=32).stats().cache_bytes == 3 * row
-    limited = engine_of(model, max_batch=9, max_length=32, kv_bytes=5 * row + 1)
+    limited = engine_of(model, max_batch=10**6, max_length=32, kv_bytes=5 * row + 1)
     assert (limited.stats().rows, limited.stats().cache_bytes) == (5, 5 * row)

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from topw_deploy.engine.room import Room, Waiter
+from topw_deploy.engine.room import Place, Room
 from topw_deploy.errors import GenerationError
 
 
@@ -15,51 +15,58 @@ class Callers(RuleBasedStateMachine):
     @initialize(most=st.integers(1, 6))
     def start(self, most: int) -> None:
         self.room = Room(most)
-        self.inside = 0
-        self.waiting: list[Waiter] = []
-        self.told: list[Waiter] = []
+        self.inside: list[Place] = []
+        self.waiting: list[Place] = []
+        self.told: list[Place] = []
 
     @rule(count=st.integers(1, 6))
-    def take(self, count: int) -> None:
-        taken = self.room.take(min(count, self.room.most))
-        fits = self.inside + min(count, self.room.most) <= self.room.most
-        assert taken == (fits and not self.waiting), "nobody overtakes a caller that waits"
-        if taken:
-            self.inside += min(count, self.room.most)
+    def enter(self, count: int) -> None:
+        place = Place(min(count, self.room.most))
+        fits = self.used() + place.left <= self.room.most
+        entered = self.room.enter(place)
+        assert entered == (fits and not self.waiting), "nobody overtakes a caller that waits"
+        if entered:
+            self.inside.append(place)
 
     @rule(count=st.integers(1, 6))
     def wait(self, count: int) -> None:
-        waiter = Waiter(min(count, self.room.most), lambda: self.told.append(waiter))
-        self.waiting.append(waiter)
-        self.room.wait(waiter)
+        place = Place(min(count, self.room.most))
+        self.waiting.append(place)
+        self.room.wait(place, lambda: self.told.append(place))
         self.let_in()
 
     @precondition(lambda self: self.inside)
-    @rule()
-    def give(self) -> None:
-        self.inside -= 1
-        self.room.give()
+    @rule(data=st.data())
+    def give(self, data: st.DataObject) -> None:
+        place = data.draw(st.sampled_from(self.inside))
+        self.room.give(place)
+        if not place.left:
+            self.inside.remove(place)
         self.let_in()
 
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        waiter = data.draw(st.sampled_from(self.waiting))
-        self.waiting.remove(waiter)
-        self.room.leave(waiter)
+    @precondition(lambda self: self.inside or self.waiting)
+    @rule(data=st.data(), times=st.integers(1, 2))
+    def leave(self, data: st.DataObject, times: int) -> None:
+        place = data.draw(st.sampled_from(self.inside + self.waiting))
+        (self.inside if place in self.inside else self.waiting).remove(place)
+        for _ in range(times):
+            self.room.leave(place)
         self.let_in()
+
+    def used(self) -> int:
+        return sum(place.left for place in self.inside)
 
     def let_in(self) -> None:
-        while self.waiting and self.inside + self.waiting[0].count <= self.room.most:
-            self.inside += self.waiting[0].count
+        while self.waiting and self.used() + self.waiting[0].left <= self.room.most:
             assert self.told.pop(0) is self.waiting[0], "in the order of arrival"
-            assert self.waiting.pop(0).granted
+            self.inside.append(self.waiting.pop(0))
 
     @invariant()
     def the_bound_holds(self) -> None:
-        assert self.room.used == self.inside <= self.room.most
+        assert self.room.used == self.used() <= self.room.most
         assert not self.told
-        assert not any(waiter.granted for waiter in self.waiting)
+        assert all(map(self.room.holds, self.inside))
+        assert not any(map(self.room.holds, self.waiting))
 
 
 Callers.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
@@ -68,26 +75,26 @@ TestCallers = Callers.TestCase
 
 def test_room_that_was_granted_too_late_is_given_back() -> None:
     room, settled = Room(1), []
-    assert room.take(1)
-    waiter = Waiter(1, lambda: settled.append(1))
-    room.wait(waiter)
-    room.give()
-    assert (waiter.granted, room.used, settled) == (True, 1, [1])
-    room.leave(waiter)
+    first, second = Place(1), Place(1)
+    assert room.enter(first)
+    room.wait(second, lambda: settled.append(1))
+    room.give(first)
+    assert (room.holds(second), room.used, settled) == (True, 1, [1])
+    room.leave(second)
     assert room.used == 0
 
 
 def test_closing_tells_those_who_wait_and_refuses_the_rest() -> None:
     room, settled = Room(1), []
-    assert room.take(1)
-    waiter = Waiter(1, lambda: settled.append(1))
-    room.wait(waiter)
+    first, second = Place(1), Place(1)
+    assert room.enter(first)
+    room.wait(second, lambda: settled.append(1))
     room.close("closed for a reason")
     room.close("another one")
-    assert (waiter.granted, settled) == (False, [1])
-    for refused in (room.check, lambda: room.take(1), lambda: room.wait(waiter)):
+    assert (room.holds(second), settled) == (False, [1])
+    for refused in (room.check, lambda: room.enter(Place(1)), lambda: room.wait(Place(1), room.check)):
         with pytest.raises(GenerationError, match="closed for a reason; make a new Engine"):
             refused()
     assert not room.wait_until_empty(0)
-    room.give()
+    room.give(first)
     assert room.wait_until_empty(0)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -18,13 +20,13 @@ import numpy as np
 from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.options import check_form, check_tensorrt, read_options
 from topw_deploy.engine.request import Event, PieceReader, Request, Source
-from topw_deploy.engine.room import Room, Waiter
+from topw_deploy.engine.room import Place, Room
 from topw_deploy.engine.scheduler import Scheduler
 from topw_deploy.engine.seconds import read_max_time, read_timeout, waitable
 from topw_deploy.engine.session_file import SessionInfo, read_session, session_form, write_session
 from topw_deploy.engine.tasks import Bell, Events, Signal
 from topw_deploy.engine.worker import Job, Submission, Worker
-from topw_deploy.errors import ParameterError, PromptError, QueueFullError
+from topw_deploy.errors import ParameterError, PromptError, QueueFullError, TopWError
 from topw_deploy.runtime.callbacks import Watch, ending
 from topw_deploy.runtime.logprobs import new_scores
 from topw_deploy.runtime.model import TopWModel
@@ -65,7 +67,7 @@ class Engine:
     leave between steps. Each iteration reads at most one chunk of one prompt and runs one step of all decoding rows.
 
     model: opened with `TopWModel.from_pretrained`. It stays usable.
-    max_batch: rows, that is sequences that run at once.
+    max_batch: rows, that is sequences that run at once; at most 1024.
     max_length: maximum tokens of a sequence, with its prompt. None: the model's context.
     kv_bytes: maximum size of the cache; lowers `max_batch` if necessary.
     max_queue: maximum sequences that wait for a row.
@@ -116,7 +118,11 @@ class Engine:
         check_tensorrt(session, decoder, options)
         self._model, self._session, self._options = model, session, options
         self._limits = Limits(
-            decoder.context_length, model.manifest.sampler.vocab_size, options.length, opened="engine"
+            decoder.context_length,
+            model.manifest.sampler.vocab_size,
+            options.length,
+            options.rows + options.queue,
+            opened="engine",
         )
         self._batch = Batch(session, decoder, options.rows, options.length, model._new_logits)
         self._scheduler: Scheduler[Job] = Scheduler(
@@ -128,7 +134,7 @@ class Engine:
         self._shutting = threading.RLock()  # a signal handler may call shutdown during another
         self._stopped = False
         self._bell: Bell | None = None
-        weakref.finalize(self, self._worker.retire)  # a forgotten engine finishes its requests
+        self._forgotten = weakref.finalize(self, self._worker.retire)  # which finishes its requests
 
     def submit(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Request:
         """Queue a request. Its result is that of `TopWModel.generate` with the same arguments.
@@ -141,19 +147,16 @@ class Engine:
         """
         with ending(parameters.get("streamer")):
             submission = self._prepare(prompt, parameters, max_time)
-            if not self._takes(submission):
-                self._worker.check_caller("submit")
-                settled = threading.Event()
-                waiter = Waiter(len(submission.jobs), settled.set)
-                self._room.wait(waiter)
-                try:
-                    settled.wait(_left(submission))
-                except BaseException:
-                    self._room.leave(waiter)
-                    raise
-                if not self._has_turn(waiter, submission):
-                    return submission.request
-            self._worker.start(submission)
+            with self._accepting(submission):
+                if not self._takes(submission):
+                    self._worker.check_caller("submit")
+                    settled: SimpleQueue[None] = SimpleQueue()
+                    self._room.wait(submission.place, partial(settled.put, None))
+                    with contextlib.suppress(Empty):
+                        settled.get(timeout=_left(submission))
+                    if not self._has_turn(submission):
+                        return submission.request
+                self._worker.start(submission)
         return submission.request
 
     async def generate(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Any:
@@ -253,7 +256,7 @@ class Engine:
         self._room.close("the engine is shut down")
         if cancel and not self._stopped:
             self._worker.end_early(None, "cancelled")
-            while not self._room.wait_until_empty(0.1):  # callers between `take` and `start`
+            while not self._room.wait_until_empty(0.1):  # callers between `enter` and `start`
                 self._worker.end_early(None, "cancelled")
         self._room.wait_until_empty(None)
         with self._shutting:
@@ -261,6 +264,7 @@ class Engine:
                 self._stopped = True
                 self._worker.retire()
                 self._worker.join()
+                self._forgotten.detach()  # it keeps the worker, and what that refers to
 
     def __enter__(self) -> Engine:
         return self
@@ -291,13 +295,6 @@ class Engine:
         seconds = read_max_time(max_time)
         self._room.check()
         rows, whole, alone = self._model._requests(prompt, parameters, self._limits)
-        if len(rows) > self._room.most:
-            raise ParameterError(
-                f"the request has {len(rows)} sequences, but the engine takes {self._room.most} at a time; give fewer, "
-                "or make it with a higher max_queue.",
-                "max_queue",
-            )
-
         tokenizer, guides = self._model.tokenizer, self._model._guides(rows)
 
         def follow(ids: Sequence[int]) -> Any:
@@ -314,11 +311,24 @@ class Engine:
         cancel = partial(self._worker.end_early, reason="cancelled")
         request = Request(generated, alone, source, cancel, put, on_end, self._worker.check_caller)
         deadline = None if seconds is None else request.started + seconds
-        return Submission(request, [Job(request, row) for row in generated], deadline, whole["streamer"])
+        jobs = [Job(request, row) for row in generated]
+        return Submission(request, jobs, Place(len(jobs)), deadline, whole["streamer"])
+
+    @contextlib.contextmanager
+    def _accepting(self, submission: Submission) -> Iterator[None]:
+        """Give room back if the block fails, be it by KeyboardInterrupt at any moment."""
+        try:
+            yield
+        except TopWError:  # before `start`
+            self._room.leave(submission.place)
+            raise
+        except BaseException:
+            self._worker.withdraw(submission)
+            raise
 
     def _takes(self, submission: Submission) -> bool:
         """Take room for a request. False: wait for it."""
-        if self._room.take(len(submission.jobs)):
+        if self._room.enter(submission.place):
             return True
         if not self._options.waits:
             raise QueueFullError(
@@ -329,34 +339,31 @@ class Engine:
             )
         return False
 
-    def _has_turn(self, waiter: Waiter, submission: Submission) -> bool:
+    def _has_turn(self, submission: Submission) -> bool:
         """After waiting for room. False: the deadline has passed. Raises GenerationError if closed meanwhile."""
-        if waiter.granted:
+        if self._room.holds(submission.place):
             return True
-        self._room.leave(waiter)
+        self._room.leave(submission.place)
         self._room.check()
         submission.abandon("timeout")
         return False
 
     async def _start(self, submission: Submission) -> None:
-        if not self._takes(submission):
-            signal = Signal(self._running_bell())
-            waiter = Waiter(len(submission.jobs), signal.send)
-            self._room.wait(waiter)
-            left = _left(submission)
-            # Not wait_for, which before Python 3.12 loses a cancellation at the moment of the turn.
-            timer = None if left is None else asyncio.get_running_loop().call_later(left, signal.event.set)
-            try:
-                await signal.wait()
-            except BaseException:
-                self._room.leave(waiter)
-                raise
-            finally:
-                if timer is not None:
-                    timer.cancel()
-            if not self._has_turn(waiter, submission):
-                return
-        self._worker.start(submission)
+        with self._accepting(submission):
+            if not self._takes(submission):
+                signal = Signal(self._running_bell(), gone=partial(self._room.leave, submission.place))
+                self._room.wait(submission.place, signal.send)
+                left = _left(submission)
+                # Not wait_for, which before Python 3.12 loses a cancellation at the moment of the turn.
+                timer = None if left is None else asyncio.get_running_loop().call_later(left, signal.event.set)
+                try:
+                    await signal.wait()
+                finally:
+                    if timer is not None:
+                        timer.cancel()
+                if not self._has_turn(submission):
+                    return
+            self._worker.start(submission)
 
     async def _pieces(self, submission: Submission, events: Events) -> AsyncIterator[Piece]:
         request = submission.request

@@ -14,6 +14,8 @@ from topw_deploy.runtime.protocols import Session
 from topw_deploy.sizes import decimal_size
 
 WHEN_FULL = ("error", "wait")
+MOST_ROWS = 1024
+"""Most rows: the engine compares each prompt with what every row holds, and keeps random numbers for all of them."""
 _REMEDIES = {
     "concat": "export it again without --kv concat, or use TopWModel.generate",
     "shared": "export the original checkpoint with topw-export, or use TopWModel.generate",
@@ -87,7 +89,7 @@ def read_options(
             f"max_length is {length}, but the model's context holds {decoder.context_length}; give at most that.",
             "max_length",
         )
-    rows = _size("max_batch", max_batch)
+    rows = wanted = _size("max_batch", max_batch)
     if kv_bytes is not None:
         one = row_bytes(decoder, max(length, decoder.buffer_least))
         given = _size("kv_bytes", kv_bytes)
@@ -100,6 +102,12 @@ def read_options(
                 "max_length",
             )
         rows = min(rows, fitting)
+    if rows > MOST_ROWS:
+        raise ParameterError(
+            f"max_batch is {wanted}, but an engine has at most {MOST_ROWS} rows; give at most that, and a higher "
+            "max_queue for sequences that wait.",
+            "max_batch",
+        )
     if when_full not in WHEN_FULL:
         raise ParameterError(f"when_full is {when_full!r}, but must be one of {', '.join(WHEN_FULL)}.", "when_full")
     chunk = _size("prefill_budget", prefill_budget)

@@ -160,6 +160,13 @@ class Scheduler(Generic[AnyTask]):
         (self.decoding if task.decoding else self._reading).remove(task)
         self._arranged = False
 
+    def clear(self) -> None:
+        """Remove all sequences."""
+        self._waiting.clear()
+        self._rows = [None] * len(self._rows)
+        self._reading, self.decoding = [], []
+        self._arranged = False
+
     def _chunk_of(self, task: AnyTask) -> Chunk[AnyTask]:
         end = min(task.read + self._chunk, task.prompt_tokens)
         return Chunk(task, task.read, task.branch if task.read < task.branch < end else end)

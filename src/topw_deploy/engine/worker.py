@@ -23,7 +23,7 @@ from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.options import Options
 from topw_deploy.engine.request import Ended, Request
 from topw_deploy.engine.reuse import Reuse
-from topw_deploy.engine.room import Room
+from topw_deploy.engine.room import Place, Room
 from topw_deploy.engine.scheduler import WAITING, Chunk, Scheduler, Task
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, TopWError, one_line
 from topw_deploy.manifest import DecoderInfo
@@ -70,6 +70,7 @@ class Submission:
 
     request: Request
     jobs: list[Job]
+    place: Place
     deadline: float | None = None
     streamer: Streamer | None = None
 
@@ -143,6 +144,10 @@ class Worker:
     def start(self, submission: Submission) -> None:
         """Queue a request for which there is room."""
         self._post(partial(self._start, submission))
+
+    def withdraw(self, submission: Submission) -> None:
+        """End a request that nobody will get, and for which `start` may have been called."""
+        self._post(partial(self._withdraw, submission))
 
     def end_early(self, request: Request | None, reason: str) -> None:
         """End a request, or all, before the next run."""
@@ -367,6 +372,12 @@ class Worker:
                 row.end("length")
                 self._end(job)
 
+    def _withdraw(self, submission: Submission) -> None:
+        if submission.request in self._alive:
+            self._end_early(submission.request, "cancelled")
+        else:
+            self._room.leave(submission.place)
+
     def _end_early(self, request: Request | None, reason: str) -> None:
         for submission in list(self._alive.values()) if request is None else [self._alive.get(request)]:
             for job in submission.jobs if submission else ():  # it may have ended
@@ -417,7 +428,7 @@ class Worker:
         if sum(not other.ended for other in submission.jobs) == 1:
             del self._alive[job.request]
             submission.end_streamer()
-        self._room.give()
+        self._room.give(submission.place)
         job.end(columns)
 
     def _held(self, job: Job, drawn: list[int]) -> list[int] | None:
@@ -452,6 +463,7 @@ class Worker:
         why = f"the engine has failed ({type(error).__name__}: {one_line(error)})"
         self._broken = f"{why}; make a new Engine to go on."
         self._room.close(why)
+        self._scheduler.clear()
         for submission in list(self._alive.values()):
             alive = [job for job in submission.jobs if not job.ended]
             if alive:

@@ -23,7 +23,7 @@ from topw_deploy.runtime.open_session import open_session
 from topw_deploy.runtime.ort.providers import short_name
 from topw_deploy.runtime.prompts import read_prompts, split_inputs
 from topw_deploy.runtime.protocols import Session
-from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_text, resolve, split
+from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_rows, check_text, resolve, split
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.runtime.structured.grammars import Grammars
@@ -301,13 +301,7 @@ class TopWModel:
             check_length(tokens, limits, which)
 
         prompts, alone = read_prompts(prompt, mask, check)
-        rows = len(prompts) * samples
-        if rows > (limits.rows or rows):
-            raise PromptError(
-                f"the request has {rows} sequences, but the model was opened with max_batch {limits.rows}; "
-                "give fewer at a time, or open it (or build its engine) for more.",
-                "max_batch",
-            )
+        check_rows(len(prompts) * samples, limits)
         bos = [] if self._bos is None else [self._bos]
         names = [f"prompt {index}" for index in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
         return [

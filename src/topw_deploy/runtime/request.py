@@ -286,6 +286,23 @@ def check_length(tokens: int, limits: Limits, which: str) -> None:
         raise PromptError(f"{which} has {tokens} tokens, {_too_many(tokens, limits)}", "max_length")
 
 
+def check_rows(rows: int, limits: Limits) -> None:
+    """Raises PromptError, or ParameterError for a batching engine, for too many sequences."""
+    if rows <= (limits.rows or rows):
+        return
+    if limits.opened == "engine":
+        raise ParameterError(
+            f"the request has {rows} sequences, but the engine takes {limits.rows} at a time; give fewer, or make it "
+            "with a higher max_queue.",
+            "max_queue",
+        )
+    raise PromptError(
+        f"the request has {rows} sequences, but the model was opened with max_batch {limits.rows}; "
+        "give fewer at a time, or open it (or build its engine) for more.",
+        "max_batch",
+    )
+
+
 def check_text(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> None:
     """Raises PromptError if `text` certainly has too many tokens."""
     if len(text) <= _QUICK * limits.tokens:

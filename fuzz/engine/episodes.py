@@ -1,0 +1,279 @@
+"""An episode: engines over all models from their options to their end, and the callers that use them meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fuzz.engine.callers import IN_TASKS, IN_THREADS, STUCK
+from fuzz.engine.models import Subject
+from fuzz.engine.replay import Outcome, complaints
+from fuzz.engine.requests import Given, malformed_request, random_request
+from topw_deploy.engine import Engine
+from topw_deploy.engine.worker import Submission
+from topw_deploy.errors import GenerationError
+
+_THREADS, _LOOPS, _TASKS = 5, 2, 4
+_MALFORMED = 0.08
+
+
+@dataclass
+class Report:
+    """Counts of what happened, and what is wrong. Any thread may add."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, *names: str) -> None:
+        with self._lock:
+            self.counts.update(names)
+
+    def complain(self, what: list[str]) -> None:
+        with self._lock:
+            self.wrong += what[: max(0, 20 - len(self.wrong))]
+
+
+class House:
+    """An engine with its callers.
+
+    open: whether callers may begin a request.
+    """
+
+    def __init__(self, subject: Subject, options: dict[str, Any]) -> None:
+        self.subject, self.options = subject, options
+        self.engine: Engine | None = Engine(subject.model, **options)
+        self.worker, self.room = self.engine._worker, self.engine._room
+        self.open = True
+        self.started = _Started(self.worker.start)
+        self._inside = 0
+        self._lock = threading.Lock()
+        self.worker.start = self.started  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def visit(self) -> Any:
+        """Yields the engine, or None once it is closed to callers."""
+        with self._lock:
+            engine = self.engine if self.open else None
+            self._inside += engine is not None
+        try:
+            yield engine
+        finally:
+            if engine is not None:
+                del engine
+                with self._lock:
+                    self._inside -= 1
+
+    def close(self) -> None:
+        """Let no more callers in, and wait for those inside."""
+        self.open = False
+        end = time.perf_counter() + 2 * STUCK
+        while self._inside:
+            if time.perf_counter() > end:
+                raise TimeoutError(f"{self._inside} callers are stuck in an engine of {self.options}")
+            time.sleep(0.001)
+
+
+class _Started:
+    """Counts the sequences that start. It must not refer to the engine, which is to be forgotten."""
+
+    def __init__(self, start: Callable[[Submission], None]) -> None:
+        self.sequences = 0
+        self._start, self._lock = start, threading.Lock()
+
+    def __call__(self, submission: Submission) -> None:
+        with self._lock:
+            self.sequences += len(submission.jobs)
+        self._start(submission)
+
+
+def random_options(rng: np.random.Generator) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "max_batch": int(rng.integers(1, 9)),
+        "max_queue": int(rng.choice([0, 2, 8, 256])),
+        "when_full": str(rng.choice(["error", "wait"])),
+        "prefill_budget": int(rng.choice([1, 7, 16, 256])),
+        "reuse_prefixes": bool(rng.random() < 0.75),
+        "prefix_bytes": int(rng.choice([0, 20_000, 10**6])),
+        "exact": bool(rng.random() < 0.25),
+    }
+    if rng.random() < 0.2:
+        options["kv_bytes"] = 100_000
+    return options
+
+
+def run_episode(
+    subjects: list[Subject], rng: np.random.Generator, seconds: float, replay: float, report: Report
+) -> None:
+    """Callers use new engines for `seconds`, while all of them end one after the other.
+
+    replay: share of the outcomes to compare with `generate`.
+    """
+    houses = [House(subject, random_options(rng)) for subject in subjects]
+    for subject in subjects:
+        subject.faults.rate = float(rng.choice([0.0, 0.0, 0.002, 0.02]))
+        subject.faults.slow = float(rng.choice([0.0, 0.05]))
+    stopping = threading.Event()
+    seeds = rng.integers(2**63, size=_THREADS + _LOOPS)
+    threads = [
+        threading.Thread(
+            target=_caller_thread if index < _THREADS else _caller_loop,
+            args=(houses, stopping, int(seed), replay, report),
+            name=f"caller {index}",
+        )
+        for index, seed in enumerate(seeds)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds)
+    try:
+        for house in houses:
+            _end(house, rng, report)
+    finally:
+        stopping.set()
+        for thread in threads:
+            thread.join(2 * STUCK)
+            if thread.is_alive():
+                raise TimeoutError(f"{thread.name} is stuck")
+
+
+def _caller_thread(houses: list[House], stopping: threading.Event, seed: int, replay: float, report: Report) -> None:
+    rng, chat = np.random.default_rng(seed), _Chat()
+    while not stopping.is_set():
+        house = houses[rng.integers(len(houses))]
+        with house.visit() as engine:
+            if engine is None:
+                stopping.wait(0.001)
+                continue
+            habit, given = IN_THREADS[rng.integers(len(IN_THREADS))], chat.next_request(rng)
+            try:
+                outcome = habit(engine, given, rng)
+            except Exception as error:  # noqa: BLE001  # judged by `replay`
+                outcome = Outcome(given, error=error)
+            del engine
+        _judge(habit.__name__, outcome, house, chat, rng.random() < replay, report)
+        del outcome  # an error's frames hold the engine
+
+
+def _caller_loop(houses: list[House], stopping: threading.Event, seed: int, replay: float, report: Report) -> None:
+    async def call(number: int) -> None:
+        rng, chat = np.random.default_rng([seed, number]), _Chat()
+        while not stopping.is_set():
+            house = houses[rng.integers(len(houses))]
+            with house.visit() as engine:
+                if engine is None:
+                    await asyncio.sleep(0.001)
+                    continue
+                habit, given = IN_TASKS[rng.integers(len(IN_TASKS))], chat.next_request(rng)
+                try:
+                    outcome = await habit(engine, given, rng)
+                except Exception as error:  # noqa: BLE001
+                    outcome = Outcome(given, error=error)
+                del engine
+            _judge(habit.__name__, outcome, house, chat, rng.random() < replay, report)
+            del outcome
+
+    async def call_all() -> None:
+        await asyncio.gather(*(call(number) for number in range(_TASKS)))
+
+    asyncio.run(call_all())
+
+
+class _Chat:
+    """Makes a caller's requests, of which some continue its last sequence."""
+
+    def __init__(self) -> None:
+        self.sequence: list[int] | None = None
+
+    def next_request(self, rng: np.random.Generator) -> Given:
+        return malformed_request(rng) if rng.random() < _MALFORMED else random_request(rng, self.sequence)
+
+
+def _judge(habit: str, outcome: Outcome | None, house: House, chat: _Chat, replay: bool, report: Report) -> None:
+    report.count("requests", habit)
+    if outcome is None:
+        return
+    if outcome.engine_ended:
+        house.open = False
+    if outcome.error is not None:
+        report.count("refused" if outcome.refused else f"error {type(outcome.error).__name__}")
+        if isinstance(outcome.error, TimeoutError):
+            report.complain([f"stuck in {habit}, engine {house.options}, request {outcome.given!r}"])
+    report.count(*(f"ended: {result.finish_reason}" for result in outcome.results.values()))
+    if replay:
+        report.count("replayed")
+        report.complain([f"{habit}, engine {house.options}: {one}" for one in complaints(outcome, house.subject.model)])
+    prompt = outcome.given.get("prompt")
+    if 0 in outcome.results and isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        chat.sequence = [*prompt, *outcome.results[0].token_ids]
+
+
+Ending = Callable[[House, Engine], None]
+
+
+def _drain(house: House, engine: Engine) -> None:
+    engine.drain(2 * STUCK)
+    engine.shutdown()
+
+
+def _cancel_all(house: House, engine: Engine) -> None:
+    engine.shutdown()
+
+
+def _finish_all(house: House, engine: Engine) -> None:
+    engine.shutdown(cancel=False)
+
+
+def _leave_with_an_error(house: House, engine: Engine) -> None:
+    with contextlib.suppress(ZeroDivisionError), engine:
+        raise ZeroDivisionError
+
+
+def _surprise(house: House, engine: Engine) -> None:
+    """An error that the engine does not expect fails all requests, if there is a run to fail."""
+    house.subject.faults.surprise = True
+    with contextlib.suppress(GenerationError):
+        engine.submit("x", max_new_tokens=2, max_time=STUCK).result(STUCK)
+    house.subject.faults.surprise = False
+    engine.shutdown()
+
+
+def _forget(house: House, engine: Engine) -> None:
+    house.close()
+    house.engine = None
+
+
+_ENDINGS: list[Ending] = [_drain, _cancel_all, _finish_all, _leave_with_an_error, _surprise, _forget]
+
+
+def _end(house: House, rng: np.random.Generator, report: Report) -> None:
+    ending = _ENDINGS[rng.integers(len(_ENDINGS))]
+    report.count(f"engine: {ending.__name__.strip('_')}")
+    engine = house.engine
+    assert engine is not None
+    ending(house, engine)
+    del engine
+    house.close()
+    worker, until = house.worker, time.perf_counter() + 2 * STUCK
+    while worker._thread.is_alive() and time.perf_counter() < until:
+        gc.collect()  # callers' errors are in cycles with frames, which refer to the engine
+        worker.join(0.05)
+    used = house.room.used
+    wrong = []
+    if worker._thread.is_alive():
+        wrong.append("the engine's thread goes on")
+    if used or worker._alive or not (worker._scheduler.idle or worker._broken):
+        wrong.append(f"{used} places, {len(worker._alive)} requests are not given back")
+    if worker.counts.ended != house.started.sequences:
+        wrong.append(f"{house.started.sequences} sequences started, but {worker.counts.ended} ended")
+    report.count("engines")
+    report.complain([f"after {ending.__name__.strip('_')}, engine {house.options}: {one}" for one in wrong])

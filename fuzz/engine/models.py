@@ -1,0 +1,42 @@
+"""Toy models to soak: float32 logits that are integers times one factor, so no batch rounds differently."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fuzz.engine.faults import Faults
+from tests.support.toy_model import Toy, byte_ids, export
+from topw_deploy.runtime import TopWModel
+from topw_deploy.sampling import TopWOptions
+
+INVALID_AFTER = byte_ids("!")[0]
+"""Logits right after this token are NaN."""
+INVALID_STATE = byte_ids("~")[0]
+"""The states of this token are NaN, and so are all logits after it."""
+_FORMS = {"grouped": {"form": "grouped"}, "growing": {"form": "scatter", "buffer_step": 16}}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and the faults of its runs in an engine's thread."""
+
+    name: str
+    model: TopWModel
+    faults: Faults
+
+
+def open_subjects(folder: Path, seed: int) -> list[Subject]:
+    """Caches over GroupQueryAttention, and over standard operators that grow and multiply masked values."""
+    subjects = []
+    for number, (name, form) in enumerate(_FORMS.items()):
+        toy = Toy.random(number + 1, options=TopWOptions(top_m=64, metric="mahalanobis"))
+        toy.follow[:, [INVALID_AFTER, INVALID_STATE]] = -200  # they come from prompts only
+        toy.follow[INVALID_AFTER] = np.nan
+        toy.features[INVALID_STATE] = np.nan
+        output = export(folder / name, toy, with_mass=True, **form)
+        model = TopWModel.from_pretrained(output, provider="cpu", intra_op_num_threads=1)
+        subjects.append(Subject(name, model, Faults.of(model, seed + number)))
+    return subjects
