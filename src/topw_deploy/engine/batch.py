@@ -8,6 +8,7 @@ which the next chunk overwrites. States of fixed size stay as they are (`row_len
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,7 @@ class Batch:
     """`rows` rows of at most `length` tokens.
 
     steps: number of steps so far; a step's number says where its outputs are recorded.
+    run_seconds: time in the session's runs so far.
 
     Raises GenerationError if there is no memory for the cache.
     """
@@ -67,7 +69,7 @@ class Batch:
         self._first = Record(session.outputs, 1, 1)  # of the last chunk's run
         self._unchecked: dict[int, int] = {}  # free row -> slots whose states may not be finite
         self._version = 0
-        self.steps = 0
+        self.steps, self.run_seconds = 0, 0.0
         self._forget_bindings()
 
     @property
@@ -165,7 +167,7 @@ class Batch:
         binding = self._drawer(row) if last else self._filler(row)
         bind_static_chunk(self._session, binding, ids, np.array([start]), np.array([end - start]))
         self._written[row] = end
-        binding.run(0 if last else None)
+        self._run(binding, 0 if last else None)
         return self._first.keep(0)[0] if last else None
 
     def first(self, name: str) -> list[Any]:
@@ -189,7 +191,7 @@ class Batch:
         bound = self._steps.get(width) or self._bind_step(width)
         self._update(bound, slice(width))
         self._draws.write(self.steps, self._uniform_view)
-        bound.binding.run(self.steps + 1)  # 0 is a prompt's last chunk
+        self._run(bound.binding, self.steps + 1)  # 0 is a prompt's last chunk
         tokens = self._record.keep(self.steps % self._length)
         self.steps += 1
         return tokens
@@ -233,6 +235,11 @@ class Batch:
         self._pool.give_back(self._buffers)
         self._buffers = self._pool.borrow(self._buffers.batch, self._length, 1)
         self._forget_bindings()
+
+    def _run(self, binding: Binding, step: int | None) -> None:
+        began = time.perf_counter()
+        binding.run(step)
+        self.run_seconds += time.perf_counter() - began
 
     def _make_room(self, tokens: int) -> None:
         if tokens > self._buffers.length:

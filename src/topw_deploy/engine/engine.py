@@ -38,6 +38,7 @@ class EngineStats:
     new_tokens: tokens drawn.
     ended, failed: sequences that ended in any way, and requests that failed.
     cache_bytes: size of the cache.
+    busy_seconds, run_seconds: time in iterations, and of that in runs of the session. The rest is the engine's overhead.
     """
 
     rows: int
@@ -51,6 +52,8 @@ class EngineStats:
     ended: int
     failed: int
     cache_bytes: int
+    busy_seconds: float
+    run_seconds: float
 
 
 class Engine:
@@ -179,6 +182,7 @@ class Engine:
             in_use=used,
             queued=max(0, self._room.used - used),
             cache_bytes=self._batch.bytes,
+            run_seconds=self._batch.run_seconds,
             **asdict(self._worker.counts),
         )
 
@@ -261,7 +265,8 @@ class Engine:
         generated = [new_row(index, row) for index, row in enumerate(rows)]
         source = Source(self._session, follow, self._model.load_seconds)
         cancel = partial(self._worker.end_early, reason="cancelled")
-        request = Request(generated, alone, source, cancel, put, on_end, self._worker.check_caller)
+        worker = self._worker
+        request = Request(generated, alone, source, cancel, put, on_end, worker.check_caller, worker.deliver)
         deadline = None if seconds is None else request.started + seconds
         return Submission(request, [Job(request, row) for row in generated], deadline, whole["streamer"])
 

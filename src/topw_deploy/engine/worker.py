@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.delivery import Delivery
 from topw_deploy.engine.options import Options
 from topw_deploy.engine.request import Ended, Request
 from topw_deploy.engine.reuse import Reuse
@@ -93,6 +94,7 @@ class Counts:
     new_tokens: int = 0
     ended: int = 0
     failed: int = 0
+    busy_seconds: float = 0.0
 
 
 class Worker:
@@ -111,6 +113,7 @@ class Worker:
         self._numbers = itertools.count()
         self._retiring, self._broken = False, ""  # or why the engine failed
         self._process = os.getpid()
+        self._delivery = Delivery(lambda error: self._post(partial(self._break, error)))
         self._thread = threading.Thread(target=self._main, name="topw-engine", daemon=True)
         self._thread.start()
         _workers.add(self)
@@ -142,10 +145,14 @@ class Worker:
         """End a request, or all, before the next run."""
         self._post(partial(self._end_early, request, reason))
 
+    def deliver(self, function: Callable[..., object], *arguments: Any) -> None:
+        """In the engine's thread: make a call outside it, after those before. It must not wait."""
+        self._delivery.add(function, *arguments)
+
     def pass_by(self) -> None:
-        """Wait until everything posted before, and the iteration in progress, is done."""
+        """Wait until everything posted before, and the iteration in progress, is done and delivered."""
         passed = threading.Event()
-        self._post(passed.set)
+        self._post(partial(self.deliver, passed.set))
         passed.wait()
 
     def retire(self) -> None:
@@ -164,18 +171,22 @@ class Worker:
                 self._iterate()
             except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
                 self._break(error)
+            self._delivery.send()
         self._batch.close()
+        self._delivery.close()
 
     def _iterate(self) -> None:
         inbox = self._inbox
         if inbox.empty() and (self._scheduler.idle or self._broken):
             inbox.get()()  # waits
+        began = time.perf_counter()
         while not inbox.empty():
             inbox.get()()
         if self._deadlines:
             self._expire(time.perf_counter())
         if not self._broken:
             self._run()
+        self.counts.busy_seconds += time.perf_counter() - began
 
     def _run(self) -> None:
         """One iteration, as scheduler.py describes it."""
@@ -261,17 +272,30 @@ class Worker:
             return
         self.counts.steps += 1
         self.counts.new_tokens += len(jobs)
+        passed: list[tuple[Job, int]] = []
         for job in jobs:
             if job.ended:  # with another sequence of its request
                 continue
             row = job.row
             token = tokens[row]
-            self._take(job, token)
+            if job.generated.passes(token):
+                passed.append((job, token))
+            else:
+                passed = self._deliver(passed)
+                self._take(job, token)
             if not job.ended:
                 try:
                     batch.accept(row, token)
                 except ParameterError as error:
+                    passed = self._deliver(passed)
                     self._fail(job, error)
+        self._deliver(passed)
+
+    def _deliver(self, passed: list[tuple[Job, int]]) -> list[tuple[Job, int]]:
+        """Deliver tokens. Returns an empty list."""
+        if passed:
+            self._delivery.add(_hand_over, passed)
+        return []
 
     def _take(self, job: Job, token: int) -> None:
         """Add a drawn token to a sequence, which may end it."""
@@ -364,7 +388,8 @@ class Worker:
             del self._alive[job.request]
             submission.end_streamer()
         self._room.give()
-        job.end(columns)
+        job.ended = True
+        self._delivery.add(job.end, columns)
 
     def _held(self, job: Job, drawn: list[int]) -> list[int] | None:
         """The tokens in the row of an ended sequence; None for the part of its prompt that was read.
@@ -404,6 +429,11 @@ class Worker:
 
     def _retire(self) -> None:
         self._retiring = True
+
+
+def _hand_over(passed: list[tuple[Job, int]]) -> None:
+    for job, token in passed:
+        job.request.take((job.generated.index, token))
 
 
 @atexit.register
