@@ -154,7 +154,8 @@ def genai_folder(model: Path, dtype: str, python: Path) -> Path:
 def _as_the_builder_reads(model: Path) -> tuple[Path, str]:
     """A folder with the weights of `model`, and code to run before the builder.
 
-    Version 0.18 reads Gemma 3's rotary base frequencies from fields that transformers 5 no longer has, and wants an EOS.
+    Version 0.18 needs an EOS, and reads Gemma 3's rotary base frequencies from fields that transformers 5 no longer
+    has.
     """
     config = json.loads((model / "config.json").read_text("utf-8"))
     prologue = ""

@@ -1,7 +1,8 @@
-"""`topw bench serve` beside onnxruntime-genai's Engine and llama.cpp on the same weights. Figures: docs/lab/benchmarks.md.
+"""`topw bench serve` beside onnxruntime-genai's Engine and llama.cpp, same weights. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.serve --model demo llama-50m --dtype fp32 int4 [--genai-python PYTHON] [--llama-python PYTHON]
         [--concurrency 1 4 16 64] [--threads 1 2] [--rounds 3] [--json FOLDER] [--plot FOLDER]
+    python -m benchmarks.serve --summary FOLDER
 
 The first PYTHON has onnxruntime-genai, the second llama-cpp-python and gguf. Exports, genai's graphs and GGUF files are
 made once. int4: genai's default quantisation, in blocks of 32, on both graphs; llama.cpp's Q4_0.
@@ -11,16 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.common import importable_by_workers, say
+from benchmarks.common import importable_by_workers, say, table
 from benchmarks.int4 import llama_files
 from benchmarks.kinds import genai_folder
 from benchmarks.kv import AS_GENAI
 from benchmarks.models import CACHE, exported, llama_50m
 from topw_deploy.bench.picture import draw
 from topw_deploy.bench.process import Worker
+from topw_deploy.bench.report import significant
+from topw_deploy.bench.serve.report import Latencies
 from topw_deploy.bench.serve.request import ServeRequest, ServeSide, fitted, longest
 from topw_deploy.bench.serve.run import run
 from topw_deploy.cli.progress import progress
@@ -28,6 +33,8 @@ from topw_deploy.demo import demo_model_path
 
 HERE = Path(__file__)
 GGUF = {"fp32": "F32", "int4": "Q4_0"}
+SIDES = (("one-by-one", "one by one"), ("static", "lists"), ("ideal", "runs alone"), ("genai", "genai"),
+         ("llama", "llama.cpp"))  # fmt: skip
 _ALIGNMENT = 256  # llama.cpp rounds the tokens of a sequence up to a multiple
 
 
@@ -93,11 +100,51 @@ def measure(name: str, dtype: str, args: argparse.Namespace) -> None:
     report = replace(report, request=replace(report.request, folder=Path(f"{name}-{dtype}")))
     print(f"\n{report.text()}", flush=True)
     if args.json is not None:
-        write = args.json / f"{name}-{dtype}-{'-'.join(map(str, args.threads))}.json"
-        write.write_text(json.dumps(report.as_dict(), indent=1) + "\n", "utf-8")
+        parts = (name, dtype, "threads", *args.threads, "callers", *args.concurrency)
+        file = args.json / f"{'-'.join(map(str, parts))}.json"
+        file.write_text(json.dumps(report.as_dict(), indent=1) + "\n", "utf-8")
     if args.plot is not None:
         note = f"Medians; whiskers are quartiles. {report.machine}."
-        draw(args.plot / f"{name}-{dtype}.png", report.panels(), "all requests, or to the first text; logarithmic", note)
+        draw(
+            args.plot / f"{name}-{dtype}.png", report.panels(), "all requests, or to the first text; logarithmic", note
+        )
+
+
+def summary(folder: Path) -> str:
+    """One table of the loads, and one of the latencies, of all results in a folder."""
+    loads, waits = [], []
+    for file in sorted(folder.glob("*.json")):
+        document = json.loads(file.read_text("utf-8"))
+        for found in document["runs"]:
+            which = (document["settings"]["folder"], found["threads"])
+            loads += [(*which, *_load_row(load)) for load in found["loads"]]
+            if found["latencies"]:
+                latencies = Latencies(found["latencies"])
+                waits.append((*which, *_latency_row(latencies)))
+    header = ("model", "threads", "callers", "new tokens/s", "first text ms", *(label for _, label in SIDES))
+    waited = ("model", "threads", "outside runs", "behind a prompt ms", "at once", "prefix reused ms", "read")
+    return f"{table(header, loads)}\n\n{table(waited, waits)}"
+
+
+def _load_row(load: dict[str, Any]) -> tuple[str, ...]:
+    """Sides are times relative to the engine's."""
+    engine = load["sides"]["engine"]
+    rate = significant(load["new_tokens"] / statistics.median(engine["seconds"]))
+    ratios = [load["sides"].get(name) for name, _ in SIDES]
+    cells = ["" if side is None else "{median:.2f} ({low:.2f}-{high:.2f})".format(**side["ratio"]) for side in ratios]
+    return str(load["callers"]), rate, significant(engine["first"][0] * 1e3), *cells
+
+
+def _latency_row(latencies: Latencies) -> tuple[str, ...]:
+    def ms(name: str) -> str:
+        return significant(latencies.spread(name).median * 1e3)
+
+    behind, prefix = latencies.ratio("whole", "chunked"), latencies.ratio("read", "reused")
+    return (
+        f"{latencies.spread('outside').format(100, 1)} %",
+        *(ms("chunked"), f"{behind.format(digits=1)} x"),
+        *(ms("reused"), f"{prefix.format(digits=1)} x"),
+    )
 
 
 def main() -> None:
@@ -116,7 +163,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="folder for the results")
     parser.add_argument("--plot", type=Path, help="folder for the pictures")
+    parser.add_argument("--summary", type=Path, help="print the tables of all results in this folder, and end")
     args = parser.parse_args()
+    if args.summary is not None:
+        print(summary(args.summary))
+        return
     importable_by_workers()
     for name in args.model:
         for dtype in args.dtype:

@@ -1,8 +1,8 @@
 """The worker of `benchmarks.serve` for llama.cpp, greedy, through llama-cpp-python's low-level functions.
 
-The high-level API serves one sequence at a time. Here each `llama_decode` gets the next token of every decoding sequence
-and then prompt tokens up to `n_batch`, which is how llama.cpp's own server batches. Imports nothing of this project but
-llama_cpp_worker.py.
+The high-level API serves one sequence at a time. Here each `llama_decode` gets the next token of every decoding
+sequence and then prompt tokens up to `n_batch`, which is how llama.cpp's own server batches. Imports nothing of this
+project but llama_cpp_worker.py.
 """
 
 from __future__ import annotations

@@ -231,9 +231,7 @@ def decode(
     type=click.IntRange(min=1),
     help="Prompt behind which a short request waits; default: 4000, or what fits.",
 )
-@click.option(
-    "--prefix-tokens", type=click.IntRange(min=1), help="Prefix that is reused; default: 1000, or what fits."
-)
+@click.option("--prefix-tokens", type=click.IntRange(min=1), help="Prefix that is reused; default: 1000, or what fits.")
 @click.option(
     "--peers",
     type=_Several(str, name="sides"),
@@ -270,7 +268,9 @@ def _check_outputs(json_file: str | None, plot: Path | None) -> None:
     check_picture(plot, (".png",))
 
 
-def _show(report: SamplerReport | DecodeReport | ServeReport, json_file: str | None, plot: Path | None, axis: str) -> None:
+def _show(
+    report: SamplerReport | DecodeReport | ServeReport, json_file: str | None, plot: Path | None, axis: str
+) -> None:
     from topw_deploy.bench.picture import draw
 
     if json_file == "-":

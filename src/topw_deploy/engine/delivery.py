@@ -1,4 +1,4 @@
-"""Hands events to callers in a thread of its own: waking several callers takes longer than the rest between two runs."""
+"""Hands events to callers in a thread of its own, because waking them takes longer than all else between two runs."""
 
 from __future__ import annotations
 

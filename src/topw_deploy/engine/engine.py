@@ -38,7 +38,7 @@ class EngineStats:
     new_tokens: tokens drawn.
     ended, failed: sequences that ended in any way, and requests that failed.
     cache_bytes: size of the cache.
-    busy_seconds, run_seconds: time in iterations, and of that in runs of the session. The rest is the engine's overhead.
+    busy_seconds, run_seconds: time in iterations, and of that in runs of the session; the rest is overhead.
     """
 
     rows: int

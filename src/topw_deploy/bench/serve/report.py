@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -127,8 +127,8 @@ class Latencies:
     def lines(self, asked: ServeRequest) -> list[str]:
         middle = {name: duration(self.spread(name).median) for name in self.rounds[0]}
         return [
-            f"{STREAMS} streaming callers: {self.spread('outside').format(100, 1)} % of the engine's time is outside the "
-            f"session's runs; a step takes {middle['step']}.",
+            f"{STREAMS} streaming callers: {self.spread('outside').format(100, 1)} % of the engine's time is outside "
+            f"the session's runs; a step takes {middle['step']}.",
             f"First text of a request of {SHORT_PROMPT} tokens while a prompt of {asked.long_tokens:,} is read: "
             f"{middle['chunked']} with chunks of {asked.prefill_budget}, {middle['whole']} if it is read at once, "
             f"{self.ratio('whole', 'chunked').format(digits=1)} times as long.",
@@ -149,8 +149,8 @@ class Latencies:
             for name, (kind, label) in labels.items()
         ]
         title = (
-            f"The first text comes {significant(self.ratio('whole', 'chunked').median, 2)}x sooner behind a prompt read "
-            f"in chunks, and {significant(self.ratio('read', 'reused').median, 2)}x sooner after a reused prefix"
+            f"The first text comes {significant(self.ratio('whole', 'chunked').median, 2)}x sooner behind a prompt "
+            f"read in chunks, and {significant(self.ratio('read', 'reused').median, 2)}x sooner after a reused prefix"
         )
         return Panel(subtitle, title, bars)
 

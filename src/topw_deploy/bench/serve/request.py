@@ -107,7 +107,8 @@ def fitted(request: ServeRequest) -> tuple[ServeRequest, int, int]:
         long_tokens=request.long_tokens or max(1, min(LONG_PROMPT, context - 1)),
         prefix_tokens=request.prefix_tokens or max(1, min(LONG_PREFIX, context - SUFFIX - 1)),
     )
-    assert found.long_tokens and found.prefix_tokens
+    assert found.long_tokens
+    assert found.prefix_tokens
     for needed, name in (
         (longest(found), "prompt_tokens"),
         (found.long_tokens + 1, "long_tokens"),
@@ -130,21 +131,21 @@ def ragged(count: int, mean: int) -> list[int]:
 
 def longest(request: ServeRequest) -> int:
     """Most tokens that a sequence may have. request: from `fitted`."""
-    assert request.prompt_tokens and request.new_tokens
+    assert request.prompt_tokens
+    assert request.new_tokens
     count = max(request.requests, *request.concurrency)
     return ragged(count, request.prompt_tokens)[-1] + ragged(count, request.new_tokens)[-1]
 
 
 def requests_of(request: ServeRequest, callers: int, vocab: int) -> Requests:
     """Random prompts for a number of callers; equal for equal seeds. request: from `fitted`."""
-    assert request.prompt_tokens and request.new_tokens
+    assert request.prompt_tokens
+    assert request.new_tokens
     count = max(request.requests, callers)
     rng = np.random.default_rng([request.seed, count])
     prompts = rng.permutation(ragged(count, request.prompt_tokens)).tolist()
     budgets = rng.permutation(ragged(count, request.new_tokens)).tolist()
-    return [
-        (rng.integers(0, vocab, tokens).tolist(), budget) for tokens, budget in zip(prompts, budgets, strict=True)
-    ]
+    return [(rng.integers(0, vocab, tokens).tolist(), budget) for tokens, budget in zip(prompts, budgets, strict=True)]
 
 
 def own_sides(request: ServeRequest) -> list[ServeSide]:

@@ -104,7 +104,8 @@ def _serve(
 
 def _wait(worker: Worker, asked: ServeRequest, vocab: int, context: int, advance: Advance) -> Latencies:
     """Times to first texts, and the engine's overhead; the first round is not counted."""
-    assert asked.long_tokens and asked.prefix_tokens
+    assert asked.long_tokens
+    assert asked.prefix_tokens
     rng = np.random.default_rng(asked.seed)
 
     def tokens(count: int) -> list[int]:

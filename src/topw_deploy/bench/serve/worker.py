@@ -116,7 +116,7 @@ class Server:
         """
         engine = self._engine(2, budget)
         reading = engine.submit(long, max_new_tokens=1, ignore_eos=True, seed=1)
-        while not engine.stats().in_use:
+        while not (engine.stats().in_use or reading.done):
             time.sleep(_PAUSE)
         asked = time.perf_counter()
         first = self._times(engine, short, _SHORT_NEW)[0] - asked
