@@ -259,7 +259,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(folder: Path, 
                  tmp_path / "out.json", "--plot", tmp_path / "out.png"]  # fmt: skip
     done = CliRunner().invoke(topw, list(map(str, arguments)))
     assert done.exit_code == 0, done.output
-    assert "| generate, one by one" in done.stdout
+    assert "| generate one by one" in done.stdout
     assert "First text of a request of 16 tokens while a prompt of 95 is read" in done.stdout
     assert json.loads((tmp_path / "out.json").read_text())["settings"]["concurrency"] == [2]
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"

@@ -139,7 +139,7 @@ class Latencies:
 
     def panel(self, subtitle: str, asked: ServeRequest) -> Panel:
         labels = {
-            "chunked": ("ours", f"behind {asked.long_tokens:,} tokens, in chunks"),
+            "chunked": ("ours", f"behind {asked.long_tokens:,} tokens, chunked"),
             "whole": ("yardstick", f"behind {asked.long_tokens:,} tokens, at once"),
             "reused": ("ours", f"{asked.prefix_tokens:,} + {SUFFIX} tokens, reused"),
             "read": ("yardstick", f"{asked.prefix_tokens:,} + {SUFFIX} tokens, read"),
@@ -201,7 +201,7 @@ class ServeReport:
     def panels(self) -> list[Panel]:
         panels = []
         for run in self.runs:
-            threads = counted(run.threads, "thread")
+            threads = f"{self.request.folder.name}, {counted(run.threads, 'thread')}"
             panels += [_panel(load, f"{threads}, {load.title}") for load in run.loads]
             if run.latencies is not None:
                 panels.append(run.latencies.panel(f"{threads}, time to the first text", self.request))
@@ -225,7 +225,8 @@ def _panel(load: Load, subtitle: str) -> Panel:
 def _finding(load: Load) -> str:
     reference = load.sides[load.reference]
     rate = significant(load.new_tokens / median(reference.seconds))
-    sentence = f"{counted(load.callers, 'caller')} get {rate} new tokens/s"
+    verb = "gets" if load.callers == 1 else "get"
+    sentence = f"{counted(load.callers, 'caller')} {verb} {rate} new tokens/s"
     factors = {
         side.label: Spread.of(load.ratios(name)).median
         for name, side in load.sides.items()

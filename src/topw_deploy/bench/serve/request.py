@@ -154,9 +154,9 @@ def own_sides(request: ServeRequest) -> list[ServeSide]:
     file = worker.__file__
     return [
         ServeSide("engine", "Engine", "ours", file, "engine", settings),
-        ServeSide("one-by-one", "generate, one by one", "yardstick", file, "one_by_one", settings),
-        ServeSide("static", "generate, lists of all callers", "yardstick", file, "static", settings, alone=False),
-        ServeSide("ideal", "its runs alone", "yardstick", file, "ideal", settings),
+        ServeSide("one-by-one", "generate one by one", "yardstick", file, "one_by_one", settings),
+        ServeSide("static", "generate of lists", "yardstick", file, "static", settings, alone=False),
+        ServeSide("ideal", "the Engine's runs alone", "yardstick", file, "ideal", settings),
     ]
 
 

@@ -88,8 +88,8 @@ def _serve(
 ) -> Load:
     """Serve the requests with each side, in turn."""
     sides = [side for side in chosen if _serves(side, callers)]
+    short = [(prompt, min(new_tokens, _WARM_NEW)) for prompt, new_tokens in requests[: max(asked.rows, asked.requests)]]
     for side in sides:  # maps the memory
-        short = [(prompt, min(new_tokens, _WARM_NEW)) for prompt, new_tokens in requests]
         workers[side.name].call(side.do, requests=short, callers=callers)
     calls = {side.name: partial(workers[side.name].call, side.do, requests=requests, callers=callers) for side in sides}
     samples = interleave(calls, asked.rounds, 0, seed=asked.seed, advance=advance)
