@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from tests.engine.conftest import HOT, NewEngine
+from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.delivery import Delivery
 from topw_deploy.engine.request import Request
 from topw_deploy.errors import GenerationError, LogitsError
@@ -85,6 +86,22 @@ def test_the_tokens_of_a_sequence_come_before_the_end_of_its_request(
     assert [result.text for result in results] == texts
     assert {result.finish_reason for result in results} == {"error"}
     assert len(results[0].token_ids) == len(results[2].token_ids) + 3
+
+
+def test_a_first_token_is_delivered_before_the_next_run(
+    model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, step, arrived = engine_of(model, max_batch=2), Batch.step, threading.Event()
+
+    def wait(self: Batch, width: int) -> list[int]:
+        assert arrived.wait(20)
+        return step(self, width)
+
+    monkeypatch.setattr(Batch, "step", wait)
+    request = engine.submit("abc", max_new_tokens=4, seed=1, **HOT)
+    assert request._events.get() is not None
+    arrived.set()
+    assert len(request.result(60).token_ids) == 4
 
 
 def test_runs_are_a_part_of_the_time_in_iterations(model: TopWModel, engine_of: NewEngine) -> None:

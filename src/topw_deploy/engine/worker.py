@@ -196,6 +196,7 @@ class Worker:
         chunk = scheduler.next_chunk()
         if chunk is not None:
             self._read(chunk)
+            self._delivery.send()  # a first token, before the step
         if batch.edits.active:
             self._write_edits()
         pairs = scheduler.arrange()

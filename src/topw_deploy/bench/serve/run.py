@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -112,12 +111,13 @@ def _wait(worker: Worker, asked: ServeRequest, vocab: int, context: int, advance
         ids: list[int] = rng.integers(0, vocab, count).tolist()
         return ids
 
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, float]] = []
     stream = min(_STREAM_PROMPT, context // 2)
     for number in range(asked.rounds + 1):
         long, short = tokens(asked.long_tokens), tokens(min(SHORT_PROMPT, asked.long_tokens))
         prefix, suffixes = tokens(asked.prefix_tokens), [tokens(SUFFIX), tokens(SUFFIX)]
         streams = [(tokens(stream), min(_STREAM_NEW, context - stream)) for _ in range(STREAMS)]
+        streamed = worker.call("engine", requests=streams, callers=STREAMS)
         read, reused = worker.call("prefix", prefix=prefix, suffixes=suffixes)
         found.append(
             {
@@ -125,14 +125,9 @@ def _wait(worker: Worker, asked: ServeRequest, vocab: int, context: int, advance
                 "whole": worker.call("behind", long=long, short=short, budget=max(asked.long_tokens, context)),
                 "read": read,
                 "reused": reused,
-                **_overhead(worker.call("engine", requests=streams, callers=STREAMS)),
+                **{name: streamed[name] for name in ("outside", "step")},
             }
         )
         if number:
             advance(1)
     return Latencies(found[1:])
-
-
-def _overhead(served: Mapping[str, Any]) -> dict[str, float]:
-    """outside: share of the engine's time outside the session's runs. step: seconds between a caller's texts."""
-    return {"outside": served["outside"], "step": float(np.median(served["between"]))}

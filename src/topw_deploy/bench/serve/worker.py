@@ -2,7 +2,8 @@
 
 Functions that serve take `requests`, (prompt, new tokens) each, and `callers`: so many wait for an answer at any time,
 and send their next request as soon as they have it. They return the seconds of all requests ("seconds"), those from
-each request to its first text ("first"), and those between the texts of a request ("between").
+each request to its first text ("first"), and those between the texts of a request ("between"). The engine adds the
+share of its time outside the session's runs ("outside") and its seconds per step ("step").
 """
 
 from __future__ import annotations
@@ -69,8 +70,10 @@ class Server:
         with ThreadPoolExecutor(callers) as pool:
             list(pool.map(call, range(callers)))
         took, after = time.perf_counter() - began, engine.stats()
-        outside = 1 - (after.run_seconds - before.run_seconds) / (after.busy_seconds - before.busy_seconds)
-        return {"seconds": took, "first": first, "between": between, "outside": outside}
+        busy = after.busy_seconds - before.busy_seconds
+        outside = 1 - (after.run_seconds - before.run_seconds) / busy
+        step = busy / max(1, after.steps - before.steps)
+        return {"seconds": took, "first": first, "between": between, "outside": outside, "step": step}
 
     def one_by_one(self, requests: Requests, callers: int) -> Served:
         """`generate` in turn, in the order in which the callers ask."""
