@@ -171,7 +171,7 @@ class Worker:
                 self._iterate()
             except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
                 self._break(error)
-            self._delivery.send()
+                self._delivery.send()
         self._batch.close()
         self._delivery.close()
 
@@ -186,6 +186,7 @@ class Worker:
             self._expire(time.perf_counter())
         if not self._broken:
             self._run()
+        self._delivery.send()
         self.counts.busy_seconds += time.perf_counter() - began
 
     def _run(self) -> None:
