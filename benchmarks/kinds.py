@@ -154,15 +154,21 @@ def genai_folder(model: Path, dtype: str, python: Path) -> Path:
 def _as_the_builder_reads(model: Path) -> tuple[Path, str]:
     """A folder with the weights of `model`, and code to run before the builder.
 
-    Version 0.18 reads Gemma 3's rotary base frequencies from fields that transformers 5 no longer has.
+    Version 0.18 needs an EOS, and reads Gemma 3's rotary base frequencies from fields that transformers 5 no longer
+    has.
     """
     config = json.loads((model / "config.json").read_text("utf-8"))
-    if config["model_type"] != "gemma3_text":
-        return model, ""
-    ropes = config["rope_parameters"]
-    config["rope_parameters"] = {**ropes, **ropes["full_attention"]}
+    prologue = ""
+    if config["model_type"] == "gemma3_text":
+        ropes = config["rope_parameters"]
+        config["rope_parameters"] = {**ropes, **ropes["full_attention"]}
+        base = ropes["sliding_attention"]["rope_theta"]
+        prologue = f"import transformers; transformers.Gemma3TextConfig.rope_local_base_freq = {base}; "
+    elif config["model_type"] == "llama" and config["eos_token_id"] is None:
+        config["eos_token_id"] = config["pad_token_id"]
+    else:
+        return model, prologue
     copy = model.with_name(f"{model.name}-for-genai")
     shutil.copytree(model, copy, dirs_exist_ok=True)
     (copy / "config.json").write_text(json.dumps(config, indent=1), "utf-8")
-    base = ropes["sliding_attention"]["rope_theta"]
-    return copy, f"import transformers; transformers.Gemma3TextConfig.rope_local_base_freq = {base}; "
+    return copy, prologue

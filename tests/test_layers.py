@@ -36,7 +36,7 @@ ALLOWED = {
     "engine": LEAVES | {"sizes", "safetensors_header", "runtime"},
     "export": LEAVES | {"memory", "install", "sizes", "safetensors_header", "runtime", "demo"},
     "stats": LEAVES | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
-    "bench": LEAVES | {"install", "printable", "reports", "plugins", "runtime", "export", "processors"},
+    "bench": LEAVES | {"install", "printable", "reports", "plugins", "runtime", "engine", "export", "processors"},
     "cli": LEAVES
     | {"install", "telemetry", "plain_text", "printable", "sizes", "reports", "plugins", "tensorrt", "runtime"}
     | {"export", "demo", "stats", "bench"},

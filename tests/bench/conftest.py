@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from topw_deploy.bench.measurement import Machine
 from topw_deploy.bench.sampler.request import SamplerRequest
 
 WITHOUT_A_GRAPH = ("numpy", "max")
@@ -35,3 +36,8 @@ def side(tmp_path: Path) -> Path:
 @pytest.fixture
 def small() -> SamplerRequest:
     return SamplerRequest(vocab=500, hidden=8, batch=2, rounds=2, temperatures=(1.0, 2.0), peers=WITHOUT_A_GRAPH)
+
+
+@pytest.fixture
+def any_machine() -> Machine:
+    return Machine("a processor", (), 2, 8.0, "a system", "3.11", {}, load=0.0)

@@ -17,6 +17,7 @@ from topw_deploy.sampling.parameters import METRICS, TopWOptions
 if TYPE_CHECKING:
     from topw_deploy.bench.decode.run import DecodeReport
     from topw_deploy.bench.sampler.run import SamplerReport
+    from topw_deploy.bench.serve.report import ServeReport
 
 Item = TypeVar("Item")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -49,7 +50,7 @@ class _Several(click.ParamType, Generic[Item]):
 
 @click.group(name="bench", context_settings=CONTEXT)
 def command() -> None:
-    """Time a sampling step or a whole decoding loop on this machine and compare it with other libraries.
+    """Time a sampling step, a whole decoding loop or many callers on this machine, beside other libraries.
 
     All sides take turns, so a drift of the machine's speed affects them alike. Ratios are computed for each round.
     """
@@ -201,12 +202,75 @@ def decode(
     _show(run(request, progress(quiet)), json_file, plot, "one token after the first, logarithmic")
 
 
+@command.command(name="serve", context_settings=CONTEXT)
+@click.argument("folder", metavar="OUT", type=_FOLDER)
+@click.option(
+    "--concurrency",
+    type=_Several(int, name="numbers of callers"),
+    default="1,4,16,64",
+    show_default=True,
+    help="Callers, each of which sends its next request when it has the answer. Comma-separated: rounds for each.",
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="Requests in a round; as many as callers if these are more.",
+)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(min=1), help="Mean length of the prompts; default: 342, or what fits."
+)
+@click.option("--new-tokens", type=click.IntRange(min=2), help="Mean of the new tokens; default: 62, or what fits.")
+@click.option("--rows", type=click.IntRange(min=1), default=16, show_default=True, help="Most rows of the engine.")
+@click.option(
+    "--prefill-budget", type=click.IntRange(min=1), default=256, show_default=True, help="The engine's longest chunk."
+)
+@click.option(
+    "--long-tokens",
+    type=click.IntRange(min=1),
+    help="Prompt behind which a short request waits; default: 4000, or what fits.",
+)
+@click.option("--prefix-tokens", type=click.IntRange(min=1), help="Prefix that is reused; default: 1000, or what fits.")
+@click.option(
+    "--peers",
+    type=_Several(str, name="sides"),
+    help="Run only these of engine, one-by-one, static and ideal, separated by commas.",
+)
+@_common(
+    click.option(
+        "--threads",
+        type=_Several(int, name="thread counts"),
+        default="1",
+        show_default=True,
+        help="Threads of the session. Comma-separated: one run per value.",
+    ),
+    3,
+)
+def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | None, quiet: bool, **rest: Any) -> None:
+    """Time requests of many callers to the exported model in the folder OUT: through the engine, with `generate` one by
+    one and in batches, and the engine's runs alone.
+
+    Lengths vary like a log-normal distribution. Also measures the time to the first text behind a long prompt and after
+    a reused prefix, and the engine's overhead.
+    """
+    _check_outputs(json_file, plot)
+    from topw_deploy.bench.serve.request import ServeRequest
+    from topw_deploy.bench.serve.run import run
+    from topw_deploy.cli.progress import progress
+
+    request = ServeRequest(peers=peers or (), **rest)
+    _show(run(request, progress(quiet)), json_file, plot, "all requests, or to the first text; logarithmic")
+
+
 def _check_outputs(json_file: str | None, plot: Path | None) -> None:
     check_output(None if json_file is None else Path(json_file), "json_file")
     check_picture(plot, (".png",))
 
 
-def _show(report: SamplerReport | DecodeReport, json_file: str | None, plot: Path | None, axis: str) -> None:
+def _show(
+    report: SamplerReport | DecodeReport | ServeReport, json_file: str | None, plot: Path | None, axis: str
+) -> None:
     from topw_deploy.bench.picture import draw
 
     if json_file == "-":

@@ -8,6 +8,7 @@ which the next chunk overwrites. States of fixed size stay as they are (`row_len
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ class Batch:
     new_logits: makes room for the logits of `rows` rows, for requests that ask for log-probabilities.
     wants_logits: whether the next runs, chunks or steps, copy their logits to the host.
     steps: number of steps so far; a step's number says where its outputs are recorded.
+    run_seconds: time in the session's runs so far.
 
     Raises GenerationError if there is no memory for the cache.
     """
@@ -86,7 +88,7 @@ class Batch:
         self._unchecked: dict[int, int] = {}  # free row -> slots whose states may not be finite
         self._version = 0
         self.wants_logits = False
-        self.steps = 0
+        self.steps, self.run_seconds = 0, 0.0
         self._forget_bindings()
 
     @property
@@ -195,7 +197,7 @@ class Batch:
         binding = self._drawer(row, self.wants_logits) if last else self._filler(row)
         bind_static_chunk(self._session, binding, ids, np.array([start]), np.array([end - start]))
         self._written[row] = end
-        binding.run(0 if last else None)
+        self._run(binding, 0 if last else None)
         return self._first.keep(0)[0] if last else None
 
     def first(self, name: str) -> list[Any]:
@@ -219,7 +221,7 @@ class Batch:
         bound = self._steps.get((width, self.wants_logits)) or self._bind_step(width, self.wants_logits)
         self._update(bound, slice(width))
         self._draws.write(self.steps, self._uniform_view)
-        bound.binding.run(self.steps + 1)  # 0 is a prompt's last chunk
+        self._run(bound.binding, self.steps + 1)  # 0 is a prompt's last chunk
         tokens = self._record.keep(self.steps % self._length)
         self.steps += 1
         return tokens
@@ -269,6 +271,11 @@ class Batch:
         self._pool.give_back(self._buffers)
         self._buffers = self._pool.borrow(self._buffers.batch, self._length, 1)
         self._forget_bindings()
+
+    def _run(self, binding: Binding, step: int | None) -> None:
+        began = time.perf_counter()
+        binding.run(step)
+        self.run_seconds += time.perf_counter() - began
 
     def _make_room(self, tokens: int) -> None:
         if tokens > self._buffers.length:

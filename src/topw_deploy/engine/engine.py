@@ -45,6 +45,7 @@ class EngineStats:
     new_tokens: tokens drawn.
     ended, failed: sequences that ended in any way, and requests that failed.
     cache_bytes: size of the cache.
+    busy_seconds, run_seconds: time in iterations, and of that in runs of the session; the rest is overhead.
     """
 
     rows: int
@@ -58,6 +59,8 @@ class EngineStats:
     ended: int
     failed: int
     cache_bytes: int
+    busy_seconds: float
+    run_seconds: float
 
 
 class Engine:
@@ -225,6 +228,7 @@ class Engine:
             in_use=used,
             queued=max(0, self._room.used - used),
             cache_bytes=self._batch.bytes,
+            run_seconds=self._batch.run_seconds,
             **asdict(self._worker.counts),
         )
 
@@ -309,7 +313,8 @@ class Engine:
         generated = [new_row(index, row) for index, row in enumerate(rows)]
         source = Source(self._session, follow, self._model.load_seconds)
         cancel = partial(self._worker.end_early, reason="cancelled")
-        request = Request(generated, alone, source, cancel, put, on_end, self._worker.check_caller)
+        worker = self._worker
+        request = Request(generated, alone, source, cancel, put, on_end, worker.check_caller, worker.deliver)
         deadline = None if seconds is None else request.started + seconds
         jobs = [Job(request, row) for row in generated]
         return Submission(request, jobs, Place(len(jobs)), deadline, whole["streamer"])

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -61,16 +62,19 @@ class Request:
         put: Callable[[Event], None] | None = None,
         on_end: Callable[[], None] = lambda: None,
         check_caller: Callable[[str], None] = lambda what: None,
+        deliver: Callable[..., None] = lambda function, *arguments: function(*arguments),
     ) -> None:
-        """alone: whether there is one result, not a list. put, on_end: called by the engine's thread.
+        """alone: whether there is one result, not a list. put: takes the events. on_end: called after the last one.
 
         check_caller: called with a method's name before it waits; see `Worker.check_caller`.
+        deliver: calls `put` for the engine's thread; see `Worker.deliver`.
         """
         self.started = time.perf_counter()
         self.error: BaseException | None = None
         self._rows, self._alone, self._source, self._cancel = rows, alone, source, cancel
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self.put: Callable[[Event], None] = put or self._events.put
+        self.take: Callable[[Event], None] = put or self._events.put
+        self.put: Callable[[Event], None] = partial(deliver, self.take)  # by the engine's thread
         self._on_end, self._check_caller = on_end, check_caller
         self._trace: TracebackType | None = None  # the error's
         self._ended: dict[int, Ended] = {}
@@ -152,12 +156,12 @@ class Request:
             self.error, self._trace = error, error.__traceback__
 
     def end_sequence(self, index: int, ended: Ended) -> None:
-        """Called by the engine's thread at the end of each sequence."""
+        """Called at the end of each sequence, after its events were delivered."""
         self._ended[index] = ended
-        self.put((index, None, ended.row.steps))
+        self.take((index, None, ended.row.steps))
         if len(self._ended) == len(self._rows):
             self._done.set()
-            self.put(None)
+            self.take(None)
             self._on_end()
 
     def _new_result(self, ended: Ended) -> GenerationResult:

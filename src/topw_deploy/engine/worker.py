@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.delivery import Delivery
 from topw_deploy.engine.options import Options
 from topw_deploy.engine.request import Ended, Request
 from topw_deploy.engine.reuse import Reuse
@@ -100,6 +101,7 @@ class Counts:
     new_tokens: int = 0
     ended: int = 0
     failed: int = 0
+    busy_seconds: float = 0.0
 
 
 class Worker:
@@ -118,6 +120,7 @@ class Worker:
         self._numbers = itertools.count()
         self._retiring, self._ended, self._broken = False, False, ""  # or why the engine failed
         self._process = os.getpid()
+        self._delivery = Delivery(lambda error: self._post(partial(self._break, error)))
         self._thread = threading.Thread(target=self._main, name="topw-engine", daemon=True)
         self._thread.start()
         _workers.add(self)
@@ -153,10 +156,14 @@ class Worker:
         """End a request, or all, before the next run."""
         self._post(partial(self._end_early, request, reason))
 
+    def deliver(self, function: Callable[..., object], *arguments: Any) -> None:
+        """In the engine's thread: make a call outside it, after those before. It must not wait."""
+        self._delivery.add(function, *arguments)
+
     def pass_by(self) -> None:
-        """Wait until everything posted before, and the iteration in progress, is done."""
+        """Wait until everything posted before, and the iteration in progress, is done and delivered."""
         passed = threading.Event()
-        self._post(passed.set)
+        self._post(partial(self.deliver, passed.set))
         passed.wait()
 
     def save(self, tokens: np.ndarray) -> tuple[int, list[np.ndarray]]:
@@ -204,9 +211,11 @@ class Worker:
                 self._iterate()
             except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
                 self._break(error)
+                self._delivery.send()
         self._batch.close()
         self._ended = True
         self._empty_inbox()
+        self._delivery.close()
 
     def _empty_inbox(self) -> None:
         """Answer what was posted to a thread that has ended."""
@@ -218,12 +227,15 @@ class Worker:
         inbox = self._inbox
         if inbox.empty() and (self._scheduler.idle or self._broken):
             inbox.get()()  # waits
+        began = time.perf_counter()
         while not inbox.empty():
             inbox.get()()
         if self._deadlines:
             self._expire(time.perf_counter())
         if not self._broken:
             self._run()
+        self._delivery.send()
+        self.counts.busy_seconds += time.perf_counter() - began
 
     def _run(self) -> None:
         """One iteration, as scheduler.py describes it."""
@@ -233,6 +245,7 @@ class Worker:
         chunk = scheduler.next_chunk()
         if chunk is not None:
             self._read(chunk)
+            self._delivery.send()  # a first token, before the step
         if batch.edits.active:
             self._write_edits()
         pairs = scheduler.arrange()
@@ -304,9 +317,29 @@ class Worker:
                     self._fail(job, GenerationError(str(error)), spoilt=True)
             return
         self.counts.steps += 1
+        passed: list[tuple[Job, int]] = []
         for job in jobs:
-            if not job.ended:  # with another sequence of its request
-                self._take(job, tokens[job.row], partial(batch.accept, job.row))
+            if job.ended:  # with another sequence of its request
+                continue
+            token = tokens[job.row]
+            if not job.generated.passes(token):
+                passed = self._deliver(passed)
+                self._take(job, token, partial(batch.accept, job.row))
+                continue
+            passed.append((job, token))
+            try:
+                batch.accept(job.row, token)
+            except ParameterError as error:
+                passed = self._deliver(passed)
+                self._fail(job, error)
+        self._deliver(passed)
+
+    def _deliver(self, passed: list[tuple[Job, int]]) -> list[tuple[Job, int]]:
+        """Deliver tokens of `Row.passes`. Returns an empty list."""
+        self.counts.new_tokens += len(passed)
+        if passed:
+            self._delivery.add(_hand_over, passed)
+        return []
 
     def _take(self, job: Job, token: int, feed: Callable[[int], None]) -> None:
         """Add the token that a run drew to a sequence. Unless that ends it, `feed` its next token to the next run."""
@@ -429,7 +462,8 @@ class Worker:
             del self._alive[job.request]
             submission.end_streamer()
         self._room.give(submission.place)
-        job.end(columns)
+        job.ended = True
+        self._delivery.add(job.end, columns)
 
     def _held(self, job: Job, drawn: list[int]) -> list[int] | None:
         """The tokens in the row of an ended sequence; None for the part of its prompt that was read.
@@ -471,6 +505,11 @@ class Worker:
 
     def _retire(self) -> None:
         self._retiring = True
+
+
+def _hand_over(passed: list[tuple[Job, int]]) -> None:
+    for job, token in passed:
+        job.request.take((job.generated.index, token, 0))  # no one asks for their log-probabilities
 
 
 @atexit.register

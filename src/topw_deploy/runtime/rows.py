@@ -52,6 +52,16 @@ class Row:
         self.finish_reason: str | None = None
         self.stop: int | str | None = None
         self.finished_at = 0.0  # time.perf_counter()
+        self._plain = text is None and watch is None and scores is None and guide is None
+        self._ends, self._budget = request.eos_token_ids, request.budget
+
+    def passes(self, token: int) -> bool:
+        """Add a drawn token that has no effect but the row's length. Returns False, and adds nothing, for others."""
+        steps = self.steps + 1
+        if not self._plain or self.unread or token < 0 or token in self._ends or steps == self._budget:
+            return False
+        self.steps = steps
+        return True
 
     @property
     def given(self) -> tuple[int, ...]:

@@ -1,0 +1,178 @@
+"""`topw bench serve` beside onnxruntime-genai's Engine and llama.cpp, same weights. Figures: docs/lab/benchmarks.md.
+
+    python -m benchmarks.serve --model demo llama-50m --dtype fp32 int4 [--genai-python PYTHON] [--llama-python PYTHON]
+        [--concurrency 1 4 16 64] [--threads 1 2] [--rounds 3] [--json FOLDER] [--plot FOLDER]
+    python -m benchmarks.serve --summary FOLDER
+
+The first PYTHON has onnxruntime-genai, the second llama-cpp-python and gguf. Exports, genai's graphs and GGUF files are
+made once. int4: genai's default quantisation, in blocks of 32, on both graphs; llama.cpp's Q4_0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import importable_by_workers, say, table
+from benchmarks.int4 import llama_files
+from benchmarks.kinds import genai_folder
+from benchmarks.kv import AS_GENAI
+from benchmarks.models import CACHE, exported, llama_50m
+from topw_deploy.bench.picture import draw
+from topw_deploy.bench.process import Worker
+from topw_deploy.bench.report import significant
+from topw_deploy.bench.serve.report import Latencies
+from topw_deploy.bench.serve.request import ServeRequest, ServeSide, fitted, longest
+from topw_deploy.bench.serve.run import run
+from topw_deploy.cli.progress import progress
+from topw_deploy.demo import demo_model_path
+
+HERE = Path(__file__)
+GGUF = {"fp32": "F32", "int4": "Q4_0"}
+SIDES = (("one-by-one", "one by one"), ("static", "lists"), ("ideal", "runs alone"), ("genai", "genai"),
+         ("llama", "llama.cpp"))  # fmt: skip
+_ALIGNMENT = 256  # llama.cpp rounds the tokens of a sequence up to a multiple
+
+
+def model_folder(name: str) -> Path:
+    return Path(demo_model_path()) if name == "demo" else llama_50m()
+
+
+def genai_side(model: Path, dtype: str, python: Path) -> ServeSide:
+    folder = genai_folder(model, dtype, python.absolute())
+    return ServeSide(
+        "genai",
+        "onnxruntime-genai's Engine",
+        "peer",
+        str(HERE.with_name("serve_genai_worker.py")),
+        "serve",
+        {"folder": str(folder.absolute())},
+        python=python,
+    )
+
+
+def llama_side(model: Path, dtype: str, python: Path, request: ServeRequest) -> ServeSide:
+    kind = GGUF[dtype]
+    work = CACHE / "gguf"
+    work.mkdir(parents=True, exist_ok=True)
+    with Worker("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
+        file = llama_files(worker, model, [kind] if kind != "F32" else [], work)[kind]
+    length = -(-longest(request) // _ALIGNMENT) * _ALIGNMENT
+    rows = min(request.rows, max(request.concurrency))
+    return ServeSide(
+        "llama",
+        f"llama.cpp, {kind}, batches as its server's",
+        "peer",
+        str(HERE.with_name("serve_llama_worker.py")),
+        "serve",
+        {"file": str(file.absolute()), "rows": rows, "length": length},
+        python=python,
+    )
+
+
+def measure(name: str, dtype: str, args: argparse.Namespace) -> None:
+    """Print the tables of one model, and write its files."""
+    model = model_folder(name)
+    folder = exported("demo" if name == "demo" else model, "--dtype", dtype, *AS_GENAI.get(dtype, ()))
+    asked = ServeRequest(
+        folder=folder,
+        concurrency=args.concurrency,
+        requests=args.requests,
+        threads=args.threads,
+        rounds=args.rounds,
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        peers=args.peers,
+        seed=args.seed,
+    )
+    request, *_ = fitted(asked)
+    others = []
+    if args.genai_python is not None:
+        others.append(genai_side(model, dtype, args.genai_python))
+    if args.llama_python is not None:
+        others.append(llama_side(model, dtype, args.llama_python, request))
+    say(f"{name}, {dtype}")
+    report = run(request, progress(False), others)
+    report = replace(report, request=replace(report.request, folder=Path(f"{name}-{dtype}")))
+    print(f"\n{report.text()}", flush=True)
+    if args.json is not None:
+        parts = (name, dtype, "threads", *args.threads, "callers", *args.concurrency)
+        file = args.json / f"{'-'.join(map(str, parts))}.json"
+        file.write_text(json.dumps(report.as_dict(), indent=1) + "\n", "utf-8")
+    if args.plot is not None:
+        note = f"Medians; whiskers are quartiles. {report.machine}."
+        draw(
+            args.plot / f"{name}-{dtype}.png", report.panels(), "all requests, or to the first text; logarithmic", note
+        )
+
+
+def summary(folder: Path) -> str:
+    """One table of the loads, and one of the latencies, of all results in a folder."""
+    loads, waits = [], []
+    for file in sorted(folder.glob("*.json")):
+        document = json.loads(file.read_text("utf-8"))
+        for found in document["runs"]:
+            which = (document["settings"]["folder"], found["threads"])
+            loads += [(*which, *_load_row(load)) for load in found["loads"]]
+            if found["latencies"]:
+                latencies = Latencies(found["latencies"])
+                waits.append((*which, *_latency_row(latencies)))
+    header = ("model", "threads", "callers", "new tokens/s", "first text ms", *(label for _, label in SIDES))
+    waited = ("model", "threads", "outside runs", "behind a prompt ms", "at once", "prefix reused ms", "read")
+    return f"{table(header, loads)}\n\n{table(waited, waits)}"
+
+
+def _load_row(load: dict[str, Any]) -> tuple[str, ...]:
+    """Sides are times relative to the engine's."""
+    engine = load["sides"]["engine"]
+    rate = significant(load["new_tokens"] / statistics.median(engine["seconds"]))
+    ratios = [load["sides"].get(name) for name, _ in SIDES]
+    cells = ["" if side is None else "{median:.2f} ({low:.2f}-{high:.2f})".format(**side["ratio"]) for side in ratios]
+    return str(load["callers"]), rate, significant(engine["first"][0] * 1e3), *cells
+
+
+def _latency_row(latencies: Latencies) -> tuple[str, ...]:
+    def ms(name: str) -> str:
+        return significant(latencies.spread(name).median * 1e3)
+
+    behind, prefix = latencies.ratio("whole", "chunked"), latencies.ratio("read", "reused")
+    return (
+        f"{latencies.spread('outside').format(100, 1)} %",
+        *(ms("chunked"), f"{behind.format(digits=1)} x"),
+        *(ms("reused"), f"{prefix.format(digits=1)} x"),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["demo", "llama-50m"], choices=("demo", "llama-50m"))
+    parser.add_argument("--dtype", nargs="+", default=["fp32", "int4"], choices=tuple(GGUF))
+    parser.add_argument("--genai-python", type=Path, help="interpreter of the environment with onnxruntime-genai")
+    parser.add_argument("--llama-python", type=Path, help="interpreter of the environment with llama-cpp-python, gguf")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int)
+    parser.add_argument("--new-tokens", type=int)
+    parser.add_argument("--peers", nargs="+", default=(), help="run only these sides")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="folder for the results")
+    parser.add_argument("--plot", type=Path, help="folder for the pictures")
+    parser.add_argument("--summary", type=Path, help="print the tables of all results in this folder, and end")
+    args = parser.parse_args()
+    if args.summary is not None:
+        print(summary(args.summary))
+        return
+    importable_by_workers()
+    for name in args.model:
+        for dtype in args.dtype:
+            measure(name, dtype, args)
+
+
+if __name__ == "__main__":
+    main()

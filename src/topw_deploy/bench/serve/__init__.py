@@ -1,0 +1,1 @@
+"""`topw bench serve`: requests of many callers on one model."""

@@ -1,0 +1,53 @@
+"""Hands events to callers in a thread of its own, because waking them takes longer than all else between two runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+Call = tuple[Callable[..., object], tuple[Any, ...]]
+
+
+class Delivery:
+    """Calls functions in the order of `add`, which only one thread uses. They must not wait.
+
+    failed: called with an error of a function, in this thread.
+    """
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._added: list[Call] = []
+        self._closed = False
+        self._sent: SimpleQueue[list[Call] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="topw-delivery", daemon=True)
+        self._thread.start()
+
+    def add(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Make `send` call a function; after `close`, call it at once."""
+        if self._closed:
+            function(*arguments)
+        else:
+            self._added.append((function, arguments))
+
+    def send(self) -> None:
+        """Let the thread make the calls that were added."""
+        if self._added:
+            self._sent.put(self._added)
+            self._added = []
+
+    def close(self) -> None:
+        """Wait for all calls, and end the thread."""
+        self._closed = True
+        self.send()
+        self._sent.put(None)
+        self._thread.join()
+
+    def _main(self) -> None:
+        while (calls := self._sent.get()) is not None:
+            for function, arguments in calls:
+                try:
+                    function(*arguments)
+                except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
+                    self._failed(error)

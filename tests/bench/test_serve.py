@@ -1,0 +1,271 @@
+"""`topw bench serve`: every request is served, and its times add up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.support.toy_model import VOCAB, Toy, export
+from topw_deploy.bench.serve import worker
+from topw_deploy.bench.serve.ideal import run_all
+from topw_deploy.bench.serve.report import Latencies, Load, ServeReport, ServeResult, ThreadsReport
+from topw_deploy.bench.serve.request import ServeRequest, ServeSide, choose, fitted, longest, ragged, requests_of
+from topw_deploy.bench.serve.run import run
+from topw_deploy.cli.main import topw
+from topw_deploy.engine.batch import Batch
+from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
+from topw_deploy.runtime import TopWModel
+
+REQUESTS = [([5, 9, 40], 4), ([7] * 11, 1), ([8, 3], 6), ([50, 51, 52, 53], 3), ([9], 2)]
+NEW = sum(new_tokens for _, new_tokens in REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tmp_path_factory.mktemp("serve") / "out", Toy.random(3), form="grouped")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> TopWModel:
+    return TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def server(model: TopWModel) -> worker.Server:
+    return worker.Server(model, rows=2, prefill_budget=4)
+
+
+@pytest.fixture
+def asked(folder: Path) -> ServeRequest:
+    return ServeRequest(folder=folder, concurrency=(1, 3), requests=2, rows=2, prefill_budget=8, rounds=2)
+
+
+# Lengths
+
+
+def test_lengths_have_the_mean_and_the_tail_of_a_log_normal_distribution() -> None:
+    lengths = np.array(ragged(1000, 342))
+    assert lengths.mean() == pytest.approx(342, rel=0.01)
+    assert np.log(lengths).std() == pytest.approx(0.6, rel=0.01)
+    assert ragged(3, 1) == [1, 1, 1]
+
+
+def test_requests_depend_on_the_seed_and_the_number_of_callers_alone(asked: ServeRequest) -> None:
+    request, vocab, _ = fitted(replace(asked, requests=16))
+    found = requests_of(request, 4, vocab)
+    assert found == requests_of(request, 16, vocab)
+    assert found != requests_of(replace(request, seed=1), 4, vocab)
+    assert len(found) == 16
+    assert len(requests_of(request, 20, vocab)) == 20
+    assert len({len(prompt) for prompt, _ in found}) > 8
+    assert max(len(prompt) + new_tokens for prompt, new_tokens in found) <= longest(request)
+    assert all(0 <= token < VOCAB for prompt, _ in found for token in prompt)
+
+
+def test_by_default_lengths_fit_a_short_context(folder: Path) -> None:
+    request, _, context = fitted(ServeRequest(folder=folder))
+    assert (request.prompt_tokens, request.new_tokens) == (12, 12)
+    assert (request.long_tokens, request.prefix_tokens) == (95, 87)
+    assert longest(request) <= context == 96
+
+
+# What the worker measures
+
+
+@pytest.mark.parametrize("side", ["engine", "one_by_one", "static"])
+@pytest.mark.parametrize("callers", [1, 3])
+def test_every_request_has_a_first_text_and_no_time_exceeds_the_whole(
+    server: worker.Server, side: str, callers: int
+) -> None:
+    served = getattr(server, side)(REQUESTS, callers)
+    assert len(served["first"]) == len(REQUESTS)
+    assert len(served["between"]) <= NEW - len(REQUESTS)
+    assert 0 < max(served["first"]) <= served["seconds"]
+    assert sum(served["between"]) <= callers * served["seconds"]
+
+
+def test_the_engine_tells_the_share_of_its_time_outside_of_runs(server: worker.Server) -> None:
+    assert 0 < server.engine(REQUESTS, 2)["outside"] < 1
+
+
+def test_callers_of_generate_wait_for_those_before_them(
+    server: worker.Server, model: TopWModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: float(next(clock)))
+    generate = model.generate(REQUESTS[0][0], max_new_tokens=2, seed=1)
+    now = replace(generate, timings=replace(generate.timings, prefill_seconds=0.25))
+    monkeypatch.setattr(model, "generate", lambda *_arguments, **_parameters: now)
+    first = server.one_by_one([([1], 2)] * 4, callers=2)["first"]
+    # Begun at 0. Requests start at 1, 3, 5 and 7, and end one later: the third is sent at 2, the fourth at 4.
+    assert first == [1.25, 3.25, 3.25, 3.25]
+
+
+@pytest.mark.parametrize(("callers", "steps"), [(1, 3 + 0 + 5 + 2 + 1), (5, 6)])
+def test_the_runs_alone_serve_the_requests_by_the_engines_schedule(model: TopWModel, callers: int, steps: int) -> None:
+    session, _ = model._opened()
+    batch = Batch(session, model.manifest.decoder, callers, 96)
+    reads: list[int] = []
+    read = batch.read
+
+    def counted(row: int, request: Any, start: int, end: int) -> int | None:
+        reads.append(end - start)
+        return read(row, request, start, end)
+
+    batch.read = counted  # type: ignore[method-assign]
+    requests = [model._requests(prompt, {"max_new_tokens": new, "seed": 1, "ignore_eos": True})[0][0]
+                for prompt, new in REQUESTS]  # fmt: skip
+    for _ in range(2):  # all rows are free again
+        before = batch.steps
+        reads.clear()
+        took = run_all(batch, callers, 8, requests, callers)
+        assert 0 < took <= batch.run_seconds
+        assert sum(reads) == sum(len(prompt) for prompt, _ in REQUESTS)
+        assert max(reads) == 8
+        assert batch.steps - before >= steps if callers > 1 else batch.steps - before == steps
+        assert batch.steps - before <= sum(new - 1 for _, new in REQUESTS)
+
+
+def test_a_short_request_behind_a_long_prompt_is_timed(server: worker.Server) -> None:
+    assert server.behind([5] * 90, [1, 2, 3], budget=8) > 0
+
+
+def test_the_second_prompt_of_a_prefix_reuses_it(server: worker.Server) -> None:
+    before = server._engine(2, reuse=True).stats().cached_tokens
+    read, reused = server.prefix([11] * 60, [[1, 2], [3, 4]])
+    assert min(read, reused) > 0
+    assert server._engine(2, reuse=True).stats().cached_tokens - before == 60
+
+
+# The run
+
+
+@pytest.mark.slow
+def test_a_report_has_every_side_and_latency(asked: ServeRequest) -> None:
+    report = run(asked)
+    (found,) = report.runs
+    assert [load.callers for load in found.loads] == [1, 3]
+    assert list(found.loads[0].sides) == ["engine", "one-by-one", "ideal"]
+    assert list(found.loads[1].sides) == ["engine", "one-by-one", "static", "ideal"]
+    assert all(len(side.rounds) == 2 for load in found.loads for side in load.sides.values())
+    assert found.latencies is not None
+    assert all(min(values.values()) > 0 for values in found.latencies.rounds)
+    document = json.loads(json.dumps(report.as_dict()))
+    side = document["runs"][0]["loads"][1]["sides"]["engine"]
+    assert side["ratio"]["median"] == 1.0
+    assert len(side["seconds"]) == len(side["outside"]) == 2
+    assert len(document["runs"][0]["latencies"]) == 2
+
+
+@pytest.mark.slow
+def test_a_side_of_another_library_is_served_the_same_requests(asked: ServeRequest, tmp_path: Path) -> None:
+    file = tmp_path / "side.py"
+    file.write_text(
+        "def start(settings):\n"
+        "    def serve(requests, callers):\n"
+        "        seconds = float(sum(new for _, new in requests))\n"
+        "        return {'seconds': seconds, 'first': [1.0] * len(requests), 'between': []}\n"
+        "    return {'serve': serve}\n",
+        encoding="utf-8",
+    )
+    other = ServeSide("other", "another", "peer", str(file), "serve", {})
+    report = run(replace(asked, concurrency=(3,), rounds=1, peers=("engine", "other")), others=[other])
+    (load,) = report.runs[0].loads
+    assert list(load.sides) == ["engine", "other"]
+    assert load.sides["other"].seconds == [float(load.new_tokens)]
+    assert load.ratios("other")[0] > 1
+
+
+def test_a_report_is_read_off_its_rounds(asked: ServeRequest, any_machine: Any) -> None:
+    def side(label: str, kind: str, *seconds: float) -> ServeResult:
+        rounds = [{"seconds": took, "first": [took / 2], "between": [], "outside": 0.02} for took in seconds]
+        return ServeResult(label, kind, rounds)
+
+    sides = {"engine": side("Engine", "ours", 2.0, 4.0), "static": side("lists", "yardstick", 3.0, 6.0)}
+    load = Load(callers=4, requests=6, prompt_tokens=1200, new_tokens=300, sides=sides)
+    values = {"chunked": 0.1, "whole": 0.5, "read": 0.4, "reused": 0.01, "outside": 0.02, "step": 0.001}
+    request, *_ = fitted(asked)
+    report = ServeReport(request, any_machine, [ThreadsReport(2, [load], Latencies([values]))], [])
+    text = report.text()
+    assert "2 threads, 4 callers: 6 requests, 1,200 prompt and 300 new tokens" in text
+    row = next(line for line in text.splitlines() if line.startswith("| lists"))
+    assert [cell.strip() for cell in row.split("|")[2:6]] == ["1.33", "66.7", "1.500 (1.500-1.500)", "2,250 / 2,980"]
+    assert "8 streaming callers: 2.0 (2.0-2.0) % of the engine's time" in text
+    assert "5.0 (5.0-5.0) times as long" in text
+    assert "40.0 (40.0-40.0) times less" in text
+    first, second = report.panels()
+    assert first.title == "4 callers get 100 new tokens/s: 1.5x faster than lists"
+    assert [bar.kind for bar in first.bars] == ["ours", "yardstick"]
+    assert "5.0x sooner behind a prompt read in chunks, and 40x sooner after a reused prefix" in second.title
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"concurrency": (4, 0)}, "concurrency is 0, but must be an integer >= 1"),
+        ({"concurrency": ()}, "concurrency is empty"),
+        ({"new_tokens": 1}, "new_tokens is 1, but must be an integer >= 2"),
+        ({"rows": 0}, "rows is 0"),
+        ({"threads": (0,)}, r"threads are \[0\]"),
+    ],
+)
+def test_a_request_out_of_range_is_refused(asked: ServeRequest, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        replace(asked, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_tokens": 60}, "prompt_tokens is 60, for which a sequence may need .* tokens, but the context has 96"),
+        ({"long_tokens": 96}, "long_tokens is 96, for which a sequence may need 97 tokens"),
+        ({"prefix_tokens": 90}, "prefix_tokens is 90, for which a sequence may need 99 tokens"),
+    ],
+)
+def test_lengths_beyond_the_context_are_refused(asked: ServeRequest, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        fitted(replace(asked, **changes))  # type: ignore[arg-type]
+
+
+def test_unknown_and_absent_sides_are_refused(asked: ServeRequest) -> None:
+    with pytest.raises(ParameterError, match="'vllm' is not a side of this benchmark; choose from engine, one-by-one"):
+        choose(replace(asked, peers=("vllm",)))
+    absent = ServeSide("x", "an x", "peer", "x.py", "serve", {}, why_not="not installed: pip install x")
+    assert [side.name for side in choose(asked, [absent])[1]] == ["x"]
+    with pytest.raises(BenchmarkError, match="x was requested, but is not installed"):
+        choose(replace(asked, peers=("x",)), [absent])
+
+
+def test_a_folder_that_is_no_export_is_refused(asked: ServeRequest, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError):
+        run(replace(asked, folder=tmp_path))
+
+
+# The command
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table_and_writes_json_and_a_picture(folder: Path, tmp_path: Path) -> None:
+    arguments = ["bench", "serve", folder, "--concurrency", "2", "--requests", "2", "--rounds", "1", "--json",
+                 tmp_path / "out.json", "--plot", tmp_path / "out.png"]  # fmt: skip
+    done = CliRunner().invoke(topw, list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    assert "| generate one by one" in done.stdout
+    assert "First text of a request of 16 tokens while a prompt of 95 is read" in done.stdout
+    assert json.loads((tmp_path / "out.json").read_text())["settings"]["concurrency"] == [2]
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_command_refuses_callers_that_are_no_numbers(folder: Path) -> None:
+    done = CliRunner().invoke(topw, ["bench", "serve", str(folder), "--concurrency", "1,many"])
+    assert done.exit_code == 2
+    assert "'1,many' is not a comma-separated list of numbers of callers." in done.stderr

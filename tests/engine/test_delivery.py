@@ -1,0 +1,115 @@
+"""The thread that hands tokens to callers: order, errors, and the seconds that the engine counts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+
+import pytest
+
+from tests.engine.conftest import HOT, NewEngine
+from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.delivery import Delivery
+from topw_deploy.engine.request import Request
+from topw_deploy.errors import GenerationError, LogitsError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.results import Piece
+
+
+def test_calls_are_made_in_order_by_another_thread_and_close_waits_for_them() -> None:
+    made: list[tuple[int, bool]] = []
+    here = threading.current_thread()
+    delivery = Delivery(lambda error: made.append((-1, False)))
+    for number in range(5):
+        delivery.add(lambda number: made.append((number, threading.current_thread() is here)), number)
+        if number == 2:
+            delivery.send()
+    delivery.close()
+    assert made == [(number, False) for number in range(5)]
+
+
+def test_after_an_error_the_next_calls_are_made() -> None:
+    errors: list[BaseException] = []
+    made: list[int] = []
+    delivery = Delivery(errors.append)
+    delivery.add(lambda: 1 // 0)
+    delivery.add(made.append, 1)
+    delivery.close()
+    assert [type(error) for error in errors] == [ZeroDivisionError]
+    assert made == [1]
+
+
+def test_an_error_while_tokens_are_delivered_fails_the_requests_instead_of_leaving_their_callers_waiting(
+    model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, max_batch=2)
+    engine.submit("a", max_new_tokens=2, seed=1, **HOT).result(60)
+    end = Request.end_sequence
+
+    def fail_once(self: Request, *arguments: object) -> None:
+        monkeypatch.setattr(Request, "end_sequence", end)
+        self.fail(RuntimeError("no more room"))
+        end(self, *arguments)  # type: ignore[arg-type]
+        raise RuntimeError("no more room")
+
+    monkeypatch.setattr(Request, "end_sequence", fail_once)
+    with pytest.raises(RuntimeError, match="no more room"):
+        engine.submit("b", max_new_tokens=3, seed=1, **HOT).result(60)
+    while not engine._worker._broken:
+        time.sleep(0.01)
+    with pytest.raises(GenerationError, match=r"the engine has failed \(RuntimeError: no more room\)"):
+        engine.submit("c", **HOT)
+
+
+def gather(pieces: Iterable[Piece], texts: list[str]) -> None:
+    for piece in pieces:
+        texts[piece.row] += piece.text
+
+
+def test_the_tokens_of_a_sequence_come_before_the_end_of_its_request(
+    model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, max_batch=4)
+    step = engine._batch.step
+
+    def spoil(width: int) -> list[int]:
+        tokens = step(width)
+        return [*tokens[:2], -1] if width == 3 and engine._batch.steps > 8 else tokens
+
+    monkeypatch.setattr(engine._batch, "step", spoil)
+    request = engine.submit(["a", "b", "c"], max_new_tokens=20, seed=1, **HOT)
+    texts = ["", "", ""]
+    with pytest.raises(LogitsError, match="sequence 2 of the request is invalid"):
+        gather(request, texts)
+    results = request.results()
+    assert [result.text for result in results] == texts
+    assert {result.finish_reason for result in results} == {"error"}
+    assert len(results[0].token_ids) == len(results[2].token_ids) + 3
+
+
+def test_a_first_token_is_delivered_before_the_next_run(
+    model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, step, arrived = engine_of(model, max_batch=2), Batch.step, threading.Event()
+
+    def wait(self: Batch, width: int) -> list[int]:
+        assert arrived.wait(20)
+        return step(self, width)
+
+    monkeypatch.setattr(Batch, "step", wait)
+    request = engine.submit("abc", max_new_tokens=4, seed=1, **HOT)
+    assert request._events.get() is not None
+    arrived.set()
+    assert len(request.result(60).token_ids) == 4
+
+
+def test_runs_are_a_part_of_the_time_in_iterations(model: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(model, max_batch=2)
+    assert engine.stats().busy_seconds == engine.stats().run_seconds == 0
+    engine.submit("abc", max_new_tokens=20, seed=1, **HOT).result(60)
+    engine.drain(60)
+    first = engine.stats()
+    assert 0 < first.run_seconds < first.busy_seconds
+    threading.Event().wait(0.05)
+    assert engine.stats().busy_seconds == first.busy_seconds
