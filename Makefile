@@ -28,8 +28,8 @@ help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text from it
-	$(BIN)/topw-export demo out/demo --overwrite
-	$(BIN)/topw generate out/demo "class Path" --preset lively --seed 2 --max-new-tokens 120 --stats
+	$(BIN)/topw-export demo out-demo --overwrite
+	$(BIN)/topw generate out-demo "class Path" --preset lively --seed 2 --max-new-tokens 120 --stats
 
 test: $(VENV)/dev.stamp     ## install and run the tests on all cores, without the long ones
 	$(PYTEST) $(PYTEST_FLAGS)
@@ -84,7 +84,7 @@ wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampl
 	for wheel in dist/*manylinux*.whl; do $(WHEELS)/bin/auditwheel show $$wheel || exit 1; done
 
 clean:           ## remove the environments, the wheels and what demo wrote
-	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) $(OLDEST) out dist build
+	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) $(OLDEST) out-demo dist build
 
 # The compiler for both processors, linking against glibc 2.17 (manylinux2014), and what checks that.
 $(WHEELS)/tools.stamp: constraints.txt

@@ -119,6 +119,7 @@ class ArgMax:
         self.unused = {name: np.zeros((1, 0), np.float32) for name in SAMPLER_INPUTS if name.startswith("edit_")}
         self.unused |= {name: np.ones(1, np.float32) for name in TopWParameters.__slots__}
         self.unused |= {"edit_ids": np.zeros((1, 0), np.int64), "uniform": np.zeros(1, np.float32)}
+        self.unused["allowed"] = np.zeros((1, 0), np.int32)
         self.unused |= {CHOICE: np.array(True)}
 
     def begin(self, prompt: list[int], new_tokens: int) -> None:

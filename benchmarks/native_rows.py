@@ -2,8 +2,9 @@
 
     python -m benchmarks.native_rows [--native PATH] [--processor PATH/TO/logit_processor_w1.py] [--rounds 100]
 
-Compares certified rows with numpy.max, with warm caches (ten consecutive calls), and uncertified ones (lam 1,
-init_top_p 0.5, T = 2, normal logits) with the authors' processor. Embeddings are random normal.
+Compares certified rows with numpy.max, with warm caches (ten consecutive calls); masked ones with the same row without
+a mask; uncertified ones (lam 1, init_top_p 0.5, T = 2, normal logits) with the authors' processor. Embeddings are
+random normal.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from benchmarks.tail import VOCAB, flat_logits, measure
 from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelCall, KernelTable
 from topw_deploy.plugins.shared_library import library_path, why_absent
-from topw_deploy.sampling import Geometry, TopWOptions
+from topw_deploy.sampling import Geometry, TopWOptions, pack_mask
 
 HIDDEN, GEOMETRY_VOCAB = 2_048, 32_000
 UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
@@ -53,6 +54,26 @@ def certified_rows(kernel: Kernel, rounds: int) -> str:
     sides: Sides = {"numpy.max": lambda: row.max()}
     sides |= {described(name, call): call for name, call in calls.items()}
     return measure(sides, rounds, "numpy.max", in_a_row=10)
+
+
+def allowed_tokens() -> dict[str, np.ndarray]:
+    """bool [VOCAB] by name: random tokens, and ids that follow each other."""
+    rng = np.random.default_rng(5)
+    ranks, ids = rng.permutation(VOCAB), np.arange(VOCAB)
+    found = {"all": np.ones(VOCAB, np.bool_), "all but 50": ranks >= 50, "a random half": ranks < VOCAB // 2}
+    found |= {f"{count:,} random ones": ranks < count for count in (5_000, 1_000, 300)}
+    return found | {"1,000 neighbours": (ids >= 40_000) & (ids < 41_000), "one": ids == 77_777}
+
+
+def masked_rows(kernel: Kernel, rounds: int) -> str:
+    """Certified rows with a mask against the same row without one."""
+    logits, options = likely_logits(VOCAB), TopWOptions(metric="uniform")
+    plain = kernel.prepare(logits, {"temperature": 1.0}, options)
+    sides: Sides = {"no mask": plain}
+    for name, allowed in allowed_tokens().items():
+        call = kernel.prepare(logits, {"temperature": 1.0}, options, allowed=pack_mask(allowed[None]))
+        sides[described(f"allowed: {name}", call)] = call
+    return measure(sides, rounds, "no mask", in_a_row=10)
 
 
 def shapes() -> dict[str, np.ndarray]:
@@ -125,7 +146,7 @@ def main() -> None:
     parser.add_argument("--processor", type=Path, help="the authors' logit_processor_w1.py")
     parser.add_argument("--instruction-set", help="default: the best")
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--rows", choices=("certified", "shapes", "uncertified", "all"), default="all")
+    parser.add_argument("--rows", choices=("certified", "masked", "shapes", "uncertified", "all"), default="all")
     given = parser.parse_args()
     torch.set_num_threads(1)
     path = given.native or library_path()
@@ -137,6 +158,8 @@ def main() -> None:
     print(f"{machine()}; 1 thread, {kernel.instruction_set}\n")
     if given.rows in ("certified", "all"):
         print(f"Certified rows, vocabulary {VOCAB:,}:\n\n{certified_rows(kernel, given.rounds)}\n", flush=True)
+    if given.rows in ("masked", "all"):
+        print(f"Masked rows, vocabulary {VOCAB:,}, T = 1:\n\n{masked_rows(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("shapes", "all"):
         print(f"Other shapes, vocabulary {VOCAB:,}:\n\n{shaped_rows(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("uncertified", "all"):

@@ -21,7 +21,7 @@ from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
 from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
-from topw_deploy.sampling import Geometry
+from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 VOCAB, NARROW = 151_936, 16  # narrow: certified steps do not read the table
@@ -47,9 +47,21 @@ def feeds(logits: np.ndarray, **chosen: float) -> Feeds:
         "edit_ids": np.zeros((1, 0), np.int64),
         "edit_penalty": np.zeros((1, 0), np.float32),
         "edit_bias": np.zeros((1, 0), np.float32),
+        "allowed": np.zeros((1, 0), np.int32),
         "uniform": np.array([0.37], np.float32),
         **{name: np.array([getattr(parameters, name)], np.float32) for name in names},
     }
+
+
+def edited(logits: np.ndarray) -> Feeds:
+    """The same with 16 edits that change nothing."""
+    edits = {"edit_ids": np.arange(16), "edit_penalty": np.ones(16, np.float32), "edit_bias": np.zeros(16, np.float32)}
+    return feeds(logits) | {name: values[None] for name, values in edits.items()}
+
+
+def masked(logits: np.ndarray) -> Feeds:
+    """The same with a random half of the tokens allowed."""
+    return feeds(logits) | {"allowed": pack_mask(np.random.default_rng(2).random(logits.shape) < 0.5)}
 
 
 def session(model: onnx.ModelProto) -> ort.InferenceSession:
@@ -130,6 +142,8 @@ def certified_steps(rounds: int) -> str:
         "tail onnxruntime, T = 1": bound(session(tail("onnxruntime", VOCAB, NARROW)), feeds(logits)),
         "tail portable, T = 2": bound(session(tail("portable", VOCAB, NARROW)), feeds(logits, temperature=2.0)),
         "with mass, T = 1": bound(session(tail("portable", VOCAB, NARROW, with_mass=True)), feeds(logits)),
+        "tail portable, 16 edits": bound(session(tail("portable", VOCAB, NARROW)), edited(logits)),
+        "tail portable, masked": bound(session(tail("portable", VOCAB, NARROW)), masked(logits)),
     }
     warm = measure(sides, max(5, rounds // 10), "TopK 1200", in_a_row=10)
     cold = measure(sides, rounds, "TopK 1200")

@@ -115,6 +115,7 @@ struct Row {
   int32_t element = 0;  // of the codes
   std::vector<float> logits, penalty, bias;
   std::vector<int64_t> ids;
+  std::vector<int32_t> allowed;  // empty: no mask
   float columns[7] = {};
 
   explicit Row(Bytes &in) {
@@ -136,6 +137,7 @@ struct Row {
     if (with_table) read_table(in);
     logits = values(in, vocab, false);
     read_edits(in);
+    read_mask(in);
     const float all[7] = {parameter(in, 0, 3),     parameter(in, 0, 2), parameter(in, 0, 3), parameter(in, 0, 6),
                           parameter(in, 0.01f, 1), parameter(in, -1, 3), parameter(in, 0, 0.99999f)};
     memcpy(columns, all, sizeof all);
@@ -203,7 +205,36 @@ struct Row {
       bias.push_back(kind > 240 ? -INFINITY : kind == 30 ? in.one_of(kSpecial) : 0.25f);
     }
   }
+
+  // Mostly no mask; else every token, none, few, half or most of them, or runs.
+  void read_mask(Bytes &in) {
+    if (in.take<uint8_t>() % 3 != 0) return;
+    const uint8_t kind = in.take<uint8_t>();
+    const uint64_t seed = in.take<uint32_t>();
+    for (int64_t word = 0; word < (vocab + 31) / 32; ++word) {
+      const uint32_t bits = mixed(seed, static_cast<uint64_t>(word)), more = mixed(seed + 1, static_cast<uint64_t>(word));
+      const uint32_t chosen[] = {bits, bits & more, bits | more, bits % 8 ? 0 : more, bits % 8 ? ~0u : more,
+                                 bits % 2 ? ~0u : 0, ~0u, 0};
+      allowed.push_back(static_cast<int32_t>(chosen[kind % 8]));
+    }
+    for (int64_t some = kind / 32; some > 0; --some) {
+      const int64_t id = in.take<uint32_t>() % vocab;
+      allowed[id / 32] = static_cast<int32_t>(static_cast<uint32_t>(allowed[id / 32]) ^ 1u << (id % 32));
+    }
+  }
 };
+
+// The row with the mask applied to its logits. Of the edits, only those of allowed tokens remain.
+Row without_mask(const Row &row) {
+  Row plain = row;
+  const auto allows = [&](int64_t id) { return row.allowed[id / 32] >> (id % 32) & 1; };
+  for (int64_t id = 0; id < row.vocab; ++id)
+    if (!allows(id)) plain.logits[id] = -INFINITY;
+  for (int64_t e = 0; e < row.edits; ++e)
+    if (row.ids[e] >= 0 && row.ids[e] < row.vocab && !allows(row.ids[e]) && row.penalty[e] > 0) plain.ids[e] = -1;
+  plain.allowed.clear();
+  return plain;
+}
 
 struct Answers {
   std::vector<int64_t> token;
@@ -226,21 +257,34 @@ Answers sample(const Row &row, size_t copies, topw_workspace *workspace) {
   const size_t vocab = static_cast<size_t>(row.vocab), edits = static_cast<size_t>(row.edits);
   std::vector<float> logits, penalty, bias, columns[7];
   std::vector<int64_t> ids;
+  std::vector<int32_t> allowed;
   for (size_t i = 0; i < copies; ++i) {
     logits.insert(logits.end(), row.logits.begin(), row.logits.end());
     ids.insert(ids.end(), row.ids.begin(), row.ids.end());
     penalty.insert(penalty.end(), row.penalty.begin(), row.penalty.end());
     bias.insert(bias.end(), row.bias.begin(), row.bias.end());
+    allowed.insert(allowed.end(), row.allowed.begin(), row.allowed.end());
     for (size_t c = 0; c < 7; ++c) columns[c].push_back(row.columns[c]);
   }
   for (size_t i = 1; i < copies; ++i)
     for (size_t k = 0; k < vocab; ++k) logits[i * vocab + k] = i % 2 ? NAN : -INFINITY;
   const topw_table table = row.described();
-  const topw_inputs inputs = {static_cast<int64_t>(copies), row.vocab,         static_cast<int64_t>(edits),
-                              logits.data(),                ids.data(),        penalty.data(),
-                              bias.data(),                  columns[0].data(), columns[1].data(),
-                              columns[2].data(),            columns[3].data(), columns[4].data(),
-                              columns[5].data(),            columns[6].data()};
+  const topw_inputs inputs = {static_cast<int64_t>(copies),
+                              row.vocab,
+                              static_cast<int64_t>(edits),
+                              static_cast<int64_t>(row.allowed.size()),
+                              logits.data(),
+                              ids.data(),
+                              penalty.data(),
+                              bias.data(),
+                              allowed.data(),
+                              columns[0].data(),
+                              columns[1].data(),
+                              columns[2].data(),
+                              columns[3].data(),
+                              columns[4].data(),
+                              columns[5].data(),
+                              columns[6].data()};
   Answers answers(copies, vocab);
   const topw_outputs outputs = answers.outputs();
   const topw_table *given = row.with_table ? &table : nullptr;
@@ -299,6 +343,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     for (size_t i = 0; i < 3; ++i) check(row, among, i);
     check_same(row, alone, among);
   }
+  if (!row.allowed.empty()) check_same(row, alone, sample(without_mask(row), 1, kept.get()));
   for (const char *name : {"generic", "avx2"})
     if (topw_use_instruction_set(name) == 0) check_same(row, alone, sample(row, 1, kept.get()));
   require(topw_use_instruction_set(best) == 0, "the set in use is available");

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import signal
 import socket
 from collections.abc import Iterator
 from importlib import metadata
@@ -17,6 +18,9 @@ from hypothesis import HealthCheck, settings
 # Tests must not depend on the clock: machines can be slow.
 settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("without a clock")
+
+# A shell ignores the signal in what it starts in the background, and tests and their processes would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(slow|long)$", re.MULTILINE)
 REPORTED = ("numpy", "onnxruntime", "tokenizers", "onnx", "onnx-ir", "torch", "transformers")

@@ -76,7 +76,7 @@ LOADED = {
     "__main__": {"click", "numpy"},
 }
 # Subpackages with more libraries; nothing imports them unasked.
-WITHIN = {"sampling/torch": {"numpy", "torch"}}
+WITHIN = {"sampling/torch": {"numpy", "torch"}, "runtime/structured": RUNTIME | {"llguidance"}}
 
 
 def part_of(module: str) -> str:

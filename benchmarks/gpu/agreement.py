@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.device import DeviceKernel, DeviceTable, Step
 from topw_deploy.plugins.kernel import KernelSamples, KernelTable
-from topw_deploy.sampling import Geometry
+from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions
 
 UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
@@ -28,8 +28,11 @@ def same(first: KernelSamples, second: KernelSamples) -> bool:
     return True
 
 
-def mixed_rows(batch: int, seed: int, vocab: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Logits and parameters of certified, uncertified, greedy, repelled (negative geom_scale) and invalid rows."""
+def mixed_rows(batch: int, seed: int, vocab: int) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    """Logits, parameters and masks of certified, uncertified, greedy, repelled (negative geom_scale) and invalid rows.
+
+    Every second row is masked; one such mask is empty.
+    """
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((batch, vocab)) * _OPEN_DEVIATION).astype(np.float32)
     logits[::3, :20] += _PEAK
@@ -41,7 +44,9 @@ def mixed_rows(batch: int, seed: int, vocab: int) -> tuple[np.ndarray, dict[str,
     columns["temperature"][7::11] = 0
     columns["geom_scale"][4::13] = -0.3
     columns["uniform"] = rng.random(batch, dtype=np.float32)
-    return logits, columns
+    allowed = rng.random((batch, vocab)) < rng.choice([0.02, 0.5, 0.99], (batch, 1))
+    allowed[::2], allowed[9:10] = True, False
+    return logits, columns, pack_mask(allowed)
 
 
 def table_on(kernel: DeviceKernel, vocab: int, hidden: int = 64) -> DeviceTable:
@@ -53,15 +58,16 @@ def table_on(kernel: DeviceKernel, vocab: int, hidden: int = 64) -> DeviceTable:
 
 def step_of(kernel: DeviceKernel, batch: int, seed: int, table: DeviceTable) -> Step:
     """Mixed rows over the table's tokens, with every output."""
-    logits, columns = mixed_rows(batch, seed, table.structure.tokens)
+    logits, columns, allowed = mixed_rows(batch, seed, table.structure.tokens)
     rows = torch.from_numpy(logits).to(kernel.device)
-    return Step(kernel, rows, columns, _OPTIONS, table, mass=True, keep_mask=True)
+    return Step(kernel, rows, columns, _OPTIONS, table, allowed=allowed, mass=True, keep_mask=True)
 
 
 def load(step: Step, seed: int) -> None:
     """Copy other rows into the step's tensors."""
-    logits, columns = mixed_rows(len(step.logits), seed, step.logits.shape[1])
+    logits, columns, allowed = mixed_rows(len(step.logits), seed, step.logits.shape[1])
     step.logits.copy_(torch.from_numpy(logits))
+    step.allowed.copy_(torch.from_numpy(allowed))
     for name, values in columns.items():
         step.columns[name].copy_(torch.from_numpy(values))
 
@@ -84,12 +90,12 @@ def unequal_alone(kernel: DeviceKernel, table: DeviceTable, batch: int) -> list[
     together = step_of(kernel, batch, 2, table)
     together.launch()
     wanted = together.samples()
-    logits, columns = mixed_rows(batch, 2, table.structure.tokens)
+    logits, columns, allowed = mixed_rows(batch, 2, table.structure.tokens)
     unequal = []
     for row in range(batch):
         mine = {name: values[row : row + 1] for name, values in columns.items()}
         step = Step(kernel, torch.from_numpy(logits[row : row + 1]).to(kernel.device), mine, _OPTIONS, table,
-                    mass=True, keep_mask=True)  # fmt: skip
+                    allowed=allowed[row : row + 1], mass=True, keep_mask=True)  # fmt: skip
         step.launch()
         if not same(_row(wanted, row), step.samples()):
             unequal.append(row)

@@ -14,6 +14,7 @@ from benchmarks.gpu.measure import Timed, rotating, zeroing
 from benchmarks.gpu.sizes import Sizes
 from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.plugins.cuda_kernel import CERTIFY, GEOMETRY
+from topw_deploy.sampling import pack_mask
 from topw_deploy.sampling.parameters import TopWOptions
 
 GOALS = {1: 8.0, 64: 20.0}
@@ -23,6 +24,7 @@ _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OPTIONS = TopWOptions(metric="uniform")
 _EDITS = 16
 _COLUMNS = {"uniform": 0.37}
+_MASKS = {"all tokens": 1.0, "half of them": 0.5, "one in 500": 0.002}
 
 
 class NotCertifiedError(Exception):
@@ -52,6 +54,9 @@ def top_w_sides(kernel: DeviceKernel, logits: torch.Tensor, sizes: Sizes) -> dic
     sides["Top-W with mass"] = Timed(certified_step(kernel, logits, mass=True).launch, least)
     sides[f"Top-W with {_EDITS} edits a row"] = Timed(certified_step(kernel, logits, edits_of(logits)).launch, least)
     masked = certified_step(kernel, logits, keep_mask=True)
+    for name, share in _MASKS.items():
+        call = certified_step(kernel, logits, allowed=mask_of(logits, share))
+        sides[f"Top-W with a mask of {name}"] = Timed(call.launch, least + call.allowed.nbytes)
     sides["Top-W with keep_mask"] = Timed(masked.launch, least + logits.numel())
     flush = torch.empty(sizes.cold, dtype=torch.uint8, device=logits.device)
     writing, then = "writing a buffer larger than the cache", "the same, then Top-W, float32"
@@ -67,12 +72,12 @@ def top_w_sides(kernel: DeviceKernel, logits: torch.Tensor, sizes: Sizes) -> dic
 
 
 def certified_step(
-    kernel: DeviceKernel, logits: torch.Tensor, edits: Edits | None = None, *, mass: bool = False,
-    keep_mask: bool = False, memory: Step | None = None,
+    kernel: DeviceKernel, logits: torch.Tensor, edits: Edits | None = None, *, allowed: np.ndarray | None = None,
+    mass: bool = False, keep_mask: bool = False, memory: Step | None = None,
 ) -> Step:  # fmt: skip
     """Raises NotCertifiedError if a row is not certified."""
-    step = Step(kernel, logits, _COLUMNS, _OPTIONS, None, edits, mass=mass, keep_mask=keep_mask, reports=False,
-                memory=memory)  # fmt: skip
+    step = Step(kernel, logits, _COLUMNS, _OPTIONS, None, edits, allowed=allowed, mass=mass, keep_mask=keep_mask,
+                reports=False, memory=memory)  # fmt: skip
     step.launch()
     open_rows = int((~step.samples().certified).sum())
     if open_rows:
@@ -93,6 +98,13 @@ def edits_of(logits: torch.Tensor) -> Edits:
     penalty, bias = np.full(ids.shape, 1.05, np.float32), np.zeros(ids.shape, np.float32)
     bias[:, ::2] = 0.1
     return ids, penalty, bias
+
+
+def mask_of(logits: torch.Tensor, share: float) -> np.ndarray:
+    """int32 [B, ceil(V / 32)]: a random share of the tokens and the likely ones, so that rows stay certified."""
+    allowed = np.random.default_rng(7).random(tuple(logits.shape)) < share
+    np.put_along_axis(allowed, logits.topk(_EDITS, 1).indices.cpu().numpy(), np.True_, axis=1)
+    return pack_mask(allowed)
 
 
 def torch_sides(logits: torch.Tensor, top_k: int) -> dict[str, Timed]:

@@ -22,6 +22,7 @@ from topw_deploy.plugins.kernel import (
     KernelSamples,
     KernelTable,
     edit_arrays,
+    mask_array,
     parameter_columns,
     require_table,
 )
@@ -80,7 +81,7 @@ class DeviceTable:
 
 
 class Step:
-    """A bound call on device tensors; every `launch` reads `logits` and `columns` again.
+    """A bound call on device tensors; every `launch` reads `logits`, `columns` and `allowed` again.
 
     logits: float32, float16 or bfloat16 [B, V].
     memory: a step of the same shape and stream whose memory this one shares.
@@ -95,6 +96,7 @@ class Step:
         table: DeviceTable | None = None,
         edits: Edits | None = None,
         *,
+        allowed: ArrayLike | None = None,
         mass: bool = False,
         keep_mask: bool = False,
         reports: bool = True,
@@ -105,7 +107,9 @@ class Step:
         self._kernel, self.logits = kernel, logits
         given = parameter_columns(columns or {}, batch)
         self.columns = {name: torch.tensor(column, device=device) for name, column in given.items()}
-        self._edits = [torch.from_numpy(array).to(device) for array in edit_arrays(edits, batch)]
+        changes = (*edit_arrays(edits, batch), mask_array(allowed, batch, vocab))
+        self._changes = [torch.from_numpy(array).to(device) for array in changes]
+        self.allowed = self._changes[3]
         wanted = {"mass": mass, "keep_mask": keep_mask, "reports": reports}
         width = {"keep_mask": (vocab,), "reports": (REPORT.itemsize,)}
         self.outputs = {
@@ -114,7 +118,7 @@ class Step:
             if wanted.get(name, True)
         }
         self._rows, self._table = table, None if table is None else table.structure
-        slots = self._edits[0].shape[1]
+        slots, words = self._changes[0].shape[1], self._changes[3].shape[1]
         self.shape = CudaShape(options or TopWOptions(), batch, vocab, slots, _TYPES[logits.dtype], self._table)
         if memory is None:
             self.control = torch.zeros(kernel.control_bytes(self.shape), dtype=torch.uint8, device=device)
@@ -122,7 +126,7 @@ class Step:
         else:
             self.control, self.workspace = memory.control, memory.workspace
         self._inputs = Inputs(
-            batch, vocab, slots, *(address(t) for t in (logits, *self._edits)),
+            batch, vocab, slots, words, *(address(t) for t in (logits, *self._changes)),
             *(address(self.columns[name]) for name in COLUMNS),
         )  # fmt: skip
         self._outputs = Outputs(*(address(self.outputs.get(name)) for name in _OUTPUTS))
@@ -174,6 +178,7 @@ class DeviceKernel(CudaKernel):
         table: KernelTable | None = None,
         edits: Edits | None = None,
         *,
+        allowed: ArrayLike | None = None,
         mass: bool = False,
         keep_mask: bool = False,
     ) -> KernelSamples:
@@ -186,7 +191,8 @@ class DeviceKernel(CudaKernel):
         chosen = TopWOptions() if options is None else options
         require_table(chosen, table, rows.shape[1])
         on_device = None if table is None else DeviceTable(table, self.device)
-        step = Step(self, rows.to(self.device), columns, chosen, on_device, edits, mass=mass, keep_mask=keep_mask)
+        step = Step(self, rows.to(self.device), columns, chosen, on_device, edits, allowed=allowed, mass=mass,
+                    keep_mask=keep_mask)  # fmt: skip
         step.launch()
         return step.samples()
 

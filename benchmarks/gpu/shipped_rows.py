@@ -20,21 +20,25 @@ from topw_deploy.bench.sampler.inputs import bell_logits, likely_logits
 from topw_deploy.errors import ProviderError
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples, KernelTable
 from topw_deploy.plugins.shared_library import library_path
-from topw_deploy.sampling import FLOAT32_TIES, Geometry, sample_row
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters
 
-KINDS = ("certified", "open", "edited", "invalid")
+KINDS = ("certified", "open", "edited", "invalid", "masked", "masked open")
 _EDITS = 8
 _JUDGED = 8  # rows per batch always compared with the reference
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of KINDS: logits float32 [B, V], exact in the tested type, with parameters and edits."""
+    """Rows of KINDS: logits float32 [B, V], exact in the tested type, with parameters, edits and masks.
+
+    allowed: int32 [B, ceil(V / 32)]; None if no row is masked.
+    """
 
     logits: np.ndarray
     columns: dict[str, np.ndarray]
     edits: tuple[np.ndarray, np.ndarray, np.ndarray]
+    allowed: np.ndarray | None
     kinds: list[str]
 
 
@@ -57,28 +61,33 @@ def rounded(logits: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def rows_of(kinds: list[str], vocab: int, dtype: str, seed: int) -> Rows:
-    """One row per kind; edits penalise, favour and ban likely tokens."""
+    """One row per kind; edits penalise, favour and ban likely tokens; masks forbid half of all, one of them NaN."""
     rng = np.random.default_rng(seed)
     batch = len(kinds)
-    logits = np.concatenate([(bell_logits if k == "open" else likely_logits)(vocab, 1, seed * 1000 + i)
+    logits = np.concatenate([(likely_logits if "open" not in k else bell_logits)(vocab, 1, seed * 1000 + i)
                              for i, k in enumerate(kinds)])  # fmt: skip
     logits = rounded(logits, dtype)
     columns = {name: np.full(batch, getattr(TopWParameters(), name), np.float32) for name in PARAMETER_NAMES}
     columns["uniform"] = rng.integers(0, 1 << 24, batch).astype(np.float32) * np.float32(2.0**-24)
     ids = np.full((batch, _EDITS), -1, np.int64)
     penalty, bias = np.ones((batch, _EDITS), np.float32), np.zeros((batch, _EDITS), np.float32)
+    open_tokens = np.ones((batch, vocab), np.bool_)
     for row, kind in enumerate(kinds):
-        if kind == "open":
+        if "masked" in kind:
+            open_tokens[row] = rng.random(vocab) < 0.5
+            open_tokens[row, 1], logits[row, 1] = False, np.nan
+        if "open" in kind:
             for name, value in UNCERTIFIED.items():
                 columns[name][row] = value
-        elif kind == "edited":
-            likely = np.argsort(-logits[row])[: _EDITS - 1]
+        if kind in ("edited", "masked open"):
+            likely = np.argsort(-np.nan_to_num(logits[row]))[: _EDITS - 1]
             ids[row, : len(likely)] = rng.permutation(likely)
             penalty[row, :4], bias[row, 2:5] = 1.3, np.float32(rng.standard_normal(3))
             bias[row, 5] = -np.inf
-        elif kind == "invalid":
+        if kind == "invalid":
             logits[row, int(rng.integers(vocab))] = rng.choice([np.nan, np.inf])
-    return Rows(logits, columns, (ids, penalty, bias), kinds)
+    allowed = None if open_tokens.all() else pack_mask(open_tokens)
+    return Rows(logits, columns, (ids, penalty, bias), allowed, kinds)
 
 
 class Judge:
@@ -94,8 +103,9 @@ class Judge:
         beside = None
         if self._kernel is not None:
             beside = self._kernel.sample(
-                rows.logits, rows.columns, self._options, self._table, rows.edits, mass=True, keep_mask=True
-            )
+                rows.logits, rows.columns, self._options, self._table, rows.edits, allowed=rows.allowed, mass=True,
+                keep_mask=True,
+            )  # fmt: skip
         for row, kind in enumerate(rows.kinds):
             verdict.rows[kind] += 1
             verdict.stages[f"{kind}: {STAGES[int(found.reports['stage'][row])]}"] += 1
@@ -106,8 +116,9 @@ class Judge:
         parameters = {name: float(rows.columns[name][row]) for name in PARAMETER_NAMES}
         edits = tuple(array[row] for array in rows.edits)
         wanted = sample_row(
-            rows.logits[row], parameters, self._options, self._geometry, float(rows.columns["uniform"][row]), edits
-        )
+            rows.logits[row], parameters, self._options, self._geometry, float(rows.columns["uniform"][row]), edits,
+            None if rows.allowed is None else rows.allowed[row],
+        )  # fmt: skip
         verdict.by_reference += 1
         assert found.mass is not None
         assert found.keep_mask is not None
@@ -159,7 +170,7 @@ def compare(
     geometry = Geometry.from_embeddings(table.cpu().numpy(), metric, (mean, inverse_std))
     judge, verdict = Judge(options, geometry, cpu), Verdict()
     for seed, batch in enumerate(batches):
-        mixes = [[kind] * batch for kind in KINDS] if batch == 1 else [[KINDS[i % 4] for i in range(batch)]]
+        mixes = [[kind] * batch for kind in KINDS] if batch == 1 else [[KINDS[i % len(KINDS)] for i in range(batch)]]
         for mix in mixes:
             rows = rows_of(mix, len(table), dtype, seed + 1)
             judge.judge(rows, launched(kernel, rows, dtype, options, device_table), verdict)
@@ -168,6 +179,7 @@ def compare(
 
 def launched(kernel: DeviceKernel, rows: Rows, dtype: str, options: TopWOptions, table: DeviceTable) -> KernelSamples:
     logits = torch.from_numpy(rows.logits).to(kernel.device, getattr(torch, dtype))
-    step = Step(kernel, logits, rows.columns, options, table, rows.edits, mass=True, keep_mask=True)
+    step = Step(kernel, logits, rows.columns, options, table, rows.edits, allowed=rows.allowed, mass=True,
+                keep_mask=True)  # fmt: skip
     step.launch()
     return step.samples()

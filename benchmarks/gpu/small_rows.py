@@ -29,7 +29,7 @@ from topw_deploy.plugins import driver
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import COLUMNS, STAGES, KernelSamples, KernelTable, parameter_columns
 from topw_deploy.plugins.structs import TABLE_TYPES, Blocks, Inputs, Outputs, Table
-from topw_deploy.sampling import FLOAT32_TIES, Geometry, sample_row
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, mask_words, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
 
 READY, ANSWERED = "READY", "ANSWERED"
@@ -87,9 +87,10 @@ Memory = DeviceMemory | HostMemory
 
 
 def rows(seed: int, scale: float) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[np.ndarray, ...]]:
-    """Logits, parameters and edits of BATCH rows.
+    """Logits, parameters, and edits with masks of BATCH rows.
 
-    In order: certified, open, edited, edited and open, invalid, greedy, repelled by geometry, flat.
+    In order: certified, open, edited, edited and open, invalid, greedy, repelled by geometry, flat. Masks of every
+    second row forbid half of the tokens, among them NaN.
     """
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((BATCH, VOCAB)) * scale).astype(np.float32)
@@ -104,7 +105,10 @@ def rows(seed: int, scale: float) -> tuple[np.ndarray, dict[str, np.ndarray], tu
     ids[2:4] = [7, VOCAB - 1, 64], [63, VOCAB - 1, 2_000]
     penalty, bias = np.ones((BATCH, EDITS), np.float32), np.zeros((BATCH, EDITS), np.float32)
     penalty[2:4, 0], bias[2:4, 1], bias[2:4, 2] = 1.5, 2.0, -np.inf
-    return logits, parameter_columns(columns, BATCH), (ids, penalty, bias)
+    allowed = np.ones((BATCH, VOCAB), np.bool_)
+    allowed[1::2] = rng.random((BATCH // 2, VOCAB)) < 0.5
+    allowed[1::2, [7, VOCAB - 2]], logits[1::2, VOCAB - 2] = [True, False], np.nan
+    return logits, parameter_columns(columns, BATCH), (ids, penalty, bias, pack_mask(allowed))
 
 
 def put(memory: Memory, array: np.ndarray) -> int:
@@ -121,7 +125,7 @@ def table_in(memory: Memory, table: KernelTable) -> Table:
 
 def launched(
     kernel: CudaKernel, memory: Memory, stored: np.ndarray, columns: dict[str, np.ndarray],
-    edits: tuple[np.ndarray, ...], table: Table,
+    changes: tuple[np.ndarray, ...], table: Table,
 ) -> KernelSamples:  # fmt: skip
     """The kernels' answers, with every output."""
     kind = "bfloat16" if stored.dtype == np.uint16 else str(stored.dtype)
@@ -129,7 +133,7 @@ def launched(
     samples = KernelSamples.empty(BATCH, VOCAB, mass=True, keep_mask=True)
     places = {field.name: memory.allocate(getattr(samples, field.name).nbytes) for field in fields(samples)}
     inputs = Inputs(
-        BATCH, VOCAB, EDITS, *(put(memory, array) for array in (stored, *edits)),
+        BATCH, VOCAB, EDITS, mask_words(VOCAB), *(put(memory, array) for array in (stored, *changes)),
         *(put(memory, columns[name]) for name in COLUMNS),
     )  # fmt: skip
     control = kernel.allocate(kernel.control_bytes(shape))
@@ -143,7 +147,7 @@ def launched(
 
 
 def wrong_rows(
-    samples: KernelSamples, logits: np.ndarray, columns: dict[str, np.ndarray], edits: tuple[np.ndarray, ...],
+    samples: KernelSamples, logits: np.ndarray, columns: dict[str, np.ndarray], changes: tuple[np.ndarray, ...],
     geometry: Geometry,
 ) -> list[str]:  # fmt: skip
     """Differences from the reference that no tie explains."""
@@ -152,8 +156,9 @@ def wrong_rows(
     assert samples.keep_mask is not None
     for row in range(BATCH):
         parameters = {name: float(columns[name][row]) for name in PARAMETER_NAMES}
-        mine = (edits[0][row], edits[1][row], edits[2][row])
-        wanted = sample_row(logits[row], parameters, _OPTIONS, geometry, float(columns["uniform"][row]), mine)
+        ids, penalty, bias, allowed = (array[row] for array in changes)
+        uniform = float(columns["uniform"][row])
+        wanted = sample_row(logits[row], parameters, _OPTIONS, geometry, uniform, (ids, penalty, bias), allowed)
         found = Answer(
             np.flatnonzero(samples.keep_mask[row]), bool(samples.certified[row]), ordered=False,
             next_token=int(samples.next_token[row]), logprob=float(samples.logprob[row]),
@@ -189,11 +194,11 @@ def main() -> int:
     stages: Counter[str] = Counter()
     wrong: list[str] = []
     for seed, (name, (store, read)) in enumerate(types.items()):
-        logits, columns, edits = rows(seed, 1.6)
+        logits, columns, changes = rows(seed, 1.6)
         stored = store(logits)
-        samples = launched(kernel, memory, stored, columns, edits, table)
+        samples = launched(kernel, memory, stored, columns, changes, table)
         stages.update(STAGES[int(stage)] for stage in samples.reports["stage"])
-        wrong += [f"{name}, {line}" for line in wrong_rows(samples, read(stored), columns, edits, geometry)]
+        wrong += [f"{name}, {line}" for line in wrong_rows(samples, read(stored), columns, changes, geometry)]
     print("\n".join(wrong))
     print(ANSWERED, ", ".join(f"{stage} {count}" for stage, count in sorted(stages.items())), flush=True)
     return 1 if wrong else 0

@@ -69,6 +69,7 @@ class Sampler {
  public:
   Sampler(const std::vector<RowRequest> &requests, const Folder &folder, Binding &binding)
       : uniform_(requests.size(), 0),
+        allowed_(requests.size() * words_of(folder) + 1, -1),  // one more, for a valid address
         token_(requests.size(), -1),
         logprob_(requests.size(), 0),
         kept_(requests.size(), 0),
@@ -83,6 +84,7 @@ class Sampler {
         binding.host_input(parameter.name, values.data(), shape);
     }
     binding.changing_input("uniform", uniform_.data(), shape);
+    binding.host_input("allowed", allowed_.data(), {shape[0], words_of(folder)});
     binding.host_output("next_token", token_.data(), shape);
     binding.host_output("kept", kept_.data(), shape);
     binding.host_output("certified", certified_.get(), shape);
@@ -100,8 +102,14 @@ class Sampler {
   }
 
  private:
+  // Words of a row's mask: none, which allows every token, unless the graph takes a fixed number.
+  static std::int64_t words_of(const Folder &folder) {
+    return std::max<std::int64_t>(folder.fixed_size("allowed", 1), 0);
+  }
+
   std::map<std::string, std::vector<float>> parameters_;
   std::vector<float> uniform_;
+  std::vector<std::int32_t> allowed_;
   Tokens token_;
   std::vector<float> logprob_;
   std::vector<std::int32_t> kept_;

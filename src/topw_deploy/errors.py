@@ -18,6 +18,17 @@ class ParameterError(TopWError, ValueError):
     """A parameter is unknown, has the wrong type or is out of range; exit code 2 if set on the command line."""
 
 
+class GrammarError(ParameterError):
+    """A request's grammar is invalid, matches nothing or is too complex.
+
+    line, column: where, from 1, if the compiler says so; in the schema's text, the expression or the grammar.
+    """
+
+    def __init__(self, message: str, *parameters: str, line: int | None = None, column: int | None = None) -> None:
+        super().__init__(message, *parameters)
+        self.line, self.column = line, column
+
+
 class SourceError(TopWError):
     """The source model is missing, gated, unreadable, or not a model."""
 

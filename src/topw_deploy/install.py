@@ -23,6 +23,7 @@ from topw_deploy.errors import MissingPackageError
 NAME = "topw-deploy"
 MODULES = {
     "cpu": {"onnxruntime": "onnxruntime"},
+    "structured": {"llguidance": "llguidance"},
     "export": {
         "torch": "torch",
         "transformers": "transformers",

@@ -42,6 +42,7 @@ def feeds(session: ort.InferenceSession, uniform: float) -> dict[str, np.ndarray
         "edit_ids": np.zeros((1, 0), np.int64),
         "edit_penalty": np.zeros((1, 0), np.float32),
         "edit_bias": np.zeros((1, 0), np.float32),
+        "allowed": np.zeros((1, 0), np.int32),
         **{name: np.array([getattr(parameters, name)], np.float32) for name in TopWParameters.__slots__},
     }
     for node in session.get_inputs():

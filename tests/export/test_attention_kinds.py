@@ -23,6 +23,7 @@ from tests.support.attention_kinds import (
     wanted_of,
 )
 from tests.support.lowerings import CONTEXT, LOWERINGS, copy_of, driver_of, lowered
+from tests.support.samples import sampled
 from tests.support.tiny_models import make_model
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.trace.marker import marker_nodes
@@ -50,10 +51,7 @@ def wanted(kind: str) -> Wanted:
     return wanted_of(model_of(kind))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[name if name in SAMPLE else pytest.param(name, marks=pytest.mark.long) for name in KINDS],
-)
+@pytest.fixture(scope="module", params=sampled(KINDS, SAMPLE))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -84,7 +82,9 @@ def test_ragged_rows_of_a_batch_agree_with_torch_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", ["gpt_oss", "bloom", "falcon_alibi", "codegen", "llama4", "llama_12", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "half", sampled(("gpt_oss", "bloom", "falcon_alibi", "codegen", "llama4", "llama_12", "deepseek_v3"), SAMPLE[:1])
+)
 def test_half_precision_agrees_within_its_bits(half: str, lowering: str) -> None:
     decoder, form = lowered(traced(half, torch.float16), lowering)
     driver = driver_of(decoder, form, "float16")
@@ -93,7 +93,7 @@ def test_half_precision_agrees_within_its_bits(half: str, lowering: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("each", KINDS)
+@pytest.mark.parametrize("each", sampled(KINDS, SAMPLE))
 def test_the_cache_is_written_in_place_for_every_kind(each: str) -> None:
     decoder, form = lowered(traced(each), "group_query")
     assert (form.kv_form, form.notice) == ("static", None)
@@ -158,7 +158,7 @@ def test_losing_the_chunk_would_fail(lowering: str) -> None:
     assert np.abs(difference).max() > 10 * FLOAT32
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_losing_blocks_of_tokens_would_fail(lowering: str) -> None:
     decoder = copy_of(traced("deepseek_v4"))
     assert [node.attributes["stride"].as_int() for node in marker_nodes(decoder.model.graph)] == [0, 4, 6]

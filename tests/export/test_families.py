@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.lowerings import CONTEXT, LOWERINGS, copy_of, driver_of, lowered
+from tests.support.samples import sampled
 from tests.support.tiny_models import FAMILIES, WINDOW, make_model
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.trace.marker import marker_nodes
@@ -23,6 +24,7 @@ from topw_deploy.manifest import Check, load_decoder_manifest
 
 pytestmark = pytest.mark.slow
 
+SAMPLE = ("llama_tied", "llama_untied", "gpt2", "gemma3", "qwen3_moe")  # the others are long tests
 FLOAT32 = 1e-4  # the export's bound; measured: below 3e-6
 LENGTHS = (7, 90, 1, 40)  # ten sliding windows at most
 # GroupQueryAttention rotates these; the others have heads of 8 numbers.
@@ -53,7 +55,7 @@ def traced(family: str) -> TracedDecoder:
     return trace(make_model(family))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=sampled(FAMILIES, SAMPLE))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

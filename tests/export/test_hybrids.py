@@ -11,6 +11,7 @@ import torch
 
 from tests.support.hybrid_models import HYBRIDS, make_hybrid
 from tests.support.lowerings import LOWERINGS, copy_of, driver_of, lowered
+from tests.support.samples import sampled
 from topw_deploy.export.trace.marker import marker_nodes
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 from topw_deploy.export.verification.cache_drivers import CacheDriver
@@ -38,10 +39,7 @@ def traced(family: str) -> TracedDecoder:
     return trace(make_hybrid(family))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[name if name in SAMPLE else pytest.param(name, marks=pytest.mark.long) for name in HYBRIDS],
-)
+@pytest.fixture(scope="module", params=sampled(HYBRIDS, SAMPLE))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -116,6 +114,7 @@ def test_one_node_reads_a_fixed_state_that_is_updated_in_place(family: str, lowe
     assert readers == dict.fromkeys(fixed, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("each", ["inkling", "inkling2"])
 def test_every_layer_adds_biases_by_distance_that_matter(each: str, lowering: str) -> None:
     changed = copy_of(traced(each))

@@ -66,11 +66,12 @@ def parsed(task: dict[str, Any]) -> dict[str, Any]:
     took = parser.parse(data, str(path))
     layers = [network.get_layer(index).type for index in range(network.num_layers)]
     sizes = []
+    words = mask_words(network, path) if took else 0
     for least, most in task["batches"] if took else ():
         config, profile = builder.create_builder_config(), builder.create_optimization_profile()
         for index in range(network.num_inputs):
             tensor = network.get_input(index)
-            low, high = (shape(tensor, batch, task) for batch in (least, most))
+            low, high = (shape(tensor, batch, task, words) for batch in (least, most))
             profile.set_shape(tensor.name, low[0], high[1], high[1])
         config.add_optimization_profile(profile)
         engine = builder.build_serialized_network(network, config)
@@ -85,8 +86,19 @@ def parsed(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def shape(tensor: Any, batch: int, task: dict[str, Any]) -> tuple[list[int], list[int]]:
+def mask_words(network: Any, model: Path) -> int:
+    """Words of a row's mask: from the logits of a sampler-only graph, or from the manifest beside a decoder."""
+    inputs = (network.get_input(index) for index in range(network.num_inputs))
+    widths = [tensor.shape[1] for tensor in inputs if tensor.name == "logits"]
+    manifest = model.parent / "topw_manifest.json"
+    vocab = widths[0] if widths else json.loads(manifest.read_text(encoding="utf-8"))["sampler"]["vocab_size"]
+    return -(-int(vocab) // 32)
+
+
+def shape(tensor: Any, batch: int, task: dict[str, Any], words: int) -> tuple[list[int], list[int]]:
     """(smallest, largest) shape of an input; a copied cache is as long as the call's tokens."""
+    if tensor.name == "allowed":
+        return [batch, words], [batch, words]
     least, most = 1, EDITS if tensor.name.startswith("edit_") else int(task.get("sequence", 1))
     if tensor.name == "attention_mask":
         least, most = 2 * least, 2 * most

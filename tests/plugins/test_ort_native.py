@@ -13,7 +13,7 @@ import pytest
 from tests.support.sampler_models import Wanted, clear_rows, open_model, run
 from tests.support.tail_cases import NATIVE, Scenario, Tally, compare, embedding_table, feeds, graph, random_case
 from topw_deploy.sampling import Geometry, apply_edits, sample_row
-from topw_deploy.sampling.parameters import METRICS, TopWOptions
+from topw_deploy.sampling.parameters import METRICS, PARAMETER_NAMES, TopWOptions
 
 SCENARIOS = [
     Scenario(TopWOptions(top_m=1200), 53, 8, "near-duplicates", 1),
@@ -77,7 +77,7 @@ def test_tables_of_half_precision_are_read_as_they_are(native_library: Path, dty
     inputs = feeds([random_case(rng, wanted.vocab_size) for _ in range(60)])
     found = run(open_model(wanted.model(), native_library), inputs)
     for index in np.flatnonzero(clear_rows(wanted, inputs)):
-        parameters = {n: float(inputs[n][index]) for n in inputs if n not in ("logits", "uniform") and "edit" not in n}
+        parameters = {n: float(inputs[n][index]) for n in PARAMETER_NAMES}
         row = sample_row(
             inputs["logits"][index], parameters, wanted.options, wanted.geometry, float(inputs["uniform"][index])
         )

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pytest
+
+from tests.support.toy_model import Toy, export
+from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, REQUEST_PARAMETERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "runtime.md"
@@ -18,3 +23,17 @@ def test_the_page_names_every_alias_beside_its_parameter() -> None:
     for alias, name in REQUEST_ALIASES.items():
         if name in PARAMETERS or name in REQUEST_PARAMETERS:
             assert any(f"`{name}`" in cells[1] and f"`{alias}`" in cells[2] for cells in table), alias
+
+
+def test_the_code_on_log_probabilities_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(tmp_path / "out-with-logits", Toy.random(1), with_logits=True)
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(
+        r"^```python\n([^`]*?out-with-logits.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+    exec(block, {"TopWModel": TopWModel})
+    *tokens, likelihood = capsys.readouterr().out.splitlines()
+    assert len(tokens) == 4
+    assert likelihood.endswith(", False)")

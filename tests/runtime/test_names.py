@@ -105,3 +105,30 @@ def test_a_truth_value_in_a_prompt_is_refused_with_its_position(model: TopWModel
 def test_a_float_in_a_prompt_is_refused_even_where_it_is_whole(model: TopWModel, prompt: Any) -> None:
     with pytest.raises(PromptError, match=r"holds .* at position \d, but token ids are integers"):
         model.generate(prompt)
+
+
+def test_bad_words_are_texts_with_and_without_a_leading_space(load: Load) -> None:
+    toy = Toy.script(byte_ids("x ab ab"), prompt_tokens=1)
+    model = load(toy)
+    spelled = {"bad_words_ids": [byte_ids("ab"), byte_ids(" ab")]}
+    hot = {"temperature": 0, "max_new_tokens": 7}
+    assert model.generate("x", **hot).text == "x ab ab"
+    expected = model.generate("x", **hot, **spelled)
+    assert expected.text[:3] == "x a"
+    assert expected.text[3] != "b"
+    for words in (["ab"], "ab", [" ab", "ab"]):
+        assert model.generate("x", **hot, bad_words=words).token_ids == expected.token_ids
+    assert model.generate("x", **hot, generation_config={"bad_words": ["ab"]}).token_ids == expected.token_ids
+    rows = model.generate(["x", "x"], **hot, bad_words=[["ab"], None])
+    assert [row.token_ids == expected.token_ids for row in rows] == [True, False]
+    with pytest.raises(ParameterError, match="bad_words and bad_words_ids are both given"):
+        model.generate("x", bad_words=["ab"], **spelled)
+    for wrong in ([3], [["ab", 4]], ""):
+        with pytest.raises(ParameterError, match=r"bad_words is .*, but must be a non-empty string or a list of them"):
+            model.generate("x", bad_words=wrong)
+
+
+def test_an_unknown_name_is_an_error_that_suggests_one(model: TopWModel) -> None:
+    for wrong, right in (("logprob", "logprobs"), ("prompt_logprob", "prompt_logprobs"), ("bad_word", "bad_words")):
+        with pytest.raises(ParameterError, match=f"unknown parameter '{wrong}': did you mean {right}"):
+            model.generate("x", **{wrong: 1})

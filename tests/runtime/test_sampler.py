@@ -12,7 +12,7 @@ import pytest
 from tests.support.toy_model import VOCAB, Toy, export_sampler
 from topw_deploy.errors import GenerationError, ParameterError, TopWError
 from topw_deploy.runtime import TopWSampler
-from topw_deploy.sampling import Geometry, TopWParameters, preset_parameters, sample_row, uniform_for
+from topw_deploy.sampling import Geometry, TopWParameters, pack_mask, preset_parameters, sample_row, uniform_for
 
 ROWS = 16
 LOGITS = (np.random.default_rng(0).standard_normal((ROWS, VOCAB)) * 3).astype(np.float32)
@@ -69,6 +69,34 @@ def test_edits_are_applied_and_one_row_may_come_alone(sampler: TopWSampler) -> N
     assert found.kept.tolist() == [1]
 
 
+def test_masked_rows_equal_the_reference_as_flags_and_as_words(sampler: TopWSampler) -> None:
+    flags = np.random.default_rng(3).random((ROWS, VOCAB)) < 0.1
+    flags[np.arange(ROWS), LOGITS.argmax(1)] = False
+    flags[3] = True
+    request: dict[str, Any] = {"uniform": 0.7, "temperature": 2.0, "lam": 0.2}
+    found, plain = sampler.sample(LOGITS, allowed=flags, **request), sampler.sample(LOGITS, **request)
+    words = pack_mask(flags)
+    options, parameters = sampler.manifest.sampler.options, TopWParameters(temperature=2.0, lam=0.2)
+    for row in range(ROWS):
+        want = sample_row(LOGITS[row], parameters, options, Geometry.uniform(), 0.7, allowed=words[row])
+        assert (found.next_token[row], found.kept[row]) == (want.next_token, want.kept)
+    assert found.keep_mask is not None
+    assert not (found.keep_mask & ~flags).any()
+    assert found.next_token[3] == plain.next_token[3]
+    assert (np.delete(found.next_token, 3) != np.delete(plain.next_token, 3)).all()
+    packed = sampler.sample(LOGITS, allowed=words, **request)
+    alone = sampler.sample(LOGITS[0], allowed=flags[0], **request)
+    assert packed.next_token.tolist() == found.next_token.tolist()
+    assert alone.next_token.tolist() == found.next_token[:1].tolist()
+
+
+def test_a_row_without_an_allowed_token_is_named(sampler: TopWSampler) -> None:
+    flags = np.ones((ROWS, VOCAB), np.bool_)
+    flags[4] = False
+    with pytest.raises(GenerationError, match=r"row 4 contain .* nothing finite after the edits and the mask"):
+        sampler.sample(LOGITS, uniform=0.5, allowed=flags)
+
+
 def test_half_precision_logits_are_taken_as_float32(sampler: TopWSampler) -> None:
     half = LOGITS.astype(np.float16)
     assert (
@@ -102,6 +130,10 @@ def test_an_invalid_row_is_named(sampler: TopWSampler) -> None:
         ({"uniform": 0.5, "edit_ids": np.zeros((2, 2), int)}, "edit_ids has the shape"),
         ({"uniform": 0.5, "edit_ids": np.ones((ROWS, 1), bool)}, "edit_ids holds True, but must be -1"),
         ({"uniform": 0.5, "edit_ids": np.full((ROWS, 1), 1.7)}, "edit_ids holds 1.7, but must be -1"),
+        ({"uniform": 0.5, "allowed": np.ones((ROWS, 9), np.int64)}, r"allowed is int64 \[16, 9\], but must be bool"),
+        ({"uniform": 0.5, "allowed": np.ones((ROWS, 8), np.int32)}, r"or int32 \[16, 9\], a bit per token"),
+        ({"uniform": 0.5, "allowed": np.ones(VOCAB, bool)}, r"allowed is bool \[1, 259\]"),
+        ({"uniform": 0.5, "allowed": [[True], [True, False]]}, "allowed is object"),
         ({"seed": True, "position": 0}, "seed is True, but must be an integer"),
         (
             {"uniform": 0.5, "edit_ids": np.ones((ROWS, 1), int), "edit_penalty": np.zeros((ROWS, 1))},

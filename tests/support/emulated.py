@@ -20,6 +20,7 @@ from topw_deploy.plugins.kernel import (
     KernelSamples,
     KernelTable,
     edit_arrays,
+    mask_array,
     parameter_columns,
     require_table,
 )
@@ -95,6 +96,7 @@ class EmulatedKernel(CudaKernel):
         table: KernelTable | None = None,
         edits: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
         *,
+        allowed: ArrayLike | None = None,
         mass: bool = False,
         keep_mask: bool = False,
         spare: int = 0,
@@ -109,14 +111,16 @@ class EmulatedKernel(CudaKernel):
             rows = rows.astype(np.float32)
         options = TopWOptions() if options is None else options
         require_table(options, table, rows.shape[1])
-        given, edited = parameter_columns(columns or {}, len(rows)), edit_arrays(edits, len(rows))
+        given = parameter_columns(columns or {}, len(rows))
+        changes = (*edit_arrays(edits, len(rows)), mask_array(allowed, *rows.shape))
         samples = KernelSamples.empty(len(rows), rows.shape[1], mass, keep_mask)
         described = table_struct(table)
         kind = "bfloat16" if rows.dtype == np.uint16 else str(rows.dtype)
-        shape = CudaShape(options, len(rows) + spare, rows.shape[1], edited[0].shape[1] + spare, kind, described)
+        shape = CudaShape(options, len(rows) + spare, rows.shape[1], changes[0].shape[1] + spare, kind, described)
         inputs = Inputs(
-            *rows.shape, edited[0].shape[1], *map(address, (rows, *edited)), *(address(given[n]) for n in COLUMNS)
-        )
+            *rows.shape, changes[0].shape[1], changes[3].shape[1], *map(address, (rows, *changes)),
+            *(address(given[n]) for n in COLUMNS),
+        )  # fmt: skip
         outputs = Outputs(*(address(getattr(samples, field.name)) for field in fields(samples)))
         self.launch(shape, described, inputs, outputs, *self._room_for(shape))
         left = self._control(shape)

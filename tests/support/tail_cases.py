@@ -24,7 +24,7 @@ from tests.support.rows import (
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
 from topw_deploy.plugins.shared_library import library_path
-from topw_deploy.sampling import Geometry, Row
+from topw_deploy.sampling import Geometry, Row, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 __all__ = [
@@ -63,8 +63,8 @@ def graph(
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def feeds(cases: list[Case], edits: int = 0) -> dict[str, np.ndarray]:
-    """The graph's inputs, with `edits` padded edits per row."""
+def feeds(cases: list[Case], edits: int = 0, words: int = 0) -> dict[str, np.ndarray]:
+    """The graph's inputs, with `edits` padded edits and `words` words of ones per row."""
     batch = len(cases)
     columns = {n: np.array([case.parameters[n] for case in cases], np.float32) for n in PARAMETER_NAMES}
     return {
@@ -72,9 +72,18 @@ def feeds(cases: list[Case], edits: int = 0) -> dict[str, np.ndarray]:
         "edit_ids": np.full((batch, edits), -1, np.int64),
         "edit_penalty": np.ones((batch, edits), np.float32),
         "edit_bias": np.zeros((batch, edits), np.float32),
+        "allowed": np.full((batch, words), -1, np.int32),
         "uniform": np.array([case.uniform for case in cases], np.float32),
         **columns,
     }
+
+
+def masked_feeds(cases: list[Case]) -> dict[str, np.ndarray]:
+    """Inputs with padded edits, and with other logits where the case has -inf: the mask forbids those tokens."""
+    inputs = feeds(cases, edits=2)
+    allowed = inputs["logits"] != -np.inf
+    other = np.random.default_rng(0).choice(np.array([np.nan, np.inf, 300.0, 0.0], np.float32), allowed.shape)
+    return inputs | {"logits": np.where(allowed, inputs["logits"], other), "allowed": pack_mask(allowed)}
 
 
 def run(session: ort.InferenceSession, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -123,12 +132,14 @@ def differences(wanted: Row, found: dict[str, object]) -> Iterator[str]:
 
 def compare(scenario: Scenario, sessions: dict[str, ort.InferenceSession], geometry: Geometry, cases: list[Case],
             tallies: dict[str, Tally]) -> None:  # fmt: skip
-    """Run each batch in every form, again with other uniform numbers and padded edits."""
+    """Run each batch in every form, again with other uniform numbers, padded edits, and masks instead of -inf."""
     wanted = [reference(scenario, geometry, case) for case in cases]
     second = [redrawn(row, case, 1.0 - 2.0**-24 - case.uniform) for row, case in zip(wanted, cases, strict=True)]
+    again = [case for _, case in second]
+    both = (wanted, cases, feeds(cases)), ([row for row, _ in second], again, masked_feeds(again))
     for form, session in sessions.items():
-        for rows, batch, edits in ((wanted, cases, 0), ([r for r, _ in second], [c for _, c in second], 2)):
-            results = run(session, feeds(batch, edits))
+        for rows, batch, inputs in both:
+            results = run(session, inputs)
             for index, (row, case) in enumerate(zip(rows, batch, strict=True)):
                 found = {name: value[index] for name, value in results.items()}
                 tallies[form].add(f"{form} {scenario.name}/{scenario.table_kind}", case, row, found)

@@ -27,6 +27,7 @@ from tests.support.toy_graph import HEAD_DIMS, OPSETS, decoder_graph
 from topw_deploy.export.tail import (
     DOMAIN,
     OP_TYPE,
+    TAIL_INPUTS,
     TailSpec,
     build_tail,
     plain_gather,
@@ -108,6 +109,10 @@ class Toy:
     factor: float = 0.25
     options: TopWOptions = field(default_factory=lambda: TopWOptions(top_m=64, metric="uniform"))
 
+    @property
+    def vocab(self) -> int:
+        return len(self.follow)
+
     @classmethod
     def random(cls, seed: int = 0, **changes: Any) -> Toy:
         rng = np.random.default_rng(seed)
@@ -149,8 +154,13 @@ class Toy:
         seed: int = 0,
         sample: int = 0,
         edits: Any = None,
+        allowed: Any = None,
     ) -> list[Row]:
-        """The reference's draws. edits: tokens so far -> (ids, penalties, biases) or None."""
+        """The reference's draws.
+
+        edits: tokens so far -> (ids, penalties, biases) or None.
+        allowed: tokens so far -> words of the mask or None.
+        """
         geometry = Geometry.uniform()
         if self.options.metric != "uniform":
             geometry = Geometry.from_embeddings(self.embeddings, self.options.metric)
@@ -164,6 +174,7 @@ class Toy:
                 geometry,
                 uniform_for(seed, len(tokens), sample),
                 given,
+                allowed(tokens) if allowed else None,
             )
             rows.append(row)
             tokens.append(row.next_token)
@@ -183,6 +194,7 @@ def export(
     *,
     padding: bool = True,
     with_mass: bool = False,
+    with_logits: bool = False,
     defaults: TopWParameters | None = None,
     generation_config: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
@@ -202,13 +214,13 @@ def export(
     folder.mkdir(parents=True)
     spec = TailSpec(
         options=toy.options,
-        vocab_size=VOCAB,
+        vocab_size=toy.vocab,
         embedding=None if toy.options.metric == "uniform" else plain_gather(*toy.embeddings.shape),
         hidden_size=None if toy.options.metric == "uniform" else toy.embeddings.shape[1],
         opset=OPSETS[form],
         with_mass=with_mass,
     )
-    model = _decoder_model(toy, spec, form, max_length)
+    model = _decoder_model(toy, spec, form, max_length, with_logits)
     onnx.save(model, folder / "model.onnx")
     (tokenizer or byte_tokenizer()).save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config or {"eos_token": "</s>", "pad_token": "<pad>"})
@@ -268,7 +280,7 @@ def write_manifest(
         "outputs": _specs(model.graph.output),
         "sampler": SamplerInfo(
             tail=spec.form,
-            vocab_size=VOCAB,
+            vocab_size=spec.vocab_size,
             hidden_size=spec.hidden_size,
             table_form=str(tail_attributes(spec)["table_form"]),
             options=spec.options,
@@ -295,8 +307,10 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-def _decoder_model(toy: Toy, spec: TailSpec, form: str, max_length: int | None) -> onnx.ModelProto:
+def _decoder_model(toy: Toy, spec: TailSpec, form: str, max_length: int | None, with_logits: bool) -> onnx.ModelProto:
     nodes, inputs, outputs, constants = decoder_graph(toy.numbers(), form, max_length)
+    if with_logits:
+        outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", toy.vocab]), *outputs]
     if spec.has_geometry:
         mean, inverse = embedding_statistics(toy.embeddings, spec.options.metric)
         geometry = {
@@ -310,16 +324,21 @@ def _decoder_model(toy: Toy, spec: TailSpec, form: str, max_length: int | None) 
 
 
 def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: TailSpec) -> onnx.ModelProto:
-    edit_types = {"edit_ids": TensorProto.INT64, "edit_penalty": TensorProto.FLOAT, "edit_bias": TensorProto.FLOAT}
-    for name in tail_inputs(spec)[1:11]:
-        shape = ["batch", "edits"] if name in edit_types else ["batch"]
-        inputs = [*inputs, helper.make_tensor_value_info(name, edit_types.get(name, TensorProto.FLOAT), shape)]
+    kinds = {
+        "edit_ids": (TensorProto.INT64, "edits"),
+        "edit_penalty": (TensorProto.FLOAT, "edits"),
+        "edit_bias": (TensorProto.FLOAT, "edits"),
+        "allowed": (TensorProto.INT32, "words"),
+    }
+    for name in TAIL_INPUTS[1:]:
+        dtype, *width = kinds.get(name, (TensorProto.FLOAT,))
+        inputs = [*inputs, helper.make_tensor_value_info(name, dtype, ["batch", *width])]
     types = {"next_token": TensorProto.INT64, "kept": TensorProto.INT32, "certified": TensorProto.BOOL}
     results = [
         helper.make_tensor_value_info(
             name,
             types.get(name, TensorProto.BOOL if name == "keep_mask" else TensorProto.FLOAT),
-            ["batch", VOCAB] if name == "keep_mask" else ["batch"],
+            ["batch", spec.vocab_size] if name == "keep_mask" else ["batch"],
         )
         for name in tail_outputs(spec)
     ]

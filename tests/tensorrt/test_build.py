@@ -62,6 +62,7 @@ def test_profiles_reach_tensorrt_with_every_input_and_the_caches_length(trt: Ten
     assert decode["input_ids"] == [[1, 1], [4, 1], [4, 1]]
     assert prefill["input_ids"] == [[1, 1], [4, 32], [4, 32]]
     assert decode["edit_ids"] == prefill["edit_bias"] == [[1, 0], [4, 16], [4, 64]]
+    assert decode["allowed"] == prefill["allowed"] == [[1, 9], [4, 9], [4, 9]]
     assert decode["uniform"] == [[1], [4], [4]]
     assert decode["past_key_values.0.key"] == [[1, 1, CACHE, 4], [4, 1, CACHE, 4], [4, 1, CACHE, 4]]
 

@@ -42,4 +42,10 @@ def test_a_small_bound_on_edits_is_what_is_tuned_for() -> None:
 def test_a_dimension_that_no_engine_can_have_open_is_named() -> None:
     profile = Profile("decode", *[Range(1, 1, 1)] * 3)
     with pytest.raises(EngineError, match=r"past_key_values\.0\.key has the dimension 'max_length', for which"):
-        profile.shapes(TensorSpec("past_key_values.0.key", "float", ("batch", 2, "max_length", 64)))
+        profile.shapes(TensorSpec("past_key_values.0.key", "float", ("batch", 2, "max_length", 64)), words=3)
+
+
+def test_masks_are_always_whole() -> None:
+    for profile in BOTH:
+        shapes = profile.shapes(TensorSpec("allowed", "int32", ("batch", "words")), words=9)
+        assert shapes == ([1, 9], [4, 9], [4, 9])

@@ -76,7 +76,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 @baked_options
 @bound_option
 @parameter_options
-@click.option("--with-logits", is_flag=True, help="Add an output with the logits.")
+@click.option("--with-logits", is_flag=True, help="Add an output with the logits, for log-probabilities.")
 @crop_options
 @click.option("--num-hidden-layers", type=int, default=None, help="Export only the first N layers, for tests.")
 @click.option(

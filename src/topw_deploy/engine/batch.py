@@ -8,18 +8,21 @@ which the next chunk overwrites. States of fixed size stay as they are (`row_len
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
+from topw_deploy.runtime.allowed import NAME as ALLOWED
+from topw_deploy.runtime.allowed import Allowed
 from topw_deploy.runtime.cache.buffers import MemoryPool
 from topw_deploy.runtime.cache.in_place import bind_static_chunk, bind_total
 from topw_deploy.runtime.cache.prefill import greedy
 from topw_deploy.runtime.draws import Draws, uniforms
 from topw_deploy.runtime.edits import NAMES, Edits
+from topw_deploy.runtime.logprobs import Logits
 from topw_deploy.runtime.memory import HostMemory
 from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.record import Record
@@ -32,23 +35,37 @@ class _Bound:
     """A binding of a step of some width, or of a row's last chunk.
 
     edit_ids, version: what of `Edits.ids` and `Batch._version` it has.
+    allowed, masks: what of `Allowed.array` and `Allowed.version` it has.
     """
 
     binding: Binding
     edit_ids: np.ndarray
     version: int
+    allowed: np.ndarray
+    masks: int
 
 
 class Batch:
     """`rows` rows of at most `length` tokens.
 
+    new_logits: makes room for the logits of `rows` rows, for requests that ask for log-probabilities.
+    wants_logits: whether the next runs, chunks or steps, copy their logits to the host.
     steps: number of steps so far; a step's number says where its outputs are recorded.
 
     Raises GenerationError if there is no memory for the cache.
     """
 
-    def __init__(self, session: Session, decoder: DecoderInfo, rows: int, length: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        decoder: DecoderInfo,
+        rows: int,
+        length: int,
+        new_logits: Callable[[int], Logits | None] = lambda rows: None,
+    ) -> None:
         self._session, self._decoder, self._length = session, decoder, length
+        self._new_logits = new_logits
+        self._logits: Logits | None = None
         self._pool = MemoryPool(session, decoder, length, rows)
         self._buffers = self._pool.borrow(rows, length, 1)
         self._base = session.bind()
@@ -62,11 +79,13 @@ class Batch:
         self._ids_view, self._written_view = self._ids.reshape(-1).data, self._written.data
         self._uniform_view = self._uniform.data
         self.edits = Edits([None] * rows, session.fixed_edits, session.most_edits)
+        self.allowed = Allowed(rows, session.mask_words, always=session.always_masked)
         self._draws = Draws([0] * rows, [0] * rows, [0] * rows)
         self._record = Record(session.outputs, rows, length)
         self._first = Record(session.outputs, 1, 1)  # of the last chunk's run
         self._unchecked: dict[int, int] = {}  # free row -> slots whose states may not be finite
         self._version = 0
+        self.wants_logits = False
         self.steps = 0
         self._forget_bindings()
 
@@ -106,6 +125,8 @@ class Batch:
         Raises ParameterError if it edits more tokens than the graph allows; the row is then free.
         """
         self.edits.set(row, request)
+        if request.allowed_token_ids:
+            self.allowed.limit(row, request.allowed_token_ids)
         for name, values in self._parameters.items():
             values[row] = getattr(request.top_w, name)
         self._version += 1
@@ -121,6 +142,7 @@ class Batch:
         written = int(self._written[row]) + 1  # steps write another slot
         self._parameters["temperature"][row] = 0.0
         self.edits.clear(row)
+        self.allowed.clear(row)
         self._draws.clear(row)
         self._ids[row], self._written[row], self._lengths[row] = 0, 0, self._unused
         self._version += 1
@@ -162,7 +184,7 @@ class Batch:
         if last:
             self.edits.write(row)
             self._uniform[row] = uniforms(request.seed, end, request.sample, 1)[0]
-        binding = self._drawer(row) if last else self._filler(row)
+        binding = self._drawer(row, self.wants_logits) if last else self._filler(row)
         bind_static_chunk(self._session, binding, ids, np.array([start]), np.array([end - start]))
         self._written[row] = end
         binding.run(0 if last else None)
@@ -186,13 +208,18 @@ class Batch:
         """Draw a token for each of the first `width` rows. Returns the tokens; only those of decoding rows count."""
         if self._decoder.buffer_step:
             self._make_room(max(self._written_view[:width].tolist()) + 1)
-        bound = self._steps.get(width) or self._bind_step(width)
+        bound = self._steps.get((width, self.wants_logits)) or self._bind_step(width, self.wants_logits)
         self._update(bound, slice(width))
         self._draws.write(self.steps, self._uniform_view)
         bound.binding.run(self.steps + 1)  # 0 is a prompt's last chunk
         tokens = self._record.keep(self.steps % self._length)
         self.steps += 1
         return tokens
+
+    def logits(self, row: int) -> np.ndarray:
+        """A row's logits of the last run, if that was made with `wants_logits`: float [V], valid until the next."""
+        assert self._logits is not None, "bound by the run"
+        return self._logits.of(row)
 
     def accept(self, row: int, token: int) -> None:
         """Make a decoding row's drawn token its next input.
@@ -225,6 +252,7 @@ class Batch:
             array[pair] = array[pair[::-1]]
         self._unchecked = {{one: other, other: one}.get(row, row): slots for row, slots in self._unchecked.items()}
         self.edits.swap(one, other)
+        self.allowed.swap(one, other)
         self._draws.swap(one, other)
         self._version += 1
 
@@ -240,9 +268,9 @@ class Batch:
             self._forget_bindings()
 
     def _forget_bindings(self) -> None:
-        self._steps: dict[int, _Bound] = {}
+        self._steps: dict[tuple[int, bool], _Bound] = {}  # of (width, logits)
         self._fillers: dict[int, Binding] = {}
-        self._drawers: dict[int, _Bound] = {}
+        self._drawers: dict[tuple[int, bool], _Bound] = {}  # of (row, logits)
 
     def _filler(self, row: int) -> Binding:
         """A binding for chunks that draw nothing."""
@@ -252,17 +280,17 @@ class Batch:
             self._buffers.bind(binding, range(row, row + 1))
         return binding
 
-    def _drawer(self, row: int) -> Binding:
+    def _drawer(self, row: int, logits: bool) -> Binding:
         """A binding for the last chunk, which draws with the row's parameters."""
-        bound = self._drawers.get(row)
+        bound = self._drawers.get((row, logits))
         if bound is None:
-            bound = self._drawers[row] = self._bind_sampler(slice(row, row + 1))
+            bound = self._drawers[row, logits] = self._bind_sampler(slice(row, row + 1), logits)
             self._first.bind(bound.binding)
         self._update(bound, slice(row, row + 1))
         return bound.binding
 
-    def _bind_step(self, width: int) -> _Bound:
-        bound = self._steps[width] = self._bind_sampler(slice(width))
+    def _bind_step(self, width: int, logits: bool) -> _Bound:
+        bound = self._steps[width, logits] = self._bind_sampler(slice(width), logits)
         bound.binding.bind_changing("input_ids", self._ids[:width])
         bound.binding.bind_changing("write_indices", self._written[:width])
         bound.binding.bind_array("row_lengths", self._lengths[:width])
@@ -270,7 +298,7 @@ class Batch:
         self._record.bind(bound.binding, width)
         return bound
 
-    def _bind_sampler(self, rows: slice) -> _Bound:
+    def _bind_sampler(self, rows: slice, logits: bool) -> _Bound:
         """A new binding of adjacent rows with their states and the sampler's inputs."""
         binding = self._base.another()
         self._buffers.bind(binding, range(rows.start or 0, rows.stop))
@@ -278,17 +306,27 @@ class Batch:
         for name, values in self._parameters.items():
             binding.bind_array(name, values[rows])
         self.edits.bind(binding, rows)
-        return _Bound(binding, self.edits.ids, self._version)
+        self.allowed.bind(binding, rows)
+        if logits:
+            self._logits = self._logits or self._new_logits(self._buffers.batch)
+            if self._logits is not None:
+                self._logits.bind(binding, rows)
+        return _Bound(binding, self.edits.ids, self._version, self.allowed.array, self.allowed.version)
 
     def _update(self, bound: _Bound, rows: slice) -> None:
-        """Pass changed rows and edits to a binding."""
-        binding, edits = bound.binding, self.edits
+        """Pass changed rows, edits and masks to a binding."""
+        binding, edits, allowed = bound.binding, self.edits, self.allowed
         if bound.edit_ids is not edits.ids:
             edits.bind(binding, rows)
             bound.edit_ids = edits.ids
         elif edits.active:
             for name in NAMES:
                 binding.refresh(name)
+        if bound.allowed is not allowed.array:
+            allowed.bind(binding, rows)
+        elif bound.masks != allowed.version:
+            binding.refresh(ALLOWED)
+        bound.allowed, bound.masks = allowed.array, allowed.version
         if bound.version != self._version:
             for name in (*PARAMETER_NAMES, *NAMES, "row_lengths"):
                 binding.refresh(name)

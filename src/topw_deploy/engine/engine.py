@@ -24,6 +24,7 @@ from topw_deploy.engine.tasks import Bell, Events, Signal
 from topw_deploy.engine.worker import Job, Submission, Worker
 from topw_deploy.errors import QueueFullError, TopWError
 from topw_deploy.runtime.callbacks import Watch, ending
+from topw_deploy.runtime.logprobs import new_scores
 from topw_deploy.runtime.model import TopWModel
 from topw_deploy.runtime.request import Limits, RowRequest
 from topw_deploy.runtime.results import Piece
@@ -118,7 +119,7 @@ class Engine:
             options.rows + options.queue,
             opened="engine",
         )
-        self._batch = Batch(session, decoder, options.rows, options.length)
+        self._batch = Batch(session, decoder, options.rows, options.length, model._new_logits)
         self._scheduler: Scheduler[Job] = Scheduler(
             options.rows, options.chunk, dense=decoder.evicts, moves=self._batch.copies_rows
         )
@@ -245,7 +246,7 @@ class Engine:
         seconds = read_max_time(max_time)
         self._room.check()
         rows, whole, alone = self._model._requests(prompt, parameters, self._limits)
-        tokenizer = self._model.tokenizer
+        tokenizer, guides = self._model.tokenizer, self._model._guides(rows)
 
         def follow(ids: Sequence[int]) -> Any:
             return tokenizer.follow(ids, whole["skip_special_tokens"])
@@ -253,7 +254,8 @@ class Engine:
         def new_row(index: int, row: RowRequest) -> Row:
             watched = whole["streamer"] is not None or bool(whole["stopping_criteria"])
             watch = Watch(row.prompt, row.budget, whole["streamer"], whole["stopping_criteria"]) if watched else None
-            return Row(index, row, new_text(row, follow) if row.stop_strings else None, watch)
+            text = new_text(row, follow) if row.stop_strings else None
+            return Row(index, row, text, watch, new_scores(row, tokenizer.text_of), guides[index])
 
         generated = [new_row(index, row) for index, row in enumerate(rows)]
         source = Source(self._session, follow, self._model.load_seconds)

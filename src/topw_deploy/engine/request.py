@@ -13,12 +13,13 @@ from typing import Any, TypeAlias
 from topw_deploy.engine.seconds import read_timeout
 from topw_deploy.errors import GenerationError
 from topw_deploy.runtime.protocols import Session
-from topw_deploy.runtime.results import GenerationResult, Piece
+from topw_deploy.runtime.results import GenerationResult, Piece, TokenLogprob
 from topw_deploy.runtime.rows import Follow, Row, new_text, result_of
 from topw_deploy.runtime.text import RowText
 
-Event: TypeAlias = "tuple[int, int | str | None] | None"
-"""(sequence, its next shown token, or new text, or None at its end); None after all sequences."""
+Event: TypeAlias = "tuple[int, int | str | None, int] | None"
+"""(sequence, its next shown token, or new text, or None at its end, tokens drawn until then); None after all
+sequences."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,11 @@ class Request:
         row = self._rows[index]
         return None if row.text is not None else new_text(row.request, self._source.follow)
 
+    def next_scores(self, index: int, drawn: int) -> list[TokenLogprob] | None:
+        """The log-probabilities of a sequence's first `drawn` tokens that no piece has carried, if it asked."""
+        scores = self._rows[index].scores
+        return None if scores is None else scores.next_piece(drawn)
+
     def fail(self, error: BaseException) -> None:
         """Called by the engine's thread. The first error counts."""
         if self.error is None:
@@ -148,7 +154,7 @@ class Request:
     def end_sequence(self, index: int, ended: Ended) -> None:
         """Called by the engine's thread at the end of each sequence."""
         self._ended[index] = ended
-        self.put((index, None))
+        self.put((index, None, ended.row.steps))
         if len(self._ended) == len(self._rows):
             self._done.set()
             self.put(None)
@@ -174,15 +180,16 @@ class PieceReader:
         self._request = request
         self._texts: dict[int, RowText | None] = {}
 
-    def piece(self, event: tuple[int, int | str | None]) -> Piece | None:
+    def piece(self, event: tuple[int, int | str | None, int]) -> Piece | None:
         """None for a token that ends no character."""
-        index, new = event
+        index, new, drawn = event
         if isinstance(new, str):
-            return Piece(new, index)
+            return Piece(new, index, None, self._request.next_scores(index, drawn))
         if index not in self._texts:
             self._texts[index] = self._request.new_text(index)
         text = self._texts[index]
         if new is None:
-            return Piece("" if text is None else text.flush(), index, self._request.result_of(index))
+            result = self._request.result_of(index)
+            return Piece("" if text is None else text.flush(), index, result, self._request.next_scores(index, drawn))
         gained = "" if text is None else text.push(new)
-        return Piece(gained, index) if gained else None
+        return Piece(gained, index, None, self._request.next_scores(index, drawn)) if gained else None

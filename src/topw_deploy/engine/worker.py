@@ -23,9 +23,10 @@ from topw_deploy.engine.request import Ended, Request
 from topw_deploy.engine.reuse import Reuse
 from topw_deploy.engine.room import Place, Room
 from topw_deploy.engine.scheduler import WAITING, Chunk, Scheduler, Task
-from topw_deploy.errors import GenerationError, ParameterError, TopWError, one_line
+from topw_deploy.errors import GenerationError, LogitsError, ParameterError, TopWError, one_line
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.callbacks import Streamer
+from topw_deploy.runtime.request import reading
 from topw_deploy.runtime.rows import Row
 
 _OUTPUTS = ("next_token", "logprob", "kept", "certified", "mass")
@@ -40,12 +41,14 @@ class Job(Task):
     begun: whether its first chunk was begun, after `cached` tokens that were not read again.
     columns: the outputs of its first token.
     spans: (row, first step) for each row that it decoded in, in order.
+    reads: the request while the prompt is read. If that is token by token, in steps, those draw greedily without edits.
     """
 
     def __init__(self, request: Request, generated: Row) -> None:
-        super().__init__(len(generated.request.prompt))
+        super().__init__(len(generated.given))
         self.request, self.generated = request, generated
-        self.prompt = np.array(generated.request.prompt, np.int64)
+        self.reads = reading(generated.request) if generated.unread else generated.request
+        self.prompt = np.array(self.reads.prompt, np.int64)
         self.begun, self.cached = False, 0
         self.columns: dict[str, list[Any]] = {}
         self.spans: list[tuple[int, int]] = []
@@ -205,20 +208,21 @@ class Worker:
         for job in self._scheduler.admit(lambda job, free: self._reuse.choose(job.prompt, free)):
             try:
                 if not job.ended:  # with another sequence of its request
-                    self._batch.set(job.row, job.generated.request)
+                    self._batch.set(job.row, job.reads)
+                    self._allow(job)
                     self._scheduler.skip(job, self._reuse.start(job.row, job.prompt))
             except ParameterError as error:
                 self._fail(job, error)
 
     def _read(self, chunk: Chunk[Job]) -> None:
         job, row = chunk.task, chunk.task.row
-        request = job.generated.request
         if not job.begun:  # rows may hold more of its prompt now than when it got its own
             job.begun, job.cached = True, self._reuse.start(row, job.prompt)
             self.counts.cached_tokens += job.cached
             chunk = self._scheduler.skip(job, job.cached)
         try:
-            token = self._batch.read(row, request, chunk.start, chunk.end)
+            self._batch.wants_logits = job.generated.wants_logits
+            token = self._batch.read(row, job.reads, chunk.start, chunk.end)
         except TopWError as error:
             self._fail(job, error, spoilt=True)
             return
@@ -228,16 +232,9 @@ class Worker:
         self._scheduler.read(chunk)
         if token is None:
             return
-        self.counts.new_tokens += 1
-        job.first_at = time.perf_counter()
         job.columns = {name: self._batch.first(name) for name in _OUTPUTS}
         job.spans = [(row, self._batch.steps)]
-        self._take(job, token)
-        if not job.ended:
-            try:
-                self._batch.begin(row, request, token)
-            except ParameterError as error:
-                self._fail(job, error)
+        self._take(job, token, partial(self._batch.begin, row, job.reads))
 
     def _write_edits(self) -> None:
         for job in list(self._scheduler.decoding):
@@ -258,6 +255,7 @@ class Worker:
     def _step(self) -> None:
         batch, jobs = self._batch, list(self._scheduler.decoding)
         try:
+            batch.wants_logits = any(job.generated.wants_logits for job in jobs)
             tokens = batch.step(self._scheduler.width)
         except GenerationError as error:
             for job in jobs:
@@ -265,37 +263,52 @@ class Worker:
                     self._fail(job, GenerationError(str(error)), spoilt=True)
             return
         self.counts.steps += 1
-        self.counts.new_tokens += len(jobs)
         for job in jobs:
-            if job.ended:  # with another sequence of its request
-                continue
-            row = job.row
-            token = tokens[row]
-            self._take(job, token)
-            if not job.ended:
-                try:
-                    batch.accept(row, token)
-                except ParameterError as error:
-                    self._fail(job, error)
+            if not job.ended:  # with another sequence of its request
+                self._take(job, tokens[job.row], partial(batch.accept, job.row))
 
-    def _take(self, job: Job, token: int) -> None:
-        """Add a drawn token to a sequence, which may end it."""
+    def _take(self, job: Job, token: int, feed: Callable[[int], None]) -> None:
+        """Add the token that a run drew to a sequence. Unless that ends it, `feed` its next token to the next run."""
         row = job.generated
-        if token < 0:
+        drawn = not row.unread
+        if not row.steps:
+            job.first_at = time.perf_counter()
+        if drawn and token < 0:
             self._fail(job, row.invalid(f"sequence {row.index} of the request"), spoilt=True)
             return
+        logits = self._batch.logits(job.row) if row.wants_logits else None
         try:
-            gained = row.take(token)
-        except BaseException as error:  # noqa: BLE001  # of the caller's code
-            self._fail(job, error)
+            if drawn:
+                gained = row.take(token, logits)
+            else:
+                token = row.read(logits)
+        except BaseException as error:  # noqa: BLE001  # of the caller's code, or of the logits
+            self._fail(job, error, spoilt=isinstance(error, LogitsError))
             return
-        if row.text is None:
+        if not drawn:
+            self.counts.prompt_tokens += 1
+        elif row.text is None:
             if not isinstance(row.stop, int):
-                job.request.put((row.index, token))
+                job.request.put((row.index, token, row.steps))
         elif gained:
-            job.request.put((row.index, gained))
+            job.request.put((row.index, gained, row.steps))
+        self.counts.new_tokens += drawn
         if row.finish_reason is not None:
             self._end(job)
+            return
+        try:
+            feed(token)
+            if not drawn and not row.unread:
+                self._batch.set(job.row, row.request)
+            self._allow(job)
+        except ParameterError as error:
+            self._fail(job, error)
+
+    def _allow(self, job: Job) -> None:
+        """Pass on which tokens a sequence's grammar allows next."""
+        row = job.generated
+        if row.guide is not None and not row.unread:
+            self._batch.allowed.set(job.row, row.guide.mask)
 
     def _start(self, submission: Submission) -> None:
         request = submission.request
@@ -314,7 +327,7 @@ class Worker:
                     row.watch.begin()
             except BaseException as error:  # noqa: BLE001  # of the caller's code
                 self._fail(job, error)
-            if not job.ended and row.request.budget == 0:  # the prompt fills the context
+            if not (job.ended or row.request.budget or row.unread):  # the prompt fills the context
                 row.end("length")
                 self._end(job)
 
@@ -357,7 +370,7 @@ class Worker:
             job.request.fail(error)
             held = ""
         if held:
-            job.request.put((job.generated.index, held))
+            job.request.put((job.generated.index, held, job.generated.steps))
         self._end(job, spoilt=spoilt)
 
     def _end(self, job: Job, *, spoilt: bool = False) -> None:
@@ -380,11 +393,11 @@ class Worker:
     def _held(self, job: Job, drawn: list[int]) -> list[int] | None:
         """The tokens in the row of an ended sequence; None for the part of its prompt that was read.
 
-        The last drawn token was not read. After an error the row may have read one more than its results tell.
+        The last token was not read. After an error the row may have read one more than its results tell.
         """
         if job.generated.finish_reason == "error":
             return []
-        return [*job.generated.request.prompt, *drawn[:-1]] if drawn else None
+        return [*job.generated.given, *drawn][:-1] if job.decoding else None
 
     def _running(self, row: int) -> np.ndarray | None:
         """The tokens in a decoding row."""
@@ -392,7 +405,7 @@ class Worker:
         if job is None or not job.decoding:
             return None
         drawn = self._columns(job, ("next_token",))["next_token"]
-        return np.array([*job.generated.request.prompt, *drawn[:-1]], np.int64)
+        return np.array([*job.generated.given, *drawn][:-1], np.int64)
 
     def _columns(self, job: Job, names: Sequence[str] = _OUTPUTS) -> dict[str, list[Any]]:
         """Outputs of a sequence, one value per token."""
@@ -401,7 +414,8 @@ class Worker:
         for (row, start), end in zip(job.spans, ends, strict=False):
             for name, values in columns.items():
                 values += self._batch.recorded(name, row, start, end)
-        return {name: values[: job.generated.steps] for name, values in columns.items()}
+        counted = slice(job.generated.skipped, job.generated.skipped + job.generated.steps)
+        return {name: values[counted] for name, values in columns.items()}
 
     def _break(self, error: BaseException) -> None:
         """Fail all requests after an error that is not theirs."""

@@ -19,6 +19,7 @@ from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.plugins.kernel_table import KernelBlocks, KernelTable, table_struct
 from topw_deploy.plugins.shared_library import ABI_VERSION, variable_naming
 from topw_deploy.plugins.structs import COLUMNS, REPORT, Inputs, Options, Outputs, Table, address
+from topw_deploy.sampling.mask import mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters, canonical_names
 
 __all__ = ["COLUMNS", "REPORT", "STAGES", "Kernel", "KernelBlocks", "KernelCall", "KernelSamples", "KernelTable"]
@@ -27,6 +28,8 @@ STAGES = ("invalid", "greedy", "candidates", "pool", "geometry", "literal")
 
 Edits = tuple[ArrayLike, ArrayLike, ArrayLike]
 """ids, penalty and bias, each [B, N]."""
+Changes = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]
+"""The edits [B, N] and the mask [B, words]."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Kernel:
         table: KernelTable | None = None,
         edits: Edits | None = None,
         *,
+        allowed: ArrayLike | None = None,
         mass: bool = False,
         keep_mask: bool = False,
     ) -> KernelSamples:
@@ -109,11 +113,12 @@ class Kernel:
 
         columns: parameters and `uniform` by name, a number or [B] each; missing ones get defaults (`uniform`: 0).
         table: None for the uniform metric.
+        allowed: int32 [B, ceil(V / 32)], a bit per token, the lowest first; None or [B, 0] allows every token.
         mass, keep_mask: also return these.
 
         For invalid rows see docs/contract/graph.md, section 7. Raises ParameterError for unfit arguments, MemoryError.
         """
-        call = self.prepare(logits, columns, options, table, edits, mass=mass, keep_mask=keep_mask)
+        call = self.prepare(logits, columns, options, table, edits, allowed=allowed, mass=mass, keep_mask=keep_mask)
         call()
         return call.samples
 
@@ -125,6 +130,7 @@ class Kernel:
         table: KernelTable | None = None,
         edits: Edits | None = None,
         *,
+        allowed: ArrayLike | None = None,
         mass: bool = False,
         keep_mask: bool = False,
     ) -> KernelCall:
@@ -136,7 +142,8 @@ class Kernel:
         require_table(options, table, rows.shape[1])
         columns_given = parameter_columns(columns or {}, len(rows))
         return KernelCall(
-            self._library, rows, columns_given, options, table, edit_arrays(edits, len(rows)),
+            self._library, rows, columns_given, options, table,
+            (*edit_arrays(edits, len(rows)), mask_array(allowed, *rows.shape)),
             KernelSamples.empty(len(rows), rows.shape[1], mass, keep_mask),
         )  # fmt: skip
 
@@ -151,16 +158,16 @@ class KernelCall:
         columns: dict[str, NDArray[np.float32]],
         options: TopWOptions,
         table: KernelTable | None,
-        edits: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
+        changes: Changes,
         samples: KernelSamples,
     ) -> None:
         self.samples = samples
         self._library = library
-        self._borrowed = (logits, columns, table, edits)  # the structures below point into them
+        self._borrowed = (logits, columns, table, changes)  # the structures below point into them
         self._batch = range(len(logits))
         self._options = Options.of(options)
         self._table = table_struct(table)
-        self._inputs = inputs_struct(logits, columns, edits)
+        self._inputs = inputs_struct(logits, columns, changes)
         self._outputs = samples.struct()
         self._workspace = library.topw_workspace_create()
         if not self._workspace:
@@ -184,13 +191,10 @@ def _cure(path: str | Path) -> str:
     return f"{named} selects it: unset it, or give a library of this version" if named else "build it again"
 
 
-def inputs_struct(
-    logits: NDArray[Any],
-    columns: Mapping[str, NDArray[np.float32]],
-    edits: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
-) -> Inputs:
+def inputs_struct(logits: NDArray[Any], columns: Mapping[str, NDArray[np.float32]], changes: Changes) -> Inputs:
+    edits, words = changes[0].shape[1], changes[3].shape[1]
     return Inputs(
-        *logits.shape, edits[0].shape[1], *map(address, (logits, *edits)), *(address(columns[n]) for n in COLUMNS)
+        *logits.shape, edits, words, *map(address, (logits, *changes)), *(address(columns[n]) for n in COLUMNS)
     )
 
 
@@ -234,3 +238,15 @@ def edit_arrays(given: Edits | None, batch: int) -> tuple[NDArray[np.int64], NDA
     if len(shapes) != 1 or arrays[0].ndim != 2 or len(arrays[0]) != batch:
         raise ParameterError(f"edits have shapes {[a.shape for a in arrays]}, but must be [{batch}, N] each.")
     return arrays
+
+
+def mask_array(given: ArrayLike | None, batch: int, vocab: int) -> NDArray[np.int32]:
+    """The mask as C-contiguous int32 [batch, words], words 0 for None. Raises ParameterError."""
+    mask = np.ascontiguousarray(np.zeros((batch, 0), np.int32) if given is None else given)
+    words = mask_words(vocab)
+    if mask.dtype != np.int32 or mask.shape not in ((batch, 0), (batch, words)):
+        raise ParameterError(
+            f"allowed is {mask.dtype} {list(mask.shape)}, but must be int32 [{batch}, {words}], or [{batch}, 0] to "
+            "allow every token."
+        )
+    return mask

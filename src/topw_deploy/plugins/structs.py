@@ -86,10 +86,12 @@ class Inputs(Structure):
         ("batch", c_int64),
         ("vocab", c_int64),
         ("edits", c_int64),
+        ("words", c_int64),
         ("logits", c_void_p),
         ("edit_ids", c_void_p),
         ("edit_penalty", c_void_p),
         ("edit_bias", c_void_p),
+        ("allowed", c_void_p),
         *((name, c_void_p) for name in COLUMNS),
     )
 

@@ -16,6 +16,8 @@ from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.template.environment import TemplateEnvironment
 from topw_deploy.runtime.template.meter import DEPTH, Meter
 from topw_deploy.runtime.tokenizer import CONFIG_FILE, Tokenizer
+from topw_deploy.runtime.tools.declared import schemas_of
+from topw_deploy.runtime.tools.messages import call_form
 
 TEMPLATE_FILE = "chat_template.jinja"
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
@@ -25,9 +27,19 @@ class ChatTemplate:
     """A compiled template. Raises TokenizerError for an invalid template.
 
     name: the template's file, for messages.
+    with_tools: the template for messages with tools, if there is another.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], name: str = TEMPLATE_FILE) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        name: str = TEMPLATE_FILE,
+        with_tools: ChatTemplate | None = None,
+    ) -> None:
+        self.source = source
+        self.with_tools = with_tools
+        self._call_form = call_form(source)
         self._special_tokens = dict(special_tokens)
         self._name = name
         try:
@@ -45,15 +57,21 @@ class ChatTemplate:
     ) -> str:
         """Render `messages`, each with `role` and `content`.
 
-        variables: other variables of the template, such as `tools` and `enable_thinking`.
+        variables: other variables of the template, such as `tools` (JSON schemas, or Python functions) and
+            `enable_thinking`.
 
-        Raises PromptError for malformed or rejected messages, TokenizerError for a template that exceeds its bounds.
+        Raises PromptError for malformed or rejected messages, ParameterError for a function without a schema,
+        TokenizerError for a template that exceeds its bounds.
         """
+        if self.with_tools is not None and variables.get("tools") is not None:
+            return self.with_tools.render(messages, add_generation_prompt=add_generation_prompt, **variables)
         if not messages or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
             raise PromptError("messages must be a non-empty list of mappings with a 'role' and a 'content'.")
         if taken := sorted(variables.keys() & self._special_tokens.keys()):
             raise PromptError(f"the variable {taken[0]!r} is set by the tokenizer; remove it.")
-        given = {"tools": None, "documents": None, **variables, "messages": messages}
+        if variables.get("tools") is not None:
+            variables["tools"] = schemas_of(variables["tools"])
+        given = {"tools": None, "documents": None, **variables, "messages": self._call_form.adapt(messages)}
         plain = {name: _plain(value) for name, value in given.items()}
         values = {**self._special_tokens, **plain, "add_generation_prompt": add_generation_prompt}
         try:
@@ -73,14 +91,19 @@ def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | N
     """The folder's template, or None.
 
     Source: `chat_template.jinja`, else `chat_template` in the tokenizer's configuration: a string or a list with
-    `default`.
+    `default`, and perhaps `tool_use`.
     """
     name = TEMPLATE_FILE if folder.has(TEMPLATE_FILE) else CONFIG_FILE
     source = folder.read_text(name) if name == TEMPLATE_FILE else tokenizer.config.get("chat_template")
+    named = {}
     if isinstance(source, list):
-        named = [t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"]
-        source = named[-1] if named else None
-    return ChatTemplate(source, tokenizer.special_tokens, str(folder.path / name)) if isinstance(source, str) else None
+        named = {str(t.get("name")): t.get("template") for t in source if isinstance(t, dict)}
+        source = named.get("default")
+    if not isinstance(source, str):
+        return None
+    place, with_tools = str(folder.path / name), named.get("tool_use")
+    tool_use = ChatTemplate(with_tools, tokenizer.special_tokens, place) if isinstance(with_tools, str) else None
+    return ChatTemplate(source, tokenizer.special_tokens, place, tool_use)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

@@ -18,7 +18,10 @@ from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, Paramete
 from topw_deploy.runtime.tokenizer import Tokenizer
 
 FILE = "generation_config.json"
-_NOT_FROM_A_FILE = ("seed", "ignore_eos", "preset")
+_NOT_FROM_A_FILE = frozenset({
+    "seed", "ignore_eos", "preset", "logprobs", "prompt_logprobs", "bad_words", "allowed_token_ids",
+    "structured_outputs",
+})  # fmt: skip
 
 # Settings without effect on the drawn tokens.
 _SILENT = frozenset({

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
@@ -11,10 +12,13 @@ from typing import TYPE_CHECKING, Any, overload
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import cache, loop
+from topw_deploy.runtime.allowed import NAME as ALLOWED
+from topw_deploy.runtime.bad_words import as_ids
 from topw_deploy.runtime.callbacks import ending
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.generation_config import bos_token, model_defaults
+from topw_deploy.runtime.logprobs import Logits, asks, check_output, logits_output
 from topw_deploy.runtime.open_session import open_session
 from topw_deploy.runtime.ort.providers import short_name
 from topw_deploy.runtime.prompts import read_prompts, split_inputs
@@ -22,8 +26,12 @@ from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_rows, check_text, resolve, split
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.runtime.structured.grammars import Grammars
+from topw_deploy.runtime.structured.guide import Guide
 from topw_deploy.runtime.text import IncrementalDecoder
 from topw_deploy.runtime.tokenizer import Tokenizer
+from topw_deploy.runtime.tools import FAMILIES, Parsed, ToolCallParser, detect
+from topw_deploy.runtime.tools.decoding import marked_text
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -61,10 +69,11 @@ class TopWModel:
         self.manifest = folder.manifest
         self.path = folder.path
         self.tokenizer = Tokenizer(folder)
+        self._grammars = Grammars(self.tokenizer, folder.manifest.sampler.vocab_size)
         self.defaults = model_defaults(folder, self.tokenizer)
         self.provider = session.provider
         self.sampler, self.why_graph = session.sampler, session.why_graph
-        self._decoder = decoder
+        self._decoder, self._logits_output = decoder, logits_output(folder.manifest)
         self._bos = bos_token(folder, self.tokenizer)
         self._template = load_template(folder, self.tokenizer)
         self._caches: cache.Caches | None = cache.Caches(
@@ -177,9 +186,11 @@ class TopWModel:
     ) -> str:
         """Render `messages` with the chat template. Encode the result with add_special_tokens=False.
 
-        variables: for the template, such as `tools`.
+        variables: for the template, such as `tools`: JSON schemas, or Python functions with type hints and a docstring
+            in Google's style.
 
-        Raises TokenizerError if there is no template, PromptError if it rejects the messages.
+        Raises TokenizerError if there is no template, PromptError if it rejects the messages, ParameterError for a
+        function without a schema.
         """
         if self._template is None:
             raise TokenizerError(
@@ -187,6 +198,44 @@ class TopWModel:
                 "chat_template.jinja beside the tokenizer and export again."
             )
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    @cached_property
+    def tool_family(self) -> str | None:
+        """The family of the chat template's tool calls (docs/guide/tools.md), None if it is unknown."""
+        template = self._template
+        source = None if template is None else (template.with_tools or template).source
+        return detect(source, self.tokenizer.added_tokens)
+
+    def tool_parser(
+        self, tools: Sequence[Any] | None = None, family: str | None = None, prompt: str = ""
+    ) -> ToolCallParser:
+        """A parser for a streamed output; generate it with skip_special_tokens=False. See `ToolCallParser`.
+
+        family: None for `tool_family`. Raises ParameterError if that is unknown.
+        """
+        if family is None and self.tool_family is None:
+            raise ParameterError(
+                f"the chat template of {self.path} has tool calls of no known family; give family, one of "
+                f"{', '.join(FAMILIES)}.",
+                "family",
+            )
+        return ToolCallParser(family or str(self.tool_family), tools, prompt)
+
+    def parse_tool_calls(
+        self,
+        output: str | GenerationResult,
+        tools: Sequence[Any] | None = None,
+        family: str | None = None,
+        prompt: str = "",
+    ) -> Parsed:
+        """Split an output into content, reasoning and tool calls. A malformed call stays in the content.
+
+        output: a result, also if its text lacks special tokens, or text with them.
+        tools, family, prompt: see `tool_parser`.
+        """
+        parser = self.tool_parser(tools, family, prompt)
+        text = output if isinstance(output, str) else marked_text(output, self.tokenizer, parser.family)
+        return Parsed.of([*parser.feed(text), *parser.finish()])
 
     def close(self) -> None:
         """Free the session and the cache as soon as running generations end."""
@@ -225,7 +274,8 @@ class TopWModel:
         limits = limits or self._limits
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split(parameters)
-        samples, config = whole["num_return_sequences"], whole["generation_config"]
+        samples = whole["num_return_sequences"]
+        named, config = (as_ids(given, self.tokenizer) for given in (named, whole["generation_config"]))
         prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"], samples, limits)
         exported, geometry = self.manifest.defaults, self.manifest.sampler.geometry
         rows = resolve(prompts, named, self.defaults, exported, limits, samples, config=config, geometry=geometry)
@@ -239,6 +289,7 @@ class TopWModel:
                 f"a streamer follows one sequence, but the request has {len(rows)}; generate them one by one, or use "
                 "model.stream, whose pieces name their row."
             )
+        check_output(rows, self._logits_output, self.path)
         return rows, whole, alone and samples == 1
 
     def _prompts(
@@ -258,6 +309,16 @@ class TopWModel:
             for p, name in zip(prompts, names, strict=True)
         ], alone
 
+    def _guides(self, rows: Sequence[RowRequest]) -> list[Guide | None]:
+        """See `Grammars.guides`. Raises ParameterError if the graph cannot mask tokens."""
+        if any(row.constraint is not None for row in rows) and ALLOWED not in self._opened()[0].inputs:
+            raise ParameterError(
+                f"structured_outputs needs a graph with the input {ALLOWED!r}, which this one lacks; export the model "
+                "again.",
+                "structured_outputs",
+            )
+        return self._grammars.guides(rows)
+
     def _run(self, requests: Sequence[RowRequest], whole: Mapping[str, Any], *, streaming: bool) -> Iterator[Piece]:
         def follow(prompt: Sequence[int]) -> IncrementalDecoder:
             return self.tokenizer.follow(prompt, whole["skip_special_tokens"])
@@ -270,7 +331,15 @@ class TopWModel:
             streaming=streaming,
             streamer=whole["streamer"],
             criteria=whole["stopping_criteria"],
+            guides=self._guides(requests),
+            logits=self._new_logits(len(requests)) if any(map(asks, requests)) else None,
+            text_of=self.tokenizer.text_of,
         ).pieces()
+
+    def _new_logits(self, rows: int) -> Logits | None:
+        """Room for the graph's logits, or None if it has no such output."""
+        spec = self._logits_output
+        return None if spec is None else Logits(spec, rows, self.manifest.sampler.vocab_size)
 
     def _opened(self) -> tuple[Session, cache.Caches]:
         if self._session is None or self._caches is None:

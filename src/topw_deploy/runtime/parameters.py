@@ -16,6 +16,7 @@ import numpy as np
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.callbacks import check_criteria, check_streamer
 from topw_deploy.runtime.draws import SEED_BITS
+from topw_deploy.runtime.structured.constraint import read_constraint
 from topw_deploy.sampling.parameters import (
     ALIASES,
     IN_FLOAT32,
@@ -39,6 +40,7 @@ REQUEST_ALIASES: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",
     "stop": "stop_strings",
     "n": "num_return_sequences",
+    "response_format": "structured_outputs",
 }
 """Names in vLLM, OpenAI's API and the authors' code -> ours."""
 
@@ -118,6 +120,13 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(_integer(name, v, 0) for v in values)
 
 
+def _some_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = _ids(name, value)
+    if not ids:
+        raise ParameterError(f"{name} is empty, but must have at least one token id.", name)
+    return ids
+
+
 def _id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if not _is_list(value) or not all(_is_list(v) and len(v) for v in value):
         raise ParameterError(f"{name} is {show(value)}, but must be a list of non-empty lists of token ids.", name)
@@ -190,7 +199,7 @@ class Parameter:
 
 
 PARAMETERS: Mapping[str, Parameter] = {
-    "max_new_tokens": Parameter(_at_least(1), 256),
+    "max_new_tokens": Parameter(_at_least(0), 256),
     "max_length": Parameter(_at_least(1)),
     "min_new_tokens": Parameter(_at_least(0), 0),
     "min_length": Parameter(_at_least(0), 0),
@@ -205,8 +214,13 @@ PARAMETERS: Mapping[str, Parameter] = {
     "frequency_penalty": Parameter(_finite, 0.0),
     "logit_bias": Parameter(_biases, {}),
     "suppress_tokens": Parameter(_ids, (), depth=1),
+    "allowed_token_ids": Parameter(_some_ids, (), depth=1),
     "bad_words_ids": Parameter(_id_lists, (), depth=2),
+    "bad_words": Parameter(_strings, (), depth=1),
     "no_repeat_ngram_size": Parameter(_at_least(0), 0),
+    "structured_outputs": Parameter(read_constraint),
+    "logprobs": Parameter(_at_least(0)),
+    "prompt_logprobs": Parameter(_at_least(0)),
     "seed": Parameter(_at_least(0, 2**SEED_BITS)),
     "preset": Parameter(lambda _name, value: check_preset(value)),
     **{name: Parameter(_topw) for name in PARAMETER_NAMES},

@@ -81,6 +81,8 @@ class Session(Protocol):
     cpu_nodes: see `CpuNode`.
     inputs, outputs: names.
     fixed_edits: the graph's fixed number of edit slots, or None.
+    mask_words: words of a row's mask, ceil(V / 32).
+    always_masked: whether every run takes all of them; otherwise a run without a masked row takes none.
     most_rows, most_columns, most_edits: maximum rows, tokens per row and run, and edits per row; None: no limit.
     """
 
@@ -91,6 +93,8 @@ class Session(Protocol):
     inputs: frozenset[str]
     outputs: tuple[str, ...]
     fixed_edits: int | None
+    mask_words: int
+    always_masked: bool
     most_rows: int | None
     most_columns: int | None
     most_edits: int | None

@@ -7,13 +7,14 @@ export's defaults (Top-W only), this package's defaults.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime.draws import fresh_seed
 from topw_deploy.runtime.generation_config import read_settings
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, spread
+from topw_deploy.runtime.structured.constraint import Constraint
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters
@@ -34,6 +35,10 @@ class RowRequest:
     eos_token_ids: ids that end the row; with `ignore_eos` only the stop_token_ids.
     pad_token_id: the input after the row's end.
     min_new_tokens: tokens before which EOS and stop strings have no effect.
+    allowed_token_ids: the only ids that can be drawn; empty for all.
+    constraint: what its text must match, or None.
+    logprobs, prompt_logprobs: alternatives per drawn token and per token of the prompt; None for no log-probabilities
+        under the model.
     """
 
     prompt: tuple[int, ...]
@@ -48,8 +53,12 @@ class RowRequest:
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     suppress_tokens: tuple[int, ...]
+    allowed_token_ids: tuple[int, ...]
     bad_words_ids: tuple[tuple[int, ...], ...]
     no_repeat_ngram_size: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    constraint: Constraint | None
     seed: int
     sample: int
 
@@ -152,6 +161,16 @@ class _Sources:
                     name,
                 )
 
+    def check_count(self, name: str, limits: Limits) -> None:
+        count = self.value(name)
+        if count is not None and count > limits.vocab_size:
+            where = next(source for source in self.all if name in source)
+            raise ParameterError(
+                f"{self.named(name, where)} is {count}, but the vocabulary has {limits.vocab_size} tokens; give at "
+                "most that.",
+                name,
+            )
+
 
 def _row(
     prompt: tuple[int, ...],
@@ -163,11 +182,13 @@ def _row(
 ) -> RowRequest:
     value = sources.value
     eos, stop = frozenset(value("eos_token_id")), frozenset(value("stop_token_ids"))
-    for name in ("eos_token_id", "stop_token_ids", "logit_bias", "suppress_tokens"):
+    for name in ("eos_token_id", "stop_token_ids", "logit_bias", "suppress_tokens", "allowed_token_ids"):
         sources.check_ids(name, value(name), limits)
     for word in value("bad_words_ids"):
         sources.check_ids("bad_words_ids", word, limits)
-    pad = value("pad_token_id")
+    for name in ("logprobs", "prompt_logprobs"):
+        sources.check_count(name, limits)
+    pad, constraint = value("pad_token_id"), value("structured_outputs")
     return RowRequest(
         prompt=prompt,
         top_w=_top_w(sources, exported),
@@ -176,6 +197,7 @@ def _row(
         eos_token_ids=stop if value("ignore_eos") else eos | stop,
         pad_token_id=pad if pad is not None and pad < limits.vocab_size else min(eos, default=0),
         stop_strings=value("stop_strings"),
+        constraint=None if constraint is None or constraint.kind == "text" else constraint,
         seed=seed,
         sample=sample,
         **{
@@ -186,8 +208,11 @@ def _row(
                 "frequency_penalty",
                 "logit_bias",
                 "suppress_tokens",
+                "allowed_token_ids",
                 "bad_words_ids",
                 "no_repeat_ngram_size",
+                "logprobs",
+                "prompt_logprobs",
             )
         },
     )
@@ -229,7 +254,30 @@ def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
                 f"the prompt has {prompt} tokens, but {sources.named('max_length', source)} is "
                 f"{source['max_length']}; raise it."
             )
+    if wanted == 0 and sources.value("prompt_logprobs") is None:
+        raise ParameterError(
+            f"{sources.named('max_new_tokens', source)} is 0, but must be an integer >= 1, or 0 with prompt_logprobs.",
+            "max_new_tokens",
+        )
     return min(wanted, limits.tokens - prompt)
+
+
+def reading(request: RowRequest) -> RowRequest:
+    """A greedy request without edits, for the first token of a prompt that is read token by token."""
+    return replace(
+        request,
+        prompt=request.prompt[:1],
+        top_w=TopWParameters(temperature=0.0),
+        min_new_tokens=0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        logit_bias={},
+        suppress_tokens=(),
+        allowed_token_ids=(),
+        bad_words_ids=(),
+        no_repeat_ngram_size=0,
+    )
 
 
 def check_length(tokens: int, limits: Limits, which: str) -> None:

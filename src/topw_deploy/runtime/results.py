@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from topw_deploy.errors import ParameterError
+
+_IMPOSSIBLE = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,35 @@ class Timings:
         return self.decode_seconds / self.decode_steps if self.decode_steps else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """One of the most probable tokens.
+
+    text: the token's own; U+FFFD for a part of a character.
+    """
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token of a sequence under the model.
+
+    text: the token's own; U+FFFD for a part of a character.
+    logprob: -inf if its logit is.
+    greedy: whether it is the most probable token; the lowest id among equals.
+    top_logprobs: the most probable tokens, best first, the lowest id first among equals.
+    """
+
+    token_id: int
+    text: str
+    logprob: float
+    greedy: bool
+    top_logprobs: tuple[TopLogprob, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GenerationResult:
     """One generated sequence.
@@ -37,10 +71,13 @@ class GenerationResult:
     kept: per token, crop size.
     certified: per token, whether the crop was proven without geometry (docs/contract/graph.md section 4).
     mass: per token, the crop's share of the full softmax, or None.
+    token_logprobs: with the parameter `logprobs`, per token, its log-probability under the model and the best tokens.
+    prompt_logprobs: with that parameter, the same per token of the prompt, the first None. An Engine's request that
+        ended early has those that were read.
     seed, sample: reproduce the tokens, with the same prompt and parameters.
     finish_reason: "stop", "criterion" or "length" (token limit or context); from an Engine also "cancelled", "timeout"
         or "error".
-    stop: EOS id, stop string or criterion's name, else None.
+    stop: EOS id, stop string or criterion's name, else None; also None at the end of a grammar.
     prompt_tokens: prompt length.
     cached_tokens: tokens of the prompt that an Engine did not read again; otherwise 0.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).
@@ -52,6 +89,8 @@ class GenerationResult:
     kept: list[int]
     certified: list[bool]
     mass: list[float] | None
+    token_logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     seed: int
     sample: int
     finish_reason: str
@@ -66,9 +105,29 @@ class GenerationResult:
         """Fraction of certified tokens; 1.0 without tokens."""
         return sum(self.certified) / len(self.certified) if self.certified else 1.0
 
+    def prompt_likelihood(self, start: int = 1) -> tuple[float, bool]:
+        """The log-probability of the prompt's tokens from `start` >= 1 on, and whether each was the greedy one.
+
+        It is lm-evaluation-harness' loglikelihood of a continuation behind `start` tokens of context.
+
+        Raises ParameterError without `prompt_logprobs`, or for another `start`.
+        """
+        if self.prompt_logprobs is None:
+            raise ParameterError(
+                "the result has no log-probabilities of the prompt; generate with prompt_logprobs=0.", "prompt_logprobs"
+            )
+        if not 1 <= start <= len(self.prompt_logprobs):
+            raise ParameterError(f"start is {start}, but must be from 1 to {len(self.prompt_logprobs)}.", "start")
+        scored = [entry for entry in self.prompt_logprobs[start:] if entry is not None]
+        return math.fsum(entry.logprob for entry in scored), all(entry.greedy for entry in scored)
+
     def as_dict(self) -> dict[str, Any]:
-        """All fields as JSON types."""
-        return {**asdict(self), "certified_share": self.certified_share}
+        """All fields as JSON types, with -9999.0 for a log-probability of -inf."""
+        fields = asdict(self)
+        for entry in (*(fields["token_logprobs"] or ()), *(fields["prompt_logprobs"] or ())):
+            for one in () if entry is None else (entry, *entry["top_logprobs"]):
+                one["logprob"] = max(one["logprob"], _IMPOSSIBLE)
+        return {**fields, "certified_share": self.certified_share}
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 40 else self.text[:37] + "..."
@@ -85,8 +144,10 @@ class Piece:
     text: whole characters; may be empty in a row's last piece.
     row: index of the sequence in the request.
     result: the row's result, in its last piece only.
+    token_logprobs: with the parameter `logprobs`, the entries of the tokens drawn since the row's last piece.
     """
 
     text: str
     row: int = 0
     result: GenerationResult | None = None
+    token_logprobs: list[TokenLogprob] | None = None

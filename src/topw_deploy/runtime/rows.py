@@ -6,11 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from topw_deploy.errors import LogitsError
 from topw_deploy.runtime.callbacks import Watch
+from topw_deploy.runtime.logprobs import Scores
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Timings
+from topw_deploy.runtime.structured.guide import Guide
 from topw_deploy.runtime.text import IncrementalDecoder, RowText
 
 Follow: TypeAlias = "Callable[[Sequence[int]], IncrementalDecoder]"
@@ -22,18 +26,73 @@ class Row:
 
     text: incremental text, or None if the text is decoded only at the end.
     watch: its callbacks, or None.
+    guide: which tokens its grammar allows, or None.
+    scores: its log-probabilities under the model, or None.
+    unread: tokens at the end of its prompt that are still to be read one by one. A run that another one precedes reads
+        one of them, and what it draws does not count.
+    skipped: number of runs whose draws do not count.
     """
 
-    def __init__(self, index: int, request: RowRequest, text: RowText | None, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: RowRequest,
+        text: RowText | None,
+        watch: Watch | None = None,
+        scores: Scores | None = None,
+        guide: Guide | None = None,
+    ) -> None:
         self.index, self.request, self.text, self.watch = index, request, text, watch
+        self.scores, self.guide = scores, guide
+        self.unread = self.skipped = 0
+        if request.prompt_logprobs is not None:
+            self.read_one_by_one()
         self.steps = 0
         self.pieces: list[str] = []
         self.finish_reason: str | None = None
         self.stop: int | str | None = None
         self.finished_at = 0.0  # time.perf_counter()
 
-    def take(self, token: int) -> str:
-        """Add a drawn token. Returns new text."""
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The prompt's tokens that were passed to the model, or are next."""
+        prompt = self.request.prompt
+        return prompt[: len(prompt) - self.unread]
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether it needs the next run's logits."""
+        wanted = self.request.prompt_logprobs if self.unread else self.request.logprobs
+        return wanted is not None
+
+    def read_one_by_one(self) -> None:
+        """Before the first run: read only the prompt's first token in it."""
+        self.unread = self.skipped = len(self.request.prompt) - 1
+
+    def read(self, logits: np.ndarray | None) -> int:
+        """The prompt's next token, after a run whose draw does not count.
+
+        logits: float [V], of that run; None if `wants_logits` was False.
+
+        Raises LogitsError if they give no log-probabilities.
+        """
+        token = self.request.prompt[-self.unread]
+        if logits is not None and self.scores is not None:
+            self.scores.add_prompt(logits, token)
+        self.unread -= 1
+        if not self.unread and self.request.budget == 0:
+            self.end("length")
+        return token
+
+    def take(self, token: int, logits: np.ndarray | None = None) -> str:
+        """Add a drawn token. Returns new text.
+
+        logits: float [V], of its run; None if `wants_logits` was False.
+
+        Raises LogitsError if they give no log-probabilities.
+        """
+        if logits is not None and self.scores is not None:
+            self.scores.add(logits, token)
         self.steps += 1
         gained = ""
         if self.watch is not None:
@@ -44,6 +103,8 @@ class Row:
             gained = self.text.push(token)
             if self.text.found is not None:
                 self.end("stop", self.text.found)
+        if self.finish_reason is None and self.guide is not None and self.guide.take(token):
+            self.end("stop")
         if self.finish_reason is None and self.watch is not None:
             criterion = self.watch.ended_by()
             if criterion is not None:
@@ -74,6 +135,13 @@ class Row:
 
     def invalid(self, which: str) -> LogitsError:
         """The error for a drawn token below 0. which: the row's name in the message."""
+        if self.guide is not None:
+            return LogitsError(
+                f"{which} has no token to draw at step {self.steps}: structured_outputs allows {self.guide.allowed} "
+                "there, and each is banned, or has a logit that is not finite; check suppress_tokens, "
+                "allowed_token_ids, bad_words_ids, no_repeat_ngram_size, logit_bias and min_new_tokens.",
+                "structured_outputs",
+            )
         return LogitsError(
             f"{which} is invalid at step {self.steps}: its logits contain NaN or +infinity, or none is "
             "finite after the edits; check the model with `topw verify`, and the penalties, biases and bans."
@@ -113,6 +181,8 @@ def result_of(
         kept=recorded("kept"),
         certified=recorded("certified"),
         mass=recorded("mass") if "mass" in session.outputs else None,
+        token_logprobs=None if row.scores is None else row.scores.of_drawn(),
+        prompt_logprobs=None if row.scores is None else row.scores.of_prompt(),
         seed=row.request.seed,
         sample=row.request.sample,
         finish_reason=str(row.finish_reason),

@@ -16,6 +16,7 @@ from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.session import GraphSession
 from topw_deploy.runtime.parameters import show
 from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.sampling.mask import ALL, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
 from topw_deploy.sampling.presets import preset_parameters
 
@@ -111,6 +112,7 @@ class TopWSampler:
         edit_ids: np.ndarray | None = None,
         edit_penalty: np.ndarray | None = None,
         edit_bias: np.ndarray | None = None,
+        allowed: np.ndarray | None = None,
         preset: str | None = None,
         **parameters: Any,
     ) -> Samples:
@@ -121,6 +123,7 @@ class TopWSampler:
         seed, position, sample: key of the draws (docs/contract/graph.md section 5); position: tokens before the draw.
         edit_ids: int64 [B, N], tokens to edit, padded with -1.
         edit_penalty, edit_bias: float32 [B, N] (section 6).
+        allowed: tokens that may be drawn, bool [B, V] or packed int32 [B, ceil(V / 32)] (section 6). None: all.
         preset: Top-W defaults (docs/lab/lively.md). None: the export's.
         parameters: Top-W parameters, one number or one per row.
 
@@ -131,6 +134,7 @@ class TopWSampler:
         feeds = {"logits": logits, "uniform": _uniform(rows, uniform, seed, position, sample)}
         feeds |= self._parameters(rows, parameters, preset)
         feeds |= _edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
+        feeds["allowed"] = self._mask(rows, allowed)
         if rows == 0:
             return Samples(**{name: self._no_rows(name) for name in self._outputs})
         try:
@@ -141,12 +145,28 @@ class TopWSampler:
         if len(invalid):
             raise GenerationError(
                 f"the logits of row {', '.join(map(str, invalid[:8]))} contain NaN or +infinity, "
-                "or nothing finite after the edits."
+                "or nothing finite after the edits and the mask."
             )
         return Samples(**found)
 
     def _no_rows(self, name: str) -> np.ndarray:
         return np.empty((0, self.vocab_size) if name == "keep_mask" else 0, _OUTPUTS[name])
+
+    def _mask(self, rows: int, allowed: Any) -> np.ndarray:
+        words, vocab = self._session.mask_words, self.vocab_size
+        if allowed is None:
+            return np.full((rows, words if self._session.always_masked else 0), ALL, np.int32)
+        try:
+            given = np.atleast_2d(allowed)
+        except ValueError:  # rows of different lengths
+            given = np.empty(0, object)
+        kinds = {"bool": (rows, vocab), "int32": (rows, words)}
+        if given.shape != kinds.get(given.dtype.name):
+            raise ParameterError(
+                f"allowed is {given.dtype} {list(given.shape)}, but must be bool [{rows}, {vocab}] or int32 "
+                f"[{rows}, {words}], a bit per token."
+            )
+        return np.ascontiguousarray(pack_mask(given) if given.dtype == np.bool_ else given)
 
     def _parameters(self, rows: int, given: Mapping[str, Any], preset: str | None) -> dict[str, np.ndarray]:
         named = canonical_names(given)

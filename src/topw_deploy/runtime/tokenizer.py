@@ -71,12 +71,38 @@ class Tokenizer:
             raise self._typed(error, "used") from None
         return text
 
+    def text_of(self, token: int) -> str:
+        """The text of a token alone, with U+FFFD for a part of a character; "" for an unknown id."""
+        return self.decode([token], skip_special_tokens=False)
+
     def follow(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
 
         def decode(ids: Sequence[int]) -> str:
             return self.decode(ids, skip_special_tokens)
 
         return IncrementalDecoder(decode, prompt, self._bytes[skip_special_tokens])
+
+    def token_bytes(self, size: int) -> tuple[list[bytes], list[int]]:
+        """Returns (the text in UTF-8 of each token below `size`, as it is behind other text; ids of special tokens).
+
+        b"" for an id without text. A special token has its name.
+        """
+        special = {
+            token: entry.content for token, entry in self._raw.get_added_tokens_decoder().items() if entry.special
+        }
+        of = self._bytes[False]
+        found = [special[token].encode() if token in special else of(token) for token in range(size)]
+        whole = [token for token, data in enumerate(found) if data is None]
+        for token, text in zip(whole, self._behind_text(whole), strict=True):
+            found[token] = text.encode()
+        return [data or b"" for data in found], [token for token in special if token < size]
+
+    def _behind_text(self, tokens: Sequence[int]) -> list[str]:
+        """Decode tokens one by one as parts of a longer text, whose first token may lose its space."""
+        before = next((token for token in tokens if self.decode([token], False).isalpha()), None)
+        start = [] if before is None else [before]
+        context = self.decode(start, False)
+        return [self.decode([*start, token], False).removeprefix(context) for token in tokens]
 
     def _typed(self, error: BaseException, done: str) -> BaseException:
         """Convert the library's errors, and panics (not Exceptions)."""
@@ -90,6 +116,17 @@ class Tokenizer:
             return None if token is None else self._raw.token_to_id(token)
         except (TypeError, UnicodeEncodeError):  # lone surrogate
             return None
+
+    @cached_property
+    def special_ids(self) -> dict[int, str]:
+        """The special tokens, by id."""
+        added = self._raw.get_added_tokens_decoder()
+        return {token: entry.content for token, entry in added.items() if entry.special}
+
+    @cached_property
+    def added_tokens(self) -> tuple[str, ...]:
+        """The texts of the added tokens, special or not."""
+        return tuple(entry.content for entry in self._raw.get_added_tokens_decoder().values())
 
     @property
     def bos_token_id(self) -> int | None:

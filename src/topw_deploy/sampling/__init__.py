@@ -7,6 +7,7 @@
 
 from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
 from topw_deploy.sampling.geometry import Geometry, embedding_statistics
+from topw_deploy.sampling.mask import apply_mask, mask_words, pack_mask, unpack_mask
 from topw_deploy.sampling.parameters import (
     ALIASES,
     GREEDY_BELOW,
@@ -45,6 +46,7 @@ __all__ = [
     "TopWOptions",
     "TopWParameters",
     "apply_edits",
+    "apply_mask",
     "as_float32",
     "canonical_names",
     "crop",
@@ -52,9 +54,12 @@ __all__ = [
     "draw",
     "embedding_statistics",
     "fast_crop",
+    "mask_words",
+    "pack_mask",
     "preset_parameters",
     "sample_row",
     "typical_distance",
     "uniform_for",
     "unknown_name",
+    "unpack_mask",
 ]

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.geometry import Geometry, Ids
+from topw_deploy.sampling.mask import apply_mask
 from topw_deploy.sampling.parameters import GREEDY_BELOW, TopWOptions, TopWParameters, check_range
 from topw_deploy.sampling.reference import Crop, Ties, crop
 
@@ -67,22 +68,26 @@ def sample_row(
     geometry: Geometry | None = None,
     uniform: float = 0.0,
     edits: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
+    allowed: ArrayLike | None = None,
 ) -> Row:
-    """Edit, crop and draw one row as the graph does, but in float64 from its float32 inputs.
+    """Edit, mask, crop and draw one row as the graph does, but in float64 from its float32 inputs.
 
     logits: [V], any float type, cast to float32.
     parameters: a mapping may hold values out of range.
     uniform: u in [0, 1), rounded to float32.
     edits: (ids, penalty, bias), see `apply_edits`.
+    allowed: int32 [ceil(V / 32)], see `apply_mask`; None allows every token.
 
-    Returns `Row()` for an invalid row (edited logits with NaN, +inf or nothing finite; a parameter or u out of range),
-    as a graph cannot raise. Raises ParameterError for inputs a graph cannot run: a wrong shape, edits out of range, a
-    geometry of another metric.
+    Returns `Row()` for an invalid row (edited and masked logits with NaN, +inf or nothing finite; a parameter or u out
+    of range), as a graph cannot raise. Raises ParameterError for inputs a graph cannot run: a wrong shape, edits out of
+    range, a geometry of another metric.
     """
     with np.errstate(over="ignore"):
         row = np.asarray(logits).astype(np.float32)
     if edits is not None:
         row = apply_edits(row, *edits)
+    if allowed is not None:
+        row = apply_mask(row, allowed)
     u = float(np.float32(uniform))
     try:
         rounded = as_float32(parameters)

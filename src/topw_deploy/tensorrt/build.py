@@ -19,6 +19,7 @@ from topw_deploy.files import open_regular, replacing
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.plugins.tensorrt.module import version_of
 from topw_deploy.progress import SILENT, Progress
+from topw_deploy.sampling.mask import mask_words
 from topw_deploy.tensorrt import api, plugin_choice
 from topw_deploy.tensorrt.engines import Machine, misplaced, this_machine
 from topw_deploy.tensorrt.onnx_file import MODEL_NAME
@@ -166,10 +167,11 @@ def _configure(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, request.workspace)
     if request.timing_cache is not None:
         _read_timings(config, request.timing_cache)
+    words = mask_words(manifest.sampler.vocab_size)
     for profile in profiles:
         shapes = builder.create_optimization_profile()
         for spec in manifest.inputs:
-            shapes.set_shape(spec.name, *profile.shapes(spec))
+            shapes.set_shape(spec.name, *profile.shapes(spec, words))
         if config.add_optimization_profile(shapes) < 0:
             raise EngineError(f"TensorRT does not accept the profile {profile}; give smaller bounds.")
     return config

@@ -15,6 +15,7 @@ from topw_deploy.manifest import TensorSpec
 KINDS = ("both", "decode", "prefill")
 _USUAL_EDITS = 16  # the runtime's first allocation for logit edits
 _EDITS = ("edit_ids", "edit_penalty", "edit_bias")
+_MASK = "allowed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,15 @@ class Profile:
     def holds(self, batch: int, sequence: int, edits: int) -> bool:
         return batch in self.batch and sequence in self.sequence and edits in self.edits
 
-    def shapes(self, spec: TensorSpec) -> tuple[list[int], list[int], list[int]]:
-        """The min, opt and max shapes of input `spec`. Raises EngineError for an unknown dimension."""
-        ranges = [self._range(spec, axis) for axis in range(len(spec.shape))]
+    def shapes(self, spec: TensorSpec, words: int) -> tuple[list[int], list[int], list[int]]:
+        """The min, opt and max shapes of input `spec`. Raises EngineError for an unknown dimension.
+
+        words: of a row's mask of allowed tokens, which an engine always takes whole.
+        """
+        ranges = [self._range(spec, axis, words) for axis in range(len(spec.shape))]
         return [r.least for r in ranges], [r.usual for r in ranges], [r.most for r in ranges]
 
-    def _range(self, spec: TensorSpec, axis: int) -> Range:
+    def _range(self, spec: TensorSpec, axis: int, words: int) -> Range:
         dimension = spec.shape[axis]
         if isinstance(dimension, int):
             return Range(dimension, dimension, dimension)
@@ -60,6 +64,8 @@ class Profile:
             return self.sequence
         if axis == 1 and spec.name in _EDITS:
             return self.edits
+        if axis == 1 and spec.name == _MASK:
+            return Range(words, words, words)
         raise EngineError(
             f"input {spec.name} has the dimension {dimension!r}, for which an engine has no bounds; "
             "export with --target tensorrt and --max-length."

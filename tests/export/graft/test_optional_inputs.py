@@ -95,3 +95,29 @@ def test_genai_config_is_copied_only_where_genai_can_run_the_export(foreign_deco
     renamed, notices = export("renamed", with_logits=True)
     assert not renamed.exists()
     assert any("names decoder.onnx" in notice for notice in notices)
+
+
+def test_log_probabilities_come_from_the_decoders_own_logits_of_all_positions(with_logits: Path) -> None:
+    session = ort.InferenceSession(with_logits / "model.onnx", providers=["CPUExecutionProvider"])
+    with TopWModel.from_pretrained(with_logits) as model:
+        prompts = [[5, 6, 7, 8], [9, 3]]
+        results = model.generate(prompts, max_new_tokens=3, seed=1, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+        (alone,) = model.generate(prompts[1:], max_new_tokens=3, seed=results[1].seed, logprobs=2, ignore_eos=True)
+    assert alone.token_logprobs is not None
+    for prompt, result in zip(prompts, results, strict=True):
+        tokens = prompt + result.token_ids
+        (own,) = session.run(["logits"], feeds(session, np.array([tokens])))
+        logits = own[0].astype(np.float64)  # [tokens, V]
+        expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        assert result.prompt_logprobs is not None
+        assert result.token_logprobs is not None
+        entries = [*result.prompt_logprobs[1:], *result.token_logprobs]
+        assert [entry.token_id for entry in entries] == tokens[1:]
+        found = [entry.logprob for entry in entries]
+        np.testing.assert_allclose(found, expected[range(len(found)), tokens[1:]], atol=1e-4)
+        best = [entry.top_logprobs[0].logprob for entry in entries]
+        np.testing.assert_allclose(best, expected[: len(best)].max(-1), atol=1e-4)
+    assert [one.token_id for one in alone.token_logprobs] == alone.token_ids
+    np.testing.assert_allclose(
+        [one.logprob for one in alone.token_logprobs], [one.logprob for one in results[1].token_logprobs], atol=1e-4
+    )

@@ -208,7 +208,7 @@ def test_an_interruption_keeps_the_files_only_with_resume(tmp_path: Path, error:
         assert [path.name for path in tmp_path.iterdir()] == [staged.workspace.name]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_export_resumes_after_a_full_disk(
     tmp_path: Path, model: Path, history: tuple[Path, dict[str, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

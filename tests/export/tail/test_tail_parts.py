@@ -239,6 +239,7 @@ def test_the_whole_sampler_matches_the_reference_operator_by_operator(form: str)
         "edit_ids": np.zeros((4, 0), np.int64),
         "edit_penalty": np.zeros((4, 0), np.float32),
         "edit_bias": np.zeros((4, 0), np.float32),
+        "allowed": np.zeros((4, 0), np.int32),
         "uniform": np.array(uniform, np.float32),
         "mean": np.asarray(geometry.mean, np.float32),
         "inverse_std": np.asarray(geometry.inverse_std, np.float32),

@@ -87,7 +87,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "zaya": ("mlp", {"num_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 1}),
 }
-ALIKE = {"qwen3_moe", "qwen3_next", "olmoe", "glm4_moe", "dots1", "hunyuan_v1_moe", "jamba", "minimax", "ernie4_5_moe"}
 OWN_SIZES = {"dbrx"}
 COUNTED_OTHERWISE = {"nemotron_h", "longcat_flash"}  # their configurations derive the number of layers
 PRODUCTS = {"nemotron_h"}  # squared ReLU, which MoE lacks
@@ -142,10 +141,7 @@ def literal(block: torch.nn.Module, hidden: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_familys_mixture_agrees_with_torch_over_prompts_and_steps(family: str) -> None:
     model = model_of(family)
     block, hidden = block_of(model, FAMILIES[family][0]), torch.randn(2, 7, HIDDEN)

@@ -29,11 +29,14 @@ Answers = dict[str, Any]
 
 
 class Changed:
-    def __init__(self, probe: SamplerProbe, change: Callable[[Answers], None]) -> None:
-        self._probe, self._change = probe, change
+    def __init__(self, probe: SamplerProbe, change: Callable[[Answers], None], masks: bool) -> None:
+        self._probe, self._change, self._masks = probe, change, masks
 
-    def run(self, logits: np.ndarray, parameters: list[dict[str, float]], uniform: list[float]) -> Answers:
-        answers = {name: np.array(value) for name, value in self._probe.run(logits, parameters, uniform).items()}
+    def run(
+        self, logits: np.ndarray, parameters: list[dict[str, float]], uniform: list[float], allowed: np.ndarray | None
+    ) -> Answers:
+        found = self._probe.run(logits, parameters, uniform, allowed if self._masks else None)
+        answers = {name: np.array(value) for name, value in found.items()}
         self._change(answers)
         return answers
 
@@ -53,9 +56,15 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> tuple[SamplerManifest, 
 Sampler = tuple[SamplerManifest, SamplerProbe, Geometry]
 
 
-def results(sampler: Sampler, logits: np.ndarray, change: Callable[[Answers], None] = lambda _answers: None) -> Any:
+def results(
+    sampler: Sampler,
+    logits: np.ndarray,
+    change: Callable[[Answers], None] = lambda _answers: None,
+    masks: bool = True,
+) -> Any:
+    """masks: whether the sampler reads them."""
     manifest, probe, geometry = sampler
-    changed = Changed(probe, change)
+    changed = Changed(probe, change, masks)
     return list(sampler_checks(changed, manifest.sampler, TopWParameters(), geometry, logits))  # type: ignore[arg-type]
 
 
@@ -82,6 +91,12 @@ def test_a_wrong_answer_fails_its_check(
     sampler: Sampler, logits: np.ndarray, name: str, change: Callable[[Answers], None]
 ) -> None:
     assert [each.name for each in results(sampler, logits, change) if not each.passed] == [name]
+
+
+def test_a_sampler_that_does_not_read_masks_fails(sampler: Sampler) -> None:
+    failed = [each for each in results(sampler, ANY, masks=False) if not each.passed]
+    assert "sampler tokens" in {each.name for each in failed}
+    assert "masked" in failed[0].detail
 
 
 def test_too_few_rows_are_not_compared(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,11 @@ def main(path: Path) -> None:
                     table = KernelTable(rows, np.zeros(hidden, np.float32), np.ones(hidden, np.float32))
                 options = TopWOptions(metric=metric, top_m=60)  # type: ignore[arg-type]
                 edits = edits_of(rng, 3, vocab) if number % 2 else None
-                found = kernel.sample(logits, columns, options, table, edits, mass=True, keep_mask=True)
+                words = rng.integers(-(2**31), 2**31, (3, (vocab + 31) // 32)).astype(np.int32) | 1
+                allowed = words if number % 4 > 1 else None
+                found = kernel.sample(
+                    logits, columns, options, table, edits, allowed=allowed, mass=True, keep_mask=True
+                )
                 stages |= set(found.reports["stage"].tolist())
     assert {STAGES[stage] for stage in stages} >= {"candidates", "geometry", "literal"}
 

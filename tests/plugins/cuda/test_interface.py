@@ -79,9 +79,9 @@ def test_a_call_that_does_not_fit_its_shape_is_not_launched(kernel: EmulatedKern
     address = room.ctypes.data + -room.ctypes.data % 256
     for batch, vocab, edits in ((5, 50_000, 8), (4, 49_999, 8), (4, 50_000, 9), (-1, 50_000, 0)):
         with pytest.raises(PluginError, match="not launched"):
-            kernel.launch(PLAIN, None, Inputs(batch, vocab, edits), Outputs(), address, address)
+            kernel.launch(PLAIN, None, Inputs(batch, vocab, edits, 0), Outputs(), address, address)
     with pytest.raises(PluginError, match="not launched"):
-        kernel.launch(with_table(table()), None, Inputs(1, 50_000, 0), Outputs(), address, address)
+        kernel.launch(with_table(table()), None, Inputs(1, 50_000, 0, 0), Outputs(), address, address)
 
 
 def test_logits_of_other_types_are_refused(kernel: EmulatedKernel) -> None:

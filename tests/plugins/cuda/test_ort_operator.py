@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.emulated import CUDA_SOURCES, compiled
+from tests.support.masks import masks, packed
 from tests.support.sampler_models import Wanted, clear_rows, open_model, run
 from tests.support.tail_cases import feeds, random_case
 from topw_deploy.plugins import compile_native
@@ -47,6 +48,8 @@ def test_the_node_is_answered_as_by_the_cpus_operator(
     on_a_gpu, on_the_cpu = open_model(wanted.model(), operator_library), open_model(wanted.model(), native_library)
     for rows, edits in ((1, 0), (5, 2), (3, 17), (12, 1), (1, 0)):  # memory for more rows serves fewer
         inputs = cases.feed(rng, rows, edits)
+        if edits % 2:
+            inputs["allowed"] = packed(masks(rng, rows, wanted.vocab_size))
         found, expected = run(on_a_gpu, inputs), run(on_the_cpu, inputs)
         assert list(found) == list(expected)
         clear = clear_rows(wanted, inputs)
@@ -93,7 +96,9 @@ def test_feeds_that_do_not_fit_fail_the_run(operator_library: Path) -> None:
     session, inputs = open_model(wanted.model(), operator_library), Cases(wanted).feed(np.random.default_rng(0), 3, 2)
     with pytest.raises(Exception, match="input 2 does not have the shape or type"):
         run(session, {**inputs, "edit_penalty": np.ones((3, 1), np.float32)})
-    with pytest.raises(Exception, match="input 10 does not have the shape or type"):
+    with pytest.raises(Exception, match="allowed has 9 words per row, but must have 0 or 10 for 300 tokens"):
+        run(session, {**inputs, "allowed": np.full((3, 9), -1, np.int32)})
+    with pytest.raises(Exception, match="input 11 does not have the shape or type"):
         run(session, {**inputs, "uniform": np.zeros(2, np.float32)})
 
 

@@ -1,6 +1,6 @@
 // The C++ plugin as TensorRT calls it, over the emulated kernels; test_library.py reads its output.
 //
-// plugin_steps INPUTS OUTPUTS. INPUTS: batch, vocab and edits as int64_t, then the node's inputs in order, for the
+// plugin_steps INPUTS OUTPUTS. INPUTS: batch, vocab, edits and words as int64_t, then the node's inputs in order, for the
 // uniform metric. OUTPUTS: the four outputs of the last step of each of two contexts.
 
 #include <NvInferRuntime.h>
@@ -26,18 +26,18 @@ using nvinfer1::PluginField;
 using nvinfer1::PluginFieldType;
 using Bytes = std::vector<unsigned char>;
 
-constexpr int kInputs = 11, kOutputs = 4;
+constexpr int kInputs = 12, kOutputs = 4;
 
 struct Rows {
-  int64_t batch, vocab, edits;
+  int64_t batch, vocab, edits, words;
   Bytes data[kInputs];
 
-  int64_t elements(int input) const { return input == 0 ? vocab : input <= 3 ? edits : 1; }
+  int64_t elements(int input) const { return input == 0 ? vocab : input <= 3 ? edits : input == 4 ? words : 1; }
   size_t bytes_of_row(int input) const { return elements(input) * (input == 1 ? sizeof(int64_t) : sizeof(float)); }
 
   // These rows, repeated to `rows` rows.
   Rows repeated(int64_t rows) const {
-    Rows made{rows, vocab, edits, {}};
+    Rows made{rows, vocab, edits, words, {}};
     for (int input = 0; input < kInputs; ++input) {
       const size_t row = bytes_of_row(input);
       for (int64_t index = 0; index < rows; ++index) {
@@ -52,7 +52,7 @@ struct Rows {
 Rows read(const char *path) {
   Rows rows{};
   FILE *const file = fopen(path, "rb");
-  bool done = file && fread(&rows.batch, sizeof(int64_t), 3, file) == 3;
+  bool done = file && fread(&rows.batch, sizeof(int64_t), 4, file) == 4;
   for (int input = 0; done && input < kInputs; ++input) {
     rows.data[input].resize(rows.batch * rows.bytes_of_row(input));
     done = fread(rows.data[input].data(), 1, rows.data[input].size(), file) == rows.data[input].size();
@@ -70,10 +70,10 @@ nvinfer1::IPluginV3OneRuntime &runtime(nvinfer1::IPluginV3 *plugin) {
 std::vector<nvinfer1::PluginTensorDesc> described(const Rows &rows) {
   std::vector<nvinfer1::PluginTensorDesc> all(kInputs);
   for (int input = 0; input < kInputs; ++input) {
-    all[input].dims.nbDims = input <= 3 ? 2 : 1;
+    all[input].dims.nbDims = input <= 4 ? 2 : 1;
     all[input].dims.d[0] = rows.batch;
     all[input].dims.d[1] = rows.elements(input);
-    all[input].type = input == 1 ? DataType::kINT64 : DataType::kFLOAT;
+    all[input].type = input == 1 ? DataType::kINT64 : input == 4 ? DataType::kINT32 : DataType::kFLOAT;
   }
   return all;
 }

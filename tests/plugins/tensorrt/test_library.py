@@ -75,7 +75,7 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     require_sanitizers(folder)
     program = compiled(folder, included)
     given = arrays(UNIFORM)
-    sizes = np.array([BATCH, VOCAB, given["edit_ids"].shape[1]])
+    sizes = np.array([BATCH, VOCAB, given["edit_ids"].shape[1], given["allowed"].shape[1]])
     (folder / "inputs").write_bytes(b"".join(array.tobytes() for array in (sizes, *given.values())))
     done = subprocess.run(
         [program, folder / "inputs", folder / "outputs"], capture_output=True, text=True, errors="replace"

@@ -15,11 +15,14 @@ SETTINGS = NodeAttributes(top_m=64, alt_iters=3, metric="unit", knn_k=2, table_f
 UNIFORM = NodeAttributes(top_m=64, alt_iters=3, metric="uniform")
 
 
-def tensors(settings: NodeAttributes, batch: int = 3, vocab: int = 50, edits: int = 2, bounds: int = 0) -> list[Tensor]:
+def tensors(
+    settings: NodeAttributes, batch: int = 3, vocab: int = 50, edits: int = 2, words: int = 0, bounds: int = 0
+) -> list[Tensor]:
     shapes = {"logits": (batch, vocab), "edit_ids": (batch, edits), "edit_penalty": (batch, edits),
-              "edit_bias": (batch, edits), "mean": (8,), "inverse_std": (8,), "neighbour_bound": (bounds,),
-              "table": (60, 8)}  # fmt: skip
-    return [Tensor("int64" if n == "edit_ids" else "float32", shapes.get(n, (batch,))) for n in settings.inputs]
+              "edit_bias": (batch, edits), "allowed": (batch, words), "mean": (8,), "inverse_std": (8,),
+              "neighbour_bound": (bounds,), "table": (60, 8)}  # fmt: skip
+    integers = {"edit_ids": "int64", "allowed": "int32"}
+    return [Tensor(integers.get(n, "float32"), shapes.get(n, (batch,))) for n in settings.inputs]
 
 
 @pytest.mark.parametrize("mass", [False, True])
@@ -33,7 +36,7 @@ def test_the_exporters_nodes_are_read_whole(options: TopWOptions, mass: bool, ma
     assert settings.knn_k == options.neighbours
     assert settings.outputs == tail_outputs(spec)
     assert len(settings.inputs) == len(tail_inputs(spec))
-    assert settings.inputs[:14] == tail_inputs(spec)[:14]
+    assert settings.inputs[:15] == tail_inputs(spec)[:15]
     assert set(FIELDS) | {"plugin_namespace", "plugin_version"} == set(tail_attributes(spec))
 
 
@@ -73,12 +76,13 @@ def test_a_missing_attribute_is_named(missing: str) -> None:
         NodeAttributes.from_fields(fields)
 
 
+@pytest.mark.parametrize("words", [0, 2])
 @pytest.mark.parametrize("bounds", [0, 50])
-def test_a_call_is_what_its_inputs_sizes_say(bounds: int) -> None:
-    call = describe(SETTINGS, tensors(SETTINGS, bounds=bounds))
+def test_a_call_is_what_its_inputs_sizes_say(bounds: int, words: int) -> None:
+    call = describe(SETTINGS, tensors(SETTINGS, bounds=bounds, words=words))
     assert call == CallShape(
         node=SETTINGS, batch=3, vocab=50, edits=2, logits_type="float32", tokens=60, hidden=8,
-        table_type="float32", bounds=bounds,
+        table_type="float32", bounds=bounds, words=words,
     )  # fmt: skip
     assert describe(UNIFORM, tensors(UNIFORM)) == CallShape(
         node=UNIFORM, batch=3, vocab=50, edits=2, logits_type="float32"
@@ -91,6 +95,9 @@ def test_a_call_is_what_its_inputs_sizes_say(bounds: int) -> None:
         ("logits", (3,), "logits has shape"),
         ("edit_ids", (2, 2), "edit_ids has shape"),
         ("edit_bias", (3, 1), r"edit_bias has shape \[3, 1\], but must be \[3, 2\]"),
+        ("allowed", (3, 1), r"allowed has shape \[3, 1\], but must be \[3, 2\]"),
+        ("allowed", (1, 2), r"allowed has shape \[1, 2\], but must be \[3, 2\]"),
+        ("allowed", (3,), "allowed has shape"),
         ("lam", (1,), r"lam has shape \[1\], but must be \[3\]"),
         ("mean", (9,), r"mean has shape \[9\], but must be \[8\]"),
         ("neighbour_bound", (49,), r"neighbour_bound has shape \[49\], but must be \[50\]"),
@@ -107,5 +114,5 @@ def test_inputs_that_do_not_fit_each_other_are_refused(name: str, shape: tuple[i
 
 
 def test_a_node_with_too_few_inputs_is_refused() -> None:
-    with pytest.raises(PluginError, match="11 inputs, but its attributes require 15"):
+    with pytest.raises(PluginError, match="12 inputs, but its attributes require 16"):
         describe(SETTINGS, tensors(UNIFORM))

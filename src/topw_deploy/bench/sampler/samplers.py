@@ -180,9 +180,9 @@ def bound(session: ort.InferenceSession, feed: Mapping[str, np.ndarray]) -> Call
 
 
 def feeds(inputs: Inputs, case: Case, logits: Logits) -> dict[str, np.ndarray]:
-    """Inputs of the sampler-only model, with empty edits."""
+    """Inputs of the sampler-only model, with empty edits and masks."""
     batch = len(logits)
-    nothing = {"edit_ids": np.int64, "edit_penalty": np.float32, "edit_bias": np.float32}
+    nothing = {"edit_ids": np.int64, "edit_penalty": np.float32, "edit_bias": np.float32, "allowed": np.int32}
     columns = {n: np.full(batch, getattr(case.parameters, n), np.float32) for n in PARAMETER_NAMES}
     edits = {name: np.zeros((batch, 0), dtype) for name, dtype in nothing.items()}
     return {"logits": logits, "uniform": inputs.uniform, **edits, **columns}

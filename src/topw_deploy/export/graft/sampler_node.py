@@ -32,7 +32,12 @@ from topw_deploy.sampling.parameters import TopWParameters
 
 NODE_NAME = "topw_sample"
 BOUND_NAME = "topw.neighbour_bound"
-_EDITS = {"edit_ids": ir.DataType.INT64, "edit_penalty": ir.DataType.FLOAT, "edit_bias": ir.DataType.FLOAT}
+_MATRICES = {  # inputs [batch, n]: (element type, n)
+    "edit_ids": (ir.DataType.INT64, "edits"),
+    "edit_penalty": (ir.DataType.FLOAT, "edits"),
+    "edit_bias": (ir.DataType.FLOAT, "edits"),
+    "allowed": (ir.DataType.INT32, "words"),
+}
 _GREEDY = TopWParameters(temperature=0.0)
 _OUTPUT_TYPES = {
     "next_token": ir.DataType.INT64,
@@ -85,10 +90,8 @@ def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
     """Append the sampler's inputs, without logits, in the node's order."""
     made = []
     for name in TAIL_INPUTS[1:]:
-        if name in _EDITS:
-            made.append(editor.input(name, _EDITS[name], [batch, "edits"]))
-        else:
-            made.append(editor.input(name, ir.DataType.FLOAT, [batch]))
+        dtype, *width = _MATRICES.get(name, (ir.DataType.FLOAT,))
+        made.append(editor.input(name, dtype, [batch, *width]))
     return made
 
 
@@ -105,14 +108,14 @@ def with_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value)
         name = value.name or ""
         value.const_value = ir.tensor(_default(name), name=name)
         editor.graph.register_initializer(value)
-        shape = rows_and_one if name in _EDITS else rows
+        shape = rows_and_one if name in _MATRICES else rows
         read.append(editor.op("Expand", [value, shape], dtype=value.dtype, shape=list(value.shape or ())))
     return read
 
 
 def _default(name: str) -> np.ndarray:
-    if name in _EDITS:
-        return np.zeros((1, 0), _EDITS[name].numpy())
+    if name in _MATRICES:
+        return np.zeros((1, 0), _MATRICES[name][0].numpy())
     return np.array([getattr(_GREEDY, name, 0.0)], np.float32)  # `uniform` is not a parameter; its default is 0
 
 

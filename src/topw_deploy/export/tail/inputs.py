@@ -1,4 +1,4 @@
-"""The node's inputs: parameter columns and edited logits."""
+"""The node's inputs: parameter columns, and edited and masked logits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
+from topw_deploy.sampling.mask import ALL, WORD_BITS, mask_words
 from topw_deploy.sampling.parameters import GREEDY_BELOW
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -126,6 +127,48 @@ def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Ten
     scaled = op.Where(op.Greater(old, zero), op.Div(old, penalty), op.Mul(old, penalty))
     new = op.Where(op.Greater(penalty, zero), op.Add(scaled, bias), op.constant(np.nan))
     return op.ScatterElements(wide, column, new, axis=1)
+
+
+@scope
+def apply_mask(op: Ops, logits: Tensor, words: Tensor, vocab_size: int) -> Tensor:
+    """Set tokens that are not allowed to -inf in padded logits [batch, padded] (docs/contract/graph.md, section 6).
+
+    words: int32 [batch, ceil(vocab / 32)], or [batch, 0] to allow all.
+
+    Without words, no tensor before the last two has rows, and the cost is two copies of the logits. (A ScatterND of
+    rows would need one, but the forms for TensorRT avoid it.)
+    """
+    width, given = padded_width(vocab_size), mask_words(vocab_size)
+    whole = op.Reshape(words, op.constant([-1, given], np.int64))  # [k, given], k = batch or 0
+    padding = op.constant([0, 0, 0, width // WORD_BITS - given], np.int64)
+    flags = allowed_tokens(op, op.Pad(whole, padding, op.constant(ALL, np.int32)), width)
+    zero = op.constant([0], np.int64)
+    count = op.Shape(flags, start=0, end=1)
+    masked = op.Where(flags, op.Slice(logits, zero, count, zero), op.constant(-np.inf))
+    others = op.Slice(logits, count, op.constant([np.iinfo(np.int64).max], np.int64), zero)
+    return op.Concat(masked, others, axis=0)
+
+
+@scope
+def allowed_tokens(op: Ops, words: Tensor, width: int) -> Tensor:
+    """The bits of words int32 [k, width / 32], from the least significant: bool [k, width].
+
+    Looked up by octets, as NVIDIA's parser has no bitwise operators. Their values are signed in the highest octet only.
+    """
+    halves = op.Reshape(low_and_high(op, words, 1 << 16), op.constant([-1, width // 16], np.int64))
+    values = np.arange(-128, 256)
+    table = op.constant(values[:, None] >> np.arange(8) & 1, np.bool_)
+    octets = op.Add(low_and_high(op, halves, 1 << 8), op.constant(-values[0], np.int32))
+    return op.Reshape(op.Gather(table, octets, axis=0), op.constant([-1, width], np.int64))
+
+
+@scope
+def low_and_high(op: Ops, values: Tensor, base: int) -> Tensor:
+    """value = high * base + low with 0 <= low < base: int32 [k, n] -> [k, n, (low, high)]."""
+    divisor, axis = op.constant(base, np.int32), op.constant([2], np.int64)
+    low = op.Mod(values, divisor)
+    high = op.Div(op.Sub(values, low), divisor)
+    return op.Concat(op.Unsqueeze(low, axis), op.Unsqueeze(high, axis), axis=2)
 
 
 @scope

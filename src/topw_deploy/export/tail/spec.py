@@ -21,6 +21,7 @@ TAIL_INPUTS = (
     "edit_ids",
     "edit_penalty",
     "edit_bias",
+    "allowed",
     "temperature",
     "selection_temperature",
     "lam",
@@ -29,9 +30,10 @@ TAIL_INPUTS = (
     "geom_scale",
     "uniform",
 )
-"""Inputs of every `topw::TopWSample` node, in order: int64 for edit_ids, float32 for all others.
+"""Inputs of every `topw::TopWSample` node, in order: int64 for edit_ids, int32 for allowed, float32 for all others.
 
-logits [batch, vocab]; the three edit inputs [batch, edits] with edits >= 0; the rest [batch].
+logits [batch, vocab]; the three edit inputs [batch, edits] with edits >= 0; allowed [batch, words] with 0 or
+ceil(vocab / 32) words; the rest [batch].
 """
 
 GEOMETRY_INPUTS = ("mean", "inverse_std", "neighbour_bound")

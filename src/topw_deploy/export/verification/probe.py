@@ -100,15 +100,20 @@ class SamplerProbe:
         self._outputs = [value.name for value in self._session.get_outputs()]
 
     def run(
-        self, logits: np.ndarray, parameters: Sequence[dict[str, float]], uniform: Sequence[float]
+        self,
+        logits: np.ndarray,
+        parameters: Sequence[dict[str, float]],
+        uniform: Sequence[float],
+        allowed: np.ndarray | None = None,
     ) -> dict[str, Any]:
-        """Outputs by name for logits float32 [batch, vocab]."""
+        """Outputs by name for logits float32 [batch, vocab]; allowed: int32 [batch, words], None for no masks."""
         batch = len(logits)
         feeds: dict[str, np.ndarray] = {
             "logits": np.ascontiguousarray(logits, dtype=np.float32),
             "edit_ids": np.zeros((batch, 0), np.int64),
             "edit_penalty": np.zeros((batch, 0), np.float32),
             "edit_bias": np.zeros((batch, 0), np.float32),
+            "allowed": np.zeros((batch, 0), np.int32) if allowed is None else allowed,
             "uniform": np.asarray(uniform, dtype=np.float32),
         }
         for name in parameters[0]:

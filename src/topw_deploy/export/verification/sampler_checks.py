@@ -16,13 +16,14 @@ from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.export.write.weights import MODEL_FILE
 from topw_deploy.manifest import Check, NotCompared, SamplerInfo
-from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, sample_row
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, pack_mask, sample_row
 
 LOGPROB_BOUND = 1e-4
 # Minimum number of rows without a tie, and of those among them decided by geometry (not certified). Four rows of
 # logits give 28 or more.
 FEWEST_ROWS, FEWEST_BY_GEOMETRY = 20, 12
 _MADE_ROWS = 4
+_MASKED_SETTINGS = 2  # the first of `_settings`
 _LARGEST_CROP_WALKED = 6  # tokens drawn per crop; all for smaller crops
 _LARGEST_BATCH = 32
 _POOL_VALUES = 8_000_000  # pool features per batch; the graph holds several 4-byte copies
@@ -47,6 +48,9 @@ class _Tally:
     @property
     def wrong(self) -> dict[str, int]:
         return {"kept sets": self.kept_sets, "tokens": self.tokens, "certificates": self.certificates}
+
+    def described(self, what: str) -> str:
+        return f"{self.rows} rows{what}, {self.by_geometry} decided by geometry, {self.ties} on a tie"
 
     def add(self, wanted: Row, found: dict[str, np.ndarray]) -> None:
         self.rows += 1
@@ -78,7 +82,8 @@ def sampler_checks(
 
     Compares the size of each crop and draws its tokens (six of a large one), each at the middle of its uniform
     interval. Rows that rounding may decide (docs/contract/graph.md, section 4) are not judged. Below FEWEST_ROWS or
-    FEWEST_BY_GEOMETRY, constructed rows are added; if there are still too few, yields NotCompared.
+    FEWEST_BY_GEOMETRY, constructed rows are added; if there are still too few, yields NotCompared. Then each row of
+    `logits` is compared again under a mask that forbids its best token.
 
     title: prefix of result names.
     """
@@ -90,11 +95,14 @@ def sampler_checks(
         for wanted, found in _answers(probe, sampler, defaults, geometry, made_logits(sampler.vocab_size)):
             tally.add(wanted, found)
     made = f", {tally.rows - given} of constructed logits" if tally.rows > given else ""
-    detail = f"{tally.rows} rows{made}, {tally.by_geometry} decided by geometry, {tally.ties} on a tie"
-    if not tally.enough and not any(tally.wrong.values()):
+    unmasked = replace(tally)
+    for wanted, found in _answers(probe, sampler, defaults, geometry, logits, made_masks(logits)):
+        tally.add(wanted, found)
+    if not unmasked.enough and not any(tally.wrong.values()):
         least = f"{FEWEST_ROWS} rows without a tie and {FEWEST_BY_GEOMETRY} decided by geometry"
-        yield NotCompared(title, f"at least {least} are needed ({detail})")
+        yield NotCompared(title, f"at least {least} are needed ({unmasked.described(made)})")
         return
+    detail = tally.described(f"{made}, {tally.rows - unmasked.rows} masked")
     for name, count in tally.wrong.items():
         yield Check(f"{title} {name}", count == 0, float(count), 0.0, detail)
     worst = tally.worst_logprob
@@ -113,6 +121,13 @@ def made_logits(vocab: int) -> np.ndarray:
     for row, spread in zip(rows, np.linspace(0.5, 2.0, _MADE_ROWS), strict=True):
         row[generator.permutation(vocab)] = np.concatenate([-np.linspace(0.0, spread, head), below - spread])
     return rows
+
+
+def made_masks(logits: np.ndarray) -> np.ndarray:
+    """Masks int32 [n, words] of logits [n, vocab]: a random half of the tokens, without each row's best."""
+    flags = np.random.default_rng(2).random(logits.shape) < 0.5
+    flags[np.arange(len(logits)), logits.argmax(axis=1)] = False
+    return pack_mask(flags)
 
 
 def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
@@ -142,22 +157,32 @@ def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
 
 
 def _answers(
-    probe: SamplerProbe, sampler: SamplerInfo, defaults: TopWParameters, geometry: Geometry, logits: np.ndarray
+    probe: SamplerProbe,
+    sampler: SamplerInfo,
+    defaults: TopWParameters,
+    geometry: Geometry,
+    logits: np.ndarray,
+    masks: np.ndarray | None = None,
 ) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
-    """(reference, graph) pairs."""
+    """(reference, graph) pairs. masks: int32 [n, words], which are compared with the defaults and by geometry."""
     cases: list[tuple[int, TopWParameters, float, Row]] = []
-    for setting in _settings(sampler):
+    for setting in _settings(sampler)[: None if masks is None else _MASKED_SETTINGS]:
         parameters = TopWParameters(**{**asdict(defaults), **setting})
         for index, row in enumerate(logits):
-            first = sample_row(row, parameters, sampler.options, geometry, 0.5)
+            allowed = None if masks is None else masks[index]
+            first = sample_row(row, parameters, sampler.options, geometry, 0.5, allowed=allowed)
             for uniform in _uniforms(row, first, parameters):
                 cases.append((index, parameters, uniform, _drawn_with(first, row, parameters, uniform)))
     row_values = min(sampler.options.top_m, sampler.vocab_size) * (sampler.hidden_size or 1)
     batch = max(1, min(_LARGEST_BATCH, _POOL_VALUES // row_values))
     for start in range(0, len(cases), batch):
         part = cases[start : start + batch]
+        rows = [index for index, *_ in part]
         results = probe.run(
-            logits[[index for index, *_ in part]], [asdict(p) for _, p, _, _ in part], [u for _, _, u, _ in part]
+            logits[rows],
+            [asdict(p) for _, p, _, _ in part],
+            [u for _, _, u, _ in part],
+            None if masks is None else masks[rows],
         )
         for number, (*_, wanted) in enumerate(part):
             yield wanted, {name: value[number] for name, value in results.items()}
@@ -204,7 +229,7 @@ def bound_check(folder: Path, geometry: Geometry, tokens: int) -> Check:
 
 
 def stored_bound(folder: Path) -> np.ndarray:
-    """Sampler node input 13, float32 [tokens] or [0]."""
+    """Sampler node input 14, float32 [tokens] or [0]."""
     model = ir.load(folder / MODEL_FILE)
     value = sampler_node(model.graph).inputs[len(TAIL_INPUTS) + GEOMETRY_INPUTS.index("neighbour_bound")]
     assert value is not None

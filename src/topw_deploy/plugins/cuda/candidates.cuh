@@ -92,7 +92,7 @@ class Candidates {
   }
 
   __device__ void take(float logit, int32_t id, float from) {
-    if (!(logit >= from) || logit == -static_cast<float>(INFINITY)) return;
+    if (!(logit >= from) || logit == -static_cast<float>(INFINITY) || !logits_.allows(id)) return;
     const uint32_t at = atomicAdd(&lists_.found, 1u);
     if (at < kMostCandidates) room_.keys[at] = token_key(logit, id);
   }

@@ -65,7 +65,9 @@ __device__ void keep_best(const LogitRow &logits, float top, const float *maxima
   if (warp_index() == 0) {
     const float2 two = LogitRow::value_of(logits.template load_two<Logit>(group, lane_index()));
     int32_t id = group * kGroup + lane_index();
-    id = warp_reduce(two.x == top ? id : two.y == top ? id + kGroup / 2 : INT32_MAX, Smaller());
+    const bool first = two.x == top && logits.allows(id);
+    const bool second = two.y == top && logits.allows(id + kGroup / 2);
+    id = warp_reduce(first ? id : second ? id + kGroup / 2 : INT32_MAX, Smaller());
     if (lane_index() == 0) *key = token_key(top, id);
   }
   __syncthreads();

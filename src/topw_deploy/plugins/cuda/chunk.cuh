@@ -1,4 +1,4 @@
-// The pass over all logits: maxima of groups of 64, and the edits. One chunk of a row per block.
+// The pass over all logits: maxima of groups of 64, the mask and the edits. One chunk of a row per block.
 #ifndef TOPW_CUDA_CHUNK_CUH
 #define TOPW_CUDA_CHUNK_CUH
 
@@ -32,59 +32,75 @@ __device__ __forceinline__ float or_invalid(float logit) {
   return logit < static_cast<float>(INFINITY) ? logit : static_cast<float>(INFINITY);
 }
 
-template <class Logit>
-__device__ __forceinline__ float largest_of(const uint4 &bytes) {
+// allowed: a bit for each logit.
+template <class Logit, bool kMasked>
+__device__ __forceinline__ float largest_of(const uint4 &bytes, uint32_t allowed) {
   Pack<Logit> pack;
   memcpy(&pack, &bytes, sizeof pack);
-  float largest = -static_cast<float>(INFINITY);
+  const float nothing = -static_cast<float>(INFINITY);
+  float largest = nothing;
 #pragma unroll
-  for (int i = 0; i < Pack<Logit>::kSize; ++i) largest = Larger()(or_invalid(to_float(pack.logits[i])), largest);
+  for (int i = 0; i < Pack<Logit>::kSize; ++i) {
+    const float logit = or_invalid(to_float(pack.logits[i]));
+    largest = Larger()(!kMasked || allowed >> i & 1 ? logit : nothing, largest);
+  }
   return largest;
 }
 
 // Maxima of complete, 16-byte aligned groups; neighbouring lanes share a group.
-template <class Logit>
-__device__ void measure_packs(const Logit *raw, int32_t first, int32_t last, float *maxima) {
+template <class Logit, bool kMasked>
+__device__ void measure_packs(const Logit *raw, const Mask &mask, int32_t first, int32_t last, float *maxima) {
   constexpr int kLanes = kGroup / Pack<Logit>::kSize, kGroups = kWarp / kLanes;
   const int32_t stride = warps() * kGroups, of_lane = lane_index() / kLanes, place = lane_index() % kLanes;
 #pragma unroll 1
   for (int32_t start = first + warp_index() * kGroups; start < last; start += kLoadsAtOnce * stride) {
     uint4 packs[kLoadsAtOnce];
+    uint32_t allowed[kLoadsAtOnce] = {};
 #pragma unroll
     for (int u = 0; u < kLoadsAtOnce; ++u) {
-      const int32_t group = start + u * stride + of_lane;
-      if (start + u * stride < last)  // for the whole warp
-        packs[u] = __ldg(reinterpret_cast<const uint4 *>(raw + (group < last ? group : start) * kGroup) + place);
+      const int32_t group = start + u * stride + of_lane, token = (group < last ? group : start) * kGroup;
+      if (start + u * stride >= last) continue;  // for the whole warp
+      packs[u] = __ldg(reinterpret_cast<const uint4 *>(raw + token) + place);
+      if (kMasked) allowed[u] = mask.from(token + place * Pack<Logit>::kSize);
     }
 #pragma unroll
     for (int u = 0; u < kLoadsAtOnce; ++u) {
       const int32_t group = start + u * stride + of_lane;
       if (start + u * stride >= last) break;  // for the whole warp
-      const float largest = warp_reduce(largest_of<Logit>(packs[u]), Larger(), kLanes);
+      const float largest = warp_reduce(largest_of<Logit, kMasked>(packs[u], allowed[u]), Larger(), kLanes);
       if (place == 0 && group < last) maxima[group] = largest;
     }
   }
 }
 
 // Maxima of any groups: one per warp, two logits per lane.
-template <class Logit>
-__device__ void measure_loosely(const Logit *raw, int32_t vocab, int32_t first, int32_t last, float *maxima) {
+template <class Logit, bool kMasked>
+__device__ void measure_loosely(const Logit *raw, const Mask &mask, int32_t vocab, int32_t first, int32_t last,
+                                float *maxima) {
   const float nothing = -static_cast<float>(INFINITY);
 #pragma unroll 1
   for (int32_t start = first + warp_index(); start < last; start += kLoadsAtOnce * warps()) {
     Logit logits[kLoadsAtOnce][2];
+    uint32_t allowed[kLoadsAtOnce][2] = {};
 #pragma unroll
     for (int u = 0; u < kLoadsAtOnce; ++u) {
       const int32_t group = start + u * warps(), id = (group < last ? group : start) * kGroup + lane_index();
 #pragma unroll
-      for (int half = 0; half < 2; ++half) logits[u][half] = raw[id + half * kWarp < vocab ? id + half * kWarp : 0];
+      for (int half = 0; half < 2; ++half) {
+        const int32_t token = id + half * kWarp < vocab ? id + half * kWarp : 0;
+        logits[u][half] = raw[token];
+        if (kMasked) allowed[u][half] = mask.from(token);
+      }
     }
 #pragma unroll
     for (int u = 0; u < kLoadsAtOnce; ++u) {
       const int32_t group = start + u * warps(), id = group * kGroup + lane_index();
       if (group >= last) break;  // for the whole warp
-      const float here = id < vocab ? or_invalid(to_float(logits[u][0])) : nothing;
-      const float there = id + kWarp < vocab ? or_invalid(to_float(logits[u][1])) : nothing;
+      const auto of = [&](int half) {
+        const bool counts = id + half * kWarp < vocab && (!kMasked || allowed[u][half] & 1);
+        return counts ? or_invalid(to_float(logits[u][half])) : nothing;
+      };
+      const float here = of(0), there = of(1);
       const float largest = warp_reduce(Larger()(here, there), Larger());
       if (lane_index() == 0) maxima[group] = largest;
     }
@@ -92,17 +108,32 @@ __device__ void measure_loosely(const Logit *raw, int32_t vocab, int32_t first, 
 }
 
 // Maxima of unedited groups, padded with -inf.
-template <class Logit>
+template <class Logit, bool kMasked>
 __device__ void measure_chunk(const Call &call, const Chunk &chunk) {
+  const Mask mask(call, chunk.row);
   const Logit *raw = raw_row<Logit>(call, chunk.row);
   float *maxima = call.workspace.maxima + chunk.row * call.padded_groups;
   const int32_t vocab = static_cast<int32_t>(call.inputs.vocab), whole = vocab / kGroup;
   int32_t packed = reinterpret_cast<uintptr_t>(raw) % 16 == 0 ? whole : chunk.first;
   packed = packed < chunk.last ? packed : chunk.last;
-  measure_packs(raw, chunk.first, packed, maxima);
-  measure_loosely(raw, vocab, packed, chunk.last, maxima);
+  measure_packs<Logit, kMasked>(raw, mask, chunk.first, packed, maxima);
+  measure_loosely<Logit, kMasked>(raw, mask, vocab, packed, chunk.last, maxima);
   if (chunk.last == call.groups && own_index() < call.padded_groups - call.groups)
     maxima[call.groups + own_index()] = -static_cast<float>(INFINITY);
+}
+
+template <class Logit>
+__device__ TOPW_OUT_OF_LINE void measure_masked_chunk(const Call &call, const Chunk &chunk) {
+  measure_chunk<Logit, true>(call, chunk);
+}
+
+// Two copies of the code: rows without a mask take as long as if there were no masks.
+template <class Logit>
+__device__ __forceinline__ void measure_chunk(const Call &call, const Chunk &chunk) {
+  if (call.inputs.words > 0)
+    measure_masked_chunk<Logit>(call, chunk);
+  else
+    measure_chunk<Logit, false>(call, chunk);
 }
 
 // Rounds every operation, as on a CPU: edited logits are the same everywhere.
@@ -119,6 +150,7 @@ class ChunkEdits {
   __device__ ChunkEdits(const Call &call, const Chunk &chunk, int32_t *slots)
       : call_(call),
         chunk_(chunk),
+        mask_(call, chunk.row),
         slots_(slots),
         edits_(static_cast<int32_t>(call.inputs.edits)),
         first_id_(own_index() < edits_ ? call.inputs.edit_ids[chunk.row * edits_ + own_index()] : -1) {}
@@ -212,7 +244,7 @@ class ChunkEdits {
   }
 
   __device__ float edited_token(const Logit *raw, int32_t id, int32_t edit) const {
-    if (id >= call_.inputs.vocab) return -static_cast<float>(INFINITY);
+    if (id >= call_.inputs.vocab || (mask_.exists() && !(mask_.from(id) & 1))) return -static_cast<float>(INFINITY);
     const float logit = to_float(raw[id]);
     if (edit < 0) return logit;
     const int64_t e = chunk_.row * edits_ + edit;
@@ -221,6 +253,7 @@ class ChunkEdits {
 
   const Call &call_;
   const Chunk &chunk_;
+  const Mask mask_;
   int32_t *const slots_;
   const int32_t edits_;
   const int64_t first_id_;

@@ -124,7 +124,8 @@ int launch_geometry(const topw_cuda_shape &shape, const Call &call, void *stream
 
 bool fits(const topw_cuda_shape &shape, const topw_table *table, const topw_inputs &inputs) {
   return !refusal(shape) && inputs.batch >= 0 && inputs.batch <= shape.batch && inputs.vocab == shape.vocab &&
-         inputs.edits >= 0 && inputs.edits <= shape.edits && (table || shape.options.metric == TOPW_UNIFORM);
+         inputs.edits >= 0 && inputs.edits <= shape.edits &&
+         (inputs.words == 0 || inputs.words == words_of_mask(inputs.vocab)) && (table || shape.options.metric == TOPW_UNIFORM);
 }
 
 int launch_step(const topw_cuda_shape &shape, const topw_table *table, const topw_inputs &inputs,

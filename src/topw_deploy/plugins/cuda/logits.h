@@ -1,4 +1,4 @@
-// Edited logits on the device: the caller's, with patches for edited groups.
+// Edited and masked logits on the device: the caller's, with patches for edited groups.
 #ifndef TOPW_CUDA_LOGITS_H
 #define TOPW_CUDA_LOGITS_H
 
@@ -41,6 +41,23 @@ __device__ __forceinline__ uint64_t token_key(float logit, int32_t id) {
 __device__ __forceinline__ float logit_of(uint64_t key) { return value_of_key(static_cast<uint32_t>(key >> 32)); }
 __device__ __forceinline__ int32_t id_of(uint64_t key) { return static_cast<int32_t>(key & 0xffffffffu); }
 
+// A row's mask (topw_inputs), whose bits are read with the logits. Keeps no address, which would cost two registers.
+class Mask {
+ public:
+  __device__ Mask(const Call &call, int64_t row) : call_(call), row_(row) {}
+
+  __device__ bool exists() const { return call_.inputs.words > 0; }
+  // The bits from token `id` < vocab to the end of its word, the lowest first. Requires a mask.
+  __device__ uint32_t from(int32_t id) const {
+    const int32_t *const words = call_.inputs.allowed + row_ * call_.inputs.words;
+    return static_cast<uint32_t>(__ldg(words + id / 32)) >> (id % 32);
+  }
+
+ private:
+  const Call &call_;
+  const int64_t row_;
+};
+
 constexpr int kPatched = 3;
 
 // Two undecoded logits of a row; their number, or kPatched.
@@ -61,6 +78,7 @@ class LogitRow {
         patch_of_(call.inputs.edits > 0 ? call.workspace.patch_of + row * call.groups : nullptr),
         patches_(call.workspace.patches + row * call.patch_slots * kGroup),
         maxima_(call.workspace.maxima + row * call.padded_groups),
+        mask_(call, row),
         vocab_(static_cast<int32_t>(call.inputs.vocab)),
         groups_(static_cast<int32_t>(call.groups)) {}
 
@@ -72,9 +90,7 @@ class LogitRow {
 
   // -inf after the last token, up to the end of its group.
   __device__ float at(int32_t id) const {
-    const int32_t slot = patch_of_ ? __ldcg(patch_of_ + id / kGroup) : -1;
-    if (slot >= 0) return __ldcg(patches_ + static_cast<int64_t>(slot) * kGroup + id % kGroup);
-    return id < vocab_ ? raw(id) : -static_cast<float>(INFINITY);
+    return id < vocab_ && allows(id) ? edited_at(id) : -static_cast<float>(INFINITY);
   }
 
   // Slot of a group's patch; negative: none.
@@ -82,26 +98,20 @@ class LogitRow {
 
   // Logits 4 * quarter to 4 * quarter + 3 of a group; one load if aligned.
   __device__ float4 four(int32_t group, int32_t quarter, int32_t slot) const {
-    if (slot >= 0)
-      return __ldcg(reinterpret_cast<const float4 *>(patches_ + static_cast<int64_t>(slot) * kGroup) + quarter);
+    float4 four = edited_four(group, quarter, slot);
     const int32_t first = group * kGroup + 4 * quarter;
-    const unsigned char *const from = raw_ + static_cast<int64_t>(first) * (type_ == TOPW_FLOAT32 ? 4 : 2);
-    const bool aligned = reinterpret_cast<uintptr_t>(from) % (type_ == TOPW_FLOAT32 ? 16 : 8) == 0;
-    if (!aligned || first + 4 > vocab_) return four_apart(first);
-    if (type_ == TOPW_FLOAT32) return *reinterpret_cast<const float4 *>(from);
-    const uint64_t all = *reinterpret_cast<const uint64_t *>(from);
-    const auto one = [&](int n) {
-      const uint16_t bits = static_cast<uint16_t>(all >> (16 * n));
-      return type_ == TOPW_FLOAT16 ? from_float16(bits) : from_bfloat16(bits);
-    };
-    return {one(0), one(1), one(2), one(3)};
+    if (!mask_.exists() || first >= vocab_) return four;
+    const uint32_t bits = mask_.from(first);
+    const float nothing = -static_cast<float>(INFINITY);
+    if (!(bits & 1)) four.x = nothing;
+    if (!(bits & 2)) four.y = nothing;
+    if (!(bits & 4)) four.z = nothing;
+    if (!(bits & 8)) four.w = nothing;
+    return four;
   }
 
-  __device__ TOPW_OUT_OF_LINE float4 four_apart(int32_t first) const {
-    return {at(first), at(first + 1), at(first + 2), at(first + 3)};
-  }
-
-  // Logits lane and lane + 32 of a group, by a whole warp. Separate load and decode keep several loads in flight.
+  // Logits lane and lane + 32 of a group, by a whole warp, before the mask: ask `allows` for the few of interest.
+  // Separate load and decode keep several loads in flight.
   template <class Logit>
   __device__ Two<Logit> load_two(int32_t group, int lane) const {
     const int32_t slot = patch_of_ ? __ldcg(patch_of_ + group) : -1, first = group * kGroup + lane;
@@ -125,17 +135,47 @@ class LogitRow {
     return {two.there > 0 ? to_float(two.raw[0]) : nothing, two.there > 1 ? to_float(two.raw[1]) : nothing};
   }
 
+  // Whether the mask, if any, allows a token of the vocabulary.
+  __device__ bool allows(int32_t id) const { return !mask_.exists() || mask_.from(id) & 1; }
+
+ private:
+  __device__ float edited_at(int32_t id) const {
+    const int32_t slot = patch_of_ ? __ldcg(patch_of_ + id / kGroup) : -1;
+    if (slot >= 0) return __ldcg(patches_ + static_cast<int64_t>(slot) * kGroup + id % kGroup);
+    return id < vocab_ ? raw(id) : -static_cast<float>(INFINITY);
+  }
+
+  __device__ float4 edited_four(int32_t group, int32_t quarter, int32_t slot) const {
+    if (slot >= 0)
+      return __ldcg(reinterpret_cast<const float4 *>(patches_ + static_cast<int64_t>(slot) * kGroup) + quarter);
+    const int32_t first = group * kGroup + 4 * quarter;
+    const unsigned char *const from = raw_ + static_cast<int64_t>(first) * (type_ == TOPW_FLOAT32 ? 4 : 2);
+    const bool aligned = reinterpret_cast<uintptr_t>(from) % (type_ == TOPW_FLOAT32 ? 16 : 8) == 0;
+    if (!aligned || first + 4 > vocab_) return four_apart(first);
+    if (type_ == TOPW_FLOAT32) return *reinterpret_cast<const float4 *>(from);
+    const uint64_t all = *reinterpret_cast<const uint64_t *>(from);
+    const auto one = [&](int n) {
+      const uint16_t bits = static_cast<uint16_t>(all >> (16 * n));
+      return type_ == TOPW_FLOAT16 ? from_float16(bits) : from_bfloat16(bits);
+    };
+    return {one(0), one(1), one(2), one(3)};
+  }
+
+  __device__ TOPW_OUT_OF_LINE float4 four_apart(int32_t first) const {
+    return {edited_at(first), edited_at(first + 1), edited_at(first + 2), edited_at(first + 3)};
+  }
+
   __device__ float raw(int32_t id) const {
     if (type_ == TOPW_FLOAT32) return reinterpret_cast<const float *>(raw_)[id];
     const uint16_t bits = reinterpret_cast<const uint16_t *>(raw_)[id];
     return type_ == TOPW_FLOAT16 ? from_float16(bits) : from_bfloat16(bits);
   }
 
- private:
   int32_t type_;
   const unsigned char *raw_;
   const int32_t *patch_of_;
   const float *patches_, *maxima_;
+  const Mask mask_;
   int32_t vocab_, groups_;
 };
 

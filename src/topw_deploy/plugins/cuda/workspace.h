@@ -6,8 +6,8 @@
 //
 // certify writes for an open row, before its number is in open_rows[0 .. control->open_count):
 //   rows[row]             parameters (valid, not greedy), the largest logit `top`
-//   maxima[row][group]    the largest of each 64 logits, edited; finite or -inf
-//   LogitRow (logits.h)   the edited logits, through patch_of and patches
+//   maxima[row][group]    the largest of each 64 logits, edited and masked; finite or -inf
+//   LogitRow (logits.h)   the edited and masked logits, through patch_of, patches and the caller's mask
 //   unit_tops, unit_sums  for `mass`: weights of each unit, in units of its largest logit
 // and zeroes keep_mask[row].
 //

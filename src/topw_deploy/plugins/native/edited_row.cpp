@@ -22,16 +22,39 @@ EditedRow::Verdict EditedRow::open(const topw_inputs &inputs, int64_t row) {
   patch_count_ = 0;
   const int64_t patches = std::min(blocks_, inputs.edits + 1);
   if (!maxima_.reserve(padded_blocks_) || !patch_of_.reserve(blocks_) || !patched_block_.reserve(patches) ||
-      !patches_.reserve(patches * kBlock))
+      !patches_.reserve(patches * kBlock) || !masked_.reserve(kBlock))
     return Verdict::out_of_memory;
   memset(patch_of_.data(), -1, static_cast<size_t>(blocks_) * sizeof(int32_t));
 
+  take_mask(inputs, row);
   // No edit repairs NaN or +inf.
   const int64_t whole = vocab_ / kBlock;
-  if (hot().block_maxima(raw_, whole, maxima_.data())) return Verdict::invalid;
+  if (maxima_of(raw_, 0, whole)) return Verdict::invalid;
   if (whole < blocks_) patch(whole);
   if (!edit(inputs, row)) return Verdict::invalid;
   return measure() ? Verdict::valid : Verdict::invalid;
+}
+
+// Words that the mask lacks in an incomplete last block allow only padding.
+void EditedRow::take_mask(const topw_inputs &inputs, int64_t row) {
+  allowed_ = inputs.words > 0 ? inputs.allowed + row * inputs.words : nullptr;
+  if (!allowed_ || vocab_ % kBlock == 0) return;
+  const int64_t first = vocab_ / kBlock * kWords;
+  for (int64_t i = 0; i < kWords; ++i) last_words_[i] = first + i < inputs.words ? allowed_[first + i] : -1;
+}
+
+// Maxima of consecutive blocks, of which `first` is the first. True if a logit is NaN.
+bool EditedRow::maxima_of(const float *logits, int64_t first, int64_t blocks) {
+  float *maxima = maxima_.data() + first;
+  return allowed_ ? hot().allowed_maxima(logits, blocks, words_of(first), maxima)
+                  : hot().block_maxima(logits, blocks, maxima);
+}
+
+const float *EditedRow::allowed_block(int64_t b) const {
+  const int32_t *words = words_of(b);
+  if ((words[0] & words[1] & words[2] & words[3]) == -1) return edited_block(b);
+  hot().allow(edited_block(b), words, masked_.data());
+  return masked_.data();
 }
 
 int64_t EditedRow::patch(int64_t block) {
@@ -59,7 +82,7 @@ bool EditedRow::edit(const topw_inputs &inputs, int64_t row) {
 // Maxima of patched blocks and of all. False if the row is invalid.
 bool EditedRow::measure() {
   for (int64_t i = 0; i < patch_count_; ++i)
-    if (hot().block_maxima(patches_.data() + i * kBlock, 1, &maxima_[patched_block_[i]])) return false;
+    if (maxima_of(patches_.data() + i * kBlock, patched_block_[i], 1)) return false;
   std::fill(maxima_.data() + blocks_, maxima_.data() + padded_blocks_, -INFINITY);
   top_ = *std::max_element(maxima_.data(), maxima_.data() + blocks_);
   return top_ > -INFINITY && top_ < INFINITY;

@@ -1,4 +1,4 @@
-// A row of edited logits (docs/contract/graph.md, section 6) in whole blocks, mostly uncopied.
+// A row of edited and masked logits (docs/contract/graph.md, section 6) in whole blocks, mostly uncopied.
 #ifndef TOPW_EDITED_ROW_H
 #define TOPW_EDITED_ROW_H
 
@@ -9,12 +9,12 @@
 namespace topw {
 
 // Blocks point into the caller's logits. Edited blocks and an incomplete last one are patches: copied, edited, padded
-// with -inf.
+// with -inf. The mask is applied to a block when its maximum is measured and whenever it is read.
 class EditedRow {
  public:
   enum class Verdict { valid, invalid, out_of_memory };
 
-  // Invalid: edited logits with NaN, +inf or nothing finite, or a real token's penalty not > 0.
+  // Invalid: edited, allowed logits with NaN, +inf or nothing finite, or a real token's penalty not > 0.
   [[nodiscard]] Verdict open(const topw_inputs &inputs, int64_t row);
 
   int64_t vocab() const { return vocab_; }
@@ -23,20 +23,30 @@ class EditedRow {
   float maximum(int64_t block) const { return maxima_[block]; }
   const float *maxima() const { return maxima_.data(); }  // [padded_blocks()], padded with -inf
   int64_t padded_blocks() const { return padded_blocks_; }
-  const float *block(int64_t b) const {
-    return patch_of_[b] < 0 ? raw_ + b * kBlock : patches_.data() + patch_of_[b] * kBlock;
-  }
+  // Valid until the next call.
+  const float *block(int64_t b) const { return allowed_ ? allowed_block(b) : edited_block(b); }
   int64_t first_at_top() const;  // lowest id among the largest logits
 
  private:
   int64_t patch(int64_t block);  // index of its patch, created on first use
   bool edit(const topw_inputs &inputs, int64_t row);
   bool measure();
+  bool maxima_of(const float *logits, int64_t first, int64_t blocks);
+
+  const float *edited_block(int64_t b) const {
+    return patch_of_[b] < 0 ? raw_ + b * kBlock : patches_.data() + patch_of_[b] * kBlock;
+  }
+  const float *allowed_block(int64_t b) const;
+  void take_mask(const topw_inputs &inputs, int64_t row);
+  const int32_t *words_of(int64_t b) const { return b < vocab_ / kBlock ? allowed_ + b * kWords : last_words_; }
 
   const float *raw_ = nullptr;
+  const int32_t *allowed_ = nullptr;  // null: no mask
+  int32_t last_words_[kWords] = {};   // of an incomplete last block
   int64_t vocab_ = 0, blocks_ = 0, padded_blocks_ = 0, patch_count_ = 0;
   float top_ = 0;
   Array<float> maxima_, patches_;
+  Array<float> masked_;           // [kBlock] the block read last
   Array<int32_t> patch_of_;       // [blocks] -1: none
   Array<int32_t> patched_block_;  // [patch_count_]
 };

@@ -11,6 +11,8 @@
 namespace topw {
 
 constexpr int64_t kBlock = 128;   // logits per maximum; every array below is padded to whole blocks
+constexpr int64_t kWord = 32;    // tokens per word of a mask
+constexpr int64_t kWords = kBlock / kWord;
 constexpr int64_t kColumns = 16;  // a block is 8 rows of 16 columns, with a finer maximum per column
 constexpr int64_t kPanel = 32;    // members with interleaved coordinates, see `closeness`
 constexpr int64_t kRowGroup = 12;  // `closeness` takes a multiple of this many rows
@@ -28,6 +30,10 @@ struct Hot {
 
   // Maxima of `blocks` blocks of logits; true if any is NaN.
   bool (*block_maxima)(const float *logits, int64_t blocks, float *maxima);
+  // The same for the allowed logits; the others count as -inf, NaN included. allowed [blocks * kWords]: see topw.h.
+  bool (*allowed_maxima)(const float *logits, int64_t blocks, const int32_t *allowed, float *maxima);
+  // Copies a block, with -inf for tokens that are not allowed.
+  void (*allow)(const float *block, const int32_t *allowed, float *copy);
   void (*column_maxima)(const float *block, float *maxima);
   // The largest of `count` values (a multiple of 16), ignoring NaN; -inf if none.
   float (*highest_of)(const float *values, int64_t count);

@@ -15,6 +15,12 @@ inline float highest(Floats v) {
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_shuffle_ps(half, half, 1)));
 }
+// -inf where a bit of `word` is 0; bit `first` is the first lane's. The blend reads the sign bits.
+inline Floats allow(Floats v, uint32_t word, int first) {
+  const __m256i to_sign = _mm256_sub_epi32(_mm256_set1_epi32(31 - first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m256i signs = _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int32_t>(word)), to_sign);
+  return _mm256_blendv_ps(all(-__builtin_inff()), v, _mm256_castsi256_ps(signs));
+}
 inline Flags no_flags() { return _mm256_setzero_ps(); }
 inline Flags unordered(Floats a, Floats b, Flags before) {
   return _mm256_or_ps(before, _mm256_cmp_ps(a, b, _CMP_UNORD_Q));

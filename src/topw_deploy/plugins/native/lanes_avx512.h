@@ -11,6 +11,10 @@ inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline float highest(Floats v) { return _mm512_reduce_max_ps(v); }
+// -inf where a bit of `word` is 0; bit `first` is the first lane's.
+inline Floats allow(Floats v, uint32_t word, int first) {
+  return _mm512_mask_mov_ps(all(-__builtin_inff()), static_cast<__mmask16>(word >> first), v);
+}
 inline Flags no_flags() { return 0; }
 inline Flags unordered(Floats a, Floats b, Flags before) {
   return _kor_mask16(before, _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q));

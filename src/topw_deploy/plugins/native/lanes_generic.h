@@ -3,6 +3,7 @@
 constexpr int kLanes = 4;
 typedef float Floats __attribute__((vector_size(16)));
 typedef int32_t Flags __attribute__((vector_size(16)));
+typedef uint32_t Bits __attribute__((vector_size(16)));
 typedef double Pair __attribute__((vector_size(16)));
 typedef int64_t PairBits __attribute__((vector_size(16)));
 
@@ -25,6 +26,18 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 inline float highest(Floats v) {
   const float left = v[0] > v[1] ? v[0] : v[1], right = v[2] > v[3] ? v[2] : v[3];
   return left > right ? left : right;
+}
+constexpr float kNo = -__builtin_inff(), kYes = __builtin_inff();
+// Four bits of a mask as upper bounds.
+const Floats kMost[16] = {
+    {kNo, kNo, kNo, kNo},   {kYes, kNo, kNo, kNo},   {kNo, kYes, kNo, kNo},   {kYes, kYes, kNo, kNo},
+    {kNo, kNo, kYes, kNo},  {kYes, kNo, kYes, kNo},  {kNo, kYes, kYes, kNo},  {kYes, kYes, kYes, kNo},
+    {kNo, kNo, kNo, kYes},  {kYes, kNo, kNo, kYes},  {kNo, kYes, kNo, kYes},  {kYes, kYes, kNo, kYes},
+    {kNo, kNo, kYes, kYes}, {kYes, kNo, kYes, kYes}, {kNo, kYes, kYes, kYes}, {kYes, kYes, kYes, kYes}};
+// -inf where a bit of `word` is 0; bit `first` is the first lane's. An allowed NaN becomes +inf, also invalid.
+inline Floats allow(Floats v, uint32_t word, int first) {
+  const Floats most = kMost[word >> first & 15];
+  return v < most ? v : most;
 }
 inline Flags no_flags() { return Flags{0, 0, 0, 0}; }
 inline Flags unordered(Floats a, Floats b, Flags before) { return before | (a != a) | (b != b); }

@@ -3,6 +3,7 @@
 #include "ort_call.h"
 
 #include "ort_shape.h"
+#include "parameters.h"
 
 namespace topw {
 
@@ -39,6 +40,14 @@ Status *input_tensor(const Api &api, const ort::KernelContext *context, size_t i
   return nullptr;
 }
 
+// A mask has no words, or one for every 32 columns of the logits.
+Status *check_mask(const Api &api, const topw_inputs &in) {
+  if (in.words == 0 || in.words == words_of_mask(in.vocab)) return nullptr;
+  return refuse(api, ort::kInvalidArgument, "allowed has %lld words per row, but must have 0 or %lld for %lld tokens",
+                static_cast<long long>(in.words), static_cast<long long>(words_of_mask(in.vocab)),
+                static_cast<long long>(in.vocab));
+}
+
 Status *bind_inputs(const Api &api, const ort::KernelContext *context, topw_inputs *inputs) {
   Tensor found[kWithoutTable];
   for (size_t index = 0; index < kWithoutTable; ++index) {
@@ -55,13 +64,17 @@ Status *bind_inputs(const Api &api, const ort::KernelContext *context, topw_inpu
   in.vocab = found[kLogits].shape.size[1];
   in.edits = found[kEditIds].shape.size[1];
   in.logits = static_cast<const float *>(found[kLogits].data);
+  in.words = found[kAllowed].shape.size[1];
   in.edit_ids = static_cast<const int64_t *>(found[kEditIds].data);
-  const float **columns[] = {&in.edit_penalty, &in.edit_bias, &in.temperature, &in.selection_temperature, &in.lam,
-                             &in.beta, &in.init_top_p, &in.geom_scale, &in.uniform};  // fmt: skip
-  for (size_t index = kEditPenalty; index < kWithoutTable; ++index)
-    *columns[index - kEditPenalty] = static_cast<const float *>(found[index].data);
+  in.edit_penalty = static_cast<const float *>(found[kEditPenalty].data);
+  in.edit_bias = static_cast<const float *>(found[kEditBias].data);
+  in.allowed = static_cast<const int32_t *>(found[kAllowed].data);
+  const float **columns[] = {&in.temperature, &in.selection_temperature, &in.lam, &in.beta, &in.init_top_p,
+                             &in.geom_scale, &in.uniform};  // fmt: skip
+  for (size_t index = kTemperature; index < kWithoutTable; ++index)
+    *columns[index - kTemperature] = static_cast<const float *>(found[index].data);
   if (in.vocab < 1) return refuse(api, ort::kInvalidArgument, "the logits have no columns");
-  return nullptr;
+  return check_mask(api, in);
 }
 
 Status *bind_table(const Api &api, const ort::KernelContext *context, const Node &node, int64_t vocab,

@@ -8,8 +8,8 @@
 namespace topw {
 
 enum Input {
-  kLogits, kEditIds, kEditPenalty, kEditBias, kTemperature, kSelectionTemperature, kLam, kBeta, kInitTopP, kGeomScale,
-  kUniform, kMean, kInverseStd, kNeighbourBound, kTable, kScales, kZeroPoints
+  kLogits, kEditIds, kEditPenalty, kEditBias, kAllowed, kTemperature, kSelectionTemperature, kLam, kBeta, kInitTopP,
+  kGeomScale, kUniform, kMean, kInverseStd, kNeighbourBound, kTable, kScales, kZeroPoints
 };  // fmt: skip
 constexpr size_t kWithoutTable = kMean, kWithTable = kTable + 1;
 enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
@@ -17,11 +17,11 @@ constexpr size_t kMostOutputs = kFirstOnRequest + 2;
 constexpr int kNowhere = -1;
 
 // Types and ranks of the required inputs.
-constexpr int kInputTypes[] = {ort::kFloat, ort::kInt64, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
-                               ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};  // fmt: skip
+constexpr int kInputTypes[] = {ort::kFloat, ort::kInt64, ort::kFloat, ort::kFloat, ort::kInt32, ort::kFloat,
+                               ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
 static_assert(sizeof kInputTypes / sizeof kInputTypes[0] == kWithoutTable, "one for each input of every node");
 
-inline size_t input_rank(size_t index) { return index <= kEditBias ? 2 : 1; }
+inline size_t input_rank(size_t index) { return index <= kAllowed ? 2 : 1; }
 
 struct Node {
   topw_options options{};

@@ -15,6 +15,9 @@ TOPW_SHARED_CODE inline bool finite_and_not_negative(float value) {
   return value >= 0 && value < static_cast<float>(INFINITY);
 }
 
+// Words of a row's mask (topw_inputs).
+TOPW_SHARED_CODE inline int64_t words_of_mask(int64_t vocab) { return (vocab + 31) / 32; }
+
 struct GivenParameters {
   float temperature, selection_temperature, lam, beta, init_top_p, geom_scale, uniform;
 };

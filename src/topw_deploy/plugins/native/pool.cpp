@@ -31,7 +31,8 @@ bool Pool::take_some(const EditedRow &row, int64_t size) {
   const float likely = value_reached_by_tokens(row, size + size / kSpare);
   if (likely > -INFINITY) {
     if (!tokens.take_from(row, likely, kSorted * size)) return false;
-    if (tokens.size >= size && tokens.size <= kSorted * size) return true;
+    const bool all_finite = likely <= -FLT_MAX;
+    if ((tokens.size >= size || all_finite) && tokens.size <= kSorted * size) return true;
   }
   float bound = -FLT_MAX;
   const int64_t columns = row.blocks() * kColumns;

@@ -24,6 +24,7 @@ constexpr int64_t kMostTokens = INT32_MAX / 2;
 // False for arguments of an unchecked graph that cannot be read.
 bool readable(const topw_options &options, const topw_table *table, const topw_inputs &inputs) {
   if (inputs.vocab < 1 || inputs.vocab > kMostTokens) return false;
+  if (inputs.words != 0 && inputs.words != words_of_mask(inputs.vocab)) return false;
   return options.metric == TOPW_UNIFORM ||
          (options.metric >= 0 && options.metric < TOPW_UNIFORM && table && Table::readable(*table, inputs.vocab));
 }

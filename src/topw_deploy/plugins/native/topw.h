@@ -17,7 +17,7 @@ extern "C" {
 #define TOPW_EXPORT __attribute__((visibility("default")))
 #endif
 
-#define TOPW_ABI_VERSION 2
+#define TOPW_ABI_VERSION 3
 
 enum { TOPW_MAHALANOBIS = 0, TOPW_UNIT = 1, TOPW_COSINE = 2, TOPW_UNIFORM = 3 };     /* metric */
 enum { TOPW_FLOAT32 = 1, TOPW_UINT8 = 2, TOPW_FLOAT16 = 10, TOPW_BFLOAT16 = 16, TOPW_UINT4 = 21, TOPW_INT4 = 22 };
@@ -52,12 +52,15 @@ typedef struct {
   topw_blocks blocks;
 } topw_table;
 
-/* logits [batch, vocab]; edits [batch, edits]; the rest [batch]. */
+/* logits [batch, vocab]; edits [batch, edits]; allowed [batch, words]; the rest [batch].
+ * words: 0, or ceil(vocab / 32). Bit id % 32 of word id / 32 is 1 if the token is allowed; others have the logit -inf,
+ * also after an edit. Bits beyond the vocabulary have no effect. */
 typedef struct {
-  int64_t batch, vocab, edits;
+  int64_t batch, vocab, edits, words;
   const float *logits;
   const int64_t *edit_ids;
   const float *edit_penalty, *edit_bias;
+  const int32_t *allowed;
   const float *temperature, *selection_temperature, *lam, *beta, *init_top_p, *geom_scale, *uniform;
 } topw_inputs;
 

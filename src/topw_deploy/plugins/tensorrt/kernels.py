@@ -11,7 +11,7 @@ from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.plugins.structs import COLUMNS, TABLE_TYPES, Inputs, Outputs, Table
 from topw_deploy.plugins.tensorrt.control import ControlMemory
-from topw_deploy.plugins.tensorrt.node import EDITS, CallShape
+from topw_deploy.plugins.tensorrt.node import EDITS, MASK, CallShape
 from topw_deploy.sampling.parameters import TopWOptions
 
 
@@ -64,8 +64,8 @@ class Kernels:
         table = _table(call, inputs)
         shape = _shape(call, table)
         arguments = Inputs(
-            call.batch, call.vocab, call.edits, inputs["logits"],
-            *(inputs[name] for name in EDITS), *(inputs[name] for name in COLUMNS),
+            call.batch, call.vocab, call.edits, call.words, inputs["logits"],
+            *(inputs[name] for name in (*EDITS, MASK)), *(inputs[name] for name in COLUMNS),
         )  # fmt: skip
         results = Outputs(*(outputs.get(field[0]) for field in Outputs._fields_))
         self._kernel.launch(shape, table, arguments, results, control, workspace, stream)

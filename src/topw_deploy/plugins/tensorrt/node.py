@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
 from topw_deploy.plugins.structs import COLUMNS
+from topw_deploy.sampling.mask import mask_words
 from topw_deploy.sampling.parameters import METRICS
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ TABLE_FORM = "Gather(axis=0)"
 """The only table form that TensorRT's parser supports."""
 
 EDITS = ("edit_ids", "edit_penalty", "edit_bias")
-INPUTS = ("logits", *EDITS, *COLUMNS)
+MASK = "allowed"
+INPUTS = ("logits", *EDITS, MASK, *COLUMNS)
 """Inputs of a node with the `uniform` metric."""
 TABLE_INPUTS = ("mean", "inverse_std", "neighbour_bound", "table")
 """Additional inputs under every other metric."""
@@ -145,13 +147,14 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class CallShape:
-    """A call's topw_cuda_shape. tokens and hidden are 0 without a table."""
+    """A call's topw_cuda_shape, and the words of a row's mask. tokens and hidden are 0 without a table."""
 
     node: NodeAttributes
     batch: int
     vocab: int
     edits: int
     logits_type: str
+    words: int = 0
     tokens: int = 0
     hidden: int = 0
     table_type: str = "float32"
@@ -165,9 +168,13 @@ def describe(node: NodeAttributes, tensors: Sequence[Tensor]) -> CallShape:
     given = dict(zip(node.inputs, tensors, strict=True))
     batch, vocab = _matrix("logits", given["logits"])
     _, edits = _matrix("edit_ids", given["edit_ids"])
+    _, words = _matrix(MASK, given[MASK])
+    if words:
+        _require(MASK, given[MASK], (batch, mask_words(vocab)))
     for name, shape in {**dict.fromkeys(EDITS, (batch, edits)), **dict.fromkeys(COLUMNS, (batch,))}.items():
         _require(name, given[name], shape)
-    call = CallShape(node=node, batch=batch, vocab=vocab, edits=edits, logits_type=given["logits"].dtype)
+    logits_type = given["logits"].dtype
+    call = CallShape(node=node, batch=batch, vocab=vocab, edits=edits, logits_type=logits_type, words=words)
     if not node.has_table:
         return call
     tokens, hidden = _matrix("table", given["table"])

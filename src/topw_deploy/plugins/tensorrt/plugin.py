@@ -13,13 +13,14 @@ import numpy as np
 
 from topw_deploy.plugins.tensorrt.kernels import Kernels, installed_kernels
 from topw_deploy.plugins.tensorrt.module import NAME, NAMESPACE, VERSION, tensorrt_module
-from topw_deploy.plugins.tensorrt.node import FLOATS, OUTPUT_TYPES, NodeAttributes, Tensor, check_engine, describe
+from topw_deploy.plugins.tensorrt.node import FLOATS, MASK, OUTPUT_TYPES, NodeAttributes, Tensor, check_engine, describe
 
 trt: Any = tensorrt_module()
 
 _TYPES = {name: getattr(trt, name) for name in (*FLOATS, "int32", "int64", "bool")}
 _NAMES = {value: name for name, value in _TYPES.items()}
 _FLOATS = tuple(_TYPES[name] for name in FLOATS)
+_INTEGERS = {"edit_ids": trt.int64, MASK: trt.int32}
 
 
 class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):
@@ -79,7 +80,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         name = self.node.inputs[position]
         if name in self.given:
             return tensor.type in _FLOATS and tensor.type == self.given[name]
-        return bool(tensor.type == (trt.int64 if name == "edit_ids" else trt.float32))
+        return bool(tensor.type == _INTEGERS.get(name, trt.float32))
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         self.kernels.check(describe(self.node, _largest(inputs)))

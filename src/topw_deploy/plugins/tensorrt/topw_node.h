@@ -5,6 +5,7 @@
 #include <NvInferRuntime.h>
 #include <string.h>
 
+#include "../native/parameters.h"
 #include "topw_cuda.h"
 
 namespace topw {
@@ -16,8 +17,8 @@ using nvinfer1::PluginFieldType;
 constexpr char kTableForm[] = "Gather(axis=0)";
 
 enum Input {
-  kLogits, kEditIds, kEditPenalty, kEditBias, kTemperature, kSelectionTemperature, kLam, kBeta, kInitTopP, kGeomScale,
-  kUniform, kMean, kInverseStd, kNeighbourBound, kTable
+  kLogits, kEditIds, kEditPenalty, kEditBias, kAllowed, kTemperature, kSelectionTemperature, kLam, kBeta, kInitTopP,
+  kGeomScale, kUniform, kMean, kInverseStd, kNeighbourBound, kTable
 };  // fmt: skip
 constexpr int32_t kWithoutTable = kMean, kWithTable = kTable + 1;
 enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
@@ -160,6 +161,9 @@ inline const char *describe(const Settings &settings, const Tensor *in, topw_cud
   shape->logits_type = onnx_type(in[kLogits].type);
   for (int32_t index = kEditIds; index <= kEditBias; ++index)
     if (!is_shape(in[index], 2, shape->batch, shape->edits)) return "the edits' shapes differ";
+  const int64_t words = words_of_mask(shape->vocab);
+  if (!is_shape(in[kAllowed], 2, shape->batch, 0) && !is_shape(in[kAllowed], 2, shape->batch, words))
+    return "the mask has neither no words nor one for 32 tokens";
   for (int32_t index = kTemperature; index <= kUniform; ++index)
     if (!is_shape(in[index], 1, shape->batch)) return "a parameter is not one number per row";
   if (!settings.has_table()) return nullptr;

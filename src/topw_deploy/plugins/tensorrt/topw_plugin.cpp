@@ -108,6 +108,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     switch (place) {
       case kLogits: return onnx_type(tensor.type) && tensor.type == logits_type_;
       case kEditIds: return tensor.type == DataType::kINT64;
+      case kAllowed: return tensor.type == DataType::kINT32;
       case kTable: return onnx_type(tensor.type) && tensor.type == table_type_;
       default: return tensor.type == DataType::kFLOAT;
     }
@@ -139,7 +140,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     topw_cuda_shape shape;
     void *const control = actual(in, &shape) ? reserve(shape) : nullptr;
     if (!control) return -1;
-    const topw_inputs arguments = bound_inputs(shape, inputs);
+    const topw_inputs arguments = bound_inputs(shape, in[kAllowed].dims.d[1], inputs);
     const topw_outputs results = bound_outputs(outputs);
     topw_table table = shape.table;
     if (settings_.has_table()) {
@@ -204,18 +205,21 @@ class Plugin final : public nvinfer1::IPluginV3,
     return memory;
   }
 
-  static topw_inputs bound_inputs(const topw_cuda_shape &shape, const void *const *inputs) {
+  static topw_inputs bound_inputs(const topw_cuda_shape &shape, int64_t words, const void *const *inputs) {
     topw_inputs bound{};
     bound.batch = shape.batch;
     bound.vocab = shape.vocab;
     bound.edits = shape.edits;
+    bound.words = words;
     bound.logits = static_cast<const float *>(inputs[kLogits]);  // of shape.logits_type
     bound.edit_ids = static_cast<const int64_t *>(inputs[kEditIds]);
-    const float **columns[] = {&bound.edit_penalty, &bound.edit_bias, &bound.temperature, &bound.selection_temperature,
-                               &bound.lam, &bound.beta, &bound.init_top_p, &bound.geom_scale,
-                               &bound.uniform};  // fmt: skip
-    for (int32_t index = kEditPenalty; index <= kUniform; ++index)
-      *columns[index - kEditPenalty] = static_cast<const float *>(inputs[index]);
+    bound.edit_penalty = static_cast<const float *>(inputs[kEditPenalty]);
+    bound.edit_bias = static_cast<const float *>(inputs[kEditBias]);
+    bound.allowed = static_cast<const int32_t *>(inputs[kAllowed]);
+    const float **columns[] = {&bound.temperature, &bound.selection_temperature, &bound.lam, &bound.beta,
+                               &bound.init_top_p, &bound.geom_scale, &bound.uniform};  // fmt: skip
+    for (int32_t index = kTemperature; index <= kUniform; ++index)
+      *columns[index - kTemperature] = static_cast<const float *>(inputs[index]);
     return bound;
   }
 

@@ -31,8 +31,8 @@ class Cache(Protocol):
 
     input_ids: np.ndarray
 
-    def feed_prompts(self) -> None:
-        """Run all prompt chunks except the last, and bind the last."""
+    def feed_prompts(self) -> int:
+        """Run all prompt chunks except the last, and bind the last. Returns its columns."""
 
     def begin_decoding(self) -> None:
         """Bind the inputs of a step, one token per row."""
@@ -58,6 +58,7 @@ class Caches:
         prefill_chunk: int | None = None,
     ) -> None:
         self._session, self._decoder = session, decoder
+        self.takes_ragged_batches = takes_ragged_batches(decoder)
         self._chunk = prefill_chunk or DEFAULT_CHUNK
         self._pool: MemoryPool | None = None
         if decoder.kv_form != "concat":

@@ -42,7 +42,7 @@ class ConcatCache:
         self._zeros: list[Memory] = []  # initial values of states of fixed size
         self._places = self._begin(binding)
 
-    def feed_prompts(self) -> None:
+    def feed_prompts(self) -> int:
         ids, positions = self._padded()
         *ends, last = [*range(self._chunk, self._width, self._chunk), self._width]
         start = 0
@@ -55,6 +55,7 @@ class ConcatCache:
                 _hand_over(self._names, chunks, places, chunks if end != ends[-1] else self._binding)
                 start = end
         self._bind(self._binding, ids[:, start:], positions[:, start:], last)
+        return last - start
 
     def begin_decoding(self) -> None:
         self._binding.bind_changing("input_ids", self.input_ids)

@@ -60,10 +60,11 @@ class InPlaceCache(ABC):
         """Return the buffers."""
         self._pool.give_back(self._buffers)
 
-    def feed_prompts(self) -> None:
+    def feed_prompts(self) -> int:
         last = self._feed_together() if self._together else self._feed_in_groups()
         self._buffers.bind(self._binding)
         self._bind_chunk(self._binding, *last)
+        return last[0].shape[1]
 
     def begin_decoding(self) -> None:
         self._binding.bind_changing("input_ids", self.input_ids)

@@ -20,9 +20,10 @@ from topw_deploy.runtime.ort.device_binding import BufferPool, DeviceBinding
 from topw_deploy.runtime.ort.host_binding import HostBinding
 from topw_deploy.runtime.protocols import CpuNode, Memory, Sampler
 from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.sampling.mask import mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
-SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit_bias")
+SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit_bias", "allowed")
 SAMPLER_OUTPUTS = ("next_token", "logprob", "kept", "certified")
 
 _HINT_FOR_GRAPHS = (
@@ -49,6 +50,7 @@ class OrtSession:
     most_rows: int | None = None
     most_columns: int | None = None
     most_edits: int | None = None
+    mask_words = 0
     _buffers: BufferPool | None = None
 
     def __init__(
@@ -60,8 +62,10 @@ class OrtSession:
         self.inputs = frozenset(node.name for node in nodes)
         self.with_defaults = frozenset(node.name for node in raw.get_overridable_initializers())
         self.outputs = tuple(node.name for node in raw.get_outputs())
-        slots = next((node.shape[1] for node in nodes if node.name == "edit_ids"), None)
+        widths = {node.name: node.shape[1] for node in nodes if node.name in ("edit_ids", "allowed")}
+        slots = widths.get("edit_ids")
         self.fixed_edits = slots if isinstance(slots, int) else None
+        self.always_masked = isinstance(widths.get("allowed"), int)
 
     def bind(self) -> HostBinding:
         return HostBinding(self) if self._buffers is None else DeviceBinding(self, self._buffers)
@@ -120,6 +124,7 @@ class GraphSession(OrtSession):
             cpu_nodes.check(self.cpu_nodes, self.provider)
         self._warn(asked, failure, unused)
         _check_io(folder, opened.raw)
+        self.mask_words = mask_words(folder.manifest.sampler.vocab_size)
         device = providers.device_of(self.provider), options.device_number
         super().__init__(opened.raw, device, graphs=graphs and self.provider == providers.CUDA)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import EngineError, GenerationError, ManifestError
 from topw_deploy.manifest import DecoderManifest
+from topw_deploy.sampling.mask import mask_words
 from topw_deploy.tensorrt import api, plugin_choice
 from topw_deploy.tensorrt.engines import fitting, this_machine
 from topw_deploy.tensorrt.run.binding import EngineBinding
@@ -43,6 +44,7 @@ class EngineSession:
         self.outputs = tuple(spec.name for spec in manifest.outputs)
         slots = next(spec.shape[1] for spec in manifest.inputs if spec.name == "edit_ids")
         self.fixed_edits = slots if isinstance(slots, int) else None
+        self.mask_words, self.always_masked = mask_words(manifest.sampler.vocab_size), True
         self.most_rows: int | None = self.stamp.most_batch
         self.most_columns: int | None = self.stamp.most_sequence
         self.most_edits: int | None = self.stamp.most_edits

@@ -1,0 +1,204 @@
+"""Log-probabilities of tokens under the model: log softmax of the graph's output `logits`, which no edit, mask or
+temperature has changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from topw_deploy.dtypes import ELEMENT_TYPES
+from topw_deploy.errors import LogitsError, ParameterError
+from topw_deploy.manifest import DecoderManifest, TensorSpec
+from topw_deploy.runtime.memory import zeroed
+from topw_deploy.runtime.protocols import Binding
+from topw_deploy.runtime.request import RowRequest
+from topw_deploy.runtime.results import TokenLogprob, TopLogprob
+
+OUTPUT = "logits"
+_BLOCKS_PER_TOKEN = 8  # of `best`: more blocks leave fewer candidates
+
+TextOf: TypeAlias = Callable[[int], str]
+"""From a token id to its text alone."""
+
+
+class Score(NamedTuple):
+    """The numbers of a TokenLogprob. ids int64 [k], logprobs float64 [k]: those of top_logprobs."""
+
+    token: int
+    logprob: float
+    greedy: bool
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
+def score(logits: np.ndarray, token: int, count: int) -> Score | None:
+    """The log-probability of `token`, and the `count` best tokens. None if a logit is NaN or +inf, or none is finite.
+
+    logits: float [V].
+    """
+    logits = logits.astype(np.float32, copy=False)
+    first = int(logits.argmax())  # the first NaN, if there is one
+    largest = float(logits[first])
+    if not math.isfinite(largest):
+        return None
+    weights = np.subtract(logits, logits[first])
+    np.exp(weights, out=weights)
+    total = largest + math.log(float(weights.sum(dtype=np.float64)))
+    ids = best(logits, count)
+    return Score(token, float(logits[token]) - total, token == first, ids, logits[ids].astype(np.float64) - total)
+
+
+def best(logits: np.ndarray, count: int) -> np.ndarray:
+    """The ids of the `count` largest logits, best first, the lowest id first among equals.
+
+    logits: float32 [V], without NaN.
+    """
+    if not count:
+        return np.zeros(0, np.int64)
+    candidates = np.arange(len(logits))
+    blocks = _BLOCKS_PER_TOKEN * count
+    if blocks < len(logits):
+        width = len(logits) // blocks
+        maxima = logits[: blocks * width].reshape(blocks, width).max(axis=1)
+        # `count` blocks have a logit of at least this.
+        candidates = np.flatnonzero(logits >= np.partition(maxima, -count)[-count])
+    return candidates[np.argsort(-logits[candidates], kind="stable")[:count]]
+
+
+class Scores:
+    """Collects the log-probabilities of one sequence that asked for them.
+
+    shown: drawn tokens that pieces have carried.
+    """
+
+    def __init__(self, request: RowRequest, text_of: TextOf) -> None:
+        self._request, self._text_of = request, text_of
+        self._prompt: list[Score] = []
+        self._drawn: list[Score] = []
+        self.shown = 0
+
+    def add_prompt(self, logits: np.ndarray, token: int) -> None:
+        """Add the prompt's next token, which `logits` [V] predict. Raises LogitsError for NaN or +inf."""
+        where = f"token {len(self._prompt) + 1} of the prompt"
+        self._prompt.append(self._score(logits, token, self._request.prompt_logprobs, where))
+
+    def add(self, logits: np.ndarray, token: int) -> None:
+        """Add the next drawn token. Raises LogitsError for NaN or +inf."""
+        self._drawn.append(self._score(logits, token, self._request.logprobs, f"step {len(self._drawn)}"))
+
+    def of_prompt(self) -> list[TokenLogprob | None] | None:
+        """One entry per token that was read, the first None; None if not asked."""
+        if self._request.prompt_logprobs is None:
+            return None
+        return [None, *self._entries(self._prompt)]
+
+    def of_drawn(self, start: int = 0, end: int | None = None) -> list[TokenLogprob] | None:
+        """One entry per drawn token from `start` to `end`, exclusive; None if not asked."""
+        return None if self._request.logprobs is None else self._entries(self._drawn[start:end])
+
+    def next_piece(self, end: int) -> list[TokenLogprob] | None:
+        """The entries of drawn tokens up to `end`, exclusive, that no piece has carried."""
+        start, self.shown = self.shown, end
+        return self.of_drawn(start, end)
+
+    def _score(self, logits: np.ndarray, token: int, count: int | None, where: str) -> Score:
+        found = score(logits, token, count or 0)
+        if found is None:
+            raise LogitsError(
+                f"the logits at {where} contain NaN or +infinity, or none is finite, so there are no "
+                "log-probabilities; check the model with `topw verify`, or leave logprobs out."
+            )
+        return found
+
+    def _entries(self, scores: Sequence[Score]) -> list[TokenLogprob]:
+        texts: dict[int, str] = {}
+
+        def text(token: int) -> str:
+            if token not in texts:
+                texts[token] = self._text_of(token)
+            return texts[token]
+
+        return [
+            TokenLogprob(
+                one.token,
+                text(one.token),
+                one.logprob,
+                one.greedy,
+                tuple(
+                    TopLogprob(token, text(token), value)
+                    for token, value in zip(one.ids.tolist(), one.logprobs.tolist(), strict=True)
+                ),
+            )
+            for one in scores
+        ]
+
+
+def asks(request: RowRequest) -> bool:
+    """Whether a request asks for log-probabilities under the model."""
+    return request.logprobs is not None or request.prompt_logprobs is not None
+
+
+def new_scores(request: RowRequest, text_of: TextOf) -> Scores | None:
+    return Scores(request, text_of) if asks(request) else None
+
+
+class Logits:
+    """The graph's output `logits` for a batch, on the host.
+
+    spec: float [batch, V], or, in another exporter's decoder, [batch, columns, V], where the last column is that of
+        each row's last token.
+    """
+
+    def __init__(self, spec: TensorSpec, rows: int, vocab: int) -> None:
+        self._rows, self._vocab = rows, vocab
+        self._dtype = np.dtype(ELEMENT_TYPES[spec.dtype].numpy)
+        self._has_columns = len(spec.shape) == 3
+        self.columns = 1
+        self._array = self._new()
+
+    def bind(self, binding: Binding, rows: slice = slice(None), columns: int = 1) -> None:
+        """Make the next runs of `binding` write the logits of adjacent `rows`.
+
+        columns: of the runs' `input_ids`.
+        """
+        if self._has_columns and self.columns != columns:
+            self.columns = columns
+            self._array = self._new()
+        binding.bind_result(OUTPUT, self._array[rows])
+
+    def of(self, row: int) -> np.ndarray:
+        """The logits after a row's last token: float [V], valid until the next run."""
+        found: np.ndarray = self._array[row, -1] if self._has_columns else self._array[row]
+        return found
+
+    def _new(self) -> np.ndarray:
+        shape = (self._rows, self.columns, self._vocab) if self._has_columns else (self._rows, self._vocab)
+        return zeroed("the logits", shape, self._dtype.type)
+
+
+def logits_output(manifest: DecoderManifest) -> TensorSpec | None:
+    """The graph's output `logits`, or None."""
+    return next((spec for spec in manifest.outputs if spec.name == OUTPUT), None)
+
+
+def check_output(requests: Sequence[RowRequest], spec: TensorSpec | None, path: object) -> None:
+    """Raises ParameterError if a request asks for log-probabilities that the graph in `path` cannot give."""
+    name = next(("prompt_logprobs" if r.logprobs is None else "logprobs" for r in requests if asks(r)), None)
+    if name is None:
+        return
+    if spec is None:
+        raise ParameterError(
+            f"{name} needs the graph's output logits, which {path} lacks; export it again with --with-logits, or omit "
+            f"{name}.",
+            name,
+        )
+    if not ELEMENT_TYPES[spec.dtype].numpy:
+        raise ParameterError(
+            f"{name} needs logits of float32 or float16, but those of {path} are {spec.dtype}; export the model with "
+            f"another type, or omit {name}.",
+            name,
+        )

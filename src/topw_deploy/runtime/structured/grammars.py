@@ -1,0 +1,113 @@
+"""Compiles the constraints of requests for one model's vocabulary."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from topw_deploy import install
+from topw_deploy.errors import GrammarError, TokenizerError, one_line
+from topw_deploy.runtime.structured.compiler_errors import compile_error
+from topw_deploy.runtime.structured.constraint import Constraint
+from topw_deploy.runtime.structured.deep_stack import call_deep
+from topw_deploy.runtime.structured.guide import Guide, Vocabulary
+from topw_deploy.runtime.structured.lark import lark_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from topw_deploy.runtime.request import RowRequest
+    from topw_deploy.runtime.tokenizer import Tokenizer
+
+SECONDS = 10.0
+"""A grammar that compiles longer is refused. All known ones within the limits take less than 3."""
+
+LIMITS: Mapping[str, Any] = {"step_lexer_fuel": 50_000, "step_max_items": 20_000, "verbose_errors": False}
+"""llguidance's limits of a mask's work, lower than its own: all rows of an engine wait for a mask."""
+
+_END = b"<|topw: end of the grammar|>"
+
+
+class Grammars:
+    """Compiles grammars; from any thread. vocab_size: V, tokens of the graph."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+        self._made: tuple[LLTokenizer, Vocabulary] | None = None
+
+    def guides(self, rows: Sequence[RowRequest]) -> list[Guide | None]:
+        """A started guide for each row with a constraint. Equal ones are compiled once.
+
+        The first call reads the vocabulary, about a second for 150,000 tokens.
+
+        Raises GrammarError for a grammar that is invalid, matches nothing or is too complex, MissingPackageError
+        without llguidance.
+        """
+        compiled: dict[Constraint, LLMatcher] = {}
+        return [None if row.constraint is None else self._guide(row, row.constraint, compiled) for row in rows]
+
+    def _guide(self, row: RowRequest, constraint: Constraint, compiled: dict[Constraint, LLMatcher]) -> Guide:
+        tokens, vocabulary = self._prepared()
+        try:
+            if constraint not in compiled:
+                compiled[constraint] = compile_grammar(constraint, tokens)
+            guide = Guide(compiled[constraint].deep_copy(), vocabulary, row.eos_token_ids)
+            guide.start()
+        except GrammarError as error:
+            raise GrammarError(
+                f"structured_outputs: {str(error).removeprefix('structured_outputs: ')}",
+                "structured_outputs",
+                line=error.line,
+                column=error.column,
+            ) from None
+        return guide
+
+    def _prepared(self) -> tuple[LLTokenizer, Vocabulary]:
+        with self._lock:
+            if self._made is None:
+                install.require("structured output", "structured")
+                texts, special = self._tokenizer.token_bytes(self._size)
+                self._made = read_tokens(texts, special), Vocabulary(texts)
+            return self._made
+
+
+def read_tokens(texts: list[bytes], special: list[int]) -> LLTokenizer:
+    """llguidance's form of a vocabulary. texts, special: see `Tokenizer.token_bytes`. Raises TokenizerError."""
+    from llguidance import LLTokenizer
+
+    try:
+        return LLTokenizer(_Tokens(texts, special))
+    except (ValueError, TypeError) as error:
+        raise TokenizerError(f"llguidance cannot use the tokenizer ({one_line(error, 200)}).") from None
+
+
+class _Tokens:
+    """What LLTokenizer reads of a tokenizer: the texts of its tokens, and an end of sequence, here one of our own."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, texts: list[bytes], special: list[int]) -> None:
+        self.eos_token_id = len(texts)
+        self.tokens = [*texts, _END]
+        self.special_token_ids = [*special, self.eos_token_id]
+
+    def __call__(self, text: str) -> list[int]:
+        raise NotImplementedError("no text is tokenized: see `no_forcing` in lark.py")
+
+
+def compile_grammar(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
+    """A matcher at the grammar's beginning; copy it for each sequence. Raises GrammarError."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    def compiled() -> LLMatcher:
+        return LLMatcher(tokens, lark_of(constraint), log_level=0, limits=LLParserLimits(**LIMITS))
+
+    matcher = call_deep(compiled, SECONDS)
+    if matcher is None:
+        raise GrammarError(f"the grammar takes longer than {SECONDS:.0f} s to compile; give a simpler one.")
+    if matcher.is_error():
+        raise compile_error(constraint, matcher.get_error())
+    return matcher

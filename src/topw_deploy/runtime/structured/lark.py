@@ -1,0 +1,94 @@
+"""A constraint as a grammar in llguidance's Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from topw_deploy.errors import GrammarError
+from topw_deploy.runtime.structured.constraint import Constraint
+from topw_deploy.runtime.structured.schema_limits import check_schemas
+
+# At most one space, or a line break with an indentation: a model may otherwise write white space until its last token.
+_WHITE_SPACE = r" |\n[ \t]{0,32}"
+
+# Forced text would be tokenized by the tokenizer, and no other way of writing it allowed. Which tokens are drawn is
+# Top-W's part; and a ban of one of them must not end a request that may write the text with others.
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+
+_GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
+_JSON = re.compile(r"%json\s*(?=[{\[])")
+
+
+def lark_of(constraint: Constraint) -> str:
+    """The grammar. User-written Lark keeps its line numbers.
+
+    Raises GrammarError for GBNF that cannot be converted, and for schemas that would take too long to compile.
+    """
+    kind, text = constraint.kind, constraint.text
+    if kind == "grammar":
+        text = _gbnf_to_lark(text) if _GBNF_RULE.search(text) else text
+        check_schemas(_inline_schemas(text))
+        return text + _OPTIONS
+    return f"start: {_START[kind](text)}{_OPTIONS}"
+
+
+def _schema(text: str) -> str:
+    schema = json.loads(text)
+    check_schemas([schema])
+    if isinstance(schema, dict):
+        stated = schema.get("x-guidance")
+        options = stated if isinstance(stated, dict) else {}
+        if not options.keys() & {"whitespace_pattern", "whitespace_flexible"}:
+            schema["x-guidance"] = {**options, "whitespace_pattern": _WHITE_SPACE}
+    elif schema is True:
+        schema = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+    else:
+        raise GrammarError("the schema is false, which no value matches; give another one.")
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+
+
+def _regex(text: str) -> str:
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(text, use_ascii='d')}/"  # \d is 0 to 9, \w any letter
+
+
+def _choice(text: str) -> str:
+    # One terminal: as alternatives of a rule, some thousand choices exceed the parser's limits.
+    choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+    return f"CHOICE\nCHOICE: {choices}"
+
+
+_START = {"json": _schema, "regex": _regex, "choice": _choice}
+
+
+def _gbnf_to_lark(text: str) -> str:
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+    try:
+        lark: str = gbnf_to_lark(text)
+        return lark
+    except GbnfToLarkError as error:
+        line = text.count("\n", 0, error.pos.pos) + 1
+        column = error.pos.pos - (text.rfind("\n", 0, error.pos.pos) + 1) + 1
+        what = str(error).split(" at line ")[0]
+        raise GrammarError(
+            f"the GBNF grammar is invalid at line {line}, column {column}: {what}.", line=line, column=column
+        ) from None
+    except RecursionError:
+        raise GrammarError("the GBNF grammar is nested too deeply; give its parts names.") from None
+    except Exception as error:  # noqa: BLE001  # the converter raises bare Exceptions
+        raise GrammarError(f"the GBNF grammar is invalid: {error}.") from None
+
+
+def _inline_schemas(text: str) -> Iterator[Any]:
+    """The schemas behind `%json`. Those that are not JSON are left to the compiler's error."""
+    decoder = json.JSONDecoder()
+    for found in _JSON.finditer(text):
+        try:
+            yield decoder.raw_decode(text, found.end())[0]
+        except (ValueError, RecursionError):
+            continue

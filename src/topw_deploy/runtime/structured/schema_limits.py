@@ -1,0 +1,54 @@
+"""Limits of JSON schemas whose grammars would take minutes to build, which llguidance does not limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from topw_deploy.errors import GrammarError
+
+MOST_PATTERNS = 100
+"""Patterns in all `patternProperties`: each is compared with each other one (100: 0.1 s, 300: 12 s)."""
+
+MOST_MULTIPLE = 50_000
+"""Least common multiple of all `multipleOf`, without their decimal points: the number of an automaton's states
+(50,000: 0.3 s, 1,000,000: 11 s)."""
+
+
+def check_schemas(schemas: Iterable[Any]) -> None:
+    """Raises GrammarError for more than MOST_PATTERNS patterns or a multiple above MOST_MULTIPLE."""
+    patterns, multiple = 0, 1
+    waiting = list(schemas)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            named = value.get("patternProperties")
+            patterns += len(named) if isinstance(named, dict) else 0
+            multiple = math.lcm(multiple, _significant(value.get("multipleOf")))
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        if patterns > MOST_PATTERNS:
+            raise GrammarError(
+                f"the schema's patternProperties have more than {MOST_PATTERNS} patterns; join some with '|'."
+            )
+        if multiple > MOST_MULTIPLE:
+            raise GrammarError(
+                f"the schema's multipleOf have a least common multiple above {MOST_MULTIPLE:,} (without decimal "
+                "points); leave some out and check these numbers afterwards."
+            )
+
+
+def _significant(value: Any) -> int:
+    """250 for 250 and 25 for 0.25; 1 for anything that is not a number > 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        return 1
+    try:
+        number = Decimal(str(value))
+    except (InvalidOperation, ValueError):  # more digits than Python writes
+        return MOST_MULTIPLE + 1
+    if number.adjusted() > 20:
+        return MOST_MULTIPLE + 1
+    return int(number) if number == number.to_integral_value() else int("".join(map(str, number.as_tuple().digits)))

@@ -1,0 +1,200 @@
+"""Requests with log-probabilities, beside plain ones, get what they get alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
+from tests.support.toy_model import CONTEXT, VOCAB, Toy, export
+from topw_deploy.engine import Engine
+from topw_deploy.errors import LogitsError, ParameterError
+from topw_deploy.runtime import GenerationResult, TopWModel
+from topw_deploy.runtime.ort.host_binding import HostBinding
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def scoring(request: pytest.FixtureRequest, toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> TopWModel:
+    folder = export(tmp_path_factory.mktemp("toy") / request.param, toy, with_logits=True, **FORMS[request.param])
+    return TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
+
+
+def random_request(rng: np.random.Generator) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "prompt": rng.integers(3, VOCAB, rng.integers(1, 40)).tolist(),
+        "seed": int(rng.integers(2**63)),
+        "max_new_tokens": int(rng.integers(1, 30)),
+        "temperature": 2.5,
+        "lam": 0.2,
+        "ignore_eos": True,
+    }
+    optional: dict[str, Any] = {
+        "logprobs": int(rng.integers(4)),
+        "prompt_logprobs": int(rng.integers(3)),
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.5,
+        "no_repeat_ngram_size": 2,
+        "allowed_token_ids": rng.integers(3, VOCAB, 60).tolist(),
+        "stop_strings": ["e", "zz"],
+        "num_return_sequences": 2,
+    }
+    return given | {name: optional[name] for name in optional if rng.random() < 0.4}
+
+
+def begins(result: GenerationResult, whole: GenerationResult) -> bool:
+    """Whether a cancelled request got the beginning of what it would have got."""
+
+    def same(found: list[Any] | None, expected: list[Any] | None) -> bool:
+        return found == (None if expected is None else expected[: len(found or ())])
+
+    return (
+        same(result.token_ids, whole.token_ids)
+        and same(result.token_logprobs, whole.token_logprobs)
+        and same(result.prompt_logprobs, whole.prompt_logprobs)
+        and (not result.token_ids or whole.prompt_logprobs == result.prompt_logprobs)
+    )
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+def test_random_schedules_replay_alone(scoring: TopWModel, engine_of: NewEngine, exact: bool) -> None:
+    rng = np.random.default_rng(3)
+    engine = engine_of(scoring, max_batch=4, prefill_budget=7, exact=exact)
+    given = [random_request(rng) for _ in range(24)]
+    running = [engine.submit(**one) for one in given]
+    cancelled = rng.choice(24, 5, replace=False).tolist()
+    for index in cancelled:
+        running[index].cancel()
+    for one, request in zip(given, running, strict=True):
+        found, alone = request.result(60), scoring.generate(**one)
+        for result, whole in zip(found, alone, strict=True) if isinstance(found, list) else [(found, alone)]:
+            if result.finish_reason == "cancelled":
+                assert begins(result, whole)
+            else:
+                assert result == whole
+    assert engine.stats().failed == 0
+
+
+def test_pieces_carry_each_token_once(scoring: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(scoring)
+    given: dict[str, Any] = {**HOT, "max_new_tokens": 30, "seed": 3, "logprobs": 1, "prompt_logprobs": 1}
+    for stops in ([], ["a", "b"]):
+        request = engine.submit("some text", stop_strings=stops, **given)
+        request.result(60)  # a slow reader gets the same pieces
+        pieces = list(request)
+        expected = list(scoring.stream("some text", stop_strings=stops, **given))
+        assert [(p.text, p.token_logprobs) for p in pieces] == [(p.text, p.token_logprobs) for p in expected]
+        assert pieces[-1].result == expected[-1].result
+
+
+def test_pieces_of_asyncio_carry_them(scoring: TopWModel) -> None:
+    async def read() -> list[Any]:
+        with Engine(scoring) as engine:
+            pieces = engine.stream("some text", **HOT, max_new_tokens=9, seed=3, logprobs=1)
+            return [entry async for piece in pieces for entry in piece.token_logprobs or ()]
+
+    alone = scoring.generate("some text", **HOT, max_new_tokens=9, seed=3, logprobs=1)
+    assert asyncio.run(read()) == alone.token_logprobs
+
+
+def test_a_scored_prompt_shares_the_steps_of_others_and_costs_them_no_chunk(
+    scoring: TopWModel, engine_of: NewEngine, gate: Gate
+) -> None:
+    engine = engine_of(scoring, max_batch=2, prefill_budget=64)
+    decoding = engine.submit("ab", **HOT, max_new_tokens=60, seed=1, stopping_criteria=gate)
+    assert gate.reached.wait(60)
+    scored = engine.submit([7] * 40, prompt_logprobs=0, max_new_tokens=0)
+    gate.opened.set()
+    scored.result(60)
+    decoding.result(60)
+    stats = engine.stats()
+    assert stats.steps == 59, "39 of them read the prompt, too"
+    assert stats.chunks == 2, "of 2 tokens and of 1"
+    assert (stats.prompt_tokens, stats.new_tokens) == (2 + 40, 60)
+
+
+def test_a_scored_prompt_is_read_whole_and_can_be_reused_by_others(scoring: TopWModel, engine_of: NewEngine) -> None:
+    engine = engine_of(scoring)
+    prompt = list(range(10, 30))
+    engine.submit(prompt, max_new_tokens=2, seed=1).result(60)
+    scored = engine.submit(prompt, max_new_tokens=2, seed=1, prompt_logprobs=0).result(60)
+    assert scored.cached_tokens == 0
+    assert [entry and entry.token_id for entry in scored.prompt_logprobs] == [None, *prompt[1:]]
+    assert engine.submit([*prompt, 50], max_new_tokens=1).result(60).cached_tokens == 20
+
+
+def test_cancelling_a_scored_prompt_keeps_what_was_read(scoring: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+    engine = engine_of(scoring, max_batch=2)
+    later = Gate(after=5)
+    other = engine.submit("ab", **HOT, max_new_tokens=60, seed=1, stopping_criteria=[gate, later])
+    assert gate.reached.wait(60)
+    scored = engine.submit([7] * 40, prompt_logprobs=0)
+    gate.opened.set()
+    assert later.reached.wait(60)
+    scored.cancel()
+    later.opened.set()
+    result = scored.result(60)
+    assert (result.finish_reason, result.token_ids) == ("cancelled", [])
+    read = len(result.prompt_logprobs)
+    assert 3 < read < 8, "the other one was at its sixth token"
+    assert result.prompt_logprobs == scoring.generate([7] * 40, prompt_logprobs=0).prompt_logprobs[:read]
+    other.result(60)
+    again = engine.submit([7] * 41, max_new_tokens=1, seed=2).result(60)
+    forgets = scoring.manifest.decoder.buffer_step  # an idle engine makes its buffers short
+    assert again.cached_tokens == (0 if forgets else read - 1), "the last one that was scored was not read"
+    assert again == scoring.generate([7] * 41, max_new_tokens=1, seed=2)
+
+
+def test_only_runs_with_a_request_that_asks_write_logits_to_the_host(
+    scoring: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[tuple[int, ...]] = []
+    bind_result = HostBinding.bind_result
+
+    def binding(self: HostBinding, name: str, array: np.ndarray) -> None:
+        if name == "logits":
+            bound.append(array.shape)
+        bind_result(self, name, array)
+
+    monkeypatch.setattr(HostBinding, "bind_result", binding)
+    engine = engine_of(scoring, max_batch=2)
+    engine.submit(["ab", "cd"], **HOT, max_new_tokens=20).result(60)
+    assert bound == []
+    engine.submit("ab", **HOT, max_new_tokens=4, logprobs=0).result(60)
+    assert set(bound) == {(1, VOCAB)}
+
+
+def test_a_prompt_that_fills_the_context_is_scored(scoring: TopWModel, engine_of: NewEngine) -> None:
+    prompt = [5 + n % 50 for n in range(CONTEXT)]
+    for given in ({"prompt_logprobs": 0}, {"prompt_logprobs": 1, "n": 2}):
+        result = engine_of(scoring, max_batch=2).submit(prompt, seed=1, **given).result(60)
+        assert result == scoring.generate(prompt, seed=1, **given)
+
+
+def test_errors_end_their_request_alone(load: Callable[..., TopWModel], engine_of: NewEngine) -> None:
+    toy = Toy.random(2)
+    toy.place[2, 77] = np.nan
+    engine = engine_of(load(toy, with_logits=True))
+    beside = engine.submit("a", **HOT, max_new_tokens=2)
+    with pytest.raises(LogitsError, match="the logits at token 3 of the prompt contain NaN"):
+        engine.submit([7] * 10, prompt_logprobs=0).result(60)
+    assert len(beside.result(60).token_ids) == 2
+    assert len(engine.submit([7] * 10, max_new_tokens=1).result(60).token_ids) == 1
+    with pytest.raises(ParameterError, match="--with-logits"):
+        engine_of(load(Toy.random(2))).submit("a", logprobs=1)
+
+
+def test_too_many_edits_fail_a_scored_request_once_it_draws(
+    scoring: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(scoring)
+    monkeypatch.setattr(engine._batch.edits, "_most", 16)
+    wide = dict.fromkeys(range(10, 40), 1.0)
+    with pytest.raises(ParameterError, match="more than 16 tokens"):
+        engine.submit([7] * 5, prompt_logprobs=0, logit_bias=wide).result(60)
+    assert engine.submit([7] * 5, max_new_tokens=1, seed=1).result(60) == scoring.generate(
+        [7] * 5, max_new_tokens=1, seed=1
+    )

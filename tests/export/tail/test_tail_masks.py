@@ -1,0 +1,177 @@
+"""Masks of allowed tokens in every form: against the reference, by hand, and beside edits and other rows."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.masks import KINDS, some_allowed
+from tests.support.masks import packed as packed_by_hand
+from tests.support.tail_cases import (
+    FORMS,
+    Case,
+    Scenario,
+    Tally,
+    embedding_table,
+    feeds,
+    graph,
+    random_case,
+    reference,
+    run,
+)
+from topw_deploy.export.tail.inputs import allowed_tokens, padded_width
+from topw_deploy.export.tail.ops import Recorder
+from topw_deploy.sampling import Geometry, apply_edits, apply_mask, mask_words, pack_mask, unpack_mask
+from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+
+VOCABULARIES = (1, 31, 32, 33, 300, 8192)  # below, at and above whole words; whole blocks that are read in place
+
+
+@cache
+def opened(form: str, vocab: int) -> tuple[Scenario, Geometry, ort.InferenceSession]:
+    scenario = Scenario(TopWOptions(top_m=50), vocab, 8, "plain", 0)
+    table = embedding_table(scenario)
+    geometry = Geometry.from_embeddings(table, "mahalanobis")
+    return scenario, geometry, graph(scenario, form, table, geometry)
+
+
+def random_masks(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
+    """int32 [rows, words]: all kinds of masks, the last row's without any allowed token; random bits at the end."""
+    flags = np.stack([some_allowed(rng, vocab, str(rng.choice(KINDS))) for _ in range(rows)])
+    flags[-1] = False
+    return packed_by_hand(flags, beyond=bool(rng.integers(2)))
+
+
+def greedy(*logits: list[float]) -> list[Case]:
+    parameters = {name: getattr(TopWParameters(), name) for name in TopWParameters.__slots__} | {"temperature": 0.0}
+    return [Case(np.array(row, np.float32), parameters, 0.5, "by hand") for row in logits]
+
+
+@cache
+def unpacker(words: int) -> ort.InferenceSession:
+    """A session of `allowed_tokens` alone."""
+    recorder = Recorder()
+    value = ir.Value(name="words", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(["rows", words]))
+    flags = allowed_tokens(recorder, value, words * 32)
+    flags.type = ir.TensorType(ir.DataType.BOOL)
+    graph_ = ir.Graph([value], [flags], nodes=recorder.nodes, opset_imports={"": 18}, name="unpack")
+    model = ir.to_proto(ir.Model(graph_, ir_version=10))
+    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=4, max_size=4))
+def test_every_bit_of_a_word_is_read(words: list[int]) -> None:
+    edges = [-1, 0, 2**31 - 1, -(2**31)]
+    rows = np.array([words, edges, words[::-1]], np.int32)
+    (bits,) = unpacker(4).run(None, {"words": rows})
+    assert np.array_equal(bits, unpack_mask(rows, 128))
+    (none,) = unpacker(4).run(None, {"words": rows[:0]})
+    assert none.shape == (0, 128)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_masked_rows_equal_the_reference_in_every_form(form: str, vocab: int) -> None:
+    scenario, geometry, session = opened(form, vocab)
+    rng = np.random.default_rng(vocab)
+    cases = [random_case(rng, vocab) for _ in range(24)]
+    words = random_masks(rng, len(cases), vocab)
+    found = run(session, feeds(cases) | {"allowed": words})
+    tally = Tally()
+    for index, (case, row) in enumerate(zip(cases, words, strict=True)):
+        masked = Case(apply_mask(case.logits, row), case.parameters, case.uniform, case.regime)
+        wanted = reference(scenario, geometry, masked)
+        tally.add(form, masked, wanted, {name: value[index] for name, value in found.items()})
+    assert tally.unexplained == []
+    assert found["next_token"][-1] == -1
+    if vocab > 32:
+        assert (found["next_token"] >= 0).sum() > 8
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_words_of_ones_change_no_bit(form: str, vocab: int) -> None:
+    *_, session = opened(form, vocab)
+    rng = np.random.default_rng(vocab + 1)
+    cases = [random_case(rng, vocab) for _ in range(16)]
+    for edits in (0, 3):
+        without = run(session, feeds(cases, edits))
+        with_ones = run(session, feeds(cases, edits, words=mask_words(vocab)))
+        for name, values in without.items():
+            assert np.array_equal(values, with_ones[name]), (name, edits)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_masks_by_hand(form: str) -> None:
+    *_, session = opened(form, 33)
+    logits = np.arange(33, dtype=np.float32)
+    broken = np.where(np.isin(np.arange(33), [4, 31]), [np.nan], logits).astype(np.float32)
+    cases = greedy(logits, logits, logits, logits, broken, broken)
+    words = np.array(
+        [[-1, -1], [-1, 0], [0b1000, 0], [0, 2], [-1 ^ 1 << 4 ^ -(2**31), 1], [-1 ^ 1 << 4, 1]], np.int32
+    )  # all; the first 32; one; only a bit beyond; without both NaN; with one of them
+    found = run(session, feeds(cases) | {"allowed": words})
+    assert found["next_token"].tolist() == [32, 31, 3, -1, 32, -1]
+    assert found["kept"].tolist() == [1, 1, 1, 0, 1, 0]
+    assert found["certified"].tolist() == [True, True, True, False, True, False]
+    assert found["mass"].tolist() == [1, 1, 1, 0, 1, 0]
+    assert [np.flatnonzero(row).tolist() for row in found["keep_mask"]] == [[32], [31], [3], [], [32], []]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("vocab", [300, 8192])
+def test_the_mask_comes_after_the_edits(form: str, vocab: int) -> None:
+    *_, session = opened(form, vocab)
+    rng = np.random.default_rng(5)
+    rows = [random_case(rng, vocab) for _ in range(12)]
+    inputs = feeds(rows, edits=4)
+    flags = rng.random((12, vocab)) < 0.3
+    for index, row in enumerate(rows):
+        ids = rng.permutation(vocab)[:4]
+        inputs["edit_ids"][index] = ids
+        inputs["edit_penalty"][index] = [0.5, 2.0, -1.0, 1.0]
+        inputs["edit_bias"][index] = [3.0, -np.inf, 0.0, np.inf]
+        flags[index, ids[2:]] = False  # their edits would make the row invalid
+        edits = (ids, inputs["edit_penalty"][index], inputs["edit_bias"][index])
+        logits = np.where(flags[index], apply_edits(row.logits, *edits), np.float32(-np.inf))
+        rows[index] = Case(logits, row.parameters, row.uniform, row.regime)
+    inputs["allowed"] = pack_mask(flags)
+    masked, plain = run(session, inputs), run(session, feeds(rows))
+    assert (plain["next_token"] >= 0).any()
+    for name, values in masked.items():
+        assert np.array_equal(values, plain[name]), name
+
+
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None)
+@given(
+    form=st.sampled_from(FORMS),
+    vocab=st.sampled_from(VOCABULARIES[1:]),
+    seed=st.integers(0, 2**20),
+    unmasked=st.sets(st.integers(0, 5)),
+)
+def test_a_row_has_the_same_bits_masked_beside_other_rows_or_given_with_minus_infinities(
+    form: str, vocab: int, seed: int, unmasked: set[int]
+) -> None:
+    *_, session = opened(form, vocab)
+    rng = np.random.default_rng(seed)
+    rows = [random_case(rng, vocab) for _ in range(6)]
+    words = random_masks(rng, 6, vocab)
+    words[list(unmasked)] = -1
+    together = run(session, feeds(rows) | {"allowed": words})
+    written = [Case(apply_mask(r.logits, w), r.parameters, r.uniform, "") for r, w in zip(rows, words, strict=True)]
+    plain = run(session, feeds(written))
+    for name, values in together.items():
+        assert np.array_equal(values, plain[name]), name
+
+
+def test_whole_words_pad_to_whole_blocks() -> None:
+    for vocab in range(1, 400):
+        assert padded_width(vocab) % 32 == 0
+        assert padded_width(vocab) // 32 >= mask_words(vocab)

@@ -1,0 +1,211 @@
+"""The mask of allowed tokens in the native sampler: as if forbidden logits were -inf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.masks import KINDS, masked, masks, packed, some_allowed, unequal_fields
+from tests.support.native_cases import columns, instruction_sets, opened, scenario_cases, unexplained
+from tests.support.tail_cases import Case, Scenario, random_case
+from topw_deploy.errors import ParameterError
+from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples, KernelTable
+from topw_deploy.sampling import TopWOptions, apply_edits, sample_row
+
+UNIFORM = TopWOptions(metric="uniform", top_m=200)
+VOCABULARIES = (1, 31, 33, 90, 128, 130, 255, 1000, 1021, 1280, 5000)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    return opened(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(params=("avx512", "avx2", "generic"))
+def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
+    sets = instruction_sets(kernel)
+    name = sets[-1] if request.param == "generic" else request.param
+    if name not in sets:
+        pytest.skip(f"this processor has no {name}")
+    kernel.use_instruction_set(name)
+    return kernel
+
+
+def answer(kernel: Kernel, logits: np.ndarray, *given: Any, **named: Any) -> KernelSamples:
+    return kernel.sample(logits, *given, mass=True, keep_mask=True, **named)
+
+
+def random_rows(vocab: int, rows: int, seed: int = 0) -> tuple[np.ndarray, dict[str, list[float]], list[Case]]:
+    rng = np.random.default_rng([seed, vocab])
+    cases = [random_case(rng, vocab) for _ in range(rows)]
+    return np.stack([case.logits for case in cases]), columns(cases), cases
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_a_mask_is_the_same_as_logits_of_minus_infinity(each_kernel: Kernel, vocab: int) -> None:
+    logits, chosen, _ = random_rows(vocab, 42)
+    allowed = masks(np.random.default_rng(vocab), 42, vocab)
+    plain = answer(each_kernel, masked(logits, allowed), chosen, UNIFORM)
+    for beyond in (False, True):  # bits after the vocabulary have no effect
+        found = answer(each_kernel, logits, chosen, UNIFORM, allowed=packed(allowed, beyond))
+        assert unequal_fields(found, plain) == []
+    assert (plain.kept > 0).sum() > 20
+
+
+def test_masked_rows_are_answered_as_by_the_reference(each_kernel: Kernel) -> None:
+    for vocab in (90, 1000, 5000):
+        logits, chosen, cases = random_rows(vocab, 21, seed=1)
+        allowed = masks(np.random.default_rng(vocab), 21, vocab)
+        found = answer(each_kernel, logits, chosen, UNIFORM, allowed=packed(allowed))
+        for i, case in enumerate(cases):
+            wanted = sample_row(masked(logits, allowed)[i], case.parameters, UNIFORM, None, case.uniform)
+            assert list(unexplained(wanted, found, i)) == [], (vocab, KINDS[i % len(KINDS)], case.regime)
+
+
+@pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine"])
+def test_geometry_is_decided_among_the_allowed_tokens(each_kernel: Kernel, metric: str) -> None:
+    scenario = Scenario(TopWOptions(metric=metric, top_m=400, alt_iters=9), 1000, 24, "clusters", 3)
+    _, geometry, cases = scenario_cases(scenario, 42)
+    table, logits = KernelTable.from_geometry(geometry), np.stack([case.logits for case in cases])
+    allowed = masks(np.random.default_rng(0), 42, 1000)
+    found = answer(each_kernel, logits, columns(cases), scenario.options, table, allowed=packed(allowed))
+    plain = answer(each_kernel, masked(logits, allowed), columns(cases), scenario.options, table)
+    assert unequal_fields(found, plain) == []
+    assert {STAGES[n] for n in found.reports["stage"]} >= {"candidates", "geometry", "literal"}
+
+
+def test_large_vocabularies_are_certified_among_few_allowed_candidates(each_kernel: Kernel) -> None:
+    rng, options = np.random.default_rng(4), TopWOptions(metric="uniform")
+    for vocab in (32_000, 151_936):
+        logits = rng.standard_normal((len(KINDS), vocab)).astype(np.float32) * 1.5
+        allowed = masks(rng, len(KINDS), vocab)
+        likely = np.array([rng.choice(np.flatnonzero(row), 5) for row in allowed])
+        np.put_along_axis(logits, likely, np.float32(9.5), axis=1)
+        logits[:, :3] += 20 * ~allowed[:, :3]  # the largest logits are forbidden
+        found = answer(each_kernel, logits, options=options, allowed=packed(allowed))
+        assert unequal_fields(found, answer(each_kernel, masked(logits, allowed), options=options)) == []
+        assert {STAGES[n] for n in found.reports["stage"]} == {"candidates"}
+        assert found.certified.all()
+        assert allowed[np.arange(len(KINDS)), found.next_token].all()
+
+
+def test_of_equal_logits_a_greedy_row_takes_the_first_allowed(each_kernel: Kernel) -> None:
+    rng = np.random.default_rng(2)
+    logits, allowed = np.zeros((64, 300), np.float32), rng.random((64, 300)) < 0.01
+    allowed[:, 299] = True
+    found = each_kernel.sample(logits, {"temperature": 0.0}, UNIFORM, allowed=packed(allowed))
+    assert found.next_token.tolist() == allowed.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("kind", ["few in all", "one in most blocks", "neighbours"])
+def test_the_pool_is_complete_wherever_the_allowed_tokens_are(each_kernel: Kernel, kind: str) -> None:
+    """The pool's bound is estimated from the maxima of blocks of 128 logits, as if tokens lay at random."""
+    vocab, rng = 151_936, np.random.default_rng(7)
+    logits, allowed = rng.standard_normal(vocab).astype(np.float32), np.zeros(vocab, np.bool_)
+    if kind == "few in all":
+        allowed[rng.permutation(vocab)[:700]] = True
+    elif kind == "neighbours":
+        allowed[70_000:75_000] = True
+    else:  # whole blocks follow, with lower logits
+        allowed[: 800 * 128 : 128] = allowed[800 * 128 :] = True
+        logits[800 * 128 :] -= 20
+    options, chosen = TopWOptions(metric="uniform"), {"lam": 0.1, "temperature": 2.0, "init_top_p": 1.0}
+    wanted = sample_row(masked(logits, allowed), chosen, options)
+    found = answer(each_kernel, logits[None], chosen, options, allowed=packed(allowed[None]))
+    assert list(unexplained(wanted, found, 0)) == []
+    assert STAGES[found.reports["stage"][0]] == "pool"
+    assert found.kept[0] == min(allowed.sum(), options.top_m)
+
+
+def test_words_of_ones_change_no_bit(each_kernel: Kernel) -> None:
+    for vocab in VOCABULARIES:
+        logits, chosen, _ = random_rows(vocab, 12, seed=2)
+        ones = np.full((12, (vocab + 31) // 32), -1, np.int32)
+        plain = answer(each_kernel, logits, chosen, UNIFORM)
+        assert unequal_fields(answer(each_kernel, logits, chosen, UNIFORM, allowed=ones), plain) == []
+        none = np.zeros((12, 0), np.int32)
+        assert unequal_fields(answer(each_kernel, logits, chosen, UNIFORM, allowed=none), plain) == []
+
+
+@pytest.mark.parametrize("vocab", [40, 300, 1280])
+def test_a_row_without_an_allowed_finite_token_is_invalid_and_no_other(each_kernel: Kernel, vocab: int) -> None:
+    logits = np.random.default_rng(0).standard_normal((4, vocab)).astype(np.float32)
+    allowed = np.ones((4, vocab), np.bool_)
+    allowed[1:3] = False
+    allowed[2, 5], logits[2, 5] = True, -np.inf
+    found = answer(each_kernel, logits, options=UNIFORM, allowed=packed(allowed, beyond=True))
+    for row in (1, 2):
+        assert (found.next_token[row], found.kept[row], found.certified[row]) == (-1, 0, False)
+        assert found.mass is not None
+        assert found.keep_mask is not None
+        assert (found.logprob[row], found.mass[row], found.keep_mask[row].any()) == (0, 0, False)
+    plain = answer(each_kernel, logits, options=UNIFORM)
+    for row in (0, 3):
+        assert unequal_fields(found, plain, [row]) == []
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+@pytest.mark.parametrize("vocab", [40, 300, 1280])
+def test_only_an_allowed_logit_that_is_no_number_makes_its_row_invalid(
+    each_kernel: Kernel, vocab: int, bad: float
+) -> None:
+    rng = np.random.default_rng(vocab)
+    for at in (0, 31, 32, vocab // 2, vocab - 1):
+        for kind in ("few", "half", "most"):
+            allowed = some_allowed(rng, vocab, kind)[None]
+            logits = rng.standard_normal((1, vocab)).astype(np.float32)
+            logits[0, at] = bad
+            allowed[0, at] = True
+            assert answer(each_kernel, logits, options=UNIFORM, allowed=packed(allowed)).next_token[0] == -1
+            allowed[0, at], allowed[0, (at + 1) % vocab] = False, True
+            found = answer(each_kernel, logits, options=UNIFORM, allowed=packed(allowed))
+            plain = answer(each_kernel, masked(logits, allowed), options=UNIFORM)
+            assert found.next_token[0] >= 0
+            assert unequal_fields(found, plain) == []
+
+
+@pytest.mark.parametrize(("vocab", "edits"), [(90, 40), (1000, 7), (5000, 700), (1280, 3)])
+def test_the_mask_follows_the_edits(each_kernel: Kernel, vocab: int, edits: int) -> None:
+    logits, chosen, cases = random_rows(vocab, 42, seed=3)
+    rng = np.random.default_rng(edits)
+    allowed = masks(rng, 42, vocab)
+    ids = np.stack([rng.permutation(vocab)[:edits] for _ in cases]).astype(np.int64)
+    penalty = rng.choice([1.0, 1.3, 0.7, 5.0], ids.shape).astype(np.float32)
+    bias = rng.choice([0.0, 1.5, -2.0, -np.inf, np.inf, np.nan], ids.shape, p=[0.4, 0.2, 0.2, 0.18, 0.01, 0.01])
+    bias = np.where(np.take_along_axis(allowed, ids, 1) & ~(bias < np.inf), 30.0, bias).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        edited = np.stack([apply_edits(logits[i], ids[i], penalty[i], bias[i]) for i in range(42)])
+    plain = answer(each_kernel, masked(edited, allowed), chosen, UNIFORM)
+    found = answer(each_kernel, logits, chosen, UNIFORM, edits=(ids, penalty, bias), allowed=packed(allowed))
+    assert unequal_fields(found, plain) == []
+    assert (found.kept > 0).sum() > 20
+
+
+def test_every_instruction_set_answers_masked_rows_with_the_same_bits(kernel: Kernel) -> None:
+    sets = instruction_sets(kernel)
+    if len(sets) == 1:
+        pytest.skip("this processor has only one instruction set")
+    logits, chosen, _ = random_rows(1021, 42, seed=5)
+    words = np.random.default_rng(6).integers(-(2**31), 2**31, (42, 32)).astype(np.int32)
+    answers = []
+    for name in sets:
+        kernel.use_instruction_set(name)
+        answers.append(answer(kernel, logits, chosen, UNIFORM, allowed=words))
+    for other in answers[1:]:
+        assert set(unequal_fields(answers[0], other)) <= {"mass"}  # its last bit may differ
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (np.zeros((1, 9), np.int64), r"int64 \[1, 9\]"),
+        (np.zeros((1, 8), np.int32), r"int32 \[1, 8\]"),
+        (np.zeros((2, 9), np.int32), r"int32 \[2, 9\]"),
+        (np.zeros(9, np.int32), r"int32 \[9\]"),
+    ],
+)
+def test_a_mask_of_another_size_or_type_is_refused(kernel: Kernel, wrong: np.ndarray, says: str) -> None:
+    with pytest.raises(ParameterError, match=rf"allowed is {says}, but must be int32 \[1, 9\]"):
+        kernel.sample(np.zeros((1, 257)), options=UNIFORM, allowed=wrong)

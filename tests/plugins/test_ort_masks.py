@@ -1,0 +1,119 @@
+"""The operator's input `allowed`, in a graph of the node alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument, InvalidGraph
+
+from tests.support.masks import masks, packed
+from tests.support.native_cases import columns
+from tests.support.sampler_models import open_model, run
+from tests.support.tail_cases import random_case
+from topw_deploy.plugins.kernel import COLUMNS, Kernel
+from topw_deploy.sampling import TopWOptions
+
+OPTIONS = TopWOptions(metric="uniform", top_m=40)
+VOCAB, EDITS = 301, 2
+MATRICES = {
+    "logits": TensorProto.FLOAT,
+    "edit_ids": TensorProto.INT64,
+    "edit_penalty": TensorProto.FLOAT,
+    "edit_bias": TensorProto.FLOAT,
+    "allowed": TensorProto.INT32,
+}
+OUTPUTS = {
+    "next_token": TensorProto.INT64,
+    "logprob": TensorProto.FLOAT,
+    "kept": TensorProto.INT32,
+    "certified": TensorProto.BOOL,
+    "mass": TensorProto.FLOAT,
+    "keep_mask": TensorProto.BOOL,
+}
+
+
+def node_model(allowed_type: int = TensorProto.INT32) -> onnx.ModelProto:
+    """A graph whose only node is the operator, metric `uniform`, without the function."""
+    kinds = {**MATRICES, "allowed": allowed_type}
+    inputs = [helper.make_tensor_value_info(name, kind, ["batch", f"n_{name}"]) for name, kind in kinds.items()]
+    inputs += [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch"]) for name in COLUMNS]
+    outputs = [
+        helper.make_tensor_value_info(name, kind, ["batch"] if name != "keep_mask" else ["batch", "vocab"])
+        for name, kind in OUTPUTS.items()
+    ]
+    attributes = {"top_m": OPTIONS.top_m, "alt_iters": OPTIONS.alt_iters, "metric": "uniform", "knn_k": 0}
+    node = helper.make_node(
+        "TopWSample", [each.name for each in inputs], list(OUTPUTS), domain="topw", table_form="", **attributes
+    )
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("topw", 1)]
+    return helper.make_model(helper.make_graph([node], "node", inputs, outputs), opset_imports=opsets, ir_version=10)
+
+
+def inputs_of(rows: int, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Inputs with edits and masks, and the unpacked masks."""
+    rng = np.random.default_rng(seed)
+    cases = [random_case(rng, VOCAB) for _ in range(rows)]
+    allowed = masks(rng, rows, VOCAB)
+    named = {name: np.array(values, np.float32) for name, values in columns(cases).items()}
+    return {
+        "logits": np.stack([case.logits for case in cases]),
+        "edit_ids": np.stack([rng.permutation(VOCAB)[:EDITS] for _ in cases]),
+        "edit_penalty": rng.choice([0.5, 1.3], (rows, EDITS)).astype(np.float32),
+        "edit_bias": rng.choice([-np.inf, 1.5], (rows, EDITS)).astype(np.float32),
+        "allowed": packed(allowed),
+        **{name: named[name] for name in COLUMNS},
+    }, allowed
+
+
+@pytest.fixture(scope="module")
+def session(native_library: Path) -> ort.InferenceSession:
+    return open_model(node_model(), native_library, threads=2)
+
+
+@pytest.mark.parametrize("rows", [1, 21])
+def test_the_operator_answers_masked_rows_as_the_library_does(
+    native_library: Path, session: ort.InferenceSession, rows: int
+) -> None:
+    inputs, _ = inputs_of(rows)
+    edits = (inputs["edit_ids"], inputs["edit_penalty"], inputs["edit_bias"])
+    found = run(session, inputs)
+    wanted = Kernel(native_library).sample(
+        inputs["logits"], {name: inputs[name] for name in COLUMNS}, OPTIONS, edits=edits, allowed=inputs["allowed"],
+        mass=True, keep_mask=True,
+    )  # fmt: skip
+    for name, values in found.items():
+        np.testing.assert_array_equal(values, getattr(wanted, name), err_msg=name)
+
+
+def test_no_words_and_words_of_ones_answer_alike(session: ort.InferenceSession) -> None:
+    inputs, allowed = inputs_of(8, seed=1)
+    ones = run(session, inputs | {"allowed": np.full_like(inputs["allowed"], -1)})
+    none = run(session, inputs | {"allowed": np.zeros((8, 0), np.int32)})
+    some = run(session, inputs)
+    for name, values in none.items():
+        np.testing.assert_array_equal(ones[name], values, err_msg=name)
+    assert not np.array_equal(some["keep_mask"], none["keep_mask"])
+    assert not (some["keep_mask"] & ~allowed).any()
+
+
+@pytest.mark.parametrize("words", [1, 9, 11])
+def test_a_mask_of_another_width_is_refused(session: ort.InferenceSession, words: int) -> None:
+    inputs, _ = inputs_of(2)
+    with pytest.raises(InvalidArgument, match=rf"allowed has {words} words per row, but must have 0 or 10 for 301"):
+        run(session, inputs | {"allowed": np.full((2, words), -1, np.int32)})
+
+
+def test_a_mask_of_another_number_of_rows_is_refused(session: ort.InferenceSession) -> None:
+    inputs, _ = inputs_of(2)
+    with pytest.raises(InvalidArgument, match="input 4"):
+        run(session, inputs | {"allowed": np.full((1, 10), -1, np.int32)})
+
+
+def test_a_mask_of_another_type_is_refused_when_the_session_opens(native_library: Path) -> None:
+    with pytest.raises(InvalidGraph, match=r"int64.*\(allowed\)"):
+        open_model(node_model(TensorProto.INT64), native_library)

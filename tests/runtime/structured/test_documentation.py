@@ -1,0 +1,33 @@
+"""The code of the section on structured output runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.structured.constraint import MOST_CHARACTERS
+from topw_deploy.runtime.structured.grammars import SECONDS
+from topw_deploy.runtime.structured.schema_limits import MOST_MULTIPLE, MOST_PATTERNS
+
+PAGE = Path(__file__).parents[3] / "docs" / "guide" / "runtime.md"
+SECTION = PAGE.read_text(encoding="utf-8").split("### Structured output\n")[1].split("\n## ")[0]
+
+
+def test_the_code_runs(model: TopWModel, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
+    exec(block, {"model": model})
+    first, *more, last = capsys.readouterr().out.splitlines()
+    text, ended = first.rsplit(" ", 1)
+    assert ended == "stop"
+    assert json.loads(text)["age"] == int(*more)
+    assert last in ("yes", "no")
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    limits = f"{MOST_CHARACTERS:,} characters; {MOST_PATTERNS} `patternProperties`; {MOST_MULTIPLE:,} as least"
+    assert limits in SECTION
+    assert f"{SECONDS:.0f} s to\n  compile" in SECTION

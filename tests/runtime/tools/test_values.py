@@ -1,0 +1,74 @@
+"""Values are read as json and Python read them."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topw_deploy.runtime.tools.cursor import Mismatch
+from topw_deploy.runtime.tools.function_tags import typed
+from topw_deploy.runtime.tools.values import JSON, PYTHON, whole_value
+
+Value = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(deadline=None)
+@given(value=Value, ascii_only=st.booleans(), indent=st.sampled_from([None, 2]))
+def test_json_is_read_as_json_reads_it(value: Any, ascii_only: bool, indent: int | None) -> None:
+    assert whole_value(json.dumps(value, ensure_ascii=ascii_only, indent=indent), JSON) == value
+
+
+@settings(deadline=None)
+@given(value=Value)
+def test_a_literal_is_read_as_python_reads_it(value: Any) -> None:
+    assert whole_value(repr(value), PYTHON) == value
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(st.sampled_from('{}[]",:\\ntrue0123.eE+-u\n ')))
+def test_what_is_no_json_is_refused(text: str) -> None:
+    try:
+        expected = json.loads(text, strict=False)
+    except ValueError:
+        with pytest.raises(Mismatch):
+            whole_value(text, JSON)
+    else:
+        assert whole_value(text, JSON) == expected
+
+
+@pytest.mark.parametrize("text", ["'a\\'\\x41\\u00e9\\U0001f600\\n'", '"""a\n"b" """', "''", '"a\\\nb"', "'\\\\'"])
+def test_escapes_of_python(text: str) -> None:
+    assert whole_value(text, PYTHON) == ast.literal_eval(text)
+
+
+def test_an_unknown_escape_stays() -> None:
+    assert whole_value("'\\d+'", PYTHON) == r"\d+"
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("1", {"type": "integer"}, 1),
+        ("1", {"type": "string"}, "1"),
+        ("1", None, "1"),
+        ("True", {"type": "boolean"}, True),
+        ("[1, 'a']", {"type": "array"}, [1, "a"]),
+        ("many", {"type": "integer"}, "many"),
+        ("null", {"type": "string", "nullable": True}, None),
+        ("null", {"type": "string"}, "null"),
+        ("3", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, 3),
+        ("3", {"anyOf": 3}, "3"),
+        ("3", {"type": 3}, "3"),
+    ],
+)
+def test_the_schema_tells_numbers_from_text(text: str, schema: Any, value: Any) -> None:
+    assert typed(text, schema) == value
