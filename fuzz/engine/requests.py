@@ -98,6 +98,11 @@ def bans(rng: np.random.Generator, given: Given) -> None:
     given["bad_words_ids"] = [rng.integers(3, VOCAB, rng.integers(1, 4)).tolist() for _ in range(4)]
 
 
+@sometimes(0.1)
+def allowed_tokens(rng: np.random.Generator, given: Given) -> None:
+    given["allowed_token_ids"] = rng.integers(3, VOCAB, rng.integers(1, 60)).tolist()
+
+
 @sometimes(0.15)
 def no_repeated_ngrams(rng: np.random.Generator, given: Given) -> None:
     given["no_repeat_ngram_size"] = int(rng.integers(1, 4))

@@ -26,6 +26,7 @@ OPTIONAL: dict[str, Any] = {
     "no_repeat_ngram_size": 2,
     "min_new_tokens": 4,
     "stop_token_ids": [FIRST],
+    "allowed_token_ids": [FIRST, FIRST + 1, FIRST + 3],
     "max_time": 1e9,
     "n": 2,
 }

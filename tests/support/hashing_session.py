@@ -21,6 +21,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.memory import HostMemory
 from topw_deploy.runtime.request import Limits
+from topw_deploy.sampling.mask import mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 CONTEXT = 24
@@ -47,7 +48,7 @@ def hashing_model(model: TopWModel, form: str) -> TopWModel:
     """`model` with a HashingSession in place of its own."""
     found = copy.copy(model)
     decoder = replace(model.manifest.decoder, ragged_chunks=False, context_length=CONTEXT, **FORMS[form])
-    session = HashingSession(decoder)
+    session = HashingSession(decoder, mask_words(model.manifest.sampler.vocab_size))
     found.manifest = replace(model.manifest, decoder=decoder)
     found._decoder, found._session, found._caches = decoder, session, Caches(session, decoder)
     found._limits = Limits(CONTEXT, model.manifest.sampler.vocab_size)
@@ -60,11 +61,12 @@ class HashingSession:
     provider, sampler, why_graph = "CPUExecutionProvider", "graph", ""
     cpu_nodes = ()
     outputs = ("next_token", "logprob", "kept", "certified")
-    inputs = frozenset({*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit_bias"})
+    inputs = frozenset({*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit_bias", "allowed"})
     fixed_edits = most_rows = most_columns = most_edits = None
 
-    def __init__(self, decoder: DecoderInfo) -> None:
+    def __init__(self, decoder: DecoderInfo, words: int) -> None:
         self.decoder = decoder
+        self.mask_words, self.always_masked = words, False
         self.fault: Callable[[str], None] = lambda when: None
 
     def bind(self) -> HashingBinding:
@@ -136,6 +138,11 @@ class HashingBinding:
             seen += last[-min(_WINDOW, start + count) :].tolist()
         return seen
 
+    def _mask(self, row: int) -> list[int]:
+        """The words of a row's mask; [] if it allows everything."""
+        words: list[int] = self._arrays["allowed"][row].tolist()
+        return [] if all(word == -1 for word in words) else words
+
     def _draw(self, row: int, seen: list[Any]) -> None:
         edits = sorted(
             (token, penalty, bias)
@@ -145,10 +152,11 @@ class HashingBinding:
             if token >= 0 and (penalty, bias) != (1.0, 0.0)
         )
         parameters = [float(self._arrays[name][row]) for name in (*PARAMETER_NAMES, "uniform")]
-        number = zlib.crc32(repr((seen, edits, parameters)).encode())
+        number = zlib.crc32(repr((seen, edits, parameters, self._mask(row))).encode())
         banned = {token for token, _, bias in edits if bias == -np.inf}
         order = [EOS] * (number % 11 == 0) + [FIRST + (number + more) % TOKENS for more in range(TOKENS)]
-        free = [token for token in order if token not in banned]
+        words = self._mask(row)
+        free = [t for t in order if t not in banned and (not words or words[t // 32] >> t % 32 & 1)]
         results = self._results
         results["next_token"][row] = -1 if _NAN in seen or not free else free[0]
         results["logprob"][row], results["kept"][row] = -(number % 1000) / 1000, number % 9 + 1
