@@ -19,7 +19,7 @@ from fuzz.engine.models import Subject
 from fuzz.engine.replay import Outcome, complaints
 from fuzz.engine.requests import Given, malformed_request, random_request
 from topw_deploy.engine import Engine
-from topw_deploy.engine.worker import Submission
+from topw_deploy.engine.job import Submission
 from topw_deploy.errors import GenerationError
 
 _THREADS, _LOOPS, _TASKS = 5, 2, 4

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.job import Job, Submission
 from topw_deploy.engine.options import check_form, check_tensorrt, read_options
 from topw_deploy.engine.request import Event, PieceReader, Request, Source
 from topw_deploy.engine.room import Place, Room
@@ -25,7 +26,7 @@ from topw_deploy.engine.scheduler import Scheduler
 from topw_deploy.engine.seconds import read_max_time, read_timeout, waitable
 from topw_deploy.engine.session_file import SessionInfo, read_session, session_form, write_session
 from topw_deploy.engine.tasks import Bell, Events, Signal
-from topw_deploy.engine.worker import Job, Submission, Worker
+from topw_deploy.engine.worker import Worker
 from topw_deploy.errors import ParameterError, PromptError, QueueFullError, TopWError
 from topw_deploy.runtime.callbacks import Watch, ending
 from topw_deploy.runtime.logprobs import new_scores

@@ -5,144 +5,48 @@ from __future__ import annotations
 import atexit
 import heapq
 import itertools
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.delivery import Delivery
+from topw_deploy.engine.inbox import InboxThread
+from topw_deploy.engine.job import OUTPUTS, Counts, Job, Submission
 from topw_deploy.engine.options import Options
-from topw_deploy.engine.request import Ended, Request
+from topw_deploy.engine.request import Request
 from topw_deploy.engine.reuse import Reuse
-from topw_deploy.engine.room import Place, Room
-from topw_deploy.engine.scheduler import WAITING, Chunk, Scheduler, Task
+from topw_deploy.engine.room import Room
+from topw_deploy.engine.scheduler import WAITING, Chunk, Scheduler
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, TopWError, one_line
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.callbacks import Streamer
-from topw_deploy.runtime.request import reading
-from topw_deploy.runtime.rows import Row
 
-_OUTPUTS = ("next_token", "logprob", "kept", "certified", "mass")
 _AT_EXIT = 10.0  # seconds that the interpreter waits for a run or a callback in progress
-Result = TypeVar("Result")
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
-class Job(Task):
-    """One sequence of a request.
-
-    prompt: int64 [n].
-    begun: whether its first chunk was begun, after `cached` tokens that were not read again.
-    columns: the outputs of its first token.
-    spans: (row, first step) for each row that it decoded in, in order.
-    reads: the request while the prompt is read. If that is token by token, in steps, those draw greedily without edits.
-    """
-
-    def __init__(self, request: Request, generated: Row) -> None:
-        super().__init__(len(generated.given))
-        self.request, self.generated = request, generated
-        self.reads = reading(generated.request) if generated.unread else generated.request
-        self.prompt = np.array(self.reads.prompt, np.int64)
-        self.begun, self.cached = False, 0
-        self.columns: dict[str, list[Any]] = {}
-        self.spans: list[tuple[int, int]] = []
-        self.first_at = request.started
-        self.ended = False
-
-    def end(self, columns: dict[str, list[Any]]) -> None:
-        """Hand the result to the request."""
-        self.ended = True
-        self.request.end_sequence(self.generated.index, Ended(self.generated, columns, self.first_at, self.cached))
-
-
-@dataclass
-class Submission:
-    """A request and its sequences. deadline: by time.perf_counter()."""
-
-    request: Request
-    jobs: list[Job]
-    place: Place
-    deadline: float | None = None
-    streamer: Streamer | None = None
-
-    def abandon(self, reason: str) -> None:
-        """End a request that never started."""
-        self.end_streamer()
-        for job in self.jobs:
-            job.generated.interrupt(reason)
-            job.end({name: [] for name in _OUTPUTS})
-
-    def end_streamer(self) -> None:
-        if self.streamer is not None:
-            try:
-                self.streamer.end()
-            except BaseException as error:  # noqa: BLE001  # the caller's code
-                self.request.fail(error)
-
-
-@dataclass
-class Counts:
-    """What the thread did so far."""
-
-    steps: int = 0
-    chunks: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    new_tokens: int = 0
-    ended: int = 0
-    failed: int = 0
-    busy_seconds: float = 0.0
-
-
-class Worker:
-    """Runs until `retire`. Other threads call `check_caller`, `check_process` and `start` to `join` only."""
+class Worker(InboxThread):
+    """Runs until `retire`. Other threads call `start` to `retire`, and what `InboxThread` offers, only."""
 
     def __init__(
         self, batch: Batch, scheduler: Scheduler[Job], room: Room, decoder: DecoderInfo, options: Options
     ) -> None:
+        super().__init__("topw-engine")
         self.counts = Counts()
         self._reuse = Reuse(batch, decoder, options, self._running)
         self._batch, self._scheduler, self._room = batch, scheduler, room
-        # Its `put` may run in a signal handler or garbage collection amid another `put`, unlike threading's locks.
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._alive: dict[Request, Submission] = {}
         self._deadlines: list[tuple[float, int, weakref.ref[Request]]] = []  # a heap
         self._numbers = itertools.count()
-        self._retiring, self._ended, self._broken = False, False, ""  # or why the engine failed
-        self._process = os.getpid()
+        self._retiring, self._broken = False, ""  # or why the engine failed
         self._delivery = Delivery(lambda error: self._post(partial(self._break, error)))
-        self._thread = threading.Thread(target=self._main, name="topw-engine", daemon=True)
         self._thread.start()
         _workers.add(self)
-
-    @property
-    def forked(self) -> bool:
-        """Whether this process is a fork of the engine's, which has no copy of its thread."""
-        return os.getpid() != self._process
-
-    def check_caller(self, what: str) -> None:
-        """Raises GenerationError where waiting for the engine's thread would never end."""
-        self.check_process(what)
-        if threading.current_thread() is self._thread:
-            raise GenerationError(f"a callback called {what}(), which would wait for itself; call it elsewhere.")
-
-    def check_process(self, what: str) -> None:
-        """Raises GenerationError in a fork of the engine's process."""
-        if self.forked:
-            raise GenerationError(
-                f"{what}() was called in process {os.getpid()}, a fork of process {self._process}, which has the "
-                "engine's thread; make the Engine in the process that uses it, or start processes with 'spawn'."
-            )
 
     def start(self, submission: Submission) -> None:
         """Queue a request for which there is room."""
@@ -178,32 +82,9 @@ class Worker:
         """Make the thread end, and release the batch, as soon as it has no requests."""
         self._post(self._retire)
 
-    def join(self, timeout: float | None = None) -> None:
-        self._thread.join(timeout)
-
-    def _call(self, what: str, function: Callable[[], Result]) -> Result:
-        """Run a function in the thread, and wait for its result or error.
-
-        Raises GenerationError if the thread has ended, or the engine has failed.
-        """
-        self.check_caller(what)
-        future: Future[Result] = Future()
-
-        def run() -> None:
-            try:
-                if self._ended or self._broken:
-                    raise GenerationError(self._broken or "the engine is shut down; make a new Engine to go on.")
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001  # the caller's
-                future.set_exception(error)
-
-        self._post(run)
-        if self._ended:  # perhaps after its last look at the inbox
-            self._empty_inbox()
-        return future.result()
-
-    def _post(self, message: Callable[[], None]) -> None:
-        self._inbox.put(message)
+    def _check_alive(self) -> None:
+        if self._ended or self._broken:
+            raise GenerationError(self._broken or "the engine is shut down; make a new Engine to go on.")
 
     def _main(self) -> None:
         while self._alive or not self._inbox.empty() or not self._retiring:
@@ -216,12 +97,6 @@ class Worker:
         self._ended = True
         self._empty_inbox()
         self._delivery.close()
-
-    def _empty_inbox(self) -> None:
-        """Answer what was posted to a thread that has ended."""
-        with suppress(Empty):
-            while True:
-                self._inbox.get_nowait()()
 
     def _iterate(self) -> None:
         inbox = self._inbox
@@ -286,7 +161,7 @@ class Worker:
         self._scheduler.read(chunk)
         if token is None:
             return
-        job.columns = {name: self._batch.first(name) for name in _OUTPUTS}
+        job.columns = {name: self._batch.first(name) for name in OUTPUTS}
         job.spans = [(row, self._batch.steps)]
         self._take(job, token, partial(self._batch.begin, row, job.reads))
 
@@ -482,7 +357,7 @@ class Worker:
         drawn = self._columns(job, ("next_token",))["next_token"]
         return np.array([*job.generated.given, *drawn][:-1], np.int64)
 
-    def _columns(self, job: Job, names: Sequence[str] = _OUTPUTS) -> dict[str, list[Any]]:
+    def _columns(self, job: Job, names: Sequence[str] = OUTPUTS) -> dict[str, list[Any]]:
         """Outputs of a sequence, one value per token."""
         columns = {name: list(job.columns.get(name, [])) for name in names}
         ends = [start for _, start in job.spans[1:]] + [self._batch.steps]

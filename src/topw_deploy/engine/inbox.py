@@ -1,0 +1,86 @@
+"""A thread that makes the calls which others post to it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from topw_deploy.errors import GenerationError
+
+Result = TypeVar("Result")
+
+
+class InboxThread(ABC):
+    """A subclass starts `_thread`, which runs `_main`; at its end that sets `_ended` and empties the inbox."""
+
+    def __init__(self, name: str) -> None:
+        # Its `put` may run in a signal handler or garbage collection amid another `put`, unlike threading's locks.
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._ended = False
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the engine's, which has no copy of its thread."""
+        return os.getpid() != self._process
+
+    def check_caller(self, what: str) -> None:
+        """Raises GenerationError where waiting for the engine's thread would never end."""
+        self.check_process(what)
+        if threading.current_thread() is self._thread:
+            raise GenerationError(f"a callback called {what}(), which would wait for itself; call it elsewhere.")
+
+    def check_process(self, what: str) -> None:
+        """Raises GenerationError in a fork of the engine's process."""
+        if self.forked:
+            raise GenerationError(
+                f"{what}() was called in process {os.getpid()}, a fork of process {self._process}, which has the "
+                "engine's thread; make the Engine in the process that uses it, or start processes with 'spawn'."
+            )
+
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    @abstractmethod
+    def _main(self) -> None:
+        """The thread's work."""
+
+    @abstractmethod
+    def _check_alive(self) -> None:
+        """Raises GenerationError if no more calls are made."""
+
+    def _call(self, what: str, function: Callable[[], Result]) -> Result:
+        """Run a function in the thread, and wait for its result or error.
+
+        Raises GenerationError if the thread has ended, or the engine has failed.
+        """
+        self.check_caller(what)
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                self._check_alive()
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001  # the caller's
+                future.set_exception(error)
+
+        self._post(run)
+        if self._ended:  # perhaps after its last look at the inbox
+            self._empty_inbox()
+        return future.result()
+
+    def _post(self, message: Callable[[], None]) -> None:
+        self._inbox.put(message)
+
+    def _empty_inbox(self) -> None:
+        """Answer what was posted to a thread that has ended."""
+        with suppress(Empty):
+            while True:
+                self._inbox.get_nowait()()

@@ -1,0 +1,83 @@
+"""Sequences and requests as the engine's thread keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.engine.request import Ended, Request
+from topw_deploy.engine.room import Place
+from topw_deploy.engine.scheduler import Task
+from topw_deploy.runtime.callbacks import Streamer
+from topw_deploy.runtime.request import reading
+from topw_deploy.runtime.rows import Row
+
+OUTPUTS = ("next_token", "logprob", "kept", "certified", "mass")
+
+
+class Job(Task):
+    """One sequence of a request.
+
+    prompt: int64 [n].
+    begun: whether its first chunk was begun, after `cached` tokens that were not read again.
+    columns: the outputs of its first token.
+    spans: (row, first step) for each row that it decoded in, in order.
+    reads: the request while the prompt is read. If that is token by token, in steps, those draw greedily without edits.
+    """
+
+    def __init__(self, request: Request, generated: Row) -> None:
+        super().__init__(len(generated.given))
+        self.request, self.generated = request, generated
+        self.reads = reading(generated.request) if generated.unread else generated.request
+        self.prompt = np.array(self.reads.prompt, np.int64)
+        self.begun, self.cached = False, 0
+        self.columns: dict[str, list[Any]] = {}
+        self.spans: list[tuple[int, int]] = []
+        self.first_at = request.started
+        self.ended = False
+
+    def end(self, columns: dict[str, list[Any]]) -> None:
+        """Hand the result to the request."""
+        self.ended = True
+        self.request.end_sequence(self.generated.index, Ended(self.generated, columns, self.first_at, self.cached))
+
+
+@dataclass
+class Submission:
+    """A request and its sequences. deadline: by time.perf_counter()."""
+
+    request: Request
+    jobs: list[Job]
+    place: Place
+    deadline: float | None = None
+    streamer: Streamer | None = None
+
+    def abandon(self, reason: str) -> None:
+        """End a request that never started."""
+        self.end_streamer()
+        for job in self.jobs:
+            job.generated.interrupt(reason)
+            job.end({name: [] for name in OUTPUTS})
+
+    def end_streamer(self) -> None:
+        if self.streamer is not None:
+            try:
+                self.streamer.end()
+            except BaseException as error:  # noqa: BLE001  # the caller's code
+                self.request.fail(error)
+
+
+@dataclass
+class Counts:
+    """What the thread did so far."""
+
+    steps: int = 0
+    chunks: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    ended: int = 0
+    failed: int = 0
+    busy_seconds: float = 0.0
