@@ -33,7 +33,7 @@ OPTIONAL: dict[str, Any] = {
 
 
 class Unstarted:
-    """In place of the engine's thread."""
+    """In place of the engine's threads."""
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -50,14 +50,14 @@ def no_fault(when: str) -> None:
 
 
 class Stepped:
-    """An engine without its thread. Every ended request is compared with `generate` at once.
+    """An engine without its threads. Every ended request is compared with `generate` at once.
 
     sequences: known sequences, to begin prompts with.
     """
 
     def __init__(self, model: TopWModel, form: str, **options: Any) -> None:
         self.model = hashing_model(model, form)
-        with patch("topw_deploy.engine.worker.threading.Thread", Unstarted):
+        with patch("topw_deploy.engine.inbox.threading.Thread", Unstarted):
             self.engine = Engine(self.model, **options)
         self.worker = self.engine._worker
         self.running: list[tuple[dict[str, Any], Request]] = []
@@ -90,6 +90,12 @@ class Stepped:
         self.worker._expire(math.inf)
         self.check()
 
+    def deliver(self) -> None:
+        delivery = self.worker._delivery
+        delivery.send()
+        while not delivery._sent.empty():
+            delivery._next()
+
     def finish(self) -> None:
         for _ in range(2000):
             self.iterate()
@@ -101,6 +107,7 @@ class Stepped:
 
     def check(self) -> None:
         assert not self.worker._broken
+        self.deliver()
         ended = [pair for pair in self.running if pair[1].done]
         self.running = [pair for pair in self.running if not pair[1].done]
         for given, request in ended:

@@ -45,9 +45,15 @@ class Delivery:
         self._thread.join()
 
     def _main(self) -> None:
-        while (calls := self._sent.get()) is not None:
-            for function, arguments in calls:
-                try:
-                    function(*arguments)
-                except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
-                    self._failed(error)
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        """Make the calls of one `send`. Returns False at the end. Waiting, the thread refers to none of them."""
+        calls = self._sent.get()
+        for function, arguments in calls or ():
+            try:
+                function(*arguments)
+            except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
+                self._failed(error)
+        return calls is not None
