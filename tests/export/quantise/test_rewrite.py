@@ -31,14 +31,20 @@ EXACT = {"accuracy_level": 1}
 FLOAT = ir.DataType.FLOAT
 
 
-def toy(*, tied: bool, gemm: bool = False, others: Callable[[GraphEditor, ir.Value], object] | None = None) -> ir.Model:
-    """Embedding, product, product with bias (or Gemm), head."""
+def toy(
+    *,
+    tied: bool,
+    gemm: bool = False,
+    more_rows: int = 0,
+    others: Callable[[GraphEditor, ir.Value], object] | None = None,
+) -> ir.Model:
+    """Embedding, product, product with bias (or Gemm), head. more_rows: of the table than logits."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
     op = editor.op
     ids = editor.input("input_ids", ir.DataType.INT64, ["batch", "sequence"])
     editor.input("attention_mask", ir.DataType.INT64, ["batch", "total"])
-    table = editor.constant(TABLE, "embed.weight")
+    table = editor.constant(np.concatenate([TABLE, TABLE[:more_rows]]), "embed.weight")
     rows = op("Gather", [table, ids], axis=0, dtype=FLOAT, shape=["batch", "sequence", HIDDEN])
     up = op("MatMul", [rows, editor.constant(UP, "up.weight")], dtype=FLOAT, shape=["batch", "sequence", INNER])
     active = op("Relu", [up], dtype=FLOAT, shape=["batch", "sequence", INNER])
@@ -112,9 +118,9 @@ def test_a_tied_head_shares_the_tables_bytes() -> None:
     assert head.inputs[2] is embedding.data[1]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_table_and_the_head_have_8_bits_by_default(tied: bool) -> None:
-    model = toy(tied=tied)
+@pytest.mark.parametrize(("tied", "more_rows"), [(True, 0), (False, 0), (False, 1)])
+def test_the_table_and_the_head_have_8_bits_by_default(tied: bool, more_rows: int) -> None:
+    model = toy(tied=tied, more_rows=more_rows)
     quantise(model, Quantisation(bits=4, block_size=32))
     bits = {node.outputs[0].name: node.attributes["bits"].as_int() for node in model.graph if "bits" in node.attributes}
     lookup, _ = lookup_of(model)

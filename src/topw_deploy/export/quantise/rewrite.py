@@ -40,7 +40,7 @@ def quantise(
     """
     graph = model.graph
     before = _float_bytes(graph)
-    found = _Found(_without_routers(find_products(graph)), _stored_lookup(graph), find_experts(graph))
+    found = _Found(_without_routers(find_products(graph)), _stored_lookup(graph), find_experts(graph), _vocab(graph))
     if not cut:
         found.check_patterns(scheme)
     excluded = found.excluded(scheme)
@@ -80,13 +80,12 @@ class _Found:
     products: list[Product]
     embedding: EmbeddingNode | None
     experts: list[ExpertWeight]
+    vocab: int | None
 
     def head(self) -> Product | None:
-        """The last product, if it has one output per table row."""
-        if not self.products or self.embedding is None:
-            return None
-        last = self.products[-1]
-        return last if last.outputs == self.embedding.rows else None
+        """The last product, if it has one output per logit. The table may have more rows."""
+        last = self.products[-1] if self.products else None
+        return last if last is not None and last.outputs == self.vocab else None
 
     def excluded(self, scheme: Quantisation) -> set[int]:
         """Weights excluded by their name or by a node that uses them: a tied head's pattern also excludes the table."""
@@ -128,6 +127,12 @@ def _check_half_experts(graph: ir.Graph) -> None:
                 "exclude them, or leave --compute-dtype out.",
                 "exclude_nodes",
             )
+
+
+def _vocab(graph: ir.Graph) -> int | None:
+    """Width of the logits, if it is a number."""
+    shape = next((value.shape for value in graph.outputs if value.name == "logits"), None)
+    return shape[-1] if shape and isinstance(shape[-1], int) else None
 
 
 def _stored_lookup(graph: ir.Graph) -> EmbeddingNode | None:
