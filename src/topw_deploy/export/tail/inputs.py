@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
-from topw_deploy.sampling.mask import ALL, WORD_BITS, mask_words
+from topw_deploy.sampling.mask import WORD_BITS, mask_words
 from topw_deploy.sampling.parameters import GREEDY_BELOW
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -140,8 +140,9 @@ def apply_mask(op: Ops, logits: Tensor, words: Tensor, vocab_size: int) -> Tenso
     """
     width, given = padded_width(vocab_size), mask_words(vocab_size)
     whole = op.Reshape(words, op.constant([-1, given], np.int64))  # [k, given], k = batch or 0
-    padding = op.constant([0, 0, 0, width // WORD_BITS - given], np.int64)
-    flags = allowed_tokens(op, op.Pad(whole, padding, op.constant(ALL, np.int32)), width)
+    # The padding is -inf, masked or not. (Pad with int32 would be a node for which CUDA has no kernel.)
+    repeated = op.constant(np.minimum(np.arange(width // WORD_BITS), given - 1), np.int64)
+    flags = allowed_tokens(op, op.Gather(whole, repeated, axis=1), width)
     zero = op.constant([0], np.int64)
     count = op.Shape(flags, start=0, end=1)
     masked = op.Where(flags, op.Slice(logits, zero, count, zero), op.constant(-np.inf))
