@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
+from topw_deploy.cli.answer_options import answer_options, take_answer_options
 from topw_deploy.cli.generate_many import RunOptions, prompt_file_options, run, take_files
 from topw_deploy.cli.options import CONTEXT, check_order, parameter_options, preset_option
 from topw_deploy.cli.prompt_lines import user_messages
@@ -68,6 +69,7 @@ _MODEL_OPTIONS = {
     "--stop-strings", "--stop", "stop_strings", metavar="TEXT", multiple=True, help="End before this text. Repeatable."
 )
 @click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence.")
+@answer_options
 @click.option(
     "-n",
     "--num-return-sequences",
@@ -124,7 +126,10 @@ def command(
         raise click.UsageError("give only one of PROMPT, --prompt-file and --prompts-jsonl.")
     text = _prompt(prompt, prompt_file, optional=chat) if files is None else None
     model_options = {ours: parameters.pop(name) for name, ours in _MODEL_OPTIONS.items()}
-    given = _given(parameters, logit_bias)
+    answer = take_answer_options(parameters)
+    if "logprobs" in answer and not (as_json or files is not None):
+        raise click.UsageError("--logprobs needs --json, which shows them.")
+    given = _given(parameters, logit_bias) | answer
     if files is not None:
         options = RunOptions(
             given=given, chat=chat, system=system, batch_size=batch_size or 1, max_context=model_options["max_length"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from topw_deploy.engine.options import check_form, check_tensorrt, read_options
 from topw_deploy.engine.request import Event, PieceReader, Request, Source
 from topw_deploy.engine.room import Place, Room
 from topw_deploy.engine.scheduler import Scheduler
-from topw_deploy.engine.seconds import read_max_time, read_timeout, waitable
+from topw_deploy.engine.seconds import read_max_time, read_timeout
 from topw_deploy.engine.session_file import SessionInfo, read_session, session_form, write_session
 from topw_deploy.engine.tasks import Bell, Events, Signal
 from topw_deploy.engine.worker import Worker
@@ -157,17 +156,22 @@ class Engine:
                     settled: SimpleQueue[None] = SimpleQueue()
                     self._room.wait(submission.place, partial(settled.put, None))
                     with contextlib.suppress(Empty):
-                        settled.get(timeout=_left(submission))
+                        settled.get(timeout=submission.left)
                     if not self._has_turn(submission):
                         return submission.request
                 self._worker.start(submission)
         return submission.request
 
     async def generate(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Any:
-        """Like `submit(...).result()`, for asyncio. Cancelling the task cancels the request."""
+        """Like `submit(...).result()`, for asyncio. Cancelling the task cancels the request.
+
+        A grammar is compiled in a thread of the loop's executor, everything else in the loop's.
+        """
         ended = Signal(self._running_bell())
         with ending(parameters.get("streamer")):
-            submission = self._prepare(prompt, parameters, max_time, on_end=ended.send)
+            prepare = partial(self._prepare, prompt, parameters, max_time, on_end=ended.send)
+            compiles = not {"structured_outputs", "response_format"}.isdisjoint(parameters)
+            submission = await asyncio.to_thread(prepare) if compiles else prepare()
             await self._start(submission)
         try:
             await ended.wait()
@@ -177,7 +181,7 @@ class Engine:
 
     def stream(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> AsyncIterator[Piece]:
         """Like iterating over `submit(...)`, for asyncio. Closing the iterator or cancelling the task cancels the
-        request. Checks parameters immediately.
+        request. Checks parameters immediately, and compiles a grammar in the caller's thread.
         """
         with ending(parameters.get("streamer")):
             holder: list[Request] = []
@@ -359,7 +363,7 @@ class Engine:
             if not self._takes(submission):
                 signal = Signal(self._running_bell(), gone=partial(self._room.leave, submission.place))
                 self._room.wait(submission.place, signal.send)
-                left = _left(submission)
+                left = submission.left
                 # Not wait_for, which before Python 3.12 loses a cancellation at the moment of the turn.
                 timer = None if left is None else asyncio.get_running_loop().call_later(left, signal.event.set)
                 try:
@@ -392,8 +396,3 @@ class Engine:
         if bell is None or bell.loop is not asyncio.get_running_loop():
             bell = self._bell = Bell()
         return bell
-
-
-def _left(submission: Submission) -> float | None:
-    """Seconds to the deadline."""
-    return None if submission.deadline is None else waitable(submission.deadline - time.perf_counter())

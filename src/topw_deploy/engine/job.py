@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from topw_deploy.engine.request import Ended, Request
 from topw_deploy.engine.room import Place
 from topw_deploy.engine.scheduler import Task
+from topw_deploy.engine.seconds import waitable
 from topw_deploy.runtime.callbacks import Streamer
 from topw_deploy.runtime.request import reading
 from topw_deploy.runtime.rows import Row
@@ -53,6 +55,11 @@ class Submission:
     place: Place
     deadline: float | None = None
     streamer: Streamer | None = None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds to the deadline."""
+        return None if self.deadline is None else waitable(self.deadline - time.perf_counter())
 
     def abandon(self, reason: str) -> None:
         """End a request that never started."""

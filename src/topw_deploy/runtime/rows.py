@@ -153,8 +153,8 @@ class Row:
                 "structured_outputs",
             )
         return LogitsError(
-            f"{which} is invalid at step {self.steps}: its logits contain NaN or +infinity, or none is "
-            "finite after the edits; check the model with `topw verify`, and the penalties, biases and bans."
+            f"{which} is invalid at step {self.steps}: its logits contain NaN or +infinity, or none is finite "
+            "after the edits and the mask; check the model with `topw verify`, and the penalties, biases and bans."
         )
 
     def end(self, reason: str, stop: int | str | None = None) -> None:

@@ -1,0 +1,67 @@
+"""Options of `topw generate` for what the text must match, and for log-probabilities."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from topw_deploy.plain_text import decode_text
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_KINDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""Option -> its key in `structured_outputs`."""
+
+
+def answer_options(command: Command) -> Command:
+    """Add the options that `take_answer_options` reads; not given, they are None or empty."""
+    options = (
+        click.option(
+            "--json-schema", "-j", metavar="SCHEMA", help="Answer in JSON of this schema: JSON text, or @FILE."
+        ),
+        click.option("--regex", metavar="EXPR", help="Answer with a text that matches the whole expression, or @FILE."),
+        click.option("--choice", metavar="TEXT", multiple=True, help="Answer with one of these texts. Repeatable."),
+        click.option("--grammar", metavar="TEXT", help="Answer in this Lark or GBNF grammar, or @FILE."),
+        click.option(
+            "--logprobs",
+            type=click.IntRange(min=0),
+            help="With --json, the log-probability of each token under the model, and this many alternatives.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def take_answer_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove these options from `values`; returns the parameters of `generate` that they state.
+
+    Raises UsageError if several of them state what the text must match, or if a file cannot be read.
+    """
+    stated = {name: value for name in _KINDS if (value := values.pop(name)) not in (None, ())}
+    logprobs = values.pop("logprobs")
+    found = {} if logprobs is None else {"logprobs": logprobs}
+    if len(stated) > 1:
+        raise click.UsageError(f"give only one of {', '.join(map(_flag, stated))}.")
+    for name, value in stated.items():
+        text = list(value) if name == "choice" else _text(_flag(name), value)
+        found["structured_outputs"] = {_KINDS[name]: text}
+    return found
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _text(flag: str, value: str) -> str:
+    if not value.startswith("@"):
+        return value
+    path = value[1:]
+    try:
+        with open(path, "rb") as file:
+            return decode_text(file.read(), path)
+    except OSError as error:
+        raise click.UsageError(f"{flag}: {os.fsdecode(path)} cannot be read: {error.strerror or error}.") from None

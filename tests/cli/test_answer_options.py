@@ -1,0 +1,62 @@
+"""Options of `topw generate` for what the text must match, and for log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.toy_model import Toy, export
+from topw_deploy.errors import GrammarError
+
+from .conftest import Invoke
+
+pytest.importorskip("llguidance")
+
+
+@pytest.mark.parametrize("given", [("--regex", "[ab]{3}"), ("--choice", "bab", "--choice", "aab")])
+def test_the_text_matches(invoke: Invoke, random_model: Path, given: tuple[str, ...]) -> None:
+    result = invoke("generate", random_model, "x", "--seed", 1, *given)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert re.fullmatch("[ab]{3}\n", result.stdout)
+
+
+def test_schemas_and_grammars_may_be_in_files(invoke: Invoke, random_model: Path, tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": [17, "é"]}', encoding="utf-8")
+    grammar.write_text('start: "left" | "right"')
+    for option in (f"@{schema}", schema.read_text(encoding="utf-8")):
+        result = invoke("generate", random_model, "x", "--seed", 1, "--json-schema", option)
+        assert json.loads(result.stdout) in (17, "é")
+    assert invoke("generate", random_model, "x", "--grammar", f"@{grammar}").stdout in ("left\n", "right\n")
+
+
+def test_only_one_constraint(invoke: Invoke, random_model: Path) -> None:
+    result = invoke("generate", random_model, "x", "--regex", "a", "--choice", "b")
+    assert result.exit_code == 2
+    assert "only one of --regex, --choice" in result.stderr
+
+
+def test_a_missing_file_is_named(invoke: Invoke, random_model: Path, tmp_path: Path) -> None:
+    result = invoke("generate", random_model, "x", "--json-schema", f"@{tmp_path / 'none.json'}")
+    assert result.exit_code == 2
+    assert "--json-schema" in result.stderr
+    assert "none.json cannot be read" in result.stderr
+
+
+def test_a_wrong_expression_is_an_error(invoke: Invoke, random_model: Path) -> None:
+    with pytest.raises(GrammarError, match="the expression does not compile"):
+        invoke("generate", random_model, "x", "--regex", "(")
+
+
+def test_logprobs_are_in_the_lines(invoke: Invoke, tmp_path: Path) -> None:
+    folder = export(tmp_path / "out", Toy.random(7), with_logits=True)
+    words = ("generate", folder, "x", "--seed", 1, "--max-new-tokens", 3, "--logprobs", 2)
+    line = json.loads(invoke(*words, "--json").stdout)
+    assert [len(token["top_logprobs"]) for token in line["token_logprobs"]] == [2, 2, 2]
+    assert [token["token_id"] for token in line["token_logprobs"]] == line["token_ids"]
+    plain = invoke(*words)
+    assert plain.exit_code == 2
+    assert "--logprobs needs --json" in plain.stderr
