@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,10 @@ INVALID_AFTER = byte_ids("!")[0]
 """Logits right after this token are NaN."""
 INVALID_STATE = byte_ids("~")[0]
 """The states of this token are NaN, and so are all logits after it."""
-_FORMS = {"grouped": {"form": "grouped"}, "growing": {"form": "scatter", "buffer_step": 16}}
+_FORMS: dict[str, dict[str, Any]] = {
+    "grouped": {"form": "grouped", "with_logits": True},
+    "growing": {"form": "scatter", "buffer_step": 16},
+}
 
 
 @dataclass(frozen=True)

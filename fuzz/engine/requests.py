@@ -20,6 +20,13 @@ _FEATURES: list[tuple[float, Change]] = []
 _MALFORMED: list[Change] = []
 _MOST_PROMPT, _MOST_NEW = 60, 36  # together they fit the context
 _SYSTEM_PROMPTS = [np.random.default_rng(seed).integers(3, VOCAB, 12 * seed + 10).tolist() for seed in range(4)]
+_CONSTRAINTS: list[dict[str, Any]] = [
+    {"regex": "[a-h]{2,30}"},
+    {"choice": ["yes", "no", "perhaps"]},
+    {"json": {"enum": [None, True, 17, "é"]}},
+    {"json": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 5}}, "required": ["a"]}},
+    {"grammar": 'start: "(" start ")" | "x"'},
+]
 
 
 def sometimes(share: float) -> Callable[[Change], Change]:
@@ -131,6 +138,18 @@ def several_prompts(rng: np.random.Generator, given: Given) -> None:
         given["seed"] = [given["seed"], 1, 2]
 
 
+@sometimes(0.12)
+def structured_output(rng: np.random.Generator, given: Given) -> None:
+    """Bans and biases apply too, so some of these requests have nothing to draw."""
+    given["structured_outputs"] = _CONSTRAINTS[rng.integers(len(_CONSTRAINTS))]
+
+
+@sometimes(0.1)
+def log_probabilities(rng: np.random.Generator, given: Given) -> None:
+    """One of the two models has no logits, and refuses."""
+    given[str(rng.choice(["logprobs", "prompt_logprobs"]))] = int(rng.integers(0, 4))
+
+
 @sometimes(0.03)
 def invalid_logits(rng: np.random.Generator, given: Given) -> None:
     """The request fails with LogitsError, at once or after its first token."""
@@ -169,6 +188,14 @@ def bad_prompt(rng: np.random.Generator, given: Given) -> None:
         [], "", [5] * (CONTEXT + 1), "x" * 10**5, [VOCAB], [-1], [5, None], object(), {"input_ids": 3}, [[5], []],
         "\ud800",
     )[rng.integers(11)]  # fmt: skip
+
+
+@malformed
+def bad_grammar(rng: np.random.Generator, given: Given) -> None:
+    given["structured_outputs"] = (
+        {"regex": "("}, {"json": "{"}, {"json": {"type": "nothing"}}, {"grammar": "start: nowhere"}, {"choice": []},
+        {"regex": "a", "choice": ["b"]}, {"json": {"$ref": "http://example.org/"}}, {"regex": ""}, 3,
+    )[rng.integers(9)]  # fmt: skip
 
 
 @malformed
