@@ -34,8 +34,8 @@ def rule_rows(
     temperature, selection_temperature: numbers for all rows, or tensors [B]; as in `TopWParameters`.
 
     The result has stage CANDIDATES (64 logits proved the crop), POOL (the row was sorted), GREEDY or INVALID, the last
-    also for unknown codes and values out of range. Rows are independent. Raises ParameterError for wrong shapes, numbers
-    out of range and the rule top_w, which `crop_rows` computes.
+    also for unknown codes and values out of range. Rows are independent. Raises ParameterError for wrong shapes,
+    numbers out of range and the rule top_w, which `crop_rows` computes.
     """
     check_logits(logits)
     row_logits = logits.to(torch.float32)

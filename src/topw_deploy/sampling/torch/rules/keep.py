@@ -95,7 +95,7 @@ def _above(given: Listed, threshold: Tensor) -> Kept:
 
 
 def _shortest(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The size of the shortest prefix that reaches `target`, int64 [R, 1], the whole list if none; and whether one does."""
+    """(Size of the shortest prefix that reaches `target`, int64 [R, 1], the whole list if none; whether one does)."""
     reached = weights.cumsum(1) >= target
     any_does = reached.any(1, keepdim=True)
     first = reached.to(torch.uint8).argmax(1, keepdim=True) + 1
