@@ -90,7 +90,9 @@ def _one_rule(logits: Tensor, rows: Rows, rule: Rule, values: tuple[float, float
     found = largest_logits(logits, min(CANDIDATES, logits.shape[1]), _BLOCK, any_last=True)
     valid = (found.top.abs() < torch.inf) & rows.usable
     first = _from_list(logits, found, rows, rule, values)
-    settled = first[2] & _strict(found, first[0])
+    settled = first[2]
+    if found.ids.shape[1] < logits.shape[1]:  # ties with the last candidate are undefined here
+        settled = settled & _above_the_last(found, first[0])
     none = torch.zeros_like(valid[:, 0], dtype=torch.int64)
     crop = TensorCrop(
         ids=first[1],
@@ -120,8 +122,8 @@ def _from_list(
     return keep, ids, settled | rows.greedy
 
 
-def _strict(found: Largest, keep: Tensor) -> Tensor:
-    """Whether every kept token is above the last one, among whose equals the list is undefined; [R, 1]."""
+def _above_the_last(found: Largest, keep: Tensor) -> Tensor:
+    """Whether every kept token is above the list's last, or that is banned; [R, 1]."""
     last = found.logits[:, -1:]
     lowest = torch.where(keep, found.logits, torch.inf).amin(1, keepdim=True)
     return (lowest > last) | (last == -torch.inf)
