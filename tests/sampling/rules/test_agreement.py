@@ -48,6 +48,27 @@ def test_64_candidates_settle_rows_of_language_models(name: str) -> None:
     assert crop.stage.tolist() == [Stage.CANDIDATES]
 
 
+BEYOND = {
+    "typical": ([0.0] + [-3.0] * 100 + [-5.0] * 2000, {"typical_p": 0.05}),  # those at -5 are nearer to the mean
+    "min_k": (list(np.linspace(1, 0.9, 100)) + [-50.0] * 100, {"rule": "min_k"}),  # the steepest drop is the 100th
+    "top_k": ([1.0, 2.0] * 2500, {"top_k": 10}),  # equal logits within and outside the list
+    "top_h": (list(np.linspace(0, -0.5, 400)), {"top_h": 0.6}),
+    "top_n_sigma": (list(np.linspace(0, -5, 900)), {"top_n_sigma": 1.0}),
+}
+
+
+@pytest.mark.parametrize("rule", BEYOND)
+def test_candidates_do_not_decide_what_lies_beyond_them(rule: str) -> None:
+    row, choices = BEYOND[rule]
+    order = np.random.default_rng(1).permutation(len(row))
+    logits = torch.tensor(row)[order][None]
+    crop = rule_rows(logits, RuleParameters(**choices))
+    wanted = kept_set(logits[0], rule, RuleParameters(**choices).values)
+    assert crop.stage.tolist() == [Stage.POOL]
+    assert crop.ids[0, : crop.kept[0]].tolist() == wanted.kept.tolist()
+    assert crop.certified.tolist() == [wanted.certified]
+
+
 def test_invalid_rows_keep_nothing() -> None:
     logits = torch.zeros(4, 9)
     logits[1, 3], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,11 +77,12 @@ def _joined(parts: list[tuple[Tensor, TensorCrop]], batch: int) -> TensorCrop:
     width = max(crop.ids.shape[1] for _, crop in parts)
     pad = torch.nn.functional.pad
     names = ("kept", "certified", "invalid", "stage", "distances", "distances_avoided")
+    columns: dict[str, Any] = {name: torch.cat([getattr(crop, name) for _, crop in parts])[order] for name in names}
     return replace(
         parts[0][1],
         ids=torch.cat([pad(crop.ids, (0, width - crop.ids.shape[1])) for _, crop in parts])[order],
         any_invalid=any(crop.any_invalid for _, crop in parts),
-        **{name: torch.cat([getattr(crop, name) for _, crop in parts])[order] for name in names},
+        **columns,
     )
 
 
