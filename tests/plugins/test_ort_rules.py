@@ -100,5 +100,5 @@ def test_rules_of_another_type_are_refused_when_the_session_opens(native_library
 
 def test_a_node_without_the_rules_is_refused_when_the_session_opens(native_library: Path) -> None:
     old = node_model(OPTIONS, omitted=("rule", "rule_values"))
-    with pytest.raises((InvalidGraph, InvalidArgument, Fail), match="has (input size )?12 "):
+    with pytest.raises((InvalidGraph, InvalidArgument, Fail), match=r"has (input size )?12 "):
         open_model(old, native_library)
