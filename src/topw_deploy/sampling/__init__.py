@@ -1,5 +1,6 @@
-"""Top-W: parameters, algorithm, draw.
+"""Top-W and the other sampling rules: parameters, algorithms, draw.
 
+`rules`: the rules beside Top-W, which a row may choose instead of it.
 `reference`: the literal algorithm in float64, which is the definition.
 `fast`: the same crops in numpy, one row at a time, without provably unnecessary work.
 `torch`: the same for batches of tensors on any device. Only this module imports torch.
@@ -24,6 +25,7 @@ from topw_deploy.sampling.parameters import (
 from topw_deploy.sampling.presets import REQUEST_PRESETS, preset_parameters, typical_distance
 from topw_deploy.sampling.reference import FLOAT32_TIES, FLOAT64_TIES, Crop, TieBounds, Ties, crop
 from topw_deploy.sampling.row import Draw, Row, apply_edits, as_float32, crop_mass, draw, sample_row, uniform_for
+from topw_deploy.sampling.rules import RULES, RuleParameters, take_rule
 
 __all__ = [
     "ALIASES",
@@ -36,11 +38,13 @@ __all__ = [
     "POTENTIALS",
     "PRESETS",
     "REQUEST_PRESETS",
+    "RULES",
     "Crop",
     "Draw",
     "FastCrop",
     "Geometry",
     "Row",
+    "RuleParameters",
     "TieBounds",
     "Ties",
     "TopWOptions",
@@ -58,6 +62,7 @@ __all__ = [
     "pack_mask",
     "preset_parameters",
     "sample_row",
+    "take_rule",
     "typical_distance",
     "uniform_for",
     "unknown_name",

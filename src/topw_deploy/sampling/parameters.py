@@ -21,7 +21,8 @@ ALIASES = {"lambda_geom": "lam", "warm_p": "init_top_p", "m": "top_m"}
 IN_FLOAT32 = "in float32 too, which holds magnitudes from 1.4e-45 to 3.4e+38"
 
 
-def _number(name: str, value: object) -> float:
+def as_number(name: str, value: object) -> float:
+    """The parameter `name` as a float, infinite beyond float64. Raises ParameterError for anything but a number."""
     if not isinstance(value, bool) and hasattr(value, "__float__"):  # numpy's scalars have it, strings do not
         with contextlib.suppress(TypeError, ValueError):  # arrays and tensors have it too, but raise
             try:
@@ -37,7 +38,7 @@ def check_range(name: str, value: float, rounded: float | None = None) -> None:
     rounded: its float32 value, checked in place of `value`.
     """
     holds, bound = _RANGES[name]
-    number = _number(name, value)
+    number = as_number(name, value)
     if rounded is not None and holds(number):
         bound = f"{bound} {IN_FLOAT32}"
     _require(name, value, holds(number if rounded is None else rounded), bound)

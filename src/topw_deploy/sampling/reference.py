@@ -35,6 +35,8 @@ class Ties:
     certificate: the gap between the best base J inside and outside the warm start.
     pool_cut: whether the pool ends between equal logits, so token ids decide.
     warm_cut: the same for the warm start of an uncertified row. `allow` ignores it, as it affects only unstable sorts.
+    rule: for another rule than Top-W, the relative distance of its deciding quantity from its threshold
+        (docs/contract/rules.md).
     """
 
     objective: float = math.inf
@@ -42,10 +44,12 @@ class Ties:
     certificate: float = math.inf
     pool_cut: bool = False
     warm_cut: bool = False
+    rule: float = math.inf
 
     def allow(self, bounds: TieBounds) -> bool:
         """Whether an implementation with these rounding bounds may keep another set."""
-        return self.pool_cut or self.objective <= bounds.objective or self.nucleus <= bounds.nucleus
+        near = min(self.objective, self.rule) <= bounds.objective
+        return self.pool_cut or near or self.nucleus <= bounds.nucleus
 
     def allow_certified(self, bounds: TieBounds) -> bool:
         """Whether it may give another value of `certified`."""
@@ -54,7 +58,7 @@ class Ties:
 
 @dataclass(frozen=True, slots=True)
 class TieBounds:
-    """Leads within which rounding may decide (docs/contract/graph.md, section 4)."""
+    """Leads within which rounding may decide (docs/contract/graph.md, section 4); `objective` also bounds `rule`."""
 
     objective: float
     nucleus: float

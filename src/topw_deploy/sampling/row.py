@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -14,6 +14,8 @@ from topw_deploy.sampling.geometry import Geometry, Ids
 from topw_deploy.sampling.mask import apply_mask
 from topw_deploy.sampling.parameters import GREEDY_BELOW, TopWOptions, TopWParameters, check_range
 from topw_deploy.sampling.reference import Crop, Ties, crop
+from topw_deploy.sampling.rules.reference import RuleCrop, kept_set
+from topw_deploy.sampling.rules.registry import RULES_BY_CODE, TOP_W, Rule
 
 PADDING = -1  # edit id without effect: rows of a batch have different numbers of edits
 _WORD = 1 << 64
@@ -69,6 +71,8 @@ def sample_row(
     uniform: float = 0.0,
     edits: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
     allowed: ArrayLike | None = None,
+    rule: int = TOP_W.code,
+    rule_values: Sequence[float] = (0.0, 0.0),
 ) -> Row:
     """Edit, mask, crop and draw one row as the graph does, but in float64 from its float32 inputs.
 
@@ -77,10 +81,11 @@ def sample_row(
     uniform: u in [0, 1), rounded to float32.
     edits: (ids, penalty, bias), see `apply_edits`.
     allowed: int32 [ceil(V / 32)], see `apply_mask`; None allows every token.
+    rule: the sampling rule's code, and `rule_values` its (v0, v1), rounded to float32.
 
-    Returns `Row()` for an invalid row (edited and masked logits with NaN, +inf or nothing finite; a parameter or u out
-    of range), as a graph cannot raise. Raises ParameterError for inputs a graph cannot run: a wrong shape, edits out of
-    range, a geometry of another metric.
+    Returns `Row()` for an invalid row (edited and masked logits with NaN, +inf or nothing finite; a parameter, a rule's
+    value or u out of range; an unknown rule), as a graph cannot raise. Raises ParameterError for inputs a graph cannot
+    run: a wrong shape, edits out of range, a geometry of another metric.
     """
     with np.errstate(over="ignore"):
         row = np.asarray(logits).astype(np.float32)
@@ -93,9 +98,12 @@ def sample_row(
         rounded = as_float32(parameters)
     except ParameterError:
         return Row()
-    if not _usable(row) or not 0 <= u < 1:
+    with np.errstate(over="ignore"):
+        values = np.asarray(rule_values, dtype=np.float32).tolist()
+    known = RULES_BY_CODE.get(rule)
+    if not _usable(row) or not 0 <= u < 1 or known is None or not known.valid(values):
         return Row()
-    chosen = crop(row, rounded, options, geometry)
+    chosen = crop(row, rounded, options, geometry) if known is TOP_W else _rule_crop(row, rounded, known, values)
     mass = crop_mass(row, chosen, rounded)
     if rounded.greedy:
         return Row(int(chosen.kept[0]), 0.0, 1, chosen.kept, True, mass, chosen.ties)
@@ -105,7 +113,12 @@ def sample_row(
     )
 
 
-def crop_mass(logits: ArrayLike, chosen: Crop, parameters: TopWParameters) -> float:
+def _rule_crop(row: NDArray[np.float32], parameters: TopWParameters, rule: Rule, values: list[float]) -> RuleCrop:
+    selection = parameters.selection_temperature
+    return kept_set(row, rule, values, temperature=parameters.temperature, selection_temperature=selection)
+
+
+def crop_mass(logits: ArrayLike, chosen: Crop | RuleCrop, parameters: TopWParameters) -> float:
     """The crop's probability under the softmax of the row [V] at the selection temperature; 1 if greedy."""
     selection = parameters.selection_temperature or parameters.temperature
     if selection < GREEDY_BELOW:

@@ -1,0 +1,122 @@
+"""The sampling rule of a request: its name and its parameters."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling.parameters import IN_FLOAT32, as_number
+from topw_deploy.sampling.rules.registry import RULE_OF_VALUE, RULES, TOP_W, Rule, RuleValue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleParameters:
+    """The sampling rule of a row.
+
+    rule: a name in RULES; None for the rule whose parameter is given, or Top-W.
+    The others belong to one rule each (RULE_OF_VALUE); None means not given.
+
+    Raises ParameterError for an unknown rule, for a parameter of another rule, for parameters of two rules, for one
+    that is missing and has no default, and for a value outside its interval, also after rounding to float32.
+    """
+
+    rule: str | None = None
+    top_k: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    top_h: float | None = None
+    top_h_pool: float | None = None
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
+    top_n_sigma: float | None = None
+    min_k_tau: float | None = None
+
+    def __post_init__(self) -> None:
+        chosen = self.chosen
+        for name in self._given():
+            if RULE_OF_VALUE[name] is not chosen:
+                raise _foreign(name, chosen)
+        for value in chosen.values:
+            _check(value, self._value(value), chosen)
+
+    @property
+    def chosen(self) -> Rule:
+        """The rule in force."""
+        if self.rule is not None:
+            return _named(self.rule)
+        given = {RULE_OF_VALUE[name].name: name for name in self._given()}
+        if len(given) > 1:
+            first, second = list(given.values())[:2]
+            raise ParameterError(
+                f"{first} and {second} are parameters of two sampling rules, but a row has one; give one of them.",
+                first,
+                second,
+            )
+        return RULES[next(iter(given))] if given else TOP_W
+
+    @property
+    def code(self) -> int:
+        """The graph's input `rule`."""
+        return self.chosen.code
+
+    @property
+    def values(self) -> tuple[float, float]:
+        """The graph's input `rule_values`: (v0, v1) rounded to float32, 0 where the rule has no such parameter."""
+        given = [float(np.float32(self._value(value))) for value in self.chosen.values]
+        v0, v1, *_ = (*given, 0.0, 0.0)
+        return v0, v1
+
+    def _given(self) -> list[str]:
+        return [name for name in RULE_OF_VALUE if getattr(self, name) is not None]
+
+    def _value(self, value: RuleValue) -> Any:
+        given = getattr(self, value.name)
+        return value.default if given is None else given
+
+
+RULE_PARAMETER_NAMES = tuple(field.name for field in fields(RuleParameters))
+"""`rule` and the parameters of all rules."""
+
+
+def take_rule(given: Mapping[str, Any]) -> tuple[RuleParameters, dict[str, Any]]:
+    """Split a request's parameters into (its rule, all other parameters).
+
+    Raises ParameterError as `RuleParameters`.
+    """
+    own = {name: value for name, value in given.items() if name in RULE_PARAMETER_NAMES}
+    return RuleParameters(**own), {name: value for name, value in given.items() if name not in own}
+
+
+def _named(name: object) -> Rule:
+    if isinstance(name, str) and name in RULES:
+        return RULES[name]
+    close = difflib.get_close_matches(name, RULES, n=1) if isinstance(name, str) else []
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ParameterError(f"rule is {name!r:.60}: {hint}known are {', '.join(RULES)}.", "rule")
+
+
+def _foreign(name: str, chosen: Rule) -> ParameterError:
+    owner = RULE_OF_VALUE[name].name
+    return ParameterError(
+        f"{name} is a parameter of the rule {owner}, but the rule is {chosen.name}; leave it out, or choose {owner}.",
+        name,
+        "rule",
+    )
+
+
+def _check(value: RuleValue, given: object, chosen: Rule) -> None:
+    if given is None:
+        raise ParameterError(f"the rule {chosen.name} needs {value.name}, {value.bound}; give it.", value.name)
+    number = as_number(value.name, given)
+    if not value.valid(number):
+        raise ParameterError(f"{value.name} is {given!r}, but must be {value.bound}.", value.name)
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(number))
+    if not value.valid(rounded):
+        raise ParameterError(f"{value.name} is {given!r}, but must be {value.bound} {IN_FLOAT32}.", value.name)

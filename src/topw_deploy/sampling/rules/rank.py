@@ -1,0 +1,15 @@
+"""Top-k (Fan et al. 2018), and plain sampling."""
+
+from __future__ import annotations
+
+from topw_deploy.sampling.rules.row import Choice, OrderedRow, prefix
+
+
+def top_k(row: OrderedRow, k: float, _: float) -> Choice:
+    """The first k tokens."""
+    return prefix(min(int(k), len(row)))
+
+
+def keep_all(row: OrderedRow, _: float, __: float) -> Choice:
+    """Every finite token."""
+    return prefix(len(row))

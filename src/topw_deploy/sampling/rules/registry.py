@@ -1,0 +1,106 @@
+"""Every sampling rule by code and by name, with its parameters (docs/contract/rules.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from topw_deploy.sampling.rules.min_k import min_k
+from topw_deploy.sampling.rules.nucleus import top_p
+from topw_deploy.sampling.rules.rank import keep_all, top_k
+from topw_deploy.sampling.rules.row import Choice, OrderedRow
+from topw_deploy.sampling.rules.sigma import top_n_sigma
+from topw_deploy.sampling.rules.threshold import epsilon, eta, min_p, p_less
+from topw_deploy.sampling.rules.top_h import top_h
+from topw_deploy.sampling.rules.typical import typical
+
+MOST_COUNT = 1 << 24
+"""The largest count: float32 holds every integer up to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleValue:
+    """A parameter of a rule.
+
+    holds: whether a finite number is in its interval; NaN and infinities never are.
+    bound: the interval, as an error message says it.
+    default: where the rule's source gives one, else None: the request must give the value.
+    """
+
+    name: str
+    holds: Callable[[float], bool]
+    bound: str
+    default: float | None = None
+
+    def valid(self, value: float) -> bool:
+        return math.isfinite(value) and self.holds(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A sampling rule.
+
+    code: its number in the graph's input `rule`.
+    name: its name in a request.
+    values: its parameters, at most two: v0 and v1 of `rule_values`.
+    choose: (row, v0, v1) -> Choice; None for Top-W, which `sampling.reference` defines.
+    """
+
+    code: int
+    name: str
+    values: tuple[RuleValue, ...] = ()
+    choose: Callable[[OrderedRow, float, float], Choice] | None = None
+
+    def valid(self, values: Sequence[float]) -> bool:
+        """Whether (v0, v1) are in their intervals; a number that the rule does not use may be anything."""
+        return all(value.valid(number) for value, number in zip(self.values, values, strict=False))
+
+
+def _count(name: str, default: float | None = None) -> RuleValue:
+    return RuleValue(
+        name,
+        lambda value: value == math.floor(value) and 1 <= value <= MOST_COUNT,
+        f"an integer in 1..{MOST_COUNT}",
+        default,
+    )
+
+
+def _share(name: str, default: float | None = None) -> RuleValue:
+    return RuleValue(name, lambda value: 0 < value <= 1, "in (0, 1]", default)
+
+
+def _inside(name: str) -> RuleValue:
+    return RuleValue(name, lambda value: 0 < value < 1, "in (0, 1)")
+
+
+def _not_negative(name: str, default: float) -> RuleValue:
+    return RuleValue(name, lambda value: value >= 0, "a finite number >= 0", default)
+
+
+_MIN_P = RuleValue("min_p", lambda value: 0 <= value <= 1, "in [0, 1]")
+
+TOP_W = Rule(0, "top_w")
+ALL_RULES = (
+    TOP_W,
+    Rule(1, "top_k", (_count("top_k"),), top_k),
+    Rule(2, "top_p", (_share("top_p"),), top_p),
+    Rule(3, "min_p", (_MIN_P,), min_p),
+    Rule(4, "top_h", (_share("top_h", 0.4), _count("top_h_pool", 100)), top_h),
+    Rule(5, "typical", (_inside("typical_p"),), typical),
+    Rule(6, "epsilon", (_inside("epsilon_cutoff"),), epsilon),
+    Rule(7, "eta", (_inside("eta_cutoff"),), eta),
+    Rule(8, "top_n_sigma", (_not_negative("top_n_sigma", 1.0),), top_n_sigma),
+    Rule(9, "p_less", (), p_less),
+    Rule(10, "min_k", (_not_negative("min_k_tau", 3.0),), min_k),
+    Rule(11, "none", (), keep_all),
+)
+
+RULES: Mapping[str, Rule] = {rule.name: rule for rule in ALL_RULES}
+"""Name -> rule."""
+
+RULES_BY_CODE: Mapping[int, Rule] = {rule.code: rule for rule in ALL_RULES}
+"""The graph's code -> rule."""
+
+RULE_OF_VALUE: Mapping[str, Rule] = {value.name: rule for rule in ALL_RULES for value in rule.values}
+"""The name of a parameter -> its rule."""

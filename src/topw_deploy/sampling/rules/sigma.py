@@ -1,0 +1,12 @@
+"""Top-n-sigma (Tang et al. 2024): a threshold on logits, whatever the temperature."""
+
+from __future__ import annotations
+
+from topw_deploy.sampling.rules.row import Choice, OrderedRow, nearest, prefix
+
+
+def top_n_sigma(row: OrderedRow, n: float, _: float) -> Choice:
+    """l_i >= l_1 - n sigma; sigma is the unbiased standard deviation of the finite logits, 0 for one token."""
+    sigma = float(row.logits.std(ddof=1)) if len(row) > 1 else 0.0
+    drop = row.logits[0] - row.logits
+    return prefix(int((drop <= n * sigma).sum()), nearest(drop[drop > 0], n * sigma))

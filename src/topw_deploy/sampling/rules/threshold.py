@@ -1,0 +1,41 @@
+"""Rules that keep every token whose probability reaches a threshold: min-p, epsilon, eta, p-less.
+
+Each keeps the first token. Probabilities are compared in units of the largest, w_i = p_i / p_1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from topw_deploy.sampling.rules.row import Choice, OrderedRow, nearest, prefix
+
+
+def min_p(row: OrderedRow, share: float, _: float) -> Choice:
+    """p_i >= min_p * p_1 (Nguyen et al. 2024)."""
+    others = row.weights[row.surprise > 0]  # a token with the largest logit is kept exactly
+    return prefix(_count(row, share), nearest(others, share))
+
+
+def epsilon(row: OrderedRow, cutoff: float, _: float) -> Choice:
+    """p_i >= epsilon (Hewitt et al. 2022)."""
+    return _above(row, cutoff * row.total)
+
+
+def eta(row: OrderedRow, cutoff: float, _: float) -> Choice:
+    """p_i >= min(eta, sqrt(eta) exp(-H)) (Hewitt et al. 2022); Z exp(-H) = exp(-D / Z)."""
+    return _above(row, min(cutoff * row.total, math.sqrt(cutoff) * math.exp(-row.total_surprise / row.total)))
+
+
+def p_less(row: OrderedRow, _: float, __: float) -> Choice:
+    """p_i >= sum_j p_j^2 (Tan et al. 2025). p_1 reaches it, because p_j^2 <= p_1 p_j."""
+    return _above(row, float(np.square(row.weights).sum()) / row.total)
+
+
+def _above(row: OrderedRow, threshold: float) -> Choice:
+    return prefix(_count(row, threshold), nearest(row.weights[1:], threshold))
+
+
+def _count(row: OrderedRow, threshold: float) -> int:
+    return max(1, int((row.weights >= threshold).sum()))

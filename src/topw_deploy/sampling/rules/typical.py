@@ -1,0 +1,34 @@
+"""Locally typical sampling (Meister et al. 2023). The kept set is not a prefix."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from topw_deploy.sampling.rules.nucleus import shortest
+from topw_deploy.sampling.rules.row import Choice, OrderedRow
+
+
+def typical(row: OrderedRow, mass: float, _: float) -> Choice:
+    """By ascending |-ln p_i - H|, ties by place, the shortest list with at least this mass.
+
+    H = ln Z + m with m = D / Z, the mean of y, so -ln p_i - H = y_i - m: ln Z cancels.
+    """
+    m = row.total_surprise / row.total
+    distance = np.abs(row.surprise - m)
+    order = np.argsort(distance, kind="stable")
+    k, margin = shortest(row.weights[order], mass)
+    return Choice(np.sort(order[:k]), min(margin, _order_margin(row, distance, int(order[k - 1]), m)))
+
+
+def _order_margin(row: OrderedRow, distance: np.ndarray, last: int, m: float) -> float:
+    """How far another token is from taking the place of the last one, in units of 2 m.
+
+    Above the mean, y orders tokens whatever m is. Only a token below the mean can pass another one.
+    """
+    y = row.surprise
+    other = (y != y[last]) if y[last] < m else (y < m)
+    if m == 0 or not other.any():
+        return math.inf
+    return float(np.abs(distance[other] - distance[last]).min() / (2 * m))
