@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -59,6 +59,12 @@ class RuleRows:
         for flag in flags[1:]:
             found = op.Or(found, flag)
         return found
+
+
+@scope
+def take_rules(op: Ops, ruled: RuleRows, index: Tensor) -> RuleRows:
+    """Rows `index`, int64 [n]."""
+    return RuleRows(**{f.name: op.Gather(getattr(ruled, f.name), index, axis=0) for f in fields(ruled)})
 
 
 @scope
