@@ -16,7 +16,7 @@ from topw_deploy.export.tail.answer import (
     put_answer,
 )
 from topw_deploy.export.tail.candidates import Blocks, ShortPath, short_path
-from topw_deploy.export.tail.dynamic import places_of, take_candidates, take_rows
+from topw_deploy.export.tail.dynamic import places_of, take_rows
 from topw_deploy.export.tail.inputs import (
     PARAMETERS,
     Rows,
@@ -105,7 +105,7 @@ class Call:
         """Answer the pending rows of other rules."""
         op = self.op
         ruled = ruled_rows(op, self.inputs, self.rows)
-        found = vocabulary_answer(op, self.spec, self.logits.masked(), self.path.candidates, ruled, self.rows)
+        found = vocabulary_answer(op, self.spec, self.logits.masked(), ruled, self.rows)
         return join(op, op.And(ruled.other, is_pending(op, answer)), found, answer)
 
     def pooled(self, answer: Answer) -> tuple[Answer, Tensor]:
@@ -121,7 +121,12 @@ class Call:
         return join(self.op, is_pending(self.op, answer), found, answer)
 
     def everything(self) -> Answer:
-        return self.literal(self.by_vocabulary(self.by_candidates()))
+        """Everything, without control flow: other rules always over the whole vocabulary."""
+        op = self.op
+        ruled = ruled_rows(op, self.inputs, self.rows)
+        done = op.And(self.settled(), op.Not(ruled.other))
+        found = vocabulary_answer(op, self.spec, self.logits.masked(), ruled, self.rows)
+        return join(op, ruled.other, found, self.literal(pending(op, self.fast(), done)))
 
     def nested(self, top_w: Tensor) -> Answer:
         """Everything, with branches inside branches that skip rows."""
@@ -150,9 +155,8 @@ class Call:
         def by_vocabulary() -> list[Tensor]:
             index = places_of(op, waiting)
             rows = take_rows(op, self.rows, index)
-            candidates = take_candidates(op, self.path.candidates, index)
             logits = op.Gather(self.logits.masked(), index, axis=0)
-            found = vocabulary_answer(op, self.spec, logits, candidates, take_rules(op, ruled, index), rows)
+            found = vocabulary_answer(op, self.spec, logits, take_rules(op, ruled, index), rows)
             return parts_of(put_answer(op, answer, index, found))
 
         return op.branch(_none(op, waiting), lambda: parts_of(answer), by_vocabulary)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from topw_deploy.export.tail.answer import Answer, invalidate, merge, scattered
-from topw_deploy.export.tail.candidates import Blocks, Candidates, ShortPath, block_candidates
+from topw_deploy.export.tail.candidates import CANDIDATES, Blocks, Candidates, ShortPath, block_candidates
 from topw_deploy.export.tail.inputs import LARGEST, Rows, all_true, within
 from topw_deploy.export.tail.literal import valid_rows
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
-from topw_deploy.export.tail.rules.candidates import rule_path
+from topw_deploy.export.tail.rules.candidates import LONGEST, List, RulePath, as_list, rule_path, sorted_list
 from topw_deploy.export.tail.rules.inputs import RuleRows, rule_rows
 from topw_deploy.export.tail.rules.statistics import statistics, vocabulary
 from topw_deploy.export.tail.rules.vocabulary import crop_mass, draw_kept, flat_mask, kept_tokens
@@ -41,9 +41,14 @@ def is_pending(op: Ops, answer: Answer) -> Tensor:
 
 def _candidates(op: Ops, spec: TailSpec, blocks: Blocks, path: ShortPath) -> Candidates:
     """Those of Top-W, but not limited to `top_m`."""
-    if path.candidates.count == min(spec.pool_size, spec.vocab_size) < spec.vocab_size:
+    if path.candidates.count < min(CANDIDATES, spec.vocab_size):
         return block_candidates(op, blocks, spec.vocab_size, spec.vocab_size)
     return path.candidates
+
+
+def _answer(op: Ops, spec: TailSpec, best: List, proof: RulePath) -> Answer:
+    mask = scattered(op, spec, best.ids, proof.kept) if spec.with_keep_mask else None
+    return Answer(proof.drawn, proof.certified, proof.crop_mass if spec.with_mass else None, mask)
 
 
 @scope
@@ -54,26 +59,33 @@ def candidate_answer(
     candidates = _candidates(op, spec, blocks, path)
     largest = op.Gather(candidates.logits, op.constant([0], np.int64), axis=1)
     found = statistics(op, vocabulary(op, logits, largest, rows), largest)
-    proof = rule_path(op, candidates, ruled, found, rows, spec.vocab_size)
+    best = as_list(op, candidates, found, rows, spec.vocab_size)
+    proof = rule_path(op, best, ruled, found, rows)
     bounds = [(largest, -LARGEST, LARGEST), (blocks.total, -np.inf, LARGEST)]
     valid = op.And(ruled.valid, all_true(op, within(op, rows, bounds), axis=1))
-    mask = scattered(op, spec, candidates.ids, proof.kept) if spec.with_keep_mask else None
-    sure = op.GreaterOrEqual(rows.uniform, op.constant(0.0))
-    answer = Answer(proof.drawn, sure, proof.crop_mass if spec.with_mass else None, mask)
-    return answer, op.And(valid, proof.proven)
+    return _answer(op, spec, best, proof), op.And(valid, proof.proven)
+
+
+def sorts(spec: TailSpec) -> bool:
+    """Whether whole vocabularies are sorted."""
+    return spec.form == "onnxruntime" or spec.vocab_size <= LONGEST
 
 
 @scope
-def vocabulary_answer(
-    op: Ops, spec: TailSpec, logits: Tensor, candidates: Candidates, ruled: RuleRows, rows: Rows
-) -> Answer:
+def vocabulary_answer(op: Ops, spec: TailSpec, logits: Tensor, ruled: RuleRows, rows: Rows) -> Answer:
     """The answer over the whole vocabulary."""
     largest = op.ReduceMax(logits, op.constant([1], np.int64), keepdims=1)
     words = vocabulary(op, logits, largest, rows)
-    kept = kept_tokens(op, words, candidates, ruled, statistics(op, words, largest), rows)
-    mass = crop_mass(op, words, kept.flags) if spec.with_mass else None
-    mask = flat_mask(op, kept.flags) if spec.with_keep_mask else None
-    answer = Answer(draw_kept(op, words, kept.flags, rows), kept.certified, mass, mask)
+    found = statistics(op, words, largest)
+    length = spec.vocab_size if sorts(spec) else LONGEST
+    best = sorted_list(op, logits, found, rows, spec.vocab_size, length)
+    if sorts(spec):
+        answer = _answer(op, spec, best, rule_path(op, best, ruled, found, rows))
+    else:
+        kept = kept_tokens(op, words, best, ruled, found, rows)
+        mass = crop_mass(op, words, kept.flags) if spec.with_mass else None
+        mask = flat_mask(op, kept.flags) if spec.with_keep_mask else None
+        answer = Answer(draw_kept(op, words, kept.flags, rows), kept.certified, mass, mask)
     return invalidate(op, answer, op.And(ruled.valid, valid_rows(op, logits, rows)))
 
 

@@ -41,7 +41,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A row's tokens in blocks: [batch, blocks, BLOCK].
+    """A row's tokens in blocks: [batch, 1, blocks, BLOCK]. The second axis is for several thresholds.
 
     logits, drop: l and l - l_max, -inf for banned tokens.
     finite: bool.
@@ -56,10 +56,16 @@ class Vocabulary:
 
 
 @scope
+def sums_of(op: Ops, values: Tensor) -> Tensor:
+    """Sums of [batch, n, blocks, BLOCK]: [batch, n, 1, 1]. Two steps, because long float32 sums lose digits."""
+    inner = op.ReduceSum(values, op.constant([3], np.int64), keepdims=1)
+    return op.ReduceSum(inner, op.constant([2], np.int64), keepdims=1)
+
+
+@scope
 def total_of(op: Ops, values: Tensor) -> Tensor:
-    """Sums of [batch, blocks, BLOCK]: [batch, 1]. Two steps, because long float32 sums lose digits."""
-    inner = op.ReduceSum(values, op.constant([2], np.int64), keepdims=0)
-    return op.ReduceSum(inner, op.constant([1], np.int64), keepdims=1)
+    """Sums of [batch, 1, blocks, BLOCK]: [batch, 1]."""
+    return op.Squeeze(sums_of(op, values), op.constant([2, 3], np.int64))
 
 
 @scope
@@ -70,19 +76,19 @@ def count_of(op: Ops, flags: Tensor) -> Tensor:
 
 @scope
 def largest_of(op: Ops, values: Tensor) -> Tensor:
-    """Maxima of [batch, blocks, BLOCK]: [batch, 1]."""
-    return op.Squeeze(op.ReduceMax(values, op.constant([1, 2], np.int64), keepdims=1), op.constant([2], np.int64))
+    """Maxima of [batch, 1, blocks, BLOCK]: [batch, 1]."""
+    return op.ReduceMax(values, op.constant([2, 3], np.int64), keepdims=0)
 
 
 def over_blocks(op: Ops, column: Tensor) -> Tensor:
-    """[batch, 1] -> [batch, 1, 1]"""
-    return op.Unsqueeze(column, op.constant([2], np.int64))
+    """[batch, 1] -> [batch, 1, 1, 1]"""
+    return op.Unsqueeze(column, op.constant([2, 3], np.int64))
 
 
 @scope
 def vocabulary(op: Ops, logits: Tensor, largest: Tensor, rows: Rows) -> Vocabulary:
     """logits: edited and masked, [batch, padded]; largest: [batch, 1]."""
-    grid = op.Reshape(logits, op.constant([0, -1, BLOCK], np.int64))
+    grid = op.Reshape(logits, op.constant([0, 1, -1, BLOCK], np.int64))
     drop = op.Sub(grid, over_blocks(op, largest))
     a = op.Max(op.Div(drop, over_blocks(op, rows.selection)), op.constant(LEAST))
     return Vocabulary(grid, drop, op.Greater(grid, op.constant(-np.inf)), a, op.Exp(a))
@@ -126,6 +132,7 @@ def log_one_plus(op: Ops, x: Tensor) -> Tensor:
 def lowest_drop(op: Ops, ruled: RuleRows, found: Statistics, rows: Rows) -> Tensor:
     """The least l - l_max that the rule's threshold keeps: float32 [batch, 1]; the lowest number without one.
 
+    It is positive if no token reaches the threshold.
     min_p, epsilon, eta, p_less: ln of the threshold in units of the largest probability, times Ts.
     """
     none = op.constant(-LARGEST)
@@ -142,4 +149,4 @@ def lowest_drop(op: Ops, ruled: RuleRows, found: Statistics, rows: Rows) -> Tens
     )
     sigma = op.Neg(op.Mul(ruled.v0, found.deviation))
     limit = op.Where(ruled.has(op, "top_n_sigma"), sigma, op.Mul(scaled, rows.selection))
-    return op.Min(op.Max(limit, none), op.constant(0.0))
+    return op.Max(limit, none)
