@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.tail.answer import (
@@ -92,65 +93,64 @@ class Call:
         return all_true(self.op, self.path.settled, axis=1)
 
     def by_candidates(self) -> Answer:
-        """The candidates' answer for rows of all rules; other rows are pending."""
+        """The candidates' answer; rows of other rules that they do not prove are pending."""
         op = self.op
         ruled = ruled_rows(op, self.inputs, self.rows)
         found, proven = candidate_answer(
             op, self.spec, self.logits.masked(), self.blocks, self.path, ruled, self.rows
         )
-        done = op.Or(op.And(ruled.other, proven), op.And(op.Not(ruled.other), self.settled()))
-        return pending(op, join(op, ruled.other, found, self.fast()), done)
+        return pending(op, join(op, ruled.other, found, self.fast()), op.Or(op.Not(ruled.other), proven))
 
     def by_vocabulary(self, answer: Answer) -> Answer:
-        """Answer the pending rows of other rules."""
+        """Answer the pending rows."""
         op = self.op
         ruled = ruled_rows(op, self.inputs, self.rows)
         found = vocabulary_answer(op, self.spec, self.logits.masked(), ruled, self.rows)
-        return join(op, op.And(ruled.other, is_pending(op, answer)), found, answer)
+        return join(op, is_pending(op, answer), found, answer)
+
+    def answered(self) -> Tensor:
+        """Whether a row is settled or has another rule: bool [batch, 1]."""
+        other = self.op.Unsqueeze(self.op.Cast(self.inputs["rule"], to=9), self.op.constant([1], np.int64))
+        return self.op.Or(other, self.settled())
 
     def pooled(self, answer: Answer) -> tuple[Answer, Tensor]:
-        """Answer the pending rows of Top-W without distances. Also returns the final rows, bool [batch, 1]."""
-        op = self.op
+        """Answer the other rows without distances. Also returns the final rows, bool [batch, 1]."""
+        op, answered = self.op, self.answered()
         found, final = pool_answer(op, self.spec, self.logits.narrow(), self.rows)
-        waiting = is_pending(op, answer)
-        return join(op, waiting, found, answer), op.Or(op.Not(waiting), final)
+        return join(op, answered, answer, found), op.Or(answered, final)
 
     def literal(self, answer: Answer) -> Answer:
-        """Answer the pending rows of Top-W, without control flow."""
+        """Answer the other rows, without control flow."""
         found = literal_answer(self.op, self.spec, self.logits.narrow(), self.rows, self.inputs)
-        return join(self.op, is_pending(self.op, answer), found, answer)
+        return join(self.op, self.answered(), answer, found)
 
     def everything(self) -> Answer:
         """Everything, without control flow: other rules always over the whole vocabulary."""
         op = self.op
         ruled = ruled_rows(op, self.inputs, self.rows)
-        done = op.And(self.settled(), op.Not(ruled.other))
         found = vocabulary_answer(op, self.spec, self.logits.masked(), ruled, self.rows)
-        return join(op, ruled.other, found, self.literal(pending(op, self.fast(), done)))
+        return self.literal(join(op, ruled.other, found, self.fast()))
 
     def nested(self, top_w: Tensor) -> Answer:
         """Everything, with branches inside branches that skip rows."""
         op, spec = self.op, self.spec
 
-        def settled() -> list[Tensor]:
-            return parts_of(pending(op, self.fast(), self.settled()))
-
-        parts = op.branch(top_w, settled, lambda: self._other_rules())
-        answer = answer_of(spec, parts)
+        answer = answer_of(spec, op.branch(top_w, lambda: parts_of(self.fast()), self._other_rules))
+        answered = self.answered()
 
         def by_pool() -> list[Tensor]:
-            index = places_of(op, is_pending(op, answer))
+            index = places_of(op, op.Not(answered))
             others = without_padding(op, op.Gather(self.logits.masked(), index, axis=0), spec.vocab_size)
             rows = take_rows(op, self.rows, index)
             found = compact_answer(op, spec, others, rows, self.inputs)
             return parts_of(put_answer(op, answer, index, found))
 
-        return answer_of(spec, op.branch(_none(op, is_pending(op, answer)), lambda: parts_of(answer), by_pool))
+        return answer_of(spec, op.branch(all_true(op, answered), lambda: parts_of(answer), by_pool))
 
     def _other_rules(self) -> list[Tensor]:
         op, answer = self.op, self.by_candidates()
         ruled = ruled_rows(op, self.inputs, self.rows)
-        waiting = op.And(ruled.other, is_pending(op, answer))
+        waiting = is_pending(op, answer)
 
         def by_vocabulary() -> list[Tensor]:
             index = places_of(op, waiting)
@@ -159,19 +159,14 @@ class Call:
             found = vocabulary_answer(op, self.spec, logits, take_rules(op, ruled, index), rows)
             return parts_of(put_answer(op, answer, index, found))
 
-        return op.branch(_none(op, waiting), lambda: parts_of(answer), by_vocabulary)
+        return op.branch(all_true(op, op.Not(waiting)), lambda: parts_of(answer), by_vocabulary)
 
     def _always(self) -> Tensor:
         return self.op.GreaterOrEqual(self.rows.uniform, self.op.constant(0.0))
 
 
-def _none(op: Ops, flags: Tensor) -> Tensor:
-    """Whether no flag is true."""
-    return all_true(op, op.Not(flags))
-
-
 def _branches(call: Call, top_w: Tensor, share: Tensor | None) -> list[Tensor]:
-    """The `portable` form: consecutive branches, of which each answers the rows that are pending before it.
+    """The `portable` form: consecutive branches, of which each answers rows that those before it do not.
 
     1. the candidates' answers, without the work for other rules unless a row has one;
     2. other rules over the whole vocabulary;
@@ -184,18 +179,12 @@ def _branches(call: Call, top_w: Tensor, share: Tensor | None) -> list[Tensor]:
     op, spec = call.op, call.spec
 
     def by_candidates() -> list[Tensor]:
-        settled = call.settled()
-        return [top_w, all_true(op, settled), *parts_of(pending(op, call.fast(), settled))]
+        return [top_w, all_true(op, call.path.settled), *parts_of(call.fast())]
 
     def by_rules() -> list[Tensor]:
         answer = call.by_candidates()
-        waiting = is_pending(op, answer)
-        ruled = ruled_rows(op, call.inputs, call.rows)
-        return [
-            _none(op, op.And(waiting, ruled.other)),
-            _none(op, op.And(waiting, op.Not(ruled.other))),
-            *parts_of(answer),
-        ]
+        proven = all_true(op, op.Not(is_pending(op, answer)))
+        return [proven, all_true(op, call.answered()), *parts_of(answer)]
 
     no_rules, no_pool, *parts = op.branch(top_w, by_candidates, by_rules)
     answer = answer_of(spec, parts)

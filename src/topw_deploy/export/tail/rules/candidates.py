@@ -101,7 +101,7 @@ def as_list(
         ids=candidates.ids,
         count=count,
         sorted=ordered,
-        positions=op.constant(np.arange(width), np.int64),
+        positions=_numbers(op, width),
         finite=finite,
         drop=drop,
         a=a,
@@ -139,6 +139,13 @@ def rule_path(op: Ops, best: List, ruled: RuleRows, found: Statistics, rows: Row
 
 def _candidates(best: List) -> Candidates:
     return Candidates(best.logits, best.ids, best.count)
+
+
+def _numbers(op: Ops, count: int) -> Tensor:
+    """0..count - 1, int64. Only onnxruntime's form has lists that are too long for a constant."""
+    if count <= LONGEST:
+        return op.constant(np.arange(count), np.int64)
+    return op.Range(*(op.constant(value, np.int64) for value in (0, count, 1)))
 
 
 def _number(op: Ops, flags: Tensor) -> Tensor:
