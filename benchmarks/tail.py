@@ -21,6 +21,7 @@ from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
 from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
+from topw_deploy.runtime.rules import Rules
 from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
@@ -49,6 +50,7 @@ def feeds(logits: np.ndarray, **chosen: float) -> Feeds:
         "edit_bias": np.zeros((1, 0), np.float32),
         "allowed": np.zeros((1, 0), np.int32),
         "uniform": np.array([0.37], np.float32),
+        **Rules(1).arrays,
         **{name: np.array([getattr(parameters, name)], np.float32) for name in names},
     }
 

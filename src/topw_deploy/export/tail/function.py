@@ -28,7 +28,14 @@ from topw_deploy.export.tail.inputs import (
 from topw_deploy.export.tail.literal import compact_answer, literal_answer, moved_answer, pool_answer
 from topw_deploy.export.tail.logits import Logits
 from topw_deploy.export.tail.ops import Ops, Recorder, Tensor
-from topw_deploy.export.tail.rules.answer import candidate_answer, is_pending, join, pending, ruled_rows, vocabulary_answer
+from topw_deploy.export.tail.rules.answer import (
+    candidate_answer,
+    is_pending,
+    join,
+    pending,
+    ruled_rows,
+    vocabulary_answer,
+)
 from topw_deploy.export.tail.rules.inputs import only_top_w, take_rules
 from topw_deploy.export.tail.spec import DOMAIN, OP_TYPE, TailSpec, tail_inputs, tail_outputs
 
@@ -96,9 +103,7 @@ class Call:
         """The candidates' answer; rows of other rules that they do not prove are pending."""
         op = self.op
         ruled = ruled_rows(op, self.inputs, self.rows)
-        found, proven = candidate_answer(
-            op, self.spec, self.logits.masked(), self.blocks, self.path, ruled, self.rows
-        )
+        found, proven = candidate_answer(op, self.spec, self.logits.masked(), self.blocks, self.path, ruled, self.rows)
         return pending(op, join(op, ruled.other, found, self.fast()), op.Or(op.Not(ruled.other), proven))
 
     def by_vocabulary(self, answer: Answer) -> Answer:

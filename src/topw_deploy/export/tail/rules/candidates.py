@@ -86,9 +86,7 @@ def sorted_list(op: Ops, logits: Tensor, found: Statistics, rows: Rows, vocab: i
 
 
 @scope
-def as_list(
-    op: Ops, candidates: Candidates, found: Statistics, rows: Rows, vocab: int, ordered: bool = False
-) -> List:
+def as_list(op: Ops, candidates: Candidates, found: Statistics, rows: Rows, vocab: int, ordered: bool = False) -> List:
     logits, count = candidates.logits, candidates.count
     width = count if ordered else candidates.width
     finite = op.Greater(logits, op.constant(-np.inf))
@@ -177,9 +175,7 @@ def _prefix(op: Ops, best: List, ruled: RuleRows, found: Statistics, rows: Rows)
     size = op.Max(op.Min(asked, best.size), one)
     apart = op.Greater(op.GatherElements(best.logits, op.Sub(size, one), axis=1), best.last)
     unsure = op.Or(
-        op.Or(
-            op.And(ruled.has(op, "top_p"), op.Not(sure_mass)), op.And(ruled.has(op, "top_h"), op.Not(sure_entropy))
-        ),
+        op.Or(op.And(ruled.has(op, "top_p"), op.Not(sure_mass)), op.And(ruled.has(op, "top_h"), op.Not(sure_entropy))),
         op.And(ruled.has(op, "min_k"), op.Not(sure_cliff)),
     )
     return size, op.Or(best.complete, op.And(apart, op.Not(unsure)))

@@ -142,9 +142,7 @@ def lowest_drop(op: Ops, ruled: RuleRows, found: Statistics, rows: Rows) -> Tens
         none,
         min_p=lambda: log_value,
         epsilon=lambda: op.Add(log_value, found.log_total),
-        eta=lambda: op.Min(
-            op.Add(log_value, found.log_total), op.Add(op.Mul(log_value, op.constant(0.5)), found.mean)
-        ),
+        eta=lambda: op.Min(op.Add(log_value, found.log_total), op.Add(op.Mul(log_value, op.constant(0.5)), found.mean)),
         p_less=lambda: op.Log(op.Div(found.squares, found.total)),
     )
     sigma = op.Neg(op.Mul(ruled.v0, found.deviation))

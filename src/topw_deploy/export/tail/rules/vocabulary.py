@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from topw_deploy.export.tail.candidates import CANDIDATES, Drawn
-from topw_deploy.export.tail.inputs import LARGEST, Rows
+from topw_deploy.export.tail.inputs import Rows
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.rules.candidates import List, entropy_of_pool, flat_size
 from topw_deploy.export.tail.rules.cliff import cliff
