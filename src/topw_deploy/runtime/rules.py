@@ -48,7 +48,7 @@ def rule_of(get: Callable[[str], Any], own: Mapping[str, Any]) -> RuleParameters
 
     Raises ParameterError as `RuleParameters`.
     """
-    rule = own.get("rule")
+    rule = str(own.get("rule"))
     wanted = RULES[rule].values if rule in RULES else ()
     others = {value.name: get(value.name) for value in wanted}
     return RuleParameters(**{**others, **own})

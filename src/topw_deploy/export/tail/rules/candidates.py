@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from topw_deploy.export.tail.candidates import CANDIDATES, Candidates, Drawn, first_position, kept_candidates, token_at
-from topw_deploy.export.tail.inputs import Rows, without_padding
+from topw_deploy.export.tail.inputs import Rows, all_true, without_padding
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.rules.inputs import RuleRows
 from topw_deploy.export.tail.rules.statistics import LEAST, Statistics, lowest_drop
@@ -114,8 +114,8 @@ def as_list(op: Ops, candidates: Candidates, found: Statistics, rows: Rows, voca
 def rule_path(op: Ops, best: List, ruled: RuleRows, found: Statistics, rows: Rows) -> RulePath:
     one = op.constant(1, np.int64)
     size, proven = _prefix(op, best, ruled, found, rows)
-    near, near_proven = _typical(op, best, ruled, found)
     typical = ruled.has(op, "typical")
+    near, near_proven = _typical_if_any(op, best, ruled, found, typical)
 
     def either(of_typical: Tensor, of_others: Tensor) -> Tensor:
         return op.Or(op.And(typical, of_typical), op.And(op.Not(typical), of_others))
@@ -276,6 +276,18 @@ def flat_size(op: Ops, ruled: RuleRows, found: Statistics) -> Tensor:
     size = op.Floor(op.Min(op.Div(ruled.v0, span), found.finite))
     everything = op.Where(op.Greater(ruled.v0, zero), found.finite, zero)
     return op.Cast(op.Where(op.Greater(found.span, zero), size, everything), to=7)
+
+
+def _typical_if_any(
+    op: Ops, best: List, ruled: RuleRows, found: Statistics, typical: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`_typical`, but long lists, which only onnxruntime's form has, are not sorted by distance in vain."""
+    if best.count <= LONGEST:
+        return _typical(op, best, ruled, found)
+    near, proven = op.branch(
+        all_true(op, op.Not(typical)), lambda: [best.finite, typical], lambda: _typical(op, best, ruled, found)
+    )
+    return near, proven
 
 
 @scope
