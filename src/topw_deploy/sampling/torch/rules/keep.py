@@ -1,7 +1,8 @@
 """Each rule on a list of the best tokens (docs/contract/rules.md, section 4).
 
 A function takes (the list, v0, v1) and returns (kept places bool [R, m], settled bool [R, 1]): whether no token outside
-the list could change the kept set. With a complete list every row is settled.
+the list could change the kept set, provided that the list's last token is not kept. With a complete list every row is
+settled.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ def top_h(given: Listed, alpha: float, pool: float) -> Kept:
 
 
 def typical(given: Listed, mass: float, _: float) -> Kept:
+    """A token outside the list comes before a kept one only if the list's last token, which is nearer, is kept too."""
     distance = torch.where(given.finite, (given.y - given.mean).abs(), torch.inf)
-    ordered, order = torch.sort(distance, dim=1, stable=True)
+    order = torch.sort(distance, dim=1, stable=True).indices
     k, reached = _shortest(given.w.gather(1, order), mass * given.Z)
     keep = torch.zeros_like(given.finite).scatter_(1, order, given.places < k)
-    passed = given.y[:, -1:] >= given.mean + ordered.gather(1, k - 1)
-    return keep, given.complete | (reached & passed)
+    return keep, given.complete | reached
 
 
 def min_k(given: Listed, tau: float, _: float) -> Kept:
@@ -95,7 +96,7 @@ def _above(given: Listed, threshold: Tensor) -> Kept:
 
 
 def _shortest(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The size of the shortest prefix that reaches `target`, int64 [R, 1], the whole list if none; and whether one does."""
+    """(Size of the shortest prefix that reaches `target`, int64 [R, 1], the whole list if none; whether one does)."""
     reached = weights.cumsum(1) >= target
     any_does = reached.any(1, keepdim=True)
     first = reached.to(torch.uint8).argmax(1, keepdim=True) + 1
