@@ -141,8 +141,6 @@ def explanation(difference: str, wanted: Row, bounds: TieBounds = FLOAT32_TIES, 
             return "equal logits across the pool's cut"
         if ties.objective <= bounds.objective:
             return f"J of two prefixes within {_plain(bounds.objective)}"
-        if ties.rule <= bounds.objective:
-            return f"the rule's quantity within {_plain(bounds.objective)} of its threshold"
         if ties.nucleus <= bounds.nucleus:
             return f"cut of the warm start within {_plain(bounds.nucleus)}"
         if ties.rule <= bounds.objective:
