@@ -102,7 +102,9 @@ def test_what_has_no_effect_is_named_in_one_warning_at_the_callers_line(model: T
             warnings.simplefilter("always")
             call("ab", generation_config=config)
         (notice,) = caught
-        expected = "generation_config sets num_beams=4, top_k=50, top_p=0.9, watermarking_config={}, which has no effect here"
+        expected = (
+            "generation_config sets num_beams=4, top_k=50, top_p=0.9, watermarking_config={}, which has no effect here"
+        )
         assert str(notice.message).startswith(expected)
         assert Path(notice.filename) == Path(__file__)
 

@@ -47,9 +47,7 @@ def test_a_parameter_alone_chooses_its_rule(model: TopWModel) -> None:
 
 
 def test_each_row_has_its_own_rule(model: TopWModel, toy: Toy) -> None:
-    results = model.generate(
-        ["ab", "cd", "ef"], **HOT, rule=["min_p", None, "none"], min_p=[0.1, None, None]
-    )
+    results = model.generate(["ab", "cd", "ef"], **HOT, rule=["min_p", None, "none"], min_p=[0.1, None, None])
     assert [result.rule for result in results] == ["min_p", "top_w", "none"]
     wanted = [{"min_p": 0.1}, {}, {"rule": "none"}]
     for result, prompt, rule in zip(results, ("ab", "cd", "ef"), wanted, strict=True):
@@ -89,9 +87,10 @@ def test_a_requests_configuration_names_or_implies_a_rule(model: TopWModel) -> N
     wanted = model.generate("ab", **HOT, min_p=0.1)
     assert model.generate("ab", **HOT, generation_config={"min_p": 0.1}) == wanted
     assert model.generate("ab", **HOT, generation_config={"min_p": 0.1, "top_k": 0, "top_p": 1.0}) == wanted
+    stated = {"rule": "min_p", "min_p": 0.1, "top_k": 9}
     with pytest.warns(UserWarning, match="sets top_k=9, which has no effect here"):
-        stated = {"rule": "min_p", "min_p": 0.1, "top_k": 9}
-        assert model.generate("ab", **HOT, generation_config=stated) == wanted
+        named = model.generate("ab", **HOT, generation_config=stated)
+    assert named == wanted
     assert model.generate("ab", **HOT, rule="top_w", generation_config={"min_p": 0.1}).rule == "top_w"
     assert model.generate("ab", **HOT, rule="min_p", generation_config={"min_p": 0.1}) == wanted
 

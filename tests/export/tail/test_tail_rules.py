@@ -201,7 +201,9 @@ def test_the_intervals_are_those_of_the_definitions() -> None:
             for inside in (low, high):
                 assert value.valid(inside), (rule.name, inside)
             assert not value.valid(float(np.nextafter(np.float32(low), np.float32(-np.inf))))
-            assert high == np.finfo(np.float32).max or not value.valid(np.nextafter(np.float32(high), np.float32(np.inf)))
+            assert high == np.finfo(np.float32).max or not value.valid(
+                np.nextafter(np.float32(high), np.float32(np.inf))
+            )
 
 
 @pytest.mark.parametrize("kind", ["normal", "tiny", "extreme", "equal"])

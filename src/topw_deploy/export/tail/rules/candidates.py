@@ -278,9 +278,7 @@ def flat_size(op: Ops, ruled: RuleRows, found: Statistics) -> Tensor:
     return op.Cast(op.Where(op.Greater(found.span, zero), size, everything), to=7)
 
 
-def _typical_if_any(
-    op: Ops, best: List, ruled: RuleRows, found: Statistics, typical: Tensor
-) -> tuple[Tensor, Tensor]:
+def _typical_if_any(op: Ops, best: List, ruled: RuleRows, found: Statistics, typical: Tensor) -> tuple[Tensor, Tensor]:
     """`_typical`, but long lists, which only onnxruntime's form has, are not sorted by distance in vain."""
     if best.count <= LONGEST:
         return _typical(op, best, ruled, found)
