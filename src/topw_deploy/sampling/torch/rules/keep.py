@@ -83,10 +83,13 @@ def min_k(given: Listed, tau: float, _: float) -> Kept:
     cliff, proven = torch.ones_like(given.n), given.complete
     if size > 1:
         decay = (given.logits[:, :-1] - given.logits[:, 1:]) / (given.places[:, :-1] + 1)
-        steepest, at = torch.where(given.finite[:, 1:], decay, -1.0).max(1, keepdim=True)
+        decay = torch.where(given.finite[:, 1:], decay, -1.0)
+        at = decay.argmax(1, keepdim=True)  # the first maximiser; max() may return another
+        steepest = decay.gather(1, at)
         cliff = torch.where(steepest > 0, at + 1, cliff)
         proven = proven | (steepest >= (given.logits[:, -1:] - given.least) / size)
-    flat = torch.where(span > 0, tau / span, math.inf if tau > 0 else 0.0)
+    # A number divided by a tensor would be multiplied by its reciprocal, which rounds whole numbers down.
+    flat = torch.where(span > 0, torch.full_like(span, tau) / span, math.inf if tau > 0 else 0.0)
     k = torch.maximum(cliff, flat.clamp(max=2.0**31).floor().to(torch.int64))
     return given.places < k, given.complete | (proven & (k <= size))
 
