@@ -3,8 +3,8 @@
     python -m benchmarks.native_rows [--native PATH] [--processor PATH/TO/logit_processor_w1.py] [--rounds 100]
 
 Compares certified rows, and the rules beside Top-W, with numpy.max, with warm caches (ten consecutive calls); masked
-rows with the same row without a mask; uncertified ones (lam 1, init_top_p 0.5, T = 2, normal logits) with the authors' processor. Embeddings are
-random normal.
+rows with the same row without a mask; uncertified ones (lam 1, init_top_p 0.5, T = 2, normal logits) with the authors'
+processor. Embeddings are random normal.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ RULES: dict[str, tuple[int, tuple[float, float]]] = {
 
 
 def model_rows(rows: int = 12, seed: int = 0) -> np.ndarray:
-    """float32 [rows, VOCAB] with the entropies of a language model's steps, about 0.01 to 3.
+    """float32 [rows, VOCAB] with entropies of 1.5 to 3.
 
-    A bell of deviation 2.2 and 300 likely tokens in a power law of the rank, raised by 12.5 to 20.5 above the bell's mean.
+    A bell of deviation 2.2, and 300 likely tokens in a power law of the rank, raised by 12.5 to 20.5.
     """
     rng = np.random.default_rng(seed)
     made = rng.standard_normal((rows, VOCAB)) * 2.2
@@ -207,7 +207,9 @@ def main() -> None:
     parser.add_argument("--processor", type=Path, help="the authors' logit_processor_w1.py")
     parser.add_argument("--instruction-set", help="default: the best")
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--rows", choices=("certified", "masked", "rules", "shapes", "uncertified", "all"), default="all")
+    parser.add_argument(
+        "--rows", choices=("certified", "masked", "rules", "shapes", "uncertified", "all"), default="all"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     path = given.native or library_path()

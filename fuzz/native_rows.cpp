@@ -1,5 +1,5 @@
-// Fuzzes the native sampler: bytes become options, parameters, rules, logits, edits and a table, and the answers must have the
-// properties that docs/contract/graph.md promises for any input.
+// Fuzzes the native sampler: bytes become options, parameters, rules, logits, edits and a table, and the answers must
+// have the properties that docs/contract/graph.md promises for any input.
 //
 // With libFuzzer (clang++ -fsanitize=fuzzer,address,undefined), compile this file and the library's files. With other
 // compilers, add -DTOPW_FUZZ_MAIN for a driver of random bytes: `native_rows SECONDS [SEED]`, or `native_rows FILE` to
@@ -152,8 +152,7 @@ struct Row {
     const uint8_t kind = in.take<uint8_t>();
     if (kind < 128) return;
     rule = kind == 255 ? in.take<int32_t>() : kind % 12;
-    const bool count = rule == TOPW_RULE_TOP_K;
-    rule_values[0] = count ? in.one_of(kCounts) : parameter(in, 0.0001f, rule == TOPW_RULE_TOP_N_SIGMA ? 4 : 0.9999f);
+    rule_values[0] = rule == TOPW_RULE_TOP_K ? in.one_of(kCounts) : parameter(in, 0.0001f, rule == TOPW_RULE_TOP_N_SIGMA ? 4 : 0.9999f);
     rule_values[1] = in.take<uint8_t>() == 0 ? in.one_of(kSpecial) : in.one_of(kCounts);
   }
 
@@ -369,7 +368,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   require(topw_use_instruction_set(best) == 0, "the set in use is available");
   return 0;
 }
-
 #if defined(TOPW_FUZZ_MAIN)
 #include <time.h>
 

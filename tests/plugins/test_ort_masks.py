@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument, InvalidGraph
 
 from tests.support.masks import masks, packed
 from tests.support.native_cases import columns
+from tests.support.node_models import no_rules, node_model
 from tests.support.sampler_models import open_model, run
 from tests.support.tail_cases import random_case
 from topw_deploy.plugins.kernel import COLUMNS, Kernel
@@ -20,38 +20,6 @@ from topw_deploy.sampling import TopWOptions
 
 OPTIONS = TopWOptions(metric="uniform", top_m=40)
 VOCAB, EDITS = 301, 2
-MATRICES = {
-    "logits": TensorProto.FLOAT,
-    "edit_ids": TensorProto.INT64,
-    "edit_penalty": TensorProto.FLOAT,
-    "edit_bias": TensorProto.FLOAT,
-    "allowed": TensorProto.INT32,
-}
-OUTPUTS = {
-    "next_token": TensorProto.INT64,
-    "logprob": TensorProto.FLOAT,
-    "kept": TensorProto.INT32,
-    "certified": TensorProto.BOOL,
-    "mass": TensorProto.FLOAT,
-    "keep_mask": TensorProto.BOOL,
-}
-
-
-def node_model(allowed_type: int = TensorProto.INT32) -> onnx.ModelProto:
-    """A graph whose only node is the operator, metric `uniform`, without the function."""
-    kinds = {**MATRICES, "allowed": allowed_type}
-    inputs = [helper.make_tensor_value_info(name, kind, ["batch", f"n_{name}"]) for name, kind in kinds.items()]
-    inputs += [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch"]) for name in COLUMNS]
-    outputs = [
-        helper.make_tensor_value_info(name, kind, ["batch"] if name != "keep_mask" else ["batch", "vocab"])
-        for name, kind in OUTPUTS.items()
-    ]
-    attributes = {"top_m": OPTIONS.top_m, "alt_iters": OPTIONS.alt_iters, "metric": "uniform", "knn_k": 0}
-    node = helper.make_node(
-        "TopWSample", [each.name for each in inputs], list(OUTPUTS), domain="topw", table_form="", **attributes
-    )
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("topw", 1)]
-    return helper.make_model(helper.make_graph([node], "node", inputs, outputs), opset_imports=opsets, ir_version=10)
 
 
 def inputs_of(rows: int, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -67,12 +35,13 @@ def inputs_of(rows: int, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarr
         "edit_bias": rng.choice([-np.inf, 1.5], (rows, EDITS)).astype(np.float32),
         "allowed": packed(allowed),
         **{name: named[name] for name in COLUMNS},
+        **no_rules(rows),
     }, allowed
 
 
 @pytest.fixture(scope="module")
 def session(native_library: Path) -> ort.InferenceSession:
-    return open_model(node_model(), native_library, threads=2)
+    return open_model(node_model(OPTIONS), native_library, threads=2)
 
 
 @pytest.mark.parametrize("rows", [1, 21])
@@ -116,4 +85,4 @@ def test_a_mask_of_another_number_of_rows_is_refused(session: ort.InferenceSessi
 
 def test_a_mask_of_another_type_is_refused_when_the_session_opens(native_library: Path) -> None:
     with pytest.raises(InvalidGraph, match=r"int64.*\(allowed\)"):
-        open_model(node_model(TensorProto.INT64), native_library)
+        open_model(node_model(OPTIONS, {"allowed": TensorProto.INT64}), native_library)

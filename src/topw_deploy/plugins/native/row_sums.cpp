@@ -114,8 +114,7 @@ bool RowSums::fits_float32() const {
   return fits_fine(1 / selection_) && y2_ <= kLargestGap;
 }
 
-WeightSums RowSums::sum(void (*add)(const float *, const float *, int64_t, const Weighing &, WeightSums &),
-                        double beyond) const {
+WeightSums RowSums::sum(Add add, double beyond) const {
   const double far = static_cast<double>(row_->top()) - selection_ * (y2_ + beyond);
   const float least = static_cast<float>(std::max(far, -3.4e38));
   const Weighing by = {row_->top(), best_->last_logit(), least, 1 / selection_, with_D_};

@@ -22,7 +22,9 @@ struct Rule {
   }
 };
 
-TOPW_SHARED_CODE inline bool is_count(float value) { return value >= 1 && value <= kMostCount && value == floorf(value); }
+TOPW_SHARED_CODE inline bool is_count(float value) {
+  return value >= 1 && value <= kMostCount && value == floorf(value);
+}
 
 TOPW_SHARED_CODE inline bool is_share(float value) { return value > 0 && value <= 1; }
 

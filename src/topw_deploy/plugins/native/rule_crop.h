@@ -1,5 +1,5 @@
-// The kept set under a rule other than Top-W (docs/contract/rules.md): from the best tokens and bounds of the row's sums
-// where these prove it, else from exact sums over the vocabulary.
+// The kept set under a rule other than Top-W (docs/contract/rules.md): from the best tokens and bounds of the row's
+// sums where these prove it, else from exact sums over the vocabulary.
 #ifndef TOPW_RULE_CROP_H
 #define TOPW_RULE_CROP_H
 

@@ -70,8 +70,8 @@ RuleCrop::Step RuleCrop::top_h() {
   }
 }
 
-// With lambda = ln Z, Z times the sum of -p ln p over the first k tokens is D_k + lambda G_k. What holds for both bounds
-// of lambda holds between them, because the test is linear in it.
+// With lambda = ln Z, Z times the sum of -p ln p over the first k tokens is D_k + lambda G_k. The test is linear in
+// lambda: what holds for both its bounds holds between them.
 RuleCrop::Step RuleCrop::entropy_up_to(int64_t size) {
   const double low = log1p(sums_.others.low), high = log1p(sums_.others.high);
   const auto within = [&](double lambda, double limit) {
@@ -95,7 +95,8 @@ RuleCrop::Step RuleCrop::typical() {
     const Interval Z = sums_.Z(), m = {sums_.D.low / Z.high, sums_.D.high / Z.low};
     const double share = rule_->v0;
     const bool exact = sums_.exact();
-    const Step step = typical_among_best(m, {share * Z.low * (exact ? 1 : kLess), share * Z.high * (exact ? 1 : kMore)});
+    const Interval mass = {share * Z.low * (exact ? 1 : kLess), share * Z.high * (exact ? 1 : kMore)};
+    const Step step = typical_among_best(m, mass);
     if (step != Step::open) return step;
     if (!exact) continue;
     if (!best_.take(*row_, kMostSorted, selection_, *sorter_)) return Step::out_of_memory;

@@ -6,8 +6,8 @@
 
 namespace topw {
 
-// Tokens by (key ascending, logit descending, place ascending). Their weights are summed by buckets of the key; only the
-// bucket in which the sum reaches the target is sorted.
+// Tokens by (key ascending, logit descending, place ascending). Their weights are summed by buckets of the key; only
+// the bucket in which the sum reaches the target is sorted.
 class RunningMass {
  public:
   Array<double> key, weight;  // [tokens], filled by the caller; key >= 0
