@@ -1,6 +1,6 @@
 """Time of one sampling step in onnxruntime, against its own TopK and ArgMax. Figures: docs/lab/benchmarks.md.
 
-    python -m benchmarks.tail [--rounds 400] [--steps certified|geometry|all]
+    python -m benchmarks.tail [--rounds 400] [--steps certified|geometry|rules|all]
 
 One thread, inputs and outputs bound once, all sides in turn.
 """
@@ -21,8 +21,10 @@ from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
 from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
+from topw_deploy.runtime.rules import Rules
 from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+from topw_deploy.sampling.rules import RuleParameters
 
 VOCAB, NARROW = 151_936, 16  # narrow: certified steps do not read the table
 GEOMETRY_VOCAB, HIDDEN = 32_000, 2_048  # fewer tokens, so that several tables fit into memory
@@ -49,6 +51,7 @@ def feeds(logits: np.ndarray, **chosen: float) -> Feeds:
         "edit_bias": np.zeros((1, 0), np.float32),
         "allowed": np.zeros((1, 0), np.int32),
         "uniform": np.array([0.37], np.float32),
+        **Rules(1).arrays,
         **{name: np.array([getattr(parameters, name)], np.float32) for name in names},
     }
 
@@ -163,15 +166,37 @@ def geometry_steps(rounds: int) -> str:
     return measure(sides, rounds, "TopK 1200")
 
 
+def rule_steps(rounds: int) -> str:
+    """Steps of other rules that the candidates prove, and that need the whole vocabulary."""
+    logits = likely_logits(VOCAB)
+    rules = {
+        "top-k 50": RuleParameters(top_k=50),
+        "min-p 0.05": RuleParameters(min_p=0.05),
+        "top-p 0.9": RuleParameters(top_p=0.9),
+        "top-n-sigma 1": RuleParameters(top_n_sigma=1.0),
+        "none": RuleParameters(rule="none"),
+    }
+    sides = {"TopK 1200": bound(session(peer("TopK", np.array([1200]), outputs=2, axis=1)), {"logits": logits})}
+    for form in FORMS:
+        opened = session(tail(form, VOCAB, NARROW))
+        for name, rule in rules.items() if form != "static" else [("none", rules["none"])]:
+            chosen = Rules(1)
+            chosen.set(0, rule)
+            sides[f"tail {form}, {name}"] = bound(opened, feeds(logits) | chosen.arrays)
+    return measure(sides, rounds, "TopK 1200")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--steps", choices=("certified", "geometry", "all"), default="all")
+    parser.add_argument("--steps", choices=("certified", "geometry", "rules", "all"), default="all")
     given = parser.parse_args()
     print(machine() + "; 1 thread\n")
-    if given.steps != "geometry":
+    if given.steps in ("certified", "all"):
         print(f"Certified steps, vocabulary {VOCAB:,}:\n\n" + certified_steps(given.rounds) + "\n", flush=True)
-    if given.steps != "certified":
+    if given.steps in ("rules", "all"):
+        print(f"Other rules, vocabulary {VOCAB:,}:\n\n" + rule_steps(max(5, given.rounds // 20)) + "\n", flush=True)
+    if given.steps in ("geometry", "all"):
         title = f"Steps that the candidates do not settle, mahalanobis, vocabulary {GEOMETRY_VOCAB:,}, d = {HIDDEN:,}:"
         print(f"{title}\n\n" + geometry_steps(max(5, given.rounds // 20)))
 

@@ -70,6 +70,8 @@ class Sampler {
   Sampler(const std::vector<RowRequest> &requests, const Folder &folder, Binding &binding)
       : uniform_(requests.size(), 0),
         allowed_(requests.size() * words_of(folder) + 1, -1),  // one more, for a valid address
+        rule_(requests.size(), 0),                              // Top-W
+        rule_values_(requests.size() * 2, 0),
         token_(requests.size(), -1),
         logprob_(requests.size(), 0),
         kept_(requests.size(), 0),
@@ -85,6 +87,8 @@ class Sampler {
     }
     binding.changing_input("uniform", uniform_.data(), shape);
     binding.host_input("allowed", allowed_.data(), {shape[0], words_of(folder)});
+    binding.host_input("rule", rule_.data(), shape);
+    binding.host_input("rule_values", rule_values_.data(), {shape[0], 2});
     binding.host_output("next_token", token_.data(), shape);
     binding.host_output("kept", kept_.data(), shape);
     binding.host_output("certified", certified_.get(), shape);
@@ -110,6 +114,8 @@ class Sampler {
   std::map<std::string, std::vector<float>> parameters_;
   std::vector<float> uniform_;
   std::vector<std::int32_t> allowed_;
+  std::vector<std::int32_t> rule_;
+  std::vector<float> rule_values_;
   Tokens token_;
   std::vector<float> logprob_;
   std::vector<std::int32_t> kept_;

@@ -224,3 +224,13 @@ def test_a_conversation_that_outgrows_the_context_goes_on(invoke: Invoke, random
 def test_a_model_without_a_template_cannot_chat(invoke: Invoke, scripted: Path) -> None:
     with pytest.raises(TokenizerError, match="no chat template"):
         invoke("generate", scripted, "--chat", stdin="hello\n")
+
+
+def test_a_rule_is_chosen_by_its_parameter_or_by_name(invoke: Invoke, random_model: Path) -> None:
+    words = ("generate", random_model, "ab", "--json", "--seed", 5, "--max-new-tokens", 4, "--temperature", 3)
+    first = json.loads(invoke(*words, "--top-k", 2).stdout)
+    assert first["rule"] == "top_k"
+    assert max(first["kept"]) <= 2
+    assert json.loads(invoke(*words, "--rule", "top_k", "--top-k", 2).stdout)["token_ids"] == first["token_ids"]
+    assert json.loads(invoke(*words, "--rule", "top-k", "--top-k", 2).stdout)["rule"] == "top_k"
+    assert invoke(*words, "--rule", "best").exit_code == 2

@@ -33,6 +33,9 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
         "stop_strings": ["e", "zz"],
         "num_return_sequences": 3,
     }
+    rules: list[dict[str, Any]] = [{"min_p": 0.05}, {"top_k": 9}, {"rule": "none"}, {"typical_p": 0.8}]
+    if rng.random() < 0.4:
+        given |= rules[rng.integers(len(rules))]
     names = [name for name in optional if rng.random() < 0.2]
     return {**given, **{name: optional[name] for name in names}}
 

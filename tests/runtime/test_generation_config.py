@@ -96,13 +96,15 @@ def test_a_length_below_the_prompt_names_generation_config(model: TopWModel) -> 
 
 
 def test_what_has_no_effect_is_named_in_one_warning_at_the_callers_line(model: TopWModel) -> None:
-    config = {"top_k": 50, "num_beams": 4, "watermarking_config": {}, "use_cache": True, "top_p": 1.0, **SETTINGS}
+    config = {"top_k": 50, "num_beams": 4, "watermarking_config": {}, "use_cache": True, "top_p": 0.9, **SETTINGS}
     for call in (model.generate, model.stream):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             call("ab", generation_config=config)
         (notice,) = caught
-        expected = "generation_config sets num_beams=4, top_k=50, watermarking_config={}, which has no effect here"
+        expected = (
+            "generation_config sets num_beams=4, top_k=50, top_p=0.9, watermarking_config={}, which has no effect here"
+        )
         assert str(notice.message).startswith(expected)
         assert Path(notice.filename) == Path(__file__)
 
@@ -122,8 +124,9 @@ def test_transformers_own_object_counts_only_where_it_differs_from_its_defaults(
         assert [len(r.token_ids) for r in results] == [7, 7]
         longer = model.generate("ab", seed=3, generation_config=config, max_new_tokens=8, n=1)
         assert len(longer.token_ids) == 8
-    with pytest.warns(UserWarning, match="generation_config sets top_k=7, which has no effect here"):
-        model.generate("ab", generation_config=transformers.GenerationConfig(top_k=7, do_sample=True))
+    two = transformers.GenerationConfig(top_k=7, min_p=0.1, do_sample=True)
+    with pytest.warns(UserWarning, match="generation_config sets min_p=0.1, top_k=7, which has no effect here"):
+        model.generate("ab", generation_config=two)
     greedy = model.generate("ab", temperature=0.0)
     found = model.generate("ab", seed=greedy.seed, generation_config=transformers.GenerationConfig(do_sample=False))
     assert found == greedy

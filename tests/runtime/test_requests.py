@@ -169,9 +169,9 @@ def test_sampling_was_asked_for_with_a_greedy_temperature() -> None:
         row({"do_sample": True, "temperature": 0})
 
 
-@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"])
+@pytest.mark.parametrize("name", ["top_a", "tfs_z", "penalty_alpha", "mirostat"])
 def test_another_samplers_parameter_is_refused_with_the_reason(model: TopWModel, name: str) -> None:
-    with pytest.raises(ParameterError, match=f"{name} belongs to another sampler, which Top-W replaces; remove it"):
+    with pytest.raises(ParameterError, match=f"{name} belongs to a sampler that is not available; remove it"):
         model.generate("a", **{name: 0.9})
 
 

@@ -20,6 +20,7 @@ from topw_deploy.manifest import DecoderInfo, State
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.memory import HostMemory
+from topw_deploy.runtime.ort.session import SAMPLER_INPUTS
 from topw_deploy.runtime.request import Limits
 from topw_deploy.sampling.mask import mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
@@ -61,7 +62,7 @@ class HashingSession:
     provider, sampler, why_graph = "CPUExecutionProvider", "graph", ""
     cpu_nodes = ()
     outputs = ("next_token", "logprob", "kept", "certified")
-    inputs = frozenset({*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit_bias", "allowed"})
+    inputs = frozenset(SAMPLER_INPUTS)
     fixed_edits = most_rows = most_columns = most_edits = None
 
     def __init__(self, decoder: DecoderInfo, words: int) -> None:
@@ -151,7 +152,8 @@ class HashingBinding:
             )
             if token >= 0 and (penalty, bias) != (1.0, 0.0)
         )
-        parameters = [float(self._arrays[name][row]) for name in (*PARAMETER_NAMES, "uniform")]
+        parameters = [float(self._arrays[name][row]) for name in (*PARAMETER_NAMES, "uniform", "rule")]
+        parameters += self._arrays["rule_values"][row].tolist()
         number = zlib.crc32(repr((seen, edits, parameters, self._mask(row))).encode())
         banned = {token for token, _, bias in edits if bias == -np.inf}
         order = [EOS] * (number % 11 == 0) + [FIRST + (number + more) % TOKENS for more in range(TOKENS)]

@@ -49,6 +49,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import (
     Geometry,
     Row,
+    RuleParameters,
     TopWOptions,
     TopWParameters,
     apply_edits,
@@ -155,6 +156,7 @@ class Toy:
         sample: int = 0,
         edits: Any = None,
         allowed: Any = None,
+        rule: RuleParameters | None = None,
     ) -> list[Row]:
         """The reference's draws.
 
@@ -175,6 +177,7 @@ class Toy:
                 uniform_for(seed, len(tokens), sample),
                 given,
                 allowed(tokens) if allowed else None,
+                *((rule.code, rule.values) if rule else ()),
             )
             rows.append(row)
             tokens.append(row.next_token)
@@ -329,6 +332,8 @@ def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: Tai
         "edit_penalty": (TensorProto.FLOAT, "edits"),
         "edit_bias": (TensorProto.FLOAT, "edits"),
         "allowed": (TensorProto.INT32, "words"),
+        "rule": (TensorProto.INT32,),
+        "rule_values": (TensorProto.FLOAT, 2),
     }
     for name in TAIL_INPUTS[1:]:
         dtype, *width = kinds.get(name, (TensorProto.FLOAT,))

@@ -12,7 +12,7 @@ import click
 
 from topw_deploy.cli.answer_options import answer_options, take_answer_options
 from topw_deploy.cli.generate_many import RunOptions, prompt_file_options, run, take_files
-from topw_deploy.cli.options import CONTEXT, check_order, parameter_options, preset_option
+from topw_deploy.cli.options import CONTEXT, check_order, parameter_options, preset_option, rule_options
 from topw_deploy.cli.prompt_lines import user_messages
 from topw_deploy.cli.terminal import GeneratedText, say_json, tell
 from topw_deploy.errors import PromptError
@@ -58,6 +58,7 @@ _MODEL_OPTIONS = {
 )
 @preset_option
 @parameter_options
+@rule_options
 @click.option("--repetition-penalty", type=float, help="Divide logits of tokens that occurred, > 0; 1 is none.")
 @click.option("--presence-penalty", type=float, help="Subtract from logits of generated tokens, once.")
 @click.option("--frequency-penalty", type=float, help="Subtract from logits of generated tokens, per occurrence.")
@@ -252,7 +253,7 @@ def _report(results: list[GenerationResult], stats: bool) -> None:
         tell(
             f"{result.prompt_tokens} + {len(result.token_ids)} tokens, {speed}; load {times.load_seconds:.2f} s, "
             f"prefill {times.prefill_seconds * 1e3:.0f} ms, {times.seconds_per_token * 1e3:.2f} ms/token; "
-            f"certified {result.certified_share:.1%}, {kept}{mass}; "
+            f"rule {result.rule}, certified {result.certified_share:.1%}, {kept}{mass}; "
             f"{result.sampler} sampler, seed {result.seed}, {result.finish_reason}"
         )
 

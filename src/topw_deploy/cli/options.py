@@ -11,6 +11,7 @@ import click
 
 from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, PARAMETER_NAMES, POTENTIALS, PRESETS
 from topw_deploy.sampling.presets import REQUEST_PRESETS
+from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -55,6 +56,33 @@ def parameter_options(command: Command) -> Command:
         names, text = _PARAMETER_HELP[name]
         command = click.option(*names, name, type=float, default=None, help=text)(command)
     return command
+
+
+_RULE_HELP = {
+    "top_k": (int, "Keep the k best tokens, >= 1."),
+    "top_p": (float, "Keep the shortest list of best tokens with this probability, in (0, 1]."),
+    "min_p": (float, "Keep tokens with at least this fraction of the best one's probability, in [0, 1]."),
+    "top_h": (float, "Keep best tokens with this share of the pool's entropy, in (0, 1].  [default: 0.4]"),
+    "top_h_pool": (int, "Tokens in Top-H's pool, >= 1.  [default: 100]"),
+    "typical_p": (float, "Keep the tokens nearest to the entropy with this probability, in (0, 1)."),
+    "epsilon_cutoff": (float, "Keep tokens with at least this probability, in (0, 1)."),
+    "eta_cutoff": (float, "The same, with a lower cutoff for flat distributions, in (0, 1)."),
+    "top_n_sigma": (float, "Keep logits within this many standard deviations of the best one, >= 0.  [default: 1]"),
+    "min_k_tau": (float, "Min-k's number of tokens for flat logits, times their range, >= 0.  [default: 3]"),
+}
+
+
+def rule_options(command: Command) -> Command:
+    """Add --rule and the parameters of the sampling rules; their default is None."""
+    for name, (kind, text) in reversed(_RULE_HELP.items()):
+        flag = f"--{name.replace('_', '-')}"
+        command = click.option(flag, name, type=kind, default=None, help=f"{RULE_OF_VALUE[name].name}: {text}")(command)
+    return click.option(
+        "--rule",
+        type=click.Choice(tuple(RULES)),
+        default=None,
+        help="Sampling rule; one of its parameters, given alone, chooses it too.  [default: top_w]",
+    )(command)
 
 
 def preset_option(command: Command) -> Command:

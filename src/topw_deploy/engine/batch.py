@@ -28,6 +28,8 @@ from topw_deploy.runtime.memory import HostMemory
 from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.record import Record
 from topw_deploy.runtime.request import RowRequest
+from topw_deploy.runtime.rules import NAMES as RULE_INPUTS
+from topw_deploy.runtime.rules import Rules
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 
 
@@ -78,6 +80,7 @@ class Batch:
         self._uniform = np.zeros(rows, np.float32)
         greedily = TopWParameters(temperature=0.0)
         self._parameters = {name: np.full(rows, getattr(greedily, name), np.float32) for name in PARAMETER_NAMES}
+        self._rules = Rules(rows)
         self._ids_view, self._written_view = self._ids.reshape(-1).data, self._written.data
         self._uniform_view = self._uniform.data
         self.edits = Edits([None] * rows, session.fixed_edits, session.most_edits)
@@ -131,6 +134,7 @@ class Batch:
             self.allowed.limit(row, request.allowed_token_ids)
         for name, values in self._parameters.items():
             values[row] = getattr(request.top_w, name)
+        self._rules.set(row, request.rule)
         self._version += 1
 
     def clear(self, row: int, *, spoilt: bool = False, unchecked: bool = False) -> None:
@@ -143,6 +147,7 @@ class Batch:
         """
         written = int(self._written[row]) + 1  # steps write another slot
         self._parameters["temperature"][row] = 0.0
+        self._rules.clear(row)
         self.edits.clear(row)
         self.allowed.clear(row)
         self._draws.clear(row)
@@ -256,7 +261,8 @@ class Batch:
         saved = buffers.snapshot(other, tokens[other])
         buffers.copy_row(one, other, tokens[one])
         buffers.restore(one, saved)
-        arrays: list[np.ndarray] = [self._ids, self._written, self._lengths, *self._parameters.values()]
+        arrays: list[np.ndarray] = [self._ids, self._written, self._lengths]
+        arrays += [*self._parameters.values(), *self._rules.arrays.values()]
         pair = [one, other]
         for array in arrays:
             array[pair] = array[pair[::-1]]
@@ -320,6 +326,7 @@ class Batch:
         binding.bind_changing("uniform", self._uniform[rows])
         for name, values in self._parameters.items():
             binding.bind_array(name, values[rows])
+        self._rules.bind(binding, rows)
         self.edits.bind(binding, rows)
         self.allowed.bind(binding, rows)
         if logits:
@@ -343,7 +350,7 @@ class Batch:
             binding.refresh(ALLOWED)
         bound.allowed, bound.masks = allowed.array, allowed.version
         if bound.version != self._version:
-            for name in (*PARAMETER_NAMES, *NAMES, "row_lengths"):
+            for name in (*PARAMETER_NAMES, *RULE_INPUTS, *NAMES, "row_lengths"):
                 binding.refresh(name)
             bound.version = self._version
 

@@ -175,12 +175,17 @@ def _table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
 def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry) -> Verification:
     from topw_deploy.export.verification.probe import SamplerProbe
     from topw_deploy.export.verification.results import Outcome
+    from topw_deploy.export.verification.rule_checks import rule_checks
     from topw_deploy.export.verification.sampler_checks import bound_check, sampler_checks
 
     generator = np.random.default_rng(0)
     spread = generator.uniform(0.5, 3.0, (_ROWS_VERIFIED, 1))
     logits = (generator.standard_normal((_ROWS_VERIFIED, manifest.sampler.vocab_size)) * spread).astype(np.float32)
-    results = [*sampler_checks(SamplerProbe(folder), manifest.sampler, manifest.defaults, geometry, logits)]
+    probe = SamplerProbe(folder)
+    results = [
+        *sampler_checks(probe, manifest.sampler, manifest.defaults, geometry, logits),
+        *rule_checks(probe, manifest.defaults, logits),
+    ]
     if manifest.sampler.neighbour_bound:
         results.append(bound_check(folder, geometry, manifest.sampler.vocab_size))
     outcome = Outcome.of(results)

@@ -182,7 +182,7 @@ class SamplerInfo:
     table_form: str  # "" for the uniform metric
     options: TopWOptions
     outputs: tuple[str, ...]
-    neighbour_bound: bool = False  # whether the node has it, as input 14
+    neighbour_bound: bool = False  # whether the node has it, as input 16
 
     @property
     def geometry(self) -> tuple[str, int | None]:

@@ -15,7 +15,9 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import Manifest
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, Parameter, show, under_our_names
+from topw_deploy.runtime.rules import rule_names
 from topw_deploy.runtime.tokenizer import Tokenizer
+from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 
 FILE = "generation_config.json"
 _NOT_FROM_A_FILE = frozenset({
@@ -56,20 +58,24 @@ _HERE = str(Path(__file__).parent)
 def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
     """The checked `known` settings, under our names. Warns of others that would affect tokens.
 
+    Of the sampling rules' parameters, those of the stated `rule` count; in a request also those of the only rule that
+    any belong to.
+
     Raises ParameterError naming `where` for an invalid or duplicate parameter.
     """
     honoured, ignored = {}, {}
+    of_rule = rule_names(stated, _is_off, implied=where != FILE)
     for key, value in stated.items():
         if value is None:
             continue
-        if REQUEST_ALIASES.get(key, key) in known:
+        if REQUEST_ALIASES.get(key, key) in known and (key in of_rule or key not in RULE_PARAMETER_NAMES):
             honoured[key] = value
         elif not (key in _SILENT or key.startswith("_") or value is False or _is_off(key, value)):
             ignored[key] = value
     if ignored:
         listed = ", ".join(f"{key}={show(value)}" for key, value in sorted(ignored.items()))
         warnings.warn(
-            f"{where} sets {listed}, which has no effect here: Top-W alone chooses the tokens.",
+            f"{where} sets {listed}, which has no effect here: name a `rule` to use its parameters.",
             stacklevel=_callers_level(),
         )
     try:

@@ -21,6 +21,7 @@ from topw_deploy.runtime.record import Record
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.rows import Follow, Row, new_text, result_of
+from topw_deploy.runtime.rules import Rules
 from topw_deploy.runtime.structured.guide import Guide
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
@@ -54,6 +55,11 @@ class Generation:
         self.binding.bind_changing("uniform", self.uniform)
         self.uniform_view = self.uniform.data
         self.temperature = self._bind_parameters(requests)  # [B]
+        self.rules = Rules(batch)
+        for row in rows:
+            if not row.unread:
+                self.rules.set(row.index, row.request.rule)
+        self.rules.bind(self.binding)
         self.edits.bind(self.binding)
         self.allowed.bind(self.binding)
         self.logits = logits
@@ -75,12 +81,14 @@ class Generation:
         self.caches.close(self.cache)
 
     def retire(self, row: Row) -> None:
-        """Make an ended row greedy and remove its edits and mask: it stays in the batch, and this is cheapest."""
+        """Make an ended row greedy and remove its rule, edits and mask: it stays in the batch, and this is cheapest."""
         self.active.remove(row)
         self.going_on.remove(row.index)
         self.next_ids[row.index] = row.request.pad_token_id
         self.edits.clear(row.index)
         self.allowed.clear(row.index)
+        self.rules.clear(row.index)
+        self.rules.refresh(self.binding)
         self.temperature[row.index] = 0.0
         self.binding.refresh("temperature")
 
@@ -91,6 +99,8 @@ class Generation:
         """
         self.temperature[row.index] = row.request.top_w.temperature
         self.binding.refresh("temperature")
+        self.rules.set(row.index, row.request.rule)
+        self.rules.refresh(self.binding)
         self.edits.set(row.index, row.request)
         if row.request.allowed_token_ids:
             self.allowed.limit(row.index, row.request.allowed_token_ids)

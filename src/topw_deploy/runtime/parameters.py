@@ -26,12 +26,11 @@ from topw_deploy.sampling.parameters import (
     unknown_name,
 )
 from topw_deploy.sampling.presets import check_preset
+from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES
+from topw_deploy.sampling.rules.parameters import unknown_rule
 
-OTHER_SAMPLERS = frozenset({
-    "top_p", "top_k", "min_p", "top_a", "top_h", "top_n_sigma", "typical_p", "epsilon_cutoff", "eta_cutoff",
-    "tfs_z", "penalty_alpha", "mirostat",
-})  # fmt: skip
-"""Parameters of samplers that Top-W replaces."""
+OTHER_SAMPLERS = frozenset({"top_a", "tfs_z", "penalty_alpha", "mirostat"})
+"""Parameters of samplers that are not among the rules."""
 
 REQUEST_ALIASES: Mapping[str, str] = {
     **ALIASES,
@@ -113,6 +112,17 @@ def _topw(name: str, value: Any) -> float:
     check_range(name, number)
     check_range(name, number, _float32(number))
     return number
+
+
+def _rule(name: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in RULES:
+        raise unknown_rule(value)
+    return value
+
+
+def _of_rule(name: str, value: Any) -> float:
+    stated = next(each for each in RULE_OF_VALUE[name].values if each.name == name)
+    return _real(name, value, stated.valid, stated.bound)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
@@ -224,6 +234,8 @@ PARAMETERS: Mapping[str, Parameter] = {
     "seed": Parameter(_at_least(0, 2**SEED_BITS)),
     "preset": Parameter(lambda _name, value: check_preset(value)),
     **{name: Parameter(_topw) for name in PARAMETER_NAMES},
+    "rule": Parameter(_rule),
+    **{name: Parameter(_of_rule) for name in RULE_OF_VALUE},
 }
 """Per-row parameters."""
 
@@ -247,8 +259,8 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in given:
         if name in OTHER_SAMPLERS:
             raise ParameterError(
-                f"{name} belongs to another sampler, which Top-W replaces; remove it: "
-                f"{', '.join(PARAMETER_NAMES)} shape the crop."
+                f"{name} belongs to a sampler that is not available; remove it, or choose one of the rules "
+                f"{', '.join(RULES)}."
             )
         ours = REQUEST_ALIASES.get(name, name)
         if ours in OPTION_NAMES:
@@ -276,15 +288,15 @@ def _plain(value: Any) -> Any:
     return value.tolist() if is_tensor else value
 
 
-def spread(name: str, value: Any, rows: int) -> list[Any]:
-    """The checked value for each row; None where a list has None."""
+def spread(name: str, value: Any, rows: int, of: str = "prompts") -> list[Any]:
+    """The checked value for each row; None where a list has None. of: what a row is, for messages."""
     parameter = PARAMETERS[name]
     if not parameter.is_per_row(value):
         return [parameter.parse(name, value)] * rows
     values: Sequence[Any] = list(value)
     if len(values) != rows:
         raise ParameterError(
-            f"{name} has {len(values)} values for {rows} prompts; give one value for all or one for each.",
+            f"{name} has {len(values)} values for {rows} {of}; give one value for all or one for each.",
             name,
         )
     return [None if v is None else parameter.parse(name, v) for v in values]

@@ -14,10 +14,12 @@ from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime.draws import fresh_seed
 from topw_deploy.runtime.generation_config import read_settings
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, spread
+from topw_deploy.runtime.rules import TOP_W, rule_of
 from topw_deploy.runtime.structured.constraint import Constraint
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters
+from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RuleParameters
 
 _QUICK = 8  # characters per context token: shorter texts are not checked before tokenizing
 CONFIG = "generation_config"
@@ -31,6 +33,7 @@ class RowRequest:
     """Prompt and parameters of one sequence.
 
     prompt: token ids, at least one.
+    rule: the sampling rule; `top_w` also has the temperatures of the others.
     budget: maximum new tokens, >= 0.
     eos_token_ids: ids that end the row; with `ignore_eos` only the stop_token_ids.
     pad_token_id: the input after the row's end.
@@ -61,6 +64,7 @@ class RowRequest:
     constraint: Constraint | None
     seed: int
     sample: int
+    rule: RuleParameters = TOP_W
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +196,7 @@ def _row(
     return RowRequest(
         prompt=prompt,
         top_w=_top_w(sources, exported),
+        rule=_rule(sources),
         budget=_budget(len(prompt), sources, limits),
         min_new_tokens=max(value("min_new_tokens"), value("min_length") - len(prompt)),
         eos_token_ids=stop if value("ignore_eos") else eos | stop,
@@ -237,6 +242,15 @@ def _top_w(sources: _Sources, exported: TopWParameters) -> TopWParameters:
     return TopWParameters(**values)
 
 
+def _rule(sources: _Sources) -> RuleParameters:
+    """The rule of the first source that names or implies one."""
+    for source in sources.all:
+        own = {name: source[name] for name in RULE_PARAMETER_NAMES if name in source}
+        if own:
+            return rule_of(sources.get, own)
+    return TOP_W
+
+
 def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
     """Maximum new tokens after `prompt` tokens."""
     if "max_new_tokens" in sources.request and "max_length" in sources.request:
@@ -268,6 +282,7 @@ def reading(request: RowRequest) -> RowRequest:
         request,
         prompt=request.prompt[:1],
         top_w=TopWParameters(temperature=0.0),
+        rule=TOP_W,
         min_new_tokens=0,
         repetition_penalty=1.0,
         presence_penalty=0.0,

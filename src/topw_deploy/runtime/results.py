@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.sampling.rules import TOP_W
 
 _IMPOSSIBLE = -9999.0
 
@@ -81,6 +82,7 @@ class GenerationResult:
     prompt_tokens: prompt length.
     cached_tokens: tokens of the prompt that an Engine did not read again; otherwise 0.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).
+    rule: the sampling rule (docs/contract/rules.md).
     """
 
     text: str
@@ -93,6 +95,7 @@ class GenerationResult:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     seed: int
     sample: int
+    rule: str = TOP_W.name
     finish_reason: str
     stop: int | str | None
     prompt_tokens: int

@@ -14,11 +14,13 @@ from topw_deploy.manifest import SamplerManifest
 from topw_deploy.runtime.draws import SEED_BITS, uniforms
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.session import GraphSession
-from topw_deploy.runtime.parameters import show
+from topw_deploy.runtime.parameters import show, spread
+from topw_deploy.runtime.rules import Rules, rule_of
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.sampling.mask import ALL, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
 from topw_deploy.sampling.presets import preset_parameters
+from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -125,14 +127,16 @@ class TopWSampler:
         edit_penalty, edit_bias: float32 [B, N] (section 6).
         allowed: tokens that may be drawn, bool [B, V] or packed int32 [B, ceil(V / 32)] (section 6). None: all.
         preset: Top-W defaults (docs/lab/lively.md). None: the export's.
-        parameters: Top-W parameters, one number or one per row.
+        parameters: the sampling `rule` and its parameters (docs/contract/rules.md), and Top-W's; one value or one per
+            row.
 
         Raises ParameterError for bad arguments, GenerationError for invalid logits.
         """
         logits = _logits(logits, self.vocab_size)
         rows = len(logits)
         feeds = {"logits": logits, "uniform": _uniform(rows, uniform, seed, position, sample)}
-        feeds |= self._parameters(rows, parameters, preset)
+        top_w, rule = _split(parameters)
+        feeds |= self._parameters(rows, top_w, preset) | _rules(rows, rule)
         feeds |= _edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
         feeds["allowed"] = self._mask(rows, allowed)
         if rows == 0:
@@ -180,6 +184,21 @@ class TopWSampler:
                 TopWParameters(**{name: value})
             columns[name] = values
         return {name: columns[name] for name in PARAMETER_NAMES}
+
+
+def _split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(Top-W's parameters, those of the rule)."""
+    rule = {name: value for name, value in given.items() if name in RULE_PARAMETER_NAMES and value is not None}
+    return {name: value for name, value in given.items() if name not in RULE_PARAMETER_NAMES}, rule
+
+
+def _rules(rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    columns = {name: spread(name, value, rows, "rows") for name, value in given.items()}
+    rules = Rules(rows)
+    for row in range(rows):
+        own = {name: column[row] for name, column in columns.items() if column[row] is not None}
+        rules.set(row, rule_of(lambda _: None, own))
+    return rules.arrays
 
 
 def _logits(given: Any, vocab: int) -> np.ndarray:

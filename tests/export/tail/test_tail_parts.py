@@ -29,6 +29,7 @@ from topw_deploy.export.tail.inputs import BLOCK, PARAMETERS, Rows, apply_edits,
 from topw_deploy.export.tail.ops import Eager
 from topw_deploy.export.tail.pool import alternate, best_prefix, candidate_pool, certified, potential, warm_start
 from topw_deploy.export.tail.spec import FORMS, TailSpec
+from topw_deploy.runtime.rules import Rules
 from topw_deploy.sampling import Geometry, crop, sample_row
 from topw_deploy.sampling import apply_edits as reference_edits
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
@@ -241,6 +242,7 @@ def test_the_whole_sampler_matches_the_reference_operator_by_operator(form: str)
         "edit_bias": np.zeros((4, 0), np.float32),
         "allowed": np.zeros((4, 0), np.int32),
         "uniform": np.array(uniform, np.float32),
+        **Rules(4).arrays,
         "mean": np.asarray(geometry.mean, np.float32),
         "inverse_std": np.asarray(geometry.inverse_std, np.float32),
         "neighbour_bound": np.zeros(0, np.float32),

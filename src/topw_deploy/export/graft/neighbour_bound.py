@@ -30,7 +30,7 @@ from topw_deploy.sampling import Geometry
 
 Bound = NDArray[np.float32]
 Measure = Callable[[Geometry, int], Bound]
-"""Maps the geometry and the number of tokens to input 14 of the sampler node, float32 [tokens] or [0]."""
+"""Maps the geometry and the number of tokens to input 16 of the sampler node, float32 [tokens] or [0]."""
 
 _UNIT = 2.0**-24  # float32's unit roundoff
 _SHARE = 2.0**-16  # r above

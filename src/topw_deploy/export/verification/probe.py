@@ -20,6 +20,8 @@ from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.export.verification.cache_drivers import cache_driver
 from topw_deploy.export.write.weights import MODEL_FILE, external_files
 from topw_deploy.manifest import DecoderInfo
+from topw_deploy.runtime.rules import Rules
+from topw_deploy.sampling.rules import RuleParameters
 
 LOGITS = "topw.probe.logits"
 
@@ -105,9 +107,17 @@ class SamplerProbe:
         parameters: Sequence[dict[str, float]],
         uniform: Sequence[float],
         allowed: np.ndarray | None = None,
+        rules: Sequence[RuleParameters] | None = None,
     ) -> dict[str, Any]:
-        """Outputs by name for logits float32 [batch, vocab]; allowed: int32 [batch, words], None for no masks."""
+        """Outputs by name for logits float32 [batch, vocab].
+
+        allowed: int32 [batch, words], None for no masks.
+        rules: one per row, None for Top-W.
+        """
         batch = len(logits)
+        chosen = Rules(batch)
+        for row, rule in enumerate(rules or ()):
+            chosen.set(row, rule)
         feeds: dict[str, np.ndarray] = {
             "logits": np.ascontiguousarray(logits, dtype=np.float32),
             "edit_ids": np.zeros((batch, 0), np.int64),
@@ -115,6 +125,7 @@ class SamplerProbe:
             "edit_bias": np.zeros((batch, 0), np.float32),
             "allowed": np.zeros((batch, 0), np.int32) if allowed is None else allowed,
             "uniform": np.asarray(uniform, dtype=np.float32),
+            **chosen.arrays,
         }
         for name in parameters[0]:
             feeds[name] = np.asarray([row[name] for row in parameters], dtype=np.float32)

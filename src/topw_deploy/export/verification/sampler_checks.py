@@ -229,7 +229,7 @@ def bound_check(folder: Path, geometry: Geometry, tokens: int) -> Check:
 
 
 def stored_bound(folder: Path) -> np.ndarray:
-    """Sampler node input 14, float32 [tokens] or [0]."""
+    """Sampler node input 16, float32 [tokens] or [0]."""
     model = ir.load(folder / MODEL_FILE)
     value = sampler_node(model.graph).inputs[len(TAIL_INPUTS) + GEOMETRY_INPUTS.index("neighbour_bound")]
     assert value is not None

@@ -24,6 +24,7 @@ from topw_deploy.export.verification.probe import LogitsProbe, SamplerProbe
 from topw_deploy.export.verification.quantised_checks import quantised_checks
 from topw_deploy.export.verification.reference import MakersReference, Reference, TorchReference
 from topw_deploy.export.verification.results import Result, encoded_result
+from topw_deploy.export.verification.rule_checks import rule_checks
 from topw_deploy.export.verification.sampler_checks import bound_check, graph_geometry, sampler_checks
 from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_manifest, open_listed
 from topw_deploy.memory import peak_bytes
@@ -80,7 +81,9 @@ def _checks(
     if logits is None:
         yield NotCompared("sampler", "neither the decoder nor its source gave logits")
     else:
-        yield from sampler_checks(SamplerProbe(folder), manifest.sampler, manifest.defaults, geometry, logits)
+        sampler = SamplerProbe(folder)
+        yield from sampler_checks(sampler, manifest.sampler, manifest.defaults, geometry, logits)
+        yield from rule_checks(sampler, manifest.defaults, logits)
         if task.get("native"):
             yield from _native(folder, manifest, geometry, logits)
     if manifest.sampler.neighbour_bound:
@@ -123,6 +126,7 @@ def _native(folder: Path, manifest: DecoderManifest, geometry: Geometry, logits:
         return
     probe = SamplerProbe(folder, library.path)
     yield from sampler_checks(probe, manifest.sampler, manifest.defaults, geometry, logits, "native sampler")
+    yield from rule_checks(probe, manifest.defaults, logits, "native sampler")
 
 
 def _reference(task: dict[str, Any], manifest: DecoderManifest) -> Reference | None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from topw_deploy.runtime.allowed import NAME as ALLOWED
 from topw_deploy.runtime.protocols import Binding, Session
+from topw_deploy.runtime.rules import Rules
 from topw_deploy.sampling.mask import ALL
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 
@@ -27,4 +28,7 @@ def greedy(session: Session, binding: AnyBinding, batch: int) -> AnyBinding:
     if ALLOWED in session.inputs:
         words = session.mask_words if session.always_masked else 0
         binding.bind_array(ALLOWED, np.full((batch, words), ALL, np.int32))
+    for name, array in Rules(batch).arrays.items():
+        if name in session.inputs:
+            binding.bind_array(name, array)
     return binding

@@ -96,9 +96,14 @@ def take_rule(given: Mapping[str, Any]) -> tuple[RuleParameters, dict[str, Any]]
 def _named(name: object) -> Rule:
     if isinstance(name, str) and name in RULES:
         return RULES[name]
+    raise unknown_rule(name)
+
+
+def unknown_rule(name: object) -> ParameterError:
+    """The error for an unknown rule, suggesting the nearest known one."""
     close = difflib.get_close_matches(name, RULES, n=1) if isinstance(name, str) else []
     hint = f"did you mean {close[0]}? " if close else ""
-    raise ParameterError(f"rule is {name!r:.60}: {hint}known are {', '.join(RULES)}.", "rule")
+    return ParameterError(f"rule is {name!r:.60}: {hint}known are {', '.join(RULES)}.", "rule")
 
 
 def _foreign(name: str, chosen: Rule) -> ParameterError:

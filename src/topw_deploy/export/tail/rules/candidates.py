@@ -1,0 +1,328 @@
+"""The kept set from a list of the largest logits, where it proves it (docs/contract/rules.md, section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from topw_deploy.export.tail.candidates import CANDIDATES, Candidates, Drawn, first_position, kept_candidates, token_at
+from topw_deploy.export.tail.inputs import Rows, all_true, without_padding
+from topw_deploy.export.tail.ops import Ops, Tensor, scope
+from topw_deploy.export.tail.rules.inputs import RuleRows
+from topw_deploy.export.tail.rules.statistics import LEAST, Statistics, lowest_drop
+
+LONGEST = 3840
+"""Tokens that TensorRT's TopK can sort."""
+
+
+@dataclass(frozen=True)
+class List:
+    """The largest logits, descending, [batch, width].
+
+    logits, ids: float32 and int64.
+    count: tokens in it, int.
+    sorted: whether ids order equal logits; such lists are summed in double precision.
+    positions: int64 [width].
+    finite: bool.
+    drop, a: l - l_max; drop / Ts, at least LEAST.
+    weight: exp(a).
+    size: finite logits, int64 [batch, 1].
+    last: the last logit, the largest that a token outside the list can have.
+    complete: bool [batch, 1], whether there are no other finite tokens.
+    """
+
+    logits: Tensor
+    ids: Tensor
+    count: int
+    sorted: bool
+    positions: Tensor
+    finite: Tensor
+    drop: Tensor
+    a: Tensor
+    weight: Tensor
+    size: Tensor
+    last: Tensor
+    complete: Tensor
+
+    @property
+    def dtype(self) -> int:
+        """Of sums, as ONNX's number."""
+        return 11 if self.sorted else 1
+
+    def sums(self, op: Ops, values: Tensor) -> Tensor:
+        """Inclusive prefix sums."""
+        return op.CumSum(op.Cast(values, to=self.dtype), op.constant(1, np.int64))
+
+    def exact(self, op: Ops, column: Tensor) -> Tensor:
+        """A column in the type of the sums."""
+        return op.Cast(column, to=self.dtype)
+
+
+@dataclass(frozen=True)
+class RulePath:
+    """A list's answer for rows of other rules.
+
+    drawn, crop_mass: columns.
+    chosen: bool [batch, width], which positions are kept.
+    kept: the same, by token: they differ where ids do not order equal logits.
+    certified: bool [batch, 1], whether the kept tokens are among the `CANDIDATES` largest.
+    proven: bool [batch, 1], whether no other token can be kept.
+    """
+
+    drawn: Drawn
+    crop_mass: Tensor
+    kept: Tensor
+    certified: Tensor
+    proven: Tensor
+
+
+@scope
+def sorted_list(op: Ops, logits: Tensor, found: Statistics, rows: Rows, vocab: int, length: int) -> List:
+    """The `length` largest of logits [batch, padded]; ONNX's TopK orders equal logits by index."""
+    narrow = without_padding(op, logits, vocab)
+    values, ids = op.TopK(narrow, op.constant([length], np.int64), axis=1)
+    return as_list(op, Candidates(values, ids, length), found, rows, vocab, ordered=True)
+
+
+@scope
+def as_list(op: Ops, candidates: Candidates, found: Statistics, rows: Rows, vocab: int, ordered: bool = False) -> List:
+    logits, count = candidates.logits, candidates.count
+    width = count if ordered else candidates.width
+    finite = op.Greater(logits, op.constant(-np.inf))
+    drop = op.Sub(logits, found.largest)
+    a = op.Max(op.Div(drop, rows.selection), op.constant(LEAST))
+    last = op.Gather(logits, op.constant([count - 1], np.int64), axis=1)
+    everything = op.constant(count == vocab, np.bool_)
+    return List(
+        logits=logits,
+        ids=candidates.ids,
+        count=count,
+        sorted=ordered,
+        positions=_numbers(op, width),
+        finite=finite,
+        drop=drop,
+        a=a,
+        weight=op.Exp(a),
+        size=_number(op, finite),
+        last=last,
+        complete=op.Or(everything, op.Equal(last, op.constant(-np.inf))),
+    )
+
+
+@scope
+def rule_path(op: Ops, best: List, ruled: RuleRows, found: Statistics, rows: Rows) -> RulePath:
+    one = op.constant(1, np.int64)
+    size, proven = _prefix(op, best, ruled, found, rows)
+    typical = ruled.has(op, "typical")
+    near, near_proven = _typical_if_any(op, best, ruled, found, typical)
+
+    def either(of_typical: Tensor, of_others: Tensor) -> Tensor:
+        return op.Or(op.And(typical, of_typical), op.And(op.Not(typical), of_others))
+
+    chosen = either(near, op.Less(best.positions, size))
+    kept = chosen
+    if not best.sorted:
+        kept = either(near, kept_candidates(op, _candidates(best), op.Sub(size, one)))
+    weight = op.Cast(op.Where(chosen, best.weight, op.constant(0.0)), to=best.dtype)
+    last = op.ReduceMax(_places(op, best, chosen), op.constant([1], np.int64), keepdims=1)
+    return RulePath(
+        drawn=_draw(op, best, chosen, last, rows),
+        crop_mass=op.Cast(op.ReduceSum(weight, op.constant([1], np.int64), keepdims=1), to=1),
+        kept=kept,
+        certified=op.Less(last, op.constant(CANDIDATES, np.int64)),
+        proven=either(near_proven, proven),
+    )
+
+
+def _candidates(best: List) -> Candidates:
+    return Candidates(best.logits, best.ids, best.count)
+
+
+def _numbers(op: Ops, count: int) -> Tensor:
+    """0..count - 1, int64. Only onnxruntime's form has lists that are too long for a constant."""
+    if count <= LONGEST:
+        return op.constant(np.arange(count), np.int64)
+    return op.Range(*(op.constant(value, np.int64) for value in (0, count, 1)))
+
+
+def _number(op: Ops, flags: Tensor) -> Tensor:
+    return op.ReduceSum(op.Cast(flags, to=7), op.constant([1], np.int64), keepdims=1)
+
+
+def _places(op: Ops, best: List, chosen: Tensor) -> Tensor:
+    """Positions of chosen tokens, else 0."""
+    return op.Where(chosen, best.positions, op.constant(0, np.int64))
+
+
+@scope
+def _prefix(op: Ops, best: List, ruled: RuleRows, found: Statistics, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Tokens of the prefix, int64 [batch, 1], at least 1, and whether it is proven."""
+    one = op.constant(1, np.int64)
+    kept = op.And(best.finite, op.GreaterOrEqual(best.drop, lowest_drop(op, ruled, found, rows)))
+    by_mass, sure_mass = _nucleus(op, best, ruled, found)
+    by_entropy, sure_entropy = _top_h(op, best, ruled, found)
+    by_cliff, sure_cliff = _min_k(op, best, ruled, found)
+    count = op.Cast(ruled.v0, to=7)
+    asked = ruled.choose(
+        op,
+        _number(op, kept),
+        top_k=lambda: count,
+        top_p=lambda: by_mass,
+        top_h=lambda: by_entropy,
+        min_k=lambda: by_cliff,
+    )
+    size = op.Max(op.Min(asked, best.size), one)
+    apart = op.Greater(op.GatherElements(best.logits, op.Sub(size, one), axis=1), best.last)
+    unsure = op.Or(
+        op.Or(op.And(ruled.has(op, "top_p"), op.Not(sure_mass)), op.And(ruled.has(op, "top_h"), op.Not(sure_entropy))),
+        op.And(ruled.has(op, "min_k"), op.Not(sure_cliff)),
+    )
+    return size, op.Or(best.complete, op.And(apart, op.Not(unsure)))
+
+
+@scope
+def _nucleus(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Tensor, Tensor]:
+    """The shortest prefix with the mass v0, and whether the list reaches it; everything for v0 = 1."""
+    everything = op.GreaterOrEqual(ruled.v0, op.constant(1.0))
+    target = op.Where(everything, op.constant(np.inf), op.Mul(ruled.v0, found.total))
+    return _shortest(op, best, best.weight, target)
+
+
+def _shortest(op: Ops, best: List, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of the shortest prefix with the mass `target`, at most all finite ones, and whether there is one."""
+    one = op.constant(1, np.int64)
+    enough = op.GreaterOrEqual(best.sums(op, weight), best.exact(op, target))
+    first = first_position(op, enough, best.positions, op.Sub(best.size, one))
+    return op.Add(first, one), op.Greater(_number(op, enough), op.constant(0, np.int64))
+
+
+def _pool(op: Ops, ruled: RuleRows, found: Statistics) -> Tensor:
+    """Tokens in Top-H's pool, int64 [batch, 1]."""
+    return op.Cast(op.Min(ruled.v1, found.finite), to=7)
+
+
+def _terms(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> Tensor:
+    """-w ln p of the tokens in Top-H's pool, else 0."""
+    terms = op.Mul(best.weight, op.Sub(found.log_total, best.a))
+    return op.Where(op.Less(best.positions, _pool(op, ruled, found)), terms, op.constant(0.0))
+
+
+@scope
+def entropy_of_pool(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> Tensor:
+    """The sum of -w ln p over Top-H's pool, of the listed tokens or of all: float32 [batch, 1]."""
+    listed = op.ReduceSum(_terms(op, best, ruled, found), op.constant([1], np.int64), keepdims=1)
+    every = op.Mul(found.total, op.Sub(found.log_total, found.mean))
+    return op.Where(op.GreaterOrEqual(ruled.v1, found.finite), every, listed)
+
+
+@scope
+def _top_h(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Tensor, Tensor]:
+    """Top-H's prefix, and whether it is the same whatever the pool's other tokens are.
+
+    Their terms are at most the last candidate's: -p ln p rises up to p = 1 / e.
+    """
+    one, count = op.constant(1, np.int64), best.count
+    pool, terms = _pool(op, ruled, found), _terms(op, best, ruled, found)
+    sums = best.sums(op, terms)
+    known, last = (
+        op.Gather(best.exact(op, part), op.constant([count - 1], np.int64), axis=1) for part in (sums, terms)
+    )
+    missing = op.Max(op.Sub(pool, op.constant(count, np.int64)), op.constant(0, np.int64))
+
+    def size(entropy: Tensor) -> Tensor:
+        limit = op.Mul(best.exact(op, ruled.v0), entropy)
+        some = op.Greater(limit, op.constant(0.0, _NUMPY[best.dtype]))
+        return op.Max(op.Min(_number(op, op.And(op.LessOrEqual(sums, limit), some)), pool), one)
+
+    least = size(known)
+    most = size(op.Add(known, op.Mul(last, op.Cast(missing, to=best.dtype))))
+    ends = op.Or(op.Equal(missing, op.constant(0, np.int64)), op.Less(least, op.constant(count, np.int64)))
+    return least, op.And(op.Equal(least, most), ends)
+
+
+_NUMPY = {1: np.float32, 11: np.float64}
+
+
+@scope
+def _min_k(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Tensor, Tensor]:
+    """Min-k's prefix, and whether no steeper drop can follow the listed ones."""
+    slope, cliff = steepest(op, best.logits)
+    behind = op.Add(op.Sub(best.last, found.largest), found.span)  # l_last - l_n
+    room = op.Div(behind, op.constant(float(best.count)))
+    return op.Max(cliff, flat_size(op, ruled, found)), op.Greater(slope, room)
+
+
+@scope
+def steepest(op: Ops, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest (l_i - l_(i+1)) / i of descending logits [batch, n], and its first i: [batch, 1]."""
+    axis, start = op.constant([1], np.int64), op.constant([0], np.int64)
+    here = op.Slice(logits, start, op.constant([-1], np.int64), axis)
+    following = op.Slice(logits, axis, op.constant([np.iinfo(np.int64).max], np.int64), axis)
+    ones = op.Cast(op.GreaterOrEqual(op.Abs(here), op.constant(0.0)), to=1)
+    number = op.CumSum(ones, op.constant(1, np.int64))
+    finite = op.Greater(following, op.constant(-np.inf))
+    decay = op.Where(finite, op.Div(op.Sub(here, following), number), op.constant(-1.0))
+    slope = op.ReduceMax(decay, axis, keepdims=1)
+    before = op.Where(op.GreaterOrEqual(decay, slope), number, op.constant(np.inf))
+    return slope, op.Cast(op.ReduceMin(before, axis, keepdims=1), to=7)
+
+
+@scope
+def flat_size(op: Ops, ruled: RuleRows, found: Statistics) -> Tensor:
+    """floor(tau / span), cut to the finite tokens: int64 [batch, 1]; of equal logits all for tau > 0, else none."""
+    zero = op.constant(0.0)
+    span = op.Where(op.Greater(found.span, zero), found.span, op.constant(1.0))
+    size = op.Floor(op.Min(op.Div(ruled.v0, span), found.finite))
+    everything = op.Where(op.Greater(ruled.v0, zero), found.finite, zero)
+    return op.Cast(op.Where(op.Greater(found.span, zero), size, everything), to=7)
+
+
+def _typical_if_any(op: Ops, best: List, ruled: RuleRows, found: Statistics, typical: Tensor) -> tuple[Tensor, Tensor]:
+    """`_typical`, but long lists, which only onnxruntime's form has, are not sorted by distance in vain."""
+    if best.count <= LONGEST:
+        return _typical(op, best, ruled, found)
+    near, proven = op.branch(
+        all_true(op, op.Not(typical)), lambda: [best.finite, typical], lambda: _typical(op, best, ruled, found)
+    )
+    return near, proven
+
+
+@scope
+def _typical(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Tensor, Tensor]:
+    """The tokens nearest to the mean of a with the mass v0, bool [batch, width], and whether they are proven.
+
+    Other tokens have a at most the last one's. Where ids do not order equal logits, the cut must not separate equal
+    distances.
+    """
+    axis, width = op.constant(1, np.int64), op.Shape(best.logits, start=1, end=2)
+    distance = op.Where(best.finite, op.Abs(op.Sub(best.a, found.mean)), op.constant(np.inf))
+    ordered, place = op.TopK(distance, width, axis=1, largest=0)
+    weight = op.GatherElements(op.Where(best.finite, best.weight, op.constant(0.0)), place, axis=1)
+    count, reached = _shortest(op, best, weight, op.Mul(ruled.v0, found.total))
+    cut = op.GatherElements(ordered, op.Sub(count, op.constant(1, np.int64)), axis=1)
+    nearer, equal = op.Less(distance, cut), op.Equal(distance, cut)
+    room = op.Sub(count, _number(op, nearer))
+    tied = op.And(equal, op.LessOrEqual(op.CumSum(op.Cast(equal, to=7), axis), room))
+    last = op.Gather(best.a, op.constant([best.count - 1], np.int64), axis=1)
+    outside = op.And(reached, op.Greater(op.Sub(found.mean, last), cut))
+    proven = op.Or(best.complete, outside)
+    if not best.sorted:
+        proven = op.And(proven, op.Equal(_number(op, equal), room))
+    return op.Or(nearer, tied), proven
+
+
+@scope
+def _draw(op: Ops, best: List, chosen: Tensor, final: Tensor, rows: Rows) -> Drawn:
+    """Draw from the positions `chosen`, bool [batch, width], of which `final` is the last."""
+    axis = op.constant([1], np.int64)
+    logits = op.Where(chosen, best.logits, op.constant(-np.inf))
+    drop = op.Div(op.Sub(logits, op.ReduceMax(logits, axis, keepdims=1)), rows.temperature)
+    mass = best.sums(op, op.Exp(drop))
+    total = op.GatherElements(mass, final, axis=1)
+    reached = op.Greater(mass, op.Mul(best.exact(op, rows.uniform), total))
+    position = first_position(op, reached, best.positions, final)
+    token = op.GatherElements(best.ids, position, axis=1) if best.sorted else token_at(op, _candidates(best), position)
+    # Logarithms are taken of whole rows, before the gather, so that a row's bits do not depend on its place.
+    log_total = op.Cast(op.GatherElements(op.Log(mass), final, axis=1), to=1)
+    return Drawn(token, op.Sub(op.GatherElements(drop, position, axis=1), log_total), _number(op, chosen))

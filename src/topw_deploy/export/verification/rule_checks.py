@@ -1,0 +1,61 @@
+"""Compare the sampler node under other rules than Top-W with their definitions in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import numpy as np
+
+from topw_deploy.export.verification.probe import SamplerProbe
+from topw_deploy.export.verification.sampler_checks import LOGPROB_BOUND
+from topw_deploy.manifest import Check
+from topw_deploy.sampling import FLOAT32_TIES, Row, RuleParameters, TopWParameters, sample_row
+
+RULES = (
+    RuleParameters(top_k=20),
+    RuleParameters(top_p=0.9),
+    RuleParameters(min_p=0.05),
+    RuleParameters(rule="top_h"),
+    RuleParameters(typical_p=0.9),
+    RuleParameters(eta_cutoff=0.02),
+    RuleParameters(rule="top_n_sigma"),
+    RuleParameters(rule="none"),
+)
+_UNIFORM = (0.1, 0.5, 0.9)
+
+
+def rule_checks(
+    probe: SamplerProbe, defaults: TopWParameters, logits: np.ndarray, title: str = "sampler"
+) -> Iterator[Check]:
+    """Compare kept sizes, certificates, tokens and log-probabilities on `logits` [n, vocab], in batches of all rules.
+
+    Temperatures are 1 and 1.7. Answers that rounding may decide (docs/contract/rules.md, section 2) are not judged.
+    """
+    cases = [
+        (rule, TopWParameters(**{**asdict(defaults), "temperature": temperature}), uniform)
+        for rule in RULES
+        for temperature in (1.0, 1.7)
+        for uniform in _UNIFORM
+    ]
+    wrong, ties, worst = 0, 0, 0.0
+    for row in logits:
+        rules, parameters, uniform = (list(column) for column in zip(*cases, strict=True))
+        found = probe.run(np.repeat(row[None], len(cases), 0), [asdict(p) for p in parameters], uniform, None, rules)
+        for index, (rule, chosen, u) in enumerate(cases):
+            wanted = sample_row(row, chosen, uniform=u, rule=rule.code, rule_values=rule.values)
+            if wanted.ties.allow(FLOAT32_TIES) or wanted.draw_margin <= FLOAT32_TIES.draw:
+                ties += 1
+                continue
+            answer = {name: value[index] for name, value in found.items()}
+            wrong += not _same(wanted, answer)
+            # np.maximum keeps NaN, which fails
+            worst = float(np.maximum(worst, abs(float(answer["logprob"]) - wanted.logprob)))
+    detail = f"{len(logits) * len(cases)} rows, {len(RULES)} rules, {ties} on a tie"
+    yield Check(f"{title} rules", wrong == 0, float(wrong), 0.0, detail)
+    yield Check(f"{title} rules' log-probabilities", worst <= LOGPROB_BOUND, worst, LOGPROB_BOUND, detail)
+
+
+def _same(wanted: Row, found: dict[str, np.ndarray]) -> bool:
+    names = ("kept", "certified", "next_token")
+    return all(found[name] == getattr(wanted, name) for name in names)

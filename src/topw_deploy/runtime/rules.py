@@ -1,0 +1,71 @@
+"""Sampling rules of a batch (docs/contract/rules.md): the graph's inputs `rule` and `rule_values`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.runtime.protocols import Binding
+from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES, RuleParameters
+
+NAMES = ("rule", "rule_values")
+TOP_W = RuleParameters()
+
+
+class Rules:
+    """Every row's rule; Top-W at first.
+
+    arrays: by input name; int32 [rows] and float32 [rows, 2].
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.arrays = {"rule": np.zeros(rows, np.int32), "rule_values": np.zeros((rows, 2), np.float32)}
+
+    def set(self, row: int, rule: RuleParameters) -> None:
+        self.arrays["rule"][row] = rule.code
+        self.arrays["rule_values"][row] = rule.values
+
+    def clear(self, row: int) -> None:
+        self.set(row, TOP_W)
+
+    def bind(self, binding: Binding, rows: slice = slice(None)) -> None:
+        """Bind adjacent `rows`."""
+        for name, array in self.arrays.items():
+            binding.bind_array(name, array[rows])
+
+    @staticmethod
+    def refresh(binding: Binding) -> None:
+        for name in NAMES:
+            binding.refresh(name)
+
+
+def rule_of(get: Callable[[str], Any], own: Mapping[str, Any]) -> RuleParameters:
+    """The rule that the parameters `own` name or imply.
+
+    get: name -> value from any source, or None: for values of a rule that `own` names without them.
+
+    Raises ParameterError as `RuleParameters`.
+    """
+    rule = str(own.get("rule"))
+    wanted = RULES[rule].values if rule in RULES else ()
+    others = {value.name: get(value.name) for value in wanted}
+    return RuleParameters(**{**others, **own})
+
+
+def rule_names(stated: Mapping[str, Any], off: Callable[[str, Any], bool], *, implied: bool) -> frozenset[str]:
+    """Which rule parameters of a `generation_config` take effect: those of the rule that it names.
+
+    off: whether a value disables its method.
+    implied: whether parameters of one rule, without a name, choose it. A model's own file does not: its rule is Top-W.
+    """
+    own = {name: value for name, value in stated.items() if name in RULE_PARAMETER_NAMES and value is not None}
+    rule = own.get("rule")
+    if rule is None and implied:
+        found = {RULE_OF_VALUE[name].name for name, value in own.items() if not off(name, value)}
+        rule = found.pop() if len(found) == 1 else None
+    if rule is None:
+        return frozenset()
+    values = RULES[rule].values if isinstance(rule, str) and rule in RULES else ()
+    return frozenset({"rule", *(value.name for value in values)})

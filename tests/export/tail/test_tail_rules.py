@@ -1,0 +1,247 @@
+"""Sampling rules beside Top-W in every form of the function, against their definitions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from tests.support.masks import packed, some_allowed
+from tests.support.tail_cases import (
+    FORMS,
+    Case,
+    Scenario,
+    Tally,
+    embedding_table,
+    feeds,
+    graph,
+    random_case,
+    reference,
+    run,
+)
+from topw_deploy.export.tail import TailSpec, build_tail
+from topw_deploy.export.tail.ops import Eager
+from topw_deploy.export.tail.rules.inputs import INTERVALS
+from topw_deploy.export.tail.rules.search import largest_threshold
+from topw_deploy.sampling import Geometry, apply_mask
+from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+from topw_deploy.sampling.rules import RULES, RULES_BY_CODE
+
+SORTED, SEARCHED = 300, 4096
+"""Vocabularies: below and above the 3840 tokens that portable and static sort."""
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "top_w": ((0,),),
+    "top_k": ((1,), (50,), (64,), (65,), (1000,), (1 << 24,)),
+    "top_p": ((1,), (0.999,), (0.9,), (0.5,), (1e-3,)),
+    "min_p": ((0,), (1,), (0.05,), (1e-3,)),
+    "top_h": ((0.4, 100), (0.9, 64), (1, 10), (0.1, 1000), (0.4, 1 << 24)),
+    "typical": ((0.2,), (0.9,), (0.999,)),
+    "epsilon": ((3e-4,), (0.1,)),
+    "eta": ((3e-4,), (0.1,)),
+    "top_n_sigma": ((0,), (0.5,), (1,), (3,)),
+    "p_less": ((0,),),
+    "min_k": ((0,), (3,), (1e4,)),
+    "none": ((0,),),
+}
+PLAIN = {name: getattr(TopWParameters(), name) for name in TopWParameters.__slots__}
+
+
+@cache
+def opened(form: str, vocab: int, metric: str = "cosine") -> tuple[Scenario, Geometry, ort.InferenceSession]:
+    scenario = Scenario(TopWOptions(top_m=20, metric=metric), vocab, 8, "plain", 0)
+    table = embedding_table(scenario)
+    geometry = Geometry.from_embeddings(table, metric) if metric != "uniform" else Geometry.uniform()
+    return scenario, geometry, graph(scenario, form, table, geometry)
+
+
+def values_of(rng: np.random.Generator, name: str) -> tuple[float, float]:
+    v0, *v1 = VALUES[name][rng.integers(len(VALUES[name]))]
+    return float(np.float32(v0)), float(v1[0]) if v1 else 0.0
+
+
+def with_rule(rng: np.random.Generator, case: Case) -> Case:
+    name = str(rng.choice(list(RULES)))
+    return replace(case, rule=RULES[name].code, rule_values=values_of(rng, name), regime=f"{name}, {case.regime}")
+
+
+def by_hand(logits: Any, name: str, *values: float, **changes: float) -> Case:
+    v0, v1, *_ = (*values, 0.0, 0.0)
+    parameters = PLAIN | changes
+    return Case(np.array(logits, np.float32), parameters, 0.0, name, RULES[name].code, (v0, v1))
+
+
+def unexplained(form: str, vocab: int, cases: list[Case], metric: str = "cosine") -> list[str]:
+    scenario, geometry, session = opened(form, vocab, metric)
+    found, tally = run(session, feeds(cases)), Tally()
+    for index, case in enumerate(cases):
+        wanted = reference(scenario, geometry, case)
+        tally.add(f"{form} {vocab}", case, wanted, {name: value[index] for name, value in found.items()})
+    return tally.unexplained
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("vocab", "metric"), [(33, "uniform"), (SORTED, "cosine"), (SEARCHED, "uniform")])
+def test_mixed_batches_equal_the_definitions(form: str, vocab: int, metric: str) -> None:
+    rng = np.random.default_rng(vocab)
+    cases = [with_rule(rng, random_case(rng, vocab)) for _ in range(96)]
+    assert len({case.rule for case in cases}) == len(RULES)
+    assert unexplained(form, vocab, cases, metric) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("vocab", [1, 64, SORTED, 3841, 8192])
+def test_many_mixed_batches_equal_the_definitions(form: str, vocab: int) -> None:
+    rng = np.random.default_rng(vocab + 1)
+    for _ in range(20):
+        cases = [with_rule(rng, random_case(rng, vocab)) for _ in range(48)]
+        assert unexplained(form, vocab, cases) == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("vocab", [SORTED, SEARCHED])
+def test_sets_beyond_the_candidates_are_drawn_and_kept_by_the_order_of_ids(form: str, vocab: int) -> None:
+    levels = np.repeat([2.0, 1.0, -1e30], [100, 100, vocab - 200])
+    logits = np.random.default_rng(0).permutation(levels)
+    cases = [
+        by_hand(logits, "top_k", 150),
+        by_hand(logits, "top_k", 199, temperature=3.0),
+        by_hand(logits, "top_k", 250),
+        by_hand(logits, "top_p", 0.6),
+        by_hand(logits, "none"),
+        by_hand(logits, "min_k", 0.0),
+        by_hand(logits, "typical", 0.75),
+        by_hand(logits, "top_h", 1.0, 170),
+        by_hand(logits, "top_h", 0.5, vocab),
+    ]
+    cases = [replace(case, uniform=uniform) for case in cases for uniform in (0.0, 0.7301, 0.99999)]
+    assert unexplained(form, vocab, cases) == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("vocab", [SORTED, SEARCHED])
+def test_masks_and_edits_come_before_the_rule(form: str, vocab: int) -> None:
+    scenario, geometry, session = opened(form, vocab)
+    rng = np.random.default_rng(7)
+    cases = [with_rule(rng, random_case(rng, vocab)) for _ in range(24)]
+    flags = np.stack([some_allowed(rng, vocab, "half") for _ in cases])
+    words = packed(flags)
+    inputs = feeds(cases, edits=1) | {"allowed": words}
+    best = np.array([np.where(row, case.logits, -np.inf).argmax() for row, case in zip(flags, cases, strict=True)])
+    inputs["edit_ids"][:, 0], inputs["edit_bias"][:, 0] = best, -np.inf
+    found, tally = run(session, inputs), Tally()
+    for index, case in enumerate(cases):
+        logits = apply_mask(case.logits, words[index])
+        logits[best[index]] = -np.inf
+        wanted = reference(scenario, geometry, replace(case, logits=logits))
+        tally.add(form, case, wanted, {name: value[index] for name, value in found.items()})
+    assert tally.unexplained == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_have_the_same_bits_beside_rows_of_other_rules(form: str) -> None:
+    rng = np.random.default_rng(3)
+    *_, session = opened(form, SEARCHED)
+    top_w = [random_case(rng, SEARCHED) for _ in range(6)]
+    others = [with_rule(rng, random_case(rng, SEARCHED)) for _ in range(6)]
+    for own, further in ((top_w, others), (others, top_w)):
+        alone, together = run(session, feeds(own)), run(session, feeds([*further, *own]))
+        for name, values in alone.items():
+            assert np.array_equal(values, together[name][6:]), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", RULES)
+def test_a_greedy_row_keeps_its_best_token_under_every_rule(form: str, name: str) -> None:
+    *_, session = opened(form, SORTED)
+    logits = np.zeros(SORTED, np.float32)
+    logits[[17, 200]] = 3.0
+    values = values_of(np.random.default_rng(0), name)
+    found = run(session, feeds([replace(by_hand(logits, name, *values, temperature=0.0), uniform=0.99)]))
+    assert found["next_token"].tolist() == [17]
+    assert found["kept"].tolist() == [1]
+    assert found["certified"].tolist() == [True]
+    assert found["logprob"].tolist() == [0.0]
+    assert found["mass"].tolist() == [1.0]
+
+
+WRONG = [
+    ("top_k", (0, 0)), ("top_k", (2.5, 0)), ("top_k", (2.0**24 + 2, 0)), ("top_k", (np.nan, 0)),
+    ("top_p", (0, 0)), ("top_p", (1.5, 0)), ("min_p", (-0.1, 0)), ("min_p", (1.1, 0)), ("top_h", (0, 100)),
+    ("top_h", (0.4, 0)), ("top_h", (0.4, 1.5)), ("typical", (1, 0)), ("epsilon", (0, 0)), ("eta", (1, 0)),
+    ("top_n_sigma", (-1, 0)), ("top_n_sigma", (np.inf, 0)), ("min_k", (np.nan, 0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_unknown_codes_and_values_outside_their_intervals_make_the_row_invalid(form: str) -> None:
+    *_, session = opened(form, SORTED)
+    logits = np.linspace(0, 5, SORTED).astype(np.float32)
+    cases = [by_hand(logits, name, *values, temperature=t) for name, values in WRONG for t in (0.0, 1.0)]
+    cases += [replace(by_hand(logits, "none"), rule=code) for code in (-1, 12, 2**31 - 1, -(2**31))]
+    cases.append(by_hand(logits, "none", np.nan, np.inf))  # unused values have no effect
+    cases.append(by_hand(logits, "top_w", np.nan, np.inf))
+    found = run(session, feeds(cases))
+    for name, nothing in (("next_token", -1), ("kept", 0), ("certified", False), ("logprob", 0), ("mass", 0)):
+        assert (found[name][:-2] == nothing).all(), name
+    assert not found["keep_mask"][:-2].any()
+    assert (found["next_token"][-2:] >= 0).all()
+
+
+def test_the_intervals_are_those_of_the_definitions() -> None:
+    for code, rule in RULES_BY_CODE.items():
+        bounds = INTERVALS.get(rule.name, ())
+        assert len(bounds) == len(rule.values), code
+        for value, (low, high) in zip(rule.values, bounds, strict=True):
+            for inside in (low, high):
+                assert value.valid(inside), (rule.name, inside)
+            assert not value.valid(float(np.nextafter(np.float32(low), np.float32(-np.inf))))
+            assert high == np.finfo(np.float32).max or not value.valid(
+                np.nextafter(np.float32(high), np.float32(np.inf))
+            )
+
+
+@pytest.mark.parametrize("kind", ["normal", "tiny", "extreme", "equal"])
+def test_the_search_finds_the_threshold_exactly(kind: str) -> None:
+    rng, op = np.random.default_rng(1), Eager(18)
+    keys = {
+        "normal": rng.standard_normal(256),
+        "tiny": rng.standard_normal(256) * 1e-42,
+        "extreme": rng.choice([-3e38, -1e30, -1.0, 0.0, 1e-45, 3.4e38], 256),
+        "equal": np.full(256, -7.25),
+    }[kind].astype(np.float32)
+    for count in (1, 2, 100, 256):
+
+        def sums(thresholds: Any, keys: np.ndarray = keys) -> np.ndarray:
+            return (keys >= _array(thresholds)).sum(axis=3, keepdims=True).astype(np.float32)
+
+        limit = np.full((1, 1, 1, 1), count - 1, np.float32)
+        assert _array(largest_threshold(op, sums, limit)).item() == np.sort(keys)[::-1][count - 1]
+    unreachable = np.full((1, 1, 1, 1), 256, np.float32)
+    assert _array(largest_threshold(op, sums, unreachable)).item() == np.finfo(np.float32).min
+
+
+def test_long_vocabularies_are_searched_without_a_longer_sort_than_tensorrt_has() -> None:
+    for form in ("portable", "static"):
+        spec = TailSpec(options=TopWOptions(metric="uniform"), vocab_size=5000, form=form)
+        sizes = [
+            int(node.inputs[1].producer().attributes["value"].as_tensor().numpy()[0])
+            for graph_ in _graphs(build_tail(spec).graph)
+            for node in graph_
+            if node.op_type == "TopK" and node.inputs[1].producer().op_type == "Constant"
+        ]
+        assert max(sizes) == 3840
+
+
+def _array(tensor: Any) -> np.ndarray:
+    return np.asarray(tensor.value if hasattr(tensor, "value") else tensor)
+
+
+def _graphs(graph_: Any) -> list[Any]:
+    inner = [a.as_graph() for node in graph_ for a in node.attributes.values() if a.type.name == "GRAPH"]
+    return [graph_, *(g for each in inner for g in _graphs(each))]

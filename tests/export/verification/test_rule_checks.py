@@ -1,0 +1,63 @@
+"""Verification notices a sampler that errs under other rules than Top-W."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from topw_deploy.export.sampler_only import export_sampler, sampler_request
+from topw_deploy.export.verification.probe import SamplerProbe
+from topw_deploy.export.verification.rule_checks import rule_checks
+from topw_deploy.sampling import TopWParameters
+from topw_deploy.sampling.parameters import TopWOptions
+
+VOCAB = 90
+LOGITS = (np.random.default_rng(0).standard_normal((2, VOCAB)) * 2).astype(np.float32)
+
+
+class Changed:
+    """A probe whose answers `change` changes."""
+
+    def __init__(self, probe: SamplerProbe, change: Callable[[dict[str, Any]], None]) -> None:
+        self._probe, self._change = probe, change
+
+    def run(self, *given: Any) -> dict[str, Any]:
+        found = {name: np.array(value) for name, value in self._probe.run(*given).items()}
+        self._change(found)
+        return found
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> SamplerProbe:
+    folder = tmp_path_factory.mktemp("sampler") / "out"
+    options = TopWOptions(metric="uniform")
+    export_sampler(sampler_request(vocab_size=VOCAB, output=folder, options=options, verify=False))
+    return SamplerProbe(folder)
+
+
+def spoil(name: str, row: int, change: float) -> Callable[[dict[str, Any]], None]:
+    def spoiled(found: dict[str, Any]) -> None:
+        found[name][row] = not found[name][row] if found[name].dtype == np.bool_ else found[name][row] + change
+
+    return spoiled
+
+
+def passed(probe: SamplerProbe, change: Callable[[dict[str, Any]], None]) -> list[bool]:
+    return [check.passed for check in rule_checks(Changed(probe, change), TopWParameters(), LOGITS)]  # type: ignore[arg-type]
+
+
+def test_a_right_sampler_passes(probe: SamplerProbe) -> None:
+    assert passed(probe, lambda found: None) == [True, True]
+
+
+@pytest.mark.parametrize("name", ["kept", "next_token", "certified"])
+def test_a_wrong_answer_fails(probe: SamplerProbe, name: str) -> None:
+    assert passed(probe, spoil(name, 13, 1)) == [False, True]
+
+
+def test_wrong_log_probabilities_fail(probe: SamplerProbe) -> None:
+    assert passed(probe, spoil("logprob", 13, 1e-3)) == [True, False]
+    assert passed(probe, spoil("logprob", 13, np.nan)) == [True, False]
