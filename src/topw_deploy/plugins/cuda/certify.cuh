@@ -4,16 +4,19 @@
 
 #include "candidates.cuh"
 #include "chunk.cuh"
+#include "statistics.cuh"
 
 namespace topw {
 
 constexpr unsigned kCertifyThreads = 256;
 constexpr unsigned kCertifyBlocks = 4;  // per multiprocessor, limited by registers; some have threads for only three
 
-enum class Way : int32_t { invalid, keep_best, settle, open };
+enum class Way : int32_t { invalid, keep_best, settle, open, rule };
 
 struct RowPlan {  // in shared memory, from one thread to all
   Parameters P;
+  GivenRule given;
+  RulePlan rule;
   Cooling selection;
   double gap;
   float edge;
@@ -24,10 +27,14 @@ struct RowPlan {  // in shared memory, from one thread to all
 __device__ __forceinline__ int32_t parameter_thread() { return block_size() - kWarp; }
 
 // By parameter_thread, while the maxima load.
-__device__ inline void take_parameters(const Call &call, const GivenParameters &given, RowPlan &plan) {
-  const bool valid = plan.P.take(given);
+__device__ inline void take_parameters(const Call &call, const GivenParameters &given, const GivenRule &rule,
+                                       RowPlan &plan) {
+  const bool valid = plan.P.take(given) && is_valid(rule);
+  plan.given = rule;
   plan.way = !valid ? Way::invalid
-             : plan.P.greedy || (plan.P.c <= 0 && plan.P.scale >= 0) ? Way::keep_best
+             : plan.P.greedy ? Way::keep_best
+             : rule.rule() != RuleCode::top_w ? Way::rule
+             : (plan.P.c <= 0 && plan.P.scale >= 0) ? Way::keep_best
              : plan.P.scale < 0 ? Way::open : Way::settle;
   // The kept mass is at most the vocabulary's.
   plan.selection = cooling_of(plan.P.selection);
@@ -41,6 +48,19 @@ __device__ inline void decide(float top, const Call &call, int64_t row, RowPlan 
   RowState &state = call.workspace.rows[row];
   state.parameters = plan.P;
   state.top = top;
+  state.has_rule = plan.way == Way::rule;
+}
+
+// What the row's rule keeps, here and for the second launch. Ends with a barrier.
+__device__ TOPW_OUT_OF_LINE inline void plan_rule(const Call &call, int64_t row, float top, RowPlan &plan) {
+  if (warp_index() == 0) {
+    const RowNumbers numbers = added_units(call, row, plan.P, top, needs_of(plan.given));
+    if (lane_index() == 0) {
+      make_plan(plan.given, plan.P, top, numbers, plan.rule);
+      call.workspace.rows[row].plan = plan.rule;
+    }
+  }
+  __syncthreads();
 }
 
 __device__ inline void answer_invalid(const Call &call, int64_t row) {
@@ -100,25 +120,30 @@ __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima
 
 // The rest of a row, by its last block.
 template <class Logit>
-__device__ void finish_or_open(const Call &call, int64_t row, const GivenParameters &given, CandidateLists &lists) {
+__device__ void finish_or_open(const Call &call, int64_t row, const GivenParameters &given, const GivenRule &rule,
+                               CandidateLists &lists) {
   TOPW_SHARED(RowPlan, plan);
   TOPW_SHARED(BlockScratch, scratch);
   CandidateRoom &room = *reinterpret_cast<CandidateRoom *>(dynamic_shared());
   float *const maxima = reinterpret_cast<float *>(dynamic_shared() + sizeof(CandidateRoom));
 
-  if (own_index() == parameter_thread()) take_parameters(call, given, plan);
+  if (own_index() == parameter_thread()) take_parameters(call, given, rule, plan);
   const float top = block_reduce(load_maxima(call, row, maxima), Larger(), scratch);
   if (own_index() == 0) decide(top, call, row, plan);
   __syncthreads();
   const LogitRow logits(call, row);
-  const Way way = plan.way;
+  Way way = plan.way;
+  if (way == Way::rule) {
+    plan_rule(call, row, top, plan);
+    if (plan.rule.limit == Limit::first) way = Way::keep_best;
+  }
   if (way == Way::invalid) {
     if (own_index() == 0) answer_invalid(call, row);
     return;
   }
   Candidates<Logit> candidates(call, logits, plan.P, plan.selection, top, room, maxima, lists, scratch);
-  bool settled = way == Way::settle && candidates.settle(plan.edge);
-  Kept kept = {candidates.keys(), candidates.kept(), true};
+  bool settled = way == Way::settle ? candidates.settle(plan.edge) : way == Way::rule && candidates.settle_rule(plan.rule);
+  Kept kept = {candidates.keys(), candidates.kept(), way == Way::settle || candidates.kept() <= kCertifiedRank};
   if (way == Way::keep_best) {
     keep_best<Logit>(logits, top, maxima, room.keys, scratch);
     kept = {room.keys, 1, true};
@@ -153,6 +178,7 @@ __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const
   let_next_begin();
   TOPW_SHARED(CandidateLists, lists);
   const int64_t row = blockIdx.x / static_cast<unsigned>(call.chunks);
+  const bool has_rule = __ldg(call.inputs.rule + row) != static_cast<int32_t>(RuleCode::top_w);
   const int32_t first = static_cast<int32_t>(blockIdx.x % static_cast<unsigned>(call.chunks)) * call.chunk_groups;
   const int32_t end = first + call.chunk_groups, groups = static_cast<int32_t>(call.groups);
   const Chunk chunk = {row, first, end < groups ? end : groups};
@@ -166,9 +192,14 @@ __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const
   }
   if (call.outputs.keep_mask) clear_keep_mask(call, chunk);
   if (call.outputs.mass) weigh_chunk(call, chunk);
+  if (has_rule) measure_units(call, chunk);
   GivenParameters given = {};  // loaded now, available with the ticket
-  if (own_index() == parameter_thread()) given = given_parameters(call.inputs, row);
-  if (last_of_row(call, row)) finish_or_open<Logit>(call, row, given, lists);
+  GivenRule rule = {};
+  if (own_index() == parameter_thread()) {
+    given = given_parameters(call.inputs, row);
+    rule = given_rule(call.inputs, row);
+  }
+  if (last_of_row(call, row)) finish_or_open<Logit>(call, row, given, rule, lists);
 }
 
 }  // namespace topw

@@ -5,6 +5,8 @@
 #include "alternation.h"
 #include "finish.h"
 #include "pool.h"
+#include "rule_scan.cuh"
+#include "whole_row.cuh"
 
 namespace topw {
 
@@ -72,6 +74,28 @@ __device__ inline PoolSums weigh(const Parameters &P, float top, int32_t size, c
   return {size, k0, K};
 }
 
+// Answers a row with another rule than Top-W: from its pool, or from all its tokens if the pool does not decide.
+__device__ TOPW_OUT_OF_LINE inline void answer_rule(const Call &call, int32_t row, const RowState &state,
+                                                    const LogitRow &logits, const Memory &memory, const Room &room,
+                                                    Job &job, Leader &leader, BlockScratch &scratch) {
+  TOPW_SHARED(FoundBin, found);
+  TOPW_SHARED(Cooling, selection);
+  const int32_t most = static_cast<int32_t>(pool_size(call.options, call.inputs.vocab));
+  if (own_index() == 0) selection = cooling_of(state.parameters.selection);
+  PoolTaker taker(logits, state.top, most, room.keys, room.capacity, job, memory, leader, scratch);
+  const int32_t size = taker.run();
+  RuleScan scan(state.plan, selection, state.top, {room.keys, size, size < most}, room.sums[0], scratch);
+  const int32_t kept = scan.run();
+  if (kept > 0) {
+    finish_row(call, row, state.parameters, state.top, {room.keys, kept, kept <= kCertifiedRank},
+               {TOPW_POOL, size, 0, 0, 0, 0}, room.sums[0], scratch);
+    return;
+  }
+  RowSearch search(logits, job, memory, leader, found, scratch);
+  WholeRow whole(call, row, state, {room.keys, room.capacity}, memory, search, scratch);
+  whole.run();
+}
+
 // Answers a row from its pool, by its leading block.
 __device__ inline void answer_row(const Call &call, int32_t row, const Memory &memory, int32_t helpers, Leader &leader,
                                   BlockScratch &scratch) {
@@ -82,6 +106,7 @@ __device__ inline void answer_row(const Call &call, int32_t row, const Memory &m
   const LogitRow logits(call, row);
   Job job = {};
   job.row = row;
+  if (state.has_rule) return answer_rule(call, row, state, logits, memory, room, job, leader, scratch);
   PoolTaker taker(logits, state.top, most, room.keys, room.capacity, job, memory, leader, scratch);
   const PoolSums pool = weigh(P, state.top, taker.run(), memory, room, scratch);
 
@@ -199,6 +224,18 @@ class OpenRows {
   __device__ void work_on(const Memory &memory, Board *board, Claim &claim, BlockScratch &scratch) const {
     const Job job = load_written(memory.job);
     const LogitRow logits(call_, job.row);
+    if (job.work >= Work::fill_bins) {
+      BinReader reader(logits, job, memory, scratch);
+      work_off(board, claim, [&](int32_t item) {
+        if (job.work == Work::fill_bins)
+          reader.fill(item);
+        else if (job.work == Work::take_chosen)
+          reader.take_chosen(item);
+        else
+          reader.mark(item, call_.outputs.keep_mask + job.row * call_.inputs.vocab);
+      });
+      return;
+    }
     if (job.work == Work::take_tokens || job.work == Work::count_steps) {
       PoolReader reader(logits, job, memory, scratch);
       work_off(board, claim, [&](int32_t item) {
@@ -227,7 +264,8 @@ inline size_t geometry_shared_bytes(const topw_cuda_shape &shape, unsigned threa
   int64_t leading = crop::sorting_bytes(pool);
   if (pool <= crop::kSumsInShared) leading += 2 * pool * static_cast<int64_t>(sizeof(double));
   const int64_t tiles = shape.options.metric == TOPW_UNIFORM ? 0 : crop::tile_bytes(threads);
-  return static_cast<size_t>(leading > tiles ? leading : tiles);
+  const int64_t helping = tiles > crop::kBinBytes ? tiles : crop::kBinBytes;
+  return static_cast<size_t>(leading > helping ? leading : helping);
 }
 
 __global__ void __launch_bounds__(kGeometryThreads, kGeometryBlocks) geometry(const __grid_constant__ Call call) {

@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 /* Incremented if these functions or the workspace size change; a TensorRT engine stores both. */
-#define TOPW_CUDA_ABI_VERSION 3
+#define TOPW_CUDA_ABI_VERSION 4
 
 /* Upper bounds of a call; they determine its scratch memory. */
 typedef struct {

@@ -1,0 +1,163 @@
+// The rules beside Top-W (docs/contract/rules.md): a row's rule, and what it asks of the row's best tokens.
+//
+// With y_i = (top - l_i) / Ts and w_i = exp(-y_i), a probability is w_i / Z. Every rule but `typical` keeps a prefix of
+// the tokens by (logit descending, id ascending).
+#ifndef TOPW_CUDA_RULES_H
+#define TOPW_CUDA_RULES_H
+
+#include <float.h>
+#include <math.h>
+
+#include "../native/parameters.h"
+#include "platform.h"
+
+namespace topw {
+
+enum class RuleCode : int32_t {
+  top_w, top_k, top_p, min_p, top_h, typical, epsilon, eta, top_n_sigma, p_less, min_k, none
+};  // fmt: skip
+
+// As given: a code, perhaps unknown, and its two values.
+struct GivenRule {
+  int32_t code;
+  float first, second;
+
+  __device__ RuleCode rule() const { return static_cast<RuleCode>(code); }
+};
+
+__device__ inline GivenRule given_rule(const topw_inputs &inputs, int64_t row) {
+  return {inputs.rule[row], inputs.rule_values[2 * row], inputs.rule_values[2 * row + 1]};
+}
+
+// Numbers of the whole row that a rule needs (statistics.cuh).
+enum class Needs : int32_t { nothing, weights, spread };
+
+struct RowNumbers {
+  double rest, surprise, squares;   // weights: Z - 1, the sum of w y, the sum of w^2 less 1
+  double count, lowest, deviation;  // spread: of the finite logits; the unbiased standard deviation
+};
+
+enum class Limit : int32_t { first, edge, count, mass, entropy, cliff, typical };
+
+// What ends the kept tokens.
+struct RulePlan {
+  Limit limit;
+  float edge;      // edge: the least logit kept
+  int32_t count;   // count: the tokens kept; entropy: the pool; cliff: the fewest tokens kept
+  int32_t finite;  // cliff: the finite logits
+  double target;   // mass, typical: the mass to reach; entropy: alpha; cliff: the least finite logit
+  double center;   // entropy: ln Z; typical: the mean of y
+  double total;    // mass, typical: Z; entropy: the sum of w (y + ln Z)
+};
+
+constexpr int32_t kCertifiedRank = 64;  // a row is certified if every kept token is among this many best
+constexpr float kMostCount = 16777216;  // of top_k and top_h_pool: whole numbers up to here are exact
+
+__device__ inline bool whole_count(float value) { return value >= 1 && value <= kMostCount && value == floorf(value); }
+
+__device__ inline bool is_valid(const GivenRule &given) {
+  const float v = given.first;
+  switch (given.rule()) {
+    case RuleCode::top_w:
+    case RuleCode::p_less:
+    case RuleCode::none: return true;
+    case RuleCode::top_k: return whole_count(v);
+    case RuleCode::top_p: return v > 0 && v <= 1;
+    case RuleCode::min_p: return v >= 0 && v <= 1;
+    case RuleCode::top_h: return v > 0 && v <= 1 && whole_count(given.second);
+    case RuleCode::typical:
+    case RuleCode::epsilon:
+    case RuleCode::eta: return v > 0 && v < 1;
+    case RuleCode::top_n_sigma:
+    case RuleCode::min_k: return finite_and_not_negative(v);
+  }
+  return false;
+}
+
+__device__ inline Needs needs_of(const GivenRule &given) {
+  switch (given.rule()) {
+    case RuleCode::top_p: return given.first < 1 ? Needs::weights : Needs::nothing;
+    case RuleCode::top_h:
+    case RuleCode::typical:
+    case RuleCode::epsilon:
+    case RuleCode::eta:
+    case RuleCode::p_less: return Needs::weights;
+    case RuleCode::top_n_sigma:
+    case RuleCode::min_k: return Needs::spread;
+    default: return Needs::nothing;
+  }
+}
+
+// The plan that keeps logits >= `edge`, and always the first token.
+__device__ inline void keep_from(double edge, float top, RulePlan &plan) {
+  plan.limit = edge <= static_cast<double>(top) ? Limit::edge : Limit::first;
+  if (edge <= -static_cast<double>(FLT_MAX)) {
+    plan.edge = -FLT_MAX;
+    return;
+  }
+  plan.edge = static_cast<float>(edge);
+  if (static_cast<double>(plan.edge) < edge) plan.edge = nextafterf(plan.edge, static_cast<float>(INFINITY));
+}
+
+// Keeps the weights >= `least`.
+__device__ inline void keep_weights_from(double least, float top, const Parameters &P, RulePlan &plan) {
+  keep_from(least > 0 ? static_cast<double>(top) + P.selection * log(least) : -static_cast<double>(INFINITY), top, plan);
+}
+
+__device__ inline void plan_cliff(float tau, float top, const RowNumbers &row, RulePlan &plan) {
+  const double range = static_cast<double>(top) - row.lowest;
+  if (range == 0) {
+    plan.limit = tau > 0 ? Limit::edge : Limit::first;
+    plan.edge = top;
+    return;
+  }
+  const double flat = static_cast<double>(tau) / range;
+  plan.limit = Limit::cliff;
+  plan.finite = static_cast<int32_t>(row.count);
+  plan.count = static_cast<int32_t>(flat < row.count ? flat : row.count);
+  plan.target = row.lowest;
+}
+
+// For a valid rule and a finite `top`, by one thread.
+__device__ TOPW_OUT_OF_LINE inline void make_plan(const GivenRule &given, const Parameters &P, float top,
+                                                  const RowNumbers &row, RulePlan &plan) {
+  const double v = given.first, Z = 1 + row.rest, mean = row.surprise / Z;
+  plan = {};
+  plan.edge = -FLT_MAX;
+  plan.total = Z;
+  switch (given.rule()) {
+    case RuleCode::top_k:
+      plan.limit = Limit::count;
+      plan.count = static_cast<int32_t>(given.first);
+      return;
+    case RuleCode::top_p:
+      plan.limit = v < 1 ? Limit::mass : Limit::edge;
+      plan.target = v * Z;
+      return;
+    case RuleCode::top_h:
+      plan.center = log1p(row.rest);
+      plan.total = row.surprise + Z * plan.center;
+      plan.limit = plan.total > 0 ? Limit::entropy : Limit::first;
+      plan.count = static_cast<int32_t>(given.second);
+      plan.target = v;
+      return;
+    case RuleCode::typical:
+      plan.limit = Limit::typical;
+      plan.target = v * Z;
+      plan.center = mean;
+      return;
+    case RuleCode::min_p: return keep_weights_from(v, top, P, plan);
+    case RuleCode::epsilon: return keep_weights_from(v * Z, top, P, plan);
+    case RuleCode::eta: {
+      const double relative = sqrt(v) * exp(-mean);
+      return keep_weights_from(relative < v * Z ? relative : v * Z, top, P, plan);
+    }
+    case RuleCode::p_less: return keep_weights_from((1 + row.squares) / Z, top, P, plan);
+    case RuleCode::top_n_sigma: return keep_from(static_cast<double>(top) - v * row.deviation, top, plan);
+    case RuleCode::min_k: return plan_cliff(given.first, top, row, plan);
+    default: plan.limit = Limit::edge;
+  }
+}
+
+}  // namespace topw
+#endif
