@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["cpu", "cuda"]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """TOPW_ABI_VERSION of topw.h, required of a library."""
 CUDA_ABI_VERSION = 4
 """TOPW_CUDA_ABI_VERSION of topw_cuda.h."""

@@ -93,6 +93,8 @@ class Inputs(Structure):
         ("edit_bias", c_void_p),
         ("allowed", c_void_p),
         *((name, c_void_p) for name in COLUMNS),
+        ("rule", c_void_p),
+        ("rule_values", c_void_p),
     )
 
 

@@ -71,8 +71,13 @@ Status *bind_inputs(const Api &api, const ort::KernelContext *context, topw_inpu
   in.allowed = static_cast<const int32_t *>(found[kAllowed].data);
   const float **columns[] = {&in.temperature, &in.selection_temperature, &in.lam, &in.beta, &in.init_top_p,
                              &in.geom_scale, &in.uniform};  // fmt: skip
-  for (size_t index = kTemperature; index < kWithoutTable; ++index)
+  for (size_t index = kTemperature; index <= kUniform; ++index)
     *columns[index - kTemperature] = static_cast<const float *>(found[index].data);
+  in.rule = static_cast<const int32_t *>(found[kRule].data);
+  in.rule_values = static_cast<const float *>(found[kRuleValues].data);
+  if (found[kRuleValues].shape.size[1] != 2)
+    return refuse(api, ort::kInvalidArgument, "rule_values has %lld columns, but must have 2",
+                  static_cast<long long>(found[kRuleValues].shape.size[1]));
   if (in.vocab < 1) return refuse(api, ort::kInvalidArgument, "the logits have no columns");
   return check_mask(api, in);
 }

@@ -9,7 +9,7 @@ namespace topw {
 
 enum Input {
   kLogits, kEditIds, kEditPenalty, kEditBias, kAllowed, kTemperature, kSelectionTemperature, kLam, kBeta, kInitTopP,
-  kGeomScale, kUniform, kMean, kInverseStd, kNeighbourBound, kTable, kScales, kZeroPoints
+  kGeomScale, kUniform, kRule, kRuleValues, kMean, kInverseStd, kNeighbourBound, kTable, kScales, kZeroPoints
 };  // fmt: skip
 constexpr size_t kWithoutTable = kMean, kWithTable = kTable + 1;
 enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
@@ -18,10 +18,11 @@ constexpr int kNowhere = -1;
 
 // Types and ranks of the required inputs.
 constexpr int kInputTypes[] = {ort::kFloat, ort::kInt64, ort::kFloat, ort::kFloat, ort::kInt32, ort::kFloat,
-                               ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+                               ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
+                               ort::kInt32, ort::kFloat};
 static_assert(sizeof kInputTypes / sizeof kInputTypes[0] == kWithoutTable, "one for each input of every node");
 
-inline size_t input_rank(size_t index) { return index <= kAllowed ? 2 : 1; }
+inline size_t input_rank(size_t index) { return index <= kAllowed || index == kRuleValues ? 2 : 1; }
 
 struct Node {
   topw_options options{};

@@ -1,4 +1,4 @@
-/* Top-W for rows of logits on a CPU (docs/contract/graph.md): the whole step from edits to the drawn token.
+/* Top-W and other rules for rows of logits on a CPU (docs/contract/graph.md): the step from edits to the drawn token.
  *
  * Used by the onnxruntime operator, the Python binding and the fuzzers. Pointers are borrowed for the call.
  */
@@ -17,11 +17,27 @@ extern "C" {
 #define TOPW_EXPORT __attribute__((visibility("default")))
 #endif
 
-#define TOPW_ABI_VERSION 3
+#define TOPW_ABI_VERSION 4
 
 enum { TOPW_MAHALANOBIS = 0, TOPW_UNIT = 1, TOPW_COSINE = 2, TOPW_UNIFORM = 3 };     /* metric */
 enum { TOPW_FLOAT32 = 1, TOPW_UINT8 = 2, TOPW_FLOAT16 = 10, TOPW_BFLOAT16 = 16, TOPW_UINT4 = 21, TOPW_INT4 = 22 };
 enum { TOPW_INVALID = 0, TOPW_GREEDY = 1, TOPW_CANDIDATES = 2, TOPW_POOL = 3, TOPW_GEOMETRY = 4, TOPW_LITERAL = 5 };
+
+/* rule, with its values (v0, v1) */
+enum {
+  TOPW_RULE_TOP_W = 0,
+  TOPW_RULE_TOP_K = 1,       /* k, an integer >= 1 */
+  TOPW_RULE_TOP_P = 2,       /* mass in (0, 1] */
+  TOPW_RULE_MIN_P = 3,       /* share of the largest probability in [0, 1] */
+  TOPW_RULE_TOP_H = 4,       /* share of the entropy in (0, 1]; size of the pool, an integer >= 1 */
+  TOPW_RULE_TYPICAL = 5,     /* mass in (0, 1) */
+  TOPW_RULE_EPSILON = 6,     /* probability in (0, 1) */
+  TOPW_RULE_ETA = 7,         /* probability in (0, 1) */
+  TOPW_RULE_TOP_N_SIGMA = 8, /* n >= 0 */
+  TOPW_RULE_P_LESS = 9,
+  TOPW_RULE_MIN_K = 10, /* tau >= 0 */
+  TOPW_RULE_NONE = 11
+};
 
 typedef struct {
   int64_t top_m, alt_iters; /* both >= 1 */
@@ -62,6 +78,8 @@ typedef struct {
   const float *edit_penalty, *edit_bias;
   const int32_t *allowed;
   const float *temperature, *selection_temperature, *lam, *beta, *init_top_p, *geom_scale, *uniform;
+  const int32_t *rule;      /* enum above; NULL: Top-W for every row */
+  const float *rule_values; /* [batch, 2] (v0, v1), anything where the rule has no such value; unread without `rule` */
 } topw_inputs;
 
 /* The work for a row. `stage`: the last one run, see the enum above. */
