@@ -15,8 +15,8 @@ enum class Way : int32_t { invalid, keep_best, settle, open, rule };
 
 struct RowPlan {  // in shared memory, from one thread to all
   Parameters P;
-  GivenRule given;
-  RulePlan rule;
+  GivenRule rule;
+  RulePlan kept;
   Cooling selection;
   double gap;
   float edge;
@@ -29,11 +29,11 @@ __device__ __forceinline__ int32_t parameter_thread() { return block_size() - kW
 // By parameter_thread, while the maxima load.
 __device__ inline void take_parameters(const Call &call, const GivenParameters &given, const GivenRule &rule,
                                        RowPlan &plan) {
-  const bool valid = plan.P.take(given) && is_valid(rule);
-  plan.given = rule;
+  const bool valid = plan.P.take(given) && Rule().take(rule.code, rule.first, rule.second);
+  plan.rule = rule;
   plan.way = !valid ? Way::invalid
              : plan.P.greedy ? Way::keep_best
-             : rule.rule() != RuleCode::top_w ? Way::rule
+             : rule.code != TOPW_RULE_TOP_W ? Way::rule
              : (plan.P.c <= 0 && plan.P.scale >= 0) ? Way::keep_best
              : plan.P.scale < 0 ? Way::open : Way::settle;
   // The kept mass is at most the vocabulary's.
@@ -48,16 +48,18 @@ __device__ inline void decide(float top, const Call &call, int64_t row, RowPlan 
   RowState &state = call.workspace.rows[row];
   state.parameters = plan.P;
   state.top = top;
-  state.has_rule = plan.way == Way::rule;
+  state.other_rule = plan.way == Way::rule;
 }
 
 // What the row's rule keeps, here and for the second launch. Ends with a barrier.
 __device__ TOPW_OUT_OF_LINE inline void plan_rule(const Call &call, int64_t row, float top, RowPlan &plan) {
   if (warp_index() == 0) {
-    const RowNumbers numbers = added_units(call, row, plan.P, top, needs_of(plan.given));
+    Rule rule;
+    static_cast<void>(rule.take(plan.rule.code, plan.rule.first, plan.rule.second));
+    const RowNumbers numbers = added_units(call, row, plan.P, top, needs_of(rule));
     if (lane_index() == 0) {
-      make_plan(plan.given, plan.P, top, numbers, plan.rule);
-      call.workspace.rows[row].plan = plan.rule;
+      make_plan(rule, plan.P, top, numbers, plan.kept);
+      call.workspace.rows[row].plan = plan.kept;
     }
   }
   __syncthreads();
@@ -135,14 +137,14 @@ __device__ void finish_or_open(const Call &call, int64_t row, const GivenParamet
   Way way = plan.way;
   if (way == Way::rule) {
     plan_rule(call, row, top, plan);
-    if (plan.rule.limit == Limit::first) way = Way::keep_best;
+    if (plan.kept.limit == Limit::first) way = Way::keep_best;
   }
   if (way == Way::invalid) {
     if (own_index() == 0) answer_invalid(call, row);
     return;
   }
   Candidates<Logit> candidates(call, logits, plan.P, plan.selection, top, room, maxima, lists, scratch);
-  bool settled = way == Way::settle ? candidates.settle(plan.edge) : way == Way::rule && candidates.settle_rule(plan.rule);
+  bool settled = way == Way::settle ? candidates.settle(plan.edge) : way == Way::rule && candidates.settle_rule(plan.kept);
   Kept kept = {candidates.keys(), candidates.kept(), way == Way::settle || candidates.kept() <= kCertifiedRank};
   if (way == Way::keep_best) {
     keep_best<Logit>(logits, top, maxima, room.keys, scratch);
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const
   let_next_begin();
   TOPW_SHARED(CandidateLists, lists);
   const int64_t row = blockIdx.x / static_cast<unsigned>(call.chunks);
-  const bool has_rule = __ldg(call.inputs.rule + row) != static_cast<int32_t>(RuleCode::top_w);
+  const bool other_rule = !is_top_w(call.inputs, row);
   const int32_t first = static_cast<int32_t>(blockIdx.x % static_cast<unsigned>(call.chunks)) * call.chunk_groups;
   const int32_t end = first + call.chunk_groups, groups = static_cast<int32_t>(call.groups);
   const Chunk chunk = {row, first, end < groups ? end : groups};
@@ -192,7 +194,7 @@ __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const
   }
   if (call.outputs.keep_mask) clear_keep_mask(call, chunk);
   if (call.outputs.mass) weigh_chunk(call, chunk);
-  if (has_rule) measure_units(call, chunk);
+  if (other_rule) measure_units(call, chunk);
   GivenParameters given = {};  // loaded now, available with the ticket
   GivenRule rule = {};
   if (own_index() == parameter_thread()) {

@@ -106,7 +106,7 @@ __device__ inline void answer_row(const Call &call, int32_t row, const Memory &m
   const LogitRow logits(call, row);
   Job job = {};
   job.row = row;
-  if (state.has_rule) return answer_rule(call, row, state, logits, memory, room, job, leader, scratch);
+  if (state.other_rule) return answer_rule(call, row, state, logits, memory, room, job, leader, scratch);
   PoolTaker taker(logits, state.top, most, room.keys, room.capacity, job, memory, leader, scratch);
   const PoolSums pool = weigh(P, state.top, taker.run(), memory, room, scratch);
 

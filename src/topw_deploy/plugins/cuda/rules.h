@@ -9,23 +9,22 @@
 #include <math.h>
 
 #include "../native/parameters.h"
+#include "../native/rule.h"
 #include "platform.h"
 
 namespace topw {
 
-enum class RuleCode : int32_t {
-  top_w, top_k, top_p, min_p, top_h, typical, epsilon, eta, top_n_sigma, p_less, min_k, none
-};  // fmt: skip
-
-// As given: a code, perhaps unknown, and its two values.
 struct GivenRule {
   int32_t code;
   float first, second;
-
-  __device__ RuleCode rule() const { return static_cast<RuleCode>(code); }
 };
 
+__device__ inline bool is_top_w(const topw_inputs &inputs, int64_t row) {
+  return !inputs.rule || __ldg(inputs.rule + row) == TOPW_RULE_TOP_W;
+}
+
 __device__ inline GivenRule given_rule(const topw_inputs &inputs, int64_t row) {
+  if (!inputs.rule) return {TOPW_RULE_TOP_W, 0, 0};
   return {inputs.rule[row], inputs.rule_values[2 * row], inputs.rule_values[2 * row + 1]};
 }
 
@@ -51,39 +50,16 @@ struct RulePlan {
 };
 
 constexpr int32_t kCertifiedRank = 64;  // a row is certified if every kept token is among this many best
-constexpr float kMostCount = 16777216;  // of top_k and top_h_pool: whole numbers up to here are exact
-
-__device__ inline bool whole_count(float value) { return value >= 1 && value <= kMostCount && value == floorf(value); }
-
-__device__ inline bool is_valid(const GivenRule &given) {
-  const float v = given.first;
-  switch (given.rule()) {
-    case RuleCode::top_w:
-    case RuleCode::p_less:
-    case RuleCode::none: return true;
-    case RuleCode::top_k: return whole_count(v);
-    case RuleCode::top_p: return v > 0 && v <= 1;
-    case RuleCode::min_p: return v >= 0 && v <= 1;
-    case RuleCode::top_h: return v > 0 && v <= 1 && whole_count(given.second);
-    case RuleCode::typical:
-    case RuleCode::epsilon:
-    case RuleCode::eta: return v > 0 && v < 1;
-    case RuleCode::top_n_sigma:
-    case RuleCode::min_k: return finite_and_not_negative(v);
-  }
-  return false;
-}
-
-__device__ inline Needs needs_of(const GivenRule &given) {
-  switch (given.rule()) {
-    case RuleCode::top_p: return given.first < 1 ? Needs::weights : Needs::nothing;
-    case RuleCode::top_h:
-    case RuleCode::typical:
-    case RuleCode::epsilon:
-    case RuleCode::eta:
-    case RuleCode::p_less: return Needs::weights;
-    case RuleCode::top_n_sigma:
-    case RuleCode::min_k: return Needs::spread;
+__device__ inline Needs needs_of(const Rule &rule) {
+  switch (rule.code) {
+    case TOPW_RULE_TOP_P: return rule.v0 < 1 ? Needs::weights : Needs::nothing;
+    case TOPW_RULE_TOP_H:
+    case TOPW_RULE_TYPICAL:
+    case TOPW_RULE_EPSILON:
+    case TOPW_RULE_ETA:
+    case TOPW_RULE_P_LESS: return Needs::weights;
+    case TOPW_RULE_TOP_N_SIGMA:
+    case TOPW_RULE_MIN_K: return Needs::spread;
     default: return Needs::nothing;
   }
 }
@@ -104,57 +80,57 @@ __device__ inline void keep_weights_from(double least, float top, const Paramete
   keep_from(least > 0 ? static_cast<double>(top) + P.selection * log(least) : -static_cast<double>(INFINITY), top, plan);
 }
 
-__device__ inline void plan_cliff(float tau, float top, const RowNumbers &row, RulePlan &plan) {
+__device__ inline void plan_cliff(double tau, float top, const RowNumbers &row, RulePlan &plan) {
   const double range = static_cast<double>(top) - row.lowest;
   if (range == 0) {
     plan.limit = tau > 0 ? Limit::edge : Limit::first;
     plan.edge = top;
     return;
   }
-  const double flat = static_cast<double>(tau) / range;
+  const double flat = tau / range;
   plan.limit = Limit::cliff;
   plan.finite = static_cast<int32_t>(row.count);
   plan.count = static_cast<int32_t>(flat < row.count ? flat : row.count);
   plan.target = row.lowest;
 }
 
-// For a valid rule and a finite `top`, by one thread.
-__device__ TOPW_OUT_OF_LINE inline void make_plan(const GivenRule &given, const Parameters &P, float top,
+// For a finite `top`, by one thread.
+__device__ TOPW_OUT_OF_LINE inline void make_plan(const Rule &rule, const Parameters &P, float top,
                                                   const RowNumbers &row, RulePlan &plan) {
-  const double v = given.first, Z = 1 + row.rest, mean = row.surprise / Z;
+  const double v = rule.v0, Z = 1 + row.rest, mean = row.surprise / Z;
   plan = {};
   plan.edge = -FLT_MAX;
   plan.total = Z;
-  switch (given.rule()) {
-    case RuleCode::top_k:
+  switch (rule.code) {
+    case TOPW_RULE_TOP_K:
       plan.limit = Limit::count;
-      plan.count = static_cast<int32_t>(given.first);
+      plan.count = static_cast<int32_t>(v);
       return;
-    case RuleCode::top_p:
+    case TOPW_RULE_TOP_P:
       plan.limit = v < 1 ? Limit::mass : Limit::edge;
       plan.target = v * Z;
       return;
-    case RuleCode::top_h:
+    case TOPW_RULE_TOP_H:
       plan.center = log1p(row.rest);
       plan.total = row.surprise + Z * plan.center;
       plan.limit = plan.total > 0 ? Limit::entropy : Limit::first;
-      plan.count = static_cast<int32_t>(given.second);
+      plan.count = static_cast<int32_t>(rule.v1);
       plan.target = v;
       return;
-    case RuleCode::typical:
+    case TOPW_RULE_TYPICAL:
       plan.limit = Limit::typical;
       plan.target = v * Z;
       plan.center = mean;
       return;
-    case RuleCode::min_p: return keep_weights_from(v, top, P, plan);
-    case RuleCode::epsilon: return keep_weights_from(v * Z, top, P, plan);
-    case RuleCode::eta: {
+    case TOPW_RULE_MIN_P: return keep_weights_from(v, top, P, plan);
+    case TOPW_RULE_EPSILON: return keep_weights_from(v * Z, top, P, plan);
+    case TOPW_RULE_ETA: {
       const double relative = sqrt(v) * exp(-mean);
       return keep_weights_from(relative < v * Z ? relative : v * Z, top, P, plan);
     }
-    case RuleCode::p_less: return keep_weights_from((1 + row.squares) / Z, top, P, plan);
-    case RuleCode::top_n_sigma: return keep_from(static_cast<double>(top) - v * row.deviation, top, plan);
-    case RuleCode::min_k: return plan_cliff(given.first, top, row, plan);
+    case TOPW_RULE_P_LESS: return keep_weights_from((1 + row.squares) / Z, top, P, plan);
+    case TOPW_RULE_TOP_N_SIGMA: return keep_from(static_cast<double>(top) - v * row.deviation, top, plan);
+    case TOPW_RULE_MIN_K: return plan_cliff(v, top, row, plan);
     default: plan.limit = Limit::edge;
   }
 }

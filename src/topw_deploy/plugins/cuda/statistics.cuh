@@ -15,9 +15,9 @@ struct Measuring {
 };
 
 __device__ inline Measuring measuring_of(const Call &call, int64_t row) {
-  const GivenRule rule = given_rule(call.inputs, row);
+  Rule rule;
   Parameters P;
-  const bool needed = P.take(given_parameters(call.inputs, row)) && !P.greedy && is_valid(rule);
+  const bool needed = P.read(call.inputs, row) && !P.greedy && rule.read(call.inputs, row);
   return {needed ? needs_of(rule) : Needs::nothing, cooling_of(P.selection)};
 }
 

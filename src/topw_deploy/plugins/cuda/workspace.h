@@ -50,7 +50,7 @@ struct Control {
 struct RowState {
   Parameters parameters;
   float top;           // the largest logit
-  bool has_rule;       // false: Top-W
+  bool other_rule;     // than Top-W
   RulePlan plan;
 };
 
