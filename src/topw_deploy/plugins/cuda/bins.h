@@ -20,11 +20,13 @@ __device__ inline uint64_t distance_key(float logit, const Choice &choice) {
   return bits;
 }
 
-// Tokens of choices, for one item.
+// Tokens of the choice in memory.bins, for one item.
 class BinReader : public PoolReader {
  public:
   __device__ BinReader(const LogitRow &row, const Job &job, const Memory &memory, BlockScratch &scratch)
-      : PoolReader(row, job, memory, scratch), bins_(job.bins), weights_(reinterpret_cast<uint64_t *>(dynamic_shared())) {}
+      : PoolReader(row, job, memory, scratch),
+        bins_(load_written(memory.bins)),
+        weights_(reinterpret_cast<uint64_t *>(dynamic_shared())) {}
 
   // Adds the item's tokens to the bins after memory.found, and in memory.weights.
   __device__ TOPW_OUT_OF_LINE void fill(int32_t item) {
@@ -168,9 +170,11 @@ class RowSearch {
   __device__ void run(Work work, const Bins &bins, Do act) {
     job_.work = work;
     job_.listed = -1;
-    job_.bins = bins;
-    BinReader reader(row_, job_, memory_, scratch_);
-    leader_.run(job_, reader.items(), [&](int32_t item) { act(reader, item); });
+    if (own_index() == 0) *memory_.bins = bins;
+    leader_.run(job_, PoolReader(row_, job_, memory_, scratch_).items(), [&](int32_t item) {
+      BinReader reader(row_, job_, memory_, scratch_);
+      act(reader, item);
+    });
   }
 
   // The bin in which `reached` begins to hold; by one warp.

@@ -69,7 +69,7 @@ class Candidates {
   }
 
   // Whether the first `kept` of keys() are what a rule keeps. Overwrites `maxima`.
-  __device__ TOPW_OUT_OF_LINE bool settle_rule(const RulePlan &rule) {
+  __device__ bool settle_rule(const RulePlan &rule) {
     const float from = rule_bound(rule);
     if (!(from > -static_cast<float>(INFINITY))) return false;  // or NaN, as above
     const int32_t listed = list(from);

@@ -15,8 +15,7 @@ enum class Way : int32_t { invalid, keep_best, settle, open, rule };
 
 struct RowPlan {  // in shared memory, from one thread to all
   Parameters P;
-  GivenRule rule;
-  RulePlan kept;
+  RulePlan rule;  // unless Top-W
   Cooling selection;
   double gap;
   float edge;
@@ -27,13 +26,11 @@ struct RowPlan {  // in shared memory, from one thread to all
 __device__ __forceinline__ int32_t parameter_thread() { return block_size() - kWarp; }
 
 // By parameter_thread, while the maxima load.
-__device__ inline void take_parameters(const Call &call, const GivenParameters &given, const GivenRule &rule,
-                                       RowPlan &plan) {
-  const bool valid = plan.P.take(given) && Rule().take(rule.code, rule.first, rule.second);
-  plan.rule = rule;
+__device__ inline void take_parameters(const Call &call, int64_t row, const GivenParameters &given, RowPlan &plan) {
+  const bool top_w = is_top_w(call.inputs, row), valid = plan.P.take(given) && (top_w || valid_rule(call.inputs, row));
   plan.way = !valid ? Way::invalid
              : plan.P.greedy ? Way::keep_best
-             : rule.code != TOPW_RULE_TOP_W ? Way::rule
+             : !top_w ? Way::rule
              : (plan.P.c <= 0 && plan.P.scale >= 0) ? Way::keep_best
              : plan.P.scale < 0 ? Way::open : Way::settle;
   // The kept mass is at most the vocabulary's.
@@ -48,21 +45,6 @@ __device__ inline void decide(float top, const Call &call, int64_t row, RowPlan 
   RowState &state = call.workspace.rows[row];
   state.parameters = plan.P;
   state.top = top;
-  state.other_rule = plan.way == Way::rule;
-}
-
-// What the row's rule keeps, here and for the second launch. Ends with a barrier.
-__device__ TOPW_OUT_OF_LINE inline void plan_rule(const Call &call, int64_t row, float top, RowPlan &plan) {
-  if (warp_index() == 0) {
-    Rule rule;
-    static_cast<void>(rule.take(plan.rule.code, plan.rule.first, plan.rule.second));
-    const RowNumbers numbers = added_units(call, row, plan.P, top, needs_of(rule));
-    if (lane_index() == 0) {
-      make_plan(rule, plan.P, top, numbers, plan.kept);
-      call.workspace.rows[row].plan = plan.kept;
-    }
-  }
-  __syncthreads();
 }
 
 __device__ inline void answer_invalid(const Call &call, int64_t row) {
@@ -120,32 +102,70 @@ __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima
   return largest;
 }
 
+// What the row's rule keeps, here and for the second launch. Ends with a barrier.
+__device__ inline void plan_rule(const Call &call, int64_t row, float top, RowPlan &plan) {
+  if (warp_index() == 0) {
+    const Rule rule = known_rule(call.inputs, row);
+    const RowNumbers numbers = added_units(call, row, plan.P, top, needs_of(rule));
+    if (lane_index() == 0) {
+      make_plan(rule, plan.P, top, numbers, plan.rule);
+      call.workspace.rows[row].plan = plan.rule;
+    }
+  }
+  __syncthreads();
+}
+
+// Leaves a row to the second launch. By one thread.
+__device__ inline void open_row(const Call &call, int64_t row) {
+  const uint32_t place = atomicAdd(&call.workspace.control->open_count, 1u);
+  if (place < static_cast<uint32_t>(call.inputs.batch))  // else this launch was repeated without the second
+    call.workspace.open_rows[place] = static_cast<int32_t>(row);
+}
+
+// The rest of a row with another rule than Top-W. Its variables are its own, so that rows with Top-W keep theirs in
+// registers.
+template <class Logit>
+__device__ TOPW_OUT_OF_LINE void finish_or_open_rule(const Call &call, int64_t row, float top, RowPlan &plan, float *maxima,
+                                                     CandidateLists &lists, BlockScratch &scratch) {
+  CandidateRoom &room = *reinterpret_cast<CandidateRoom *>(dynamic_shared());
+  const LogitRow logits(call, row);
+  plan_rule(call, row, top, plan);
+  Candidates<Logit> candidates(call, logits, plan.P, plan.selection, top, room, maxima, lists, scratch);
+  Kept kept = {room.keys, 1, true};
+  if (plan.rule.limit == Limit::first) {
+    keep_best<Logit>(logits, top, maxima, room.keys, scratch);
+  } else if (candidates.settle_rule(plan.rule)) {
+    kept = {candidates.keys(), candidates.kept(), candidates.kept() <= kCertifiedRank};
+  } else {
+    if (own_index() == 0) open_row(call, row);
+    return;
+  }
+  const topw_report report = {TOPW_CANDIDATES, candidates.found(), 0, 0, 0, 0};
+  finish_row(call, row, plan.P, top, kept, report, candidates.sums(), scratch);
+}
+
 // The rest of a row, by its last block.
 template <class Logit>
-__device__ void finish_or_open(const Call &call, int64_t row, const GivenParameters &given, const GivenRule &rule,
-                               CandidateLists &lists) {
+__device__ void finish_or_open(const Call &call, int64_t row, const GivenParameters &given, CandidateLists &lists) {
   TOPW_SHARED(RowPlan, plan);
   TOPW_SHARED(BlockScratch, scratch);
   CandidateRoom &room = *reinterpret_cast<CandidateRoom *>(dynamic_shared());
   float *const maxima = reinterpret_cast<float *>(dynamic_shared() + sizeof(CandidateRoom));
 
-  if (own_index() == parameter_thread()) take_parameters(call, given, rule, plan);
+  if (own_index() == parameter_thread()) take_parameters(call, row, given, plan);
   const float top = block_reduce(load_maxima(call, row, maxima), Larger(), scratch);
   if (own_index() == 0) decide(top, call, row, plan);
   __syncthreads();
   const LogitRow logits(call, row);
-  Way way = plan.way;
-  if (way == Way::rule) {
-    plan_rule(call, row, top, plan);
-    if (plan.kept.limit == Limit::first) way = Way::keep_best;
-  }
+  const Way way = plan.way;
   if (way == Way::invalid) {
     if (own_index() == 0) answer_invalid(call, row);
     return;
   }
+  if (way == Way::rule) return finish_or_open_rule<Logit>(call, row, top, plan, maxima, lists, scratch);
   Candidates<Logit> candidates(call, logits, plan.P, plan.selection, top, room, maxima, lists, scratch);
-  bool settled = way == Way::settle ? candidates.settle(plan.edge) : way == Way::rule && candidates.settle_rule(plan.kept);
-  Kept kept = {candidates.keys(), candidates.kept(), way == Way::settle || candidates.kept() <= kCertifiedRank};
+  bool settled = way == Way::settle && candidates.settle(plan.edge);
+  Kept kept = {candidates.keys(), candidates.kept(), true};
   if (way == Way::keep_best) {
     keep_best<Logit>(logits, top, maxima, room.keys, scratch);
     kept = {room.keys, 1, true};
@@ -155,9 +175,7 @@ __device__ void finish_or_open(const Call &call, int64_t row, const GivenParamet
     const topw_report report = {plan.P.greedy ? TOPW_GREEDY : TOPW_CANDIDATES, candidates.found(), 0, 0, 0, 0};
     finish_row(call, row, plan.P, top, kept, report, candidates.sums(), scratch, candidates.weighed());
   } else if (own_index() == 0) {
-    const uint32_t place = atomicAdd(&call.workspace.control->open_count, 1u);
-    if (place < static_cast<uint32_t>(call.inputs.batch))  // else this launch was repeated without the second
-      call.workspace.open_rows[place] = static_cast<int32_t>(row);
+    open_row(call, row);
   }
 }
 
@@ -196,12 +214,8 @@ __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const
   if (call.outputs.mass) weigh_chunk(call, chunk);
   if (other_rule) measure_units(call, chunk);
   GivenParameters given = {};  // loaded now, available with the ticket
-  GivenRule rule = {};
-  if (own_index() == parameter_thread()) {
-    given = given_parameters(call.inputs, row);
-    rule = given_rule(call.inputs, row);
-  }
-  if (last_of_row(call, row)) finish_or_open<Logit>(call, row, given, rule, lists);
+  if (own_index() == parameter_thread()) given = given_parameters(call.inputs, row);
+  if (last_of_row(call, row)) finish_or_open<Logit>(call, row, given, lists);
 }
 
 }  // namespace topw

@@ -74,13 +74,18 @@ __device__ inline PoolSums weigh(const Parameters &P, float top, int32_t size, c
   return {size, k0, K};
 }
 
-// Answers a row with another rule than Top-W: from its pool, or from all its tokens if the pool does not decide.
-__device__ TOPW_OUT_OF_LINE inline void answer_rule(const Call &call, int32_t row, const RowState &state,
-                                                    const LogitRow &logits, const Memory &memory, const Room &room,
-                                                    Job &job, Leader &leader, BlockScratch &scratch) {
+// Answers a row with another rule than Top-W: from its pool, or from all its tokens if the pool does not decide. Its
+// variables are its own, so that rows with Top-W keep theirs in registers.
+__device__ TOPW_OUT_OF_LINE inline void answer_rule(const Call &call, int32_t row, const Memory &memory, Leader &leader,
+                                                    BlockScratch &scratch) {
   TOPW_SHARED(FoundBin, found);
   TOPW_SHARED(Cooling, selection);
+  const RowState state = load_written(call.workspace.rows + row);
   const int32_t most = static_cast<int32_t>(pool_size(call.options, call.inputs.vocab));
+  const Room room = room_of(memory, most);
+  const LogitRow logits(call, row);
+  Job job = {};
+  job.row = row;
   if (own_index() == 0) selection = cooling_of(state.parameters.selection);
   PoolTaker taker(logits, state.top, most, room.keys, room.capacity, job, memory, leader, scratch);
   const int32_t size = taker.run();
@@ -106,7 +111,6 @@ __device__ inline void answer_row(const Call &call, int32_t row, const Memory &m
   const LogitRow logits(call, row);
   Job job = {};
   job.row = row;
-  if (state.other_rule) return answer_rule(call, row, state, logits, memory, room, job, leader, scratch);
   PoolTaker taker(logits, state.top, most, room.keys, room.capacity, job, memory, leader, scratch);
   const PoolSums pool = weigh(P, state.top, taker.run(), memory, room, scratch);
 
@@ -151,7 +155,11 @@ class OpenRows {
     Leader leader(&control_->boards[team], memory.job, claim);
     const int32_t helpers = static_cast<int32_t>(gridDim.x) / teams_;
     for (uint32_t n; (n = next(&control_->next_row, word)) < open_;) {
-      answer_row(call_, __ldcg(call_.workspace.open_rows + n), memory, helpers, leader, scratch);
+      const int32_t row = __ldcg(call_.workspace.open_rows + n);
+      if (is_top_w(call_.inputs, row))
+        answer_row(call_, row, memory, helpers, leader, scratch);
+      else
+        answer_rule(call_, row, memory, leader, scratch);
       __syncthreads();
       if (own_index() == 0) atomicAdd(&control_->rows_done, 1u);
     }
@@ -224,18 +232,7 @@ class OpenRows {
   __device__ void work_on(const Memory &memory, Board *board, Claim &claim, BlockScratch &scratch) const {
     const Job job = load_written(memory.job);
     const LogitRow logits(call_, job.row);
-    if (job.work >= Work::fill_bins) {
-      BinReader reader(logits, job, memory, scratch);
-      work_off(board, claim, [&](int32_t item) {
-        if (job.work == Work::fill_bins)
-          reader.fill(item);
-        else if (job.work == Work::take_chosen)
-          reader.take_chosen(item);
-        else
-          reader.mark(item, call_.outputs.keep_mask + job.row * call_.inputs.vocab);
-      });
-      return;
-    }
+    if (job.work >= Work::fill_bins) return work_on_bins(memory, board, claim, scratch);
     if (job.work == Work::take_tokens || job.work == Work::count_steps) {
       PoolReader reader(logits, job, memory, scratch);
       work_off(board, claim, [&](int32_t item) {
@@ -248,6 +245,22 @@ class OpenRows {
     }
     Distances distances(call_, memory);
     work_off(board, claim, [&](int32_t item) { distances.work(job, item); });
+  }
+
+  // With variables of its own, as answer_rule.
+  __device__ TOPW_OUT_OF_LINE void work_on_bins(const Memory &memory, Board *board, Claim &claim,
+                                                BlockScratch &scratch) const {
+    const Job job = load_written(memory.job);
+    const LogitRow logits(call_, job.row);
+    BinReader reader(logits, job, memory, scratch);
+    work_off(board, claim, [&](int32_t item) {
+      if (job.work == Work::fill_bins)
+        reader.fill(item);
+      else if (job.work == Work::take_chosen)
+        reader.take_chosen(item);
+      else
+        reader.mark(item, call_.outputs.keep_mask + job.row * call_.inputs.vocab);
+    });
   }
 
   const Call &call_;

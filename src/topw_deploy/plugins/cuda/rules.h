@@ -14,18 +14,20 @@
 
 namespace topw {
 
-struct GivenRule {
-  int32_t code;
-  float first, second;
-};
-
 __device__ inline bool is_top_w(const topw_inputs &inputs, int64_t row) {
   return !inputs.rule || __ldg(inputs.rule + row) == TOPW_RULE_TOP_W;
 }
 
-__device__ inline GivenRule given_rule(const topw_inputs &inputs, int64_t row) {
-  if (!inputs.rule) return {TOPW_RULE_TOP_W, 0, 0};
-  return {inputs.rule[row], inputs.rule_values[2 * row], inputs.rule_values[2 * row + 1]};
+__device__ TOPW_OUT_OF_LINE inline bool valid_rule(const topw_inputs &inputs, int64_t row) {
+  Rule rule;
+  return rule.read(inputs, row);
+}
+
+// Of a row whose rule is valid.
+__device__ inline Rule known_rule(const topw_inputs &inputs, int64_t row) {
+  Rule rule;
+  static_cast<void>(rule.read(inputs, row));
+  return rule;
 }
 
 // Numbers of the whole row that a rule needs (statistics.cuh).

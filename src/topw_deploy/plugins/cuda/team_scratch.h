@@ -67,13 +67,13 @@ struct Job {
   int32_t rows, cols;  // positions in Memory::rows and Memory::cols
   Pieces pieces;
   Cut cut;
-  Bins bins;
 };
 
 // One leader's memory. Positions index the pool; arrays are [pool] unless noted.
 struct Memory {
   Job *job;
   uint32_t *found;        // number of tokens taken, then [kSteps] counts of count_steps and fill_bins
+  Bins *bins;             // of the jobs on chosen tokens
   uint64_t *weights;      // [kSteps] sums of fill_bins
   uint64_t *taken;        // [kMostTaken] tokens' keys, unordered
   uint64_t *tokens;       // the pool: keys of tokens
@@ -117,6 +117,7 @@ TOPW_SHARED_CODE inline int64_t lay_out_memory(unsigned char *start, int64_t poo
   Taker from(start);
   memory->job = from.take<Job>(1);
   memory->found = from.take<uint32_t>(1 + kSteps);
+  memory->bins = from.take<Bins>(1);
   memory->weights = from.take<uint64_t>(kSteps);
   memory->taken = from.take<uint64_t>(kMostTaken);
   memory->tokens = from.take<uint64_t>(pool);

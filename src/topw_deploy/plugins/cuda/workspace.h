@@ -50,8 +50,7 @@ struct Control {
 struct RowState {
   Parameters parameters;
   float top;           // the largest logit
-  bool other_rule;     // than Top-W
-  RulePlan plan;
+  RulePlan plan;       // unless the rule is Top-W
 };
 
 // A unit's sums for rules that need numbers of the whole row (statistics.cuh).
