@@ -2,6 +2,8 @@
 
 #include <math.h>
 
+#include <algorithm>
+
 namespace topw {
 namespace {
 
@@ -23,6 +25,19 @@ Draw draw(const float *logits, int64_t kept, const Parameters &P, double *weight
     if (G - P.uniform * total > 0) break;
   }
   return {place, (static_cast<double>(logits[place]) - top) / P.temperature - log(total)};
+}
+
+bool draw_unranked(const Ranked &crop, const Parameters &P, RunningMass &running, Sorter &sorter, Draw &drawn) {
+  if (!running.reserve(crop.size)) return false;
+  const float *logits = crop.logit.data(), best = *std::max_element(logits, logits + crop.size);
+  const double top = static_cast<double>(best);
+  hot().weights(logits, crop.size, best, 1 / P.temperature, running.weight.data());
+  for (int64_t i = 0; i < crop.size; ++i) running.key[i] = top - static_cast<double>(logits[i]);
+  const double total = running.total(crop.size);
+  if (!running.find(crop, P.uniform * total, true, -kNegligible * P.temperature, sorter)) return false;
+  const int64_t place = running.place();
+  drawn = {place, (static_cast<double>(logits[place]) - top) / P.temperature - log(total)};
+  return true;
 }
 
 double mass(const float *logits, int64_t kept, const EditedRow &row, const Parameters &P) {

@@ -4,6 +4,7 @@
 
 #include "parameters.h"
 #include "ranked.h"
+#include "running_mass.h"
 
 namespace topw {
 
@@ -14,6 +15,9 @@ struct Draw {
 
 // `logits` [kept], descending. `weights`: scratch [kept].
 Draw draw(const float *logits, int64_t kept, const Parameters &, double *weights);
+
+// The same for a crop in any order of logits, ids ascending. False if out of memory.
+[[nodiscard]] bool draw_unranked(const Ranked &crop, const Parameters &, RunningMass &, Sorter &, Draw &drawn);
 
 // The crop's probability under the full softmax at the selection temperature, within 3e-7 relative.
 double mass(const float *logits, int64_t kept, const EditedRow &, const Parameters &);

@@ -25,6 +25,10 @@ class EditedRow {
   int64_t padded_blocks() const { return padded_blocks_; }
   // Valid until the next call.
   const float *block(int64_t b) const { return allowed_ ? allowed_block(b) : edited_block(b); }
+  // Calls visit(logits, first, blocks) for all blocks in order, several at once where they lie together in memory. The
+  // logits are valid until the next call.
+  template <class Visit>
+  void for_each_run(const Visit &visit) const;
   int64_t first_at_top() const;  // lowest id among the largest logits
 
  private:
@@ -50,6 +54,16 @@ class EditedRow {
   Array<int32_t> patch_of_;       // [blocks] -1: none
   Array<int32_t> patched_block_;  // [patch_count_]
 };
+
+template <class Visit>
+void EditedRow::for_each_run(const Visit &visit) const {
+  for (int64_t b = 0; b < blocks_;) {
+    const int64_t first = b++;
+    if (!allowed_ && patch_of_[first] < 0)
+      while (b < blocks_ && patch_of_[b] < 0) ++b;
+    visit(block(first), first, b - first);
+  }
+}
 
 }  // namespace topw
 #endif

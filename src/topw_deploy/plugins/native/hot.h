@@ -1,8 +1,8 @@
 // The hot loops: everything that touches many logits or coordinates.
 //
 // hot_avx512.cpp, hot_avx2.cpp and hot_generic.cpp compile hot_loops.inc; dispatch.cpp chooses. Results are
-// bit-identical for every instruction set, except `closeness`, which only nominates (set_distances.h), and
-// `sum_of_weights`, which decides nothing.
+// bit-identical for every instruction set, except `closeness`, which only nominates (set_distances.h),
+// `sum_of_weights`, which decides nothing, and the rough and fine sums, which bound the exact ones.
 #ifndef TOPW_HOT_H
 #define TOPW_HOT_H
 
@@ -25,6 +25,23 @@ struct Normalisation {
   bool first;  // divide by the norm first (mahalanobis)
 };
 
+// Weights exp((x - top) * rate) of tokens whose logit x is below `below`, in blocks with a maximum of at least `far`.
+struct Weighing {
+  float top, below, far;
+  double rate;
+  bool with_D;  // D is wanted, too
+};
+
+// Sums over tokens of w, w y and w^2; y = (top - x) * rate, w = exp(-y).
+struct WeightSums {
+  double Z = 0, D = 0, squares = 0;
+};
+
+// Over finite logits x: their number, and sums of x - centre and its square.
+struct Moments {
+  double count = 0, sum = 0, squares = 0;
+};
+
 struct Hot {
   const char *name;
 
@@ -44,6 +61,21 @@ struct Hot {
   int64_t (*take_from)(const float *values, int64_t count, int32_t first, float bound, float *taken, int32_t *places);
   // Sum of exp((x - top) * rate) over a block, within 2e-7 relative; x <= top. -inf counts as 0.
   double (*sum_of_weights)(const float *block, float top, double rate);
+
+  // Adds the sums over `blocks` blocks, whose maxima are `maxima`; -inf counts as 0. Each term of Z and D within a
+  // factor of row_sums.h, for rates that it allows; `squares` is not summed.
+  void (*rough_sums)(const float *logits, const float *maxima, int64_t blocks, const Weighing &, WeightSums &);
+  void (*fine_sums)(const float *logits, const float *maxima, int64_t blocks, const Weighing &, WeightSums &);
+  // The same in double, within 1e-14 relative for y < 700, where larger ones count as e^-700. All three sums.
+  void (*exact_sums)(const float *logits, const float *maxima, int64_t blocks, const Weighing &, WeightSums &);
+  // w[i] = exp((x_i - top) * rate), as in exact_sums. Reads and writes `count` values, rounded up to a multiple of 8.
+  void (*weights)(const float *logits, int64_t count, float top, double rate, double *w);
+  // Adds sums of x - centre and its square, in float32 within kMomentError of moments.h; not finite if a logit is -inf.
+  void (*rough_moments)(const float *logits, int64_t blocks, float centre, Moments &);
+  // The same in double for the finite logits, with their number.
+  void (*exact_moments)(const float *logits, int64_t blocks, double centre, Moments &);
+  // The smallest finite logit; +inf if none.
+  float (*lowest_of)(const float *logits, int64_t blocks);
 
   // |r|^2 if `by.first`, else |(r - mean) * inverse_std|^2.
   double (*squared_norm)(const float *row, const Normalisation &by);

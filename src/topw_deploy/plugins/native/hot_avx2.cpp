@@ -19,6 +19,8 @@ namespace {
 
 #include "hot_loops.inc"
 
+#include "hot_sums.inc"
+
 }  // namespace
 
 const Hot kAvx2 = TOPW_HOT_LOOPS("avx2");

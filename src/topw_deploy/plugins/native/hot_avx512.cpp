@@ -21,6 +21,8 @@ namespace {
 
 #include "hot_loops.inc"
 
+#include "hot_sums.inc"
+
 }  // namespace
 
 const Hot kAvx512 = TOPW_HOT_LOOPS("avx512");

@@ -14,6 +14,8 @@ namespace {
 
 #include "hot_loops.inc"
 
+#include "hot_sums.inc"
+
 }  // namespace
 
 #if defined(__ARM_NEON)

@@ -8,8 +8,16 @@ inline Floats load(const float *x) { return _mm256_loadu_ps(x); }
 inline void store(float *x, Floats v) { _mm256_storeu_ps(x, v); }
 inline Floats all(float x) { return _mm256_set1_ps(x); }
 inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+// The nearest integers as the bits of floats.
+inline Floats with_bits(Floats integers) { return _mm256_castsi256_ps(_mm256_cvtps_epi32(integers)); }
+// v 2^n; n in the low bits of `shifted`.
+inline Floats scaled(Floats v, Floats shifted) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), exponent));
+}
 inline float highest(Floats v) {
   __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));

@@ -8,8 +8,16 @@ inline Floats load(const float *x) { return _mm512_loadu_ps(x); }
 inline void store(float *x, Floats v) { _mm512_storeu_ps(x, v); }
 inline Floats all(float x) { return _mm512_set1_ps(x); }
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+// The nearest integers as the bits of floats.
+inline Floats with_bits(Floats integers) { return _mm512_castsi512_ps(_mm512_cvtps_epi32(integers)); }
+// v 2^n; n in the low bits of `shifted`.
+inline Floats scaled(Floats v, Floats shifted) {
+  const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), exponent));
+}
 inline float highest(Floats v) { return _mm512_reduce_max_ps(v); }
 // -inf where a bit of `word` is 0; bit `first` is the first lane's.
 inline Floats allow(Floats v, uint32_t word, int first) {

@@ -15,6 +15,7 @@ inline Floats load(const float *x) {
 inline void store(float *x, Floats v) { memcpy(x, &v, sizeof v); }
 inline Floats all(float x) { return Floats{x, x, x, x}; }
 inline Floats add(Floats a, Floats b) { return a + b; }
+inline Floats subtract(Floats a, Floats b) { return a - b; }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__ARM_NEON)
@@ -23,6 +24,10 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
   return a * b + c;
 #endif
 }
+// The integer parts as the bits of floats.
+inline Floats with_bits(Floats integers) { return (Floats)__builtin_convertvector(integers, Flags); }
+// v 2^n; n in the low bits of `shifted`.
+inline Floats scaled(Floats v, Floats shifted) { return (Floats)((Bits)v + ((Bits)shifted << 23)); }
 inline float highest(Floats v) {
   const float left = v[0] > v[1] ? v[0] : v[1], right = v[2] > v[3] ? v[2] : v[3];
   return left > right ? left : right;

@@ -24,6 +24,14 @@ inline uint64_t descending(float value) {
   return bits >> 31 ? bits : bits ^ 0x7fffffffu;
 }
 
+// A key that sorts values >= 0 in ascending order; -0 equals 0.
+inline uint64_t ascending(double value) {
+  value += 0.0;
+  uint64_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
 inline float value_of(uint64_t descending_float) {
   const uint32_t key = static_cast<uint32_t>(descending_float), bits = key >> 31 ? key : key ^ 0x7fffffffu;
   float value;

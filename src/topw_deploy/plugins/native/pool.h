@@ -18,9 +18,7 @@ struct Pool {
   [[nodiscard]] bool fill(const EditedRow &, const Parameters &, int64_t top_m, Sorter &);
 
  private:
-  [[nodiscard]] bool take_some(const EditedRow &, int64_t top_m);
   void weigh(float top, const Parameters &);
-  Array<float> columns_;
 };
 
 }  // namespace topw

@@ -26,6 +26,7 @@ float at_place(int32_t place) {
 constexpr double kCrowded = 3;                    // tokens per block
 constexpr int64_t kFirstStep = int64_t{1} << 22;  // half of the floats between two powers of 2
 constexpr int64_t kEveryFloat = int64_t{1} << 32;
+constexpr int64_t kSpare = 12;  // one extra token per this many, for the estimate's error
 
 int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
 
@@ -67,6 +68,25 @@ bool Ranked::take_from(const EditedRow &row, float bound, int64_t most) {
   return true;
 }
 
+// The first bound assumes tokens spread at random over the blocks. If it fails, use the `count`-th largest maximum of
+// many small groups, which at least `count` tokens reach.
+bool Ranked::take_at_least(const EditedRow &row, int64_t count) {
+  const float likely = value_reached_by_tokens(row, count + count / kSpare);
+  if (likely > -INFINITY) {
+    if (!take_from(row, likely, kCutFrom * count)) return false;
+    const bool all_finite = likely <= -FLT_MAX;
+    if ((size >= count || all_finite) && size <= kCutFrom * count) return true;
+  }
+  float bound = -FLT_MAX;
+  const int64_t columns = row.blocks() * kColumns;
+  if (columns > 2 * count) {
+    if (!columns_.reserve(columns)) return false;
+    for (int64_t b = 0; b < row.blocks(); ++b) hot().column_maxima(row.block(b), &columns_[b * kColumns]);
+    bound = value_reached_by(columns_.data(), columns, count, count + count / 4);
+  }
+  return take_from(row, bound);
+}
+
 void Ranked::keep_from(float bound) {
   int64_t kept = 0;
   for (int64_t i = 0; i < size; ++i)
@@ -77,14 +97,19 @@ void Ranked::keep_from(float bound) {
   size = kept;
 }
 
-bool Ranked::cut(int64_t count) {
+bool Ranked::cut(int64_t count, int64_t *spare) {
+  if (spare) *spare = 0;
   if (size <= count) return true;
   if (!maxima_.reserve(padded(size))) return false;
   std::copy(logit.data(), logit.data() + size, maxima_.data());
   std::fill(maxima_.data() + size, maxima_.data() + padded(size), -INFINITY);
   const float last = value_reached_by(maxima_.data(), padded(size), count, count);
-  int64_t equals = count;  // room for ties with `last`
-  for (int64_t i = 0; i < size; ++i) equals -= logit[i] > last;
+  int64_t equals = count, below = 0;  // room for ties with `last`
+  for (int64_t i = 0; i < size; ++i) {
+    equals -= logit[i] > last;
+    below += logit[i] < last;
+  }
+  if (spare) *spare = size - below - count;
   int64_t kept = 0;
   for (int64_t i = 0; i < size && kept < count; ++i)
     if (logit[i] > last || (logit[i] == last && equals-- > 0)) {

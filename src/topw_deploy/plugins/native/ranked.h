@@ -8,6 +8,8 @@
 
 namespace topw {
 
+constexpr int64_t kCutFrom = 2;  // times the tokens wanted: with more, cut before sorting
+
 class Ranked {
  public:
   int64_t size = 0;
@@ -17,16 +19,18 @@ class Ranked {
   // Collects by id the tokens with finite logits >= `bound`; may stop once `size` exceeds `most`. False if out of
   // memory.
   [[nodiscard]] bool take_from(const EditedRow &row, float bound, int64_t most = INT64_MAX);
+  // Collects by id all tokens from some bound down to which there are at least `count`, if so many are finite.
+  [[nodiscard]] bool take_at_least(const EditedRow &row, int64_t count);
   // Keeps logits >= `bound`.
   void keep_from(float bound);
-  // Keeps the `count` best, lower ids first among ties. Call before `rank`.
-  [[nodiscard]] bool cut(int64_t count);
+  // Keeps the `count` best, lower ids first among ties. Call before `rank`. `spare`: tokens cut that tie with the last.
+  [[nodiscard]] bool cut(int64_t count, int64_t *spare = nullptr);
   // False if out of memory.
   [[nodiscard]] bool rank(Sorter &);
 
  private:
   Array<int32_t> blocks_;
-  Array<float> maxima_;
+  Array<float> maxima_, columns_;
 };
 
 // A bound that at least `count` of `values` reach and, ties permitting, at most `enough`; the largest such bound for

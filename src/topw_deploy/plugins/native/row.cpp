@@ -5,19 +5,13 @@
 #include <algorithm>
 
 #include "candidates.h"
+#include "crop.h"
 #include "draw.h"
+#include "rule.h"
 #include "table.h"
 
 namespace topw {
 namespace {
-
-// A row's crop: the first `kept` of `tokens`.
-struct Crop {
-  const Ranked *tokens = nullptr;
-  int64_t kept = 0;
-  bool certified = false;
-  topw_report report = {};
-};
 
 constexpr int64_t kMostTokens = INT32_MAX / 2;
 
@@ -45,7 +39,7 @@ bool keep_best(topw_workspace &w, int32_t stage, Crop &crop) {
   if (!w.candidates.id.reserve(1) || !w.candidates.logit.reserve(1)) return false;
   w.candidates.id[0] = static_cast<int32_t>(w.row.first_at_top());
   w.candidates.logit[0] = w.row.top();
-  crop = {&w.candidates, 1, true, {stage, 0, 0, 0, 0, 0}};
+  crop = {&w.candidates, 1, true, true, {stage, 0, 0, 0, 0, 0}};
   return true;
 }
 
@@ -100,11 +94,19 @@ bool crop_of_row(const topw_options &options, const topw_table *table, const Par
   return crop_of_pool(options, table, P, w, crop);
 }
 
+bool draw_from(const Crop &crop, const Parameters &P, topw_workspace &w, Draw &drawn) {
+  if (P.greedy) return true;
+  if (!crop.ranked) return draw_unranked(*crop.tokens, P, w.running, w.sorter, drawn);
+  if (!w.weights.reserve(crop.kept)) return false;
+  drawn = draw(crop.tokens->logit.data(), crop.kept, P, w.weights.data());
+  return true;
+}
+
 bool answer(const topw_inputs &inputs, int64_t row, const Crop &crop, const Parameters &P, topw_workspace &w,
             const topw_outputs &out) {
-  if (!w.weights.reserve(crop.kept)) return false;
+  Draw drawn = {0, 0};
+  if (!draw_from(crop, P, w, drawn)) return false;
   const float *logits = crop.tokens->logit.data();
-  const Draw drawn = P.greedy ? Draw{0, 0} : draw(logits, crop.kept, P, w.weights.data());
   out.next_token[row] = crop.tokens->id[drawn.place];
   out.logprob[row] = static_cast<float>(drawn.logprob);
   out.kept[row] = static_cast<int32_t>(crop.kept);
@@ -122,11 +124,15 @@ bool sample_row(const topw_options &options, const topw_table *table, const topw
                 topw_workspace &w, const topw_outputs &out) {
   answer_invalid(inputs, row, out);
   Parameters P;
-  if (!readable(options, table, inputs) || !P.read(inputs, row)) return true;
+  Rule rule;
+  if (!readable(options, table, inputs) || !P.read(inputs, row) || !rule.read(inputs, row)) return true;
   const EditedRow::Verdict verdict = w.row.open(inputs, row);
   if (verdict != EditedRow::Verdict::valid) return verdict == EditedRow::Verdict::invalid;
   Crop crop;
-  return crop_of_row(options, table, P, w, crop) && answer(inputs, row, crop, P, w, out);
+  const bool other_rule = rule.code != TOPW_RULE_TOP_W && !P.greedy;
+  const bool chosen = other_rule ? w.rule_crop.choose(w.row, rule, P.selection, w.sorter, crop)
+                                 : crop_of_row(options, table, P, w, crop);
+  return chosen && answer(inputs, row, crop, P, w, out);
 }
 
 }  // namespace topw

@@ -1,5 +1,5 @@
-// One row from logits to token, by the stages of docs/contract/theory.md, each only if the one before leaves the row
-// open.
+// One row from logits to token: Top-W by the stages of docs/contract/theory.md, each only if the one before leaves the
+// row open; other rules by rule_crop.h.
 #ifndef TOPW_ROW_H
 #define TOPW_ROW_H
 
@@ -9,6 +9,8 @@
 #include "order.h"
 #include "pool.h"
 #include "ranked.h"
+#include "rule_crop.h"
+#include "running_mass.h"
 #include "topw.h"
 
 struct topw_workspace {
@@ -17,6 +19,8 @@ struct topw_workspace {
   topw::Ranked candidates;
   topw::Pool pool;
   topw::Alternation alternation;
+  topw::RuleCrop rule_crop;
+  topw::RunningMass running;
   topw::Array<double> weights;
 };
 

@@ -1,0 +1,117 @@
+#include "row_sums.h"
+
+#include <math.h>
+
+#include <algorithm>
+
+namespace topw {
+namespace {
+
+// A rough weight is (1 + f) / 2^f times the true one, at most 1.06148 for 0 <= f < 1, and 1e-4 covers the rounding of y
+// up to 126 log 2 to float32, of its factor and of the sums in a block. A fine weight has the error of its polynomial
+// and of the same rounding.
+constexpr double kRoughMost = 1.06148 * (1 + 1e-4), kRoughLeast = 1 - 1e-4;
+constexpr double kFineMost = 1 + 2e-5, kFineLeast = 1 - 2e-5;
+constexpr double kSmallestRate = 1e-30, kLargestRate = 1e30;  // of y in float32
+constexpr double kLargestGap = 50;       // y of the second token: others are far from underflow in float32
+constexpr double kFar = 30, kVeryFar = 60;  // beyond the second token's y, blocks are bounded
+constexpr double kUnderflow = 640;       // with a second y beyond, all but the best tokens weigh nothing
+constexpr double kUp = 1 + 1e-12;
+
+}  // namespace
+
+bool RowSums::open(const EditedRow &row, const Best &best, double selection, bool with_D) {
+  row_ = &row;
+  best_ = &best;
+  selection_ = selection;
+  with_D_ = with_D;
+  level = Level::bounds;
+  known_ = {};
+  const int64_t size = best.tokens.size;
+  y2_ = size > 1 ? best.y[1] : INFINITY;
+  for (int64_t i = 1; i < size; ++i) {
+    known_.Z += best.w[i];
+    known_.D += best.w[i] > 0 ? best.w[i] * best.y[i] : 0.0;
+    known_.squares += best.w[i] * best.w[i];
+  }
+  const double ties = static_cast<double>(best.spare), last = best.last_weight();
+  if (ties > 0) {
+    known_.Z += ties * last;
+    known_.D += last > 0 ? ties * last * best.y[size - 1] : 0.0;
+    known_.squares += ties * last * last;
+  }
+  if (best.complete || y2_ > kUnderflow) {
+    take({}, 1, 1, INFINITY);
+    level = Level::exact;
+    return true;
+  }
+  return bound_by_blocks();
+}
+
+// A block has at most kBlock further tokens, none above its maximum or above the last of the best.
+bool RowSums::bound_by_blocks() {
+  const int64_t blocks = row_->padded_blocks();
+  if (!block_weights_.reserve(blocks)) return false;
+  hot().weights(row_->maxima(), blocks, row_->top(), 1 / selection_, block_weights_.data());
+  const double last = best_->last_weight(), last_y = best_->y[best_->tokens.size - 1];
+  double Z = 0, D = 0;
+  for (int64_t b = 0; b < blocks; ++b) Z += std::min(block_weights_[b], last);
+  const double most = last_y >= 1 ? last * last_y : exp(-1.0);  // y exp(-y) falls from y = 1 on
+  for (int64_t b = 0; with_D_ && b < blocks; ++b) {
+    const double y = std::min(surprise(row_->maxima()[b], row_->top(), selection_), kUnderflow);
+    D += y >= 1 ? std::min(block_weights_[b] * y, most) : most;
+  }
+  const double size = static_cast<double>(kBlock) * kUp;
+  others = {known_.Z / kUp, known_.Z * kUp + size * Z};
+  this->D = {known_.D / kUp, known_.D * kUp + size * D};
+  squares = {1 + known_.squares, (1 + known_.squares) * kUp + size * Z * last};
+  return true;
+}
+
+void RowSums::refine() {
+  if (level == Level::exact) return;
+  const bool may = fits_float32();
+  level = !may ? Level::exact : static_cast<Level>(static_cast<int>(level) + 1);
+  if (level == Level::exact)
+    take(sum(hot().exact_sums, kVeryFar), 1, 1, INFINITY);
+  else if (level == Level::fine)
+    take(sum(hot().fine_sums, kFar), kFineLeast, kFineMost, kFar);
+  else
+    take(sum(hot().rough_sums, kFar), kRoughLeast, kRoughMost, kFar);
+}
+
+void RowSums::make_exact() {
+  if (level == Level::exact) return;
+  level = Level::fine;
+  refine();
+}
+
+bool RowSums::fits_float32() const {
+  const double rate = 1 / selection_;
+  return rate >= kSmallestRate && rate <= kLargestRate && y2_ <= kLargestGap;
+}
+
+WeightSums RowSums::sum(void (*add)(const float *, const float *, int64_t, const Weighing &, WeightSums &),
+                        double beyond) const {
+  const double far = static_cast<double>(row_->top()) - selection_ * (y2_ + beyond);
+  const float least = static_cast<float>(std::max(far, -3.4e38));
+  const Weighing by = {row_->top(), best_->last_logit(), least, 1 / selection_, with_D_};
+  WeightSums rest;
+  row_->for_each_run([&](const float *logits, int64_t first, int64_t blocks) {
+    add(logits, row_->maxima() + first, blocks, by, rest);
+  });
+  return rest;
+}
+
+// Each of the rest's terms is its true value times a factor in these bounds; blocks beyond `far` are missing.
+void RowSums::take(const WeightSums &rest, double least_factor, double most_factor, double far) {
+  const bool exact = far == INFINITY;
+  const double up = exact ? 1 : kUp, tokens = static_cast<double>(row_->vocab());
+  const double missing = exact ? 0 : tokens * exp(-(y2_ + far) * (1 - 1e-6)), y = y2_ + far;
+  others = {known_.Z / up + rest.Z / most_factor, known_.Z * up + rest.Z / least_factor + missing};
+  D = {known_.D / up + rest.D / most_factor, known_.D * up + rest.D / least_factor + missing * y * 1.01};
+  const double further = exact ? rest.squares : best_->last_weight() * (others.high - known_.Z / up);
+  squares = {1 + known_.squares + (exact ? further : 0), (1 + known_.squares) * up + further};
+}
+
+}  // namespace topw

@@ -1,0 +1,48 @@
+// Bounds of the sums of a row's weights, tightened only as far as a rule needs.
+#ifndef TOPW_ROW_SUMS_H
+#define TOPW_ROW_SUMS_H
+
+#include "best.h"
+
+namespace topw {
+
+struct Interval {
+  double low = 0, high = 0;
+};
+
+// Sums over all tokens of w, w y and w^2, in units of the first token's weight, of which `others` counts all but the
+// first token: Z = 1 + others stays exact for a peaked row.
+class RowSums {
+ public:
+  // bounds: block maxima stand for their blocks. rough, fine: one pass in float32 each. exact: one in double.
+  enum class Level { bounds, rough, fine, exact };
+
+  Level level = Level::bounds;
+  Interval others, D, squares;
+
+  // `best` holds the best tokens; the other tokens are bounded. False if out of memory.
+  [[nodiscard]] bool open(const EditedRow &, const Best &, double selection, bool with_D);
+  // One level further; not beyond `exact`.
+  void refine();
+  void make_exact();
+
+  bool exact() const { return level == Level::exact; }
+  Interval Z() const { return {1 + others.low, 1 + others.high}; }
+
+ private:
+  [[nodiscard]] bool bound_by_blocks();
+  void take(const WeightSums &rest, double least_factor, double most_factor, double far);
+  bool fits_float32() const;
+  WeightSums sum(void (*add)(const float *, const float *, int64_t, const Weighing &, WeightSums &), double beyond) const;
+
+  const EditedRow *row_ = nullptr;
+  const Best *best_ = nullptr;
+  double selection_ = 1;
+  bool with_D_ = false;
+  double y2_ = 0;       // of the second token
+  WeightSums known_;    // of the best tokens but the first, and of ties with the last one
+  Array<double> block_weights_;
+};
+
+}  // namespace topw
+#endif

@@ -1,0 +1,63 @@
+// The kept set under a rule other than Top-W (docs/contract/rules.md): from the best tokens and bounds of the row's sums
+// where these prove it, else from exact sums over the vocabulary.
+#ifndef TOPW_RULE_CROP_H
+#define TOPW_RULE_CROP_H
+
+#include "best.h"
+#include "crop.h"
+#include "row_sums.h"
+#include "rule.h"
+#include "running_mass.h"
+
+namespace topw {
+
+class RuleCrop {
+ public:
+  // Not for Top-W, nor for greedy rows. `crop` points into this object. False if out of memory.
+  [[nodiscard]] bool choose(const EditedRow &, const Rule &, double selection, Sorter &, Crop &crop);
+
+ private:
+  enum class Step { decided, open, out_of_memory };
+
+  // rule_crop.cpp
+  Step top_k(int64_t k);
+  Step min_k();
+  Step top_n_sigma();
+  Step above_threshold(Interval (*threshold)(const RowSums &, const Rule &), bool with_D);
+  Step weights_from(Interval threshold, bool exact);
+  template <class Holds>
+  Step logits_from(Interval cut, const Holds *holds);
+  Step everything();
+  Step first(int64_t kept);  // of the best tokens
+  Step found();              // the tokens in found_, or the first of the row
+  Step top_alone();
+
+  // rule_mass.cpp
+  Step top_p();
+  Step top_h();
+  Step typical();
+  Step first_reaching(Interval target);
+  Step entropy_up_to(int64_t size);
+  Step typical_among_best(Interval m, Interval target);
+  Step keep_members();
+  Step all_up_to_mass(double target);
+  Step all_up_to_entropy(int64_t pool);
+  Step all_typical(double mean, double target);
+  [[nodiscard]] bool take_and_weigh(int64_t pool);
+  Step keep_running(bool with_last);
+
+  const EditedRow *row_ = nullptr;
+  const Rule *rule_ = nullptr;
+  double selection_ = 1;
+  Sorter *sorter_ = nullptr;
+  Crop *crop_ = nullptr;
+  Best best_;
+  RowSums sums_;
+  Ranked found_;
+  RunningMass running_;
+  Array<double> G_, D_;     // sums over the first tokens
+  Array<uint8_t> member_;   // [best tokens]
+};
+
+}  // namespace topw
+#endif
