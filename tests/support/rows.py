@@ -33,12 +33,14 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Case:
-    """Logits float32 [V], parameters (float32 values), uniform number and kind."""
+    """Logits float32 [V], parameters (float32 values), uniform number, kind, and the sampling rule."""
 
     logits: np.ndarray
     parameters: dict[str, float]
     uniform: float
     regime: str
+    rule: int = 0
+    rule_values: tuple[float, float] = (0.0, 0.0)
 
 
 def embedding_table(scenario: Scenario) -> np.ndarray:
@@ -154,7 +156,10 @@ def _plain(bound: float) -> str:
 
 def reference(scenario: Scenario, geometry: Geometry, case: Case) -> Row:
     """The reference's answer."""
-    return sample_row(case.logits, case.parameters, scenario.options, geometry, case.uniform)
+    rule, values = case.rule, case.rule_values
+    return sample_row(
+        case.logits, case.parameters, scenario.options, geometry, case.uniform, rule=rule, rule_values=values
+    )
 
 
 def redrawn(row: Row, case: Case, uniform: float) -> tuple[Row, Case]:

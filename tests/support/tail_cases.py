@@ -74,6 +74,8 @@ def feeds(cases: list[Case], edits: int = 0, words: int = 0) -> dict[str, np.nda
         "edit_bias": np.zeros((batch, edits), np.float32),
         "allowed": np.full((batch, words), -1, np.int32),
         "uniform": np.array([case.uniform for case in cases], np.float32),
+        "rule": np.array([case.rule for case in cases], np.int32),
+        "rule_values": np.array([case.rule_values for case in cases], np.float32).reshape(batch, 2),
         **columns,
     }
 

@@ -32,12 +32,14 @@ from topw_deploy.sampling.parameters import TopWParameters
 
 NODE_NAME = "topw_sample"
 BOUND_NAME = "topw.neighbour_bound"
-_MATRICES = {  # inputs [batch, n]: (element type, n)
+_MATRICES: dict[str, tuple[ir.DataType, str | int]] = {  # inputs [batch, n]: (element type, n)
     "edit_ids": (ir.DataType.INT64, "edits"),
     "edit_penalty": (ir.DataType.FLOAT, "edits"),
     "edit_bias": (ir.DataType.FLOAT, "edits"),
     "allowed": (ir.DataType.INT32, "words"),
+    "rule_values": (ir.DataType.FLOAT, 2),
 }
+_VECTORS = {"rule": ir.DataType.INT32}  # other inputs [batch]; the rest are float32
 _GREEDY = TopWParameters(temperature=0.0)
 _OUTPUT_TYPES = {
     "next_token": ir.DataType.INT64,
@@ -90,7 +92,7 @@ def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
     """Append the sampler's inputs, without logits, in the node's order."""
     made = []
     for name in TAIL_INPUTS[1:]:
-        dtype, *width = _MATRICES.get(name, (ir.DataType.FLOAT,))
+        dtype, *width = _MATRICES.get(name, (_VECTORS.get(name, ir.DataType.FLOAT),))
         made.append(editor.input(name, dtype, [batch, *width]))
     return made
 
@@ -115,8 +117,10 @@ def with_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value)
 
 def _default(name: str) -> np.ndarray:
     if name in _MATRICES:
-        return np.zeros((1, 0), _MATRICES[name][0].numpy())
-    return np.array([getattr(_GREEDY, name, 0.0)], np.float32)  # `uniform` is not a parameter; its default is 0
+        dtype, width = _MATRICES[name]
+        return np.zeros((1, width if isinstance(width, int) else 0), dtype.numpy())
+    # `uniform` and `rule` are not among the parameters; their default is 0.
+    return np.array([getattr(_GREEDY, name, 0)], _VECTORS.get(name, ir.DataType.FLOAT).numpy())
 
 
 def geometry_constants(

@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from topw_deploy.export.tail.candidates import Candidates
 from topw_deploy.export.tail.geometry import Metric, closeness, distance_to_set, token_features
 from topw_deploy.export.tail.inputs import Rows, all_true
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
@@ -34,6 +35,12 @@ def places_of(op: Ops, flags: Tensor) -> Tensor:
 def take_rows(op: Ops, rows: Rows, index: Tensor) -> Rows:
     taken = {f.name: op.Gather(getattr(rows, f.name), index, axis=0) for f in fields(rows) if f.name != "given"}
     return Rows(given=tuple(op.Gather(column, index, axis=0) for column in rows.given), **taken)
+
+
+@scope
+def take_candidates(op: Ops, candidates: Candidates, index: Tensor) -> Candidates:
+    logits, ids = (op.Gather(part, index, axis=0) for part in (candidates.logits, candidates.ids))
+    return replace(candidates, logits=logits, ids=ids)
 
 
 @scope

@@ -13,7 +13,7 @@ from topw_deploy.sampling.parameters import GREEDY_BELOW
 
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
-_BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
+BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 # Closed intervals of allowed values, in the order of `Rows.given`; none contains NaN.
 _INTERVALS = {
@@ -23,7 +23,7 @@ _INTERVALS = {
     "beta": (0.0, LARGEST),
     "init_top_p": (SMALLEST, 1.0),
     "geom_scale": (-LARGEST, LARGEST),
-    "uniform": (0.0, _BELOW_ONE),
+    "uniform": (0.0, BELOW_ONE),
 }
 PARAMETERS = tuple(_INTERVALS)
 

@@ -29,11 +29,13 @@ TAIL_INPUTS = (
     "init_top_p",
     "geom_scale",
     "uniform",
+    "rule",
+    "rule_values",
 )
-"""Inputs of every `topw::TopWSample` node, in order: int64 for edit_ids, int32 for allowed, float32 for all others.
+"""Inputs of every `topw::TopWSample` node, in order: int64 for edit_ids, int32 for allowed and rule, else float32.
 
 logits [batch, vocab]; the three edit inputs [batch, edits] with edits >= 0; allowed [batch, words] with 0 or
-ceil(vocab / 32) words; the rest [batch].
+ceil(vocab / 32) words; rule_values [batch, 2]; the rest [batch].
 """
 
 GEOMETRY_INPUTS = ("mean", "inverse_std", "neighbour_bound")

@@ -1,0 +1,145 @@
+"""Sums over the whole vocabulary that rules compare tokens with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from topw_deploy.export.tail.inputs import BLOCK, LARGEST, Rows
+from topw_deploy.export.tail.ops import Ops, Tensor, scope
+from topw_deploy.export.tail.rules.inputs import RuleRows
+
+LEAST = -1e4
+"""The smallest logarithm of a weight; smaller ones have the weight 0 too."""
+
+_SERIES_BELOW = 0.01  # below it, three terms of ln(1 + x) are exact in float32
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Columns [batch, 1], float32; weights are w = exp(a), a = (l - l_max) / Ts.
+
+    largest: l_max.
+    total, log_total: Z = sum of w, and ln Z.
+    mean: sum of w a / Z; the entropy is ln Z - mean.
+    squares: sum of w^2.
+    deviation: sigma of the finite logits.
+    span: l_max minus the smallest finite logit.
+    finite: number of finite logits.
+    """
+
+    largest: Tensor
+    total: Tensor
+    log_total: Tensor
+    mean: Tensor
+    squares: Tensor
+    deviation: Tensor
+    span: Tensor
+    finite: Tensor
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A row's tokens in blocks: [batch, blocks, BLOCK].
+
+    logits, drop: l and l - l_max, -inf for banned tokens.
+    finite: bool.
+    a, weight: see `Statistics`; a >= LEAST.
+    """
+
+    logits: Tensor
+    drop: Tensor
+    finite: Tensor
+    a: Tensor
+    weight: Tensor
+
+
+@scope
+def total_of(op: Ops, values: Tensor) -> Tensor:
+    """Sums of [batch, blocks, BLOCK]: [batch, 1]. Two steps, because long float32 sums lose digits."""
+    inner = op.ReduceSum(values, op.constant([2], np.int64), keepdims=0)
+    return op.ReduceSum(inner, op.constant([1], np.int64), keepdims=1)
+
+
+@scope
+def count_of(op: Ops, flags: Tensor) -> Tensor:
+    """Numbers of true flags, float32 [batch, 1]."""
+    return total_of(op, op.Cast(flags, to=1))
+
+
+@scope
+def largest_of(op: Ops, values: Tensor) -> Tensor:
+    """Maxima of [batch, blocks, BLOCK]: [batch, 1]."""
+    return op.Squeeze(op.ReduceMax(values, op.constant([1, 2], np.int64), keepdims=1), op.constant([2], np.int64))
+
+
+def over_blocks(op: Ops, column: Tensor) -> Tensor:
+    """[batch, 1] -> [batch, 1, 1]"""
+    return op.Unsqueeze(column, op.constant([2], np.int64))
+
+
+@scope
+def vocabulary(op: Ops, logits: Tensor, largest: Tensor, rows: Rows) -> Vocabulary:
+    """logits: edited and masked, [batch, padded]; largest: [batch, 1]."""
+    grid = op.Reshape(logits, op.constant([0, -1, BLOCK], np.int64))
+    drop = op.Sub(grid, over_blocks(op, largest))
+    a = op.Max(op.Div(drop, over_blocks(op, rows.selection)), op.constant(LEAST))
+    return Vocabulary(grid, drop, op.Greater(grid, op.constant(-np.inf)), a, op.Exp(a))
+
+
+@scope
+def statistics(op: Ops, words: Vocabulary, largest: Tensor) -> Statistics:
+    zero, one = op.constant(0.0), op.constant(1.0)
+    total = total_of(op, words.weight)
+    below = op.Less(words.drop, zero)
+    others = op.Sub(count_of(op, op.Not(below)), one)  # tokens that equal the largest, but for one
+    rest = op.Add(total_of(op, op.Where(below, words.weight, zero)), others)
+    finite = count_of(op, words.finite)
+    drop = op.Where(words.finite, words.drop, zero)
+    span = largest_of(op, op.Neg(drop))
+    unit = op.Where(op.Greater(span, zero), span, one)  # so that squares of finite masks do not overflow
+    parts = op.Div(drop, over_blocks(op, unit))
+    mean = op.Div(total_of(op, parts), finite)
+    apart = op.Where(words.finite, op.Sub(parts, over_blocks(op, mean)), zero)
+    variance = op.Div(total_of(op, op.Mul(apart, apart)), op.Max(op.Sub(finite, one), one))
+    return Statistics(
+        largest=largest,
+        total=total,
+        log_total=log_one_plus(op, rest),
+        mean=op.Div(total_of(op, op.Mul(words.weight, words.a)), total),
+        squares=total_of(op, op.Mul(words.weight, words.weight)),
+        deviation=op.Mul(unit, op.Sqrt(variance)),
+        span=span,
+        finite=finite,
+    )
+
+
+@scope
+def log_one_plus(op: Ops, x: Tensor) -> Tensor:
+    """ln(1 + x) for x >= 0, exact for small x."""
+    series = op.Mul(x, op.Sub(op.constant(1.0), op.Mul(x, op.Sub(op.constant(0.5), op.Div(x, op.constant(3.0))))))
+    return op.Where(op.Less(x, op.constant(_SERIES_BELOW)), series, op.Log(op.Add(x, op.constant(1.0))))
+
+
+@scope
+def lowest_drop(op: Ops, ruled: RuleRows, found: Statistics, rows: Rows) -> Tensor:
+    """The least l - l_max that the rule's threshold keeps: float32 [batch, 1]; the lowest number without one.
+
+    min_p, epsilon, eta, p_less: ln of the threshold in units of the largest probability, times Ts.
+    """
+    none = op.constant(-LARGEST)
+    log_value = op.Log(ruled.v0)
+    scaled = ruled.choose(
+        op,
+        none,
+        min_p=lambda: log_value,
+        epsilon=lambda: op.Add(log_value, found.log_total),
+        eta=lambda: op.Min(
+            op.Add(log_value, found.log_total), op.Add(op.Mul(log_value, op.constant(0.5)), found.mean)
+        ),
+        p_less=lambda: op.Log(op.Div(found.squares, found.total)),
+    )
+    sigma = op.Neg(op.Mul(ruled.v0, found.deviation))
+    limit = op.Where(ruled.has(op, "top_n_sigma"), sigma, op.Mul(scaled, rows.selection))
+    return op.Min(op.Max(limit, none), op.constant(0.0))
