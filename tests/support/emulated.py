@@ -19,10 +19,12 @@ from topw_deploy.plugins.kernel import (
     COLUMNS,
     KernelSamples,
     KernelTable,
+    Rules,
     edit_arrays,
     mask_array,
     parameter_columns,
     require_table,
+    rule_arrays,
 )
 from topw_deploy.plugins.kernel_table import table_struct
 from topw_deploy.plugins.structs import Inputs, Outputs, address
@@ -97,15 +99,13 @@ class EmulatedKernel(CudaKernel):
         edits: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
         *,
         allowed: ArrayLike | None = None,
+        rules: Rules | None = None,
         mass: bool = False,
         keep_mask: bool = False,
         spare: int = 0,
-        rule: ArrayLike | None = None,
-        rule_values: ArrayLike | None = None,
     ) -> KernelSamples:
         """As Kernel.sample. Raises PluginError for kernel errors.
 
-        rule: int32 [B] codes; rule_values: float32 [B, 2]. None: Top-W for every row.
         logits: float32, float16, or bfloat16 bits as uint16.
         spare: extra rows and edits in the shape.
         """
@@ -116,14 +116,14 @@ class EmulatedKernel(CudaKernel):
         require_table(options, table, rows.shape[1])
         given = parameter_columns(columns or {}, len(rows))
         changes = (*edit_arrays(edits, len(rows)), mask_array(allowed, *rows.shape))
-        rules = _rules(rule, rule_values, len(rows))
+        chosen = rule_arrays(rules, len(rows))
         samples = KernelSamples.empty(len(rows), rows.shape[1], mass, keep_mask)
         described = table_struct(table)
         kind = "bfloat16" if rows.dtype == np.uint16 else str(rows.dtype)
         shape = CudaShape(options, len(rows) + spare, rows.shape[1], changes[0].shape[1] + spare, kind, described)
         inputs = Inputs(
             *rows.shape, changes[0].shape[1], changes[3].shape[1], *map(address, (rows, *changes)),
-            *(address(given[n]) for n in COLUMNS), *map(address, rules),
+            *(address(given[n]) for n in COLUMNS), *map(address, chosen or (None, None)),
         )  # fmt: skip
         outputs = Outputs(*(address(getattr(samples, field.name)) for field in fields(samples)))
         self.launch(shape, described, inputs, outputs, *self._room_for(shape))
@@ -147,13 +147,3 @@ class EmulatedKernel(CudaKernel):
 
     def _control(self, shape: CudaShape) -> NDArray[np.uint8]:
         return self._aligned()[: self.control_bytes(shape)]
-
-
-def _rules(
-    rule: ArrayLike | None, values: ArrayLike | None, batch: int
-) -> tuple[NDArray[np.int32] | None, NDArray[np.float32] | None]:
-    if rule is None:
-        return None, None
-    codes = np.ascontiguousarray(np.broadcast_to(np.asarray(rule, np.int32), (batch,)))
-    pairs = np.zeros(2) if values is None else values
-    return codes, np.ascontiguousarray(np.broadcast_to(np.asarray(pairs, np.float32), (batch, 2)))

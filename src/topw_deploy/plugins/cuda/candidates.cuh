@@ -68,17 +68,23 @@ class Candidates {
     }
   }
 
-  // Whether the first `kept` of keys() are what a rule keeps. Overwrites `maxima`.
-  __device__ bool settle_rule(const RulePlan &rule) {
+  // What a rule keeps, nothing if these tokens do not decide it, and room for as many doubles. Overwrites `maxima`.
+  struct RuleCrop {
+    Kept kept;
+    double *room;
+  };
+  __device__ RuleCrop keep_by(const RulePlan &rule) {
     const float from = rule_bound(rule);
-    if (!(from > -static_cast<float>(INFINITY))) return false;  // or NaN, as above
+    if (!(from > -static_cast<float>(INFINITY))) return {};  // or NaN, as above
     const int32_t listed = list(from);
-    if (listed > kMostListed || !collect(from, listed)) return false;
+    if (listed > kMostListed || !collect(from, listed)) return {};
     sort();
-    const BestTokens best = {sorted_, found_, from == -FLT_MAX || rule.limit == Limit::edge};
-    RuleScan scan(rule, selection_, top_, best, sums(), scratch_);
-    kept_ = scan.run();
-    return kept_ > 0;
+    uint64_t *const keys = sorted_ == room_.keys ? room_.keys : room_.spare;
+    const BestTokens best = {keys, found_, from == -FLT_MAX || rule.limit == Limit::edge};
+    RuleScan scan(rule, selection_, top_, best, keys == room_.keys ? room_.spare : room_.keys,
+                  reinterpret_cast<uint32_t *>(maxima_), scratch_);
+    const Kept kept = scan.run();
+    return {kept, scan.room()};
   }
 
   __device__ int32_t found() const { return found_; }

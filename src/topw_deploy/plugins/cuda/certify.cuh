@@ -132,16 +132,20 @@ __device__ TOPW_OUT_OF_LINE void finish_or_open_rule(const Call &call, int64_t r
   plan_rule(call, row, top, plan);
   Candidates<Logit> candidates(call, logits, plan.P, plan.selection, top, room, maxima, lists, scratch);
   Kept kept = {room.keys, 1, true};
+  double *sums = reinterpret_cast<double *>(room.spare);
   if (plan.rule.limit == Limit::first) {
     keep_best<Logit>(logits, top, maxima, room.keys, scratch);
-  } else if (candidates.settle_rule(plan.rule)) {
-    kept = {candidates.keys(), candidates.kept(), candidates.kept() <= kCertifiedRank};
   } else {
-    if (own_index() == 0) open_row(call, row);
-    return;
+    const auto crop = candidates.keep_by(plan.rule);
+    kept = crop.kept;
+    sums = crop.room;
   }
-  const topw_report report = {TOPW_CANDIDATES, candidates.found(), 0, 0, 0, 0};
-  finish_row(call, row, plan.P, top, kept, report, candidates.sums(), scratch);
+  if (kept.size > 0) {
+    const topw_report report = {TOPW_CANDIDATES, candidates.found(), 0, 0, 0, 0};
+    finish_row(call, row, plan.P, top, kept, report, sums, scratch);
+  } else if (own_index() == 0) {
+    open_row(call, row);
+  }
 }
 
 // The rest of a row, by its last block.

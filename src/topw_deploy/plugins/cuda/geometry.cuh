@@ -35,6 +35,7 @@ __device__ inline Room room_of(const Memory &memory, int64_t pool) {
   room.keys = reinterpret_cast<uint64_t *>(dynamic_shared());
   room.items = reinterpret_cast<uint32_t *>(room.keys + room.capacity);
   double *const sums = reinterpret_cast<double *>(dynamic_shared() + sorting_bytes(pool));
+  // sums[1] follows sums[0]: both together hold the power of 2 from `pool`.
   for (int n = 0; n < 2; ++n) room.sums[n] = pool <= kSumsInShared ? sums + n * pool : memory.sums[n];
   return room;
 }
@@ -89,11 +90,12 @@ __device__ TOPW_OUT_OF_LINE inline void answer_rule(const Call &call, int32_t ro
   if (own_index() == 0) selection = cooling_of(state.parameters.selection);
   PoolTaker taker(logits, state.top, most, room.keys, room.capacity, job, memory, leader, scratch);
   const int32_t size = taker.run();
-  RuleScan scan(state.plan, selection, state.top, {room.keys, size, size < most}, room.sums[0], scratch);
-  const int32_t kept = scan.run();
-  if (kept > 0) {
-    finish_row(call, row, state.parameters, state.top, {room.keys, kept, kept <= kCertifiedRank},
-               {TOPW_POOL, size, 0, 0, 0, 0}, room.sums[0], scratch);
+  RuleScan scan(state.plan, selection, state.top, {room.keys, size, size < most},
+                reinterpret_cast<uint64_t *>(room.sums[0]), room.items, scratch);
+  const Kept kept = scan.run();
+  if (kept.size > 0) {
+    const topw_report report = {TOPW_POOL, size, 0, 0, 0, 0};
+    finish_row(call, row, state.parameters, state.top, kept, report, scan.room(), scratch);
     return;
   }
   RowSearch search(logits, job, memory, leader, found, scratch);

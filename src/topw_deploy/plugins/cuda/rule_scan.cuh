@@ -2,9 +2,7 @@
 #ifndef TOPW_CUDA_RULE_SCAN_CUH
 #define TOPW_CUDA_RULE_SCAN_CUH
 
-#include "block.h"
-#include "logits.h"
-#include "pairs.h"
+#include "finish.h"
 #include "rules.h"
 
 namespace topw {
@@ -12,20 +10,37 @@ namespace topw {
 // A row's best tokens in order: keys of token_key [size], size >= 1, in shared memory or written by this block.
 // complete: no other token can be kept: these are all finite ones, or all that reach the rule's edge.
 struct BestTokens {
-  const uint64_t *keys;
+  uint64_t *keys;
   int32_t size;
   bool complete;
 };
 
 class RuleScan {
  public:
-  // room: [best.size] doubles.
-  __device__ RuleScan(const RulePlan &plan, const Cooling &selection, float top, const BestTokens &best, double *room,
-                      BlockScratch &scratch)
-      : plan_(plan), selection_(selection), top_(top), best_(best), room_(room), scratch_(scratch) {}
+  // spare, items: as many as the power of 2 from best.size.
+  __device__ RuleScan(const RulePlan &plan, const Cooling &selection, float top, const BestTokens &best,
+                      uint64_t *spare, uint32_t *items, BlockScratch &scratch)
+      : plan_(plan),
+        selection_(selection),
+        top_(top),
+        best_(best),
+        spare_(spare),
+        items_(items),
+        room_(reinterpret_cast<double *>(spare)),
+        scratch_(scratch) {}
 
-  // The number of tokens kept; 0 if it depends on tokens beyond these. Ends with a barrier.
-  __device__ TOPW_OUT_OF_LINE int32_t run() {
+  // What the rule keeps; nothing if that depends on tokens beyond these. Ends with a barrier.
+  __device__ TOPW_OUT_OF_LINE Kept run() {
+    if (plan_.limit == Limit::typical) return of_typical();
+    const int32_t kept = of_prefix();
+    return {best_.keys, kept, kept <= kCertifiedRank};
+  }
+
+  // Doubles for finish_row.
+  __device__ double *room() const { return room_; }
+
+ private:
+  __device__ int32_t of_prefix() {
     switch (plan_.limit) {
       case Limit::first: return 1;
       case Limit::edge: return of_edge();
@@ -33,12 +48,11 @@ class RuleScan {
       case Limit::mass: return of_mass();
       case Limit::entropy: return of_entropy();
       case Limit::cliff: return of_cliff();
-      case Limit::typical: return 0;
+      case Limit::typical: break;
     }
     return 0;
   }
 
- private:
   __device__ float logit(int32_t i) const { return logit_of(best_.keys[i]); }
   __device__ int32_t unproven() const { return best_.complete ? best_.size : 0; }
 
@@ -95,6 +109,49 @@ class RuleScan {
     return kept <= best_.size ? kept : unproven();
   }
 
+  // Of |y - center|.
+  __device__ double distance(int32_t i) const {
+    return fabs(-log_weight(logit(i), top_, selection_.temperature) - plan_.center);
+  }
+
+  // Sorts the tokens by distance, takes the shortest list with the wanted mass, and sorts that again. A token beyond
+  // these is no nearer than the last one, if that is below the center.
+  __device__ Kept of_typical() {
+    const int32_t size = power_of_two_from(best_.size);
+#pragma unroll 1
+    for (int32_t i = own_index(); i < size; i += block_size()) {
+      spare_[i] = i < best_.size ? static_cast<uint64_t>(ordered(distance(i))) : ~uint64_t{0};
+      items_[i] = static_cast<uint32_t>(i);
+    }
+    block_sort(spare_, items_, size);
+#pragma unroll 1
+    for (int32_t i = own_index(); i < best_.size; i += block_size())
+      room_[i] = weight_of(logit(static_cast<int32_t>(items_[i])), top_, selection_, false).weight;
+    block_scan(room_, nullptr, best_.size, scratch_);
+    int32_t kept = place_of(best_.size, [&](int32_t i) { return room_[i] >= plan_.target; });
+    kept = kept < best_.size ? kept + 1 : unproven();
+    if (kept == 0) return {};
+    const double farthest = distance(static_cast<int32_t>(items_[kept - 1]));
+    const double last = -log_weight(logit(best_.size - 1), top_, selection_.temperature);
+    if (!best_.complete && !(last >= plan_.center + farthest)) return {};
+    return sorted_kept(kept);
+  }
+
+  // The tokens at the first places of items_, by token.
+  __device__ Kept sorted_kept(int32_t kept) {
+    const int32_t size = power_of_two_from(kept);
+    int32_t last = 0;
+#pragma unroll 1
+    for (int32_t i = own_index(); i < size; i += block_size()) {
+      spare_[i] = i < kept ? best_.keys[items_[i]] : ~uint64_t{0};
+      if (i < kept) last = Larger()(last, static_cast<int32_t>(items_[i]));
+    }
+    last = block_reduce(last, Larger(), scratch_);
+    block_sort(spare_, nullptr, size);
+    room_ = reinterpret_cast<double *>(best_.keys);
+    return {spare_, kept, last < kCertifiedRank};
+  }
+
   // Of the logits at places i and i + 1, counted from 1.
   __device__ static double decay(float logit, double next, int32_t i) {
     return (static_cast<double>(logit) - next) / static_cast<double>(i);
@@ -104,7 +161,9 @@ class RuleScan {
   const Cooling &selection_;
   const float top_;
   const BestTokens best_;
-  double *const room_;
+  uint64_t *const spare_;
+  uint32_t *const items_;
+  double *room_;
   BlockScratch &scratch_;
 };
 
