@@ -74,7 +74,7 @@ class BinReader : public PoolReader {
     if (bins_.scale == 0) return;
     const double log = log_weight(logit, bins_.top, bins_.temperature), weight = exp(log);
     const double quantity = !bins_.terms ? weight : weight > 0 ? weight * (bins_.center - log) : 0;
-    const uint64_t whole = static_cast<uint64_t>(quantity * bins_.scale + 0.5);
+    const uint64_t whole = static_cast<uint64_t>(quantity * bins_.boost * bins_.scale + 0.5);
     if (whole) add_to(weights_ + bin, whole);
   }
 
@@ -82,7 +82,7 @@ class BinReader : public PoolReader {
   uint64_t *const weights_;
 };
 
-// Counts and weights, in multiples of 1 / scale.
+// Counts and weights.
 struct Sums {
   uint64_t weight;
   uint32_t count;

@@ -44,7 +44,7 @@ struct Choice {
 };
 
 // Counts and weighs chosen tokens by eight bits of their key. A token weighs w = exp((l - top) / temperature), or with
-// `terms` w (center - ln w), rounded to a multiple of 1 / scale: sums of whole numbers are exact in any order.
+// `terms` w (center - ln w), times `boost` and `scale`, rounded: sums of whole numbers are exact in any order.
 struct Bins {
   Choice choice;
   bool by_distance;  // bits of the distance's key instead of the token's
@@ -53,7 +53,7 @@ struct Bins {
   int32_t shift;
   uint64_t prefix;   // the key's bits from shift + 8 on
   double temperature, center;
-  double scale;      // 0: no weights
+  double boost, scale;  // 0: no weights
 };
 
 // Distance between pieces of a pair's sum that different blocks may add.

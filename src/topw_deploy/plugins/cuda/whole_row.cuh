@@ -57,7 +57,7 @@ class WholeRow {
   }
 
  private:
-  static constexpr double kMostWeight = 4611686018427387904.0;  // 2^62: no sum overflows
+  static constexpr double kMostWeight = 0x1p62, kBoost = 0x1p500;  // no sum overflows 64 bits
 
   __device__ Bins counting(const Choice &choice) const {
     Bins bins = {};
@@ -70,7 +70,8 @@ class WholeRow {
     Bins bins = counting(choice);
     bins.top = top;
     bins.temperature = temperature;
-    bins.scale = kMostWeight / total;
+    bins.boost = total < 1 / kBoost ? kBoost : 1;  // near the least double, 1 / total is infinite
+    bins.scale = kMostWeight / (total * bins.boost);
     return bins;
   }
   __device__ Bins weighing(float largest, double temperature) const {
