@@ -37,8 +37,17 @@ def cases_of(seed: int, vocab: int, rows: int, rule: str | None = None) -> list[
 
 @pytest.mark.parametrize(
     ("vocab", "top_m", "threads"),
-    [(1, 1, 32), (7, 3, 64), (64, 64, 64), (300, 5, 32), (1000, 200, 64), (1280, 64, 128), (3000, 1200, 256)],
-)
+    [
+        (1, 1, 32),
+        (7, 3, 64),
+        (64, 64, 64),
+        (300, 5, 32),
+        (1000, 200, 64),
+        (1280, 64, 128),
+        (3000, 1200, 256),
+        (4500, 100, 128),
+    ],
+)  # fmt: skip
 def test_every_rule_keeps_and_draws_as_the_reference(
     kernel: EmulatedKernel, vocab: int, top_m: int, threads: int
 ) -> None:
@@ -114,9 +123,9 @@ def test_logits_of_half_precision_have_the_rules_of_their_values(kernel: Emulate
 
 
 BAD = [
-    (12, 0, 0), (-1, 0, 0), (1, 0, 0), (1, 1.5, 0), (1, 2**25, 0), (2, 0, 0), (2, 1.1, 0), (2, np.nan, 0), (3, -0.1, 0),
-    (3, 1.1, 0), (4, 0.4, 0), (4, 0, 100), (4, 0.4, np.inf), (5, 1, 0), (6, 0, 0), (7, 1, 0), (8, -1, 0), (8, np.inf, 0),
-    (10, np.nan, 0), (10, -1, 0),
+    (12, 0, 0), (-1, 0, 0), (1, 0, 0), (1, 1.5, 0), (1, 2**25, 0), (2, 0, 0), (2, 1.1, 0), (2, np.nan, 0),
+    (3, -0.1, 0), (3, 1.1, 0), (4, 0.4, 0), (4, 0, 100), (4, 0.4, np.inf), (5, 1, 0), (6, 0, 0), (7, 1, 0),
+    (8, -1, 0), (8, np.inf, 0), (10, np.nan, 0), (10, -1, 0),
 ]  # fmt: skip
 
 
@@ -158,3 +167,14 @@ def test_top_h_of_a_row_whose_other_weights_nearly_vanish_is_decided(kernel: Emu
     ]
     for top_m in (1, 1500):
         assert differences_from_rules(sampled(kernel, cases, top_m), cases, **TIES) == []
+
+
+@pytest.mark.parametrize("kept", [1, 63, 64, 65, 128, 200])
+def test_min_k_finds_its_cliff_wherever_the_row_is_cut_into_pieces(kernel: EmulatedKernel, kept: int) -> None:
+    """A pool of 2 tokens makes pieces of 64."""
+    (case,) = cases_of(1, 1500, 1, "min_k")
+    logits = np.where(np.arange(1500) < kept, 5.0, -5.0) - np.arange(1500) * 1e-4
+    case = replace(case, logits=logits[::-1].astype(np.float32), rule_values=(3.0, 0.0))
+    found = sampled(kernel, [case], 2)
+    assert found.kept.tolist() == [kept]
+    assert differences_from_rules(found, [case], **TIES) == []

@@ -26,6 +26,7 @@ class BinReader : public PoolReader {
   __device__ BinReader(const LogitRow &row, const Job &job, const Memory &memory, BlockScratch &scratch)
       : PoolReader(row, job, memory, scratch),
         bins_(load_written(memory.bins)),
+        cooling_(cooling_of(bins_.temperature)),
         weights_(reinterpret_cast<uint64_t *>(dynamic_shared())) {}
 
   // Adds the item's tokens to the bins after memory.found, and in memory.weights.
@@ -72,13 +73,14 @@ class BinReader : public PoolReader {
     const int32_t bin = static_cast<int32_t>(key >> bins_.shift & (kSteps - 1));
     atomicAdd(&scratch_.bins[bin], 1u);
     if (bins_.scale == 0) return;
-    const double log = log_weight(logit, bins_.top, bins_.temperature), weight = exp(log);
-    const double quantity = !bins_.terms ? weight : weight > 0 ? weight * (bins_.center - log) : 0;
+    const Weight of = weight_of(logit, bins_.top, cooling_, false);
+    const double quantity = !bins_.terms ? of.weight : of.weight > 0 ? of.weight * (bins_.center - of.log) : 0;
     const uint64_t whole = static_cast<uint64_t>(quantity * bins_.boost * bins_.scale + 0.5);
     if (whole) add_to(weights_ + bin, whole);
   }
 
   const Bins bins_;
+  const Cooling cooling_;
   uint64_t *const weights_;
 };
 
