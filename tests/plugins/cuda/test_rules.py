@@ -84,7 +84,7 @@ def test_an_answer_depends_on_the_row_alone(kernel: EmulatedKernel) -> None:
     for row in (0, 5, 9):
         alone = sampled(kernel, cases[row : row + 1], 8)
         assert (alone.next_token[0], alone.logprob[0]) == (together.next_token[row], together.logprob[row])
-        assert np.array_equal(alone.keep_mask, together.keep_mask[row : row + 1])  # type: ignore[index]
+        assert np.array_equal(alone.keep_mask, together.keep_mask[row : row + 1])  # type: ignore[arg-type,index]
 
 
 def test_rows_with_top_w_are_the_same_beside_other_rules(kernel: EmulatedKernel) -> None:
