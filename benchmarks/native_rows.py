@@ -2,14 +2,15 @@
 
     python -m benchmarks.native_rows [--native PATH] [--processor PATH/TO/logit_processor_w1.py] [--rounds 100]
 
-Compares certified rows with numpy.max, with warm caches (ten consecutive calls); masked ones with the same row without
-a mask; uncertified ones (lam 1, init_top_p 0.5, T = 2, normal logits) with the authors' processor. Embeddings are
+Compares certified rows, and the rules beside Top-W, with numpy.max, with warm caches (ten consecutive calls); masked
+rows with the same row without a mask; uncertified ones (lam 1, init_top_p 0.5, T = 2, normal logits) with the authors' processor. Embeddings are
 random normal.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import machine, released_processor, say
+from benchmarks.common import interleave, machine, released_processor, say, seconds, table
 from benchmarks.tail import VOCAB, flat_logits, measure
 from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelCall, KernelTable
@@ -74,6 +75,66 @@ def masked_rows(kernel: Kernel, rounds: int) -> str:
         call = kernel.prepare(logits, {"temperature": 1.0}, options, allowed=pack_mask(allowed[None]))
         sides[described(f"allowed: {name}", call)] = call
     return measure(sides, rounds, "no mask", in_a_row=10)
+
+
+RULES: dict[str, tuple[int, tuple[float, float]]] = {
+    "top_k 50": (1, (50, 0)),
+    "top_p 0.9": (2, (0.9, 0)),
+    "top_p 0.95": (2, (0.95, 0)),
+    "min_p 0.05": (3, (0.05, 0)),
+    "top_h 0.4": (4, (0.4, 100)),
+    "typical 0.9": (5, (0.9, 0)),
+    "epsilon 0.001": (6, (1e-3, 0)),
+    "eta 0.002": (7, (2e-3, 0)),
+    "top_n_sigma 1": (8, (1, 0)),
+    "p_less": (9, (0, 0)),
+    "min_k 3": (10, (3, 0)),
+    "none": (11, (0, 0)),
+}
+"""Label -> (code, values)."""
+
+
+def model_rows(rows: int = 12, seed: int = 0) -> np.ndarray:
+    """float32 [rows, VOCAB] with the entropies of a language model's steps, about 0.01 to 3.
+
+    A bell of deviation 2.2 and 300 likely tokens in a power law of the rank, raised by 12.5 to 20.5 above the bell's mean.
+    """
+    rng = np.random.default_rng(seed)
+    made = rng.standard_normal((rows, VOCAB)) * 2.2
+    for row, raised in zip(made, np.linspace(12.5, 20.5, rows), strict=True):
+        likely = rng.permutation(VOCAB)[:300]
+        row[likely] = raised + 3.0 - 2.0 * np.log(np.arange(1, 301)) + 0.5 * rng.standard_normal(300)
+    return made.astype(np.float32)
+
+
+def ruled_rows(kernel: Kernel, rounds: int) -> str:
+    """Every rule on each of `model_rows` at T = 1: the median over rows of the ratio to numpy.max, and its range."""
+    rows, options = model_rows(), TopWOptions(metric="uniform")
+    ratios: dict[str, list[float]] = {name: [] for name in ("Top-W", *RULES)}
+    kept: dict[str, list[int]] = {name: [] for name in ratios}
+    certified = dict.fromkeys(ratios, 0)
+    for row in rows:
+        calls = {"Top-W": kernel.prepare(row[None], {"temperature": 1.0, "uniform": 0.5}, options)}
+        for name, rule in RULES.items():
+            calls[name] = kernel.prepare(row[None], {"temperature": 1.0, "uniform": 0.5}, options, rules=rule)
+        timed = {"numpy.max": lambda row=row: seconds(row.max, 10)}
+        timed |= {name: (lambda call=call: seconds(call, 10)) for name, call in calls.items()}
+        times = interleave(timed, max(3, rounds // 10))
+        for name, call in calls.items():
+            ratios[name].append(statistics.median(times[name]) / statistics.median(times["numpy.max"]))
+            kept[name].append(int(call.samples.kept[0]))
+            certified[name] += bool(call.samples.certified[0])
+    lines = [
+        (
+            name,
+            f"{statistics.median(found):.2f}",
+            f"{min(found):.2f} to {max(found):.2f}",
+            f"{certified[name]} of {len(rows)}",
+            f"{min(kept[name]):,} to {max(kept[name]):,}",
+        )
+        for name, found in ratios.items()
+    ]
+    return table(("rule", "ratio to numpy.max, median", "range over rows", "certified", "tokens kept"), lines)
 
 
 def shapes() -> dict[str, np.ndarray]:
@@ -146,7 +207,7 @@ def main() -> None:
     parser.add_argument("--processor", type=Path, help="the authors' logit_processor_w1.py")
     parser.add_argument("--instruction-set", help="default: the best")
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--rows", choices=("certified", "masked", "shapes", "uncertified", "all"), default="all")
+    parser.add_argument("--rows", choices=("certified", "masked", "rules", "shapes", "uncertified", "all"), default="all")
     given = parser.parse_args()
     torch.set_num_threads(1)
     path = given.native or library_path()
@@ -160,6 +221,8 @@ def main() -> None:
         print(f"Certified rows, vocabulary {VOCAB:,}:\n\n{certified_rows(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("masked", "all"):
         print(f"Masked rows, vocabulary {VOCAB:,}, T = 1:\n\n{masked_rows(kernel, given.rounds)}\n", flush=True)
+    if given.rows in ("rules", "all"):
+        print(f"Rules, vocabulary {VOCAB:,}, T = 1:\n\n{ruled_rows(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("shapes", "all"):
         print(f"Other shapes, vocabulary {VOCAB:,}:\n\n{shaped_rows(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("uncertified", "all"):

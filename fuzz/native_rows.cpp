@@ -1,4 +1,4 @@
-// Fuzzes the native sampler: bytes become options, parameters, logits, edits and a table, and the answers must have the
+// Fuzzes the native sampler: bytes become options, parameters, rules, logits, edits and a table, and the answers must have the
 // properties that docs/contract/graph.md promises for any input.
 //
 // With libFuzzer (clang++ -fsanitize=fuzzer,address,undefined), compile this file and the library's files. With other
@@ -117,6 +117,8 @@ struct Row {
   std::vector<int64_t> ids;
   std::vector<int32_t> allowed;  // empty: no mask
   float columns[7] = {};
+  int32_t rule = TOPW_RULE_TOP_W;
+  float rule_values[2] = {};
 
   explicit Row(Bytes &in) {
     constexpr int64_t kVocab[] = {1, 2, 15, 16, 17, 100, 127, 128, 129, 255, 1000, 2048, 5000};
@@ -141,6 +143,18 @@ struct Row {
     const float all[7] = {parameter(in, 0, 3),     parameter(in, 0, 2), parameter(in, 0, 3), parameter(in, 0, 6),
                           parameter(in, 0.01f, 1), parameter(in, -1, 3), parameter(in, 0, 0.99999f)};
     memcpy(columns, all, sizeof all);
+    read_rule(in);
+  }
+
+  // Half the rows use Top-W, some an unknown rule; values are mostly in their intervals.
+  void read_rule(Bytes &in) {
+    constexpr float kCounts[] = {1, 2, 50, 64, 65, 100, 1024, 1025, 4000, 16777216};
+    const uint8_t kind = in.take<uint8_t>();
+    if (kind < 128) return;
+    rule = kind == 255 ? in.take<int32_t>() : kind % 12;
+    const bool count = rule == TOPW_RULE_TOP_K;
+    rule_values[0] = count ? in.one_of(kCounts) : parameter(in, 0.0001f, rule == TOPW_RULE_TOP_N_SIGMA ? 4 : 0.9999f);
+    rule_values[1] = in.take<uint8_t>() == 0 ? in.one_of(kSpecial) : in.one_of(kCounts);
   }
 
   void read_table(Bytes &in) {
@@ -255,9 +269,9 @@ struct Answers {
 // workspace, rows run one by one from the last; without one, all in one call.
 Answers sample(const Row &row, size_t copies, topw_workspace *workspace) {
   const size_t vocab = static_cast<size_t>(row.vocab), edits = static_cast<size_t>(row.edits);
-  std::vector<float> logits, penalty, bias, columns[7];
+  std::vector<float> logits, penalty, bias, columns[7], rule_values;
   std::vector<int64_t> ids;
-  std::vector<int32_t> allowed;
+  std::vector<int32_t> allowed, rules;
   for (size_t i = 0; i < copies; ++i) {
     logits.insert(logits.end(), row.logits.begin(), row.logits.end());
     ids.insert(ids.end(), row.ids.begin(), row.ids.end());
@@ -265,6 +279,8 @@ Answers sample(const Row &row, size_t copies, topw_workspace *workspace) {
     bias.insert(bias.end(), row.bias.begin(), row.bias.end());
     allowed.insert(allowed.end(), row.allowed.begin(), row.allowed.end());
     for (size_t c = 0; c < 7; ++c) columns[c].push_back(row.columns[c]);
+    rules.push_back(row.rule);
+    rule_values.insert(rule_values.end(), row.rule_values, row.rule_values + 2);
   }
   for (size_t i = 1; i < copies; ++i)
     for (size_t k = 0; k < vocab; ++k) logits[i * vocab + k] = i % 2 ? NAN : -INFINITY;
@@ -284,7 +300,9 @@ Answers sample(const Row &row, size_t copies, topw_workspace *workspace) {
                               columns[3].data(),
                               columns[4].data(),
                               columns[5].data(),
-                              columns[6].data()};
+                              columns[6].data(),
+                              rules.data(),
+                              rule_values.data()};
   Answers answers(copies, vocab);
   const topw_outputs outputs = answers.outputs();
   const topw_table *given = row.with_table ? &table : nullptr;
@@ -311,7 +329,9 @@ void check(const Row &row, const Answers &got, size_t i) {
     return;
   }
   require(got.token[i] < row.vocab && mask[got.token[i]], "the token is kept");
-  require(got.kept[i] >= 1 && got.kept[i] <= row.options.top_m, "the crop is in the pool");
+  const bool by_rule = row.rule != TOPW_RULE_TOP_W && row.columns[0] >= 1e-5f;
+  require(got.kept[i] >= 1 && (by_rule || got.kept[i] <= row.options.top_m), "the crop is in the pool");
+  require(!by_rule || !got.certified[i] || got.kept[i] <= 64, "a certified crop is among the 64 best");
   require(got.mass[i] >= 0 && got.mass[i] <= 1.00001f, "mass is a probability");
   require(got.logprob[i] <= 1e-6f, "logprob is the log of a probability");
 }

@@ -30,6 +30,10 @@ Edits = tuple[ArrayLike, ArrayLike, ArrayLike]
 """ids, penalty and bias, each [B, N]."""
 Changes = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]
 """The edits [B, N] and the mask [B, words]."""
+Rules = tuple[ArrayLike, ArrayLike]
+"""Codes, one or [B], and values (v0, v1) of the sampling rules, [2] or [B, 2]."""
+RuleArrays = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""The same as int32 [B] and float32 [B, 2]."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class Kernel:
         edits: Edits | None = None,
         *,
         allowed: ArrayLike | None = None,
+        rules: Rules | None = None,
         mass: bool = False,
         keep_mask: bool = False,
     ) -> KernelSamples:
@@ -114,11 +119,15 @@ class Kernel:
         columns: parameters and `uniform` by name, a number or [B] each; missing ones get defaults (`uniform`: 0).
         table: None for the uniform metric.
         allowed: int32 [B, ceil(V / 32)], a bit per token, the lowest first; None or [B, 0] allows every token.
+        rules: the rows' rules and their values; None for Top-W. An unknown code, or a value out of its interval, makes
+            the row invalid.
         mass, keep_mask: also return these.
 
         For invalid rows see docs/contract/graph.md, section 7. Raises ParameterError for unfit arguments, MemoryError.
         """
-        call = self.prepare(logits, columns, options, table, edits, allowed=allowed, mass=mass, keep_mask=keep_mask)
+        call = self.prepare(
+            logits, columns, options, table, edits, allowed=allowed, rules=rules, mass=mass, keep_mask=keep_mask
+        )
         call()
         return call.samples
 
@@ -131,6 +140,7 @@ class Kernel:
         edits: Edits | None = None,
         *,
         allowed: ArrayLike | None = None,
+        rules: Rules | None = None,
         mass: bool = False,
         keep_mask: bool = False,
     ) -> KernelCall:
@@ -143,7 +153,7 @@ class Kernel:
         columns_given = parameter_columns(columns or {}, len(rows))
         return KernelCall(
             self._library, rows, columns_given, options, table,
-            (*edit_arrays(edits, len(rows)), mask_array(allowed, *rows.shape)),
+            (*edit_arrays(edits, len(rows)), mask_array(allowed, *rows.shape)), rule_arrays(rules, len(rows)),
             KernelSamples.empty(len(rows), rows.shape[1], mass, keep_mask),
         )  # fmt: skip
 
@@ -159,15 +169,16 @@ class KernelCall:
         options: TopWOptions,
         table: KernelTable | None,
         changes: Changes,
+        rules: RuleArrays | None,
         samples: KernelSamples,
     ) -> None:
         self.samples = samples
         self._library = library
-        self._borrowed = (logits, columns, table, changes)  # the structures below point into them
+        self._borrowed = (logits, columns, table, changes, rules)  # the structures below point into them
         self._batch = range(len(logits))
         self._options = Options.of(options)
         self._table = table_struct(table)
-        self._inputs = inputs_struct(logits, columns, changes)
+        self._inputs = inputs_struct(logits, columns, changes, rules)
         self._outputs = samples.struct()
         self._workspace = library.topw_workspace_create()
         if not self._workspace:
@@ -191,11 +202,17 @@ def _cure(path: str | Path) -> str:
     return f"{named} selects it: unset it, or give a library of this version" if named else "build it again"
 
 
-def inputs_struct(logits: NDArray[Any], columns: Mapping[str, NDArray[np.float32]], changes: Changes) -> Inputs:
+def inputs_struct(
+    logits: NDArray[Any],
+    columns: Mapping[str, NDArray[np.float32]],
+    changes: Changes,
+    rules: RuleArrays | None = None,
+) -> Inputs:
     edits, words = changes[0].shape[1], changes[3].shape[1]
     return Inputs(
-        *logits.shape, edits, words, *map(address, (logits, *changes)), *(address(columns[n]) for n in COLUMNS)
-    )
+        *logits.shape, edits, words, *map(address, (logits, *changes)), *(address(columns[n]) for n in COLUMNS),
+        *map(address, rules or (None, None)),
+    )  # fmt: skip
 
 
 def require_table(options: TopWOptions, table: KernelTable | None, vocab: int) -> None:
@@ -250,3 +267,18 @@ def mask_array(given: ArrayLike | None, batch: int, vocab: int) -> NDArray[np.in
             "allow every token."
         )
     return mask
+
+
+def rule_arrays(given: Rules | None, batch: int) -> RuleArrays | None:
+    """The rules as C-contiguous int32 [batch] and float32 [batch, 2]; None for None. Raises ParameterError."""
+    if given is None:
+        return None
+    with np.errstate(over="ignore"):
+        codes, values = np.asarray(given[0]), np.asarray(given[1]).astype(np.float32)
+    if codes.dtype.kind not in "iu" or codes.shape not in ((), (batch,)) or values.shape not in ((2,), (batch, 2)):
+        raise ParameterError(
+            f"rules are {codes.dtype} {list(codes.shape)} with values {list(values.shape)}, but must be integers, one "
+            f"or [{batch}], with values [2] or [{batch}, 2]."
+        )
+    code = np.ascontiguousarray(np.broadcast_to(codes.astype(np.int32), (batch,)))
+    return code, np.ascontiguousarray(np.broadcast_to(values, (batch, 2)))

@@ -13,7 +13,7 @@ constexpr int64_t kFewTokens = 16 * 1024;  // a vocabulary that is taken whole
 [[nodiscard]] bool take_enough(const EditedRow &row, int64_t count, Ranked &tokens, bool &complete) {
   float bound = -FLT_MAX;
   if (row.blocks() >= count)  // as many tokens as blocks reach a bound of their maxima
-    bound = value_reached_by(row.maxima(), row.padded_blocks(), count, 2 * count);
+    bound = value_reached_by(row.maxima(), row.padded_blocks(), count, count + count / 8);
   complete = bound <= -FLT_MAX;
   if (!complete || row.vocab() <= kFewTokens) return tokens.take_from(row, bound);
   complete = false;

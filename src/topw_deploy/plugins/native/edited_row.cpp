@@ -8,13 +8,15 @@
 namespace topw {
 namespace {
 
+constexpr int64_t kSampled = 8;  // blocks that choose the centre of the sums
+
 float edited(float logit, float penalty, float bias) {
   return (logit > 0 ? logit / penalty : logit * penalty) + bias;
 }
 
 }  // namespace
 
-EditedRow::Verdict EditedRow::open(const topw_inputs &inputs, int64_t row) {
+EditedRow::Verdict EditedRow::open(const topw_inputs &inputs, int64_t row, Sums wanted, double rate) {
   vocab_ = inputs.vocab;
   blocks_ = (vocab_ + kBlock - 1) / kBlock;
   padded_blocks_ = (blocks_ + 15) / 16 * 16;
@@ -29,10 +31,55 @@ EditedRow::Verdict EditedRow::open(const topw_inputs &inputs, int64_t row) {
   take_mask(inputs, row);
   // No edit repairs NaN or +inf.
   const int64_t whole = vocab_ / kBlock;
-  if (maxima_of(raw_, 0, whole)) return Verdict::invalid;
+  has_sums_ = wanted != Sums::none && !allowed_ && whole >= kSampled;
+  if (has_sums_ ? maxima_and_sums(whole, wanted, rate) : maxima_of(raw_, 0, whole)) return Verdict::invalid;
   if (whole < blocks_) patch(whole);
   if (!edit(inputs, row)) return Verdict::invalid;
+  if (has_sums_) sum_patches(whole, wanted, rate);
   return measure() ? Verdict::valid : Verdict::invalid;
+}
+
+// The centre is near most logits, or near the largest, whose weight must not overflow.
+bool EditedRow::maxima_and_sums(int64_t whole, Sums wanted, double rate) {
+  moments_ = {};
+  weights_ = 0;
+  hot().block_maxima(raw_, kSampled, maxima_.data());
+  centre_ = *std::max_element(maxima_.data(), maxima_.data() + kSampled);
+  if (wanted == Sums::moments) {
+    Moments sample;
+    hot().exact_moments(raw_, kSampled, 0, sample);
+    centre_ = static_cast<float>(sample.sum / sample.count);
+  }
+  if (!(fabsf(centre_) < INFINITY) || (wanted == Sums::weights && !fits_rough(centre_, rate))) {
+    has_sums_ = false;
+    return maxima_of(raw_, 0, whole);
+  }
+  if (wanted == Sums::weights) return hot().maxima_and_weights(raw_, whole, centre_, rate, maxima_.data(), weights_);
+  moments_.count = static_cast<double>(whole * kBlock);
+  return hot().maxima_and_moments(raw_, whole, centre_, maxima_.data(), moments_);
+}
+
+// Replaces the sums of patched blocks, of which those before `whole` were summed unpatched.
+void EditedRow::sum_patches(int64_t whole, Sums wanted, double rate) {
+  const float none[1] = {0};
+  const Weighing every = {centre_, INFINITY, -INFINITY, rate, false};
+  for (int64_t i = 0; i < patch_count_; ++i) {
+    const int64_t b = patched_block_[i];
+    const float *patched = patches_.data() + i * kBlock, *raw = b < whole ? raw_ + b * kBlock : nullptr;
+    WeightSums weighed, before;
+    Moments added, removed;
+    if (wanted == Sums::moments) {
+      hot().exact_moments(patched, 1, static_cast<double>(centre_), added);
+      if (raw) hot().exact_moments(raw, 1, static_cast<double>(centre_), removed);
+    } else {
+      hot().rough_sums(patched, none, 1, every, weighed);
+      if (raw) hot().rough_sums(raw, none, 1, every, before);
+    }
+    moments_.count += added.count - removed.count;
+    moments_.sum += added.sum - removed.sum;
+    moments_.squares += added.squares - removed.squares;
+    weights_ += weighed.Z - before.Z;
+  }
 }
 
 // Words that the mask lacks in an incomplete last block allow only padding.

@@ -13,9 +13,19 @@ namespace topw {
 class EditedRow {
  public:
   enum class Verdict { valid, invalid, out_of_memory };
+  // Sums that the pass over the logits computes on request.
+  enum class Sums { none, moments, weights };
 
-  // Invalid: edited, allowed logits with NaN, +inf or nothing finite, or a real token's penalty not > 0.
-  [[nodiscard]] Verdict open(const topw_inputs &inputs, int64_t row);
+  // Invalid: edited, allowed logits with NaN, +inf or nothing finite, or a real token's penalty not > 0. `rate`: of the
+  // weights.
+  [[nodiscard]] Verdict open(const topw_inputs &inputs, int64_t row, Sums wanted = Sums::none, double rate = 0);
+
+  // The sums over the edited row, as hot().rough_moments and hot().rough_sums; false if they were not computed, as for
+  // a masked row, or cannot be used.
+  bool has_sums() const { return has_sums_; }
+  float centre() const { return centre_; }  // of the moments; the weights' top, which logits may exceed
+  const Moments &moments() const { return moments_; }
+  double weights() const { return weights_; }
 
   int64_t vocab() const { return vocab_; }
   int64_t blocks() const { return blocks_; }
@@ -36,6 +46,8 @@ class EditedRow {
   bool edit(const topw_inputs &inputs, int64_t row);
   bool measure();
   bool maxima_of(const float *logits, int64_t first, int64_t blocks);
+  bool maxima_and_sums(int64_t whole, Sums wanted, double rate);
+  void sum_patches(int64_t whole, Sums wanted, double rate);
 
   const float *edited_block(int64_t b) const {
     return patch_of_[b] < 0 ? raw_ + b * kBlock : patches_.data() + patch_of_[b] * kBlock;
@@ -49,6 +61,10 @@ class EditedRow {
   int32_t last_words_[kWords] = {};   // of an incomplete last block
   int64_t vocab_ = 0, blocks_ = 0, padded_blocks_ = 0, patch_count_ = 0;
   float top_ = 0;
+  bool has_sums_ = false;
+  float centre_ = 0;
+  double weights_ = 0;
+  Moments moments_;
   Array<float> maxima_, patches_;
   Array<float> masked_;           // [kBlock] the block read last
   Array<int32_t> patch_of_;       // [blocks] -1: none

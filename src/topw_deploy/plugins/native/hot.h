@@ -32,6 +32,13 @@ struct Weighing {
   bool with_D;  // D is wanted, too
 };
 
+// Whether float32 holds rate and rate * top well enough.
+inline bool fits_fine(double rate) { return rate >= 1e-30 && rate <= 1e30; }
+inline bool fits_rough(float top, double rate) {
+  const double shift = static_cast<double>(top) * rate;
+  return fits_fine(rate) && shift >= -60 && shift <= 60;
+}
+
 // Sums over tokens of w, w y and w^2; y = (top - x) * rate, w = exp(-y).
 struct WeightSums {
   double Z = 0, D = 0, squares = 0;
@@ -63,7 +70,7 @@ struct Hot {
   double (*sum_of_weights)(const float *block, float top, double rate);
 
   // Adds the sums over `blocks` blocks, whose maxima are `maxima`; -inf counts as 0. Each term of Z and D within a
-  // factor of row_sums.h, for rates that it allows; `squares` is not summed.
+  // factor of row_sums.h, for weighings that fits_rough or fits_fine admits; `squares` is not summed.
   void (*rough_sums)(const float *logits, const float *maxima, int64_t blocks, const Weighing &, WeightSums &);
   void (*fine_sums)(const float *logits, const float *maxima, int64_t blocks, const Weighing &, WeightSums &);
   // The same in double, within 1e-14 relative for y < 700, where larger ones count as e^-700. All three sums.
@@ -74,6 +81,10 @@ struct Hot {
   void (*rough_moments)(const float *logits, int64_t blocks, float centre, Moments &);
   // The same in double for the finite logits, with their number.
   void (*exact_moments)(const float *logits, int64_t blocks, double centre, Moments &);
+  // As block_maxima, and adds as rough_moments, in the same pass.
+  bool (*maxima_and_moments)(const float *logits, int64_t blocks, float centre, float *maxima, Moments &);
+  // As block_maxima, and adds as rough_sums to Z, in the same pass; no logit is left out, and x may exceed top.
+  bool (*maxima_and_weights)(const float *logits, int64_t blocks, float top, double rate, float *maxima, double &Z);
   // The smallest finite logit; +inf if none.
   float (*lowest_of)(const float *logits, int64_t blocks);
 

@@ -126,10 +126,11 @@ bool sample_row(const topw_options &options, const topw_table *table, const topw
   Parameters P;
   Rule rule;
   if (!readable(options, table, inputs) || !P.read(inputs, row) || !rule.read(inputs, row)) return true;
-  const EditedRow::Verdict verdict = w.row.open(inputs, row);
+  const bool other_rule = rule.code != TOPW_RULE_TOP_W && !P.greedy;
+  const EditedRow::Verdict verdict = other_rule ? w.row.open(inputs, row, sums_of(rule), 1 / P.selection)
+                                                : w.row.open(inputs, row);
   if (verdict != EditedRow::Verdict::valid) return verdict == EditedRow::Verdict::invalid;
   Crop crop;
-  const bool other_rule = rule.code != TOPW_RULE_TOP_W && !P.greedy;
   const bool chosen = other_rule ? w.rule_crop.choose(w.row, rule, P.selection, w.sorter, crop)
                                  : crop_of_row(options, table, P, w, crop);
   return chosen && answer(inputs, row, crop, P, w, out);

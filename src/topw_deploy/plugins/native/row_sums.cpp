@@ -12,11 +12,13 @@ namespace {
 // and of the same rounding.
 constexpr double kRoughMost = 1.06148 * (1 + 1e-4), kRoughLeast = 1 - 1e-4;
 constexpr double kFineMost = 1 + 2e-5, kFineLeast = 1 - 2e-5;
-constexpr double kSmallestRate = 1e-30, kLargestRate = 1e30;  // of y in float32
 constexpr double kLargestGap = 50;       // y of the second token: others are far from underflow in float32
 constexpr double kFar = 30, kVeryFar = 60;  // beyond the second token's y, blocks are bounded
 constexpr double kUnderflow = 640;       // with a second y beyond, all but the best tokens weigh nothing
 constexpr double kUp = 1 + 1e-12;
+constexpr double kMostAbove = 80;  // y of the first pass's centre, beyond which its weights may overflow
+constexpr double kMuch = 1e-3;
+constexpr double kSumError = 4e-6;  // relative, of two float32 sums over blocks
 
 }  // namespace
 
@@ -43,6 +45,10 @@ bool RowSums::open(const EditedRow &row, const Best &best, double selection, boo
   if (best.complete || y2_ > kUnderflow) {
     take({}, 1, 1, INFINITY);
     level = Level::exact;
+    return true;
+  }
+  if (take_first_pass() && others.low > kMuch) {  // tighter than the blocks' bounds
+    level = Level::rough;
     return true;
   }
   return bound_by_blocks();
@@ -76,8 +82,26 @@ void RowSums::refine() {
     take(sum(hot().exact_sums, kVeryFar), 1, 1, INFINITY);
   else if (level == Level::fine)
     take(sum(hot().fine_sums, kFar), kFineLeast, kFineMost, kFar);
-  else
+  else if (!take_first_pass() && fits_rough(row_->top(), 1 / selection_))
     take(sum(hot().rough_sums, kFar), kRoughLeast, kRoughMost, kFar);
+}
+
+// The first pass summed all tokens: the best ones, weighed alike, are subtracted. False if it is of no use.
+bool RowSums::take_first_pass() {
+  const double above = surprise(row_->centre(), row_->top(), selection_);
+  const int64_t size = best_->tokens.size, blocks = (size + kBlock - 1) / kBlock;
+  if (!row_->has_sums() || with_D_ || above > kMostAbove || !padded_.reserve(blocks * kBlock)) return false;
+  std::copy(best_->tokens.logit.data(), best_->tokens.logit.data() + size, padded_.data());
+  std::fill(padded_.data() + size, padded_.data() + blocks * kBlock, -INFINITY);
+  const Weighing every = {row_->centre(), INFINITY, -INFINITY, 1 / selection_, false};
+  WeightSums best;
+  hot().rough_sums(padded_.data(), padded_.data(), blocks, every, best);
+  const double unit = exp(-above), all = row_->weights() * unit, rest = all - best.Z * unit, error = kSumError * all;
+  const double ties = static_cast<double>(best_->spare) * best_->last_weight();  // in the sum and in known_
+  others = {std::max(known_.Z / kUp, (known_.Z - ties) / kUp + (rest - error) / kRoughMost),
+            (known_.Z - ties) * kUp + std::max(0.0, rest + error) / kRoughLeast};
+  squares = {1 + known_.squares, (1 + known_.squares) * kUp + best_->last_weight() * (others.high - known_.Z / kUp)};
+  return true;
 }
 
 void RowSums::make_exact() {
@@ -87,8 +111,7 @@ void RowSums::make_exact() {
 }
 
 bool RowSums::fits_float32() const {
-  const double rate = 1 / selection_;
-  return rate >= kSmallestRate && rate <= kLargestRate && y2_ <= kLargestGap;
+  return fits_fine(1 / selection_) && y2_ <= kLargestGap;
 }
 
 WeightSums RowSums::sum(void (*add)(const float *, const float *, int64_t, const Weighing &, WeightSums &),
@@ -107,7 +130,7 @@ WeightSums RowSums::sum(void (*add)(const float *, const float *, int64_t, const
 void RowSums::take(const WeightSums &rest, double least_factor, double most_factor, double far) {
   const bool exact = far == INFINITY;
   const double up = exact ? 1 : kUp, tokens = static_cast<double>(row_->vocab());
-  const double missing = exact ? 0 : tokens * exp(-(y2_ + far) * (1 - 1e-6)), y = y2_ + far;
+  const double y = exact ? 0 : y2_ + far, missing = exact ? 0 : tokens * exp(-y * (1 - 1e-6));
   others = {known_.Z / up + rest.Z / most_factor, known_.Z * up + rest.Z / least_factor + missing};
   D = {known_.D / up + rest.D / most_factor, known_.D * up + rest.D / least_factor + missing * y * 1.01};
   const double further = exact ? rest.squares : best_->last_weight() * (others.high - known_.Z / up);

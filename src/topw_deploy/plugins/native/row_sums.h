@@ -14,7 +14,8 @@ struct Interval {
 // first token: Z = 1 + others stays exact for a peaked row.
 class RowSums {
  public:
-  // bounds: block maxima stand for their blocks. rough, fine: one pass in float32 each. exact: one in double.
+  // bounds: block maxima stand for their blocks. rough: the sums of the row's first pass, or of a pass in float32. fine:
+  // one pass in float32. exact: one in double.
   enum class Level { bounds, rough, fine, exact };
 
   Level level = Level::bounds;
@@ -33,6 +34,7 @@ class RowSums {
   [[nodiscard]] bool bound_by_blocks();
   void take(const WeightSums &rest, double least_factor, double most_factor, double far);
   bool fits_float32() const;
+  bool take_first_pass();
   WeightSums sum(void (*add)(const float *, const float *, int64_t, const Weighing &, WeightSums &), double beyond) const;
 
   const EditedRow *row_ = nullptr;
@@ -42,6 +44,7 @@ class RowSums {
   double y2_ = 0;       // of the second token
   WeightSums known_;    // of the best tokens but the first, and of ties with the last one
   Array<double> block_weights_;
+  Array<float> padded_;  // the best tokens' logits in whole blocks
 };
 
 }  // namespace topw

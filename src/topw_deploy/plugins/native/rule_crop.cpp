@@ -80,6 +80,17 @@ int64_t count_from(const Best &best, double weight) {
 
 }  // namespace
 
+EditedRow::Sums sums_of(const Rule &rule) {
+  switch (rule.code) {
+    case TOPW_RULE_TOP_P:
+    case TOPW_RULE_TOP_H:
+    case TOPW_RULE_EPSILON:
+    case TOPW_RULE_P_LESS: return EditedRow::Sums::weights;
+    case TOPW_RULE_TOP_N_SIGMA: return EditedRow::Sums::moments;
+    default: return EditedRow::Sums::none;
+  }
+}
+
 bool RuleCrop::choose(const EditedRow &row, const Rule &rule, double selection, Sorter &sorter, Crop &crop) {
   row_ = &row;
   rule_ = &rule;
@@ -196,8 +207,9 @@ RuleCrop::Step RuleCrop::top_n_sigma() {
     return Interval{top - n * sigma.high * (1 + slack) - rounding, top - n * sigma.low * (1 - slack) + rounding};
   };
   if (n > 0) {
-    const float centre = static_cast<float>(mean_of_first_block(*row_));
-    const Moments rough = rough_moments(*row_, centre);
+    const bool summed = row_->has_sums() && row_->moments().squares < INFINITY;
+    const float centre = summed ? row_->centre() : static_cast<float>(mean_of_first_block(*row_));
+    const Moments rough = summed ? row_->moments() : rough_moments(*row_, centre);
     sigma = deviation(rough, kMomentError * rough.squares);
     const Step step = logits_from<decltype(holds)>(cut(kSlack), nullptr);
     if (step != Step::open) return step;

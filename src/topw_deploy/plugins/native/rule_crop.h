@@ -11,6 +11,9 @@
 
 namespace topw {
 
+// What the first pass over the logits should sum for a rule.
+EditedRow::Sums sums_of(const Rule &);
+
 class RuleCrop {
  public:
   // Not for Top-W, nor for greedy rows. `crop` points into this object. False if out of memory.

@@ -12,6 +12,7 @@ namespace {
 
 constexpr double kSlack = 1e-9;   // relative: closer to a cut, the exact sums decide
 constexpr double kFar = 60;       // tokens with a larger y weigh nothing beside the first
+constexpr double kExactUpTo = 700;  // hot().weights is exact for y up to here
 constexpr double kLess = 1 - kSlack, kMore = 1 + kSlack;
 
 }  // namespace
@@ -188,7 +189,10 @@ bool RuleCrop::take_and_weigh(int64_t pool) {
   if (!running_.reserve(found_.size)) return false;
   hot().weights(found_.logit.data(), found_.size, row_->top(), 1 / selection_, running_.weight.data());
   const double top = static_cast<double>(row_->top());
-  for (int64_t i = 0; i < found_.size; ++i) running_.key[i] = top - static_cast<double>(found_.logit[i]);
+  for (int64_t i = 0; i < found_.size; ++i) {
+    running_.key[i] = top - static_cast<double>(found_.logit[i]);
+    if (running_.key[i] > kExactUpTo * selection_) running_.weight[i] = exp(-running_.key[i] / selection_);
+  }
   return true;
 }
 

@@ -1,0 +1,216 @@
+"""The sampling rules beside Top-W in the native sampler, against their definitions in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.support.masks import masked, masks, packed, unequal_fields
+from tests.support.native_cases import instruction_sets, opened, unexplained
+from tests.support.rows import Case, random_case
+from tests.support.samples import thinned
+from topw_deploy.errors import ParameterError
+from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples
+from topw_deploy.sampling import TopWOptions, sample_row
+from topw_deploy.sampling.rules import RULES
+
+UNIFORM = TopWOptions(metric="uniform")
+VALUES: dict[str, tuple[Sequence[float], Sequence[float]]] = {
+    "top_k": ((1, 2, 50, 64, 65, 1000, 1025, 2**24), (0,)),
+    "top_p": ((1e-6, 0.5, 0.9, 0.95, 0.999999, 1), (0,)),
+    "min_p": ((0, 1e-30, 0.01, 0.05, 0.5, 1), (0,)),
+    "top_h": ((1e-6, 0.1, 0.4, 0.9, 1), (1, 10, 64, 100, 1024, 1025, 2**24)),
+    "typical": ((1e-6, 0.2, 0.5, 0.9, 0.999999), (0,)),
+    "epsilon": ((1e-10, 3e-4, 9e-4, 0.02, 0.9), (0,)),
+    "eta": ((1e-10, 3e-4, 2e-3, 0.02, 0.9), (0,)),
+    "top_n_sigma": ((0, 0.5, 1, 2, 100), (0,)),
+    "min_k": ((0, 3, 100, 1e30), (0,)),
+}
+"""Rule -> values v0 and v1 to choose from; the others have none."""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    return opened(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(params=("avx512", "avx2", "generic"))
+def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
+    sets = instruction_sets(kernel)
+    name = sets[-1] if request.param == "generic" else request.param
+    if name not in sets:
+        pytest.skip(f"this processor has no {name}")
+    kernel.use_instruction_set(name)
+    return kernel
+
+
+class Batch:
+    """Random rows with a random rule each: every kind of logits, any temperature, edits and masks."""
+
+    def __init__(self, seed: int, vocab: int, rows: int, *, edits: int = 0, with_masks: bool = False) -> None:
+        rng = np.random.default_rng([seed, vocab])
+        self.cases = [random_case(rng, vocab) for _ in range(rows)]
+        self.logits = np.stack([self._varied(rng, case) for case in self.cases])
+        self.rules = rng.integers(0, len(RULES), rows)
+        names = list(RULES)
+        chosen = [VALUES.get(names[code], ((0,), (0,))) for code in self.rules]
+        self.values = np.array([[rng.choice(v0), rng.choice(v1)] for v0, v1 in chosen], np.float32)
+        wide = np.exp(rng.uniform(np.log(1e-4), np.log(100), (2, rows)))
+        self.temperature = np.where(rng.random(rows) < 0.6, rng.uniform(0.3, 2.0, rows), wide[0]).astype(np.float32)
+        self.selection = np.where(rng.random(rows) < 0.25, wide[1], 0).astype(np.float32)
+        self.uniform = np.array([case.uniform for case in self.cases], np.float32)
+        ids = np.stack([rng.permutation(vocab)[:edits] for _ in range(rows)]).astype(np.int64)
+        penalty = rng.choice([1.0, 1.3, 0.7, 5.0], ids.shape).astype(np.float32)
+        bias = rng.choice([0.0, 1.5, -2.0, -np.inf], ids.shape, p=[0.4, 0.3, 0.2, 0.1]).astype(np.float32)
+        self.edits = (ids, penalty, bias)
+        self.allowed = packed(masks(rng, rows, vocab)) if with_masks else np.zeros((rows, 0), np.int32)
+
+    @staticmethod
+    def _varied(rng: np.random.Generator, case: Case) -> np.ndarray:
+        row, kind = case.logits, rng.random()
+        if kind < 0.1:
+            return np.asarray(row * np.float32(10.0 ** rng.uniform(-3, 3)))
+        if kind < 0.2:
+            return np.asarray(np.where(rng.random(len(row)) < 0.3, np.float32(-0.0), np.round(row) / 2), np.float32)
+        if kind < 0.3:
+            raised = row.copy()
+            raised[rng.integers(len(row))] = row[np.isfinite(row)].max() + rng.uniform(5, 30)
+            return raised
+        return row
+
+    def sampled(self, kernel: Kernel) -> KernelSamples:
+        columns = {
+            "temperature": self.temperature, "selection_temperature": self.selection, "uniform": self.uniform
+        }  # fmt: skip
+        return kernel.sample(
+            self.logits, columns, UNIFORM, None, self.edits, allowed=self.allowed, rules=(self.rules, self.values),
+            mass=True, keep_mask=True,
+        )  # fmt: skip
+
+    def differences(self, kernel: Kernel) -> list[str]:
+        """Unexplained differences from the definitions; also in whether the row is valid."""
+        found, lines = self.sampled(kernel), []
+        for i, case in enumerate(self.cases):
+            parameters = {"temperature": self.temperature[i], "selection_temperature": self.selection[i]}
+            mask = self.allowed[i] if self.allowed.shape[1] else None
+            edits = tuple(each[i] for each in self.edits)
+            with np.errstate(all="ignore"):
+                wanted = sample_row(
+                    self.logits[i], parameters, UNIFORM, None, self.uniform[i], (edits[0], edits[1], edits[2]), mask,
+                    int(self.rules[i]), self.values[i].tolist(),
+                )  # fmt: skip
+            if min(wanted.next_token, found.next_token[i]) < 0:
+                what = ["valid"] if wanted.next_token != found.next_token[i] else []
+            else:
+                what = list(unexplained(wanted, found, i))
+            label = f"{list(RULES)[self.rules[i]]} {self.values[i]}, {case.regime}, {parameters}, {wanted.ties}"
+            lines += [f"{each}: {label}" for each in what]
+        return lines
+
+
+@pytest.mark.parametrize("vocab", thinned((1, 2, 17, 64, 65, 127, 128, 300, 1021, 5000, 20_000), 4))
+def test_every_rule_answers_as_its_definition(each_kernel: Kernel, vocab: int) -> None:
+    rows = 96 if vocab < 5000 else 36
+    assert Batch(0, vocab, rows).differences(each_kernel) == []
+    assert Batch(1, vocab, rows // 3, edits=min(vocab, 9)).differences(each_kernel) == []
+    assert Batch(2, vocab, rows // 3, edits=min(vocab, 3), with_masks=True).differences(each_kernel) == []
+
+
+@pytest.mark.slow
+def test_rows_of_a_large_vocabulary_are_answered_as_by_the_definitions(each_kernel: Kernel) -> None:
+    for seed in range(3):
+        assert Batch(seed, 151_936, 24, edits=5, with_masks=seed == 2).differences(each_kernel) == []
+
+
+def test_every_instruction_set_keeps_and_draws_the_same(kernel: Kernel) -> None:
+    sets = instruction_sets(kernel)
+    if len(sets) == 1:
+        pytest.skip("this processor has only one instruction set")
+    for vocab in (300, 5000):
+        batch, answers = Batch(3, vocab, 120), []
+        for name in sets:
+            kernel.use_instruction_set(name)
+            answers.append(batch.sampled(kernel))
+        for other in answers[1:]:
+            assert set(unequal_fields(answers[0], other)) <= {"mass", "reports"}  # the mass's last bit may differ
+
+
+def test_a_mask_is_the_same_as_logits_of_minus_infinity(each_kernel: Kernel) -> None:
+    batch = Batch(4, 1021, 120)
+    allowed = masks(np.random.default_rng(0), 120, 1021)
+    batch.allowed = packed(allowed)
+    found = batch.sampled(each_kernel)
+    batch.logits, batch.allowed = masked(batch.logits, allowed), np.zeros((120, 0), np.int32)
+    assert set(unequal_fields(found, batch.sampled(each_kernel))) <= {"mass", "reports"}
+
+
+def peaked(vocab: int = 151_936) -> np.ndarray:
+    """float32 [1, vocab] with a likely token, thirty others, and a bell."""
+    rng = np.random.default_rng(0)
+    row = rng.standard_normal(vocab) * 2.2
+    row[rng.permutation(vocab)[:31]] = np.concatenate([[20.0], 18.0 - 0.2 * np.arange(30)])
+    return row.astype(np.float32)[None]
+
+
+def test_few_candidates_settle_the_rows_of_a_language_model(each_kernel: Kernel) -> None:
+    logits, names = peaked(), [name for name in RULES if name not in ("top_w", "none")]
+    values = {"top_k": (50, 0), "top_h": (0.4, 100), "top_n_sigma": (1, 0), "min_p": (0.05, 0), "min_k": (3, 0)}
+    given = [values.get(name, (0.9, 0) if name in ("top_p", "typical") else (1e-3, 0)) for name in names]
+    found = each_kernel.sample(
+        np.repeat(logits, len(names), 0), options=UNIFORM, rules=([RULES[name].code for name in names], given)
+    )
+    assert found.certified.all()
+    assert {STAGES[stage] for stage in found.reports["stage"]} == {"candidates"}
+    assert (found.reports["candidates"] < 300).all()
+
+
+def test_rules_are_chosen_per_row_and_leave_other_rows_alone(kernel: Kernel) -> None:
+    batch = Batch(5, 700, 48)
+    together = batch.sampled(kernel)
+    for i in range(0, 48, 5):
+        one = Batch(5, 700, 48)
+        for name in ("logits", "rules", "values", "temperature", "selection", "uniform", "allowed"):
+            setattr(one, name, getattr(batch, name)[i : i + 1])
+        one.edits = tuple(each[i : i + 1] for each in batch.edits)  # type: ignore[assignment]
+        alone = one.sampled(kernel)
+        for name in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask"):
+            assert np.array_equal(getattr(alone, name)[0], getattr(together, name)[i]), (i, name)
+
+
+@pytest.mark.parametrize(
+    ("rule", "values"),
+    [(-1, (0, 0)), (12, (0, 0)), (2**31 - 1, (0, 0))]
+    + [(1, (v, 0)) for v in (0, -1, 1.5, 2**24 + 2, np.nan, np.inf)]
+    + [(2, (v, 0)) for v in (0, 1.0000002, np.nan)]
+    + [(3, (v, 0)) for v in (-1e-6, 1.0000002, np.nan)]
+    + [(4, v) for v in ((0, 100), (1.1, 100), (0.4, 0), (0.4, 1.5), (0.4, np.nan))]
+    + [(code, (v, 0)) for code in (5, 6, 7) for v in (0, 1, np.nan)]
+    + [(code, (v, 0)) for code in (8, 10) for v in (-1e-6, np.nan, np.inf)],
+)
+def test_an_unknown_rule_or_a_value_outside_its_interval_makes_its_row_invalid(
+    kernel: Kernel, rule: int, values: tuple[float, float]
+) -> None:
+    logits = np.random.default_rng(0).standard_normal((3, 300)).astype(np.float32)
+    for temperature in (1.0, 0.0):
+        found = kernel.sample(
+            logits, {"temperature": temperature}, UNIFORM, rules=([0, rule, 3], [[0, 0], values, [0.1, np.nan]])
+        )
+        assert (found.next_token[1], found.kept[1], found.certified[1], found.logprob[1]) == (-1, 0, False, 0)
+        assert found.next_token[0] >= 0
+        assert found.next_token[2] >= 0
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ((1.0, (0, 0)), "float64"),
+        (([1, 2], (0, 0)), r"int64 \[2\]"),
+        ((1, (0, 0, 0)), r"values \[3\]"),
+        ((1, [[0, 0], [0, 0]]), r"values \[2, 2\]"),
+    ],
+)
+def test_rules_of_another_shape_or_type_are_refused(kernel: Kernel, rules: tuple[object, object], says: str) -> None:
+    with pytest.raises(ParameterError, match=says):
+        kernel.sample(np.zeros((1, 40)), options=UNIFORM, rules=rules)  # type: ignore[arg-type]
