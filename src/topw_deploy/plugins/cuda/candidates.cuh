@@ -104,8 +104,8 @@ class Candidates {
     const bool counted = rule.limit == Limit::count;
     const int32_t wanted = counted ? rule.count : call_.best_groups;
     if (wanted < 1 || wanted > logits_.groups()) return -static_cast<float>(INFINITY);
-    return value_of_key(block_select(
-        logits_.groups(), [&](int32_t g) { return descending_key(maxima_[g]); }, wanted, wanted + wanted / 16, scratch_));
+    const auto key = [&](int32_t g) { return descending_key(maxima_[g]); };
+    return value_of_key(block_select(logits_.groups(), key, wanted, wanted + wanted / 16, scratch_));
   }
 
   // Lists groups with a finite logit >= from, unordered. Returns their number.

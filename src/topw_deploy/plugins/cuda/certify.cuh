@@ -125,8 +125,8 @@ __device__ inline void open_row(const Call &call, int64_t row) {
 // The rest of a row with another rule than Top-W. Its variables are its own, so that rows with Top-W keep theirs in
 // registers.
 template <class Logit>
-__device__ TOPW_OUT_OF_LINE void finish_or_open_rule(const Call &call, int64_t row, float top, RowPlan &plan, float *maxima,
-                                                     CandidateLists &lists, BlockScratch &scratch) {
+__device__ TOPW_OUT_OF_LINE void finish_or_open_rule(const Call &call, int64_t row, float top, RowPlan &plan,
+                                                     float *maxima, CandidateLists &lists, BlockScratch &scratch) {
   CandidateRoom &room = *reinterpret_cast<CandidateRoom *>(dynamic_shared());
   const LogitRow logits(call, row);
   plan_rule(call, row, top, plan);
