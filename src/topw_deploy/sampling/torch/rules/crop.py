@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ def rule_rows(
     temperature, selection_temperature: numbers for all rows, or tensors [B]; as in `TopWParameters`.
 
     The result has stage CANDIDATES (64 logits proved the crop), POOL (the row was sorted), GREEDY or INVALID, the last
-    also for unknown codes and values out of range. Rows are independent. Raises ParameterError for wrong shapes, numbers
-    out of range and the rule top_w, which `crop_rows` computes.
+    also for unknown codes and values out of range. Rows are independent. Raises ParameterError for wrong shapes,
+    numbers out of range and the rule top_w, which `crop_rows` computes.
     """
     check_logits(logits)
     row_logits = logits.to(torch.float32)
@@ -76,11 +77,12 @@ def _joined(parts: list[tuple[Tensor, TensorCrop]], batch: int) -> TensorCrop:
     width = max(crop.ids.shape[1] for _, crop in parts)
     pad = torch.nn.functional.pad
     names = ("kept", "certified", "invalid", "stage", "distances", "distances_avoided")
+    columns: dict[str, Any] = {name: torch.cat([getattr(crop, name) for _, crop in parts])[order] for name in names}
     return replace(
         parts[0][1],
         ids=torch.cat([pad(crop.ids, (0, width - crop.ids.shape[1])) for _, crop in parts])[order],
         any_invalid=any(crop.any_invalid for _, crop in parts),
-        **{name: torch.cat([getattr(crop, name) for _, crop in parts])[order] for name in names},
+        **columns,
     )
 
 
@@ -90,7 +92,9 @@ def _one_rule(logits: Tensor, rows: Rows, rule: Rule, values: tuple[float, float
     found = largest_logits(logits, min(CANDIDATES, logits.shape[1]), _BLOCK, any_last=True)
     valid = (found.top.abs() < torch.inf) & rows.usable
     first = _from_list(logits, found, rows, rule, values)
-    settled = first[2] & _strict(found, first[0])
+    settled = first[2]
+    if found.ids.shape[1] < logits.shape[1]:  # ties with the last candidate are undefined here
+        settled = settled & _above_the_last(found, first[0])
     none = torch.zeros_like(valid[:, 0], dtype=torch.int64)
     crop = TensorCrop(
         ids=first[1],
@@ -120,8 +124,8 @@ def _from_list(
     return keep, ids, settled | rows.greedy
 
 
-def _strict(found: Largest, keep: Tensor) -> Tensor:
-    """Whether every kept token is above the last one, among whose equals the list is undefined; [R, 1]."""
+def _above_the_last(found: Largest, keep: Tensor) -> Tensor:
+    """Whether every kept token is above the list's last, or that is banned; [R, 1]."""
     last = found.logits[:, -1:]
     lowest = torch.where(keep, found.logits, torch.inf).amin(1, keepdim=True)
     return (lowest > last) | (last == -torch.inf)

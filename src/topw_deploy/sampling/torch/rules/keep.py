@@ -1,7 +1,8 @@
 """Each rule on a list of the best tokens (docs/contract/rules.md, section 4).
 
 A function takes (the list, v0, v1) and returns (kept places bool [R, m], settled bool [R, 1]): whether no token outside
-the list could change the kept set. With a complete list every row is settled.
+the list could change the kept set, provided that the list's last token is not kept. With a complete list every row is
+settled.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ def top_h(given: Listed, alpha: float, pool: float) -> Kept:
 
 
 def typical(given: Listed, mass: float, _: float) -> Kept:
+    """A token outside the list comes before a kept one only if the list's last token, which is nearer, is kept too."""
     distance = torch.where(given.finite, (given.y - given.mean).abs(), torch.inf)
-    ordered, order = torch.sort(distance, dim=1, stable=True)
+    order = torch.sort(distance, dim=1, stable=True).indices
     k, reached = _shortest(given.w.gather(1, order), mass * given.Z)
     keep = torch.zeros_like(given.finite).scatter_(1, order, given.places < k)
-    passed = given.y[:, -1:] >= given.mean + ordered.gather(1, k - 1)
-    return keep, given.complete | (reached & passed)
+    return keep, given.complete | reached
 
 
 def min_k(given: Listed, tau: float, _: float) -> Kept:
@@ -82,10 +83,13 @@ def min_k(given: Listed, tau: float, _: float) -> Kept:
     cliff, proven = torch.ones_like(given.n), given.complete
     if size > 1:
         decay = (given.logits[:, :-1] - given.logits[:, 1:]) / (given.places[:, :-1] + 1)
-        steepest, at = torch.where(given.finite[:, 1:], decay, -1.0).max(1, keepdim=True)
+        decay = torch.where(given.finite[:, 1:], decay, -1.0)
+        at = decay.argmax(1, keepdim=True)  # the first maximiser; max() may return another
+        steepest = decay.gather(1, at)
         cliff = torch.where(steepest > 0, at + 1, cliff)
         proven = proven | (steepest >= (given.logits[:, -1:] - given.least) / size)
-    flat = torch.where(span > 0, tau / span, math.inf if tau > 0 else 0.0)
+    # A number divided by a tensor would be multiplied by its reciprocal, which rounds whole numbers down.
+    flat = torch.where(span > 0, torch.full_like(span, tau) / span, math.inf if tau > 0 else 0.0)
     k = torch.maximum(cliff, flat.clamp(max=2.0**31).floor().to(torch.int64))
     return given.places < k, given.complete | (proven & (k <= size))
 
@@ -95,7 +99,7 @@ def _above(given: Listed, threshold: Tensor) -> Kept:
 
 
 def _shortest(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The size of the shortest prefix that reaches `target`, int64 [R, 1], the whole list if none; and whether one does."""
+    """(Size of the shortest prefix that reaches `target`, int64 [R, 1], the whole list if none; whether one does)."""
     reached = weights.cumsum(1) >= target
     any_does = reached.any(1, keepdim=True)
     first = reached.to(torch.uint8).argmax(1, keepdim=True) + 1
