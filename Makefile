@@ -61,6 +61,7 @@ fuzz-native: $(VENV)/dev.stamp  ## the native sampler under address and undefine
 
 fuzz-cuda: $(VENV)/dev.stamp  ## random rows through the CUDA kernels in emulation, against the reference
 	$(BIN)/python -m fuzz.cuda --rows 50000
+	$(BIN)/python -m fuzz.cuda_rules
 
 soak: $(VENV)/dev.stamp     ## random callers, faults and restarts of the batching engine, an hour; SECONDS=600 for less
 	$(BIN)/python -m fuzz.engine --seconds $(SECONDS)

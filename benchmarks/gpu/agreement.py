@@ -8,12 +8,14 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.device import DeviceKernel, DeviceTable, Step
-from topw_deploy.plugins.kernel import KernelSamples, KernelTable
+from topw_deploy.plugins.kernel import KernelSamples, KernelTable, RuleArrays
 from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions
 
 UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
 _OPTIONS = TopWOptions(metric="cosine", alt_iters=9)
+_RULES = np.array([0, 0, 0, 1, 0, 0, 2, 0, 5, 0, 3, 4, 0, 10, 11, 8], np.int32)  # codes of successive rows
+_VALUES = {1: (5_000, 0), 2: (0.97, 0), 3: (0.01, 0), 4: (0.9, 5_000), 5: (0.9, 0), 8: (1.5, 0), 10: (30, 0)}
 _OPEN_DEVIATION, _PEAK = 1.6, 8.0  # deviation of the logits of rows that need geometry; logit of their likely tokens
 
 
@@ -28,10 +30,11 @@ def same(first: KernelSamples, second: KernelSamples) -> bool:
     return True
 
 
-def mixed_rows(batch: int, seed: int, vocab: int) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
-    """Logits, parameters and masks of certified, uncertified, greedy, repelled (negative geom_scale) and invalid rows.
+def mixed_rows(batch: int, seed: int, vocab: int) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray, RuleArrays]:
+    """Logits, parameters, masks and rules of certified, uncertified, greedy, repelled and invalid rows.
 
-    Every second row is masked; one such mask is empty.
+    Repelled: with a negative geom_scale. Every second row is masked; one such mask is empty. Some rows have other rules
+    than Top-W.
     """
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((batch, vocab)) * _OPEN_DEVIATION).astype(np.float32)
@@ -46,7 +49,9 @@ def mixed_rows(batch: int, seed: int, vocab: int) -> tuple[np.ndarray, dict[str,
     columns["uniform"] = rng.random(batch, dtype=np.float32)
     allowed = rng.random((batch, vocab)) < rng.choice([0.02, 0.5, 0.99], (batch, 1))
     allowed[::2], allowed[9:10] = True, False
-    return logits, columns, pack_mask(allowed)
+    codes = np.resize(_RULES, batch)
+    values = np.array([_VALUES.get(int(code), (0, 0)) for code in codes], np.float32)
+    return logits, columns, pack_mask(allowed), (codes, values)
 
 
 def table_on(kernel: DeviceKernel, vocab: int, hidden: int = 64) -> DeviceTable:
@@ -58,16 +63,18 @@ def table_on(kernel: DeviceKernel, vocab: int, hidden: int = 64) -> DeviceTable:
 
 def step_of(kernel: DeviceKernel, batch: int, seed: int, table: DeviceTable) -> Step:
     """Mixed rows over the table's tokens, with every output."""
-    logits, columns, allowed = mixed_rows(batch, seed, table.structure.tokens)
+    logits, columns, allowed, rules = mixed_rows(batch, seed, table.structure.tokens)
     rows = torch.from_numpy(logits).to(kernel.device)
-    return Step(kernel, rows, columns, _OPTIONS, table, allowed=allowed, mass=True, keep_mask=True)
+    return Step(kernel, rows, columns, _OPTIONS, table, allowed=allowed, rules=rules, mass=True, keep_mask=True)
 
 
 def load(step: Step, seed: int) -> None:
     """Copy other rows into the step's tensors."""
-    logits, columns, allowed = mixed_rows(len(step.logits), seed, step.logits.shape[1])
+    logits, columns, allowed, rules = mixed_rows(len(step.logits), seed, step.logits.shape[1])
     step.logits.copy_(torch.from_numpy(logits))
     step.allowed.copy_(torch.from_numpy(allowed))
+    for tensor, array in zip(step.rules, rules, strict=True):
+        tensor.copy_(torch.from_numpy(array))
     for name, values in columns.items():
         step.columns[name].copy_(torch.from_numpy(values))
 
@@ -90,12 +97,13 @@ def unequal_alone(kernel: DeviceKernel, table: DeviceTable, batch: int) -> list[
     together = step_of(kernel, batch, 2, table)
     together.launch()
     wanted = together.samples()
-    logits, columns, allowed = mixed_rows(batch, 2, table.structure.tokens)
+    logits, columns, allowed, rules = mixed_rows(batch, 2, table.structure.tokens)
     unequal = []
     for row in range(batch):
         mine = {name: values[row : row + 1] for name, values in columns.items()}
+        own_rules = rules[0][row : row + 1], rules[1][row : row + 1]
         step = Step(kernel, torch.from_numpy(logits[row : row + 1]).to(kernel.device), mine, _OPTIONS, table,
-                    allowed=allowed[row : row + 1], mass=True, keep_mask=True)  # fmt: skip
+                    allowed=allowed[row : row + 1], rules=own_rules, mass=True, keep_mask=True)  # fmt: skip
         step.launch()
         if not same(_row(wanted, row), step.samples()):
             unequal.append(row)

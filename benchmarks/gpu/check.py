@@ -26,6 +26,7 @@ def steps(job: Job) -> list[Step]:
     return [  # random rows come last, because they use the remaining time and continue in the next run
         Step("repeats and batches", repeats, 20, 180),
         *shipped,
+        Step("rules", rules, 30, 240, (str(job.seed),)),
         Step("random rows", random_rows, 60, 450, (str(job.rows), str(job.seed))),
     ]
 
@@ -76,6 +77,19 @@ def shipped_rows(job: Job, dtype: str) -> Result:
             "wrong": found.wrong[:_SHOWN], "by reference": found.by_reference}  # fmt: skip
     failed = f"{len(found.wrong)} differences are not at a tie: {found.wrong[0]}" if found.wrong else ""
     return Result(data, text, failed)
+
+
+def rules(job: Job) -> Result:
+    """Compare random rows with rules beside Top-W with the reference."""
+    from benchmarks.gpu.device import opened
+    from fuzz.cuda_rules import fuzz, report
+
+    found = fuzz(opened(job), sizes_of(job).rule_rows, job.seed)
+    wrong = found.differences
+    text = f"{sum(found.rows.values())} rows; {len(wrong)} differ without a tie.\n\n{report(found)}"
+    stages = [[*pair, count] for pair, count in found.stages.items()]
+    data = {"rows": dict(found.rows), "stages": stages, "wrong": wrong[:_SHOWN]}
+    return Result(data, text, f"{len(wrong)} differences are not at a tie: {wrong[0]}" if wrong else "")
 
 
 def random_rows(job: Job) -> Result:

@@ -21,10 +21,12 @@ from topw_deploy.plugins.kernel import (
     REPORT,
     KernelSamples,
     KernelTable,
+    Rules,
     edit_arrays,
     mask_array,
     parameter_columns,
     require_table,
+    rule_arrays,
 )
 from topw_deploy.plugins.structs import TABLE_TYPES, Blocks, Inputs, Outputs, Table
 from topw_deploy.sampling.parameters import TopWOptions
@@ -81,7 +83,7 @@ class DeviceTable:
 
 
 class Step:
-    """A bound call on device tensors; every `launch` reads `logits`, `columns` and `allowed` again.
+    """A bound call on device tensors; every `launch` reads `logits`, `columns`, `allowed` and `rules` again.
 
     logits: float32, float16 or bfloat16 [B, V].
     memory: a step of the same shape and stream whose memory this one shares.
@@ -97,6 +99,7 @@ class Step:
         edits: Edits | None = None,
         *,
         allowed: ArrayLike | None = None,
+        rules: Rules | None = None,
         mass: bool = False,
         keep_mask: bool = False,
         reports: bool = True,
@@ -110,6 +113,7 @@ class Step:
         changes = (*edit_arrays(edits, batch), mask_array(allowed, batch, vocab))
         self._changes = [torch.from_numpy(array).to(device) for array in changes]
         self.allowed = self._changes[3]
+        self.rules = [torch.tensor(array, device=device) for array in rule_arrays(rules, batch) or ()]
         wanted = {"mass": mass, "keep_mask": keep_mask, "reports": reports}
         width = {"keep_mask": (vocab,), "reports": (REPORT.itemsize,)}
         self.outputs = {
@@ -127,7 +131,7 @@ class Step:
             self.control, self.workspace = memory.control, memory.workspace
         self._inputs = Inputs(
             batch, vocab, slots, words, *(address(t) for t in (logits, *self._changes)),
-            *(address(self.columns[name]) for name in COLUMNS),
+            *(address(self.columns[name]) for name in COLUMNS), *map(address, self.rules),
         )  # fmt: skip
         self._outputs = Outputs(*(address(self.outputs.get(name)) for name in _OUTPUTS))
 
@@ -179,6 +183,7 @@ class DeviceKernel(CudaKernel):
         edits: Edits | None = None,
         *,
         allowed: ArrayLike | None = None,
+        rules: Rules | None = None,
         mass: bool = False,
         keep_mask: bool = False,
     ) -> KernelSamples:
@@ -191,8 +196,8 @@ class DeviceKernel(CudaKernel):
         chosen = TopWOptions() if options is None else options
         require_table(chosen, table, rows.shape[1])
         on_device = None if table is None else DeviceTable(table, self.device)
-        step = Step(self, rows.to(self.device), columns, chosen, on_device, edits, allowed=allowed, mass=mass,
-                    keep_mask=keep_mask)  # fmt: skip
+        step = Step(self, rows.to(self.device), columns, chosen, on_device, edits, allowed=allowed, rules=rules,
+                    mass=mass, keep_mask=keep_mask)  # fmt: skip
         step.launch()
         return step.samples()
 

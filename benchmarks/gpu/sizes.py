@@ -12,6 +12,7 @@ class Sizes:
     """Sizes of the parts.
 
     checked: batch sizes compared with the reference.
+    rule_rows: random rows with rules beside Top-W.
     rows, rounds: maximum numbers of random rows and of rounds.
     small_vocab, small_hidden: table sizes of repeats and captures.
     certified, open_batches: batch sizes timed.
@@ -26,6 +27,7 @@ class Sizes:
     hidden: int = 2_048
     checked: tuple[int, ...] = (1, 5, 33, 64)
     rows: int = 10**9
+    rule_rows: int = 8_000
     small_vocab: int = 32_000
     small_hidden: int = 64
     certified: tuple[int, ...] = (1, 8, 64, 128, 256)
@@ -40,8 +42,8 @@ class Sizes:
 
 
 REHEARSED = Sizes(
-    vocab=4_096, hidden=64, checked=(1, 3), rows=400, small_vocab=2_000, small_hidden=16, certified=(1, 3),
-    open_batches=(1, 2), captured=(4, 2), replays=3, steps=2, rounds=2, cold=1 << 18,
+    vocab=4_096, hidden=64, checked=(1, 3), rows=400, rule_rows=300, small_vocab=2_000, small_hidden=16,
+    certified=(1, 3), open_batches=(1, 2), captured=(4, 2), replays=3, steps=2, rounds=2, cold=1 << 18,
     decoder=(64, 128, 32, 2, 4_096), top_m=200,
 )  # fmt: skip
 

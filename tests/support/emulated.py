@@ -19,10 +19,12 @@ from topw_deploy.plugins.kernel import (
     COLUMNS,
     KernelSamples,
     KernelTable,
+    Rules,
     edit_arrays,
     mask_array,
     parameter_columns,
     require_table,
+    rule_arrays,
 )
 from topw_deploy.plugins.kernel_table import table_struct
 from topw_deploy.plugins.structs import Inputs, Outputs, address
@@ -97,6 +99,7 @@ class EmulatedKernel(CudaKernel):
         edits: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
         *,
         allowed: ArrayLike | None = None,
+        rules: Rules | None = None,
         mass: bool = False,
         keep_mask: bool = False,
         spare: int = 0,
@@ -113,13 +116,14 @@ class EmulatedKernel(CudaKernel):
         require_table(options, table, rows.shape[1])
         given = parameter_columns(columns or {}, len(rows))
         changes = (*edit_arrays(edits, len(rows)), mask_array(allowed, *rows.shape))
+        chosen = rule_arrays(rules, len(rows))
         samples = KernelSamples.empty(len(rows), rows.shape[1], mass, keep_mask)
         described = table_struct(table)
         kind = "bfloat16" if rows.dtype == np.uint16 else str(rows.dtype)
         shape = CudaShape(options, len(rows) + spare, rows.shape[1], changes[0].shape[1] + spare, kind, described)
         inputs = Inputs(
             *rows.shape, changes[0].shape[1], changes[3].shape[1], *map(address, (rows, *changes)),
-            *(address(given[n]) for n in COLUMNS),
+            *(address(given[n]) for n in COLUMNS), *map(address, chosen or (None, None)),
         )  # fmt: skip
         outputs = Outputs(*(address(getattr(samples, field.name)) for field in fields(samples)))
         self.launch(shape, described, inputs, outputs, *self._room_for(shape))

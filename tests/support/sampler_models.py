@@ -98,7 +98,10 @@ def clear_rows(wanted: Wanted, inputs: dict[str, np.ndarray]) -> np.ndarray:
         parameters = {name: float(inputs[name][index]) for name in names}
         uniform, words = float(inputs["uniform"][index]), inputs["allowed"][index]
         allowed = words if len(words) else None
-        row = sample_row(logits, parameters, wanted.options, wanted.geometry, uniform, allowed=allowed)
+        row = sample_row(
+            logits, parameters, wanted.options, wanted.geometry, uniform, allowed=allowed,
+            rule=int(inputs["rule"][index]), rule_values=inputs["rule_values"][index].tolist(),
+        )  # fmt: skip
         ties = row.ties.allow(FLOAT32_TIES) or row.ties.allow_certified(FLOAT32_TIES)
         clear.append(row.valid and not ties and row.draw_margin > FLOAT32_TIES.draw)
     return np.array(clear)

@@ -18,7 +18,7 @@ Kind: TypeAlias = Literal["cpu", "cuda"]
 
 ABI_VERSION = 4
 """TOPW_ABI_VERSION of topw.h, required of a library."""
-CUDA_ABI_VERSION = 3
+CUDA_ABI_VERSION = 4
 """TOPW_CUDA_ABI_VERSION of topw_cuda.h."""
 
 LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform, "libtopw.so")

@@ -15,6 +15,7 @@ import numpy as np
 
 import tests.support.emulated
 from tests.support.emulated import EmulatedKernel
+from tests.support.rule_rows import rule_case, rules_of
 from topw_deploy.plugins.kernel import COLUMNS, STAGES, KernelTable
 from topw_deploy.sampling import TopWOptions
 
@@ -85,8 +86,9 @@ def main(path: Path) -> None:
                 edits = edits_of(rng, 3, vocab) if number % 2 else None
                 words = rng.integers(-(2**31), 2**31, (3, (vocab + 31) // 32)).astype(np.int32) | 1
                 allowed = words if number % 4 > 1 else None
+                rules = rules_of([rule_case(rng, 1) for _ in range(3)]) if number % 3 else None
                 found = kernel.sample(
-                    logits, columns, options, table, edits, allowed=allowed, mass=True, keep_mask=True
+                    logits, columns, options, table, edits, allowed=allowed, rules=rules, mass=True, keep_mask=True
                 )
                 stages |= set(found.reports["stage"].tolist())
     assert {STAGES[stage] for stage in stages} >= {"candidates", "geometry", "literal"}

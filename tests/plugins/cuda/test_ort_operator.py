@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.emulated import CUDA_SOURCES, compiled
 from tests.support.masks import masks, packed
+from tests.support.rule_rows import rule_case, rules_of
 from tests.support.sampler_models import Wanted, clear_rows, open_model, run
 from tests.support.tail_cases import feeds, random_case
 from topw_deploy.plugins import compile_native
@@ -50,6 +51,7 @@ def test_the_node_is_answered_as_by_the_cpus_operator(
         inputs = cases.feed(rng, rows, edits)
         if edits % 2:
             inputs["allowed"] = packed(masks(rng, rows, wanted.vocab_size))
+            inputs["rule"], inputs["rule_values"] = rules_of([rule_case(rng, 1) for _ in range(rows)])
         found, expected = run(on_a_gpu, inputs), run(on_the_cpu, inputs)
         assert list(found) == list(expected)
         clear = clear_rows(wanted, inputs)

@@ -26,13 +26,15 @@ using nvinfer1::PluginField;
 using nvinfer1::PluginFieldType;
 using Bytes = std::vector<unsigned char>;
 
-constexpr int kInputs = 12, kOutputs = 4;
+constexpr int kInputs = 14, kOutputs = 4;
 
 struct Rows {
   int64_t batch, vocab, edits, words;
   Bytes data[kInputs];
 
-  int64_t elements(int input) const { return input == 0 ? vocab : input <= 3 ? edits : input == 4 ? words : 1; }
+  int64_t elements(int input) const {
+    return input == 0 ? vocab : input <= 3 ? edits : input == 4 ? words : input == 13 ? 2 : 1;
+  }
   size_t bytes_of_row(int input) const { return elements(input) * (input == 1 ? sizeof(int64_t) : sizeof(float)); }
 
   // These rows, repeated to `rows` rows.
@@ -70,10 +72,11 @@ nvinfer1::IPluginV3OneRuntime &runtime(nvinfer1::IPluginV3 *plugin) {
 std::vector<nvinfer1::PluginTensorDesc> described(const Rows &rows) {
   std::vector<nvinfer1::PluginTensorDesc> all(kInputs);
   for (int input = 0; input < kInputs; ++input) {
-    all[input].dims.nbDims = input <= 4 ? 2 : 1;
+    all[input].dims.nbDims = input <= 4 || input == 13 ? 2 : 1;
     all[input].dims.d[0] = rows.batch;
     all[input].dims.d[1] = rows.elements(input);
-    all[input].type = input == 1 ? DataType::kINT64 : input == 4 ? DataType::kINT32 : DataType::kFLOAT;
+    all[input].type =
+        input == 1 ? DataType::kINT64 : input == 4 || input == 12 ? DataType::kINT32 : DataType::kFLOAT;
   }
   return all;
 }

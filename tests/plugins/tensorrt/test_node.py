@@ -20,8 +20,8 @@ def tensors(
 ) -> list[Tensor]:
     shapes = {"logits": (batch, vocab), "edit_ids": (batch, edits), "edit_penalty": (batch, edits),
               "edit_bias": (batch, edits), "allowed": (batch, words), "mean": (8,), "inverse_std": (8,),
-              "neighbour_bound": (bounds,), "table": (60, 8)}  # fmt: skip
-    integers = {"edit_ids": "int64", "allowed": "int32"}
+              "neighbour_bound": (bounds,), "table": (60, 8), "rule_values": (batch, 2)}  # fmt: skip
+    integers = {"edit_ids": "int64", "allowed": "int32", "rule": "int32"}
     return [Tensor(integers.get(n, "float32"), shapes.get(n, (batch,))) for n in settings.inputs]
 
 
@@ -36,7 +36,7 @@ def test_the_exporters_nodes_are_read_whole(options: TopWOptions, mass: bool, ma
     assert settings.knn_k == options.neighbours
     assert settings.outputs == tail_outputs(spec)
     assert len(settings.inputs) == len(tail_inputs(spec))
-    assert settings.inputs[:15] == tail_inputs(spec)[:15]
+    assert settings.inputs[:17] == tail_inputs(spec)[:17]
     assert set(FIELDS) | {"plugin_namespace", "plugin_version"} == set(tail_attributes(spec))
 
 
@@ -99,6 +99,8 @@ def test_a_call_is_what_its_inputs_sizes_say(bounds: int, words: int) -> None:
         ("allowed", (1, 2), r"allowed has shape \[1, 2\], but must be \[3, 2\]"),
         ("allowed", (3,), "allowed has shape"),
         ("lam", (1,), r"lam has shape \[1\], but must be \[3\]"),
+        ("rule", (3, 1), r"rule has shape \[3, 1\], but must be \[3\]"),
+        ("rule_values", (3,), r"rule_values has shape \[3\], but must be \[3, 2\]"),
         ("mean", (9,), r"mean has shape \[9\], but must be \[8\]"),
         ("neighbour_bound", (49,), r"neighbour_bound has shape \[49\], but must be \[50\]"),
         ("table", (49, 8), "table has 49 rows, but needs one for each of 50 tokens"),
@@ -114,5 +116,5 @@ def test_inputs_that_do_not_fit_each_other_are_refused(name: str, shape: tuple[i
 
 
 def test_a_node_with_too_few_inputs_is_refused() -> None:
-    with pytest.raises(PluginError, match="12 inputs, but its attributes require 16"):
+    with pytest.raises(PluginError, match="14 inputs, but its attributes require 18"):
         describe(SETTINGS, tensors(UNIFORM))

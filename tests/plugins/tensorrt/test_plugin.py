@@ -46,7 +46,7 @@ def plugin(trt: Any) -> Any:
 
 
 def arrays(settings: NodeAttributes) -> dict[str, np.ndarray]:
-    """Inputs by name, with open, greedy and edited rows, all but the first masked."""
+    """Inputs by name, with open, greedy and edited rows, all but the first masked, and a row with min-p."""
     rng = np.random.default_rng(5)
     given = {"logits": (rng.standard_normal((BATCH, VOCAB)) * 3).astype(np.float32)}
     given["edit_ids"] = np.array([[-1], [7], [-1], [-1]])
@@ -58,6 +58,8 @@ def arrays(settings: NodeAttributes) -> dict[str, np.ndarray]:
     values = {"temperature": [1, 1, 0, 1], "lam": [0.6] * 4, "beta": [2.8] * 4, "init_top_p": [0.4] * 4,
               "selection_temperature": [0] * 4, "geom_scale": [1] * 4, "uniform": [0.1, 0.5, 0.7, 0.95]}  # fmt: skip
     given |= {name: np.array(values[name], np.float32) for name in COLUMNS}
+    given["rule"] = np.array([0, 0, 9, 3], np.int32)
+    given["rule_values"] = np.array([[0, 0], [0, 0], [0, 0], [0.05, 0]], np.float32)
     if settings.has_table:
         geometry = geometry_of(TopWOptions(metric=settings.metric), TABLE)
         given |= {
@@ -76,8 +78,9 @@ def cpus_answer(settings: NodeAttributes, given: dict[str, np.ndarray]) -> dict[
     edits = (given["edit_ids"], given["edit_penalty"], given["edit_bias"])
     columns = {name: given[name] for name in COLUMNS}
     found = Kernel(path).sample(
-        given["logits"], columns, options, table, edits, allowed=given["allowed"], mass=True, keep_mask=True
-    )
+        given["logits"], columns, options, table, edits, allowed=given["allowed"],
+        rules=(given["rule"], given["rule_values"]), mass=True, keep_mask=True,
+    )  # fmt: skip
     return {name: getattr(found, name) for name in settings.outputs}
 
 
@@ -112,7 +115,7 @@ def test_an_enqueued_step_answers_as_the_cpus_sampler(
 def test_outputs_have_the_types_and_shapes_of_the_contract(plugin: Any, trt: Any, kernels: Kernels) -> None:
     node = plugin.TopWSamplePlugin(FULL, kernels)
     assert node.num_outputs == 6
-    kinds = node.get_output_data_types([trt.float32] * 16)
+    kinds = node.get_output_data_types([trt.float32] * 18)
     assert kinds == [trt.int64, trt.float32, trt.int32, trt.bool, trt.float32, trt.bool]
     shapes = node.get_output_shapes([["batch", "vocab"]], [], None)
     assert shapes == [["batch"]] * 5 + [["batch", "vocab"]]
@@ -124,7 +127,7 @@ def test_logits_are_taken_in_the_graphs_own_type_only(
     plugin: Any, trt: Any, kernels: Kernels, described: Any, given: str
 ) -> None:
     node = plugin.TopWSamplePlugin(UNIFORM, kernels)
-    node.get_output_data_types([getattr(trt, given), trt.int64, *[trt.float32] * 10])
+    node.get_output_data_types([getattr(trt, given), trt.int64, *[trt.float32] * 12])
     node = node.clone()
     offered = [described(dtype, (1, 9)) for dtype in ("float32", "float16", "bfloat16", "int8")]
     taken = [node.supports_format_combination(0, [tensor], 1) for tensor in offered]
@@ -139,7 +142,9 @@ def test_every_other_tensor_has_one_type_and_lies_in_rows(plugin: Any, kernels: 
         "float32",
         "float32",
         "int32",
-        *["float32"] * 11,
+        *["float32"] * 7,
+        "int32",
+        *["float32"] * 5,
         "int64",
         "float32",
         "int32",
@@ -148,18 +153,18 @@ def test_every_other_tensor_has_one_type_and_lies_in_rows(plugin: Any, kernels: 
         "bool",
     ]
     tensors = [described(dtype, (1,)) for dtype in wanted]
-    assert all(node.supports_format_combination(place, tensors, 16) for place in range(len(wanted)))
+    assert all(node.supports_format_combination(place, tensors, 18) for place in range(len(wanted)))
     others = [described("int32" if dtype != "int32" else "int64", (1,)) for dtype in wanted]
-    assert not any(node.supports_format_combination(place, others, 16) for place in range(len(wanted)))
+    assert not any(node.supports_format_combination(place, others, 18) for place in range(len(wanted)))
     strided = [described(dtype, (1,), "CHW2") for dtype in wanted]
-    assert not any(node.supports_format_combination(place, strided, 16) for place in range(len(wanted)))
+    assert not any(node.supports_format_combination(place, strided, 18) for place in range(len(wanted)))
 
 
 def test_what_the_kernels_refuse_is_refused_while_the_engine_is_built(
     plugin: Any, kernels: Kernels, described: Any
 ) -> None:
     node = plugin.TopWSamplePlugin(NodeAttributes(top_m=5000, alt_iters=3, metric="uniform"), kernels)
-    shapes = [(1, 9000), (1, 1), (1, 1), (1, 1), (1, 0), *[(1,)] * 7]
+    shapes = [(1, 9000), (1, 1), (1, 1), (1, 1), (1, 0), *[(1,)] * 8, (1, 2)]
     inputs = [described("int64" if place == 1 else "float32", shape) for place, shape in enumerate(shapes)]
     with pytest.raises(PluginError, match="4096"):
         node.configure_plugin(inputs, [])

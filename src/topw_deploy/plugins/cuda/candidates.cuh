@@ -3,6 +3,7 @@
 #define TOPW_CUDA_CANDIDATES_CUH
 
 #include "finish.h"
+#include "rule_scan.cuh"
 #include "scan.h"
 
 namespace topw {
@@ -67,6 +68,25 @@ class Candidates {
     }
   }
 
+  // What a rule keeps, nothing if these tokens do not decide it, and room for as many doubles. Overwrites `maxima`.
+  struct RuleCrop {
+    Kept kept;
+    double *room;
+  };
+  __device__ RuleCrop keep_by(const RulePlan &rule) {
+    const float from = rule_bound(rule);
+    if (!(from > -static_cast<float>(INFINITY))) return {};  // or NaN, as above
+    const int32_t listed = list(from);
+    if (listed > kMostListed || !collect(from, listed)) return {};
+    sort();
+    uint64_t *const keys = sorted_ == room_.keys ? room_.keys : room_.spare;
+    const BestTokens best = {keys, found_, from == -FLT_MAX || rule.limit == Limit::edge};
+    RuleScan scan(rule, selection_, top_, best, keys == room_.keys ? room_.spare : room_.keys,
+                  reinterpret_cast<uint32_t *>(maxima_), scratch_);
+    const Kept kept = scan.run();
+    return {kept, scan.room()};
+  }
+
   __device__ int32_t found() const { return found_; }
   __device__ int32_t kept() const { return kept_; }
   __device__ const uint64_t *keys() const { return sorted_; }
@@ -77,6 +97,17 @@ class Candidates {
   __device__ bool weighed() const { return weighed_; }
 
  private:
+  // A logit that enough tokens reach to decide a rule, as a rule; -inf or NaN if no such logit is known.
+  __device__ float rule_bound(const RulePlan &rule) {
+    if (rule.limit == Limit::edge) return rule.edge;
+    if (logits_.vocab() <= kMostCandidates) return -FLT_MAX;
+    const bool counted = rule.limit == Limit::count;
+    const int32_t wanted = counted ? rule.count : call_.best_groups;
+    if (wanted < 1 || wanted > logits_.groups()) return -static_cast<float>(INFINITY);
+    const auto key = [&](int32_t g) { return descending_key(maxima_[g]); };
+    return value_of_key(block_select(logits_.groups(), key, wanted, wanted + wanted / 16, scratch_));
+  }
+
   // Lists groups with a finite logit >= from, unordered. Returns their number.
   __device__ int32_t list(float from) {
     if (own_index() == 0) lists_.listed = lists_.found = 0;

@@ -4,16 +4,18 @@
 
 #include "candidates.cuh"
 #include "chunk.cuh"
+#include "statistics.cuh"
 
 namespace topw {
 
 constexpr unsigned kCertifyThreads = 256;
 constexpr unsigned kCertifyBlocks = 4;  // per multiprocessor, limited by registers; some have threads for only three
 
-enum class Way : int32_t { invalid, keep_best, settle, open };
+enum class Way : int32_t { invalid, keep_best, settle, open, rule };
 
 struct RowPlan {  // in shared memory, from one thread to all
   Parameters P;
+  RulePlan rule;  // unless Top-W
   Cooling selection;
   double gap;
   float edge;
@@ -24,10 +26,12 @@ struct RowPlan {  // in shared memory, from one thread to all
 __device__ __forceinline__ int32_t parameter_thread() { return block_size() - kWarp; }
 
 // By parameter_thread, while the maxima load.
-__device__ inline void take_parameters(const Call &call, const GivenParameters &given, RowPlan &plan) {
-  const bool valid = plan.P.take(given);
+__device__ inline void take_parameters(const Call &call, int64_t row, const GivenParameters &given, RowPlan &plan) {
+  const bool top_w = is_top_w(call.inputs, row), valid = plan.P.take(given) && (top_w || valid_rule(call.inputs, row));
   plan.way = !valid ? Way::invalid
-             : plan.P.greedy || (plan.P.c <= 0 && plan.P.scale >= 0) ? Way::keep_best
+             : plan.P.greedy ? Way::keep_best
+             : !top_w ? Way::rule
+             : (plan.P.c <= 0 && plan.P.scale >= 0) ? Way::keep_best
              : plan.P.scale < 0 ? Way::open : Way::settle;
   // The kept mass is at most the vocabulary's.
   plan.selection = cooling_of(plan.P.selection);
@@ -98,6 +102,52 @@ __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima
   return largest;
 }
 
+// What the row's rule keeps, here and for the second launch. Ends with a barrier.
+__device__ inline void plan_rule(const Call &call, int64_t row, float top, RowPlan &plan) {
+  if (warp_index() == 0) {
+    const Rule rule = known_rule(call.inputs, row);
+    const RowNumbers numbers = added_units(call, row, plan.P, top, needs_of(rule));
+    if (lane_index() == 0) {
+      make_plan(rule, plan.P, top, numbers, plan.rule);
+      call.workspace.rows[row].plan = plan.rule;
+    }
+  }
+  __syncthreads();
+}
+
+// Leaves a row to the second launch. By one thread.
+__device__ inline void open_row(const Call &call, int64_t row) {
+  const uint32_t place = atomicAdd(&call.workspace.control->open_count, 1u);
+  if (place < static_cast<uint32_t>(call.inputs.batch))  // else this launch was repeated without the second
+    call.workspace.open_rows[place] = static_cast<int32_t>(row);
+}
+
+// The rest of a row with another rule than Top-W. Its variables are its own, so that rows with Top-W keep theirs in
+// registers.
+template <class Logit>
+__device__ TOPW_OUT_OF_LINE void finish_or_open_rule(const Call &call, int64_t row, float top, RowPlan &plan,
+                                                     float *maxima, CandidateLists &lists, BlockScratch &scratch) {
+  CandidateRoom &room = *reinterpret_cast<CandidateRoom *>(dynamic_shared());
+  const LogitRow logits(call, row);
+  plan_rule(call, row, top, plan);
+  Candidates<Logit> candidates(call, logits, plan.P, plan.selection, top, room, maxima, lists, scratch);
+  Kept kept = {room.keys, 1, true};
+  double *sums = reinterpret_cast<double *>(room.spare);
+  if (plan.rule.limit == Limit::first) {
+    keep_best<Logit>(logits, top, maxima, room.keys, scratch);
+  } else {
+    const auto crop = candidates.keep_by(plan.rule);
+    kept = crop.kept;
+    sums = crop.room;
+  }
+  if (kept.size > 0) {
+    const topw_report report = {TOPW_CANDIDATES, candidates.found(), 0, 0, 0, 0};
+    finish_row(call, row, plan.P, top, kept, report, sums, scratch);
+  } else if (own_index() == 0) {
+    open_row(call, row);
+  }
+}
+
 // The rest of a row, by its last block.
 template <class Logit>
 __device__ void finish_or_open(const Call &call, int64_t row, const GivenParameters &given, CandidateLists &lists) {
@@ -106,7 +156,7 @@ __device__ void finish_or_open(const Call &call, int64_t row, const GivenParamet
   CandidateRoom &room = *reinterpret_cast<CandidateRoom *>(dynamic_shared());
   float *const maxima = reinterpret_cast<float *>(dynamic_shared() + sizeof(CandidateRoom));
 
-  if (own_index() == parameter_thread()) take_parameters(call, given, plan);
+  if (own_index() == parameter_thread()) take_parameters(call, row, given, plan);
   const float top = block_reduce(load_maxima(call, row, maxima), Larger(), scratch);
   if (own_index() == 0) decide(top, call, row, plan);
   __syncthreads();
@@ -116,6 +166,7 @@ __device__ void finish_or_open(const Call &call, int64_t row, const GivenParamet
     if (own_index() == 0) answer_invalid(call, row);
     return;
   }
+  if (way == Way::rule) return finish_or_open_rule<Logit>(call, row, top, plan, maxima, lists, scratch);
   Candidates<Logit> candidates(call, logits, plan.P, plan.selection, top, room, maxima, lists, scratch);
   bool settled = way == Way::settle && candidates.settle(plan.edge);
   Kept kept = {candidates.keys(), candidates.kept(), true};
@@ -128,9 +179,7 @@ __device__ void finish_or_open(const Call &call, int64_t row, const GivenParamet
     const topw_report report = {plan.P.greedy ? TOPW_GREEDY : TOPW_CANDIDATES, candidates.found(), 0, 0, 0, 0};
     finish_row(call, row, plan.P, top, kept, report, candidates.sums(), scratch, candidates.weighed());
   } else if (own_index() == 0) {
-    const uint32_t place = atomicAdd(&call.workspace.control->open_count, 1u);
-    if (place < static_cast<uint32_t>(call.inputs.batch))  // else this launch was repeated without the second
-      call.workspace.open_rows[place] = static_cast<int32_t>(row);
+    open_row(call, row);
   }
 }
 
@@ -153,6 +202,7 @@ __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const
   let_next_begin();
   TOPW_SHARED(CandidateLists, lists);
   const int64_t row = blockIdx.x / static_cast<unsigned>(call.chunks);
+  const bool other_rule = !is_top_w(call.inputs, row);
   const int32_t first = static_cast<int32_t>(blockIdx.x % static_cast<unsigned>(call.chunks)) * call.chunk_groups;
   const int32_t end = first + call.chunk_groups, groups = static_cast<int32_t>(call.groups);
   const Chunk chunk = {row, first, end < groups ? end : groups};
@@ -166,6 +216,7 @@ __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const
   }
   if (call.outputs.keep_mask) clear_keep_mask(call, chunk);
   if (call.outputs.mass) weigh_chunk(call, chunk);
+  if (other_rule) measure_units(call, chunk);
   GivenParameters given = {};  // loaded now, available with the ticket
   if (own_index() == parameter_thread()) given = given_parameters(call.inputs, row);
   if (last_of_row(call, row)) finish_or_open<Logit>(call, row, given, lists);

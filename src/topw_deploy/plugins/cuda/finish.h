@@ -37,23 +37,38 @@ __device__ TOPW_OUT_OF_LINE inline void sum_weights(const Kept &kept, float top,
   block_scan(room, nullptr, kept.size, scratch);
 }
 
-// `total`: sum of weights at the drawing temperature, in units of the largest kept one. One thread computes the
-// doubles: small GPUs have few double units.
+// What a row returns, but for `mass` and `keep_mask`. total: the kept weights at the drawing temperature, in units of
+// the `largest` kept logit's.
+struct Drawn {
+  uint64_t key;
+  float largest;
+  double total;
+  int32_t kept;
+  bool certified;
+};
+
+// By one thread: small GPUs have few double units.
+__device__ inline void write_answer(const Call &call, int64_t row, const Parameters &P, const Drawn &drawn,
+                                    const topw_report &report) {
+  const topw_outputs &out = call.outputs;
+  out.next_token[row] = id_of(drawn.key);
+  out.logprob[row] =
+      P.greedy ? 0
+               : static_cast<float>(log_weight(logit_of(drawn.key), drawn.largest, P.temperature) - log(drawn.total));
+  out.kept[row] = drawn.kept;
+  out.certified[row] = drawn.certified;
+  if (out.reports) out.reports[row] = report;
+}
+
 __device__ inline void write_outputs(const Call &call, int64_t row, const Parameters &P, const Kept &kept,
                                      int32_t place, double total, const topw_report &report) {
-  const topw_outputs &out = call.outputs;
-  if (out.keep_mask) {
+  if (call.outputs.keep_mask) {
 #pragma unroll 1
     for (int32_t i = own_index(); i < kept.size; i += block_size())
-      out.keep_mask[row * call.inputs.vocab + id_of(kept.keys[i])] = 1;
+      call.outputs.keep_mask[row * call.inputs.vocab + id_of(kept.keys[i])] = 1;
   }
-  if (own_index() != 0) return;
-  const float drawn = logit_of(kept.keys[place]), largest = logit_of(kept.keys[0]);
-  out.next_token[row] = id_of(kept.keys[place]);
-  out.logprob[row] = P.greedy ? 0 : static_cast<float>(log_weight(drawn, largest, P.temperature) - log(total));
-  out.kept[row] = kept.size;
-  out.certified[row] = kept.certified;
-  if (out.reports) out.reports[row] = report;
+  if (own_index() == 0)
+    write_answer(call, row, P, {kept.keys[place], logit_of(kept.keys[0]), total, kept.size, kept.certified}, report);
 }
 
 // Draws, and writes the row's outputs. All threads call it, after a barrier that follows the writes to `kept.keys`; it

@@ -5,6 +5,8 @@
 #include "alternation.h"
 #include "finish.h"
 #include "pool.h"
+#include "rule_scan.cuh"
+#include "whole_row.cuh"
 
 namespace topw {
 
@@ -33,6 +35,7 @@ __device__ inline Room room_of(const Memory &memory, int64_t pool) {
   room.keys = reinterpret_cast<uint64_t *>(dynamic_shared());
   room.items = reinterpret_cast<uint32_t *>(room.keys + room.capacity);
   double *const sums = reinterpret_cast<double *>(dynamic_shared() + sorting_bytes(pool));
+  // sums[1] follows sums[0]: both together hold the power of 2 from `pool`.
   for (int n = 0; n < 2; ++n) room.sums[n] = pool <= kSumsInShared ? sums + n * pool : memory.sums[n];
   return room;
 }
@@ -70,6 +73,34 @@ __device__ inline PoolSums weigh(const Parameters &P, float top, int32_t size, c
   const int32_t K = first_maximiser(room.sums[0], room.sums[1], size, P.c, scratch).size;
   __syncthreads();
   return {size, k0, K};
+}
+
+// Answers a row with another rule than Top-W: from its pool, or from all its tokens if the pool does not decide. Its
+// variables are its own, so that rows with Top-W keep theirs in registers.
+__device__ TOPW_OUT_OF_LINE inline void answer_rule(const Call &call, int32_t row, const Memory &memory, Leader &leader,
+                                                    BlockScratch &scratch) {
+  TOPW_SHARED(FoundBin, found);
+  TOPW_SHARED(Cooling, selection);
+  const RowState state = load_written(call.workspace.rows + row);
+  const int32_t most = static_cast<int32_t>(pool_size(call.options, call.inputs.vocab));
+  const Room room = room_of(memory, most);
+  const LogitRow logits(call, row);
+  Job job = {};
+  job.row = row;
+  if (own_index() == 0) selection = cooling_of(state.parameters.selection);
+  PoolTaker taker(logits, state.top, most, room.keys, room.capacity, job, memory, leader, scratch);
+  const int32_t size = taker.run();
+  RuleScan scan(state.plan, selection, state.top, {room.keys, size, size < most},
+                reinterpret_cast<uint64_t *>(room.sums[0]), room.items, scratch);
+  const Kept kept = scan.run();
+  if (kept.size > 0) {
+    const topw_report report = {TOPW_POOL, size, 0, 0, 0, 0};
+    finish_row(call, row, state.parameters, state.top, kept, report, scan.room(), scratch);
+    return;
+  }
+  RowSearch search(logits, job, memory, leader, found, scratch);
+  WholeRow whole(call, row, state, {room.keys, room.capacity}, memory, search, scratch);
+  whole.run();
 }
 
 // Answers a row from its pool, by its leading block.
@@ -126,7 +157,11 @@ class OpenRows {
     Leader leader(&control_->boards[team], memory.job, claim);
     const int32_t helpers = static_cast<int32_t>(gridDim.x) / teams_;
     for (uint32_t n; (n = next(&control_->next_row, word)) < open_;) {
-      answer_row(call_, __ldcg(call_.workspace.open_rows + n), memory, helpers, leader, scratch);
+      const int32_t row = __ldcg(call_.workspace.open_rows + n);
+      if (is_top_w(call_.inputs, row))
+        answer_row(call_, row, memory, helpers, leader, scratch);
+      else
+        answer_rule(call_, row, memory, leader, scratch);
       __syncthreads();
       if (own_index() == 0) atomicAdd(&control_->rows_done, 1u);
     }
@@ -199,6 +234,7 @@ class OpenRows {
   __device__ void work_on(const Memory &memory, Board *board, Claim &claim, BlockScratch &scratch) const {
     const Job job = load_written(memory.job);
     const LogitRow logits(call_, job.row);
+    if (job.work >= Work::fill_bins) return work_on_bins(memory, board, claim, scratch);
     if (job.work == Work::take_tokens || job.work == Work::count_steps) {
       PoolReader reader(logits, job, memory, scratch);
       work_off(board, claim, [&](int32_t item) {
@@ -211,6 +247,22 @@ class OpenRows {
     }
     Distances distances(call_, memory);
     work_off(board, claim, [&](int32_t item) { distances.work(job, item); });
+  }
+
+  // With variables of its own, as answer_rule.
+  __device__ TOPW_OUT_OF_LINE void work_on_bins(const Memory &memory, Board *board, Claim &claim,
+                                                BlockScratch &scratch) const {
+    const Job job = load_written(memory.job);
+    const LogitRow logits(call_, job.row);
+    BinReader reader(logits, job, memory, scratch);
+    work_off(board, claim, [&](int32_t item) {
+      if (job.work == Work::fill_bins)
+        reader.fill(item);
+      else if (job.work == Work::take_chosen)
+        reader.take_chosen(item);
+      else
+        reader.mark(item, call_.outputs.keep_mask + job.row * call_.inputs.vocab);
+    });
   }
 
   const Call &call_;
@@ -227,7 +279,8 @@ inline size_t geometry_shared_bytes(const topw_cuda_shape &shape, unsigned threa
   int64_t leading = crop::sorting_bytes(pool);
   if (pool <= crop::kSumsInShared) leading += 2 * pool * static_cast<int64_t>(sizeof(double));
   const int64_t tiles = shape.options.metric == TOPW_UNIFORM ? 0 : crop::tile_bytes(threads);
-  return static_cast<size_t>(leading > tiles ? leading : tiles);
+  const int64_t helping = tiles > crop::kBinBytes ? tiles : crop::kBinBytes;
+  return static_cast<size_t>(leading > helping ? leading : helping);
 }
 
 __global__ void __launch_bounds__(kGeometryThreads, kGeometryBlocks) geometry(const __grid_constant__ Call call) {

@@ -55,10 +55,16 @@ class PoolReader {
 
   // Appends the keys of the item's tokens in the cut, up to the capacity; counts all.
   __device__ TOPW_OUT_OF_LINE void take(int32_t item) {
+    append(item, [&](float logit, int32_t id) { return takes(cut_, logit, id); });
+  }
+
+ protected:
+  template <class Takes>
+  __device__ void append(int32_t item, Takes takes) {
     const Batch batch = read(item);
     uint32_t taken = 0;  // a bit for each token
     for_each_token(batch, [&](int bit, float logit, int32_t id) {
-      taken |= static_cast<uint32_t>(takes(cut_, logit, id)) << bit;
+      taken |= static_cast<uint32_t>(takes(logit, id)) << bit;
     });
     if (!__any_sync(kEveryLane, taken != 0)) return;
     const uint32_t own = static_cast<uint32_t>(__popc(taken)), sum = warp_scan(own);
@@ -72,7 +78,6 @@ class PoolReader {
     }
   }
 
- private:
   struct Batch {
     float4 logits[kAtOnce];
     int32_t ids[kAtOnce];  // first of each four

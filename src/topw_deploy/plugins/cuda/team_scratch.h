@@ -28,7 +28,33 @@ struct Cut {
   int32_t last_step;
 };
 
-enum class Work : int32_t { count_steps, take_tokens, measure_lengths, compare_pairs, settle_rows };
+enum class Work : int32_t {
+  count_steps, take_tokens, measure_lengths, compare_pairs, settle_rows, fill_bins, take_chosen, mark_chosen
+};  // fmt: skip
+
+// Tokens of a whole row, for rules that the best tokens do not decide (bins.h). A token's distance is |y - center| with
+// y = (top - logit) / temperature, as a key of its bits.
+enum class Chosen : int32_t { range, nearest, equally_near };
+struct Choice {
+  Chosen which;
+  float top;
+  uint64_t after, last;  // range: token keys in (after, last]; the others: token keys up to `last` at `distance`
+  uint64_t distance;     // nearest: and all tokens at a smaller distance
+  double temperature, center;
+};
+
+// Counts and weighs chosen tokens by eight bits of their key. A token weighs w = exp((l - top) / temperature), or with
+// `terms` w (center - ln w), times `boost` and `scale`, rounded: sums of whole numbers are exact in any order.
+struct Bins {
+  Choice choice;
+  bool by_distance;  // bits of the distance's key instead of the token's
+  bool terms;
+  float top;
+  int32_t shift;
+  uint64_t prefix;   // the key's bits from shift + 8 on
+  double temperature, center;
+  double boost, scale;  // 0: no weights
+};
 
 // Distance between pieces of a pair's sum that different blocks may add.
 enum class Pieces : int32_t { slices, sections, one };
@@ -46,7 +72,9 @@ struct Job {
 // One leader's memory. Positions index the pool; arrays are [pool] unless noted.
 struct Memory {
   Job *job;
-  uint32_t *found;        // number of tokens of take_tokens, then [kSteps] counts of count_steps
+  uint32_t *found;        // number of tokens taken, then [kSteps] counts of count_steps and fill_bins
+  Bins *bins;             // of the jobs on chosen tokens
+  uint64_t *weights;      // [kSteps] sums of fill_bins
   uint64_t *taken;        // [kMostTaken] tokens' keys, unordered
   uint64_t *tokens;       // the pool: keys of tokens
   double *base, *p;       // lam times the log-weight, and weights in units of the largest
@@ -89,6 +117,8 @@ TOPW_SHARED_CODE inline int64_t lay_out_memory(unsigned char *start, int64_t poo
   Taker from(start);
   memory->job = from.take<Job>(1);
   memory->found = from.take<uint32_t>(1 + kSteps);
+  memory->bins = from.take<Bins>(1);
+  memory->weights = from.take<uint64_t>(kSteps);
   memory->taken = from.take<uint64_t>(kMostTaken);
   memory->tokens = from.take<uint64_t>(pool);
   memory->base = from.take<double>(pool);

@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 /* Incremented if these functions or the workspace size change; a TensorRT engine stores both. */
-#define TOPW_CUDA_ABI_VERSION 3
+#define TOPW_CUDA_ABI_VERSION 4
 
 /* Upper bounds of a call; they determine its scratch memory. */
 typedef struct {
@@ -34,8 +34,8 @@ TOPW_EXPORT int64_t topw_cuda_control_bytes(const topw_cuda_shape *);
 TOPW_EXPORT int64_t topw_cuda_workspace_bytes(const topw_cuda_shape *);
 
 /* Enqueues the step on `stream`, a cudaStream_t of the current device. `inputs`: at most the shape's batch and edits;
- * its vocabulary and logits_type; a mask or none. `table`: NULL for the uniform metric. Structures are read during the call, their data
- * later. Returns 0 or a cudaError_t. */
+ * its vocabulary and logits_type; a mask or none, rules or none. `table`: NULL for the uniform metric. Structures are
+ * read during the call, their data later. Returns 0 or a cudaError_t. */
 TOPW_EXPORT int topw_cuda_launch(const topw_cuda_shape *, const topw_table *table, const topw_inputs *,
                                  const topw_outputs *, void *control, void *workspace, void *stream);
 

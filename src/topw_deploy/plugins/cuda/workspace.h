@@ -5,7 +5,8 @@
 // (finish.h) and zeroes the control memory; it returns at once if open_count is 0.
 //
 // certify writes for an open row, before its number is in open_rows[0 .. control->open_count):
-//   rows[row]             parameters (valid, not greedy), the largest logit `top`
+//   rows[row]             parameters (valid, not greedy), the largest logit `top`, and under another rule than Top-W
+//                         what it keeps
 //   maxima[row][group]    the largest of each 64 logits, edited and masked; finite or -inf
 //   LogitRow (logits.h)   the edited and masked logits, through patch_of, patches and the caller's mask
 //   unit_tops, unit_sums  for `mass`: weights of each unit, in units of its largest logit
@@ -21,6 +22,7 @@
 
 #include "../native/parameters.h"
 #include "platform.h"
+#include "rules.h"
 #include "team_scratch.h"
 #include "topw_cuda.h"
 
@@ -48,6 +50,12 @@ struct Control {
 struct RowState {
   Parameters parameters;
   float top;           // the largest logit
+  RulePlan plan;       // unless the rule is Top-W
+};
+
+// A unit's sums for rules that need numbers of the whole row (statistics.cuh).
+struct UnitNumbers {
+  double sums[4];
 };
 
 struct Workspace {
@@ -60,6 +68,7 @@ struct Workspace {
   float *patches;      // [batch, patch_slots, kGroup]
   float *unit_tops;    // [batch, units]
   double *unit_sums;   // [batch, units]
+  UnitNumbers *unit_numbers;  // [batch, units]
   unsigned char *team_scratch;  // see team_scratch.h
 };
 
@@ -115,6 +124,7 @@ inline Workspace lay_out(const topw_cuda_shape &shape, void *control, void *memo
   const int64_t units = batch * units_of(shape.vocab);
   w.unit_tops = reinterpret_cast<float *>(take(units * floats));
   w.unit_sums = reinterpret_cast<double *>(take(units * static_cast<int64_t>(sizeof(double))));
+  w.unit_numbers = reinterpret_cast<UnitNumbers *>(take(units * static_cast<int64_t>(sizeof(UnitNumbers))));
   w.team_scratch = take(team_scratch_bytes(shape));
   *bytes = at;
   return w;

@@ -11,7 +11,7 @@ from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.plugins.structs import COLUMNS, TABLE_TYPES, Inputs, Outputs, Table
 from topw_deploy.plugins.tensorrt.control import ControlMemory
-from topw_deploy.plugins.tensorrt.node import EDITS, MASK, CallShape
+from topw_deploy.plugins.tensorrt.node import EDITS, MASK, RULE, CallShape
 from topw_deploy.sampling.parameters import TopWOptions
 
 
@@ -65,7 +65,7 @@ class Kernels:
         shape = _shape(call, table)
         arguments = Inputs(
             call.batch, call.vocab, call.edits, call.words, inputs["logits"],
-            *(inputs[name] for name in (*EDITS, MASK)), *(inputs[name] for name in COLUMNS),
+            *(inputs[name] for name in (*EDITS, MASK)), *(inputs[name] for name in (*COLUMNS, *RULE)),
         )  # fmt: skip
         results = Outputs(*(outputs.get(field[0]) for field in Outputs._fields_))
         self._kernel.launch(shape, table, arguments, results, control, workspace, stream)

@@ -20,7 +20,8 @@ TABLE_FORM = "Gather(axis=0)"
 
 EDITS = ("edit_ids", "edit_penalty", "edit_bias")
 MASK = "allowed"
-INPUTS = ("logits", *EDITS, MASK, *COLUMNS)
+RULE = ("rule", "rule_values")
+INPUTS = ("logits", *EDITS, MASK, *COLUMNS, *RULE)
 """Inputs of a node with the `uniform` metric."""
 TABLE_INPUTS = ("mean", "inverse_std", "neighbour_bound", "table")
 """Additional inputs under every other metric."""
@@ -171,7 +172,8 @@ def describe(node: NodeAttributes, tensors: Sequence[Tensor]) -> CallShape:
     _, words = _matrix(MASK, given[MASK])
     if words:
         _require(MASK, given[MASK], (batch, mask_words(vocab)))
-    for name, shape in {**dict.fromkeys(EDITS, (batch, edits)), **dict.fromkeys(COLUMNS, (batch,))}.items():
+    rows = {**dict.fromkeys((*COLUMNS, "rule"), (batch,)), "rule_values": (batch, 2)}
+    for name, shape in {**dict.fromkeys(EDITS, (batch, edits)), **rows}.items():
         _require(name, given[name], shape)
     logits_type = given["logits"].dtype
     call = CallShape(node=node, batch=batch, vocab=vocab, edits=edits, logits_type=logits_type, words=words)

@@ -20,7 +20,7 @@ trt: Any = tensorrt_module()
 _TYPES = {name: getattr(trt, name) for name in (*FLOATS, "int32", "int64", "bool")}
 _NAMES = {value: name for name, value in _TYPES.items()}
 _FLOATS = tuple(_TYPES[name] for name in FLOATS)
-_INTEGERS = {"edit_ids": trt.int64, MASK: trt.int32}
+_INTEGERS = {"edit_ids": trt.int64, MASK: trt.int32, "rule": trt.int32}
 
 
 class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):

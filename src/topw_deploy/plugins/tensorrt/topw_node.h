@@ -18,7 +18,7 @@ constexpr char kTableForm[] = "Gather(axis=0)";
 
 enum Input {
   kLogits, kEditIds, kEditPenalty, kEditBias, kAllowed, kTemperature, kSelectionTemperature, kLam, kBeta, kInitTopP,
-  kGeomScale, kUniform, kMean, kInverseStd, kNeighbourBound, kTable
+  kGeomScale, kUniform, kRule, kRuleValues, kMean, kInverseStd, kNeighbourBound, kTable
 };  // fmt: skip
 constexpr int32_t kWithoutTable = kMean, kWithTable = kTable + 1;
 enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
@@ -166,6 +166,8 @@ inline const char *describe(const Settings &settings, const Tensor *in, topw_cud
     return "the mask has neither no words nor one for 32 tokens";
   for (int32_t index = kTemperature; index <= kUniform; ++index)
     if (!is_shape(in[index], 1, shape->batch)) return "a parameter is not one number per row";
+  if (!is_shape(in[kRule], 1, shape->batch) || !is_shape(in[kRuleValues], 2, shape->batch, 2))
+    return "a rule is not one number and two values per row";
   if (!settings.has_table()) return nullptr;
   if (in[kTable].dims.nbDims != 2 || in[kTable].dims.d[0] < shape->vocab) return "the table has not a row per token";
   const int64_t bounds = in[kNeighbourBound].dims.d[0];

@@ -108,7 +108,8 @@ class Plugin final : public nvinfer1::IPluginV3,
     switch (place) {
       case kLogits: return onnx_type(tensor.type) && tensor.type == logits_type_;
       case kEditIds: return tensor.type == DataType::kINT64;
-      case kAllowed: return tensor.type == DataType::kINT32;
+      case kAllowed:
+      case kRule: return tensor.type == DataType::kINT32;
       case kTable: return onnx_type(tensor.type) && tensor.type == table_type_;
       default: return tensor.type == DataType::kFLOAT;
     }
@@ -220,6 +221,8 @@ class Plugin final : public nvinfer1::IPluginV3,
                                &bound.init_top_p, &bound.geom_scale, &bound.uniform};  // fmt: skip
     for (int32_t index = kTemperature; index <= kUniform; ++index)
       *columns[index - kTemperature] = static_cast<const float *>(inputs[index]);
+    bound.rule = static_cast<const int32_t *>(inputs[kRule]);
+    bound.rule_values = static_cast<const float *>(inputs[kRuleValues]);
     return bound;
   }
 

@@ -1,0 +1,113 @@
+"""Compare the rules beside Top-W in the emulated CUDA kernels with the reference, on random rows.
+
+    python -m fuzz.cuda_rules [--rows 20000] [--seed 0]
+
+Rows of every kind of tests.support.rule_rows, with vocabularies from 1 to 32,000, pools from 1 to 4,096, several block
+sizes, and a random thread order. A difference is allowed only where the deciding quantity, or the draw, is within 1e-9
+or 1e-12 of its threshold: the kernels compute these in double. Prints every other difference; exits 1 if there is one.
+
+`fuzz` accepts any `plugins.kernel.Kernel`, so `benchmarks.gpu` uses it on a real GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import machine, table
+from tests.support.emulated import EmulatedKernel, built
+from tests.support.rule_rows import differences_from_rules, rule_case, rule_columns, rules_of
+from topw_deploy.plugins.kernel import STAGES
+from topw_deploy.sampling import TopWOptions
+from topw_deploy.sampling.rules import RULES, RULES_BY_CODE
+
+TIE, DRAW = 1e-9, 1e-12
+OTHERS = [name for name in RULES if name != "top_w"]
+BATCH = 33
+
+# (vocabulary, top_m, threads per block, blocks)
+SIZES = (
+    (1, 1, 32, 1), (7, 3, 64, 2), (64, 64, 64, 3), (90, 10, 32, 2), (300, 5, 64, 5), (1000, 200, 64, 3),
+    (1280, 64, 128, 3), (3000, 1200, 256, 2), (5000, 1, 128, 4), (5000, 2000, 256, 2), (9000, 4096, 512, 2),
+    (32_000, 1200, 256, 3),
+)  # fmt: skip
+
+
+@dataclass
+class Found:
+    """Rows by rule and by (rule, what answered them), and differences."""
+
+    rows: Counter[str] = field(default_factory=Counter)
+    stages: Counter[tuple[str, str]] = field(default_factory=Counter)
+    differences: list[str] = field(default_factory=list)
+
+
+def fuzz(
+    kernel: Any, rows: int, seed: int, before: Callable[[int, int, int], None] | None = None,
+    after: Callable[[int], object] = lambda rows: None,
+) -> Found:  # fmt: skip
+    """Compare at least `rows` rows of `kernel` with the reference.
+
+    before: called with each batch's number, threads and blocks.
+    after: called with each batch's number of rows.
+    """
+    found, number = Found(), 0
+    while sum(found.rows.values()) < rows:
+        vocab, top_m, threads, blocks = SIZES[number % len(SIZES)]
+        if before is not None:
+            before(number, threads, blocks)
+        rng = np.random.default_rng([seed, number])
+        cases = [rule_case(rng, vocab, OTHERS[n % len(OTHERS)]) for n in range(BATCH)]
+        answers = kernel.sample(
+            np.stack([case.logits for case in cases]), rule_columns(cases), TopWOptions(metric="uniform", top_m=top_m),
+            rules=rules_of(cases), mass=True, keep_mask=True,
+        )  # fmt: skip
+        found.differences += differences_from_rules(answers, cases, tie=TIE, draw=DRAW)
+        for case, report in zip(cases, answers.reports, strict=True):
+            name, stage = RULES_BY_CODE[case.rule].name, STAGES[report["stage"]]
+            whole = stage == "pool" and report["candidates"] == vocab > top_m
+            found.rows[name] += 1
+            found.stages[name, "whole row" if whole else stage] += 1
+        after(len(cases))
+        number += 1
+    return found
+
+
+def report(found: Found) -> str:
+    """Rows of each rule by what answered them."""
+    columns = ("candidates", "pool", "whole row")
+    lines = [(name, found.rows[name], *(found.stages[name, column] for column in columns)) for name in OTHERS]
+    return table(("rule", "rows", *columns), lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    from tqdm import tqdm
+
+    print(machine() + "\n")
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=given.rows, unit="row", mininterval=1.0) as bar:
+        kernel = EmulatedKernel(built(Path(folder)))
+        found = fuzz(
+            kernel, given.rows, given.seed, after=bar.update,
+            before=lambda number, threads, blocks: kernel.emulate(given.seed * 1000 + number, threads, blocks),
+        )  # fmt: skip
+    print(report(found))
+    print(f"{len(found.differences)} differences are not at a tie.")
+    for line in found.differences[:20]:
+        print(line)
+    return 1 if found.differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
