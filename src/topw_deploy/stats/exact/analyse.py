@@ -13,7 +13,7 @@ from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT, first_maximiser, objective, pool, warm_start
 from topw_deploy.sampling.rules import kept_set
 from topw_deploy.stats.exact.objective import Best, Objective, Places, Value
-from topw_deploy.stats.exact.rules import COMPARED, TOP_W
+from topw_deploy.stats.exact.rules import COMPARED, EVERY, TOP_W
 from topw_deploy.stats.exact.transport import Floats, Mask
 
 
@@ -26,7 +26,8 @@ class ExactStep:
     likeliest: the best prefix of the probability order.
     phi: the best prefix of the order in which Top-W's last alternation chose.
     crops: F of each rule's kept set, by name, without its tokens outside `tokens`.
-    cut: rules whose kept set had such tokens.
+    cut: rules whose kept set had such tokens, except plain sampling.
+    metric: whether the export's distance satisfies the triangle inequality.
     """
 
     tokens: int
@@ -35,6 +36,7 @@ class ExactStep:
     phi: Best
     crops: Mapping[str, Value]
     cut: tuple[str, ...]
+    metric: bool
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,18 @@ class ExactAnalyser:
         tokens, log_w = tokens[log_w >= SMALLEST_LOG_WEIGHT], log_w[log_w >= SMALLEST_LOG_WEIGHT]
         w = np.exp(log_w)
         everything = float(np.exp((row - row[tokens[0]]) / Ts).sum())
+        metric = self.geometry.metric != "cosine"
         distance = parameters.geom_scale * self.geometry.distances(tokens, tokens)
-        F = Objective(w / w.sum(), distance, parameters.lam, parameters.beta, self.geometry.metric != "cosine")
+        F = Objective(w / w.sum(), distance, parameters.lam, parameters.beta, metric)
         kept, order = last_step(log_w[: self.options.top_m], distance, parameters, self.options)
         crops, cut = {TOP_W: F(_among(len(tokens), kept))}, []
         for name, (rule, values) in COMPARED.items():
             members = np.isin(tokens, found := kept_set(row, rule, values, selection_temperature=Ts).kept)
             crops[name] = F(members)
-            if members.sum() < len(found):
+            if name != EVERY and members.sum() < len(found):
                 cut.append(name)
         likeliest, phi = F.best_prefix(np.arange(len(tokens))), F.best_prefix(order)
-        return ExactStep(len(tokens), float(w.sum()) / everything, likeliest, phi, crops, tuple(cut))
+        return ExactStep(len(tokens), float(w.sum()) / everything, likeliest, phi, crops, tuple(cut), metric)
 
 
 def check(parameters: TopWParameters) -> None:
@@ -135,7 +138,8 @@ def sample(lengths: Sequence[int], most: int) -> list[set[int]]:
     total = sum(lengths)
     count = min(most, total)
     places = {(2 * number + 1) * total // (2 * count) for number in range(count)}
-    found, start = [], 0
+    found: list[set[int]] = []
+    start = 0
     for length in lengths:
         found.append({place - start for place in places if start <= place < start + length})
         start += length

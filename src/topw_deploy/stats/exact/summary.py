@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.sampling import TopWParameters
+from topw_deploy.stats.collect import Analysed, Collected
 from topw_deploy.stats.exact.analyse import ExactStep
 from topw_deploy.stats.exact.objective import TOLERANCE, Best, Value
 from topw_deploy.stats.exact.rules import COMPARED, TOP_W
@@ -25,7 +25,10 @@ NAMES = (TOP_W, *COMPARED)
 class Estimate:
     """A statistic of the sampled steps and its 95 % interval: percentiles over resampled prompts (bootstrap).
 
-    Prompts are resampled, not steps, because the steps of one text are alike. low, high: None for a single prompt.
+    Prompts are resampled, not steps, because the steps of one text are alike. A share of 0 or 1 gets the exact binomial
+    interval of as many independent prompts, since resampling shows no spread.
+
+    low, high: None for a single prompt.
     """
 
     value: float
@@ -133,26 +136,29 @@ class ExactSummary:
     rows: tuple[tuple[int, int, ExactStep], ...]
 
 
-def summarise_exact(
-    label: str, sequences: Sequence[Mapping[int, ExactStep]], of: int, parameters: TopWParameters, *, metric: bool
-) -> ExactSummary | None:
-    """sequences: each prompt's analysed steps by position from 0. Returns None if there are none."""
-    rows = tuple((i, at + 1, one[at]) for i, one in enumerate(sequences, 1) for at in sorted(one))
-    if not rows:
-        return None
+def summarise_exact(collected: Collected) -> list[ExactSummary]:
+    """One summary for each setting with analysed steps."""
+    return [
+        _summary(setting.label, sequences) for setting, sequences in collected.runs if any(s.exact for s in sequences)
+    ]
+
+
+def _summary(label: str, sequences: Sequence[Analysed]) -> ExactSummary:
+    rows = tuple((i, at + 1, one.exact[at]) for i, one in enumerate(sequences, 1) for at in sorted(one.exact))
+    parameters = sequences[0].generated.request.top_w
     steps = [step for _, _, step in rows]
     over = _Resampled([i for i, _, _ in rows])
     top_w = [step.crops[TOP_W] for step in steps]
     return ExactSummary(
         label=label,
         steps=len(steps),
-        of=of,
+        of=sum(len(one.steps) for one in sequences),
         sequences=len({i for i, _, _ in rows}),
         lam=parameters.lam,
         beta=parameters.beta,
         geom_scale=parameters.geom_scale,
         selection_temperature=parameters.selection_temperature or parameters.temperature,
-        metric=metric,
+        metric=steps[0].metric,
         tokens=_mean([step.tokens for step in steps]),
         mass=_mean([step.mass for step in steps]),
         likeliest=_best([step.likeliest for step in steps], steps, over),
@@ -176,9 +182,17 @@ class _Resampled:
         members = [np.flatnonzero(numbers == group) for group in np.unique(numbers)]
         random = np.random.default_rng(0)
         draws = random.integers(len(members), size=(RESAMPLES, len(members))) if len(members) > 1 else []
+        self._groups = len(members)
         self._places = [np.concatenate([members[i] for i in draw]) for draw in draws]
 
-    def estimate(self, values: Sequence[float] | Sequence[bool], statistic: Callable[[Floats], float]) -> Estimate:
+    def share(self, holds: Sequence[bool]) -> Estimate:
+        found = self.estimate([float(each) for each in holds], _mean)
+        if found.low is None or 0.0 < found.value < 1.0:
+            return found
+        extreme = 1.0 - 0.025 ** (1.0 / self._groups)  # Clopper and Pearson, for no success
+        return Estimate(0.0, 0.0, extreme) if found.value == 0.0 else Estimate(1.0, 1.0 - extreme, 1.0)
+
+    def estimate(self, values: Sequence[float], statistic: Callable[[Floats], float]) -> Estimate:
         numbers = np.asarray(values, dtype=np.float64)
         if not self._places:
             return Estimate(float(statistic(numbers)), None, None)
@@ -193,7 +207,7 @@ def _best(found: Sequence[Best], steps: Sequence[ExactStep], over: _Resampled) -
         p10=p10,
         median=median,
         p90=p90,
-        whole=over.estimate(whole, _mean),
+        whole=over.share(whole),
         value=_mean([best.value.total for best in found]),
         solved=_mean([best.solved for best in found]),
     )
@@ -213,7 +227,7 @@ def _crop(name: str, steps: Sequence[ExactStep], over: _Resampled) -> ExactCrop:
         transport=_mean([value.transport for value in values]),
         entropy=_mean([value.entropy for value in values]),
         value=_mean(totals),
-        lowest=over.estimate([same(total, low) for total, low in zip(totals, least, strict=True)], _mean),
+        lowest=over.share([same(total, low) for total, low in zip(totals, least, strict=True)]),
         beats_top_w=sum(total < other for total, other in differ),
         loses_to_top_w=sum(total > other for total, other in differ),
         cut=sum(name in step.cut for step in steps),
@@ -228,7 +242,7 @@ def _standing(values: Sequence[Value], best: Sequence[Best], over: _Resampled) -
     # A least F of 0 has no relative excess; F > 0 unless one token has all the probability.
     relative = [gap / least if gap else 0.0 for gap, (_, least) in zip(excess, pairs, strict=True)]
     return Standing(
-        optimal=over.estimate([gap <= 0 for gap in excess], _mean),
+        optimal=over.share([gap <= 0 for gap in excess]),
         better=sum(gap < 0 for gap in excess),
         excess=_excess(excess, over),
         relative=_excess(relative, over),

@@ -13,7 +13,7 @@ _COLUMNS = ("median (95 %)", "p95", "most", "relative", "p95", "most")
 
 def exact_lines(summaries: Sequence[ExactSummary]) -> Iterator[str]:
     """The tables of `--exact`."""
-    yield "Exact objective F = W1(p, q) + lam H(q) - beta log mass. Intervals: 95 %, bootstrap over prompts."
+    yield "Exact objective F = W1(p, q) + lam H(q) - beta log mass. Intervals: 95 %, by prompts."
     if not summaries:
         yield "There were no steps: every prompt fills the context, or no tokens were requested."
         return
@@ -56,7 +56,7 @@ def _rules(summary: ExactSummary) -> Iterator[str]:
     for crop in summary.crops:
         means = [f"{number:.4g}" for number in (crop.transport, crop.entropy, crop.value)]
         sizes = [f"{crop.kept:.1f}", f"{crop.mass:.3f}"]
-        rows.append([crop.name, *sizes, *means, _share(crop.lowest), *_standing(crop.standing)])
+        rows.append([crop.name, *sizes, *means, f"{100 * crop.lowest.value:.1f} %", *_standing(crop.standing)])
     yield from aligned(header, rows)
     for crop in summary.crops:
         if crop.cut:
