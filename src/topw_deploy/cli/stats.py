@@ -136,7 +136,6 @@ def command(
 
 def _exact(exact: bool, steps: int | None, pool: int | None) -> ExactRequest | None:
     """Raises MissingPackageError if the solver is missing, and click's UsageError for options without --exact."""
-    from topw_deploy.stats.exact.transport import require_solver
     from topw_deploy.stats.request import ExactRequest
 
     if not exact:
@@ -144,7 +143,7 @@ def _exact(exact: bool, steps: int | None, pool: int | None) -> ExactRequest | N
             if value is not None:
                 raise click.UsageError(f"{name} needs --exact.")
         return None
-    require_solver()
+    install.require("`topw stats --exact`", "exact")
     return ExactRequest(pool=pool) if steps is None else ExactRequest(steps, pool)
 
 

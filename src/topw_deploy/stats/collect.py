@@ -83,7 +83,7 @@ def collect(
     folder: an exported model.
     batch_size: prompts per batch; batching can change the last bits of logits.
     generation: further parameters of `TopWModel.generate`.
-    exact: also analyse steps under the exact objective; needs POT (`exact.transport.require_solver`).
+    exact: also analyse steps under the exact objective; needs the extra `exact`.
 
     Raises ManifestError for a folder without a decoder, PromptError for a prompt longer than the context,
     ParameterError for settings or a pool that the exact objective excludes, and the errors of `TopWModel`.
@@ -106,7 +106,7 @@ def collect(
     with progress.bar(total, "tokens") as advance:
         for setting, run in zip(settings, written, strict=True):
             chosen = sample([len(one.result.token_ids) for one in run], exact.steps if exact is not None else 0)
-            rows = []
+            rows: list[Analysed] = []
             for batch in batches:
                 solved = [_Solved(solver, chosen[i]) for i in batch]
                 rows += _analyse(probe, analyser, [run[i] for i in batch], solved, advance)

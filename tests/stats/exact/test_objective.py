@@ -43,7 +43,7 @@ def dense_cost(p: np.ndarray, q: np.ndarray, distance: np.ndarray) -> float:
 
 
 def test_the_transport_cost_is_that_of_a_dense_linear_programme() -> None:
-    for p, distance, metric in rows(0, 24, n=7):
+    for p, distance, metric in rows(0, 12, n=7):
         for S in subsets(7)[::17]:
             wanted = dense_cost(p, cropped(p, S), distance)
             assert transport(p, S, distance, metric=metric).cost == pytest.approx(wanted, abs=CLOSE)
@@ -51,7 +51,7 @@ def test_the_transport_cost_is_that_of_a_dense_linear_programme() -> None:
 
 def test_the_potentials_of_one_set_bound_the_transport_to_every_other_set() -> None:
     tight = 0
-    for p, distance, metric in rows(1, 8, n=6):
+    for p, distance, metric in rows(1, 4, n=6):
         for S in subsets(6)[::9]:
             plan = transport(p, S, distance, metric=metric)
             assert (plan.u[:, None] + plan.v <= distance + 1e-12).all()
@@ -61,7 +61,7 @@ def test_the_potentials_of_one_set_bound_the_transport_to_every_other_set() -> N
             own = p @ plan.u + cropped(p, S) @ plan.v
             assert own == pytest.approx(plan.cost, abs=CLOSE)
             tight += own > 0.01
-    assert tight > 20
+    assert tight > 10
 
 
 def test_only_removed_mass_moves_under_a_metric_and_all_mass_may_under_cosine() -> None:

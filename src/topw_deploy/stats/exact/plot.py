@@ -12,9 +12,10 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.reports import require_matplotlib
 from topw_deploy.stats.exact.rules import TOP_W
 from topw_deploy.stats.exact.summary import NAMES, ExactSummary
-from topw_deploy.stats.style import DPI, MUTED, TEXT, TITLE_LETTERS, colours, drawable, plain
+from topw_deploy.stats.style import COLOURS, DPI, MUTED, TEXT, TITLE_LETTERS, colours, drawable, plain
 
 _LINEAR_BELOW = 0.01  # of the axis of F: logarithmic above
+_RULE_COLOURS = (*COLOURS, TEXT)
 _SPREAD = 0.76  # of a setting's or rule's markers, in units of the distance to the next
 
 
@@ -39,7 +40,7 @@ def save_exact_plot(summaries: Sequence[ExactSummary], path: Path, title: str) -
 
 
 def _excess(axes: Any, summaries: Sequence[ExactSummary]) -> None:
-    for place, (name, colour) in enumerate(zip(NAMES, colours(len(NAMES)), strict=False)):
+    for place, (name, colour) in enumerate(zip(NAMES, _RULE_COLOURS, strict=True)):
         shift = _SPREAD * ((place + 0.5) / len(NAMES) - 0.5)
         for at, summary in enumerate(summaries):
             gaps = [step.crops[name].total - step.likeliest.value.total for _, _, step in summary.rows]
@@ -75,9 +76,13 @@ def _optimal(axes: Any, summaries: Sequence[ExactSummary]) -> None:
     axes.set_ylim(len(NAMES) - 0.4, -0.6)
     axes.set_xlim(-2, 102)
     axes.set_xlabel("share of the steps, % (line: 95 % interval)", fontsize=9)
-    axes.set_title("Where the crop is the best prefix", fontsize=11, loc="left", color=TEXT, weight="bold")
+    pad = 24 if len(summaries) > 1 else 6
+    axes.set_title("Where the crop is the best prefix", fontsize=11, loc="left", color=TEXT, weight="bold", pad=pad)
     if len(summaries) > 1:
-        axes.legend(frameon=False, fontsize=8, loc="best")
+        axes.legend(
+            frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(-0.05, 0.98), handlelength=0.8,
+            columnspacing=1,
+        )  # fmt: skip
     plain(axes, grid="x")
 
 

@@ -181,8 +181,8 @@ class _Resampled:
         numbers = np.asarray(groups)
         members = [np.flatnonzero(numbers == group) for group in np.unique(numbers)]
         random = np.random.default_rng(0)
-        draws = random.integers(len(members), size=(RESAMPLES, len(members))) if len(members) > 1 else []
         self._groups = len(members)
+        draws = random.integers(self._groups, size=(RESAMPLES if self._groups > 1 else 0, self._groups))
         self._places = [np.concatenate([members[i] for i in draw]) for draw in draws]
 
     def share(self, holds: Sequence[bool]) -> Estimate:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.errors import MissingPackageError, VerificationError
+from topw_deploy.errors import VerificationError
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -33,15 +33,6 @@ class Transport:
     v: Floats
 
 
-def require_solver() -> None:
-    """Raises MissingPackageError if POT is missing. Call before long runs."""
-    try:
-        import ot  # noqa: F401
-    except ImportError:
-        message = "--exact needs POT (Python Optimal Transport), which is not installed; run: pip install POT"
-        raise MissingPackageError(message, name="ot") from None
-
-
 def transport(p: Floats, S: Mask, distance: Floats, *, metric: bool = True) -> Transport:
     """Move p [n] to q_S, p restricted to S [n] and renormalised, at the least cost.
 
@@ -50,7 +41,8 @@ def transport(p: Floats, S: Mask, distance: Floats, *, metric: bool = True) -> T
     metric: whether the triangle inequality holds. Then only mass outside S moves (docs/contract/theory.md, section 1);
         otherwise a member's mass may make room for another's.
 
-    Raises VerificationError if the solver's potentials do not prove its plan within `LARGEST_GAP`.
+    Needs the extra `exact`. Raises VerificationError if the solver's potentials do not prove its plan within
+    `LARGEST_GAP`.
     """
     import ot
 
