@@ -47,8 +47,8 @@ def _rules(summary: ExactSummary) -> Iterator[str]:
         yield "The distance is no metric (cosine): W1 is the least cost of transport, and Top-W's step bounds it not."
     for name, best in (("probability", summary.likeliest), ("phi", summary.phi)):
         yield (
-            f"best prefix of the {name} order: {best.median:g} tokens in the median (10 to 90 %: {best.p10:g} to "
-            f"{best.p90:g}), every token at {_share(best.whole)}; F {best.value:.4g} on average; "
+            f"best prefix of the {name} order: {best.median:g} tokens in the median (10 to 90 %: {best.p10:.0f} to "
+            f"{best.p90:.0f}), every token at {_share(best.whole)}; F {best.value:.4g} on average; "
             f"{best.solved:.1f} transports solved per step"
         )
     header = ("rule", "kept mean", "mass", "W1", "entropy", "F mean", "lowest F", "optimal (95 %)", *_COLUMNS)
