@@ -49,7 +49,7 @@ def transport(p: Floats, S: Mask, distance: Floats, *, metric: bool = True) -> T
     q = np.where(S, p, 0.0) / p[S].sum()
     sources = ~S if metric else np.ones_like(S)
     moved = p[sources].sum()
-    if moved == 0.0:  # S is everything
+    if S.all():
         return Transport(0.0, np.zeros_like(p), np.zeros_like(p))
     costs = np.ascontiguousarray(distance[np.ix_(sources, S)])
     _, log = ot.emd(p[sources] / moved, q[S], costs, numItermax=_MOST_ITERATIONS, log=True)
