@@ -44,7 +44,7 @@ def _rules(summary: ExactSummary) -> Iterator[str]:
         f"{counted(summary.sequences, 'prompt')}; {summary.tokens:,.0f} tokens of mass {summary.mass:.3f} on average"
     )
     if not summary.metric:
-        yield "The distance is no metric (cosine): W1 is the least cost of transport, and Top-W's surrogate is no bound."
+        yield "The distance is no metric (cosine): W1 is the least cost of transport, and Top-W's J is no bound of F."
     for name, best in (("probability", summary.likeliest), ("phi", summary.phi)):
         yield (
             f"best prefix of the {name} order: {best.median:g} tokens in the median (10 to 90 %: {best.p10:.0f} to "
