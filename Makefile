@@ -54,6 +54,7 @@ python310: $(OLDEST)/ready.stamp  ## Python 3.10 with onnxruntime 1.23, as on Je
 fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, against the reference (about an hour)
 	$(BIN)/python -m fuzz.sampler --rows 250000
 	$(BIN)/python -m fuzz.tail --rows 100000
+	$(BIN)/python -m fuzz.rules --rows 20000
 
 fuzz-native: $(VENV)/dev.stamp  ## the native sampler under address and undefined-behaviour sanitizers, ten minutes
 	$(BIN)/python -m fuzz.native --seconds 600

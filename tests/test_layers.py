@@ -78,7 +78,11 @@ LOADED = {
     "__main__": {"click", "numpy"},
 }
 # Subpackages with more libraries; nothing imports them unasked.
-WITHIN = {"sampling/torch": {"numpy", "torch"}, "runtime/structured": RUNTIME | {"llguidance"}}
+WITHIN = {
+    "sampling/torch": {"numpy", "torch"},
+    "sampling/torch/rules": {"numpy", "torch"},
+    "runtime/structured": RUNTIME | {"llguidance"},
+}
 
 
 def part_of(module: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from topw_deploy.processors import Choices, TopWLogitsProcessor
+from topw_deploy.processors import Choices, RuleLogitsProcessor, TopWLogitsProcessor
 from topw_deploy.sampling import ALIASES
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ def test_every_example_of_the_page_runs_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     monkeypatch.setattr(sys, "path", list(sys.path))
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names = {}
     for block in blocks:
         exec(block, names)
@@ -28,6 +28,7 @@ def test_every_example_of_the_page_runs_in_order(tmp_path, monkeypatch, capsys):
     # Rounding on another processor may change a later draw.
     assert text.startswith("class Path(object):\n")
     assert isinstance(names["topw"], TopWLogitsProcessor)
+    assert isinstance(names["sigma"], RuleLogitsProcessor)
     assert names["crop"].keep_mask.sum() == names["crop"].kept.sum() > 0
 
 

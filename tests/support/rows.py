@@ -141,6 +141,8 @@ def explanation(difference: str, wanted: Row, bounds: TieBounds = FLOAT32_TIES, 
             return f"J of two prefixes within {_plain(bounds.objective)}"
         if ties.nucleus <= bounds.nucleus:
             return f"cut of the warm start within {_plain(bounds.nucleus)}"
+        if ties.rule <= bounds.objective:
+            return f"a rule's threshold within {_plain(bounds.objective)}"
         if difference == "certified" and ties.certificate <= bounds.objective:
             return f"base J across the warm start within {_plain(bounds.objective)}"
     if difference == "token" and wanted.draw_margin <= bounds.draw:

@@ -1,7 +1,8 @@
-"""Top-W inside transformers' `generate`, without an export (docs/guide/transformers.md)."""
+"""Top-W and the other rules inside transformers' `generate`, without an export (docs/guide/transformers.md)."""
 
 try:
     from topw_deploy.processors.processor import Choices, TopWLogitsProcessor
+    from topw_deploy.processors.rules import RuleChoices, RuleLogitsProcessor
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
         raise
@@ -9,4 +10,4 @@ except ModuleNotFoundError as error:
         f"topw_deploy.processors needs {error.name}; run: pip install torch transformers", name=error.name
     ) from error
 
-__all__ = ["Choices", "TopWLogitsProcessor"]
+__all__ = ["Choices", "RuleChoices", "RuleLogitsProcessor", "TopWLogitsProcessor"]

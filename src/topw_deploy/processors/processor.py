@@ -7,10 +7,9 @@ from typing import Any, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from topw_deploy.errors import GenerationError, ParameterError
-from topw_deploy.processors.warpers import caller, check_warpers
+from topw_deploy.errors import ParameterError
+from topw_deploy.processors.base import CropProcessor
 from topw_deploy.sampling import (
     OPTION_NAMES,
     PARAMETER_NAMES,
@@ -48,7 +47,7 @@ class Choices(TypedDict, total=False):
     knn_k: int
 
 
-class TopWLogitsProcessor(LogitsProcessor):
+class TopWLogitsProcessor(CropProcessor):
     """Set the score of every token outside the crop to -inf. For `generate(logits_processor=...)`:
 
         topw = TopWLogitsProcessor(model, lam=1.0, temperature=0.8)
@@ -60,6 +59,8 @@ class TopWLogitsProcessor(LogitsProcessor):
     options, geometry: in use.
     last: the `TensorCrop` of the last call, or None.
     """
+
+    label = "Top-W"
 
     def __init__(
         self,
@@ -96,46 +97,14 @@ class TopWLogitsProcessor(LogitsProcessor):
             parameters = TopWParameters(**preset_parameters(name, self.options.metric, width))
         self.parameters = as_float32(TopWParameters(**(asdict(parameters) | own)))
         self.neighbour_bound = neighbour_bound
-        self.last: TensorCrop | None = None
-        # Not rounded: compared with generate's own argument.
-        self._temperature = float(given.get("temperature", parameters.temperature))
-        self._any_temperature = "temperature" not in given and self.parameters.selection_temperature > 0
+        super().__init__(
+            float(given.get("temperature", parameters.temperature)),
+            greedy=self.parameters.greedy,
+            any_temperature="temperature" not in given and self.parameters.selection_temperature > 0,
+        )
 
-    def generate_arguments(self) -> dict[str, Any]:
-        """Arguments for `generate` that apply this processor and no other warper."""
-        arguments: dict[str, Any] = {
-            "logits_processor": LogitsProcessorList([self]),
-            "do_sample": True,
-            "num_beams": 1,
-            "top_k": 0,
-            "top_p": 1.0,
-            "typical_p": 1.0,
-            "epsilon_cutoff": 0.0,
-            "eta_cutoff": 0.0,
-            "min_p": None,
-        }
-        if hasattr(GenerationConfig(), "top_h"):  # absent in some transformers versions
-            arguments["top_h"] = None
-        if self.parameters.greedy:  # generate refuses 0
-            return arguments | {"temperature": 1.0}
-        return arguments if self._any_temperature else arguments | {"temperature": self._temperature}
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [B, V], same dtype and device, with -inf outside the crop.
-
-        Raises GenerationError for a row with NaN, +inf or nothing finite, and ParameterError if `generate` would change
-        the crop or the scores are wider than the embedding table.
-        """
-        any_temperature = self._any_temperature or self.parameters.greedy
-        check_warpers(self, None if any_temperature else self._temperature, caller())
-        self.last = crop_rows(scores, self.parameters, self.options, self.geometry, self.neighbour_bound)
-        if self.last.any_invalid:
-            row = int(self.last.invalid.int().argmax())
-            raise GenerationError(
-                f"row {row} of the batch has NaN, +inf or no finite score at position {input_ids.shape[1]}; check the "
-                f"model's output and the processors before Top-W."
-            )
-        return self.last.masked(scores)
+    def crop(self, scores: Tensor) -> TensorCrop:
+        return crop_rows(scores, self.parameters, self.options, self.geometry, self.neighbour_bound)
 
 
 def geometry_of(source: Source, metric: str) -> TensorGeometry:

@@ -1,4 +1,4 @@
-"""Refuse warpers of `generate` that would change Top-W's result.
+"""Refuse warpers of `generate` that would change a processor's result.
 
 `generate` appends its own warpers (by default top-k 50), which processors cannot see. They are in the
 `LogitsProcessorList` that calls the processor, so that list is read from the calling frame. Other callers are not
@@ -31,11 +31,12 @@ _CUTTING = {
 _CALLS_BETWEEN = 4  # frames to search: a subclass may call its parent
 
 
-def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: FrameType | None) -> None:
+def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: FrameType | None, label: str) -> None:
     """Check the list that calls `processor`, and the list's caller.
 
     temperature: what the draw's temperature must be; None for any.
     frame: the frame of the caller of `processor.__call__`.
+    label: the processor's rule, for messages.
     Raises ParameterError for beam search, a later warper that removes tokens and another temperature.
     """
     warpers = None
@@ -50,12 +51,12 @@ def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: 
         return
     if frame.f_back is not None and frame.f_back.f_code.co_name == "_beam_search":
         raise ParameterError(
-            "generate runs a beam search, which needs more tokens a step than Top-W may keep; pass num_beams=1."
+            f"generate runs a beam search, which needs more tokens a step than {label} may keep; pass num_beams=1."
         )
     place = next((i for i, other in enumerate(warpers) if other is processor), len(warpers))
     drawn_at = 1.0
     for warper in warpers[place + 1 :]:
-        _refuse_cutting(warper)
+        _refuse_cutting(warper, label)
         if isinstance(warper, TemperatureLogitsWarper):
             drawn_at *= warper.temperature
     if temperature is not None and drawn_at != temperature:
@@ -65,7 +66,7 @@ def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: 
         )
 
 
-def _refuse_cutting(warper: LogitsProcessor) -> None:
+def _refuse_cutting(warper: LogitsProcessor, label: str) -> None:
     name, attribute, neutral = _CUTTING.get(type(warper).__name__, (None, "", None))
     if name is None:
         return
@@ -74,7 +75,7 @@ def _refuse_cutting(warper: LogitsProcessor) -> None:
         return
     default = " (its default)" if (name, value) == ("top_k", 50) else ""
     raise ParameterError(
-        f"generate applies {name}={value} after Top-W{default}, which would cut the crop again; pass "
+        f"generate applies {name}={value} after {label}{default}, which would cut the crop again; pass "
         f"{name}={neutral}, or **processor.generate_arguments()."
     )
 

@@ -59,7 +59,8 @@ def test_top_h_measures_its_limit_in_the_pool() -> None:
 
 def test_top_h_keeps_the_first_token_of_a_row_without_entropy() -> None:
     assert kept("top_h", 1.0, 3, row=[900.0, 0.0, -5.0]) == [0]
-    assert kept("top_h", 0.4, 3, row=[0.0, 60.0, -5.0]) == [1]
+    assert kept("top_h", 0.4, 9, row=[60.0, 0.0, 0.0, 0.0]) == [0, 1]
+    assert kept("top_h", 0.4, 9, row=[30.0, 0.0, 0.0, 0.0]) == [0, 1]
 
 
 def test_typical_may_drop_the_most_probable_token() -> None:

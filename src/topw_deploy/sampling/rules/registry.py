@@ -45,12 +45,14 @@ class Rule:
     name: its name in a request.
     values: its parameters, at most two: v0 and v1 of `rule_values`.
     choose: (row, v0, v1) -> Choice; None for Top-W, which `sampling.reference` defines.
+    uses_temperature: whether the kept set depends on the selection temperature.
     """
 
     code: int
     name: str
     values: tuple[RuleValue, ...] = ()
     choose: Callable[[OrderedRow, float, float], Choice] | None = None
+    uses_temperature: bool = True
 
     def valid(self, values: Sequence[float]) -> bool:
         """Whether (v0, v1) are in their intervals; a number that the rule does not use may be anything."""
@@ -83,17 +85,17 @@ _MIN_P = RuleValue("min_p", lambda value: 0 <= value <= 1, "in [0, 1]")
 TOP_W = Rule(0, "top_w")
 ALL_RULES = (
     TOP_W,
-    Rule(1, "top_k", (_count("top_k"),), top_k),
+    Rule(1, "top_k", (_count("top_k"),), top_k, uses_temperature=False),
     Rule(2, "top_p", (_share("top_p"),), top_p),
     Rule(3, "min_p", (_MIN_P,), min_p),
     Rule(4, "top_h", (_share("top_h", 0.4), _count("top_h_pool", 100)), top_h),
     Rule(5, "typical", (_inside("typical_p"),), typical),
     Rule(6, "epsilon", (_inside("epsilon_cutoff"),), epsilon),
     Rule(7, "eta", (_inside("eta_cutoff"),), eta),
-    Rule(8, "top_n_sigma", (_not_negative("top_n_sigma", 1.0),), top_n_sigma),
+    Rule(8, "top_n_sigma", (_not_negative("top_n_sigma", 1.0),), top_n_sigma, uses_temperature=False),
     Rule(9, "p_less", (), p_less),
-    Rule(10, "min_k", (_not_negative("min_k_tau", 3.0),), min_k),
-    Rule(11, "none", (), keep_all),
+    Rule(10, "min_k", (_not_negative("min_k_tau", 3.0),), min_k, uses_temperature=False),
+    Rule(11, "none", (), keep_all, uses_temperature=False),
 )
 
 RULES: Mapping[str, Rule] = {rule.name: rule for rule in ALL_RULES}

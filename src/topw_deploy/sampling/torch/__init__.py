@@ -7,5 +7,6 @@ tested on the CPU.
 from topw_deploy.sampling.torch.crop import Stage, TensorCrop, crop_rows
 from topw_deploy.sampling.torch.geometry import TensorGeometry
 from topw_deploy.sampling.torch.rows import TensorParameters
+from topw_deploy.sampling.torch.rules import rule_rows
 
-__all__ = ["Stage", "TensorCrop", "TensorGeometry", "TensorParameters", "crop_rows"]
+__all__ = ["Stage", "TensorCrop", "TensorGeometry", "TensorParameters", "crop_rows", "rule_rows"]

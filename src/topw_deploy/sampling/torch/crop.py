@@ -23,7 +23,7 @@ class Stage(IntEnum):
     INVALID = -1
     GREEDY = 0  # the largest logit
     CANDIDATES = 1  # stage A: a few logits
-    POOL = 2  # stage B: the pool, no distances
+    POOL = 2  # stage B: the pool, no distances; for another rule than Top-W, the sorted row
     GEOMETRY = 3  # stage C: the alternation
     LITERAL = 4  # no shortcuts, for a negative geom_scale
 
@@ -94,9 +94,7 @@ def crop_rows(
     """
     options = TopWOptions() if options is None else options
     geometry = _geometry_for(options, geometry)
-    if logits.ndim != 2 or 0 in logits.shape or not logits.is_floating_point():
-        kind = f"{str(logits.dtype).removeprefix('torch.')} {tuple(logits.shape)}"
-        raise ParameterError(f"logits are {kind}, but must be floating point [B, V], both >= 1.")
+    check_logits(logits)
     if geometry.table is not None and len(geometry.table) < logits.shape[1]:
         raise ParameterError(
             f"the logits are {logits.shape[1]} wide, but the embedding table has {len(geometry.table)} rows and every "
@@ -112,6 +110,13 @@ def crop_rows(
         return crop
     left = (first.valid & ~first.settled)[:, 0].nonzero()[:, 0]
     return _finish(crop, left, row_logits[left], rows.at(left), options, geometry, neighbour_bound)
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raises ParameterError unless they are floating point [B, V], both >= 1."""
+    if logits.ndim != 2 or 0 in logits.shape or not logits.is_floating_point():
+        kind = f"{str(logits.dtype).removeprefix('torch.')} {tuple(logits.shape)}"
+        raise ParameterError(f"logits are {kind}, but must be floating point [B, V], both >= 1.")
 
 
 def _by_candidates(first: Candidates, rows: Rows, vocab: int) -> TensorCrop:

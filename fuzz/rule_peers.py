@@ -1,0 +1,100 @@
+"""Other implementations of the sampling rules: transformers' warpers, the authors' files, and formulas written plainly.
+
+A peer takes logits [V] as a tensor (already divided by the temperature), in float32 or float64, and the rule's values;
+it returns the kept ids, ascending.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation import logits_process as warpers
+
+Peer = Callable[[Tensor, tuple[float, float]], np.ndarray]
+
+_NO_IDS = torch.zeros(1, 1, dtype=torch.int64)
+
+
+def _warper(make: Callable[[float], LogitsProcessor]) -> Peer:
+    return lambda logits, values: _finite(make(values[0])(_NO_IDS, logits[None])[0])
+
+
+def _finite(scores: Tensor) -> np.ndarray:
+    return scores.isfinite().nonzero()[:, 0].numpy()
+
+
+def _top_h_of_transformers(logits: Tensor, values: tuple[float, float]) -> np.ndarray:
+    warper = warpers.TopHLogitsWarper(values[0])
+    warper.top_n = int(values[1])
+    return _finite(warper(_NO_IDS, logits[None])[0])
+
+
+def _p_less(logits: Tensor, _: tuple[float, float]) -> np.ndarray:
+    p = logits.softmax(0)
+    return (p >= p.square().sum()).nonzero()[:, 0].numpy()
+
+
+def _min_k(logits: Tensor, values: tuple[float, float]) -> np.ndarray:
+    """The paper's formulas one by one, on logits in order; equal ones at the cut are all kept."""
+    ordered = logits[logits.isfinite()].sort(descending=True).values.tolist()
+    span = ordered[0] - ordered[-1]
+    if span == 0:
+        return logits.isfinite().nonzero()[: len(ordered) if values[0] > 0 else 1, 0].numpy()
+    best, cliff = -1.0, 1
+    for i in range(1, len(ordered)):
+        decay = (ordered[i - 1] - ordered[i]) / span / i
+        if decay > best:
+            best, cliff = decay, i
+    size = min(max(cliff, int(values[0] / span)), len(ordered))
+    return (logits >= ordered[size - 1]).nonzero()[:, 0].numpy()
+
+
+TRANSFORMERS: Mapping[str, Peer] = {
+    "top_k": _warper(lambda k: warpers.TopKLogitsWarper(int(k))),
+    "top_p": _warper(warpers.TopPLogitsWarper),
+    "min_p": _warper(warpers.MinPLogitsWarper),
+    "top_h": _top_h_of_transformers,
+    "typical": _warper(warpers.TypicalLogitsWarper),
+    "epsilon": _warper(warpers.EpsilonLogitsWarper),
+    "eta": _warper(warpers.EtaLogitsWarper),
+}
+"""Rule -> transformers' warper."""
+
+FORMULAS: Mapping[str, Peer] = {"p_less": _p_less, "min_k": _min_k}
+"""Rule without a warper -> its formula."""
+
+
+def authors_top_h(path: Path) -> Peer:
+    """TopH_LogitsProcessor of the authors' logit_processor.py. It raises IndexError on some rows.
+
+    Its pool is cut to the vocabulary here: beyond it, the code raises.
+    """
+    made = _load(path).TopH_LogitsProcessor
+
+    def kept(logits: Tensor, values: tuple[float, float]) -> np.ndarray:
+        pool = min(int(values[1]), len(logits))
+        return _finite(made(top_n=pool, alpha=values[0])(_NO_IDS, logits[None])[0])
+
+    return kept
+
+
+def authors_top_n_sigma(path: Path) -> Peer:
+    """TopNSigma of the authors' hf_nsigma.py."""
+    made = _load(path).TopNSigma
+    return lambda logits, values: _finite(made(values[0], "cpu")(_NO_IDS, logits[None])[0])
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"authors_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise SystemExit(f"{path} is not a Python file; give the path of the authors' file.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,230 @@
+"""Compare the sampling rules' definitions with the torch form, transformers' warpers and the authors' code.
+
+    python -m fuzz.rules [--rows 20000] [--seed 0] [--rule min_p ...] [--top-h FILE] [--top-n-sigma FILE]
+
+The definition is `sampling.rules.kept_set`, in float64. The torch form may differ at float64 ties only. The others run
+in float32 and have their own handling of ties: each difference is counted by its cause. Exits 1 if one has no cause.
+
+--top-h: logit_processor.py of github.com/ErfanBaghaei/Top-H-Decoding.
+--top-n-sigma: src/hf/hf_nsigma.py of github.com/Tomorrowdawn/top_nsigma.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from benchmarks.common import machine, table
+from fuzz.rule_peers import FORMULAS, TRANSFORMERS, Peer, authors_top_h, authors_top_n_sigma
+from tests.support.rule_cases import GROUP, RuleCase, rule_cases
+from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES
+from topw_deploy.sampling.rules import RULES, RuleCrop, kept_set
+from topw_deploy.sampling.rules.row import OrderedRow
+from topw_deploy.sampling.torch import rule_rows
+
+SAME = "same kept set"
+REST = tuple(name for name in RULES if name != "top_w")
+
+
+@dataclass
+class Outcome:
+    """Counts of (rule, peer, cause), and rows without a cause."""
+
+    causes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    unexplained: list[str] = field(default_factory=list)
+
+    def add(self, case: RuleCase, peer: str, cause: str | None, wanted: RuleCrop, found: object) -> None:
+        self.causes[case.rule, peer, cause or "unexplained"] += 1
+        if cause is None:
+            self.unexplained.append(
+                f"{peer}: {case.rule} {case.values}, T {case.temperature}, V {len(case.logits)}, {case.kind}: "
+                f"wanted {wanted.kept.tolist()!s:.200}, found {found!s:.200}, margin {wanted.ties.rule}"
+            )
+
+
+def fuzz(
+    rows: int, seed: int, rules: tuple[str, ...] = REST, authors: Mapping[str, Peer] | None = None,
+    most_vocabulary: int = 151_936,
+) -> Outcome:  # fmt: skip
+    """Compare `rows` rows of each rule. authors: rule -> the authors' code."""
+    outcome = Outcome()
+    torch.set_num_threads(1)
+    for rule in rules:
+        cases = islice(rule_cases(seed, rule, most_vocabulary), rows)
+        with tqdm(total=rows, desc=rule, mininterval=2.0, file=sys.stderr) as bar:
+            while group := tuple(islice(cases, GROUP)):
+                _compare(group, outcome, authors or {})
+                bar.update(len(group))
+    return outcome
+
+
+def _compare(cases: tuple[RuleCase, ...], outcome: Outcome, authors: Mapping[str, Peer]) -> None:
+    found = _torch_form(cases)
+    for case, (kept, certified) in zip(cases, found, strict=True):
+        wanted = kept_set(case.logits, case.rule, case.values, temperature=case.temperature)
+        same = np.array_equal(kept, wanted.kept) and certified == wanted.certified
+        cause = SAME if same else "float64 tie" if wanted.ties.allow(FLOAT64_TIES) else None
+        outcome.add(case, "torch form", cause, wanted, kept)
+        for name, peer in _peers(case.rule, authors):
+            _compare_peer(case, name, peer, outcome)
+
+
+def _torch_form(cases: tuple[RuleCase, ...]) -> list[tuple[np.ndarray, bool]]:
+    crop = rule_rows(
+        torch.from_numpy(np.stack([case.logits for case in cases])),
+        (
+            torch.full((len(cases),), RULES[cases[0].rule].code),
+            torch.tensor([case.values for case in cases], dtype=torch.float64),
+        ),
+        torch.tensor([case.temperature for case in cases], dtype=torch.float64),
+    )
+    return [(crop.ids[i, : crop.kept[i]].numpy(), bool(crop.certified[i])) for i in range(len(cases))]
+
+
+def _peers(rule: str, authors: Mapping[str, Peer]) -> Iterator[tuple[str, Peer]]:
+    if rule in authors:
+        yield "authors", authors[rule]
+    if rule in TRANSFORMERS:
+        yield "transformers", TRANSFORMERS[rule]
+    if rule in FORMULAS:
+        yield "formula", FORMULAS[rule]
+
+
+def _compare_peer(case: RuleCase, name: str, peer: Peer, outcome: Outcome) -> None:
+    logits = case.logits / np.float32(case.temperature)  # as `generate` divides
+    wanted = kept_set(logits, case.rule, case.values)
+    found = _answer(peer, logits, case.values)
+    if found is None:
+        outcome.add(case, name, _authors_error(case, logits, name), wanted, "IndexError")
+        return
+    cause = _cause(logits, wanted, found) or _definition(case, logits, name, found)
+    if cause is None:  # its float32 sums may have made the difference
+        exact = _answer(peer, logits.astype(np.float64), case.values)
+        if exact is not None and (_cause(logits, wanted, exact) or _definition(case, logits, name, exact)):
+            cause = "float32 rounding beyond 1e-5"
+    outcome.add(case, name, cause, wanted, found)
+
+
+def _answer(peer: Peer, logits: np.ndarray, values: tuple[float, float]) -> np.ndarray | None:
+    """The peer's kept ids; None where the authors' Top-H reads beyond its pool."""
+    try:
+        return peer(torch.from_numpy(logits), values)
+    except IndexError:
+        return None
+
+
+def _cause(logits: np.ndarray, wanted: RuleCrop, found: np.ndarray) -> str | None:
+    if np.array_equal(found, np.sort(wanted.kept)):
+        return SAME
+    changed = np.setxor1d(found, wanted.kept)
+    missing = np.setdiff1d(wanted.kept, found)
+    if not len(missing) and np.isin(logits[changed], logits[wanted.kept]).all():
+        return "keeps all logits equal to the last one"
+    if np.array_equal(np.sort(logits[found]), np.sort(logits[wanted.kept])):
+        return "keeps other ids of equal logits"
+    if (torch.from_numpy(logits).softmax(0).numpy()[changed] == 0).all():
+        return "probability 0 in float32"
+    return "within 1e-5 of the threshold" if wanted.ties.allow(FLOAT32_TIES) else None
+
+
+def _authors_error(case: RuleCase, logits: np.ndarray, name: str) -> str | None:
+    """The known rows at which the authors' Top-H reads beyond its pool."""
+    if case.rule != "top_h" or name != "authors":
+        return None
+    if case.values[1] == 1:
+        return "raises: pool of one token"
+    p = np.sort(torch.from_numpy(logits).softmax(0).numpy())[::-1][: int(case.values[1])]
+    if (p == 0).any():
+        return "raises: probability 0 in the pool"
+    return "raises: entropy rounds to the whole pool's" if _whole(p, case.values[0]) else None
+
+
+def _whole(p: np.ndarray, alpha: float) -> bool:
+    terms = np.cumsum(-p * np.log2(p), dtype=np.float32)
+    return bool(terms[-1] <= alpha * terms[-1] * (1 + 1e-5))
+
+
+def _definition(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray) -> str | None:
+    """A peer that follows another definition, confirmed by that definition in float64."""
+    if case.rule == "top_n_sigma" and not len(found):
+        few = np.isfinite(logits).sum() < max(2, len(logits))
+        return "keeps nothing: sigma is NaN for a -inf, or for one token" if few else None
+    if case.rule == "top_h" and name == "authors" and case.values[0] == 1:
+        n = min(int(case.values[1]), int(np.isfinite(logits).sum()))
+        return "top_h = 1: rounding drops the pool's last token" if len(found) == n - 1 else None
+    if case.rule == "top_h" and name == "transformers":
+        row = OrderedRow.of(logits.astype(np.float64), 1.0)
+        sizes = _softmax_of_the_pool(row, case.values[0], int(case.values[1]))
+        return "terms of the softmax over its pool" if len(found) in sizes else None
+    return None
+
+
+def _softmax_of_the_pool(row: OrderedRow, alpha: float, pool: int) -> set[int]:
+    """The sizes that transformers' Top-H may keep within a relative 1e-5 of its limit."""
+    q = row.weights[:pool] / row.weights[:pool].sum()
+    E = np.cumsum(-q * np.log(np.maximum(q, 1e-300)))
+    limit = alpha * E[-1]
+    least, most = (max(1, int((limit * slack >= E).sum())) for slack in (1 - 1e-5, 1 + 1e-5))
+    return set(range(least, most + 1))
+
+
+def paper_differs(rows: int, seed: int, most_vocabulary: int = 151_936) -> tuple[int, int]:
+    """(Rows of Top-H, those at which the paper's bound H(q) <= alpha H(p) keeps another prefix than the definition)."""
+    count = 0
+    for case in islice(rule_cases(seed, "top_h", most_vocabulary), rows):
+        row = OrderedRow.of(case.logits.astype(np.float64), case.temperature)
+        terms = row.weighted_surprise + row.weights * row.log_total
+        P = np.cumsum(row.weights) / row.total
+        entropies = np.cumsum(terms) / row.total / P + np.log(P)
+        paper = max(1, int((entropies <= case.values[0] * terms.sum() / row.total).cumprod().sum()))
+        released = len(kept_set(case.logits, "top_h", case.values, temperature=case.temperature).kept)
+        count += paper != released
+    return rows, count
+
+
+def report(outcome: Outcome) -> str:
+    """A Markdown table of causes by rule and peer."""
+    lines = [
+        (rule, peer, cause, count)
+        for (rule, peer, cause), count in sorted(
+            outcome.causes.items(), key=lambda item: (REST.index(item[0][0]), item[0][1], -item[1])
+        )
+    ]
+    return table(("rule", "compared with", "result", "rows"), lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rule", nargs="+", choices=REST, default=list(REST))
+    parser.add_argument("--top-h", type=Path)
+    parser.add_argument("--top-n-sigma", type=Path)
+    given = parser.parse_args()
+    authors: dict[str, Peer] = {}
+    if given.top_h:
+        authors["top_h"] = authors_top_h(given.top_h)
+    if given.top_n_sigma:
+        authors["top_n_sigma"] = authors_top_n_sigma(given.top_n_sigma)
+    print(machine() + "\n")
+    outcome = fuzz(given.rows, given.seed, tuple(given.rule), authors)
+    print(report(outcome))
+    if "top_h" in given.rule:
+        rows, other = paper_differs(given.rows, given.seed)
+        print(f"\nTop-H: the paper's bound on the renormalised crop keeps another prefix at {other} of {rows} rows.")
+    for line in outcome.unexplained[:20]:
+        print(line)
+    return 1 if outcome.unexplained else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The best tokens of some rows, and sums over the whole rows."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from topw_deploy.sampling.torch.largest import Largest
+from topw_deploy.sampling.torch.rows import working_dtype
+
+
+class Listed:
+    """The m best tokens of R rows; symbols as in docs/contract/rules.md, section 2. Sums are computed on demand.
+
+    logits: [R, m], descending; float64 (float32 on MPS), as all floats here.
+    finite: bool [R, m].
+    complete: bool [R, 1], whether the list holds every finite token of the row.
+    y, w: [R, m]; inf and 0 where not finite.
+    """
+
+    def __init__(self, row_logits: Tensor, found: Largest, selection: Tensor) -> None:
+        """row_logits: float32 [R, V]. selection: Ts [R, 1]. found: its largest logits."""
+        self._rows, self._selection, self._first = row_logits, selection, found.ids[:, :1]
+        self.logits = found.logits.to(working_dtype(row_logits.device))
+        self.finite = self.logits > -torch.inf
+        whole = found.logits.shape[1] == row_logits.shape[1]
+        self.complete = torch.full_like(self.finite[:, :1], whole) | ~self.finite[:, -1:]
+        self.top = self.logits[:, :1]
+
+    @cached_property
+    def y(self) -> Tensor:
+        return (self.top - self.logits) / self._selection
+
+    @cached_property
+    def w(self) -> Tensor:
+        return torch.exp(-self.y)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """0 to m - 1, int64 [1, m]."""
+        return torch.arange(self.logits.shape[1], device=self.logits.device)[None]
+
+    @cached_property
+    def n(self) -> Tensor:
+        """The number of finite tokens, int64 [R, 1]."""
+        return (self._rows > -torch.inf).sum(1, keepdim=True)
+
+    @cached_property
+    def least(self) -> Tensor:
+        """l_n, the smallest finite logit, [R, 1]."""
+        finite = torch.where(self._rows > -torch.inf, self._rows, torch.inf)
+        return finite.amin(1, keepdim=True).to(self.logits.dtype)
+
+    @cached_property
+    def deviation(self) -> Tensor:
+        """The standard deviation of the finite logits (divisor n - 1), 0 for one token, [R, 1]."""
+        finite = self._rows > -torch.inf
+        logits = torch.where(finite, self._rows.to(self.logits.dtype), self.top)
+        mean = (logits - self.top).sum(1, keepdim=True) / self.n + self.top
+        square = torch.where(finite, (logits - mean).square(), 0.0).sum(1, keepdim=True)
+        return (square / (self.n - 1).clamp(min=1)).sqrt()
+
+    @cached_property
+    def rest(self) -> Tensor:
+        """Z - 1, summed without the first token: exact for peaked rows, [R, 1]."""
+        return self._others.sum(1, keepdim=True)
+
+    @cached_property
+    def Z(self) -> Tensor:  # noqa: N802 - the page's symbol
+        return 1.0 + self.rest
+
+    @cached_property
+    def log_Z(self) -> Tensor:  # noqa: N802
+        return torch.log1p(self.rest)
+
+    @cached_property
+    def S(self) -> Tensor:  # noqa: N802
+        return 1.0 + self._others.square().sum(1, keepdim=True)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """m = D / Z, [R, 1]."""
+        surprise = torch.where(self._others > 0, self._all_y, 0.0)
+        return (self._others * surprise).sum(1, keepdim=True) / self.Z
+
+    @cached_property
+    def _all_y(self) -> Tensor:
+        return (self.top - self._rows.to(self.logits.dtype)) / self._selection
+
+    @cached_property
+    def _others(self) -> Tensor:
+        """The weights of the whole rows, 0 for the first token, [R, V]."""
+        return torch.exp(-self._all_y).scatter_(1, self._first, 0.0)

@@ -1,0 +1,89 @@
+"""A sample of `python -m fuzz.rules`: the torch form and transformers' warpers against the definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fuzz.rules import REST, fuzz
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling.rules import RULES, RuleParameters, kept_set
+from topw_deploy.sampling.torch import Stage, rule_rows
+
+
+@pytest.mark.parametrize("rule", REST)
+def test_every_difference_has_a_cause(rule: str) -> None:
+    outcome = fuzz(48, seed=3, rules=(rule,), most_vocabulary=1000)
+    assert not outcome.unexplained, outcome.unexplained[0]
+    same = sum(count for (_, peer, cause), count in outcome.causes.items() if peer == "torch form" and "same" in cause)
+    assert same >= 46
+
+
+def test_rows_of_a_batch_may_have_different_rules() -> None:
+    logits = torch.randn(12, 300, generator=torch.Generator().manual_seed(0)) * 2
+    codes = torch.tensor([3, 5, 11, 3, 99, 1, 10, 4, 9, 2, 6, 7])
+    values = torch.zeros(12, 2)
+    values[:, 0] = torch.tensor([0.05, 0.5, 0, 0.5, 0, 7, 3, 0.4, 0, 0.9, 0.01, 0.01])
+    values[7, 1] = 100
+    crop = rule_rows(logits, (codes, values), torch.linspace(0.5, 2, 12, dtype=torch.float64))
+    assert crop.invalid.tolist() == [code == 99 for code in codes.tolist()]
+    assert crop.any_invalid
+    for i in (row for row in range(12) if row != 4):
+        wanted = kept_set(logits[i], int(codes[i]), values[i].tolist(), temperature=0.5 + 1.5 * i / 11)
+        assert crop.ids[i, : crop.kept[i]].tolist() == wanted.kept.tolist()
+        assert crop.keep_mask[i].nonzero()[:, 0].tolist() == sorted(wanted.kept.tolist())
+        assert bool(crop.certified[i]) == wanted.certified
+    assert crop.kept[4] == 0
+
+
+@pytest.mark.parametrize("name", ["min_p", "top_h", "top_n_sigma", "top_k", "top_p", "typical", "eta", "p_less"])
+def test_64_candidates_settle_rows_of_language_models(name: str) -> None:
+    rng = np.random.default_rng(0)
+    rows = -1.5 * np.log(rng.permutation(32_000) + 1.0) + 0.3 * rng.standard_normal(32_000)
+    rows[rng.integers(32_000)] = 3.0  # the likeliest token
+    wanted = {"min_p": 0.05, "top_k": 50, "top_p": 0.6, "typical_p": 0.2, "eta_cutoff": 0.01}
+    value = {v.name: wanted.get(v.name, v.default) for v in RULES[name].values}
+    crop = rule_rows(torch.from_numpy(rows)[None], RuleParameters(rule=name, **value))
+    assert crop.stage.tolist() == [Stage.CANDIDATES]
+
+
+BEYOND = {
+    "typical": ([0.0] + [-3.0] * 100 + [-5.0] * 2000, {"typical_p": 0.05}),  # those at -5 are nearer to the mean
+    "min_k": (list(np.linspace(1, 0.9, 100)) + [-50.0] * 100, {"rule": "min_k"}),  # the steepest drop is the 100th
+    "top_k": ([1.0, 2.0] * 2500, {"top_k": 10}),  # equal logits within and outside the list
+    "top_h": (list(np.linspace(0, -0.5, 400)), {"top_h": 0.6}),
+    "top_n_sigma": (list(np.linspace(0, -5, 900)), {"top_n_sigma": 1.0}),
+}
+
+
+@pytest.mark.parametrize("rule", BEYOND)
+def test_candidates_do_not_decide_what_lies_beyond_them(rule: str) -> None:
+    row, choices = BEYOND[rule]
+    order = np.random.default_rng(1).permutation(len(row))
+    logits = torch.tensor(row)[order][None]
+    crop = rule_rows(logits, RuleParameters(**choices))
+    wanted = kept_set(logits[0], rule, RuleParameters(**choices).values)
+    assert crop.stage.tolist() == [Stage.POOL]
+    assert crop.ids[0, : crop.kept[0]].tolist() == wanted.kept.tolist()
+    assert crop.certified.tolist() == [wanted.certified]
+
+
+def test_invalid_rows_keep_nothing() -> None:
+    logits = torch.zeros(4, 9)
+    logits[1, 3], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf
+    crop = rule_rows(logits, RuleParameters(min_p=0.1))
+    assert crop.kept.tolist() == [9, 0, 0, 0]
+    assert crop.stage.tolist() == [Stage.CANDIDATES, Stage.INVALID, Stage.INVALID, Stage.INVALID]
+
+
+def test_wrong_arguments_are_named() -> None:
+    logits = torch.zeros(2, 9)
+    with pytest.raises(ParameterError, match="crop_rows computes it"):
+        rule_rows(logits, RuleParameters())
+    with pytest.raises(ParameterError, match="give its rows to crop_rows"):
+        rule_rows(logits, (torch.tensor([0, 3]), torch.zeros(2, 2)))
+    with pytest.raises(ParameterError, match=r"must be integers \[2\] and numbers \[2, 2\]"):
+        rule_rows(logits, (torch.tensor([3]), torch.zeros(2, 2)))
+    with pytest.raises(ParameterError, match=r"must be floating point \[B, V\]"):
+        rule_rows(logits[0], RuleParameters(min_p=0.1))
