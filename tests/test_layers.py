@@ -55,7 +55,7 @@ NAMED = {
     "engine": {"numpy"},
     "processors": {"torch", "transformers"},
     "export": EXPORTER | {"numpy", "onnxruntime", "tokenizers", "huggingface_hub", "sentencepiece"},
-    "stats": {"numpy", "onnx_ir", "matplotlib"},
+    "stats": {"numpy", "onnx_ir", "matplotlib", "ot"},
     "bench": {"numpy", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "optimum"}
     | {"torch", "transformers", "matplotlib"},
     "demo": {"numpy", "torch", "transformers", "tokenizers", "safetensors", "tqdm", "matplotlib"},

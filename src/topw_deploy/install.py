@@ -24,6 +24,7 @@ NAME = "topw-deploy"
 MODULES = {
     "cpu": {"onnxruntime": "onnxruntime"},
     "structured": {"llguidance": "llguidance"},
+    "exact": {"POT": "ot"},
     "export": {
         "torch": "torch",
         "transformers": "transformers",

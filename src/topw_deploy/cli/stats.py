@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 if TYPE_CHECKING:
-    from topw_deploy.stats.request import Prompt
+    from topw_deploy.stats.exact.summary import ExactSummary
+    from topw_deploy.stats.request import ExactRequest, Prompt
     from topw_deploy.stats.summary import Summary
 
 
@@ -59,6 +61,19 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, allow_dash=True),
     help="Write the report as JSON; - is standard output.",
 )
+@click.option("--exact", is_flag=True, help="Also compare crops under the paper's exact objective (needs POT).")
+@click.option(
+    "--exact-steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Maximum number of steps for --exact per setting, evenly spaced.  [default: 200]",
+)
+@click.option(
+    "--exact-pool",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of likeliest tokens for --exact.  [default: the export's top_m]",
+)
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the report as .png, .svg or .pdf.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
 def command(
@@ -69,6 +84,7 @@ def command(
     limit: int | None,
     sweep: tuple[str, ...],
     json_file: Path | None,
+    exact: bool,
     plot: Path | None,
     **values: Any,
 ) -> None:
@@ -77,6 +93,9 @@ def command(
     Give prompts as PROMPT, --prompt-file or --prompts-jsonl. The report shows how many steps were certified, the crops'
     sizes, mass and entropy by position, how often token geometry changed the crop (compared with geom_scale 0 at the
     same logits), and which tokens it kept or dropped. The text is what `topw generate` produces for the seed.
+
+    With --exact, the report also says how far Top-W's crops and those of other rules are from the crop that minimises
+    the paper's objective, whose transport is solved by linear programming, and --plot draws that comparison.
     """
     check_order(folder, prompts)
     install.require("`topw stats`", "export")
@@ -86,24 +105,46 @@ def command(
     from topw_deploy.stats.request import settings_of
 
     settings = settings_of(given(values, PARAMETER_NAMES), sweep)
+    request = _exact(exact, values["exact_steps"], values["exact_pool"])
     check_output(json_file, "json_file")
     check_picture(plot, (".png", ".svg", ".pdf"))
     from topw_deploy.stats.collect import collect
+    from topw_deploy.stats.exact.plot import save_exact_plot
+    from topw_deploy.stats.exact.summary import summarise_exact
+    from topw_deploy.stats.plot import save_plot
     from topw_deploy.stats.summary import summarise
 
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
     if values["preset"] is not None:
         generation["preset"] = values["preset"]
     batch_size, shown = values["batch_size"], progress(values["quiet"])
-    collected = collect(folder, asked, settings, batch_size=batch_size, generation=generation, progress=shown)
+    collected = collect(
+        folder, asked, settings, batch_size=batch_size, generation=generation, exact=request, progress=shown
+    )
     summaries = summarise(collected)
-    _write(summaries, folder, values, json_file)
+    solved = summarise_exact(collected) if exact else None
+    _write(summaries, solved, folder, values, json_file)
     if plot is not None:
         from topw_deploy.reports import counted
-        from topw_deploy.stats.plot import save_plot
 
-        title = f"What Top-W did: {folder.resolve().name}, {counted(len(asked), 'prompt')}, seed {values['seed']}"
-        save_plot(summaries, plot, title)
+        name = f"{folder.resolve().name}, {counted(len(asked), 'prompt')}, seed {values['seed']}"
+        if solved is None:
+            save_plot(summaries, plot, f"What Top-W did: {name}")
+        else:
+            save_exact_plot(solved, plot, f"Crops under the exact objective: {name}")
+
+
+def _exact(exact: bool, steps: int | None, pool: int | None) -> ExactRequest | None:
+    """Raises MissingPackageError if the solver is missing, and click's UsageError for options without --exact."""
+    from topw_deploy.stats.request import ExactRequest
+
+    if not exact:
+        for name, value in (("--exact-steps", steps), ("--exact-pool", pool)):
+            if value is not None:
+                raise click.UsageError(f"{name} needs --exact.")
+        return None
+    install.require("`topw stats --exact`", "exact")
+    return ExactRequest(pool=pool) if steps is None else ExactRequest(steps, pool)
 
 
 def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[Prompt]:
@@ -119,15 +160,26 @@ def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None
     return [Prompt(text, f"prompt {number}") for number, text in enumerate(given, 1)]
 
 
-def _write(summaries: list[Summary], folder: Path, values: dict[str, Any], json_file: Path | None) -> None:
+def _write(
+    summaries: list[Summary],
+    solved: list[ExactSummary] | None,
+    folder: Path,
+    values: dict[str, Any],
+    json_file: Path | None,
+) -> None:
     """Print the tables, then write files, so that a full disk does not lose the tables."""
+    from topw_deploy.stats.exact.table import exact_lines
     from topw_deploy.stats.table import lines
 
     if str(json_file) != "-":
         say(*lines(summaries, values["tokens"]))
+        if solved is not None:
+            say("", *exact_lines(solved))
     if json_file is not None:
         kept = {name: values[name] for name in ("max_new_tokens", "seed", "batch_size", "preset")}
         report = {"folder": str(folder), **kept, "settings": [summary.as_dict() for summary in summaries]}
+        if solved is not None:
+            report["exact"] = [asdict(summary) for summary in solved]
         if str(json_file) == "-":
             say_json(report, indent=2)
         else:

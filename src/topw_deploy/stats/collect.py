@@ -7,7 +7,7 @@ with the same cache and columns. Each crop is compared with the size and certifi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolve
-from topw_deploy.sampling import Geometry, apply_edits, as_float32
+from topw_deploy.sampling import Geometry, TopWParameters, apply_edits, as_float32
 from topw_deploy.stats.analyse import Analyser, Step
-from topw_deploy.stats.request import Prompt, Setting
+from topw_deploy.stats.exact.analyse import ExactAnalyser, ExactStep, check, sample
+from topw_deploy.stats.request import ExactRequest, Prompt, Setting
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,13 @@ class Analysed:
     """A generated sequence and its steps.
 
     agreed: steps whose crop has the reported size and certificate.
+    exact: the steps chosen for the exact objective, by position from 0.
     """
 
     generated: Generated
     steps: list[Step]
     agreed: int
+    exact: dict[int, ExactStep] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def collect(
     *,
     batch_size: int = 1,
     generation: Mapping[str, Any] | None = None,
+    exact: ExactRequest | None = None,
     progress: Progress = SILENT,
 ) -> Collected:
     """Generate from every prompt under every setting and analyse each step.
@@ -79,28 +83,34 @@ def collect(
     folder: an exported model.
     batch_size: prompts per batch; batching can change the last bits of logits.
     generation: further parameters of `TopWModel.generate`.
+    exact: also analyse steps under the exact objective; needs the extra `exact`.
 
-    Raises ManifestError for a folder without a decoder, PromptError for a prompt longer than the context, and the
-    errors of `TopWModel`.
+    Raises ManifestError for a folder without a decoder, PromptError for a prompt longer than the context,
+    ParameterError for settings or a pool that the exact objective excludes, and the errors of `TopWModel`.
     """
     batches = [range(start, min(start + batch_size, len(prompts))) for start in range(0, len(prompts), batch_size)]
     with TopWModel.from_pretrained(folder) as model:
         ids = [_ids(model, prompt) for prompt in prompts]
+        manifest, tokenizer = model.manifest, model.tokenizer
+        analyser, asked = analyser_of(folder, manifest), [{**(generation or {}), **s.parameters} for s in settings]
+        solver = None if exact is None else _solver(exact, analyser, model, ids, asked)
         progress.say(f"Generating from {counted(len(prompts), 'prompt')} under {counted(len(settings), 'setting')}")
         written = []
         with progress.bar(len(prompts) * len(settings), "prompts") as advance:
-            for setting in settings:
-                parameters = {**(generation or {}), **setting.parameters}
+            for parameters in asked:
                 written.append(_generate(model, ids, batches, parameters, advance))
-        manifest, tokenizer = model.manifest, model.tokenizer
     progress.say("Analysing every step")
-    probe, analyser = LogitsProbe(folder, manifest.decoder), analyser_of(folder, manifest)
+    probe = LogitsProbe(folder, manifest.decoder)
     total = sum(len(one.result.token_ids) for run in written for one in run)
     runs = []
     with progress.bar(total, "tokens") as advance:
         for setting, run in zip(settings, written, strict=True):
-            rows = (one for batch in batches for one in _analyse(probe, analyser, [run[i] for i in batch], advance))
-            runs.append((setting, list(rows)))
+            chosen = sample([len(one.result.token_ids) for one in run], exact.steps if exact is not None else 0)
+            rows: list[Analysed] = []
+            for batch in batches:
+                solved = [_Solved(solver, chosen[i]) for i in batch]
+                rows += _analyse(probe, analyser, [run[i] for i in batch], solved, advance)
+            runs.append((setting, rows))
     moved = {token for _, run in runs for one in run for step in one.steps for token in (*step.added, *step.dropped)}
     return Collected(runs, {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(moved)})
 
@@ -142,6 +152,27 @@ def _ids(model: TopWModel, prompt: Prompt) -> list[int]:
     return ids
 
 
+def _requests(model: TopWModel, ids: Sequence[list[int]], parameters: Mapping[str, Any]) -> list[RowRequest]:
+    limits = Limits(model.manifest.decoder.context_length, model.manifest.sampler.vocab_size)
+    geometry = model.manifest.sampler.geometry
+    return resolve(ids, parameters, model.defaults, model.manifest.defaults, limits, geometry=geometry)
+
+
+def _solver(
+    exact: ExactRequest,
+    analyser: Analyser,
+    model: TopWModel,
+    ids: Sequence[list[int]],
+    asked: Sequence[Mapping[str, Any]],
+) -> ExactAnalyser:
+    """Raises ParameterError for a pool or settings that the exact objective excludes."""
+    top_m = analyser.options.top_m
+    solver = ExactAnalyser(analyser.options, analyser.geometry, top_m if exact.pool is None else exact.pool)
+    for parameters in asked:
+        check(_requests(model, ids[:1], parameters)[0].top_w)
+    return solver
+
+
 def _generate(
     model: TopWModel,
     ids: Sequence[list[int]],
@@ -149,9 +180,7 @@ def _generate(
     parameters: Mapping[str, Any],
     advance: Advance,
 ) -> list[Generated]:
-    limits = Limits(model.manifest.decoder.context_length, model.manifest.sampler.vocab_size)
-    geometry = model.manifest.sampler.geometry
-    requests = resolve(ids, parameters, model.defaults, model.manifest.defaults, limits, geometry=geometry)
+    requests = _requests(model, ids, parameters)
     results: list[GenerationResult] = []
     for batch in batches:
         results += model.generate([ids[i] for i in batch], **parameters)
@@ -159,8 +188,25 @@ def _generate(
     return [Generated(request, result) for request, result in zip(requests, results, strict=True)]
 
 
+@dataclass
+class _Solved:
+    """A sequence's steps under the exact objective, at the positions `chosen`."""
+
+    solver: ExactAnalyser | None
+    chosen: set[int]
+    steps: dict[int, ExactStep] = field(default_factory=dict)
+
+    def analyse(self, position: int, logits: NDArray[np.float32], parameters: TopWParameters) -> None:
+        if self.solver is not None and position in self.chosen:
+            self.steps[position] = self.solver.analyse(logits, parameters)
+
+
 def _analyse(
-    probe: LogitsProbe, analyser: Analyser, batch: Sequence[Generated], advance: Advance
+    probe: LogitsProbe,
+    analyser: Analyser,
+    batch: Sequence[Generated],
+    solved: Sequence[_Solved],
+    advance: Advance,
 ) -> Iterator[Analysed]:
     edits = [_Edits(one) for one in batch]
     steps: list[list[Step]] = [[] for _ in batch]
@@ -169,13 +215,16 @@ def _analyse(
         for row, one in enumerate(batch):
             if position >= len(one.result.token_ids):
                 continue
-            step = analyser.analyse(edits[row].apply(logits[row]), as_float32(one.request.top_w))
+            edited, parameters = edits[row].apply(logits[row]), as_float32(one.request.top_w)
+            step = analyser.analyse(edited, parameters)
+            solved[row].analyse(position, edited, parameters)
             edits[row].accept(one.result.token_ids[position])
             reported = one.result.kept[position], one.result.certified[position]
             agreed[row] += reported == (step.kept, step.certified)
             steps[row].append(step)
             advance(1)
-    return (Analysed(*parts) for parts in zip(batch, steps, agreed, strict=True))
+    exact = [one.steps for one in solved]
+    return (Analysed(*parts) for parts in zip(batch, steps, agreed, exact, strict=True))
 
 
 def recomputed_logits(probe: LogitsProbe, batch: Sequence[Generated]) -> Iterator[NDArray[np.float32]]:

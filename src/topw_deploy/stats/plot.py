@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.printable import printable
 from topw_deploy.reports import require_matplotlib
+from topw_deploy.stats.style import COLOURS, DPI, TEXT, TITLE_LETTERS, colours, drawable, plain
 from topw_deploy.stats.summary import Distribution, MovedToken, Place, Summary
 from topw_deploy.stats.table import token_text, verdict
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a35b9a", "#e69f00", "#5c6b73")
 _GREY, _SAME, _ADDED, _DROPPED = "#b6bdc6", "#f0c64c", "#009e73", "#d55e00"
-_GRID, _TEXT, _MUTED = "#e3e6ea", "#1f2933", "#66717d"
 _MOST_TOKENS = 9  # maximum tokens shown of each kind
 _BANDS_UP_TO = 1  # settings; more bands would overlap
 _LINEAR_UP_TO = 25  # kept tokens; larger ranges get a logarithmic axis
@@ -23,8 +21,7 @@ _LEAST_ROWS = 4  # of a bar panel, so that one bar does not fill it
 _LEAST_LABELLED = 6  # per cent; narrower segments get no number
 _LEGEND_COLUMNS, _LEGEND_LETTERS = 6, 170  # maximum columns; letters per line
 _LABEL_LETTERS, _LINE = 28, 0.17  # letters per label line; line height in inches
-_TITLE_LETTERS, _XLABEL_LETTERS = 96, 48
-_DPI = 110
+_XLABEL_LETTERS = 48
 
 
 def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
@@ -36,14 +33,14 @@ def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
     upper, lower = _heights(summaries)
     figure: Any = Figure(figsize=(11.5, upper + lower), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle(_drawable(title, _TITLE_LETTERS), fontsize=14, weight="bold", color=_TEXT, x=0.01, ha="left")
+    figure.suptitle(drawable(title, TITLE_LETTERS), fontsize=14, weight="bold", color=TEXT, x=0.01, ha="left")
     above, below = figure.subfigures(2, 1, height_ratios=(upper, lower))
     _panels(above, summaries)
     left, right = below.subplots(1, 2)
     _deciders(left, summaries)
     _tokens(right, summaries)
     try:
-        figure.savefig(path, dpi=_DPI)
+        figure.savefig(path, dpi=DPI)
     except (OSError, ValueError) as error:
         raise ParameterError(f"the picture {path} cannot be written ({error}); choose another name.") from None
 
@@ -62,20 +59,6 @@ def _legend_columns(summaries: Sequence[Summary]) -> int:
 
 def _setting(summary: Summary) -> list[str]:
     return textwrap.wrap(summary.label, _LABEL_LETTERS) or [""]
-
-
-def _colours(count: int) -> Sequence[Any]:
-    if count <= len(_COLOURS):
-        return _COLOURS
-    from matplotlib import colormaps
-
-    return [colormaps["viridis"](0.95 * place / (count - 1)) for place in range(count)]
-
-
-def _drawable(text: str, most: int) -> str:
-    """Printable, cut to `most` letters, with `$` escaped: matplotlib reads pairs as formulas."""
-    text = printable(text)
-    return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
 
 def _panels(figure: Any, summaries: Sequence[Summary]) -> None:
@@ -100,7 +83,7 @@ def _panels(figure: Any, summaries: Sequence[Summary]) -> None:
 def _by_position(
     axes: Any, summaries: Sequence[Summary], number: Callable[[Place], Distribution], *, bands: bool, style: str = "-"
 ) -> None:
-    for summary, colour in zip(summaries, _colours(len(summaries)), strict=False):
+    for summary, colour in zip(summaries, colours(len(summaries)), strict=False):
         spreads = [number(place) for place in summary.windows]
         at = [(place.first + place.last) / 2 for place in summary.windows]
         axes.plot(at, [s.mean for s in spreads], style, color=colour, lw=2, solid_capstyle="round", label=summary.label)
@@ -120,26 +103,16 @@ def _panel(axes: Any, name: str, *, wide: bool = False) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(bottom=0)
-    axes.set_title(name, fontsize=11, loc="left", color=_TEXT, weight="bold")
+    axes.set_title(name, fontsize=11, loc="left", color=TEXT, weight="bold")
     axes.set_xlabel("position in the generated text", fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    _plain(axes, grid="y")
-
-
-def _plain(axes: Any, *, grid: str) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_GRID)
-    axes.tick_params(labelsize=8, labelcolor=_TEXT, color=_GRID)
-    axes.grid(axis=grid, color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.xaxis.label.set_color(_MUTED)
-    axes.yaxis.label.set_color(_MUTED)
+    plain(axes, grid="y")
 
 
 _DECIDERS: tuple[tuple[str, str, Callable[[Place | Summary], int]], ...] = (
     ("certified", _GREY, lambda s: s.certified),
     ("not certified, same crop", _SAME, lambda s: s.steps - s.certified - s.changed),
-    ("changed by geometry", _COLOURS[0], lambda s: s.changed),
+    ("changed by geometry", COLOURS[0], lambda s: s.changed),
 )
 
 
@@ -169,15 +142,15 @@ def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
         if len(summaries) > 1:
             labels = [f"{share:.0f} %" if share >= _LEAST_LABELLED else "" for share in shares]
             axes.bar_label(
-                bars, labels, label_type="center", fontsize=8, color="white" if colour == _COLOURS[0] else "black"
+                bars, labels, label_type="center", fontsize=8, color="white" if colour == COLOURS[0] else "black"
             )
         start = [before + share for before, share in zip(start, shares, strict=True)]
     _title(axes, "What decided the crop")
-    _plain(axes, grid="x" if len(summaries) > 1 else "y")
+    plain(axes, grid="x" if len(summaries) > 1 else "y")
 
 
 def _title(axes: Any, text: str, handles: Any = None) -> None:
-    axes.set_title(text, fontsize=11, loc="left", pad=24, color=_TEXT, weight="bold")
+    axes.set_title(text, fontsize=11, loc="left", pad=24, color=TEXT, weight="bold")
     handles = handles or axes.get_legend_handles_labels()[0]
     axes.legend(
         handles=handles, frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(-0.02, 0.99),
@@ -208,17 +181,17 @@ def _tokens(axes: Any, summaries: Sequence[Summary]) -> None:
         if moved
     ]
     _title(axes, "Tokens that geometry moved", kinds)
-    _plain(axes, grid="x")
+    plain(axes, grid="x")
 
 
 def _label(moved: MovedToken) -> str:
     text = token_text(moved)
-    return _drawable(text if len(text) <= 18 else text[:16] + "…'", 18)
+    return drawable(text if len(text) <= 18 else text[:16] + "…'", 18)
 
 
 def _no_changes(axes: Any, summaries: Sequence[Summary]) -> None:
     axes.axis("off")
-    axes.text(0.5, 0.62, "Geometry never acted", ha="center", va="center", fontsize=19, color=_COLOURS[0])
+    axes.text(0.5, 0.62, "Geometry never acted", ha="center", va="center", fontsize=19, color=COLOURS[0])
     certified, steps = sum(s.certified for s in summaries), sum(s.steps for s in summaries)
     words = f"{certified} of {steps} steps were certified. No crop changed."
     if len(summaries) == 1:

@@ -61,6 +61,18 @@ class Setting:
     parameters: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class ExactRequest:
+    """What to analyse under the exact objective.
+
+    steps: at most this many per setting, evenly spaced over its texts.
+    pool: number of likeliest tokens among which F is computed, at least the export's top_m; None for that.
+    """
+
+    steps: int = 200
+    pool: int | None = None
+
+
 def settings_of(given: Mapping[str, float], sweeps: Sequence[str]) -> list[Setting]:
     """One setting for each combination of `sweeps`, such as "temperature=0.5,1,2", added to `given`.
 

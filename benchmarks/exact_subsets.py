@@ -1,0 +1,84 @@
+"""How much prefixes lose under the exact objective, where every subset can be tried. Figures: docs/lab/exact.md.
+
+    python -m benchmarks.exact_subsets [--rows 200] [--tokens 8]
+
+The `--tokens` likeliest tokens of held-out rows of the bundled model, renormalised. F of all their subsets beside the
+best prefix of the probability order, the best of Top-W's last order, and Top-W's crop. Needs the extra `exact`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.common import say, table
+from benchmarks.geometry_share import held_out_logits
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, preset_parameters
+from topw_deploy.sampling.reference import pool
+from topw_deploy.stats.exact.analyse import last_step
+from topw_deploy.stats.exact.objective import Objective
+from topw_deploy.stats.exact.summary import same
+from topw_deploy.stats.exact.transport import Floats
+
+METRIC, WIDTH = "mahalanobis", 256  # of the bundled model
+LIVELY = TopWParameters(**preset_parameters("lively", METRIC, WIDTH))
+SETTINGS: Mapping[str, TopWParameters] = {
+    "`paper`": TopWParameters(),
+    "`paper`, geom_scale 0.0663": TopWParameters(geom_scale=LIVELY.geom_scale),
+    "`paper`, geom_scale 0.02": TopWParameters(geom_scale=0.02),
+    "`lively`": LIVELY,
+    "`lively`, geom_scale 0.2": replace(LIVELY, geom_scale=0.2),
+}
+HEADER = (
+    "parameters", "best subset, tokens", "best subset is a prefix", "prefix above it, mean", "most",
+    "phi prefix above it, mean", "Top-W's crop is the best subset", "above it, mean", "most",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=8)
+    args = parser.parse_args()
+    logits, embeddings = held_out_logits(args.rows)
+    geometry = Geometry.from_embeddings(embeddings, METRIC)
+    rows = []
+    for row in logits.astype(np.float64):
+        tokens, _ = pool(row, args.tokens)
+        rows.append((row[tokens] - row[tokens[0]], geometry.distances(tokens, tokens)))
+    say(f"{len(rows)} rows, {args.tokens} tokens, temperature 1")
+    print(table(HEADER, [[name, *_cells(rows, parameters)] for name, parameters in SETTINGS.items()]))
+
+
+def _cells(rows: Sequence[tuple[Floats, Floats]], parameters: TopWParameters) -> list[str]:
+    found = [_row(log_w, parameters.geom_scale * distance, parameters) for log_w, distance in rows]
+    sizes, subset, prefix, phi, top_w = np.array(found).T
+    equal = [[same(value, least) for value, least in zip(values, subset, strict=True)] for values in (prefix, top_w)]
+    return [
+        f"{sizes.mean():.1f}",
+        f"{np.mean(equal[0]):.1%}",
+        f"{(prefix - subset).mean():.4f}",
+        f"{(prefix - subset).max():.4f}",
+        f"{(phi - subset).mean():.4f}",
+        f"{np.mean(equal[1]):.1%}",
+        f"{(top_w - subset).mean():.3f}",
+        f"{(top_w - subset).max():.3f}",
+    ]
+
+
+def _row(log_w: Floats, distance: Floats, parameters: TopWParameters) -> tuple[float, float, float, float, float]:
+    """(size of the best subset; F of the best subset, prefix, prefix of the last order, and Top-W's crop)."""
+    n, w = len(log_w), np.exp(log_w)
+    F = Objective(w / w.sum(), distance, parameters.lam, parameters.beta)
+    kept, order = last_step(log_w, distance, parameters, TopWOptions())
+    members = (np.arange(1, 2**n)[:, None] >> np.arange(n)) & 1 == 1
+    best = min((F(S) for S in members), key=lambda value: value.total)
+    prefixes = [F.best_prefix(places).value.total for places in (np.arange(n), order)]
+    return best.kept, best.total, *prefixes, F(np.isin(np.arange(n), kept)).total  # type: ignore[return-value]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""One step under the exact objective: the best prefixes, and where the crops of several rules stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
+from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT, first_maximiser, objective, pool, warm_start
+from topw_deploy.sampling.rules import kept_set
+from topw_deploy.stats.exact.objective import Best, Objective, Places, Value
+from topw_deploy.stats.exact.rules import COMPARED, EVERY, TOP_W
+from topw_deploy.stats.exact.transport import Floats, Mask
+
+
+@dataclass(frozen=True, slots=True)
+class ExactStep:
+    """One step under F.
+
+    tokens: tokens among which F is computed.
+    mass: their probability under the softmax of all tokens.
+    likeliest: the best prefix of the probability order.
+    phi: the best prefix of the order in which Top-W's last alternation chose.
+    crops: F of each rule's kept set, by name, without its tokens outside `tokens`.
+    cut: rules whose kept set had such tokens, except plain sampling.
+    metric: whether the export's distance satisfies the triangle inequality.
+    """
+
+    tokens: int
+    mass: float
+    likeliest: Best
+    phi: Best
+    crops: Mapping[str, Value]
+    cut: tuple[str, ...]
+    metric: bool
+
+
+@dataclass(frozen=True)
+class ExactAnalyser:
+    """Analyses steps of an export with these options and geometry.
+
+    most: number of likeliest tokens among which F is computed, at least `options.top_m`.
+    """
+
+    options: TopWOptions
+    geometry: Geometry
+    most: int
+
+    def __post_init__(self) -> None:
+        if self.most < self.options.top_m:
+            raise ParameterError(
+                f"exact_pool is {self.most}, but must be at least the export's top_m of {self.options.top_m}.",
+                "exact_pool",
+            )
+
+    def analyse(self, logits: NDArray[np.float32], parameters: TopWParameters) -> ExactStep:
+        """Analyse one row of edited logits [V]. parameters: rounded to float32; see `check`."""
+        row = logits.astype(np.float64)
+        Ts = parameters.selection_temperature or parameters.temperature
+        tokens, _ = pool(row, self.most)
+        log_w = (row[tokens] - row[tokens[0]]) / Ts
+        tokens, log_w = tokens[log_w >= SMALLEST_LOG_WEIGHT], log_w[log_w >= SMALLEST_LOG_WEIGHT]
+        w = np.exp(log_w)
+        everything = float(np.exp((row - row[tokens[0]]) / Ts).sum())
+        metric = self.geometry.metric != "cosine"
+        distance = parameters.geom_scale * self.geometry.distances(tokens, tokens)
+        F = Objective(w / w.sum(), distance, parameters.lam, parameters.beta, metric)
+        kept, order = last_step(log_w[: self.options.top_m], distance, parameters, self.options)
+        crops, cut = {TOP_W: F(_among(len(tokens), kept))}, []
+        for name, (rule, values) in COMPARED.items():
+            members = np.isin(tokens, found := kept_set(row, rule, values, selection_temperature=Ts).kept)
+            crops[name] = F(members)
+            if name != EVERY and members.sum() < len(found):
+                cut.append(name)
+        likeliest, phi = F.best_prefix(np.arange(len(tokens))), F.best_prefix(order)
+        return ExactStep(len(tokens), float(w.sum()) / everything, likeliest, phi, crops, tuple(cut), metric)
+
+
+def check(parameters: TopWParameters) -> None:
+    """Raises ParameterError for parameters under which F is not defined."""
+    if parameters.greedy:
+        raise ParameterError(
+            f"temperature is {parameters.temperature:g}, but the exact objective needs a distribution; choose a "
+            "temperature of at least 1e-5.",
+            "temperature",
+        )
+    if parameters.geom_scale < 0:
+        raise ParameterError(
+            f"geom_scale is {parameters.geom_scale:g}, but the exact objective needs distances >= 0; choose a "
+            "geom_scale of at least 0.",
+            "geom_scale",
+        )
+
+
+def last_step(
+    log_w: Floats, distance: Floats, parameters: TopWParameters, options: TopWOptions
+) -> tuple[Places, Places]:
+    """Top-W's crop and the phi order of the alternation that found it, literally (docs/contract/graph.md, section 3).
+
+    log_w: [m], logarithms of the pool's weights in units of the largest, in pool order.
+    distance: [n, n], n >= m, times geom_scale.
+
+    Returns places in the pool: (kept [k], the first k of the order; order [m]).
+    """
+    m = len(log_w)
+    w, c = np.exp(log_w), parameters.beta - parameters.lam
+    S = np.arange(m) < warm_start(w, parameters.init_top_p)[0]
+    order, k = np.arange(m), 0
+    for _ in range(options.alt_iters):
+        phi = parameters.lam * log_w - _to_set(distance[:m, :m], S, options.neighbours)
+        order = np.argsort(-phi, kind="stable")
+        k = first_maximiser(objective(w[order], phi[order], c), c)
+        previous, S = S, _among(m, order[:k])
+        if np.array_equal(S, previous):
+            break
+    return order[:k], order
+
+
+def _to_set(distance: Floats, S: Mask, neighbours: int) -> Floats:
+    """dist(i, S) of `reference.SetDistance`, from known distances [m, m]."""
+    n = min(neighbours or 1, int(S.sum()))
+    nearest = np.partition(distance[:, S], n - 1, axis=1)[:, :n]
+    return np.where(S, 0.0, nearest.mean(axis=1))
+
+
+def _among(count: int, places: Places) -> Mask:
+    found = np.zeros(count, dtype=np.bool_)
+    found[places] = True
+    return found
+
+
+def sample(lengths: Sequence[int], most: int) -> list[set[int]]:
+    """At most `most` steps, evenly spaced over all sequences: the positions from 0 of each sequence of `lengths`."""
+    total = sum(lengths)
+    count = min(most, total)
+    places = {(2 * number + 1) * total // (2 * count) for number in range(count)}
+    found: list[set[int]] = []
+    start = 0
+    for length in lengths:
+        found.append({place - start for place in places if start <= place < start + length})
+        start += length
+    return found

@@ -1,0 +1,123 @@
+"""The paper's objective on one row, and its least value over every prefix of an order.
+
+    F(S) = W1(p, q_S) + lam H(q_S) - beta log Gamma_S           (docs/contract/theory.md, section 1)
+
+p is the softmax at the selection temperature over a row's likeliest tokens, renormalised. The ground metric of W1 is
+geom_scale times the export's distance: then the step's potential is 1-Lipschitz, and its objective a bound of F, for
+every geom_scale >= 0. F >= 0, as each of its terms is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topw_deploy.stats.exact.transport import Floats, Mask, Transport, transport
+
+Places = NDArray[np.int64]
+
+TOLERANCE = 1e-6
+"""Values of F within this, in units of max(1, F), are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """F of one set, and its parts.
+
+    kept: size of the set.
+    mass: Gamma_S.
+    transport, entropy: W1(p, q_S) and H(q_S).
+    total: F(S).
+    """
+
+    kept: int
+    mass: float
+    transport: float
+    entropy: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The least F over all prefixes of an order.
+
+    value: of the best prefix found.
+    bound: proven lower bound of every prefix; at most `TOLERANCE` below.
+    solved: prefixes whose transport was solved.
+    """
+
+    value: Value
+    bound: float
+    solved: int
+
+
+@dataclass
+class Objective:
+    """F on one row.
+
+    p: float64 [n], positive, descending, of sum 1.
+    distance: float64 [n, n], the ground metric, geom_scale included.
+    metric: whether it satisfies the triangle inequality.
+    """
+
+    p: Floats
+    distance: Floats
+    lam: float
+    beta: float
+    metric: bool = True
+    _solved: dict[bytes, tuple[Value, Transport]] = field(default_factory=dict)
+
+    def __call__(self, S: Mask) -> Value:
+        """F of the tokens S [n]."""
+        return self._solve(S)[0]
+
+    def best_prefix(self, order: Places) -> Best:
+        """The least F over the prefixes order[:k], k = 1..m, by proven bounds of all of them.
+
+        order: distinct places [m], m <= n.
+
+        Every prefix starts with the bound that removed mass travels at least to its nearest member. The prefix of the
+        least bound is solved; its potentials bound *every* prefix's transport from below, in O(m). This repeats until
+        no bound is below the best value. Sets solved before on this row give their bounds at once.
+        """
+        Gamma = np.cumsum(self.p[order])
+        fixed = self._fixed(order, Gamma)
+        lower = fixed + self.p @ np.minimum.accumulate(self.distance[:, order], axis=1)
+        for _, known in self._solved.values():
+            np.maximum(lower, fixed + self._bound(known, order, Gamma), out=lower)
+        value: Value | None = None
+        solved = 0
+        while True:
+            k = int(np.argmin(lower)) + 1
+            if value is not None and lower[k - 1] >= value.total - TOLERANCE * max(1.0, value.total):
+                return Best(value, float(min(lower[k - 1], value.total)), solved)
+            S = np.zeros(len(self.p), dtype=np.bool_)
+            S[order[:k]] = True
+            found, plan = self._solve(S)
+            solved += 1
+            if value is None or found.total < value.total:
+                value = found
+            np.maximum(lower, fixed + self._bound(plan, order, Gamma), out=lower)
+            lower[k - 1] = max(lower[k - 1], found.total)
+
+    def _fixed(self, order: Places, Gamma: Floats) -> Floats:
+        """F without transport, of every prefix."""
+        p = self.p[order]
+        entropy = np.log(Gamma) - np.cumsum(p * np.log(p)) / Gamma
+        return self.lam * entropy - self.beta * np.log(Gamma)
+
+    def _bound(self, plan: Transport, order: Places, Gamma: Floats) -> Floats:
+        return self.p @ plan.u + np.cumsum((self.p * plan.v)[order]) / Gamma
+
+    def _solve(self, S: Mask) -> tuple[Value, Transport]:
+        key = np.packbits(S).tobytes()
+        if key not in self._solved:
+            plan = transport(self.p, S, self.distance, metric=self.metric)
+            mass = float(self.p[S].sum())
+            q = self.p[S] / mass
+            entropy = max(0.0, float(-(q * np.log(q)).sum()))
+            total = plan.cost + self.lam * entropy - self.beta * float(np.log(mass))
+            self._solved[key] = Value(int(S.sum()), mass, plan.cost, entropy, total), plan
+        return self._solved[key]

@@ -1,0 +1,106 @@
+"""The exact report as a picture: F of every rule's crops above the best prefix, and the best prefixes' sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.reports import require_matplotlib
+from topw_deploy.stats.exact.rules import TOP_W
+from topw_deploy.stats.exact.summary import NAMES, ExactSummary
+from topw_deploy.stats.style import COLOURS, DPI, MUTED, TEXT, TITLE_LETTERS, colours, drawable, plain
+
+_LINEAR_BELOW = 0.01  # of the axis of F: logarithmic above
+_RULE_COLOURS = (*COLOURS, TEXT)
+_SPREAD = 0.76  # of a setting's or rule's markers, in units of the distance to the next
+
+
+def save_exact_plot(summaries: Sequence[ExactSummary], path: Path, title: str) -> None:
+    """Write the picture in the file extension's format. Raises ParameterError if it cannot be written."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(11.5, 8.4), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(drawable(title, TITLE_LETTERS), fontsize=14, weight="bold", color=TEXT, x=0.01, ha="left")
+    above, below = figure.subfigures(2, 1, height_ratios=(1.05, 1))
+    _excess(above.subplots(), summaries)
+    left, right = below.subplots(1, 2)
+    _optimal(left, summaries)
+    _sizes(right, summaries)
+    try:
+        figure.savefig(path, dpi=DPI)
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"the picture {path} cannot be written ({error}); choose another name.") from None
+
+
+def _excess(axes: Any, summaries: Sequence[ExactSummary]) -> None:
+    for place, (name, colour) in enumerate(zip(NAMES, _RULE_COLOURS, strict=True)):
+        shift = _SPREAD * ((place + 0.5) / len(NAMES) - 0.5)
+        for at, summary in enumerate(summaries):
+            gaps = [step.crops[name].total - step.likeliest.value.total for _, _, step in summary.rows]
+            low, median, high = np.quantile(gaps, [0.05, 0.5, 0.95])
+            axes.plot([at + shift] * 2, [low, high], color=colour, lw=2.5, alpha=0.45, solid_capstyle="round")
+            axes.plot(at + shift, median, "o", color=colour, ms=7, label=name if at == 0 else None)
+    axes.set_yscale("symlog", linthresh=_LINEAR_BELOW)
+    axes.axhline(0, color=MUTED, lw=0.8)
+    axes.set_xticks(range(len(summaries)), [drawable(_label(summary), 40) for summary in summaries])
+    axes.set_xlim(-0.5, len(summaries) - 0.5)
+    axes.set_ylabel("F above the best prefix", fontsize=9)
+    axes.set_title(
+        "F of each rule's crop above the best prefix of the probability order (median, 5 to 95 %)",
+        fontsize=11, loc="left", color=TEXT, weight="bold", pad=24,
+    )  # fmt: skip
+    axes.legend(
+        frameon=False, fontsize=8, ncols=len(NAMES), loc="lower left", bbox_to_anchor=(-0.01, 0.985), handlelength=1
+    )
+    plain(axes, grid="y")
+
+
+def _optimal(axes: Any, summaries: Sequence[ExactSummary]) -> None:
+    shades = colours(len(summaries))
+    for at, (summary, colour) in enumerate(zip(summaries, shades, strict=False)):
+        shift = _SPREAD * ((at + 0.5) / len(summaries) - 0.5)
+        for row, crop in enumerate(summary.crops):
+            share = crop.standing.optimal
+            if share.low is not None and share.high is not None:
+                axes.plot([100 * share.low, 100 * share.high], [row + shift] * 2, color=colour, lw=2, alpha=0.5)
+            label = _label(summary) if row == 0 else None
+            axes.plot(100 * share.value, row + shift, "o", color=colour, ms=5, label=label)
+    axes.set_yticks(range(len(NAMES)), NAMES, fontsize=8)
+    axes.set_ylim(len(NAMES) - 0.4, -0.6)
+    axes.set_xlim(-2, 102)
+    axes.set_xlabel("share of the steps, % (line: 95 % interval)", fontsize=9)
+    pad = 24 if len(summaries) > 1 else 6
+    axes.set_title("Where the crop is the best prefix", fontsize=11, loc="left", color=TEXT, weight="bold", pad=pad)
+    if len(summaries) > 1:
+        axes.legend(
+            frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(-0.05, 0.98), handlelength=0.8,
+            columnspacing=1,
+        )  # fmt: skip
+    plain(axes, grid="x")
+
+
+def _sizes(axes: Any, summaries: Sequence[ExactSummary]) -> None:
+    random = np.random.default_rng(0)  # small shifts, so that equal sizes do not hide each other
+    most = max(step.tokens for summary in summaries for _, _, step in summary.rows)
+    for summary, colour in zip(summaries, colours(len(summaries)), strict=False):
+        sizes = [(step.crops[TOP_W].kept, step.likeliest.value.kept) for _, _, step in summary.rows]
+        x, y = np.array(sizes).T * np.exp(random.normal(0, 0.04, size=(2, len(sizes))))
+        axes.plot(x, y, "o", color=colour, ms=4, alpha=0.45, mew=0)
+    axes.plot([1, most], [1, most], color=MUTED, lw=0.8, ls=":")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens that Top-W keeps", fontsize=9)
+    axes.set_ylabel("tokens of the best prefix", fontsize=9)
+    axes.set_title("Sizes of Top-W's crop and of the best prefix", fontsize=11, loc="left", color=TEXT, weight="bold")
+    plain(axes, grid="both")
+
+
+def _label(summary: ExactSummary) -> str:
+    return summary.label or f"temperature {summary.selection_temperature:g}"

@@ -1,0 +1,86 @@
+"""The exact report as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from topw_deploy.reports import counted
+from topw_deploy.stats.exact.summary import Estimate, ExactSummary, Standing
+from topw_deploy.stats.table import aligned
+
+_COLUMNS = ("median (95 %)", "p95", "most", "relative", "p95", "most")
+
+
+def exact_lines(summaries: Sequence[ExactSummary]) -> Iterator[str]:
+    """The tables of `--exact`."""
+    yield "Exact objective F = W1(p, q) + lam H(q) - beta log mass. Intervals: 95 %, by prompts."
+    if not summaries:
+        yield "There were no steps: every prompt fills the context, or no tokens were requested."
+        return
+    yield ""
+    yield "Top-W's crop beside the best prefix: share of the steps where it is the best; how far its F is above."
+    yield from aligned(
+        ("setting", "order", "steps", "kept median", "best median", "optimal (95 %)", *_COLUMNS),
+        [row for summary in summaries for row in _top_w(summary)],
+    )
+    for summary in summaries:
+        yield ""
+        yield from _rules(summary)
+
+
+def _top_w(summary: ExactSummary) -> Iterator[list[str]]:
+    start = [str(summary.steps), f"{summary.crops[0].kept_median:g}"]
+    first = [summary.label or "as given", "probability", *start]
+    yield [*first, f"{summary.likeliest.median:g}", *_standing(summary.crops[0].standing)]
+    yield ["", "phi", *start, f"{summary.phi.median:g}", *_standing(summary.in_phi)]
+
+
+def _rules(summary: ExactSummary) -> Iterator[str]:
+    if summary.label:
+        yield f"{summary.label}:"
+    yield (
+        f"lam {summary.lam:g}, beta {summary.beta:g}, geom_scale {summary.geom_scale:g}, selection temperature "
+        f"{summary.selection_temperature:g}; {summary.steps:,} of {counted(summary.of, 'step')}, "
+        f"{counted(summary.sequences, 'prompt')}; {summary.tokens:,.0f} tokens of mass {summary.mass:.3f} on average"
+    )
+    if not summary.metric:
+        yield "The distance is no metric (cosine): W1 is the least cost of transport, and Top-W's J is no bound of F."
+    for name, best in (("probability", summary.likeliest), ("phi", summary.phi)):
+        yield (
+            f"best prefix of the {name} order: {best.median:g} tokens in the median (10 to 90 %: {best.p10:.0f} to "
+            f"{best.p90:.0f}), every token at {_share(best.whole)}; F {best.value:.4g} on average; "
+            f"{best.solved:.1f} transports solved per step"
+        )
+    header = ("rule", "kept mean", "mass", "W1", "entropy", "F mean", "lowest F", "optimal (95 %)", *_COLUMNS)
+    rows = []
+    for crop in summary.crops:
+        means = [f"{number:.4g}" for number in (crop.transport, crop.entropy, crop.value)]
+        sizes = [f"{crop.kept:.1f}", f"{crop.mass:.3f}"]
+        rows.append([crop.name, *sizes, *means, f"{100 * crop.lowest.value:.1f} %", *_standing(crop.standing)])
+    yield from aligned(header, rows)
+    for crop in summary.crops:
+        if crop.cut:
+            yield f"{crop.name}: tokens beyond the analysed ones are left out at {counted(crop.cut, 'step')}"
+        if crop.standing.better:
+            yield f"{crop.name}: below every prefix of the probability order at {counted(crop.standing.better, 'step')}"
+
+
+def _standing(standing: Standing) -> list[str]:
+    excess, relative = standing.excess, standing.relative
+    return [
+        _share(standing.optimal),
+        f"{excess.median.value:.3g}{_interval(excess.median, 1, '.3g')}",
+        f"{excess.p95:.3g}",
+        f"{excess.most:.3g}",
+        *(f"{100 * number:.3g} %" for number in (relative.median.value, relative.p95, relative.most)),
+    ]
+
+
+def _share(share: Estimate) -> str:
+    return f"{100 * share.value:.1f} %{_interval(share, 100, '.1f')}"
+
+
+def _interval(estimate: Estimate, factor: float, form: str) -> str:
+    if estimate.low is None or estimate.high is None:
+        return ""
+    return f" ({factor * estimate.low:{form}}..{factor * estimate.high:{form}})"

@@ -1,0 +1,136 @@
+"""The exact report: counts, intervals, table, picture and command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.stats.conftest import Invoke
+from tests.support.toy_model import Toy, export, export_sampler
+from topw_deploy import install
+from topw_deploy.errors import ManifestError, MissingPackageError, ParameterError
+from topw_deploy.sampling import TopWParameters
+from topw_deploy.stats.collect import Analysed, Collected
+from topw_deploy.stats.exact.analyse import ExactStep
+from topw_deploy.stats.exact.objective import Best, Value
+from topw_deploy.stats.exact.plot import save_exact_plot
+from topw_deploy.stats.exact.rules import COMPARED, TOP_W
+from topw_deploy.stats.exact.summary import ExactSummary, summarise_exact
+from topw_deploy.stats.exact.table import exact_lines
+from topw_deploy.stats.request import Setting
+
+SHORT = ("--max-new-tokens", 4, "-q", "--exact")
+ACTING = ("--lam", 0.6, "--beta", 3, "--init-top-p", 0.4, "--geom-scale", 0.3)
+
+
+def value(total: float, kept: int = 3) -> Value:
+    return Value(kept, 0.5, 0.25 * total, 1.0, total)
+
+
+def step(
+    top_w: float, best: float, phi: float | None = None, others: float = 9.0, cut: tuple[str, ...] = ()
+) -> ExactStep:
+    crops = {TOP_W: value(top_w)} | {name: value(others) for name in COMPARED}
+    found = [Best(value(total, 40), total, 5) for total in (best, best if phi is None else phi)]
+    return ExactStep(40, 0.9, found[0], found[1], crops, cut, True)
+
+
+def summary(*sequences: list[ExactStep], label: str = "") -> ExactSummary:
+    generated: Any = SimpleNamespace(request=SimpleNamespace(top_w=TopWParameters()))
+    runs = [Analysed(generated, [None] * 7, 7, dict(enumerate(steps, 2))) for steps in sequences]  # type: ignore[list-item]
+    (found,) = summarise_exact(Collected([(Setting(label, {}), runs)], {}))
+    return found
+
+
+def test_steps_are_counted_and_ties_of_f_are_optimal() -> None:
+    found = summary([step(2.0, 2.0), step(2.0, 1.0), step(3.0, 3.0 - 1e-7)], [step(1.5, 2.0, phi=1.5), step(9.0, 6.0)])
+    assert (found.steps, found.of, found.sequences) == (5, 14, 2)
+    top_w = found.crops[0]
+    assert top_w.standing.optimal.value == pytest.approx(4 / 5 - 1 / 5)
+    assert top_w.standing.better == 1
+    assert top_w.standing.excess.most == 3.0
+    assert top_w.standing.excess.median.value == 0.0
+    assert top_w.standing.relative.most == 1.0
+    assert found.in_phi.optimal.value == pytest.approx(3 / 5)
+    assert top_w.lowest.value == 1.0
+    assert (found.crops[1].beats_top_w, found.crops[1].loses_to_top_w) == (0, 4)
+    assert found.likeliest.whole.value == 1.0
+    assert [(sequence, position) for sequence, position, _ in found.rows] == [(1, 3), (1, 4), (1, 5), (2, 3), (2, 4)]
+
+
+def test_intervals_resample_prompts_and_hold_the_estimate() -> None:
+    mixed = summary(*[[step(2.0, 2.0 - number % 2)] * 4 for number in range(10)]).crops[0].standing.optimal
+    assert mixed.value == 0.5
+    assert mixed.low is not None
+    assert mixed.high is not None
+    assert 0.1 <= mixed.low < 0.4 < 0.6 < mixed.high <= 0.9  # 10 prompts, not 40 steps: +-0.31
+    never = summary(*[[step(2.0, 1.0)] * 4] * 10).crops[0].standing.optimal
+    assert (never.value, never.low, never.high) == (0.0, 0.0, pytest.approx(0.3085, abs=1e-4))  # binomial, n = 10
+    always = summary(*[[step(2.0, 2.0)] * 4] * 10).crops[0].standing.optimal
+    assert (always.low, always.high) == (pytest.approx(0.6915, abs=1e-4), 1.0)
+    assert summary([step(2.0, 1.0)]).crops[0].standing.optimal.low is None
+
+
+def test_the_table_states_the_share_the_excess_and_what_was_cut() -> None:
+    one = summary([step(2.0, 2.0), step(3.0, 1.0, cut=("top-p 0.9",))], label="temperature 1")
+    text = "\n".join(exact_lines([one]))
+    assert "temperature 1  probability      2" in text
+    assert "2 of 7 steps, 1 prompt; 40 tokens of mass 0.900 on average" in text
+    assert "50.0 %" in text
+    assert "top-p 0.9: tokens beyond the analysed ones are left out at 1 step" in text
+    assert "There were no steps" in "\n".join(exact_lines([]))
+
+
+def test_the_picture_shows_every_rule_of_every_setting(tmp_path: Path) -> None:
+    both = [summary([step(2.0, 1.0)], [step(2.0, 2.0)], label=f"temperature {T}") for T in (1, 2)]
+    save_exact_plot(both, tmp_path / "p.svg", "title $")
+    text = (tmp_path / "p.svg").read_text()
+    for name in (*COMPARED, TOP_W, "temperature 1", "temperature 2"):
+        assert f"<!-- {name} -->" in text
+    with pytest.raises(ParameterError, match="cannot be written"):
+        save_exact_plot(both[:1], tmp_path / "none" / "p.svg", "title")
+
+
+def test_the_command_prints_writes_and_draws_the_comparison(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
+    files = ("--json", tmp_path / "r.json", "--plot", tmp_path / "p.png")
+    result = invoke("stats", folder, "abc", "de", *SHORT, *ACTING, "--exact-steps", 5, "--exact-pool", 60, *files)
+    assert "Exact objective F" in result.stdout
+    (setting,) = json.loads((tmp_path / "r.json").read_text("utf-8"))["exact"]
+    assert (setting["steps"], setting["of"], setting["sequences"], setting["tokens"]) == (5, 8, 2, 60)
+    assert {crop["name"] for crop in setting["crops"]} == {TOP_W, *COMPARED}
+    for _, _, found in setting["rows"]:
+        best = found["likeliest"]
+        assert best["bound"] <= best["value"]["total"] <= found["crops"]["every token"]["total"] + 1e-6
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    plain = invoke("stats", folder, "abc", "de", "--max-new-tokens", 4, "-q", *ACTING).stdout
+    assert result.stdout.startswith(plain)
+
+
+def test_the_uniform_metric_needs_no_table(tmp_path: Path, invoke: Invoke) -> None:
+    out = export(tmp_path / "out", Toy.random(2))
+    report = json.loads(invoke("stats", out, "abc", *SHORT, "--json", "-").stdout)
+    for _, _, found in report["exact"][0]["rows"]:
+        for crop in found["crops"].values():
+            assert crop["transport"] == pytest.approx(1 - crop["mass"], abs=1e-9)
+
+
+def test_what_the_exact_objective_excludes_is_refused_before_generating(
+    folder: Path, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("stats", folder, "abc", *SHORT)
+    with pytest.raises(ParameterError, match="temperature is 0, but the exact"):
+        invoke(*words, "--sweep", "temperature=1,0")
+    with pytest.raises(ParameterError, match="geom_scale is -1, but the exact"):
+        invoke(*words, "--geom-scale", -1)
+    with pytest.raises(ParameterError, match="exact_pool is 39, but must be at least the export's top_m of 40"):
+        invoke(*words, "--exact-pool", 39)
+    assert "--exact-steps needs --exact" in invoke("stats", folder, "abc", "--exact-steps", 3).stderr
+    with pytest.raises(ManifestError, match="sampler"):
+        invoke("stats", export_sampler(tmp_path / "alone", Toy.random(2)), "abc", *SHORT)
+    monkeypatch.setattr(install, "importable", lambda module: module != "ot")
+    with pytest.raises(MissingPackageError, match=r"`topw stats --exact` needs POT, which is not installed; run: "):
+        invoke(*words)
