@@ -8,7 +8,18 @@ from typing import Any
 
 from benchmarks.sums.scores import Cell
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a35b9a", "#e69f00", "#5c6b73", "#56b4e9", "#8c6d31", "#cc3366", "#333333")
+_COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#a35b9a",
+    "#e69f00",
+    "#5c6b73",
+    "#56b4e9",
+    "#8c6d31",
+    "#cc3366",
+    "#333333",
+)
 _GRID, _TEXT, _MUTED = "#e3e6ea", "#1f2933", "#66717d"
 _APART = 0.012  # of the axis, between the marks of two rules at one temperature
 

@@ -6,11 +6,14 @@ result off. The numbers of a problem decide its part: those with `is_held_out` a
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from benchmarks.sums.words import EVENTS, HERS, HIS, KINDS, PLACES, THINGS, TIMES
 
@@ -60,7 +63,8 @@ def stated_total(text: str) -> int | None:
 
 def columns(a: int, b: int) -> str:
     """The column sums from the ones: `columns(47, 85)` is "7+5+0=12 4+8+1=13"."""
-    parts, carry = [], 0
+    parts: list[str] = []
+    carry = 0
     for _ in range(max(len(str(a)), len(str(b)))):
         (a, low), (b, other) = divmod(a, 10), divmod(b, 10)
         found = low + other + carry
@@ -95,19 +99,9 @@ class _Cast:
         return _Cast(name, other, they, things, rng.choice(PLACES))
 
 
-def _two(rng: random.Random, numbers: Sequence[int]) -> Problem:
-    cast = _Cast.drawn(rng)
-    return _gathered(rng, cast, numbers)
-
-
-def _three(rng: random.Random, numbers: Sequence[int]) -> Problem:
-    cast = _Cast.drawn(rng)
-    return _gathered(rng, cast, numbers)
-
-
-def _gathered(rng: random.Random, cast: _Cast, numbers: Sequence[int]) -> Problem:
+def _gathered(rng: random.Random, numbers: Sequence[int]) -> Problem:
     """Somebody has some, and gets more once or twice."""
-    c = cast
+    cast = c = _Cast.drawn(rng)
     told = [
         rng.choice(
             (
@@ -206,4 +200,20 @@ def _heads(cast: _Cast, step: int, together: bool) -> tuple[str, ...]:
     return ("Then add", "Next,", f"Now {c.they} has", f"Add the other {c.things}:", "We go on with", "The next sum is")
 
 
-_WRITERS = {"two": _two, "three": _three, "more": _more}
+_WRITERS = {"two": _gathered, "three": _gathered, "more": _more}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sums.problems", description="Print problems as JSON lines with GSM8K's fields."
+    )
+    parser.add_argument("--count", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--train", action="store_true", help="of the training part; default: of the held-out part")
+    options = parser.parse_args()
+    for problem in islice(problems(options.seed, held_out=not options.train), options.count):
+        print(json.dumps({"question": problem.question, "answer": problem.answer}))
+
+
+if __name__ == "__main__":
+    main()

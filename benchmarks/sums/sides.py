@@ -102,9 +102,7 @@ class EngineSide:
     def replies(self, asked: Sequence[Problem], rule: RuleChoice, temperature: float, seed: int) -> list[Reply]:
         parameters = {"temperature": 0.0} if rule.greedy else {**rule.parameters, "temperature": temperature}
         requests = [
-            self._engine.submit(
-                p.prompt, max_new_tokens=NEW_TOKENS, seed=seed * _SEEDS_APART + place, **parameters
-            )
+            self._engine.submit(p.prompt, max_new_tokens=NEW_TOKENS, seed=seed * _SEEDS_APART + place, **parameters)
             for place, p in enumerate(asked)
         ]
         results = [request.result() for request in requests]
