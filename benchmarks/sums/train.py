@@ -2,7 +2,8 @@
 
 Training can be interrupted: the checkpoint in the output folder is written every `--save-every` seconds and at the end
 of a slice, and the same command goes on from it, with the same weights as without an interruption. The finished model
-is a Hugging Face folder for `topw-export`.
+is a Hugging Face folder for `topw-export`. With `--minutes`, the clock ends a run that is slower than that, at the low
+learning rate; only runs that end by steps repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -66,10 +67,11 @@ class Recipe:
 
 @dataclass
 class Progress:
-    """What a run has done: steps, seconds of training in all slices, points of the curve."""
+    """What a run has done in all slices: steps, seconds of training, seconds of CPU time, points of the curve."""
 
     step: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -155,10 +157,14 @@ def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe) -> d
 
 
 class Training:
-    """A run in a folder, resumed from its checkpoint if there is one."""
+    """A run in a folder, resumed from its checkpoint if there is one.
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self.recipe, self.folder, self.progress = recipe, folder, Progress()
+    minutes: maximum time of training, in all slices; the learning rate follows the steps or the clock, whichever is
+        farther.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, minutes: float = float("inf")) -> None:
+        self.recipe, self.folder, self.minutes, self.progress = recipe, folder, minutes, Progress()
         self.tokenizer = train_tokenizer(recipe.vocab_size)
         self.model = build_model(recipe, self.tokenizer)
         self.optimizer = optimizer_for(self.model, recipe)
@@ -167,22 +173,29 @@ class Training:
             self._load()
 
     @property
+    def share(self) -> float:
+        """How much of the run is done; >= 1 at its end."""
+        return max(self.progress.step / self.recipe.steps, self.progress.seconds / 60 / self.minutes)
+
+    @property
     def done(self) -> bool:
-        return self.progress.step >= self.recipe.steps
+        return self.share >= 1
 
     def run(self, seconds: float, save_every: float) -> None:
-        """Train until the recipe's steps are done or `seconds` are over, then save."""
-        progress, started, before = self.progress, time.monotonic(), self.progress.seconds
+        """Train until the run is done or `seconds` are over, then save."""
+        progress, before = self.progress, dataclasses.replace(self.progress)
+        started, cpu = time.monotonic(), time.process_time()
         saved, recent = started, []
         for inputs, targets in batches(self.recipe, self.tokenizer, progress.step):
             recent.append(self._step(inputs, targets))
             progress.step += 1
             now = time.monotonic()
-            progress.seconds = before + now - started
+            progress.seconds = before.seconds + now - started
+            progress.cpu_seconds = before.cpu_seconds + time.process_time() - cpu
             if progress.step % self.recipe.evaluate_every == 0 or self.done:
                 self._note(sum(recent) / len(recent))
                 recent = []
-            if now - started >= seconds:
+            if self.done or now - started >= seconds:
                 break
             if now - saved >= save_every:
                 self.save()
@@ -210,9 +223,9 @@ class Training:
         self.progress = Progress(**state["progress"])
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        step, recipe = self.progress.step, self.recipe
+        recipe = self.recipe
         for group in self.optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * learning_rate_factor(step, step / recipe.steps, recipe)
+            group["lr"] = recipe.learning_rate * learning_rate_factor(self.progress.step, self.share, recipe)
         loss = functional.cross_entropy(*scored_logits(self.model, inputs, targets))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.gradient_norm)
@@ -261,6 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path(".cache/benchmarks/sums"), help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="maximum training time; default: none")
     parser.add_argument("--slice", type=float, default=float("inf"), help="seconds to train in this call; default: all")
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: all (%(default)s)")
@@ -269,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (options.output / LOG).exists():
         sys.stdout.write(f"{options.output} is trained already; remove it to train again.\n")
         return
-    training = Training(Recipe(steps=options.steps, seed=options.seed), options.output)
+    training = Training(Recipe(steps=options.steps, seed=options.seed), options.output, options.minutes)
     training.run(options.slice, options.save_every)
     if not training.done:
         sys.stdout.write(f"{options.output}: {training.progress.step} of {options.steps} steps; call again to go on.\n")
