@@ -2,8 +2,8 @@
 
 Training can be interrupted: the checkpoint in the output folder is written every `--save-every` seconds and at the end
 of a slice, and the same command goes on from it, with the same weights as without an interruption. The finished model
-is a Hugging Face folder for `topw-export`. With `--minutes`, the clock ends a run that is slower than that, at the low
-learning rate; only runs that end by steps repeat bit for bit.
+is a Hugging Face folder for `topw-export`. The clock ends a run that is slower than `--minutes`, at the low learning
+rate; only runs that end by steps repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Recipe:
     heads: int = 6
     context: int = 256  # tokens
     batch: int = 32  # problems per step
-    steps: int = 1600
+    steps: int = 2600
     warmup: int = 60  # steps
     easy: float = 0.15
     group: int = 8
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path(".cache/benchmarks/sums"), help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="maximum training time; default: none")
+    parser.add_argument("--minutes", type=float, default=29.0, help="maximum training time (default: %(default)s)")
     parser.add_argument("--slice", type=float, default=float("inf"), help="seconds to train in this call; default: all")
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: all (%(default)s)")
