@@ -39,6 +39,7 @@ def save_plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     for cell in cells:
         if cell.temperature is None:
             axes.axhline(100 * cell.accuracy, color=_MUTED, lw=1, ls="--", label=cell.rule)
+    axes.set_xticks(sorted({cell.temperature for cell in sampled}))
     axes.set_ylim(-2, 102)
     axes.set_xlabel("temperature", fontsize=9, color=_MUTED)
     axes.set_ylabel("problems solved, %", fontsize=9, color=_MUTED)
