@@ -1,6 +1,7 @@
 """`python -m benchmarks` runs every measurement that needs only the extra [dev].
 
-Excludes `transformers_generate` and `parity_released`, which need the authors' file, and `coverage`, which takes hours.
+Excludes `transformers_generate` and `parity_released`, which need the authors' file, `sums`, which needs its trained
+model, and `coverage`, which takes hours.
 """
 
 from __future__ import annotations

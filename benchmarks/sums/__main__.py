@@ -1,0 +1,106 @@
+"""Accuracy of the trained model by sampling rule and temperature. Figures: docs/lab/sums.md.
+
+    python -m benchmarks.sums.train
+    topw-export .cache/benchmarks/sums out-sums
+    python -m benchmarks.sums --folder out-sums --temperatures 0.5 1 1.5 2 --rules top_w top_p=0.9 min_p=0.1 --seeds 5
+
+A rule is `greedy`, a rule's name (`top_w`, `none`), or one of its parameters (`min_p=0.1`), with more parameters behind
+commas (`top_w,lam=2.2,beta=2.8`, `top_w,preset=lively`); they go to `generate` as they are. Every seed has its own
+held-out problems, and every rule and temperature answers the same ones with the same random numbers.
+
+--torch: generate with transformers and its own warpers instead; --folder is then the trained model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import machine, say
+from benchmarks.sums.picture import save_plot
+from benchmarks.sums.problems import Problem, problems
+from benchmarks.sums.scores import Cell, accuracy_table, details_table, difference_table
+from benchmarks.sums.sides import EngineSide, Reply, RuleChoice, Side, TorchSide
+from topw_deploy.errors import TopWError
+from topw_deploy.reports import require_matplotlib
+
+RULES = ("greedy", "top_w", "top_w,preset=lively", "none", "top_k=50", "top_p=0.9", "min_p=0.1", "top_h=0.4")
+
+
+def measure(
+    side: Side, rules: Sequence[RuleChoice], temperatures: Sequence[float], asked: Sequence[Sequence[Problem]]
+) -> list[Cell]:
+    """A cell per rule and temperature, and one for greedy. asked: the problems of each seed."""
+    cells = []
+    flat = [problem for group in asked for problem in group]
+    for rule in rules:
+        for temperature in [None] if rule.greedy else temperatures:
+            replies: list[Reply] = []
+            for seed, group in enumerate(asked):
+                replies += side.replies(group, rule, temperature or 0.0, seed)
+            cells.append(Cell.of(rule.label, temperature, flat, replies))
+            at = "" if temperature is None else f", T = {temperature:g}"
+            say(f"{rule.label}{at}: {cells[-1].accuracy:.1%}")
+    return cells
+
+
+def report(cells: Sequence[Cell], title: str) -> str:
+    parts = [title, "Accuracy in per cent (95 % Wilson interval):", accuracy_table(cells)]
+    sampled = list(dict.fromkeys(cell.rule for cell in cells if cell.temperature is not None))
+    if len(sampled) > 1:
+        parts += [f"Points above {sampled[0]}, same problems (± 95 % normal interval):", difference_table(cells)]
+    parts += ["Kept tokens per step / replies without an answer:", details_table(cells)]
+    return "\n\n".join(parts)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sums", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="an export, or with --torch the trained model")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0], metavar="T")
+    parser.add_argument("--rules", nargs="+", default=list(RULES), metavar="RULE", help=f"default: {' '.join(RULES)}")
+    parser.add_argument("--seeds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--problems", type=int, default=100, help="of each seed (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="rows that run at once (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: the library's")
+    parser.add_argument("--torch", action="store_true", help="use transformers instead of an export")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw accuracy over temperature (.png)")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.plot:
+        require_matplotlib()
+    rules = [RuleChoice.parse(text) for text in options.rules]
+    asked = [list(islice(problems(seed, held_out=True), options.problems)) for seed in range(options.seeds)]
+    side: Side = (TorchSide if options.torch else EngineSide)(options.folder, options.batch, options.threads)
+    try:
+        cells = measure(side, rules, options.temperatures, asked)
+    finally:
+        side.close()
+    way = "transformers' generate" if options.torch else "Engine"
+    title = f"{options.folder.name} by {way}; {options.seeds} seeds of {options.problems} problems; {machine()}"
+    print(report(cells, title))
+    if options.json:
+        content: dict[str, Any] = {"title": title, "seeds": options.seeds, "problems": options.problems}
+        content["cells"] = [cell.as_json() for cell in cells]
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        save_plot(cells, options.plot, "Sums solved by sampling rule, with 95 % intervals")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    try:
+        run(parse_arguments(arguments))
+    except TopWError as error:
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

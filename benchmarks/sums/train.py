@@ -1,0 +1,300 @@
+"""Train the model: `python -m benchmarks.sums.train --output .cache/benchmarks/sums [--slice SECONDS] [--threads 2]`.
+
+Training can be interrupted: the checkpoint in the output folder is written every `--save-every` seconds and at the end
+of a slice, and the same command goes on from it, with the same weights as without an interruption. The finished model
+is a Hugging Face folder for `topw-export`. The clock ends a run that is slower than `--minutes`, at the low learning
+rate; only runs that end by steps repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.common import say
+from benchmarks.sums.problems import Problem, problems
+from benchmarks.sums.tokenizer import train_tokenizer
+from topw_deploy.demo.tokenizer import BOS, EOS, PAD, tokenizer_config
+from topw_deploy.demo.train import learning_rate_factor, optimizer_for, versions
+
+CHECKPOINT = "checkpoint.pt"
+LOG = "training_log.json"
+IGNORED = -100  # a target that is not scored
+TEST_SEED = 1_000_000  # of the held-out problems that the curve is computed on
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings that, with the library versions and the machine's arithmetic, determine the weights.
+
+    easy: share of the steps, at the beginning, with one sum per problem.
+    group: batches that are sorted by length together.
+    """
+
+    vocab_size: int = 1664
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    layers: int = 4
+    heads: int = 6
+    context: int = 256  # tokens
+    batch: int = 32  # problems per step
+    steps: int = 2600
+    warmup: int = 60  # steps
+    easy: float = 0.15
+    group: int = 8
+    learning_rate: float = 3e-3  # peak; a cosine reduces it to a twentieth
+    weight_decay: float = 0.05  # matrices only
+    betas: tuple[float, float] = (0.9, 0.98)
+    gradient_norm: float = 1.0
+    evaluate_every: int = 100  # steps
+    evaluated: int = 64  # held-out problems
+    seed: int = 1
+
+
+@dataclass
+class Progress:
+    """What a run has done in all slices: steps, seconds of training, seconds of CPU time, points of the curve."""
+
+    step: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
+    """A new float32 Llama with tied embeddings."""
+    torch.manual_seed(recipe.seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=recipe.vocab_size,
+            hidden_size=recipe.hidden_size,
+            intermediate_size=recipe.intermediate_size,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads,
+            num_key_value_heads=recipe.heads,
+            max_position_embeddings=recipe.context,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.token_to_id(BOS),
+            eos_token_id=tokenizer.token_to_id(EOS),
+            pad_token_id=tokenizer.token_to_id(PAD),
+        )
+    )
+
+
+def encode(found: Sequence[Problem], tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
+    """For each problem (ids from BOS to EOS, length of the prompt)."""
+    eos = tokenizer.token_to_id(EOS)
+    prompts = [len(e.ids) for e in tokenizer.encode_batch([p.prompt for p in found])]
+    texts = tokenizer.encode_batch([p.prompt + p.completion for p in found])
+    return [([*e.ids, eos], prompt) for e, prompt in zip(texts, prompts, strict=True)]
+
+
+def padded(rows: Sequence[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, int64 [batch, longest - 1], padded on the right; only answers have targets."""
+    width = max(len(ids) for ids, _ in rows)
+    inputs = torch.full((len(rows), width - 1), pad)
+    targets = torch.full((len(rows), width - 1), IGNORED)
+    for row, (ids, prompt) in enumerate(rows):
+        inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+        targets[row, prompt - 1 : len(ids) - 1] = torch.tensor(ids[prompt:])
+    return inputs, targets
+
+
+def batches(recipe: Recipe, tokenizer: Tokenizer, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The training batches from step `first` on. A batch depends only on the recipe and its step."""
+    easy = round(recipe.easy * recipe.steps)
+    pad = tokenizer.token_to_id(PAD)
+    for group in range(first // recipe.group, -(-recipe.steps // recipe.group)):
+        start = group * recipe.group
+        kinds = ("two",) if start < easy else ("two", "three", "more")
+        seed = recipe.seed * 1_000_003 + group + 1
+        rows = encode(list(islice(problems(seed, kinds=kinds), recipe.batch * recipe.group)), tokenizer)
+        rows.sort(key=lambda row: len(row[0]))
+        order = torch.randperm(recipe.group, generator=torch.Generator().manual_seed(seed)).tolist()
+        for place in range(max(0, first - start), min(recipe.group, recipe.steps - start)):
+            cut = order[place] * recipe.batch
+            yield padded(rows[cut : cut + recipe.batch], pad)
+
+
+def scored_logits(
+    model: LlamaForCausalLM, inputs: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits float32 [n, V] and targets int64 [n] of the n scored tokens. No mask: the padding is on the right."""
+    hidden = model.model(inputs, use_cache=False).last_hidden_state  # [B, T, H]
+    wanted = targets != IGNORED
+    return model.lm_head(hidden[wanted]), targets[wanted]
+
+
+@torch.no_grad()
+def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe) -> dict[str, float]:
+    """Held-out loss in nats per token of the answer, and the share of problems with every digit likeliest.
+
+    Digits are scored behind the true text, so the share is an estimate of greedy accuracy.
+    """
+    rows = encode(list(islice(problems(TEST_SEED, held_out=True), recipe.evaluated)), tokenizer)
+    digits = torch.tensor([tokenizer.token_to_id(str(d)) for d in range(10)])
+    losses, right = [], 0
+    for row in rows:
+        logits, targets = scored_logits(model, *padded([row], tokenizer.token_to_id(PAD)))
+        losses.append(functional.cross_entropy(logits, targets, reduction="none"))
+        of_digits = torch.isin(targets, digits)
+        right += bool((logits.argmax(-1) == targets)[of_digits].all())
+    return {"held_out_loss": torch.cat(losses).mean().item(), "digits_right": right / len(rows)}
+
+
+class Training:
+    """A run in a folder, resumed from its checkpoint if there is one.
+
+    minutes: maximum time of training, in all slices; the learning rate follows the steps or the clock, whichever is
+        farther.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, minutes: float = float("inf")) -> None:
+        self.recipe, self.folder, self.minutes, self.progress = recipe, folder, minutes, Progress()
+        self.tokenizer = train_tokenizer(recipe.vocab_size)
+        self.model = build_model(recipe, self.tokenizer)
+        self.optimizer = optimizer_for(self.model, recipe)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / CHECKPOINT).exists():
+            self._load()
+
+    @property
+    def share(self) -> float:
+        """How much of the run is done; >= 1 at its end."""
+        return max(self.progress.step / self.recipe.steps, self.progress.seconds / 60 / self.minutes)
+
+    @property
+    def done(self) -> bool:
+        return self.share >= 1
+
+    def run(self, seconds: float, save_every: float) -> None:
+        """Train until the run is done or `seconds` are over, then save."""
+        progress, before = self.progress, dataclasses.replace(self.progress)
+        started, cpu = time.monotonic(), time.process_time()
+        saved, recent = started, []
+        for inputs, targets in batches(self.recipe, self.tokenizer, progress.step):
+            recent.append(self._step(inputs, targets))
+            progress.step += 1
+            now = time.monotonic()
+            progress.seconds = before.seconds + now - started
+            progress.cpu_seconds = before.cpu_seconds + time.process_time() - cpu
+            if progress.step % self.recipe.evaluate_every == 0 or self.done:
+                self._note(sum(recent) / len(recent))
+                recent = []
+            if self.done or now - started >= seconds:
+                break
+            if now - saved >= save_every:
+                self.save()
+                saved = now
+        self.save()
+
+    def save(self) -> None:
+        """Write the checkpoint; an interruption leaves the former one."""
+        state = {
+            "recipe": dataclasses.asdict(self.recipe),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": dataclasses.asdict(self.progress),
+        }
+        partial = self.folder / f"{CHECKPOINT}.partial"
+        torch.save(state, partial)
+        os.replace(partial, self.folder / CHECKPOINT)
+
+    def _load(self) -> None:
+        state = torch.load(self.folder / CHECKPOINT, weights_only=True)
+        if state["recipe"] != dataclasses.asdict(self.recipe):
+            raise SystemExit(f"{self.folder} has a checkpoint of another recipe; remove it, or give another --output.")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.progress = Progress(**state["progress"])
+
+    def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        recipe = self.recipe
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * learning_rate_factor(self.progress.step, self.share, recipe)
+        loss = functional.cross_entropy(*scored_logits(self.model, inputs, targets))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.gradient_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def _note(self, train_loss: float) -> None:
+        point = {
+            "step": self.progress.step,
+            "seconds": round(self.progress.seconds, 1),
+            "train_loss": train_loss,
+            **evaluate(self.model, self.tokenizer, self.recipe),
+        }
+        self.progress.curve.append(point)
+        say(" ".join(f"{name} {value:.4g}" for name, value in point.items()))
+
+
+def write_model(training: Training) -> dict[str, Any]:
+    """Write the float32 model, tokenizer and log into the folder, remove the checkpoint; returns the log."""
+    folder, model, recipe = training.folder, training.model, training.recipe
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(folder)
+    ends = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    GenerationConfig(**ends, do_sample=True, temperature=1.0).save_pretrained(folder)
+    training.tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(recipe.context))
+    log = {
+        "recipe": dataclasses.asdict(recipe),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        **dataclasses.asdict(training.progress),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+    }
+    _write_json(folder / LOG, log)
+    (folder / CHECKPOINT).unlink()
+    return log
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path(".cache/benchmarks/sums"), help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=Recipe.seed, help="default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=29.0, help="maximum training time (default: %(default)s)")
+    parser.add_argument("--slice", type=float, default=float("inf"), help="seconds to train in this call; default: all")
+    parser.add_argument("--save-every", type=float, default=60.0, help="seconds (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: all (%(default)s)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    if (options.output / LOG).exists():
+        sys.stdout.write(f"{options.output} is trained already; remove it to train again.\n")
+        return
+    training = Training(Recipe(steps=options.steps, seed=options.seed), options.output, options.minutes)
+    training.run(options.slice, options.save_every)
+    if not training.done:
+        sys.stdout.write(f"{options.output}: {training.progress.step} of {options.steps} steps; call again to go on.\n")
+        return
+    log = write_model(training)
+    last = log["curve"][-1]
+    sys.stdout.write(
+        f"{options.output}: held-out loss {last['held_out_loss']:.4f}, every digit right in {last['digits_right']:.1%} "
+        f"of {training.recipe.evaluated} problems, {log['step']} steps in {log['seconds']:.0f} s\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The task of sums: its problems, scores, and training at a toy size."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from benchmarks.sums import __main__ as command
+from benchmarks.sums.problems import Problem, columns, is_held_out, problems, stated_total
+from benchmarks.sums.scores import Cell, accuracy_table, difference, difference_table, wilson
+from benchmarks.sums.sides import NEW_TOKENS, Reply, RuleChoice
+from topw_deploy.errors import ParameterError
+
+SOME = list(islice(problems(3), 200))
+
+
+def test_columns_add_from_the_ones_and_carry() -> None:
+    assert columns(47, 85) == "7+5+0=12 4+8+1=13"
+    assert columns(999, 1) == "9+1+0=10 9+0+1=10 9+0+1=10"
+    assert columns(10, 2345) == "0+5+0=05 1+4+0=05 0+3+0=03 0+2+0=02"
+
+
+def test_every_written_step_is_true_and_the_last_is_the_answer() -> None:
+    for problem in SOME:
+        steps = re.findall(r" (\d+)\+(\d+): ((?:\d\+\d\+\d=\d\d ?)+).*? (\d+)", problem.answer)
+        assert len(steps) in (1, 2)
+        for a, b, written, result in steps:
+            assert written.strip() == columns(int(a), int(b))
+            assert int(a) + int(b) == int(result)
+        assert int(steps[-1][3]) == problem.total == stated_total(problem.answer)
+
+
+def test_a_problem_asks_for_the_sum_of_its_numbers() -> None:
+    for problem in SOME:
+        # Distractors have other units.
+        told = re.sub(r"\d+ (years old|minutes|miles away|days ago)", "", problem.question)
+        numbers = [int(n) for n in re.findall(r"\d+", told)]
+        if re.search(r"has \d+ more .* than", told):
+            assert problem.total == 2 * numbers[0] + numbers[1]
+        else:
+            assert problem.total == sum(numbers)
+
+
+def test_a_seed_gives_the_same_problems_and_no_number_is_on_both_sides() -> None:
+    assert list(islice(problems(3), 200)) == SOME
+    assert list(islice(problems(4), 200)) != SOME
+
+    def numbers(problem: Problem) -> tuple[str, ...]:
+        first, *more = re.findall(r"(\d+)\+(\d+):", problem.answer)
+        return (*first, *(b for _, b in more)) if " than " not in problem.question else first
+
+    assert not any(is_held_out([int(n) for n in numbers(p)]) for p in SOME)
+    assert all(is_held_out([int(n) for n in numbers(p)]) for p in islice(problems(3, held_out=True), 50))
+
+
+def test_the_stated_total_is_the_number_behind_the_first_marker() -> None:
+    assert stated_total(" so 12.\n#### 12\n#### 13") == 12
+    assert stated_total("12") is None
+    assert stated_total("#### twelve") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters"),
+    [
+        ("top_w", {}),
+        ("none", {"rule": "none"}),
+        ("min_p=0.1", {"min_p": 0.1}),
+        ("top_h=0.4,top_h_pool=50", {"top_h": 0.4, "top_h_pool": 50}),
+        ("top_w,preset=lively", {"preset": "lively"}),
+    ],
+)
+def test_a_rule_becomes_parameters_of_generate(text: str, parameters: dict) -> None:
+    rule = RuleChoice.parse(text)
+    assert (rule.label, rule.parameters) == (text, parameters)
+    assert rule.top_w == text.startswith("top_w")
+
+
+@pytest.mark.parametrize("text", ["", "min_p=", "min_p,0.1", "0.1", "top_w,min p=1"])
+def test_another_form_of_a_rule_is_refused(text: str) -> None:
+    with pytest.raises(ParameterError, match="is not a rule's name"):
+        RuleChoice.parse(text)
+
+
+def test_intervals_are_those_of_wilson_and_of_paired_differences() -> None:
+    # 81 of 263: the example of Newcombe (1998), Statistics in Medicine 17, table I.
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    one = Cell("a", 1.0, (True, True, False, True), 0, 5.0, None)
+    other = Cell("b", 1.0, (True, False, False, False), 0, 5.0, None)
+    assert difference(one, other) == pytest.approx((0.5, 1.959964 * 0.5 / 2))
+
+
+def test_texts_fit_the_context_and_digits_are_tokens() -> None:
+    from benchmarks.sums.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(1664)
+    for problem in SOME:
+        assert len(tokenizer.encode(problem.completion).ids) <= NEW_TOKENS
+        assert len(tokenizer.encode(problem.prompt).ids) <= 256 - NEW_TOKENS
+        assert tokenizer.decode(tokenizer.encode(problem.prompt).ids) == problem.prompt
+    assert tokenizer.encode(" 512+7").tokens[1:] == ["Ġ", "5", "1", "2", "+", "7"]
+
+
+class Answering:
+    """Solves every problem when greedy, else those of even place."""
+
+    def replies(self, asked: list[Problem], rule: RuleChoice, temperature: float, seed: int) -> list[Reply]:
+        return [Reply(p.answer if rule.greedy or place % 2 == 0 else "none", 10, None) for place, p in enumerate(asked)]
+
+    def close(self) -> None: ...
+
+
+def test_accuracy_is_counted_by_rule_and_temperature() -> None:
+    asked = [SOME[:4], SOME[4:8]]
+    rules = [RuleChoice.parse(text) for text in ("greedy", "top_w", "none")]
+    cells = command.measure(Answering(), rules, [1.0, 2.0], asked)
+    assert [(c.rule, c.temperature, c.accuracy, c.unanswered) for c in cells] == [
+        ("greedy", None, 1.0, 0),
+        *((rule, t, 0.5, 4) for rule in ("top_w", "none") for t in (1.0, 2.0)),
+    ]
+    assert accuracy_table(cells).count("50.0 (21.5-78.5)") == 4
+    assert "+0.0 ± 0.0" in difference_table(cells)
+    assert "greedy" not in difference_table(cells)
+
+
+def test_accuracy_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.sums.picture import save_plot
+
+    cells = [Cell("greedy", None, (True,), 0, 5.0, 1.0), Cell("none", 1.0, (True,), 0, 5.0, None)]
+    for some in (cells, cells[:1]):
+        save_plot(some, tmp_path / "images" / "sums.png", "Sums")
+        assert (tmp_path / "images" / "sums.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_toy_model_trains_resumes_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    from benchmarks.sums.train import Recipe, Training, evaluate, write_model
+
+    recipe = Recipe(
+        vocab_size=400, hidden_size=32, intermediate_size=64, layers=1, heads=2, batch=2, steps=6, warmup=1, easy=0.5,
+        group=2, evaluate_every=3, evaluated=2,
+    )  # fmt: skip
+    whole = Training(recipe, tmp_path / "whole")
+    before = evaluate(whole.model, whole.tokenizer, recipe)["held_out_loss"]
+    whole.run(600, 600)
+    assert [point["step"] for point in whole.progress.curve] == [3, 6]
+    assert whole.progress.curve[-1]["held_out_loss"] < before - 0.1
+
+    Training(recipe, tmp_path / "sliced").run(0, 600)  # one step
+    resumed = Training(recipe, tmp_path / "sliced")
+    assert resumed.progress.step == 1
+    resumed.run(600, 0)
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+    with pytest.raises(SystemExit, match="another recipe"):
+        Training(dataclasses.replace(recipe, seed=2), tmp_path / "sliced")
+
+    write_model(resumed)
+    folder = str(tmp_path / "sliced")
+    rules = ["greedy", "top_w", "min_p=0.1"]
+    common = ["--temperatures", "1", "--seeds", "1", "--problems", "2", "--json", str(tmp_path / "counts.json")]
+    command.main(["--folder", folder, "--torch", "--rules", *rules, *common])
+    assert "2 problems" in capsys.readouterr().out
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    assert [(cell["rule"], cell["asked"]) for cell in counts["cells"]] == [(rule, 2) for rule in rules]
+    assert all(0 < cell["tokens"] <= NEW_TOKENS for cell in counts["cells"])
+    with pytest.raises(SystemExit, match="no warper for p_less"):
+        command.main(["--folder", folder, "--torch", "--rules", "p_less", *common])
