@@ -24,6 +24,7 @@ NAME = "topw-deploy"
 MODULES = {
     "cpu": {"onnxruntime": "onnxruntime"},
     "structured": {"llguidance": "llguidance"},
+    "lm-eval": {"lm-eval": "lm_eval"},
     "export": {
         "torch": "torch",
         "transformers": "transformers",

@@ -64,7 +64,7 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
             continue
         if REQUEST_ALIASES.get(key, key) in known:
             honoured[key] = value
-        elif not (key in _SILENT or key.startswith("_") or value is False or _is_off(key, value)):
+        elif not has_no_effect(key, value):
             ignored[key] = value
     if ignored:
         listed = ", ".join(f"{key}={show(value)}" for key, value in sorted(ignored.items()))
@@ -78,8 +78,10 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
         raise ParameterError(f"{where}: {error}") from None
 
 
-def _is_off(key: str, value: Any) -> bool:
-    return isinstance(value, (int, float)) and value in _OFF.get(key, ())
+def has_no_effect(name: str, value: Any) -> bool:
+    """Whether a setting that is none of our parameters changes no token, such as num_beams=1."""
+    off = isinstance(value, (int, float)) and value in _OFF.get(name, ())
+    return off or value is False or name in _SILENT or name.startswith("_")
 
 
 def _callers_level() -> int:
