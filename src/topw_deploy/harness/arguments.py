@@ -104,7 +104,9 @@ def _parameters(stated: Mapping[str, Any]) -> dict[str, Any]:
     for name in stated:
         ours = REQUEST_ALIASES.get(name, name)
         if name in _INSTEAD or ours in _INSTEAD:
-            raise ParameterError(f"{name} is not an argument of this model; give {_INSTEAD.get(name, _INSTEAD.get(ours))}.")
+            raise ParameterError(
+                f"{name} is not an argument of this model; give {_INSTEAD.get(name, _INSTEAD.get(ours))}."
+            )
         if ours in _NOT_HERE:
             raise ParameterError(f"{name} changes what a request returns, so the harness cannot pass it; remove it.")
         if ours not in known and difflib.get_close_matches(name, (*OWN, *OPENING, *ENGINE), n=1):

@@ -84,8 +84,8 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         found = min(self._model.defaults["eos_token_id"], default=None) if found is None else found
         if found is None:
             raise TokenizerError(
-                f"{self._model.path} has neither a BOS nor an EOS token, which scoring an empty context needs; give the "
-                "tokenizer one and export again."
+                f"{self._model.path} has neither a BOS nor an EOS token, which scoring an empty context needs; give "
+                "the tokenizer one and export again."
             )
         return int(found)
 
@@ -138,8 +138,8 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         """The template's source. Raises ParameterError for a name: a folder has one template."""
         if isinstance(chat_template, str):
             raise ParameterError(
-                f"--apply_chat_template names the template {chat_template!r:.60}, but {self._model.path} has one without a "
-                "name; give the option alone."
+                f"--apply_chat_template names the template {chat_template!r:.60}, but {self._model.path} has one "
+                "without a name; give the option alone."
             )
         template = self._model._template
         return template.source if chat_template and template is not None else None
@@ -179,8 +179,8 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         room = self._tokens - parameters["max_new_tokens"]
         if room < 1:
             raise ParameterError(
-                f"max_gen_toks is {parameters['max_new_tokens']}, but prompt and answer have at most {self._tokens} tokens "
-                "together; give fewer (--gen_kwargs max_gen_toks=N).",
+                f"max_gen_toks is {parameters['max_new_tokens']}, but prompt and answer have at most {self._tokens} "
+                "tokens together; give fewer (--gen_kwargs max_gen_toks=N)."
             )
         ids = self.tok_encode(context) or [self.prefix_token_id]
         if len(ids) > room:
@@ -229,12 +229,12 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         scored = [request for request in requests if request[2]]
         results = self._shown(map(self._scoring, scored), len(scored), "Scoring", disable_tqdm)
         scores = []
-        for (arguments, _, continuation), result in zip(scored, results, strict=True):
-            scores.append(_score(result, len(continuation)))
-            if arguments is not None:
-                self.cache_hook.add_partial("loglikelihood", arguments, scores[-1])
+        for request, result in zip(scored, results, strict=True):
+            scores.append(_score(result, len(request[2])))
+            if request[0] is not None:
+                self.cache_hook.add_partial("loglikelihood", request[0], scores[-1])
         found = iter(scores)
-        return [next(found) if continuation else (0.0, True) for _, _, continuation in requests]
+        return [next(found) if request[2] else (0.0, True) for request in requests]
 
     def _scoring(self, request: Scored) -> Asked:
         """A continuation of one token is drawn as the only allowed one, behind a prompt that is read in chunks.
@@ -244,7 +244,8 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         _, context, continuation = request
         if len(continuation) >= self._tokens:
             raise PromptError(
-                f"a continuation has {len(continuation)} tokens, but at most {self._tokens - 1} can be scored; shorten it."
+                f"a continuation has {len(continuation)} tokens, but at most {self._tokens - 1} can be scored; shorten "
+                "it."
             )
         whole = [*context, *continuation][-self._tokens :]
         if len(whole) - len(continuation) < len(context):

@@ -52,5 +52,3 @@ class Runner:
     def close(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
-
-
