@@ -37,11 +37,11 @@ def test_greedy_answers_are_the_models_in_the_order_of_the_requests(
 
 @pytest.mark.parametrize("quiet", [{}, {"temperature": 0.0}, {"temperature": 0.9, "do_sample": False}])
 def test_a_task_that_does_not_sample_is_greedy(opened: Open, quiet: dict[str, Any]) -> None:
-    model = opened()
+    model = opened(seed=3)
     greedy = asked(model, ("abc", TASK))
-    assert asked(model, ("abc", {"max_gen_toks": 9, **quiet})) == greedy
-    assert asked(model, ("abc", {"max_gen_toks": 9, "temperature": 3.0})) != greedy
-    assert asked(model, ("abc", {"max_gen_toks": 9, "do_sample": True, "lam": 0.1, "temperature": 3.0})) != greedy
+    assert asked(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, **quiet})) == greedy
+    assert asked(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, "temperature": 3.0})) != greedy
+    assert asked(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, "do_sample": True})) != greedy
 
 
 def test_model_args_replace_what_the_task_says(opened: Open, scoring: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -54,6 +54,12 @@ def test_model_args_replace_what_the_task_says(opened: Open, scoring: Path, capl
     given = {"temperature": 2.5, "lam": 0.2, "max_new_tokens": 9, "stop": ["\n\n"]}
     assert found == [plain.generate(prompt, **given, seed=seeds.next(prompt)).text for prompt in PROMPTS[:5]]
     assert "--model_args replaces {'do_sample': False, 'temperature': 0.0} of the task." in caplog.text
+
+
+def test_model_args_may_ask_for_sampling_without_a_temperature(opened: Open) -> None:
+    greedy, sampled = opened(lam=0.1, seed=1), opened(lam=0.1, seed=1, do_sample=True)
+    prompts = [(prompt, TASK) for prompt in PROMPTS[:5]]
+    assert asked(sampled, *prompts) != asked(greedy, *prompts)
 
 
 def test_without_a_temperature_the_sampler_is_said_to_do_nothing(
@@ -131,8 +137,8 @@ def test_chats_are_rendered_with_the_folder_s_template(opened: Open, tmp_path: P
     model = opened()
     history = [{"role": "user", "content": "2+2?"}]
     assert model.apply_chat_template(history) == "[u]2+2?;[a]"
-    begun = [*history, {"role": "assistant", "content": "It is "}]
-    assert model.apply_chat_template(begun, add_generation_prompt=False) == "[u]2+2?;[a]It is "
+    begun = [{"role": "user", "content": "It is what?"}, {"role": "assistant", "content": "It is "}]
+    assert model.apply_chat_template(begun, add_generation_prompt=False) == "[u]It is what?;[a]It is "
     assert model.chat_template(True) == TEMPLATE
     assert model.chat_template(False) is None
     assert model.tokenizer_name.startswith("out-")
@@ -159,8 +165,9 @@ def test_answers_are_kept_in_the_harness_s_cache(opened: Open, tmp_path: Path, m
 
 
 def test_an_error_of_a_request_ends_the_run_and_cancels_the_others(opened: Open) -> None:
-    model = opened(batch_size=2)
+    model = opened(batch_size=2, ignore_eos=True)
+    long = {"max_gen_toks": 80}
     with pytest.raises(ParameterError):
-        asked(model, *[("ab", TASK)] * 5, ("ab", {**TASK, "lam": -1}))
+        asked(model, *[(prompt, long) for prompt in PROMPTS[:15]], ("ab", {**long, "lam": -1}))
     assert asked(model, ("ab", TASK))
-    assert model._runner.engine.stats().in_use == 0
+    assert model._runner.engine.stats().new_tokens < 10 * 80

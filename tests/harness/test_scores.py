@@ -48,6 +48,15 @@ def test_a_greedy_continuation_is_said_to_be_one(opened: Open, toy: Toy) -> None
         assert total == pytest.approx(likelihood(toy, context + continuation, len(context))[0], abs=1e-4)
 
 
+def test_a_single_token_is_scored_behind_a_prompt_that_is_read_in_chunks(opened: Open) -> None:
+    model = opened(batch_size=1)
+    choices = [("question " * 8, letter) for letter in "ABCD"]
+    model.loglikelihood(instances("", choices), disable_tqdm=True)
+    stats = model._runner.engine.stats()
+    assert stats.steps + stats.chunks <= 2 * len(choices)
+    assert stats.cached_tokens > 2 * len("question " * 8), "the others reuse the first one's prompt"
+
+
 def test_a_long_context_loses_its_beginning(opened: Open, toy: Toy) -> None:
     model, context = opened(), byte_ids("ab" * CONTEXT)
     for continuation in (byte_ids("c"), byte_ids("cd")):
@@ -94,9 +103,10 @@ def test_the_bos_token_begins_texts_and_empty_contexts(opened: Open, toy: Toy, t
 
 def test_bans_of_the_models_own_configuration_do_not_touch_scores(opened: Open, toy: Toy, tmp_path: Path) -> None:
     config = {"min_new_tokens": 3, "suppress_tokens": byte_ids("b"), "no_repeat_ngram_size": 1}
+    config["bad_words_ids"] = [byte_ids("c")]
     folder = export(tmp_path / "out", toy, form="grouped", with_logits=True, generation_config=config)
     tokens = byte_ids("ab")
-    for last in (tokens[1], EOS, tokens[0]):
+    for last in (tokens[1], EOS, tokens[0], *byte_ids("c")):
         ((total, _),) = opened(folder)._loglikelihood_tokens([(None, tokens[:1], [last])], disable_tqdm=True)
         assert total == pytest.approx(likelihood(toy, [tokens[0], last], 1)[0], abs=1e-4)
 

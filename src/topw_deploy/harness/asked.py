@@ -83,8 +83,7 @@ def _until(value: Any) -> list[str]:
 
 
 def _stops(until: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
-    """A special token gives no text, so it stops by its id."""
+    """A special token gives no text, so it also stops by its id."""
     special = {text: token for token, text in tokenizer.special_ids.items()}
     ids = [special[text] for text in until if text in special]
-    texts = [text for text in until if text not in special]
-    return {**({"stop_token_ids": ids} if ids else {}), **({"stop_strings": texts} if texts else {})}
+    return {**({"stop_token_ids": ids} if ids else {}), **({"stop_strings": until} if until else {})}

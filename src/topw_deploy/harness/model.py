@@ -32,7 +32,6 @@ _UNEDITED: dict[str, Any] = {
     "suppress_tokens": [],
     "bad_words_ids": [],
     "no_repeat_ngram_size": 0,
-    "logit_bias": {},
     "seed": 0,
 }
 
