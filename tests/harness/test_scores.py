@@ -48,13 +48,26 @@ def test_a_greedy_continuation_is_said_to_be_one(opened: Open, toy: Toy) -> None
         assert total == pytest.approx(likelihood(toy, context + continuation, len(context))[0], abs=1e-4)
 
 
-def test_a_single_token_is_scored_behind_a_prompt_that_is_read_in_chunks(opened: Open) -> None:
-    model = opened(batch_size=1)
-    choices = [("question " * 8, letter) for letter in "ABCD"]
-    model.loglikelihood(instances("", choices), disable_tqdm=True)
+def test_continuations_are_drawn_behind_a_prompt_that_is_read_in_chunks_and_reused(opened: Open, toy: Toy) -> None:
+    model, tokens = opened(batch_size=2), byte_ids("question " * 9)
+    asked = [(None, tokens, byte_ids(text)) for text in ("A", "B", "no", "maybe")]
+    found = model._loglikelihood_tokens(asked, disable_tqdm=True)
+    for (_, context, continuation), (total, _) in zip(asked, found, strict=True):
+        assert total == pytest.approx(likelihood(toy, context + continuation, len(context))[0], abs=1e-4)
     stats = model._runner.engine.stats()
-    assert stats.steps + stats.chunks <= 2 * len(choices)
-    assert stats.cached_tokens > 2 * len("question " * 8), "the others reuse the first one's prompt"
+    assert stats.steps == 0, "no prompt was read token by token"
+    assert stats.prompt_tokens < 3 * len(tokens) < stats.cached_tokens
+
+
+@pytest.mark.parametrize("engine", [{}, {"reuse_prefixes": False}])
+def test_a_long_continuation_or_one_without_reuse_is_read_in_steps_of_all_rows(
+    opened: Open, engine: dict[str, bool]
+) -> None:
+    model, tokens = opened(batch_size=4, **engine), byte_ids("question " * 9)
+    for length, drawn in ((1, True), (20, not engine), (25, False)):
+        before = model._runner.engine.stats().steps
+        model._loglikelihood_tokens([(None, tokens, tokens[:length])], disable_tqdm=True)
+        assert (model._runner.engine.stats().steps == before) == drawn, length
 
 
 def test_a_long_context_loses_its_beginning(opened: Open, toy: Toy) -> None:

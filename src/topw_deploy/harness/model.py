@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from topw_deploy.errors import ParameterError, PromptError, TokenizerError
+from topw_deploy.errors import ParameterError, TokenizerError
 from topw_deploy.harness.arguments import read_arguments
 from topw_deploy.harness.asked import Seeds, parameters_of
 from topw_deploy.harness.chat import continued
 from topw_deploy.harness.running import Asked, Runner
+from topw_deploy.harness.scoring import Scorer
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
-from topw_deploy.runtime import GenerationResult, TopWModel
-from topw_deploy.runtime.logprobs import logits_output
+from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 Scored = tuple[Any, list[int], list[int]]  # (the request's arguments or None, context ids, continuation ids)
-
-# Without what a model's generation config may ban: the token to be scored must be drawn.
-_UNEDITED: dict[str, Any] = {
-    "temperature": 0.0,
-    "min_new_tokens": 0,
-    "min_length": 0,
-    "suppress_tokens": [],
-    "bad_words_ids": [],
-    "no_repeat_ngram_size": 0,
-    "seed": 0,
-}
 
 
 class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
@@ -52,6 +42,7 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         self._runner = Runner(self._model, given.rows, engine)
         context = self._model.manifest.decoder.context_length
         self._tokens = min(given.opening.get("max_length", context), context)
+        self._scorer = Scorer(self._model, self._runner, self._tokens, given.rows)
         # The harness seeds numpy's generator (--seed) before it makes the model.
         self._seed = int(np.random.randint(2**31 - 1)) if given.seed is None else given.seed
         self._told: set[str] = set()
@@ -161,7 +152,7 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
                 yield self._generation(context, gen_kwargs, seeds.next(context))
 
         texts = []
-        results = self._shown(asked(), len(requests), "Generating", disable_tqdm)
+        results = _bar(self._runner.results(asked()), len(requests), "Generating", disable_tqdm)
         for request, result in zip(requests, results, strict=True):
             text, end = result.text, self._arguments.think_end_token
             if end is not None:
@@ -216,43 +207,18 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation, whether it is greedy) for each.
-
-        Raises ParameterError for a folder without logits, PromptError for a continuation longer than the context.
-        """
-        if logits_output(self._model.manifest) is None:
-            raise ParameterError(
-                f"log-likelihoods need the graph's output logits, which {self._model.path} lacks; export it again with "
-                "--with-logits."
-            )
+        """(log-probability of the continuation, whether it is greedy) for each. Raises the errors of `Scorer`."""
         scored = [request for request in requests if request[2]]
-        results = self._shown(map(self._scoring, scored), len(scored), "Scoring", disable_tqdm)
-        scores = []
-        for request, result in zip(scored, results, strict=True):
-            scores.append(_score(result, len(request[2])))
-            if request[0] is not None:
-                self.cache_hook.add_partial("loglikelihood", request[0], scores[-1])
-        found = iter(scores)
-        return [next(found) if request[2] else (0.0, True) for request in requests]
-
-    def _scoring(self, request: Scored) -> Asked:
-        """A continuation of one token is drawn as the only allowed one, behind a prompt that is read in chunks.
-
-        A prompt with log-probabilities is read token by token.
-        """
-        _, context, continuation = request
-        if len(continuation) >= self._tokens:
-            raise PromptError(
-                f"a continuation has {len(continuation)} tokens, but at most {self._tokens - 1} can be scored; shorten "
-                "it."
-            )
-        whole = [*context, *continuation][-self._tokens :]
-        if len(whole) - len(continuation) < len(context):
+        if any(len(context) + len(continuation) > self._tokens for _, context, continuation in scored):
             self._tell(f"prompts and continuations of more than {self._tokens} tokens lose their beginning.")
-        if len(continuation) == 1:
-            one = {"max_new_tokens": 1, "logprobs": 0, "allowed_token_ids": continuation}
-            return whole[:-1], {**_UNEDITED, **one}
-        return whole, {**_UNEDITED, "max_new_tokens": 0, "prompt_logprobs": 0}
+        scores = self._scorer.scores([(context, continuation) for _, context, continuation in scored])
+        found = []
+        for request, score in zip(scored, _bar(scores, len(scored), "Scoring", disable_tqdm), strict=True):
+            found.append(score)
+            if request[0] is not None:
+                self.cache_hook.add_partial("loglikelihood", request[0], score)
+        ordered = iter(found)
+        return [next(ordered) if request[2] else (0.0, True) for request in requests]
 
     # Reports
 
@@ -266,16 +232,11 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
             "topw_seed": self._seed,
         }
 
-    def _shown(self, asked: Iterable[Asked], total: int, what: str, hidden: bool) -> Iterator[GenerationResult]:
-        return iter(tqdm(self._runner.results(asked), total=total, desc=what, disable=hidden))
-
     def _tell(self, note: str) -> None:
         if note not in self._told:
             self._told.add(note)
             _log.warning(note)
 
 
-def _score(result: GenerationResult, continuation: int) -> tuple[float, bool]:
-    if result.token_logprobs:
-        return result.token_logprobs[0].logprob, result.token_logprobs[0].greedy
-    return result.prompt_likelihood(result.prompt_tokens - continuation)
+def _bar(values: Iterable[T], total: int, what: str, hidden: bool) -> Iterator[T]:
+    return iter(tqdm(values, total=total, desc=what, disable=hidden))

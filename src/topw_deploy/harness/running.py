@@ -19,12 +19,15 @@ class Runner:
     """Generates from many prompts: together over an Engine, or one by one if the cache has no form for it.
 
     rows, options: `max_batch` and other options of Engine.
+    reuses: whether a prompt that begins like another one is read behind that.
     """
 
     def __init__(self, model: TopWModel, rows: int, options: Mapping[str, Any]) -> None:
         self._model, self._ahead = model, _WAITING * rows
         self._engine: Engine | None = None
-        if model.manifest.decoder.kv_form == "static":
+        decoder = model.manifest.decoder
+        self.reuses = decoder.kv_form == "static" and not decoder.recurs and options.get("reuse_prefixes") is not False
+        if decoder.kv_form == "static":
             self._engine = Engine(model, max_batch=rows, max_queue=self._ahead, when_full="wait", **options)
 
     @property
