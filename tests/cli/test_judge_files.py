@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from topw_deploy.cli.judge_files import Question, judged_text, read_questions, turn_prompts
+from topw_deploy.cli.judge_files import Question, judged_text, read_questions, texts_of, turn_prompts
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.draws import prompt_seed
@@ -158,6 +158,20 @@ def test_options_that_do_not_fit_are_refused(invoke: Invoke, random_model: Path,
         result = invoke(*command, *words)
         assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
     assert "--format needs --prompts-jsonl" in invoke("generate", random_model, "x", "--format", "mt_bench").stderr
+
+
+def test_a_third_turn_shows_the_answers_to_both_others() -> None:
+    questions = [Question(1, ("a", "b", "c")), Question(2, ("d", "e"))]
+    answers: list[Any] = [{1: "A", 2: "D"}, {1: "B", 2: "E"}]
+    (third,) = turn_prompts(questions, answers, None)
+    assert [(m["role"][0], m["content"]) for m in third["messages"]] == [
+        ("u", "a"), ("a", "A"), ("u", "b"), ("a", "B"), ("u", "c"),
+    ]  # fmt: skip
+
+
+def test_answers_are_trimmed(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text(lines([{"id": 0, "text": " one\n"}, {"id": "b", "text": "two words"}]))
+    assert texts_of(tmp_path / "lines") == {0: "one", "b": "two words"}
 
 
 def test_characters_outside_ascii_come_back() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.toy_model import BOS, CONTEXT, EOS, Toy, byte_ids, export
 from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.manifest import DecoderInfo
 
 from .conftest import Open, instances
 
@@ -35,8 +36,9 @@ def test_the_likelihood_of_a_continuation_is_the_models(opened: Open, toy: Toy, 
         assert (total, greedy) == (pytest.approx(expected[0], abs=1e-4), expected[1]), (context, continuation)
 
 
-def test_a_greedy_continuation_is_said_to_be_one(opened: Open, toy: Toy) -> None:
-    model, tokens = opened(), byte_ids("Once")
+@pytest.mark.parametrize("batch_size", [1, 8], ids=["drawn", "read"])
+def test_a_greedy_continuation_is_said_to_be_one(opened: Open, toy: Toy, batch_size: int) -> None:
+    model, tokens = opened(batch_size=batch_size), byte_ids("Once")
     for _ in range(3):
         tokens.append(int(toy.logits(tokens).argmax()))
     asked = [(None, tokens[:4], tokens[4:]), (None, tokens[:4], tokens[4:5]), (None, tokens[:6], [tokens[6] ^ 1]),
@@ -68,6 +70,12 @@ def test_a_long_continuation_or_one_without_reuse_is_read_in_steps_of_all_rows(
         before = model._runner.engine.stats().steps
         model._loglikelihood_tokens([(None, tokens, tokens[:length])], disable_tqdm=True)
         assert (model._runner.engine.stats().steps == before) == drawn, length
+
+
+def test_prompts_of_a_recurrent_model_are_not_taken_to_be_reused(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert opened()._runner.reuses
+    monkeypatch.setattr(DecoderInfo, "recurs", True)
+    assert not opened()._runner.reuses
 
 
 def test_a_long_context_loses_its_beginning(opened: Open, toy: Toy) -> None:
