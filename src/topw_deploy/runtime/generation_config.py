@@ -80,8 +80,11 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
 
 def has_no_effect(name: str, value: Any) -> bool:
     """Whether a setting that is none of our parameters changes no token, such as num_beams=1."""
-    off = isinstance(value, (int, float)) and value in _OFF.get(name, ())
-    return off or value is False or name in _SILENT or name.startswith("_")
+    return name in _SILENT or name.startswith("_") or value is False or _is_off(name, value)
+
+
+def _is_off(key: str, value: Any) -> bool:
+    return isinstance(value, (int, float)) and value in _OFF.get(key, ())
 
 
 def _callers_level() -> int:
