@@ -37,9 +37,10 @@ ALLOWED = {
     "export": LEAVES | {"memory", "install", "sizes", "safetensors_header", "runtime", "demo"},
     "stats": LEAVES | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
     "bench": LEAVES | {"install", "printable", "reports", "plugins", "runtime", "engine", "export", "processors"},
+    "harness": {"errors", "install", "manifest", "sampling", "runtime", "engine"},
     "cli": LEAVES
     | {"install", "telemetry", "plain_text", "printable", "sizes", "reports", "plugins", "tensorrt", "runtime"}
-    | {"export", "demo", "stats", "bench"},
+    | {"export", "demo", "stats", "bench", "harness"},
     "__main__": {"cli"},
 }
 
@@ -60,6 +61,7 @@ NAMED = {
     | {"torch", "transformers", "matplotlib"},
     "demo": {"numpy", "torch", "transformers", "tokenizers", "safetensors", "tqdm", "matplotlib"},
     "cli": {"click", "onnxruntime", "tqdm"},
+    "harness": {"numpy", "lm_eval", "tqdm"},
     "reports": {"matplotlib"},
 }
 LOADED = {
@@ -74,6 +76,7 @@ LOADED = {
     "bench": RUNTIME | {"torch", "transformers", "onnxruntime_genai"},
     "demo": NAMED["demo"] - {"matplotlib"},
     "cli": {"click", "numpy"},
+    "harness": RUNTIME | {"lm_eval", "tqdm"},
     "reports": set(),
     "__main__": {"click", "numpy"},
 }

@@ -25,6 +25,7 @@ MODULES = {
     "cpu": {"onnxruntime": "onnxruntime"},
     "structured": {"llguidance": "llguidance"},
     "exact": {"POT": "ot"},
+    "lm-eval": {"lm-eval": "lm_eval"},
     "export": {
         "torch": "torch",
         "transformers": "transformers",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ import click
 
 from topw_deploy.cli.answer_lines import AnswerFile, Finished, check_answers, read_finished
 from topw_deploy.cli.files import read_source
+from topw_deploy.cli.judge_files import FORMATS, judged_text, read_questions, texts_of, turn_prompts
 from topw_deploy.cli.prompt_lines import PromptLine, prompt_lines
 from topw_deploy.cli.terminal import tell
 from topw_deploy.errors import LogitsError, ParameterError, PromptError, TokenizerError, TopWError
+from topw_deploy.files import replacing
 from topw_deploy.reports import counted
 
 if TYPE_CHECKING:
@@ -44,6 +47,15 @@ def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--resume", is_flag=True, help="Continue after the answers that an interrupted run left in --output."
         ),
         click.option("--overwrite", "--force", is_flag=True, help="Replace the answers in --output."),
+        click.option(
+            "--format",
+            "form",
+            type=click.Choice(FORMATS),
+            help="With --prompts-jsonl: read this benchmark's questions, and write --output in its format.",
+        ),
+        click.option(
+            "--model-id", metavar="NAME", help="With --format: name of the model in --output.  [default: OUT]"
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -56,12 +68,16 @@ class Files:
 
     source: - is stdin.
     output: None is stdout.
+    form: one of FORMATS, or None for this command's own lines.
+    model_id: the model's name in another format.
     """
 
     source: Path
     output: Path | None
     resume: bool
     overwrite: bool
+    form: str | None = None
+    model_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +98,15 @@ def take_files(options: dict[str, Any]) -> Files | None:
     """
     source, output = options.pop("prompts_jsonl"), options.pop("output")
     resume, overwrite = options.pop("resume"), options.pop("overwrite")
+    form, model_id = options.pop("form"), options.pop("model_id")
     if source is None:
         given = {
             "--output": output,
             "--batch-size": options["batch_size"],
             "--resume": resume,
             "--overwrite": overwrite,
+            "--format": form,
+            "--model-id": model_id,
         }
         for name, value in given.items():
             if value:
@@ -103,7 +122,11 @@ def take_files(options: dict[str, Any]) -> Files | None:
         raise click.UsageError("--resume and --overwrite need --output with a file.")
     if output is not None and output.exists() and source.exists() and output.samefile(source):
         raise click.UsageError("--output is also the file of prompts; give another file.")
-    return Files(source, output, resume, overwrite)
+    if model_id is not None and form is None:
+        raise click.UsageError("--model-id needs --format.")
+    if form is not None and output is None:
+        raise click.UsageError("--format needs --output with a file.")
+    return Files(source, output, resume, overwrite, form, model_id)
 
 
 def run(open_model: Open, files: Files, options: RunOptions, *, stats: bool) -> None:
@@ -111,35 +134,74 @@ def run(open_model: Open, files: Files, options: RunOptions, *, stats: bool) -> 
 
     Raises PromptError at the end if any prompt failed.
     """
-    path = files.output
-    if path is not None:
-        check_answers(path, resume=files.resume, overwrite=files.overwrite)
-    parameters = {name: value for name, value in options.given.items() if name != "seed"}
-    prompts = prompt_lines(*read_source(files.source), parameters, chat=options.chat, system=options.system)
+    if files.output is not None:
+        check_answers(files.output, resume=files.resume, overwrite=files.overwrite)
+    if files.form is not None:
+        _answer_questions(open_model, files, options, stats)
+        return
+    prompts = _prompts(*read_source(files.source), options)
     with open_model() as model:
-        job = _Job(model, prompts, options)
-        finished = job.resume(path) if files.resume and path is not None else Finished()
-        if finished.prompts:
-            tell(
-                f"{finished.prompts} of {counted(len(prompts), 'prompt')} are already in {path}; continuing after them."
-            )
-        started = time.perf_counter()
-        with (
-            AnswerFile(path, finished.size) as answers,
-            _resume_hint(path),
-            _bar(len(prompts), finished.prompts) as advance,
-        ):
-            for batch in _batches(prompts[finished.prompts :], options.batch_size):
-                answers.add(job.answers(batch))
-                advance(len(batch))
-        if stats:
-            job.report(time.perf_counter() - started)
+        _answer(model, prompts, files, options, stats)
+
+
+def _prompts(data: bytes, where: str, options: RunOptions) -> list[PromptLine]:
+    parameters = {name: value for name, value in options.given.items() if name != "seed"}
+    return prompt_lines(data, where, parameters, chat=options.chat, system=options.system)
+
+
+def _answer(model: TopWModel, prompts: Sequence[PromptLine], files: Files, options: RunOptions, stats: bool) -> int:
+    """Write a line per sequence to `files.output`. Returns the run's seed."""
+    path = files.output
+    job = _Job(model, prompts, options)
+    finished = job.resume(path) if files.resume and path is not None else Finished()
+    if finished.prompts:
+        tell(f"{finished.prompts} of {counted(len(prompts), 'prompt')} are already in {path}; continuing after them.")
+    started = time.perf_counter()
+    with (
+        AnswerFile(path, finished.size) as answers,
+        _resume_hint(path),
+        _bar(len(prompts), finished.prompts) as advance,
+    ):
+        for batch in _batches(prompts[finished.prompts :], options.batch_size):
+            answers.add(job.answers(batch))
+            advance(len(batch))
+    if stats:
+        job.report(time.perf_counter() - started)
     failed = finished.failed + job.failed
     if failed:
         place = "standard output" if path is None else path
         raise PromptError(
             f"{failed} of {counted(len(prompts), 'prompt')} failed; their lines in {place} hold the error."
         )
+    return job.run_seed
+
+
+def _answer_questions(open_model: Open, files: Files, options: RunOptions, stats: bool) -> None:
+    """Answer each turn of all questions, into a file of lines beside `files.output`, then write that."""
+    assert files.form is not None
+    assert files.output is not None
+    if options.given.get("num_return_sequences", 1) != 1:
+        raise click.UsageError("--format takes one answer per question; leave --num-return-sequences out.")
+    data, where = read_source(files.source)
+    questions = read_questions(data, where, files.form)
+    turns = max(len(question.turns) for question in questions)
+    if turns > 1 and not options.chat:
+        raise click.UsageError(
+            f"the questions of {where} have {turns} turns; give --chat, to show the model its answers."
+        )
+    answers: list[dict[str | int, str]] = []
+    with open_model() as model:
+        for turn in range(turns):
+            asked = turn_prompts(questions, answers, options.system)
+            prompts = _prompts("\n".join(map(json.dumps, asked)).encode(), where, options)
+            path = files.output.with_name(f"{files.output.name}.turn-{turn + 1}.jsonl")
+            check_answers(path, resume=files.resume, overwrite=files.overwrite)
+            seed = _answer(model, prompts, replace(files, output=path), options, stats)
+            options = replace(options, given={**options.given, "seed": seed})
+            answers.append(texts_of(path))
+        name = files.model_id or model.path.resolve().name
+    with replacing(files.output) as stream:
+        stream.write(judged_text(files.form, questions, answers, name, files.source.stem).encode())
 
 
 class _Job:
@@ -154,7 +216,7 @@ class _Job:
         self._requests = [line.request({"max_context": options.max_context}) for line in prompts]
         seed = options.given.get("seed")
         self._given_seed = None if seed is None else PARAMETERS["seed"].parse("seed", seed)
-        self._run_seed = fresh_seed() if self._given_seed is None else self._given_seed
+        self.run_seed = fresh_seed() if self._given_seed is None else self._given_seed
         self.failed = 0
         self._sequences = self._tokens = self._certified = 0
 
@@ -167,7 +229,7 @@ class _Job:
                     f"{path} was made with seed {finished.run_seed}, but seed is {self._given_seed}; give the "
                     "same seed or none, or start again with --overwrite."
                 )
-            self._run_seed = finished.run_seed
+            self.run_seed = finished.run_seed
         return finished
 
     def answers(self, batch: Sequence[PromptLine]) -> list[dict[str, Any]]:
@@ -190,7 +252,7 @@ class _Job:
 
     def _head(self, line: PromptLine) -> dict[str, Any]:
         head = {"index": line.index, "id": line.id, "request": self._requests[line.index]}
-        return {**head, "model": self._model_digest, "run_seed": self._run_seed}
+        return {**head, "model": self._model_digest, "run_seed": self.run_seed}
 
     def _generate(self, batch: Sequence[PromptLine]) -> list[GenerationResult]:
         from topw_deploy.runtime.draws import prompt_seed
@@ -199,7 +261,7 @@ class _Job:
         for prompt in prompts:
             if isinstance(prompt, TopWError):
                 raise prompt
-        columns = [{"seed": prompt_seed(self._run_seed, line.index), **line.parameters} for line in batch]
+        columns = [{"seed": prompt_seed(self.run_seed, line.index), **line.parameters} for line in batch]
         if len(batch) == 1:
             return self._model.generate(prompts, **columns[0])
         whole = _whole(batch[0])
@@ -211,7 +273,7 @@ class _Job:
         share = f"; certified {self._certified / self._tokens:.1%}" if self._tokens else ""
         tell(
             f"{counted(self._sequences, 'sequence')}, {counted(self._tokens, 'token')} in {seconds:.1f} s{share}; "
-            f"{self._model.sampler} sampler, run seed {self._run_seed}"
+            f"{self._model.sampler} sampler, run seed {self.run_seed}"
         )
 
 

@@ -70,7 +70,7 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
             continue
         if REQUEST_ALIASES.get(key, key) in known and (key in of_rule or key not in RULE_PARAMETER_NAMES):
             honoured[key] = value
-        elif not (key in _SILENT or key.startswith("_") or value is False or _is_off(key, value)):
+        elif not has_no_effect(key, value):
             ignored[key] = value
     if ignored:
         listed = ", ".join(f"{key}={show(value)}" for key, value in sorted(ignored.items()))
@@ -82,6 +82,11 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
         return {name: known[name].parse(name, value) for name, value in under_our_names(honoured).items()}
     except ParameterError as error:
         raise ParameterError(f"{where}: {error}") from None
+
+
+def has_no_effect(name: str, value: Any) -> bool:
+    """Whether a setting that is none of our parameters changes no token, such as num_beams=1."""
+    return name in _SILENT or name.startswith("_") or value is False or _is_off(name, value)
 
 
 def _is_off(key: str, value: Any) -> bool:

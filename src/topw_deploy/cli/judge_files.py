@@ -1,0 +1,151 @@
+"""`topw generate --format`: questions and answers in the files of AlpacaEval and MT-Bench, for a judge.
+
+AlpacaEval reads a JSON list of objects with `instruction`, `output`, `generator` and `dataset`. MT-Bench's tools
+(FastChat) read JSON lines with `question_id`, `answer_id`, `model_id`, `choices` (each with `index` and `turns`) and
+`tstamp`; a question has several turns, and each one follows the answer to the one before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.errors import PromptError
+from topw_deploy.plain_text import decode_text, numbered_lines
+
+FORMATS = ("alpaca_eval", "mt_bench")
+_LISTS = {
+    "alpaca_eval": 'a JSON list, or JSON lines, of texts or {"instruction": "text"}',
+    "mt_bench": 'JSON lines of {"question_id": 81, "turns": ["text", "text"]}',
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question. dataset: AlpacaEval's name of its origin, or None."""
+
+    id: str | int
+    turns: tuple[str, ...]
+    dataset: str | None = None
+
+
+def read_questions(data: bytes, where: str, form: str) -> list[Question]:
+    """The questions of a file, each checked. Other fields, such as reference answers, are ignored.
+
+    Raises PromptError, naming the question, for another form, an id that occurs twice, or a file without questions.
+    """
+    found: list[Question] = []
+    seen: set[str | int] = set()
+    for place, value in _values(data, where, form):
+        question = _alpaca(value, len(found)) if form == "alpaca_eval" else _mt_bench(value)
+        if question is None:
+            raise PromptError(f"{place} is not a question of {form}; write {_LISTS[form]}.")
+        if question.id in seen:
+            raise PromptError(f"{place} has the question_id {question.id!r:.60} of another question; number them anew.")
+        seen.add(question.id)
+        found.append(question)
+    if not found:
+        raise PromptError(f"{where} holds no question; write {_LISTS[form]}.")
+    return found
+
+
+def turn_prompts(
+    questions: Sequence[Question], answers: Sequence[Mapping[str | int, str]], system: str | None
+) -> list[dict[str, Any]]:
+    """What to ask next: `{"id", "prompt"}` for first turns, else `{"id", "messages"}`.
+
+    answers: of each turn so far, from a question's id to the text.
+    """
+    turn = len(answers)
+    if turn == 0:
+        return [{"id": question.id, "prompt": question.turns[0]} for question in questions]
+    start = [] if system is None else [{"role": "system", "content": system}]
+    found = []
+    for question in questions:
+        if len(question.turns) > turn:
+            messages = list(start)
+            for asked, answered in zip(question.turns[:turn], answers, strict=True):
+                messages.append({"role": "user", "content": asked})
+                messages.append({"role": "assistant", "content": answered[question.id]})
+            found.append(
+                {"id": question.id, "messages": [*messages, {"role": "user", "content": question.turns[turn]}]}
+            )
+    return found
+
+
+def judged_text(
+    form: str, questions: Sequence[Question], answers: Sequence[Mapping[str | int, str]], generator: str, dataset: str
+) -> str:
+    """The file's text. generator: the model's name for the judge. dataset: where a question names none."""
+    if form == "alpaca_eval":
+        listed = [
+            {
+                "instruction": question.turns[0],
+                "output": answers[0][question.id],
+                "generator": generator,
+                "dataset": question.dataset or dataset,
+            }
+            for question in questions
+        ]
+        return json.dumps(listed, indent=2) + "\n"
+    now = time.time()
+    lines = []
+    for question in questions:
+        turns = [answers[turn][question.id] for turn in range(len(question.turns))]
+        line = {
+            "question_id": question.id,
+            "answer_id": _digest([generator, question.id, turns]),
+            "model_id": generator,
+            "choices": [{"index": 0, "turns": turns}],
+            "tstamp": now,
+        }
+        lines.append(json.dumps(line) + "\n")
+    return "".join(lines)
+
+
+def texts_of(path: Path) -> dict[str | int, str]:
+    """From the answers of a finished run of `topw generate --prompts-jsonl`: a prompt's id -> its text, trimmed."""
+    lines = (json.loads(line) for line in path.read_bytes().split(b"\n") if line)
+    return {line["id"]: line["text"].strip() for line in lines}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:22]  # as long as FastChat's
+
+
+def _values(data: bytes, where: str, form: str) -> list[tuple[str, Any]]:
+    """Each question's place, for messages, and its JSON value."""
+    text = decode_text(data, where)
+    if text.lstrip().startswith("["):
+        return [(f"question {number} of {where}", value) for number, value in enumerate(_parsed(text, where, form), 1)]
+    lines = numbered_lines(data, where)
+    return [(f"line {number} of {where}", _parsed(line, f"line {number} of {where}", form)) for number, line in lines]
+
+
+def _parsed(text: str, place: str, form: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise PromptError(f"{place} is not JSON; write {_LISTS[form]}.") from None
+
+
+def _alpaca(value: Any, index: int) -> Question | None:
+    value = {"instruction": value} if isinstance(value, str) else value
+    if not isinstance(value, dict) or not isinstance(value.get("instruction"), str):
+        return None
+    dataset = value.get("dataset")
+    return Question(index, (value["instruction"],), dataset if isinstance(dataset, str) else None)
+
+
+def _mt_bench(value: Any) -> Question | None:
+    if not isinstance(value, dict):
+        return None
+    number, turns = value.get("question_id"), value.get("turns")
+    if not isinstance(number, (str, int)) or isinstance(number, bool) or not isinstance(turns, list) or not turns:
+        return None
+    return Question(number, tuple(turns)) if all(isinstance(turn, str) for turn in turns) else None

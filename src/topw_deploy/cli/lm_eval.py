@@ -1,0 +1,25 @@
+"""`topw lm-eval`: lm-evaluation-harness on an exported folder."""
+
+from __future__ import annotations
+
+import click
+
+from topw_deploy.cli.options import CONTEXT
+
+_PASSED = {**CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.command(name="lm-eval", context_settings=_PASSED)
+@click.argument("words", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
+def command(words: tuple[str, ...]) -> None:
+    """Run lm-evaluation-harness on an exported model: `lm_eval ARGUMENT...` with the model class topw_deploy.
+
+    \b
+    topw lm-eval --model_args path=OUT,temperature=1.5 --tasks gsm8k_cot
+
+    The model class is --model topw_deploy unless another one is named. See docs/guide/evaluation.md for --model_args,
+    and `topw lm-eval run --help` for the harness's own options.
+    """
+    from topw_deploy.harness.command import run
+
+    run(words)

@@ -1,0 +1,156 @@
+"""`--model_args`: how to open the model, and the parameters of every request."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.runtime.draws import SEED_BITS
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, REQUEST_PARAMETERS, check_names, is_boolean
+from topw_deploy.sampling.parameters import unknown_name
+
+ROWS = 8  # Engine's default
+_UNSTATED = "cuda:0"  # what the harness passes without --device
+
+OPENING = (
+    "provider", "intra_op_num_threads", "inter_op_num_threads", "allow_fallback", "sampler", "max_length",
+)  # fmt: skip
+"""Of `TopWModel.from_pretrained`."""
+
+ENGINE = ("kv_bytes", "prefill_budget", "reuse_prefixes", "prefix_bytes", "exact")
+"""Of `Engine`."""
+
+OWN = (
+    "path", "batch_size", "max_batch_size", "device", "max_gen_toks", "seed", "chat_template_args", "enable_thinking",
+    "think_end_token",
+)  # fmt: skip
+
+_INSTEAD = {
+    "pretrained": "path",
+    "model": "path",
+    "max_new_tokens": "max_gen_toks, or --gen_kwargs max_gen_toks=N to replace a task's own",
+}
+"""Names that a user may try -> what to give."""
+
+_NOT_HERE = frozenset({
+    "num_return_sequences", "logprobs", "prompt_logprobs", "streamer", "stopping_criteria", "generation_config",
+})  # fmt: skip
+"""Parameters that change what a request returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Checked arguments.
+
+    opening, engine: keywords of `TopWModel.from_pretrained` and of `Engine`.
+    rows: sequences that run at once.
+    max_gen_toks: new tokens where the task does not say.
+    seed: of the run; None if it is not given.
+    template: variables of the chat template.
+    think_end_token: text that ends a model's reasoning, or None.
+    parameters: of every generation, under our names. They replace those of tasks.
+    """
+
+    path: str
+    opening: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    rows: int
+    max_gen_toks: int
+    seed: int | None
+    template: Mapping[str, Any]
+    think_end_token: str | None
+    parameters: Mapping[str, Any]
+
+
+def read_arguments(given: Mapping[str, Any]) -> Arguments:
+    """Raises ParameterError for a missing path, an unknown name, or an invalid value.
+
+    Values of `opening` and `engine` are checked by those.
+    """
+    stated = {name: value for name, value in given.items() if value is not None}
+    own = {name: stated.pop(name) for name in OWN if name in stated}
+    opening = {name: stated.pop(name) for name in OPENING if name in stated}
+    engine = {name: stated.pop(name) for name in ENGINE if name in stated}
+    parameters = _parameters(stated)
+    if not isinstance(own.get("path"), (str, bytes)) or not own["path"]:
+        raise ParameterError("path is missing; give --model_args path=OUT with an exported folder.", "path")
+    if own.get("device") == "cpu":
+        opening.setdefault("provider", "cpu")
+    elif own.get("device", _UNSTATED) != _UNSTATED:
+        raise ParameterError(
+            f"device is {own['device']!r:.60}, but must be cpu; give --model_args provider=cuda or tensorrt for a GPU.",
+            "device",
+        )
+    seed = own.get("seed")
+    return Arguments(
+        path=own["path"],
+        opening=opening,
+        engine=engine,
+        rows=_rows(own.get("batch_size"), own.get("max_batch_size")),
+        max_gen_toks=_integer("max_gen_toks", own.get("max_gen_toks", 256)),
+        seed=None if seed is None else _integer("seed", seed, 0, 2**SEED_BITS),
+        template=_template(own),
+        think_end_token=_text("think_end_token", own.get("think_end_token")),
+        parameters=parameters,
+    )
+
+
+def _parameters(stated: Mapping[str, Any]) -> dict[str, Any]:
+    known = {**PARAMETERS, **REQUEST_PARAMETERS}
+    for name in stated:
+        ours = REQUEST_ALIASES.get(name, name)
+        if name in _INSTEAD or ours in _INSTEAD:
+            raise ParameterError(
+                f"{name} is not an argument of this model; give {_INSTEAD.get(name, _INSTEAD.get(ours))}."
+            )
+        if ours in _NOT_HERE:
+            raise ParameterError(f"{name} changes what a request returns, so the harness cannot pass it; remove it.")
+        if ours not in known and difflib.get_close_matches(name, (*OWN, *OPENING, *ENGINE), n=1):
+            raise unknown_name(name, [*OWN, *OPENING, *ENGINE, *PARAMETERS])
+    return {name: known[name].parse(name, value) for name, value in check_names(stated).items()}
+
+
+def _rows(size: Any, most: Any) -> int:
+    """`--batch_size`: a number, or "auto" for the engine's default, at most `--max_batch_size`."""
+    bound = None if most is None else _integer("max_batch_size", most)
+    if isinstance(size, str) and size.partition(":")[0] == "auto":
+        size = None
+    rows = ROWS if size is None else _integer("batch_size", size)
+    return rows if bound is None else min(rows, bound)
+
+
+def _integer(name: str, value: Any, low: int = 1, high: int | None = None) -> int:
+    text = isinstance(value, str) and value.isdecimal()
+    number = int(value) if text or (isinstance(value, int) and not is_boolean(value)) else None
+    if number is None or number < low or (high is not None and number >= high):
+        bound = f">= {low}" if high is None else f"in [{low}, {high})"
+        raise ParameterError(f"{name} is {value!r:.60}, but must be an integer {bound}.", name)
+    return number
+
+
+def _text(name: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ParameterError(f"{name} is {value!r:.60}, but must be a non-empty text.", name)
+    return value
+
+
+def _template(own: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of the chat template: `chat_template_args`, a mapping or its JSON text, and `enable_thinking`."""
+    value = own.get("chat_template_args", {})
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ParameterError(
+            f"chat_template_args is {own['chat_template_args']!r:.60}, but must be a JSON object, such as "
+            '{"enable_thinking": false}.',
+            "chat_template_args",
+        )
+    thinking = own.get("enable_thinking")
+    return dict(value) if thinking is None else {**value, "enable_thinking": thinking}

@@ -1,0 +1,89 @@
+"""What a request of the harness asks: its parameters under our names, and its seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.runtime.draws import prompt_seed
+from topw_deploy.runtime.generation_config import has_no_effect
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES
+from topw_deploy.runtime.tokenizer import Tokenizer
+
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness's order
+_WHETHER_GREEDY = ("do_sample", "temperature")
+
+
+def parameters_of(
+    gen_kwargs: Mapping[str, Any], given: Mapping[str, Any], max_gen_toks: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The parameters of `TopWModel.generate` for a request, without its seed.
+
+    gen_kwargs: of the task, with those of `--gen_kwargs`. As in the harness, a request is greedy unless they have a
+        temperature above 0 or do_sample=True, and with do_sample=False.
+    given: of `--model_args`. They replace those of `gen_kwargs`; a temperature also replaces do_sample.
+    max_gen_toks: if `gen_kwargs` has none.
+
+    Raises ParameterError for `until` of another type, or a seed.
+    """
+    asked = {name: value for name, value in gen_kwargs.items() if value is not None}
+    until = _until(asked.pop("until", ()))
+    lengths = [asked.pop(name) for name in _LENGTHS if name in asked]
+    if "seed" in asked:
+        raise ParameterError("seed is in gen_kwargs, but is one of the run; give it as --model_args seed=N.", "seed")
+    greedy = {name: asked.pop(name) for name in _WHETHER_GREEDY if name in asked}
+    if not given.keys() & _WHETHER_GREEDY:
+        asked |= _sampled(greedy)
+    asked = {name: value for name, value in asked.items() if _is_ours(name) or not has_no_effect(name, value)}
+    return {
+        "max_new_tokens": int(lengths[0]) if lengths else max_gen_toks,
+        **_stops(until, tokenizer),
+        **{name: value for name, value in asked.items() if REQUEST_ALIASES.get(name, name) not in given},
+        **given,
+    }
+
+
+class Seeds:
+    """Seeds of requests, from the run's seed, the prompt and how often it was asked before.
+
+    So a request has the same draws with any `--limit`, order, rows, rule and other tasks.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._asked: Counter[str] = Counter()
+
+    def next(self, prompt: str) -> int:
+        """The seed, below 2**53, of the next request with this prompt."""
+        count = self._asked[prompt]
+        self._asked[prompt] += 1
+        digest = hashlib.sha256(f"{count}\n{prompt}".encode("utf-8", "surrogatepass")).digest()
+        return prompt_seed(self._seed, int.from_bytes(digest[:8], "little"))
+
+
+def _is_ours(name: str) -> bool:
+    return REQUEST_ALIASES.get(name, name) in PARAMETERS
+
+
+def _sampled(greedy: Mapping[str, Any]) -> dict[str, Any]:
+    """`do_sample` and `temperature` as the harness reads them."""
+    if greedy.get("do_sample") is False or not (greedy.get("do_sample") or greedy.get("temperature")):
+        return {"temperature": 0.0}
+    return dict(greedy)
+
+
+def _until(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise ParameterError(f"until is {value!r:.60}, but must be a text or a list of texts.", "until")
+    return [text for text in texts if text]
+
+
+def _stops(until: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
+    """A special token gives no text, so it also stops by its id."""
+    special = {text: token for token, text in tokenizer.special_ids.items()}
+    ids = [special[text] for text in until if text in special]
+    return {**({"stop_token_ids": ids} if ids else {}), **({"stop_strings": until} if until else {})}

@@ -1,0 +1,242 @@
+"""`TopWHarness`: an exported folder as a model of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from topw_deploy.errors import ParameterError, TokenizerError
+from topw_deploy.harness.arguments import read_arguments
+from topw_deploy.harness.asked import Seeds, parameters_of
+from topw_deploy.harness.chat import continued
+from topw_deploy.harness.running import Asked, Runner
+from topw_deploy.harness.scoring import Scorer
+from topw_deploy.manifest import MANIFEST_NAME, sha256_of
+from topw_deploy.runtime import TopWModel
+from topw_deploy.sampling.parameters import PARAMETER_NAMES
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+Scored = tuple[Any, list[int], list[int]]  # (the request's arguments or None, context ids, continuation ids)
+
+
+class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
+    """A folder written by `topw-export`, generating and scoring through the batching engine.
+
+    arguments: `--model_args`; see docs/guide/evaluation.md. Raises ParameterError for an unknown or invalid one, and
+        the errors of `TopWModel.from_pretrained` and `Engine`.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self._arguments = given = read_arguments(arguments)
+        self._model = TopWModel.from_pretrained(given.path, **given.opening)
+        self._model._requests([0], {**given.parameters, "max_new_tokens": 1})  # refuse parameters before a long run
+        engine = {**given.engine, **{name: value for name, value in given.opening.items() if name == "max_length"}}
+        self._runner = Runner(self._model, given.rows, engine)
+        context = self._model.manifest.decoder.context_length
+        self._tokens = min(given.opening.get("max_length", context), context)
+        self._scorer = Scorer(self._model, self._runner, self._tokens, given.rows)
+        # The harness seeds numpy's generator (--seed) before it makes the model.
+        self._seed = int(np.random.randint(2**31 - 1)) if given.seed is None else given.seed
+        self._told: set[str] = set()
+
+    def close(self) -> None:
+        """End the engine's thread and free the cache."""
+        self._runner.close()
+        self._model.close()
+
+    # Tokens
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return self._tokens
+
+    @property
+    def max_gen_toks(self) -> int:
+        return self._arguments.max_gen_toks
+
+    @property
+    def batch_size(self) -> int:
+        return self._arguments.rows
+
+    @property
+    def eot_token_id(self) -> int:
+        """The tokenizer's EOS id, else the lowest of the generation config's. Raises TokenizerError without one."""
+        found = self._model.tokenizer.eos_token_id
+        found = min(self._model.defaults["eos_token_id"], default=None) if found is None else found
+        if found is None:
+            raise TokenizerError(
+                f"{self._model.path} has neither a BOS nor an EOS token, which scoring an empty context needs; give "
+                "the tokenizer one and export again."
+            )
+        return int(found)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The context of a text that has none: BOS, else EOS."""
+        found = self._model.tokenizer.bos_token_id
+        return self.eot_token_id if found is None else found
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids. None: add special tokens, unless the text begins with BOS, as a rendered chat does."""
+        if add_special_tokens is None:
+            bos = self._model.tokenizer.special_tokens.get("bos_token")
+            begun = bos is not None and string.startswith(bos)
+            add_special_tokens = self._arguments.parameters.get("add_special_tokens", not begun)
+        return self._model.tokenizer.encode(string, add_special_tokens)
+
+    def tok_batch_encode(
+        self,
+        strings: Sequence[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (ids, attention mask), both int64 [texts, longest]. Ids of the padding are 0.
+
+        truncation: to `max_length` tokens, on the right. left_truncate_len: keep the last ones.
+        """
+        found = [self.tok_encode(text)[: self.max_length if truncation else None] for text in strings]
+        found = [ids[-left_truncate_len:] if left_truncate_len else ids for ids in found]
+        shape = (len(found), max(map(len, found), default=0))
+        ids, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        for row, tokens in enumerate(found):
+            start = shape[1] - len(tokens) if padding_side == "left" else 0
+            ids[row, start : start + len(tokens)] = tokens
+            mask[row, start : start + len(tokens)] = 1
+        return ids, mask
+
+    def tok_decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
+        return self._model.tokenizer.decode(list(tokens), skip_special_tokens)
+
+    # Chats
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The folder's name and digest: the key of the harness's stored prompts."""
+        return f"{self._model.path.name}-{sha256_of(self._model.path / MANIFEST_NAME)[:16]}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template's source. Raises ParameterError for a name: a folder has one template."""
+        if isinstance(chat_template, str):
+            raise ParameterError(
+                f"--apply_chat_template names the template {chat_template!r:.60}, but {self._model.path} has one "
+                "without a name; give the option alone."
+            )
+        template = self._model._template
+        return template.source if chat_template and template is not None else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The rendered chat. Without `add_generation_prompt` it ends with the last message's text, to be continued."""
+        text = self._model.apply_chat_template(
+            chat_history, add_generation_prompt=add_generation_prompt, **self._arguments.template
+        )
+        return text if add_generation_prompt else continued(text, chat_history[-1]["content"])
+
+    # Generation
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The answers, each cut before the first text of its `until`."""
+        seeds = Seeds(self._seed)
+
+        def asked() -> Iterator[Asked]:
+            for context, gen_kwargs in (request.args for request in requests):
+                yield self._generation(context, gen_kwargs, seeds.next(context))
+
+        texts = []
+        results = _bar(self._runner.results(asked()), len(requests), "Generating", disable_tqdm)
+        for request, result in zip(requests, results, strict=True):
+            text, end = result.text, self._arguments.think_end_token
+            if end is not None:
+                text = text.split(end)[-1].lstrip()
+            texts.append(text)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _generation(self, context: str, gen_kwargs: Mapping[str, Any], seed: int) -> Asked:
+        given = self._arguments.parameters
+        parameters = parameters_of(gen_kwargs, given, self.max_gen_toks, self._model.tokenizer)
+        parameters.pop("add_special_tokens", None)  # for the prompt, which is encoded here
+        self._tell_of(gen_kwargs, parameters)
+        room = self._tokens - parameters["max_new_tokens"]
+        if room < 1:
+            raise ParameterError(
+                f"max_gen_toks is {parameters['max_new_tokens']}, but prompt and answer have at most {self._tokens} "
+                "tokens together; give fewer (--gen_kwargs max_gen_toks=N)."
+            )
+        ids = self.tok_encode(context) or [self.prefix_token_id]
+        if len(ids) > room:
+            self._tell(f"prompts of more than {room} tokens lose their beginning, to leave room for the answer.")
+        return ids[-room:], {**parameters, "seed": seed}
+
+    def _tell_of(self, gen_kwargs: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+        given = self._arguments.parameters
+        if given.keys() & {"temperature", "do_sample"}:
+            stated = {name: gen_kwargs[name] for name in ("do_sample", "temperature") if name in gen_kwargs}
+            if stated:
+                self._tell(f"--model_args replaces {stated} of the task.")
+        elif parameters.get("temperature") == 0.0 and given.keys() & {*PARAMETER_NAMES, "preset", "rule"}:
+            self._tell("the task's requests are greedy, so the sampler's parameters have no effect; give temperature.")
+
+    # Log-likelihoods
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Each text's log-probability, in windows of the context length."""
+        windows: list[Scored] = []
+        counts = []
+        for (text,) in (request.args for request in requests):
+            pairs = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self._tokens - 1, 1)
+            found = [(None, *make_disjoint_window(pair)) for pair in pairs]
+            windows += found
+            counts.append(len(found))
+        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
+        sums = []
+        for request, count in zip(requests, counts, strict=True):
+            sums.append(sum(next(scores)[0] for _ in range(count)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
+        return sums
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """(log-probability of the continuation, whether it is greedy) for each. Raises the errors of `Scorer`."""
+        scored = [request for request in requests if request[2]]
+        if any(len(context) + len(continuation) > self._tokens for _, context, continuation in scored):
+            self._tell(f"prompts and continuations of more than {self._tokens} tokens lose their beginning.")
+        scores = self._scorer.scores([(context, continuation) for _, context, continuation in scored])
+        found = []
+        for request, score in zip(scored, _bar(scores, len(scored), "Scoring", disable_tqdm), strict=True):
+            found.append(score)
+            if request[0] is not None:
+                self.cache_hook.add_partial("loglikelihood", request[0], score)
+        ordered = iter(found)
+        return [next(ordered) if request[2] else (0.0, True) for request in requests]
+
+    # Reports
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the results file records beside the arguments."""
+        return {
+            "topw_manifest_sha256": sha256_of(self._model.path / MANIFEST_NAME),
+            "topw_defaults": {name: getattr(self._model.manifest.defaults, name) for name in PARAMETER_NAMES},
+            "topw_sampler": self._model.sampler,
+            "topw_provider": self._model.provider,
+            "topw_seed": self._seed,
+        }
+
+    def _tell(self, note: str) -> None:
+        if note not in self._told:
+            self._told.add(note)
+            _log.warning(note)
+
+
+def _bar(values: Iterable[T], total: int, what: str, hidden: bool) -> Iterator[T]:
+    return iter(tqdm(values, total=total, desc=what, disable=hidden))

@@ -1,0 +1,57 @@
+"""Requests over the engine, in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from topw_deploy.engine import Engine
+from topw_deploy.runtime import GenerationResult, TopWModel
+
+Asked: TypeAlias = "tuple[list[int], Mapping[str, Any]]"
+"""A prompt's token ids and the parameters of `TopWModel.generate`."""
+
+_WAITING = 8  # requests per row that are submitted ahead, so that a long one does not leave rows idle
+
+
+class Runner:
+    """Generates from many prompts: together over an Engine, or one by one if the cache has no form for it.
+
+    rows, options: `max_batch` and other options of Engine.
+    reuses: whether a prompt that begins like another one is read behind that.
+    """
+
+    def __init__(self, model: TopWModel, rows: int, options: Mapping[str, Any]) -> None:
+        self._model, self._ahead = model, _WAITING * rows
+        self._engine: Engine | None = None
+        decoder = model.manifest.decoder
+        self.reuses = decoder.kv_form == "static" and not decoder.recurs and options.get("reuse_prefixes") is not False
+        if decoder.kv_form == "static":
+            self._engine = Engine(model, max_batch=rows, max_queue=self._ahead, when_full="wait", **options)
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._engine
+
+    def results(self, asked: Iterable[Asked]) -> Iterator[GenerationResult]:
+        """One result for each, in order. Raises the first error of a request, after cancelling the others."""
+        if self._engine is None:
+            for prompt, parameters in asked:
+                yield self._model.generate(prompt, **parameters)
+            return
+        running: deque[Any] = deque()
+        try:
+            for prompt, parameters in asked:
+                running.append(self._engine.submit(prompt, **parameters))
+                if len(running) >= self._ahead:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            for request in running:
+                request.cancel()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()

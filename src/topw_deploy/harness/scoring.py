@@ -1,0 +1,83 @@
+"""Log-likelihoods of continuations, through requests for log-probabilities."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.harness.running import Asked, Runner
+from topw_deploy.runtime import GenerationResult, TopWModel
+from topw_deploy.runtime.logprobs import logits_output
+
+Pair: TypeAlias = "tuple[Sequence[int], Sequence[int]]"
+"""Token ids of a context and of a continuation."""
+
+# Without what a model's generation config may ban: the token to be scored must be drawn.
+_UNEDITED: dict[str, Any] = {
+    "temperature": 0.0,
+    "min_new_tokens": 0,
+    "min_length": 0,
+    "suppress_tokens": [],
+    "bad_words_ids": [],
+    "no_repeat_ngram_size": 0,
+    "seed": 0,
+}
+
+
+class Scorer:
+    """Scores continuations in one of two ways, whichever takes less time.
+
+    - Each of its tokens is drawn as the only allowed one, behind a prompt that is read in chunks. All but the first
+      reuse the prompt before them. This takes a run per token of the continuation.
+    - One request for `prompt_logprobs`, which reads prompt and continuation token by token, all rows at once.
+
+    tokens: most tokens of context and continuation. rows: of the engine.
+    """
+
+    def __init__(self, model: TopWModel, runner: Runner, tokens: int, rows: int) -> None:
+        self._model, self._runner, self._tokens, self._rows = model, runner, tokens, rows
+
+    def scores(self, pairs: Sequence[Pair]) -> Iterator[tuple[float, bool]]:
+        """(log-probability, whether each token is the greedy one), for each pair in order.
+
+        Continuations must not be empty. A long context loses its beginning.
+
+        Raises ParameterError for a folder without logits, PromptError for a continuation longer than the context.
+        """
+        if logits_output(self._model.manifest) is None:
+            raise ParameterError(
+                f"log-likelihoods need the graph's output logits, which {self._model.path} lacks; export it again with "
+                "--with-logits."
+            )
+        results = self._runner.results(itertools.chain.from_iterable(map(self._asked, pairs)))
+        for _, continuation in pairs:
+            yield self._score(results, len(continuation))
+
+    def _asked(self, pair: Pair) -> Iterable[Asked]:
+        context, continuation = pair
+        if len(continuation) >= self._tokens:
+            raise PromptError(
+                f"a continuation has {len(continuation)} tokens, but at most {self._tokens - 1} can be scored; shorten "
+                "it."
+            )
+        whole = [*context, *continuation][-self._tokens :]
+        start = len(whole) - len(continuation)
+        if not self._draws(len(continuation), len(whole)):
+            return [(whole, {**_UNEDITED, "max_new_tokens": 0, "prompt_logprobs": 0})]
+        one = {**_UNEDITED, "max_new_tokens": 1, "logprobs": 0}
+        return [(whole[:end], {**one, "allowed_token_ids": whole[end : end + 1]}) for end in range(start, len(whole))]
+
+    def _draws(self, continuation: int, whole: int) -> bool:
+        """The first way costs a run of one row per token, the second one a step of all rows per token of the whole."""
+        return continuation == 1 or (self._runner.reuses and continuation * self._rows <= whole)
+
+    def _score(self, results: Iterator[GenerationResult], continuation: int) -> tuple[float, bool]:
+        result = next(results)
+        if result.prompt_logprobs is not None:
+            return result.prompt_likelihood(result.prompt_tokens - continuation)
+        drawn = [result, *itertools.islice(results, continuation - 1)]
+        entries = [one.token_logprobs[0] for one in drawn if one.token_logprobs]
+        return math.fsum(entry.logprob for entry in entries), all(entry.greedy for entry in entries)
