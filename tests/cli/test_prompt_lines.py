@@ -69,7 +69,7 @@ def test_a_text_of_a_chat_is_the_users_message() -> None:
         ('{"prompt": "a", "id": [1]}', "id is .*must be a text or an integer"),
         ('{"prompt": "a", "prompt": "b"}', "has 'prompt' twice"),
         ('{"prompt": "a", "temprature": 1}', "unknown parameter 'temprature': did you mean temperature"),
-        ('{"prompt": "a", "top_p": 0.9}', "top_p belongs to another sampler"),
+        ('{"prompt": "a", "top_p": 1.5}', "top_p is 1.5, but must be in"),
         ('{"prompt": "a", "generation_config": {"lam": 1}}', "generation_config is not allowed here"),
         ('{"prompt": "a", "streamer": "x"}', "streamer is not allowed here"),
         ('{"prompt": "a", "temperature": [1]}', r"temperature is \[1\]"),
