@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.native_cases import instruction_sets, opened
 from topw_deploy.plugins import shared_library as library
+from topw_deploy.plugins.kernel import Kernel
 from topw_deploy.plugins.shared_library import library_path
 
 
@@ -15,3 +17,18 @@ def native_library() -> Path:
     if path is None:
         pytest.skip(f"no native sampler: {library.why_absent()}")
     return path
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    return opened(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(params=("avx512", "avx2", "generic"))
+def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
+    sets = instruction_sets(kernel)
+    name = sets[-1] if request.param == "generic" else request.param
+    if name not in sets:
+        pytest.skip(f"this processor has no {name}")
+    kernel.use_instruction_set(name)
+    return kernel

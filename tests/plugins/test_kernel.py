@@ -13,7 +13,6 @@ from tests.support.native_cases import (
     differences,
     geometry_of,
     instruction_sets,
-    opened,
     sampled,
     scenario_cases,
     unexplained,
@@ -24,21 +23,6 @@ from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, sample_r
 
 METRICS = ("mahalanobis", "unit", "cosine", "uniform")
 TABLES = ("plain", "duplicates", "near-duplicates", "clusters", "zeros")
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    return opened(tmp_path_factory.mktemp("native"))
-
-
-@pytest.fixture(params=("avx512", "avx2", "generic"))
-def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
-    sets = instruction_sets(kernel)
-    name = sets[-1] if request.param == "generic" else request.param
-    if name not in sets:
-        pytest.skip(f"this processor has no {name}")
-    kernel.use_instruction_set(name)
-    return kernel
 
 
 def scenarios() -> list[Scenario]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.masks import KINDS, masked, masks, packed, some_allowed, unequal_fields
-from tests.support.native_cases import columns, instruction_sets, opened, scenario_cases, unexplained
+from tests.support.native_cases import columns, instruction_sets, scenario_cases, unexplained
 from tests.support.tail_cases import Case, Scenario, random_case
 from topw_deploy.errors import ParameterError
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples, KernelTable
@@ -16,21 +16,6 @@ from topw_deploy.sampling import TopWOptions, apply_edits, sample_row
 
 UNIFORM = TopWOptions(metric="uniform", top_m=200)
 VOCABULARIES = (1, 31, 33, 90, 128, 130, 255, 1000, 1021, 1280, 5000)
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    return opened(tmp_path_factory.mktemp("native"))
-
-
-@pytest.fixture(params=("avx512", "avx2", "generic"))
-def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
-    sets = instruction_sets(kernel)
-    name = sets[-1] if request.param == "generic" else request.param
-    if name not in sets:
-        pytest.skip(f"this processor has no {name}")
-    kernel.use_instruction_set(name)
-    return kernel
 
 
 def answer(kernel: Kernel, logits: np.ndarray, *given: Any, **named: Any) -> KernelSamples:

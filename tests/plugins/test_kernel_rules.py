@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.masks import masked, masks, packed, unequal_fields
-from tests.support.native_cases import instruction_sets, opened, unexplained
+from tests.support.native_cases import instruction_sets, unexplained
 from tests.support.rows import Case, random_case
 from topw_deploy.errors import ParameterError
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples
@@ -28,21 +28,6 @@ VALUES: dict[str, tuple[Sequence[float], Sequence[float]]] = {
     "min_k": ((0, 3, 100, 1e30), (0,)),
 }
 """Rule -> values v0 and v1 to choose from; the others have none."""
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    return opened(tmp_path_factory.mktemp("native"))
-
-
-@pytest.fixture(params=("avx512", "avx2", "generic"))
-def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
-    sets = instruction_sets(kernel)
-    name = sets[-1] if request.param == "generic" else request.param
-    if name not in sets:
-        pytest.skip(f"this processor has no {name}")
-    kernel.use_instruction_set(name)
-    return kernel
 
 
 class Batch:

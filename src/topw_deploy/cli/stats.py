@@ -135,7 +135,7 @@ def command(
 
 
 def _exact(exact: bool, steps: int | None, pool: int | None) -> ExactRequest | None:
-    """Raises MissingPackageError if the solver is missing, and click's UsageError for options without --exact."""
+    """Raises MissingPackageError without the solver, and UsageError for an option that needs --exact."""
     from topw_deploy.stats.request import ExactRequest
 
     if not exact:

@@ -81,7 +81,7 @@ class Generation:
         self.caches.close(self.cache)
 
     def retire(self, row: Row) -> None:
-        """Make an ended row greedy and remove its rule, edits and mask: it stays in the batch, and this is cheapest."""
+        """Make an ended row greedy, without rule, edits and mask. It stays in the batch; greedy rows cost least."""
         self.active.remove(row)
         self.going_on.remove(row.index)
         self.next_ids[row.index] = row.request.pad_token_id

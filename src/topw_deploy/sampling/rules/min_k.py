@@ -30,7 +30,7 @@ def min_k(row: OrderedRow, tau: float, _: float) -> Choice:
 
 
 def _floor_margin(flat: float, cliff: int, n: int) -> float:
-    """The relative distance of tau / R from a whole number at which another count would be kept."""
+    """How far tau / R is from the nearest whole number that would change how many tokens are kept, relative to it."""
     below, above = math.floor(min(flat, n)), math.floor(min(flat, n)) + 1
     margins = [abs(flat - whole) / flat for whole in (below, above) if cliff < whole <= n and flat > 0]
     return min(margins, default=math.inf)

@@ -19,7 +19,7 @@ class RuleParameters:
     """The sampling rule of a row.
 
     rule: a name in RULES; None for the rule whose parameter is given, or Top-W.
-    The others belong to one rule each (RULE_OF_VALUE); None means not given.
+    Each other field is a parameter of one rule (see RULE_OF_VALUE); None means not given.
 
     Raises ParameterError for an unknown rule, for a parameter of another rule, for parameters of two rules, for one
     that is missing and has no default, and for a value outside its interval, also after rounding to float32.
