@@ -42,7 +42,7 @@ def test_progress_goes_to_stderr_and_the_result_to_stdout(tmp_path: Path, foreig
     assert result.exit_code == 0
     assert result.stdout == f"{tmp_path / 'out'}\n"
     assert "Grafting the sampler" in result.stderr
-    assert result.stderr.count("[✓]") == 10
+    assert result.stderr.count("[✓]") == 12
 
 
 def test_the_result_as_json(tmp_path: Path, foreign_decoder: Path) -> None:
@@ -126,12 +126,12 @@ def test_verify_repeats_hashes_and_checks(finished: Path, foreign_decoder: Path)
     report = json.loads(result.stdout)
     assert result.exit_code == 0
     of_native = [check for check in report["checks"] if check["name"].startswith("native sampler")]
-    assert len(report["checks"]) - len(of_native) == 9  # unverified: padding was not promised
+    assert len(report["checks"]) - len(of_native) == 11  # unverified: padding was not promised
     assert all(check["passed"] for check in report["checks"])
     if why_absent():
         assert report["skipped"] == [["native sampler", why_absent()]]
     else:
-        assert (len(of_native), report["skipped"]) == (4, [])
+        assert (len(of_native), report["skipped"]) == (6, [])
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_verify_names_what_it_cannot_compare_with(finished: Path, monkeypatch: p
     assert result.exit_code == 0
     assert "generation: not compared, the source is not available" in result.stderr
     assert "native sampler: not compared, TOPW_NATIVE=0 disables it" in result.stderr
-    assert "4 checks passed, 3 not compared" in result.stdout
+    assert "6 checks passed, 3 not compared" in result.stdout
 
 
 def test_verify_notices_a_changed_file(finished: Path, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_every_check_of_the_verification_passes(
     task = {"folder": str(folder), "checkpoint": str(checkpoint(family))}
     results = list(worker.run(task))
     assert all(isinstance(result, Check) and result.passed for result in results), results
-    assert len(results) == (11 if load_decoder_manifest(folder).decoder.kv_form == "static" else 10)
+    assert len(results) == (13 if load_decoder_manifest(folder).decoder.kv_form == "static" else 12)
     assert max(r.difference for r in results if isinstance(r, Check) and r.name.endswith("logits")) <= FLOAT32
 
 

@@ -119,7 +119,7 @@ def test_an_export_without_any_default_verifies(tmp_path: Path, checkpoint: Call
     manifest = load_manifest(tmp_path / "out")
     assert manifest.verification.status == "passed"
     assert manifest.verification == report.verification
-    assert len([line for line in lines if "[✓]" in line]) == 11
+    assert len([line for line in lines if "[✓]" in line]) == 13
     assert manifest.sampler.options == request.sampler.options
     assert manifest.sampler.tail == "static"
     assert manifest.opset[""] == 24
@@ -169,7 +169,7 @@ def test_a_bfloat16_export_names_unverified_parts(tmp_path: Path, checkpoint: Ca
     request = export_request(model=str(checkpoint("llama_tied")), output=tmp_path / "out", dtype="bf16")
     report = export_model(request, Progress(lines.append))
     assert report.verification.status == "partial"
-    assert [check.name.split()[0] for check in report.verification.checks] == ["sampler"] * 4
+    assert [check.name.split()[0] for check in report.verification.checks] == ["sampler"] * 6
     assert "bfloat16 graphs cannot run on a CPU" in report.notices[0]
     assert any("generation: not compared, bfloat16 cannot run on a CPU" in line for line in lines)
 

@@ -38,11 +38,13 @@ def test_the_file_passes_onnx_own_check(exported: Callable[[str], Path], family:
 
 
 def test_the_file_is_little_larger_than_the_parameters(demo_export: Path) -> None:
-    """Initializers within 1 % of the float16 parameters in float32."""
+    """Initializers within 1 % of the float16 parameters in float32; the sampler function adds about 0.55 MB, always."""
     halves = sum(file.stat().st_size for file in demo_model_path().glob("*.safetensors"))
     model = ir.load(demo_export / "model.onnx")
     assert abs(weight_bytes(model) / (2 * halves) - 1) < 0.01
-    assert abs((demo_export / "model.onnx").stat().st_size / (2 * halves) - 1) < 0.02  # including sampler nodes
+    sampler_bytes = sum(ir.to_proto(function).ByteSize() for function in model.functions.values())
+    assert sampler_bytes < 800_000
+    assert abs(((demo_export / "model.onnx").stat().st_size - sampler_bytes) / (2 * halves) - 1) < 0.02
 
 
 def test_an_untied_head_is_stored_transposed(exported: Callable[[str], Path]) -> None:
