@@ -53,8 +53,8 @@ def asked(folder: Path, prompts: list[Prompt], rules: str = "top_w,plain", **cha
 def sample(text: str = "ab", tokens: tuple[int, ...] = (1, 2), **changes: Any) -> Sample:
     drawn = len(tokens)
     given: dict[str, Any] = {
-        "drawn": drawn, "kept": [2] * drawn, "certified": [True] * drawn, "mass": [0.5] * drawn, "surprisal": 1.0 * drawn,
-        "finish_reason": "length",
+        "drawn": drawn, "kept": [2] * drawn, "certified": [True] * drawn, "mass": [0.5] * drawn,
+        "surprisal": 1.0 * drawn, "finish_reason": "length",
     }  # fmt: skip
     return Sample(text=text, tokens=tokens, **{**given, **changes})
 

@@ -17,7 +17,7 @@ from topw_deploy.errors import PromptError
 from topw_deploy.plain_text import decode_text
 
 if TYPE_CHECKING:
-    from topw_deploy.compare.collect import CompareRequest, Comparison, Prompt
+    from topw_deploy.compare.collect import Comparison, Prompt
     from topw_deploy.compare.summary import Summary
 
 RULES = "top_w,min_p,top_p,top_h,top_k,plain"
@@ -97,7 +97,7 @@ def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     main parameter; without it, top_p is 0.9, min_p 0.1 and top_k 50. For example:
     --rules top_w,top_w:preset=lively,min_p=0.05,top_h=0.4:top_h_pool=50
 
-    Perplexity needs a folder exported with --with-logits, and mass one exported --with-mass.
+    Perplexity needs a folder exported with --with-logits, and mass one exported with --with-mass.
     """
     if values["system"] is not None and not values["chat"]:
         raise click.UsageError("--system needs --chat.")

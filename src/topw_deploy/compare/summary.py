@@ -87,8 +87,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "perplexity",
         "perplexity",
-        "e to the mean of -ln p over all drawn tokens, where p is the model's own probability: at temperature 1, over the "
-        "whole vocabulary, without edits of logits.",
+        "e to the mean of -ln p over all drawn tokens, where p is the model's own probability: at temperature 1, over "
+        "the whole vocabulary, without edits of logits.",
         _surprisal,
         raised=True,
         logarithmic=True,
