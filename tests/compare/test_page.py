@@ -8,8 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from topw_deploy.compare.collect import Sample
 from topw_deploy.compare.page.chart import Line, Point, chart, key
 from topw_deploy.compare.page.html import page
+from topw_deploy.compare.rules import RuleSetting
 from topw_deploy.compare.summary import METRICS, summarise
 
 from .conftest import comparison, sample
@@ -17,8 +19,8 @@ from .conftest import comparison, sample
 VOID = {"meta", "br", "input", "img", "link"}
 KNOWN = {
     "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "h4", "p", "ul", "li", "div", "figure",
-    "figcaption", "small", "svg", "g", "path", "circle", "text", "table", "thead", "tbody", "tr", "th", "td", "dl", "dt",
-    "dd", "section", "strong", "input", "label", "br", "article", "bdi",
+    "figcaption", "small", "svg", "g", "path", "circle", "text", "table", "thead", "tbody", "tr", "th", "td", "dl",
+    "dt", "dd", "section", "strong", "input", "label", "br", "article", "bdi",
 }  # fmt: skip
 HOSTILE = (
     "</script><script>alert(1)</script></div></title><img src=x onerror=\"alert(2)\"> & &lt; 'q' \x1b[2J\u202e\x00 é"
@@ -58,10 +60,12 @@ class Reader(HTMLParser):
 
 
 def made(text: str = "plain text", prompt: str = "one", folder: str = "out") -> str:
-    compared = comparison(
-        lambda rule, temperature, place: [sample(f"{text} {rule.label} {temperature} {place} {n}", (1, 2, 3, 4, 5)) for n in range(2)],
-        prompts=(prompt, "two"), rules="top_w,top_w:preset=lively,plain", folder=folder,
-    )  # fmt: skip
+    def samples(rule: RuleSetting, temperature: float, place: int) -> list[Sample]:
+        name = f"{text} {rule.label} {temperature} {place}"
+        return [sample(f"{name} {number}", (1, 2, 3, 4, 5)) for number in range(2)]
+
+    rules = "top_w,top_w:preset=lively,plain"
+    compared = comparison(samples, prompts=(prompt, "two"), rules=rules, folder=folder)
     return page(compared, summarise(compared))
 
 
