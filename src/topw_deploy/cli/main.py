@@ -54,12 +54,8 @@ _EXTRAS = {
 """Command -> its remark in `topw --help` on the extra [export], if it uses that."""
 
 _EXTRAS_NOTE = "[export] is the extra with torch and onnx; if it is missing, `topw doctor` shows how to install it."
-_DOES = {
-    "cpu": "running a model",
-    "export": "exporting",
-    "lm-eval": "evaluating",
-    "compare": "comparing rules",
-}  # extra -> subject of the error
+# Extra -> subject of the error.
+_DOES = {"cpu": "running a model", "export": "exporting", "compare": "comparing rules", "lm-eval": "evaluating"}
 
 _INTERRUPTED = 130
 _VERSION: dict[str, Any] = {"package_name": "topw-deploy", "message": "%(prog)s %(version)s"}

@@ -130,7 +130,8 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "certified", "certified",
-        "The share of steps whose kept tokens were proven from a short list of candidates (docs/contract/rules.md).",
+        "The share of certified steps: under Top-W, the kept tokens were proven without token distances; under other "
+        "rules, all of them are among the 64 best.",
         partial(_per_token, name="certified"), share=True,
     ),
     Metric(

@@ -66,7 +66,7 @@ def _points(metric: Metric, label: str, summaries: Sequence[Summary]) -> list[Po
 
 
 def _table(summaries: Sequence[Summary]) -> Iterator[str]:
-    yield f'<h2>Table</h2>\n<p class="muted">Small: {LEVEL:.0%} intervals over prompts, {RESAMPLES} resamples.</p>'
+    yield f'<h2>Table</h2>\n<p class="muted">With {LEVEL:.0%} intervals over prompts, from {RESAMPLES} resamples.</p>'
     heads = "".join(f"<th scope=col>{metric.title}</th>" for metric in METRICS)
     yield (
         f'<div class="wide"><table>\n<thead><tr><th scope=col>temperature</th><th scope=col>rule</th>{heads}'
