@@ -145,6 +145,7 @@ def test_a_chart_places_values_on_its_scale() -> None:
     assert ticks(drawn([Line("a", 0, points(0.2, 0.9))], share=True)) == ["0", "0.25", "0.5", "0.75", "1"]
     assert ticks(drawn([Line("a", 0, points(2, 3000))], logarithmic=True)) == ["10", "100", "1,000"]
     assert len(ticks(drawn([Line("a", 0, points(5, 5))], logarithmic=True))) >= 2
+    assert ticks(drawn([Line("a", 0, points(0, 0))], share=True))[-1] == "1"
 
 
 def test_a_chart_draws_intervals_and_names_each_value() -> None:

@@ -97,7 +97,8 @@ def _vertical(low: float, high: float, logarithmic: bool, share: bool) -> _Axis:
         margin = max(0.02, (last - first) * 0.05)
         first, last = first - margin, last + margin
         return _Axis(first, last, bottom, top, _decades(first, last), logarithmic=True)
-    step = _step(max(high, 1e-9) / 4)
+    high = high if high > 0 else 1.0
+    step = _step(high / 4)
     count = math.ceil(high / step - 1e-9) or 1
     last = min(1.0, count * step) if share and high <= 1 else count * step
     return _Axis(0.0, last, bottom, top, tuple(i * step for i in range(count + 1) if i * step <= last + 1e-12))
