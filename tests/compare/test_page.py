@@ -107,7 +107,7 @@ def test_every_text_is_shown_by_one_choice_of_temperature_and_number() -> None:
 def test_the_page_has_a_plot_and_a_definition_of_every_metric_and_a_row_per_cell() -> None:
     read = Reader(made())
     titles = [metric.title for metric in METRICS]
-    assert read.of("figcaption") == titles
+    assert [text.strip() for text in read.of("figcaption")] == titles
     assert read.of("dt") == titles
     rows = [attributes for tag, attributes in read.tags if tag == "tr"]
     assert len(rows) == 1 + 2 * 3
