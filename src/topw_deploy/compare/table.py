@@ -43,12 +43,12 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits without an exponent where possible; "-" for None."""
+    """Three significant digits, or an integer, without an exponent up to 1e9; "-" for None."""
     if value is None:
         return "-"
-    if abs(value) >= 100:
-        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.2e}"
-    return f"{value:.3g}"
+    if abs(value) >= 1e9:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 99.95 else f"{value:#.3g}"
 
 
 def share(value: float | None) -> str:

@@ -48,7 +48,7 @@ def _text(value: object) -> str:
 
 def _charts(comparison: Comparison, summaries: Sequence[Summary]) -> Iterator[str]:
     labels = [rule.label for rule in comparison.request.rules]
-    yield "<h2>Metrics over temperature</h2>"
+    yield "<section>\n<h2>Metrics over temperature</h2>"
     entries = "".join(f"<li>{key(place)}{_text(label)}</li>" for place, label in enumerate(labels))
     yield f'<ul class="legend" aria-label="Rules">{entries}</ul>\n<div class="charts">'
     for metric in METRICS:
@@ -57,7 +57,7 @@ def _charts(comparison: Comparison, summaries: Sequence[Summary]) -> Iterator[st
         if drawn:
             scale = " <small>logarithmic</small>" if metric.logarithmic else ""
             yield f"<figure><figcaption>{metric.title}{scale}</figcaption>{drawn}</figure>"
-    yield "</div>"
+    yield "</div></section>"
 
 
 def _points(metric: Metric, label: str, summaries: Sequence[Summary]) -> list[Point]:
@@ -87,8 +87,8 @@ def _table(summaries: Sequence[Summary]) -> Iterator[str]:
 
 def _value(metric: Metric, summary: Summary) -> str:
     show, found = share if metric.share else number, summary.values[metric.name]
-    interval = "" if found.low is None else f"<small>{show(found.low)} to {show(found.high)}</small>"
-    return f"{show(found.value)}{interval}"
+    low, high = show(found.low), show(found.high)
+    return show(found.value) + (f"<small>{low} to {high}</small>" if low != high else "")
 
 
 def _definitions() -> Iterator[str]:
@@ -101,18 +101,16 @@ def _choices(comparison: Comparison) -> str:
     """The style rules that show the texts of the chosen temperature and sample."""
     request = comparison.request
     pairs = [(t, s) for t in range(len(request.temperatures)) for s in range(request.samples)]
-    shown = [f"#t{t}:checked ~ #s{s}:checked ~ .prompts .t{t}.s{s}" for t, s in pairs]
+    shown = [f".texts:has(#t{t}:checked):has(#s{s}:checked) .t{t}.s{s}" for t, s in pairs]
     return ",\n".join(shown) + " { display: block; }\n"
 
 
 def _texts(comparison: Comparison) -> Iterator[str]:
     request = comparison.request
-    yield "<h2>Texts side by side</h2>\n<section>"
-    yield from _radios("t", "Temperature", [f"{value:g}" for value in request.temperatures])
-    if request.samples > 1:
-        yield "<br>"
-    yield from _radios("s", "Text", [str(number + 1) for number in range(request.samples)])
-    yield '<div class="prompts">'
+    yield '<section class="texts">\n<h2>Texts side by side</h2>\n<div class="choices">'
+    yield _radios("t", "Temperature", [f"{value:g}" for value in request.temperatures])
+    yield _radios("s", "Text", [str(place + 1) for place in range(request.samples)])
+    yield "</div>"
     for index, prompt in enumerate(comparison.prompts):
         yield f'<article><h3 class="prompt"><bdi>{_text(prompt)}</bdi></h3><div class="columns">'
         for column, rule in enumerate(request.rules):
@@ -123,19 +121,18 @@ def _texts(comparison: Comparison) -> Iterator[str]:
                     yield f'<div class="text t{t} s{s}">{_text(sample.text)}{about}</div>'
             yield "</div>"
         yield "</div></article>"
-    yield "</div></section>"
+    yield "</section>"
 
 
-def _radios(prefix: str, name: str, values: Sequence[str]) -> Iterator[str]:
-    """Radio buttons without a box around them: the style rules need them beside the texts. Hidden if there is one."""
+def _radios(prefix: str, name: str, values: Sequence[str]) -> str:
+    """Radio buttons, the first one checked; hidden if there is one."""
+    buttons = "".join(
+        f'<label><input type="radio" name="{prefix}" id="{prefix}{place}"{" checked" if place == 0 else ""}>'
+        f"{_text(value)}</label>"
+        for place, value in enumerate(values)
+    )
     hidden = " hidden" if len(values) == 1 else ""
-    if not hidden:
-        yield f"<strong>{name}</strong>"
-    for place, value in enumerate(values):
-        checked = " checked" if place == 0 else ""
-        yield f'<input type="radio" name="{prefix}" id="{prefix}{place}"{checked}{hidden}>'
-        if not hidden:
-            yield f'<label class="choice" for="{prefix}{place}">{_text(value)}</label>'
+    return f"<fieldset{hidden}><legend>{name}</legend>{buttons}</fieldset>"
 
 
 def _about(sample: Sample) -> str:
