@@ -87,12 +87,12 @@ def test_a_folder_without_outputs_and_with_another_cache_is_compared_without_the
 
 def test_prompts_have_their_own_limits_and_forms(folder: Path) -> None:
     prompts = [
-        Prompt("prompt", "abc", "line 1", {"max_new_tokens": 2}),
+        Prompt("prompt", "abc", "line 1", {"max_length": 7}),
         Prompt("prompt_ids", byte_ids("abc"), "line 2"),
-        Prompt("prompt", "abc", "line 3", {"max_length": 7}),
+        Prompt("prompt", "abc", "line 3", {"max_new_tokens": 2}),
     ]
     found = compare(asked(folder, prompts, "top_w"))
-    assert [samples[0].drawn for samples in found.cells[0].samples] == [2, 6, 4]
+    assert [samples[0].drawn for samples in found.cells[0].samples] == [4, 6, 2]
     assert list(found.prompts) == ["abc"] * 3
 
 

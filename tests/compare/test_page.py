@@ -114,6 +114,13 @@ def test_the_page_has_a_plot_and_a_definition_of_every_metric_and_a_row_per_cell
     assert read.of("li") == ["top_w", "top_w preset=lively", "plain"]
 
 
+def test_the_table_shows_intervals_where_prompts_differ() -> None:
+    compared = comparison(lambda rule, temperature, place: [sample(surprisal=2.0 + 2.0 * place)], temperatures=(1.0,))
+    shown = Reader(page(compared, summarise(compared))).of("small")
+    # Resamples of two prompts have the mean surprisals 1, 1.5 or 2 per token.
+    assert [text for text in shown if " to " in text] == ["2.72 to 7.39"] * 2
+
+
 def test_one_text_and_one_temperature_need_no_choice() -> None:
     compared = comparison(lambda *_: [sample()], temperatures=(1.0,))
     read = Reader(page(compared, summarise(compared)))

@@ -15,10 +15,10 @@ from .conftest import comparison, sample
 
 
 def test_an_interval_is_that_of_the_quotient_over_resampled_prompts() -> None:
-    weights = np.array([[2, 0], [1, 1], [0, 2]], np.float64)
+    weights = np.array([[2, 0], [1, 1], [1, 1], [1, 1], [0, 2]], np.float64)
     terms = np.array([[1, 1], [3, 1]], np.float64)
-    found = interval(terms, weights)  # the resamples have the means 1, 2 and 3
-    assert (found.value, found.low, found.high) == (2, pytest.approx(1.05), pytest.approx(2.95))
+    found = interval(terms, weights)  # the resamples have the means 1, 2, 2, 2 and 3
+    assert (found.value, found.low, found.high) == (2, pytest.approx(1.1), pytest.approx(2.9))
     raised = interval(terms, weights, raised=True)
     assert raised.value == pytest.approx(math.exp(2))
     # Prompts with more terms count more; resamples without terms do not count.
