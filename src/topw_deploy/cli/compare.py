@@ -37,7 +37,7 @@ _OPENING = {"provider": "provider", "threads": "intra_op_num_threads", "allow_fa
     "--prompts",
     required=True,
     type=click.Path(path_type=Path, allow_dash=True),
-    help="Prompts: UTF-8 text, one per line, or JSON lines if the name ends in .jsonl; - is standard input.",
+    help="Prompts: UTF-8 text, one per line, or JSON lines if the name ends in .jsonl; - is text on standard input.",
 )
 @click.option("--limit", type=click.IntRange(min=1), help="Use at most this many prompts.")
 @click.option(
