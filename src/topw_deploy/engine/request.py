@@ -183,17 +183,21 @@ class PieceReader:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._texts: dict[int, RowText | None] = {}
+        self._drawn: dict[int, int] = {}  # tokens of each sequence so far
 
     def piece(self, event: tuple[int, int | str | None, int]) -> Piece | None:
         """None for a token that ends no character."""
-        index, new, drawn = event
+        index, new, counted = event
+        uncounted = new is not None and not counted  # by the engine's thread
+        drawn = self._drawn[index] = self._drawn.get(index, 0) + 1 if uncounted else counted
         if isinstance(new, str):
-            return Piece(new, index, None, self._request.next_scores(index, drawn))
+            return Piece(new, index, None, self._request.next_scores(index, counted), drawn)
         if index not in self._texts:
             self._texts[index] = self._request.new_text(index)
         text = self._texts[index]
         if new is None:
             result = self._request.result_of(index)
-            return Piece("" if text is None else text.flush(), index, result, self._request.next_scores(index, drawn))
+            last = "" if text is None else text.flush()
+            return Piece(last, index, result, self._request.next_scores(index, counted), drawn)
         gained = "" if text is None else text.push(new)
-        return Piece(gained, index, None, self._request.next_scores(index, drawn)) if gained else None
+        return Piece(gained, index, None, self._request.next_scores(index, counted), drawn) if gained else None

@@ -148,9 +148,11 @@ class Piece:
     row: index of the sequence in the request.
     result: the row's result, in its last piece only.
     token_logprobs: with the parameter `logprobs`, the entries of the tokens drawn since the row's last piece.
+    drawn: tokens of the row drawn so far.
     """
 
     text: str
     row: int = 0
     result: GenerationResult | None = None
     token_logprobs: list[TokenLogprob] | None = None
+    drawn: int = field(compare=False, default=0)
