@@ -34,6 +34,7 @@ ALLOWED = {
     "tensorrt": LEAVES | {"plugins"},
     "runtime": LEAVES | {"install", "telemetry", "sizes", "plugins", "tensorrt"},
     "engine": LEAVES | {"sizes", "safetensors_header", "runtime"},
+    "serve": {"errors", "sampling", "runtime", "engine"},
     "export": LEAVES | {"memory", "install", "sizes", "safetensors_header", "runtime", "demo"},
     "stats": LEAVES | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
     "bench": LEAVES | {"install", "printable", "reports", "plugins", "runtime", "engine", "export", "processors"},
@@ -41,13 +42,14 @@ ALLOWED = {
     "harness": {"errors", "install", "manifest", "sampling", "runtime", "engine"},
     "cli": LEAVES
     | {"install", "telemetry", "plain_text", "printable", "sizes", "reports", "plugins", "tensorrt", "runtime"}
-    | {"export", "demo", "stats", "bench", "compare", "harness"},
+    | {"export", "demo", "stats", "bench", "compare", "harness", "serve"},
     "__main__": {"cli"},
 }
 
 # Other libraries that a part imports anywhere, and those that importing its modules loads.
 RUNTIME = {"numpy", "onnxruntime", "tokenizers", "jinja2"}
 EXPORTER = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "ml_dtypes"}
+SERVER = {"anyio", "starlette", "sse_starlette", "uvicorn", "pydantic", "prometheus_client"}
 NAMED = {
     "manifest": set(),
     "sampling": {"numpy"},
@@ -55,6 +57,7 @@ NAMED = {
     "tensorrt": {"numpy"},
     "runtime": RUNTIME,
     "engine": {"numpy"},
+    "serve": SERVER,
     "processors": {"torch", "transformers"},
     "export": EXPORTER | {"numpy", "onnxruntime", "tokenizers", "huggingface_hub", "sentencepiece"},
     "stats": {"numpy", "onnx_ir", "matplotlib", "ot"},
@@ -72,6 +75,7 @@ LOADED = {
     "tensorrt": {"numpy"},
     "runtime": RUNTIME,
     "engine": RUNTIME,
+    "serve": RUNTIME | SERVER,
     "processors": {"numpy", "torch", "transformers"},
     "export": EXPORTER | RUNTIME,
     "stats": RUNTIME | {"onnx", "onnx_ir", "onnxscript", "ml_dtypes"},

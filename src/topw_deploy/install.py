@@ -25,6 +25,14 @@ MODULES = {
     "cpu": {"onnxruntime": "onnxruntime"},
     "structured": {"llguidance": "llguidance"},
     "exact": {"POT": "ot"},
+    "serve": {
+        "starlette": "starlette",
+        "sse-starlette": "sse_starlette",
+        "uvicorn": "uvicorn",
+        "pydantic": "pydantic",
+        "prometheus-client": "prometheus_client",
+        "anyio": "anyio",
+    },
     "compare": {"sacrebleu": "sacrebleu"},
     "lm-eval": {"lm-eval": "lm_eval"},
     "export": {

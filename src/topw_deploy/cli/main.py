@@ -31,6 +31,7 @@ COMMANDS = {
     "check": "Show which nodes TensorRT or onnxruntime supports, before any build.",
     "build-engine": "Build a TensorRT engine of an exported model, for this machine.",
     "generate": "Generate text with an exported model.",
+    "serve": "Serve exported models over HTTP, with the endpoints of OpenAI's API.",
     "stats": "Show what Top-W did to a text: crop sizes, and whether geometry acted.",
     "compare": "Compare texts of several sampling rules and temperatures.",
     "lm-eval": "Evaluate an exported model on tasks of lm-evaluation-harness.",
@@ -45,6 +46,7 @@ COMMANDS = {
 _EXTRAS = {
     "export": "needs [export]",
     "export-sampler": "needs [export]",
+    "serve": "needs [serve]",
     "stats": "needs [export]",
     "compare": "needs [compare]",
     "lm-eval": "needs [lm-eval]",
@@ -55,7 +57,13 @@ _EXTRAS = {
 
 _EXTRAS_NOTE = "[export] is the extra with torch and onnx; if it is missing, `topw doctor` shows how to install it."
 # Extra -> subject of the error.
-_DOES = {"cpu": "running a model", "export": "exporting", "compare": "comparing rules", "lm-eval": "evaluating"}
+_DOES = {
+    "cpu": "running a model",
+    "export": "exporting",
+    "compare": "comparing rules",
+    "lm-eval": "evaluating",
+    "serve": "serving",
+}
 
 _INTERRUPTED = 130
 _VERSION: dict[str, Any] = {"package_name": "topw-deploy", "message": "%(prog)s %(version)s"}

@@ -1,0 +1,105 @@
+"""`topw serve`: an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from topw_deploy.cli.options import CONTEXT
+from topw_deploy.sizes import parse_size
+
+_ENGINE = ("max_batch", "max_length", "kv_bytes", "max_queue", "prefill_budget", "reuse_prefixes", "prefix_bytes")
+_OPENING = {
+    "provider": "provider", "threads": "intra_op_num_threads", "sampler": "sampler", "allow_fallback": "allow_fallback",
+}  # fmt: skip
+_RUN = ("host", "port", "uds", "max_connections", "verbose")
+
+
+@click.command(name="serve", context_settings=CONTEXT)
+@click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
+@click.option("--uds", type=click.Path(path_type=Path), help="Listen at this Unix socket instead, for its owner only.")
+@click.option(
+    "--served-model-name",
+    metavar="NAME",
+    multiple=True,
+    help="Name of a model in requests, one per OUT.  [default: the folder's name]",
+)
+@click.option("--api-key", metavar="KEY", multiple=True, help="Accept only requests with this key. Repeatable.")
+@click.option("--cors-origin", metavar="URL", multiple=True, help="Let pages of this origin call. Repeatable.")
+@click.option("--max-batch", type=int, default=8, show_default=True, help="Sequences that run at once, per model.")
+@click.option("--max-length", type=int, help="Tokens of a sequence, with its prompt.  [default: the model's context]")
+@click.option("--kv-bytes", metavar="SIZE", help="Most memory of a cache, as 2GiB; lowers --max-batch if necessary.")
+@click.option("--max-queue", type=int, default=256, show_default=True, help="Sequences that wait; more get 429.")
+@click.option("--prefill-budget", type=int, default=256, show_default=True, help="Prompt tokens per iteration.")
+@click.option("--prefix-bytes", metavar="SIZE", help="Host memory for earlier prompts.  [default: none]")
+@click.option("--reuse-prefixes/--no-reuse-prefixes", default=True, help="Reuse prompts' known beginnings (default).")
+@click.option("--max-body", metavar="SIZE", default="8MiB", show_default=True, help="Longest body; more gets 413.")
+@click.option("--body-timeout", type=float, default=30.0, show_default=True, help="Seconds for a body to arrive.")
+@click.option("--max-prompt-tokens", type=int, help="Longest prompt.  [default: what the context holds]")
+@click.option("--request-timeout", type=float, default=600.0, show_default=True, help="Seconds of a generation.")
+@click.option("--max-connections", type=click.IntRange(min=1), default=1024, show_default=True, help="More get 503.")
+@click.option("--ping-interval", type=float, default=15.0, show_default=True, help="Seconds between keep-alives.")
+@click.option("--send-timeout", type=float, default=60.0, show_default=True, help="Seconds a client may read nothing.")
+@click.option("--drain-timeout", type=float, default=30.0, show_default=True, help="Seconds to finish after SIGTERM.")
+@click.option("--tool-parser", metavar="FAMILY", help="Family of tool calls.  [default: that of the chat template]")
+@click.option("--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, ...")
+@click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
+@click.option(
+    "--sampler",
+    type=click.Choice(("auto", "native", "graph")),
+    default="auto",
+    show_default=True,
+    help="Implementation of the sampler.",
+)
+@click.option("--allow-fallback", is_flag=True, help="Use another provider if this one does not start.")
+@click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
+@click.option("--log-format", type=click.Choice(("json", "text")), default="json", show_default=True)
+@click.option("-v", "--verbose", is_flag=True, help="Log GET requests, too.")
+def command(
+    folders: tuple[Path, ...],
+    served_model_name: tuple[str, ...],
+    api_key: tuple[str, ...],
+    cors_origin: tuple[str, ...],
+    log_format: str,
+    **options: Any,
+) -> None:
+    """Serve exported models over HTTP, with the endpoints of OpenAI's API.
+
+    Requests choose one of the models in the folders OUT by its name. Logs go to stderr, without prompts. SIGTERM ends
+    the server when the running requests have ended. See docs/guide/serve.md.
+    """
+    from topw_deploy import install
+
+    install.require("serving", "serve")
+    from topw_deploy.serve.server import run
+    from topw_deploy.serve.settings import Settings
+
+    for name in ("kv_bytes", "prefix_bytes", "max_body"):
+        if options[name] is not None:
+            options[name] = parse_size(options[name], name)
+    opening = {ours: options.pop(name) for name, ours in _OPENING.items()}
+    engine = {name: options.pop(name) for name in _ENGINE}
+    serving = {name: options.pop(name) for name in _RUN}
+    settings = Settings(
+        models=_named(folders, served_model_name),
+        api_keys=api_key,
+        cors_origins=cors_origin,
+        opening=opening,
+        engine={name: value for name, value in engine.items() if value is not None},
+        **options,
+    )
+    run(settings, json_logs=log_format == "json", **serving)
+
+
+def _named(folders: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]:
+    """The models by name. Raises UsageError unless each has one of its own."""
+    if names and len(names) != len(folders):
+        raise click.UsageError(f"--served-model-name is given {len(names)} times for {len(folders)} models.")
+    chosen = names or tuple(folder.resolve().name for folder in folders)
+    if len(set(chosen)) < len(chosen):
+        raise click.UsageError(f"two models would be named alike in {', '.join(chosen)}; give --served-model-name.")
+    return dict(zip(chosen, folders, strict=True))

@@ -1,0 +1,95 @@
+"""The ASGI application."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from topw_deploy.errors import TopWError
+from topw_deploy.serve.access import AccessLog, Keys, record_of
+from topw_deploy.serve.chat import chat_completions
+from topw_deploy.serve.completions import completions
+from topw_deploy.serve.failures import INVALID, Failure, failure_of
+from topw_deploy.serve.responses import responses
+from topw_deploy.serve.service import Service
+from topw_deploy.serve.settings import Settings
+from topw_deploy.serve.status import health, metrics, model, models
+from topw_deploy.serve.tokens import detokenize, tokenize
+
+ROUTES = (
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/models", models, methods=["GET"]),
+    Route("/v1/models/{name:path}", model, methods=["GET"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/health", health, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
+)
+
+
+def create_app(settings: Settings) -> Starlette:
+    """The application. Its lifespan opens the models; until then requests get 503.
+
+    `app.state.service` is its Service.
+    """
+    service = Service(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    middleware = [Middleware(AccessLog, on_request=service.count)]
+    if settings.cors_origins:
+        origins = list(settings.cors_origins)
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id"],
+            )
+        )
+    if settings.api_keys:
+        middleware.append(Middleware(Keys, keys=settings.api_keys))
+    handlers = {TopWError: _typed_error, HTTPException: _http_error, ClientDisconnect: _gone}
+    app = Starlette(routes=list(ROUTES), middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+    app.state.service = service
+    return app
+
+
+async def _typed_error(request: Request, error: Exception) -> Response:
+    failure = failure_of(error)
+    if failure.status == 500:
+        raise error  # to the log, with its traceback
+    record_of(request).facts["error"] = failure.code
+    return JSONResponse(failure.as_dict(), failure.status, dict(failure.headers))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """An unknown path or method."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+    failure = Failure(error.status_code, INVALID, code, message)
+    return JSONResponse(failure.as_dict(), failure.status, dict(error.headers or {}))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """The client closed the connection, so nobody reads this."""
+    record_of(request).facts["error"] = "client_gone"
+    return Response(status_code=499)

@@ -1,0 +1,128 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+from sse_starlette import ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from topw_deploy.runtime import GenerationResult, Piece
+from topw_deploy.runtime.tools import Content, Parsed, Reasoning, ToolCallParser
+from topw_deploy.runtime.tools.calls import Event, ToolCall
+from topw_deploy.serve.chat_plan import ChatPlan, plan_chat
+from topw_deploy.serve.choices import ending
+from topw_deploy.serve.events import DONE, EventStream, event, failed
+from topw_deploy.serve.logprobs import chat_logprobs
+from topw_deploy.serve.requests import read, service_of
+from topw_deploy.serve.run import Run
+from topw_deploy.serve.schemas.chat import ChatRequest
+from topw_deploy.serve.schemas.common import StreamOptions
+from topw_deploy.serve.served import Pieces
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer the messages of a chat, whole or as a stream of chunks."""
+    body = await read(request, ChatRequest)
+    run = Run(request, service_of(request), body, "chatcmpl", "messages")
+    with run.naming():
+        plan = plan_chat(body, run.served)
+    prompt, ids = await run.prepare(plan.prompt)
+    run.prompt_tokens = len(ids)
+    run.log_prompt(prompt)
+    if run.streams:
+        pieces = await run.begin(ids, plan.parameters)
+        events = _events(run, plan, prompt, pieces, body.stream_options or StreamOptions())
+        return EventStream(events, pieces.aclose, run.settings)
+    results = await run.whole(ids, plan.parameters)
+    choices = [_choice(index, result, plan, prompt) for index, result in enumerate(results)]
+    return JSONResponse({**_head(run, "chat.completion"), "choices": choices, "usage": run.usage})
+
+
+def _head(run: Run, kind: str) -> dict[str, Any]:
+    return {
+        "id": run.id, "object": kind, "created": run.created, "model": run.served.name, "system_fingerprint": None,
+    }  # fmt: skip
+
+
+def _choice(index: int, result: GenerationResult, plan: ChatPlan, prompt: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
+    calls: tuple[ToolCall, ...] = ()
+    if plan.tools is not None:
+        parsed = plan.served.model.parse_tool_calls(result, plan.tools, plan.served.tool_family, prompt)
+        calls = parsed.tool_calls if plan.parallel else parsed.tool_calls[:1]
+        message |= _parsed_message(parsed, calls)
+    logprobs = chat_logprobs(result.token_logprobs)
+    return {"index": index, "message": message, "logprobs": logprobs, **ending(result, calls)}
+
+
+def _parsed_message(parsed: Parsed, calls: tuple[ToolCall, ...]) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": parsed.content or (None if calls else "")}
+    if parsed.reasoning is not None:
+        message["reasoning_content"] = parsed.reasoning
+    if calls:
+        message["tool_calls"] = [call.as_dict() for call in calls]
+    return message
+
+
+class Deltas:
+    """Makes the deltas of one choice.
+
+    calls: those that were sent.
+    """
+
+    def __init__(self, parser: ToolCallParser | None, parallel: bool) -> None:
+        self.calls: list[ToolCall] = []
+        self._parser, self._parallel = parser, parallel
+
+    def of(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        if self._parser is None:
+            yield from [{"content": piece.text}] if piece.text else []
+            return
+        events = self._parser.feed(piece.text)
+        if piece.result is not None:
+            events = [*events, *self._parser.finish()]
+        for each in events:
+            yield from self._delta(each)
+
+    def _delta(self, found: Event) -> Iterator[dict[str, Any]]:
+        if isinstance(found, Content):
+            yield {"content": found.text}
+        elif isinstance(found, Reasoning):
+            yield {"reasoning_content": found.text}
+        elif self._parallel or not self.calls:
+            self.calls.append(found)
+            yield {"tool_calls": [{"index": len(self.calls) - 1, **found.as_dict()}]}
+
+
+async def _events(
+    run: Run, plan: ChatPlan, prompt: str, pieces: Pieces, options: StreamOptions
+) -> AsyncGenerator[ServerSentEvent, None]:
+    head = _head(run, "chat.completion.chunk")
+
+    def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, end: Any = None) -> ServerSentEvent:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, **(end or {"finish_reason": None})}
+        return event({**head, "choices": [choice], **run.usage_field(options)})
+
+    deltas: dict[int, Deltas] = {}
+    scores: dict[int, list[Any]] = {}  # of tokens whose text is held back
+    try:
+        async for piece in run.watch(pieces):
+            row = piece.row
+            if row not in deltas:
+                deltas[row] = Deltas(plan.parser(prompt), plan.parallel)
+                yield chunk(row, {"role": "assistant", "content": ""})
+            scores.setdefault(row, []).extend(piece.token_logprobs or ())
+            for delta in deltas[row].of(piece):
+                entries = scores.pop(row, None) or None
+                yield chunk(row, delta, chat_logprobs(entries))
+            if piece.result is not None:
+                entries = scores.pop(row, None) or None
+                yield chunk(row, {}, chat_logprobs(entries), ending(piece.result, deltas[row].calls))
+        if options.include_usage:
+            yield event({**head, "choices": [], "usage": run.usage})
+    except Exception as error:  # noqa: BLE001  # the status was sent
+        yield event(failed(error, run.record))
+    yield DONE

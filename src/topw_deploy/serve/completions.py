@@ -1,0 +1,125 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sse_starlette import ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from topw_deploy.runtime import GenerationResult
+from topw_deploy.serve.choices import ending
+from topw_deploy.serve.events import DONE, EventStream, event, failed
+from topw_deploy.serve.failures import invalid
+from topw_deploy.serve.logprobs import completion_logprobs
+from topw_deploy.serve.requests import read, service_of
+from topw_deploy.serve.run import Run
+from topw_deploy.serve.schemas.common import StreamOptions
+from topw_deploy.serve.schemas.completions import CompletionRequest
+from topw_deploy.serve.served import Pieces, Served
+
+NEW_TOKENS = 16
+"""Tokens of a completion that states no length, as in OpenAI's API."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a request.
+
+    ids: token ids of each.
+    texts: of each, if the answer repeats them.
+    """
+
+    ids: list[list[int]]
+    texts: list[str] | None
+
+    @property
+    def given(self) -> list[int] | list[list[int]]:
+        """For the engine."""
+        return self.ids[0] if len(self.ids) == 1 else self.ids
+
+
+async def completions(request: Request) -> Response:
+    """Continue one or several prompts, whole or as a stream of chunks."""
+    body = await read(request, CompletionRequest)
+    run = Run(request, service_of(request), body, "cmpl", "prompt")
+    with run.naming():
+        parameters = _parameters(body, run.served)
+    special = parameters.pop("add_special_tokens", True)
+    prompts: Prompts = await run.prepare(lambda: _prompts(body, run.served, special))
+    run.prompt_tokens = sum(map(len, prompts.ids))
+    run.log_prompt(body.prompt)
+    if run.streams:
+        pieces = await run.begin(prompts.given, parameters)
+        events = _events(run, prompts, pieces, body.stream_options or StreamOptions())
+        return EventStream(events, pieces.aclose, run.settings)
+    results = await run.whole(prompts.given, parameters)
+    choices = [_choice(index, result, run, prompts) for index, result in enumerate(results)]
+    return JSONResponse({**_head(run), "choices": choices, "usage": run.usage})
+
+
+def _head(run: Run) -> dict[str, Any]:
+    return {"id": run.id, "object": "text_completion", "created": run.created, "model": run.served.name}
+
+
+def _parameters(body: CompletionRequest, served: Served) -> dict[str, Any]:
+    parameters = body.parameters()
+    if not {"max_new_tokens", "max_length"} & parameters.keys():
+        parameters["max_new_tokens"] = NEW_TOKENS
+    if body.echo and "logprobs" in parameters:
+        if body.stream:
+            raise invalid("a stream cannot echo with logprobs; send one of echo, logprobs and stream less.", "echo")
+        parameters.setdefault("prompt_logprobs", parameters["logprobs"])
+    elif "prompt_logprobs" in parameters:
+        raise invalid("prompt_logprobs is given without echo and logprobs, which show them.", "prompt_logprobs")
+    return parameters
+
+
+def _prompts(body: CompletionRequest, served: Served, special: bool) -> Prompts:
+    given: Any = body.prompt
+    several = isinstance(given, list) and not isinstance(given[0], int)
+    prompts: Sequence[str | list[int]] = given if several else [given]
+    ids = [served.encode(each, special) if isinstance(each, str) else served.check(each) for each in prompts]
+    texts = None
+    if body.echo:
+        texts = [e if isinstance(e, str) else served.model.tokenizer.decode(e) for e in prompts]
+    return Prompts(ids, texts)
+
+
+def _choice(index: int, result: GenerationResult, run: Run, prompts: Prompts) -> dict[str, Any]:
+    text, logprobs = result.text, completion_logprobs(result.token_logprobs)
+    if prompts.texts is not None:
+        prompt = prompts.texts[index // run.samples]
+        text = prompt + text
+        if result.prompt_logprobs is not None:
+            first = run.served.model.tokenizer.text_of(prompts.ids[index // run.samples][0])
+            entries = [*result.prompt_logprobs, *(result.token_logprobs or ())]
+            logprobs = completion_logprobs(entries, first=first)
+    return {"index": index, "text": text, "logprobs": logprobs, **ending(result)}
+
+
+async def _events(
+    run: Run, prompts: Prompts, pieces: Pieces, options: StreamOptions
+) -> AsyncGenerator[ServerSentEvent, None]:
+    lengths: dict[int, int] = {}
+
+    def chunk(index: int, text: str, entries: Any, end: Mapping[str, Any] | None) -> ServerSentEvent:
+        logprobs = completion_logprobs(entries, offset=lengths.get(index, 0))
+        lengths[index] = lengths.get(index, 0) + len(text)
+        choice = {"index": index, "text": text, "logprobs": logprobs, **(end or {"finish_reason": None})}
+        return event({**_head(run), "choices": [choice], **run.usage_field(options)})
+
+    try:
+        async for piece in run.watch(pieces):
+            if prompts.texts is not None and piece.row not in lengths:
+                yield chunk(piece.row, prompts.texts[piece.row // run.samples], None, None)
+            end = None if piece.result is None else ending(piece.result)
+            yield chunk(piece.row, piece.text, piece.token_logprobs, end)
+        if options.include_usage:
+            yield event({**_head(run), "choices": [], "usage": run.usage})
+    except Exception as error:  # noqa: BLE001  # the status was sent
+        yield event(failed(error, run.record))
+    yield DONE

@@ -1,0 +1,63 @@
+"""Streams of server-sent events."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.types import Receive, Scope, Send
+
+from topw_deploy.serve.access import Record
+from topw_deploy.serve.failures import expected, failure_of
+from topw_deploy.serve.settings import Settings
+
+LOG = logging.getLogger("topw_deploy.serve")
+DONE = ServerSentEvent("[DONE]", sep="\n")
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> ServerSentEvent:
+    """An event with JSON. name: its type, if it has one."""
+    return ServerSentEvent(json.dumps(data, ensure_ascii=False, separators=(",", ":")), event=name, sep="\n")
+
+
+def failed(error: BaseException, record: Record) -> dict[str, Any]:
+    """The data of the event for an error amid a stream, whose status has been sent."""
+    failure = failure_of(error)
+    record.facts["error"] = failure.code
+    if not expected(error):
+        LOG.error("a stream failed", exc_info=error, extra={"facts": {"request_id": record.id}})
+    return failure.as_dict()
+
+
+class EventStream(EventSourceResponse):
+    """Sends events, and comments while there are none. When the client goes away, `close` is called.
+
+    close: frees what the events come from; also called at the end.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[ServerSentEvent, None],
+        close: Callable[[], Awaitable[None]],
+        settings: Settings,
+    ) -> None:
+        self._events, self._close = events, close
+        super().__init__(
+            events,
+            ping=settings.ping_interval,
+            send_timeout=settings.send_timeout,
+            sep="\n",
+            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except TimeoutError:  # of `send_timeout`; the server closes the connection
+            LOG.info("a client took no bytes", extra={"facts": {"path": scope["path"]}})
+        finally:
+            await self._events.aclose()
+            await self._close()

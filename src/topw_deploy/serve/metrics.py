@@ -1,0 +1,100 @@
+"""Metrics for Prometheus, named as vLLM's with the prefix `topw:`, each with the label `model_name`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from topw_deploy.engine import EngineStats
+from topw_deploy.runtime import GenerationResult
+
+if TYPE_CHECKING:
+    from topw_deploy.serve.served import Served
+
+_MODEL = "model_name"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("num_requests_running", "Sequences that have a row of the cache.", lambda stats: stats.in_use),
+    ("num_requests_waiting", "Sequences that wait for a row.", lambda stats: stats.queued),
+    ("kv_cache_usage_perc", "Share of the cache's rows in use, 0 to 1.", lambda stats: stats.in_use / stats.rows),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("prompt_tokens", "Tokens of prompts, read or reused.", lambda stats: stats.prompt_tokens + stats.cached_tokens),
+    ("generation_tokens", "Tokens drawn.", lambda stats: stats.new_tokens),
+    ("prefix_cache_queries", "Tokens looked up.", lambda stats: stats.prompt_tokens + stats.cached_tokens),
+    ("prefix_cache_hits", "Tokens of prompts that were not read again.", lambda stats: stats.cached_tokens),
+    ("engine_steps", "Runs that drew a token for each decoding row.", lambda stats: stats.steps),
+    ("engine_prompt_chunks", "Runs that read a part of a prompt.", lambda stats: stats.chunks),
+    ("engine_busy_seconds", "Seconds in iterations.", lambda stats: stats.busy_seconds),
+    ("engine_run_seconds", "Seconds of them in runs of the graph.", lambda stats: stats.run_seconds),
+    ("failed_requests", "Requests that the engine failed.", lambda stats: stats.failed),
+)
+
+
+class Metrics:
+    """served: gives the models whose engines are read at each scrape."""
+
+    def __init__(self, served: Callable[[], Iterable[Served]]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_Engines(served))
+
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            return Histogram(f"topw:{name}", text, [_MODEL], registry=self.registry, buckets=tuple(buckets))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"topw:{name}", text, [_MODEL, *labels], registry=self.registry)
+
+        self._first = histogram("time_to_first_token_seconds", "From the engine's call to the first token.", _SECONDS)
+        self._gap = histogram("inter_token_latency_seconds", "Between tokens.", _SECONDS)
+        self._whole = histogram("e2e_request_latency_seconds", "From the engine's call to the last token.", _SECONDS)
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._drawn = histogram("request_generation_tokens", "Tokens drawn for a sequence.", _TOKENS)
+        self._kept = histogram("kept_tokens", "Tokens that the sampler kept at a step.", _TOKENS)
+        self._certified = counter("certified_tokens", "Tokens whose kept set was proven without distances.")
+        self._success = counter("request_success", "Sequences that ended.", "finished_reason")
+
+    def ended(self, model: str, result: GenerationResult, *, streamed: bool) -> None:
+        """Add an ended sequence. streamed: whether `gap` was called for its tokens."""
+        timings, drawn = result.timings, len(result.token_ids)
+        self._success.labels(model, result.finish_reason).inc()
+        self._prompt.labels(model).observe(result.prompt_tokens)
+        self._drawn.labels(model).observe(drawn)
+        self._certified.labels(model).inc(sum(result.certified))
+        kept = self._kept.labels(model)
+        for size in result.kept:
+            kept.observe(size)
+        self._whole.labels(model).observe(timings.prefill_seconds + timings.decode_seconds)
+        if drawn:
+            self._first.labels(model).observe(timings.prefill_seconds)
+        if timings.decode_steps and not streamed:
+            self._gap.labels(model).observe(timings.seconds_per_token)
+
+    def gap(self, model: str, seconds: float) -> None:
+        """Add the time between two tokens of a streamed sequence."""
+        self._gap.labels(model).observe(seconds)
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _Engines(Collector):
+    """Reads the engines' own counts."""
+
+    def __init__(self, served: Callable[[], Iterable[Served]]) -> None:
+        self._served = served
+
+    def collect(self) -> Iterator[Metric]:
+        found = [(each.name, each.engine.stats()) for each in self._served()]
+        gauges = [(GaugeMetricFamily(f"topw:{name}", text, labels=[_MODEL]), of) for name, text, of in _GAUGES]
+        counters = [(CounterMetricFamily(f"topw:{name}", text, labels=[_MODEL]), of) for name, text, of in _COUNTERS]
+        for family, of in itertools.chain(gauges, counters):
+            for name, stats in found:
+                family.add_metric([name], of(stats))
+            yield family

@@ -1,0 +1,100 @@
+"""The output of /v1/responses: items, and the events of a stream that builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from topw_deploy.runtime.tools import Content, Reasoning
+from topw_deploy.runtime.tools.calls import Event, ToolCall
+
+Named = tuple[str, dict[str, Any]]
+"""(type of an event, its other fields)"""
+
+
+class OutputItems:
+    """Builds the items of one answer.
+
+    done: finished items, in order.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self.done: list[dict[str, Any]] = []
+        self._id = run_id
+        self._kind: type[Content] | type[Reasoning] | None = None  # of the open item
+        self._text: list[str] = []
+
+    @property
+    def calls(self) -> int:
+        return sum(item["type"] == "function_call" for item in self.done)
+
+    def add(self, found: Event) -> Iterator[Named]:
+        """Add text or a call. Yields the events that tell a client."""
+        if isinstance(found, ToolCall):
+            yield from self.close("completed")
+            yield from self._call(found)
+            return
+        if self._kind is not type(found):
+            yield from self.close("completed")
+            self._kind = type(found)
+            yield from self._open()
+        self._text.append(found.text)
+        kind = "output_text" if self._kind is Content else "reasoning_text"
+        logprobs: dict[str, Any] = {"logprobs": []} if self._kind is Content else {}
+        yield f"response.{kind}.delta", {**self._place(), "delta": found.text, **logprobs}
+
+    def close(self, status: str) -> Iterator[Named]:
+        """Finish the open item, if there is one. status: "completed" or "incomplete"."""
+        if self._kind is None:
+            return
+        text, part, place = "".join(self._text), self._part("".join(self._text)), self._place()
+        kind = "output_text" if self._kind is Content else "reasoning_text"
+        logprobs: dict[str, Any] = {"logprobs": []} if self._kind is Content else {}
+        yield f"response.{kind}.done", {**place, "text": text, **logprobs}
+        yield "response.content_part.done", {**place, "part": part}
+        item = self._item(status, [part])
+        yield "response.output_item.done", {"output_index": len(self.done), "item": item}
+        self.done.append(item)
+        self._kind, self._text = None, []
+
+    def _open(self) -> Iterator[Named]:
+        item = self._item("in_progress", [])
+        yield "response.output_item.added", {"output_index": len(self.done), "item": item}
+        yield "response.content_part.added", {**self._place(), "part": self._part("")}
+
+    def _call(self, call: ToolCall) -> Iterator[Named]:
+        item = {
+            "type": "function_call",
+            "id": self._item_id("fc"),
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        place = {"item_id": item["id"], "output_index": len(self.done)}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield "response.output_item.added", {"output_index": len(self.done), "item": begun}
+        yield "response.function_call_arguments.delta", {**place, "delta": call.arguments}
+        done = {**place, "name": call.name, "arguments": call.arguments}
+        yield "response.function_call_arguments.done", done
+        yield "response.output_item.done", {"output_index": len(self.done), "item": item}
+        self.done.append(item)
+
+    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._kind is Reasoning:
+            base = {"type": "reasoning", "id": self._item_id("rs"), "summary": []}
+            return {**base, "content": content, "status": status}
+        base = {"type": "message", "id": self._item_id("msg"), "role": "assistant"}
+        return {**base, "content": content, "status": status}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        if self._kind is Reasoning:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _place(self) -> dict[str, Any]:
+        prefix = "rs" if self._kind is Reasoning else "msg"
+        return {"item_id": self._item_id(prefix), "output_index": len(self.done), "content_index": 0}
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._id}_{len(self.done)}"

@@ -1,0 +1,71 @@
+"""The fields of a request as parameters of `Engine`.
+
+Every parameter of `TopWModel.generate` can be given by its name, or by the name that OpenAI's API or vLLM has for it:
+those of Top-W, of the other rules, penalties, limits and structured outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.runtime.generation_config import has_no_effect
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, check_names
+from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
+from topw_deploy.serve.failures import invalid
+
+IGNORED = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+})  # fmt: skip
+"""Fields of OpenAI's API that say nothing about the text. They are accepted and ignored."""
+
+OF_REQUEST = frozenset({"num_return_sequences", "skip_special_tokens", "add_special_tokens"})
+NAMES = frozenset({*PARAMETERS, *OF_REQUEST})
+LENGTHS = ("max_new_tokens", "max_length")
+_SAME = ("max_tokens", "max_completion_tokens")  # a client may send both
+
+
+def read_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's parameters in `fields`, under their own names.
+
+    A field that is null counts as absent. A value that switches another rule off, such as `top_p` 1 or `top_k` -1,
+    chooses no rule unless `rule` is given, because many clients always send it.
+
+    Raises RequestError naming the field that is unknown or has one value per prompt.
+    """
+    given = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
+    if all(name in given for name in _SAME) and given[_SAME[0]] == given[_SAME[1]]:
+        del given[_SAME[0]]
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        ours = REQUEST_ALIASES.get(name, name)
+        if ours not in NAMES:
+            raise invalid(_unknown(name), name, "unknown_parameter")
+        if ours in found:
+            raise invalid(f"{ours} is given twice, once as {name}; give it once.", name)
+        if ours in PARAMETERS and PARAMETERS[ours].is_per_row(value):
+            raise invalid(f"{name} is a list of values, but a request takes one value.", name)
+        if "rule" in given or not _is_off(ours, value):
+            found[ours] = value
+    return found
+
+
+def _is_off(name: str, value: Any) -> bool:
+    return name in RULE_PARAMETER_NAMES and not isinstance(value, bool) and has_no_effect(name, value)
+
+
+def _unknown(name: str) -> str:
+    try:
+        check_names({name: None})
+    except ParameterError as error:
+        return str(error)
+    return f"unknown parameter {name!r}; remove it."  # one that only Python callers have
+
+
+def named_as_given(param: str | None, fields: Mapping[str, Any]) -> str | None:
+    """The name under which a request gave the parameter `param`; None for what is no parameter of requests."""
+    if param in fields:
+        return param
+    given = next((name for name in fields if REQUEST_ALIASES.get(name) == param), param)
+    return given if param in NAMES or param == "tools" else None

@@ -1,0 +1,144 @@
+"""/v1/responses: a chat in OpenAI's newer form. Responses are not stored."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+from pydantic import ValidationError
+from sse_starlette import ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from topw_deploy.runtime import GenerationResult
+from topw_deploy.runtime.tools import Content, Reasoning
+from topw_deploy.runtime.tools.calls import Event, ToolCall
+from topw_deploy.serve.bodies import refusal
+from topw_deploy.serve.chat_plan import ChatPlan, plan_chat
+from topw_deploy.serve.events import EventStream, event, failed
+from topw_deploy.serve.output_items import OutputItems
+from topw_deploy.serve.requests import read, service_of
+from topw_deploy.serve.run import Run
+from topw_deploy.serve.schemas.chat import ChatRequest
+from topw_deploy.serve.schemas.responses import ResponsesRequest
+from topw_deploy.serve.served import Pieces
+
+
+async def responses(request: Request) -> Response:
+    """Answer an input, whole or as a stream of events."""
+    body = await read(request, ResponsesRequest)
+    run = Run(request, service_of(request), body, "resp", "input")
+    with run.naming():
+        plan = plan_chat(_chat(body), run.served)
+    prompt, ids = await run.prepare(plan.prompt)
+    run.prompt_tokens = len(ids)
+    run.log_prompt(prompt)
+    output = OutputItems(run.record.id)
+    if run.streams:
+        pieces = await run.begin(ids, plan.parameters)
+        return EventStream(_events(run, body, plan, prompt, pieces, output), pieces.aclose, run.settings)
+    (result,) = await run.whole(ids, plan.parameters)
+    for found in _found(result, plan, prompt):
+        for _ in output.add(found):
+            pass
+    for _ in output.close(_status(result)):
+        pass
+    return JSONResponse(_response(run, body, output, _status(result), _incomplete(result)))
+
+
+def _chat(body: ResponsesRequest) -> ChatRequest:
+    try:
+        return body.as_chat()
+    except ValidationError as error:
+        raise refusal(error) from None
+
+
+def _found(result: GenerationResult, plan: ChatPlan, prompt: str) -> Iterable[Event]:
+    """Reasoning, text and calls of a whole answer."""
+    if plan.tools is None:
+        return [Content(result.text)] if result.text else []
+    parsed = plan.served.model.parse_tool_calls(result, plan.tools, plan.served.tool_family, prompt)
+    reasoning: list[Event] = [Reasoning(parsed.reasoning)] if parsed.reasoning else []
+    content: list[Event] = [Content(parsed.content)] if parsed.content else []
+    return [*reasoning, *content, *(parsed.tool_calls if plan.parallel else parsed.tool_calls[:1])]
+
+
+def _status(result: GenerationResult) -> str:
+    return "completed" if result.finish_reason in ("stop", "criterion") else "incomplete"
+
+
+def _incomplete(result: GenerationResult) -> dict[str, str] | None:
+    """Why a response is incomplete. OpenAI's API has no other reason for a limit of time."""
+    return {"reason": "max_output_tokens"} if _status(result) == "incomplete" else None
+
+
+def _response(
+    run: Run, body: ResponsesRequest, output: OutputItems, status: str, incomplete: dict[str, str] | None = None
+) -> dict[str, Any]:
+    usage = run.usage
+    stated = body.model_dump(mode="json", by_alias=True, include={"text", "tools", "tool_choice", "reasoning"})
+    counts = {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"],
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }
+    return {
+        "id": run.id,
+        "object": "response",
+        "created_at": run.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": incomplete,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.others.get("metadata") or {},
+        "model": run.served.name,
+        "output": list(output.done),
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": stated["reasoning"],
+        "store": False,
+        "temperature": body.others.get("temperature"),
+        "text": stated["text"] or {"format": {"type": "text"}},
+        "tool_choice": stated["tool_choice"] or "auto",
+        "tools": stated["tools"] or [],
+        "top_p": body.others.get("top_p"),
+        "truncation": "disabled",
+        "usage": None if status == "in_progress" else counts,
+    }
+
+
+async def _events(
+    run: Run, body: ResponsesRequest, plan: ChatPlan, prompt: str, pieces: Pieces, output: OutputItems
+) -> AsyncGenerator[ServerSentEvent, None]:
+    number = 0
+
+    def numbered(kind: str, data: dict[str, Any]) -> ServerSentEvent:
+        nonlocal number
+        number += 1
+        return event({"type": kind, "sequence_number": number - 1, **data}, kind)
+
+    try:
+        for kind in ("response.created", "response.in_progress"):
+            yield numbered(kind, {"response": _response(run, body, output, "in_progress")})
+        parser = plan.parser(prompt)
+        async for piece in run.watch(pieces):
+            found: list[Event] = [Content(piece.text)] if piece.text else []
+            if parser is not None:
+                found = parser.feed(piece.text) + (parser.finish() if piece.result is not None else [])
+            for each in found:
+                if plan.parallel or not (output.calls and isinstance(each, ToolCall)):
+                    for kind, data in output.add(each):
+                        yield numbered(kind, data)
+            if piece.result is not None:
+                status = _status(piece.result)
+                for kind, data in output.close(status):
+                    yield numbered(kind, data)
+                response = _response(run, body, output, status, _incomplete(piece.result))
+                yield numbered(f"response.{status}", {"response": response})
+    except Exception as error:  # noqa: BLE001  # the status was sent
+        told = failed(error, run.record)["error"]
+        response = {**_response(run, body, output, "failed"), "error": told}
+        yield numbered("response.failed", {"response": response})

@@ -1,0 +1,146 @@
+"""One generation of a request: what its answer, its line in the log and the metrics have in common."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from topw_deploy.errors import PromptError, TopWError
+from topw_deploy.runtime import GenerationResult, Piece
+from topw_deploy.serve.access import record_of
+from topw_deploy.serve.choices import usage_of
+from topw_deploy.serve.failures import RequestError, expected, failure_of, invalid
+from topw_deploy.serve.parameters import named_as_given
+from topw_deploy.serve.schemas.common import Generating, StreamOptions
+from topw_deploy.serve.served import Pieces, begun, check_whole, unless_gone
+from topw_deploy.serve.service import Service
+
+Result = TypeVar("Result")
+
+
+class Run:
+    """A request's generation, of one or several sequences.
+
+    kind: beginning of its id, such as "chatcmpl".
+    prompt_field: the field that holds the prompt, for errors.
+    samples: sequences per prompt.
+    prompt_tokens: of all prompts; set before the run.
+    """
+
+    def __init__(self, request: Request, service: Service, body: Generating, kind: str, prompt_field: str) -> None:
+        self.record = record_of(request)
+        self.settings, self.served = service.settings, service.find(body.model)
+        self.id, self.created = f"{kind}-{self.record.id}", int(time.time())
+        self.prompt_tokens, self.samples = 0, 1
+        self.record.facts["model"] = self.served.name
+        self._request, self._metrics, self._body = request, service.metrics, body
+        self._prompt_field = prompt_field
+        self._drawn: dict[int, int] = {}
+        self._results: dict[int, GenerationResult] = {}
+        if body.cache_prompt is False and self.settings.reuses_prefixes:
+            raise invalid(
+                "cache_prompt is false, but the server reuses prefixes for all requests; start it with "
+                "--no-reuse-prefixes.",
+                "cache_prompt",
+            )
+
+    @property
+    def streams(self) -> bool:
+        return bool(self._body.stream)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far, as OpenAI's `usage`."""
+        first = [result for row, result in self._results.items() if row % self.samples == 0]
+        cached = sum(result.cached_tokens for result in first)
+        return usage_of(self.prompt_tokens, sum(self._drawn.values()), cached)
+
+    def usage_field(self, options: StreamOptions) -> dict[str, Any]:
+        """`usage` of a chunk: the counts so far, null before the last chunk, or absent."""
+        if options.continuous_usage_stats:
+            return {"usage": self.usage}
+        return {"usage": None} if options.include_usage else {}
+
+    async def prepare(self, function: Callable[[], Result]) -> Result:
+        """Call a function that takes long in a thread."""
+        with self.naming():
+            return await unless_gone(self._request, self.served.prepare(function))
+
+    async def whole(self, prompt: Any, parameters: Mapping[str, Any]) -> list[GenerationResult]:
+        """All results, in order. A client that goes away frees the rows."""
+        self.samples = parameters.get("num_return_sequences", 1)
+        with self.naming():
+            work = self.served.generate(prompt, parameters, self._body.max_time)
+            results = await unless_gone(self._request, work)
+        for row, result in enumerate(results):
+            self._end(row, result, streamed=False)
+        return results
+
+    async def begin(self, prompt: Any, parameters: Mapping[str, Any]) -> Pieces:
+        """Start a stream. Raises errors that occur soon."""
+        self.samples = parameters.get("num_return_sequences", 1)
+        with self.naming():
+            return await unless_gone(self._request, self._begun(prompt, parameters))
+
+    async def watch(self, pieces: Pieces) -> AsyncIterator[Piece]:
+        """The pieces, counted. Raises RequestError if the server stops."""
+        last: dict[int, tuple[float, int]] = {}
+        with self.naming():
+            async for piece in pieces:
+                now = time.perf_counter()
+                before, drawn = last.get(piece.row, (now, piece.drawn))
+                if piece.drawn > drawn:
+                    self._metrics.gap(self.served.name, (now - before) / (piece.drawn - drawn))
+                last[piece.row] = now, piece.drawn
+                self._drawn[piece.row] = piece.drawn
+                if piece.result is not None:
+                    self._end(piece.row, piece.result, streamed=True)
+                    check_whole(piece.result)
+                yield piece
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Make errors name the fields of the request."""
+        try:
+            yield
+        except RequestError:
+            raise
+        except TopWError as error:
+            if not expected(error):
+                raise
+            failure = failure_of(error)
+            message, param = self.served.plain(failure.message), named_as_given(failure.param, self._body.others)
+            if param is not None:
+                message = re.sub(rf"\b{failure.param}\b", param, message)
+            if isinstance(error, PromptError):
+                param = self._prompt_field
+            raise RequestError(replace(failure, message=message, param=param)) from None
+
+    def log_prompt(self, prompt: Any) -> None:
+        if self.settings.log_prompts:
+            self.record.facts["prompt"] = prompt
+
+    async def _begun(self, prompt: Any, parameters: Mapping[str, Any]) -> Pieces:
+        return await begun(await self.served.stream(prompt, parameters, self._body.max_time))
+
+    def _end(self, row: int, result: GenerationResult, *, streamed: bool) -> None:
+        self._drawn[row], self._results[row] = len(result.token_ids), result
+        self._metrics.ended(self.served.name, result, streamed=streamed)
+        results = [self._results[row] for row in sorted(self._results)]
+        facts = self.record.facts
+        facts |= {
+            "stream": self.streams,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.usage["prompt_tokens_details"]["cached_tokens"],
+            "completion_tokens": sum(len(each.token_ids) for each in results),
+            "first_token_seconds": round(min(each.timings.prefill_seconds for each in results), 6),
+            "finish_reasons": [each.finish_reason for each in results],
+        }
+        if self.settings.log_prompts:
+            facts["answers"] = [each.text for each in results]

@@ -1,0 +1,162 @@
+"""/v1/responses. Its requests become those of a chat; nothing is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
+
+from topw_deploy.serve.failures import invalid
+from topw_deploy.serve.schemas.chat import ChatRequest, Part
+from topw_deploy.serve.schemas.common import Generating
+
+_OF_CHATS = ("messages", "response_format", "max_completion_tokens", "max_tokens", "logprobs", "top_logprobs")
+
+
+class FunctionTool(BaseModel):
+    """A tool. Unlike a chat's, its fields are not nested."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def as_chat_tool(self) -> dict[str, Any]:
+        function = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+class ToolName(BaseModel):
+    """`{"type": "function", "name": ...}`"""
+
+    type: Literal["function"]
+    name: str
+
+
+class Item(BaseModel):
+    """A message, a call, its result, or a model's reasoning."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class Format(BaseModel):
+    """What the text must match."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class Text(BaseModel):
+    """`verbosity` and other fields are ignored."""
+
+    format: Format | None = None
+
+
+class Effort(BaseModel):
+    """`summary` and other fields are ignored."""
+
+    effort: str | None = None
+
+
+class ResponsesRequest(Generating):
+    """The body of /v1/responses."""
+
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, strict=True)
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
+    parallel_tool_calls: StrictBool | None = None
+    text: Text | None = None
+    reasoning: Effort | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    include: list[str] | None = Field(default=None, max_length=0)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def as_chat(self) -> ChatRequest:
+        """The chat with the same answer. Raises RequestError for what a chat cannot express."""
+        if "n" in self.others or "num_return_sequences" in self.others:
+            raise invalid("a response has one answer; remove n.", "n", "unknown_parameter")
+        fields: dict[str, Any] = {
+            "stream": self.stream,
+            "messages": self._messages(),
+            "tools": [tool.as_chat_tool() for tool in self.tools] if self.tools else None,
+            "tool_choice": self._tool_choice(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": self._response_format(),
+        }
+        clash = next((name for name in _OF_CHATS if name in self.others), None)
+        if clash is not None:
+            raise invalid(f"{clash} belongs to /v1/chat/completions; remove it.", clash)
+        given = {name: value for name, value in fields.items() if value is not None}
+        return ChatRequest.model_validate({**self.others, **given})
+
+    def _tool_choice(self) -> Any:
+        if isinstance(self.tool_choice, ToolName):
+            return {"type": "function", "function": {"name": self.tool_choice.name}}
+        return self.tool_choice
+
+    def _response_format(self) -> Mapping[str, Any] | None:
+        wanted = None if self.text is None else self.text.format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return {"type": "json_object"}
+        if wanted.schema_ is None:
+            raise invalid("text.format has no schema; give one.", "text.format.schema", "missing_required_parameter")
+        return {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}
+
+    def _messages(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            found.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*found, {"role": "user", "content": self.input}]
+        names: dict[str, str] = {}
+        for index, item in enumerate(self.input):
+            _add(found, item, f"input.{index}", names)
+        return found
+
+
+def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str, str]) -> None:
+    """Add an item to the messages. names: of the calls, by id."""
+    if item.type == "reasoning":
+        return
+    if item.type == "message":
+        content = item.content if not isinstance(item.content, list) else [part.model_dump() for part in item.content]
+        messages.append({"role": _needed(item.role, where, "role"), "content": content})
+    elif item.type == "function_call":
+        call_id, name = _needed(item.call_id, where, "call_id"), _needed(item.name, where, "name")
+        names[call_id] = name
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": item.arguments or "{}"}}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    else:
+        call_id = _needed(item.call_id, where, "call_id")
+        output = item.output if not isinstance(item.output, list) else "".join(p.text or "" for p in item.output)
+        named = {"name": names[call_id]} if call_id in names else {}
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": output or "", **named})
+
+
+def _needed(value: str | None, where: str, name: str) -> str:
+    if not value:
+        raise invalid(f"{where}.{name} is missing.", f"{where}.{name}", "missing_required_parameter")
+    return value

@@ -1,0 +1,146 @@
+"""Opens the socket, runs uvicorn, and drains at a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.serve.access import JsonLines, PlainLines
+from topw_deploy.serve.app import create_app
+from topw_deploy.serve.service import Service
+from topw_deploy.serve.settings import Settings
+
+LOG = logging.getLogger("topw_deploy.serve")
+_CLOSING = 5  # seconds for connections whose clients do not read
+
+
+def run(
+    settings: Settings,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    uds: Path | None = None,
+    max_connections: int | None = None,
+    json_logs: bool = True,
+    verbose: bool = False,
+) -> None:
+    """Serve until a signal. The first SIGTERM or SIGINT drains, the second one ends at once.
+
+    uds: path of a Unix socket, instead of host and port.
+    max_connections: more are answered with 503.
+    verbose: whether the log has lines of successful GET requests.
+
+    Raises ParameterError if the address cannot be used, and the errors of opening a model.
+    """
+    app = create_app(settings)
+    service: Service = app.state.service
+    listener, where = open_socket(host, port, uds)
+    start_log(json_logs, verbose)
+    try:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            lifespan="on",
+            server_header=False,
+            limit_concurrency=max_connections,
+            timeout_graceful_shutdown=_CLOSING,
+        )
+        server = Server(config, service)
+        LOG.info("listening", extra={"facts": {"address": where, "models": list(settings.models)}})
+        if uds is None and not settings.api_keys and not host.startswith("127.") and host not in ("localhost", "::1"):
+            LOG.warning("the server has no API key, and other machines can reach it")
+        server.run(sockets=[listener])
+    finally:
+        listener.close()
+        if uds is not None:
+            uds.unlink(missing_ok=True)
+    if service.failure is not None:
+        raise service.failure
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which answers health checks with 503 while it drains."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._draining: asyncio.Task[bool] | None = None
+        self._told = False
+        service.on_failure = self._end
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by the signals."""
+        loop = self._service.loop
+        if self._told or loop is None:
+            self.force_exit = self._told
+            self.should_exit = True
+            return
+        self._told = True
+        LOG.info("stopping", extra={"facts": {"signal": signal.Signals(sig).name}})
+        loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        self._draining = asyncio.ensure_future(self._service.drain())
+        self._draining.add_done_callback(lambda _: self._end())
+
+    def _end(self) -> None:
+        self.should_exit = True
+
+
+def open_socket(host: str, port: int, uds: Path | None) -> tuple[socket.socket, str]:
+    """A listening socket, and its address to show. Raises ParameterError if the address cannot be used."""
+    try:
+        if uds is not None:
+            return _unix_socket(uds), f"unix:{uds}"
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        name = "uds" if uds is not None else "port"
+        where = str(uds) if uds is not None else f"{host}:{port}"
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ParameterError(f"the server cannot listen at {where}: {reason}; give another {name}.", name) from None
+    shown = f"[{host}]" if ":" in host else host
+    return listener, f"http://{shown}:{listener.getsockname()[1]}"
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    """Only its owner can connect. A socket that an earlier server left is replaced."""
+    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        old = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(old)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def start_log(json_lines: bool, verbose: bool) -> None:
+    """Write the logs of the server and of uvicorn to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if json_lines else PlainLines())
+    for name, level in (
+        ("topw_deploy.serve", logging.DEBUG if verbose else logging.INFO),
+        ("uvicorn", logging.WARNING),
+    ):
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(level)

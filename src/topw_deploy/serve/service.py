@@ -1,0 +1,125 @@
+"""The models of a server, and its state: loading, ready, draining or failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from topw_deploy.errors import TopWError
+from topw_deploy.serve.failures import RequestError, invalid, unavailable
+from topw_deploy.serve.metrics import Metrics
+from topw_deploy.serve.served import Served
+from topw_deploy.serve.settings import Settings
+
+LOG = logging.getLogger("topw_deploy.serve")
+_CANCELLED_SECONDS = 5.0  # for the answers to cancelled requests
+
+
+class Service:
+    """Opens the models in a thread, so that probes are answered meanwhile, and closes them when told.
+
+    state: "loading", "ready", "draining" or "failed".
+    failure: why it is "failed".
+    on_failure: called in the loop then.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.state = "loading"
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.metrics = Metrics(self.served)
+        self._served: dict[str, Served] = {}
+        self._active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._opening: asyncio.Task[None] | None = None
+
+    def served(self) -> Iterable[Served]:
+        """The opened models."""
+        return tuple(self._served.values())
+
+    def start(self) -> None:
+        """Begin to open the models. Call it in the loop."""
+        self.loop = asyncio.get_running_loop()
+        self._opening = asyncio.ensure_future(self._open())
+
+    async def stop(self) -> None:
+        """Cancel what runs, and free the models."""
+        if self._opening is not None:
+            await asyncio.wait({self._opening})  # a thread cannot be cancelled
+        self.state = "failed" if self.failure else "draining"
+        for each in self.served():
+            await asyncio.to_thread(each.close)
+
+    async def drain(self) -> bool:
+        """Accept nothing new, and wait for the running requests. Returns whether they ended by themselves.
+
+        After `drain_timeout` they are cancelled: each gets an error.
+        """
+        self.state = "draining"
+        LOG.info("draining", extra={"facts": {"active": self._active}})
+        if await self._until_idle(self.settings.drain_timeout):
+            return True
+        LOG.warning("cancelling what still runs", extra={"facts": {"active": self._active}})
+        for each in self.served():
+            await asyncio.to_thread(each.engine.shutdown)
+        await self._until_idle(_CANCELLED_SECONDS)
+        return False
+
+    def count(self, change: int) -> None:
+        """Count a request that begins (1) or ends (-1)."""
+        self._active += change
+        if self._active:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def check_ready(self) -> None:
+        """Raises RequestError (503) unless requests are accepted."""
+        if self.state != "ready":
+            raise unavailable(f"the server is {self.state}; try again later.", self.state)
+
+    def find(self, name: str | None) -> Served:
+        """The model that a request names. Raises RequestError for an unknown one (404), or if none is ready (503)."""
+        self.check_ready()
+        names = ", ".join(self._served)
+        if name is None and len(self._served) == 1:
+            return next(iter(self._served.values()))
+        if name is None:
+            raise invalid(f"model is missing; give one of {names}.", "model", "missing_required_parameter")
+        if name not in self._served:
+            raise not_found(f"the model {name[:80]!r} is not served; give one of {names}.")
+        return self._served[name]
+
+    async def _until_idle(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except (asyncio.TimeoutError, TimeoutError):
+            return False
+        return True
+
+    async def _open(self) -> None:
+        opened: dict[str, Served] = {}
+        try:
+            for name, folder in self.settings.models.items():
+                opened[name] = await asyncio.to_thread(Served.open, name, folder, self.settings)
+                LOG.info("opened", extra={"facts": {"model": name, "folder": str(folder)}})
+        except Exception as error:  # reported by the caller of `run`
+            for each in opened.values():
+                await asyncio.to_thread(each.close)
+            self.failure, self.state = error, "failed"
+            if not isinstance(error, TopWError):
+                LOG.exception("a model cannot be opened")
+            self.on_failure()
+            return
+        self._served = opened
+        if self.state == "loading":  # not stopped meanwhile
+            self.state = "ready"
+
+
+def not_found(message: str) -> RequestError:
+    """An unknown model."""
+    return invalid(message, "model", "model_not_found", 404)
