@@ -1,0 +1,105 @@
+"""Servers in this process, over toy models."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.support.toy_model import Toy, export
+from topw_deploy.runtime import TopWModel
+from topw_deploy.serve.app import create_app
+from topw_deploy.serve.settings import Settings
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}a:"
+)
+HELLO = [{"role": "user", "content": "Hi"}]
+RENDERED = "u:Hi;a:"
+HOT: dict[str, Any] = {"temperature": 2.5, "lam": 0.2}
+CPU: dict[str, Any] = {"provider": "cpu", "intra_op_num_threads": 1}
+
+NewClient = Callable[..., TestClient]
+"""The fixture `serve`: (folders by name or one folder, wait=True, **settings) -> a client."""
+
+
+@pytest.fixture(scope="session")
+def toy() -> Toy:
+    return Toy.random(3)
+
+
+@pytest.fixture(scope="session")
+def folder(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat model with the output `logits`."""
+    place = tmp_path_factory.mktemp("served") / "toy"
+    return export(place, toy, form="grouped", with_logits=True, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def model(folder: Path) -> TopWModel:
+    return TopWModel.from_pretrained(folder, **CPU)
+
+
+def until_ready(client: TestClient) -> None:
+    for _ in range(6000):
+        if client.get("/health").status_code == 200:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the models were not opened")
+
+
+def new_client(folders: Path | dict[str, Path], **settings: Any) -> TestClient:
+    models = folders if isinstance(folders, dict) else {"toy": folders}
+    settings.setdefault("opening", CPU)
+    headers = settings.pop("headers", None)
+    return TestClient(create_app(Settings(models=models, **settings)), headers=headers)
+
+
+@pytest.fixture(scope="session")
+def client(folder: Path) -> Iterator[TestClient]:
+    """A server that tests share."""
+    with new_client(folder) as client:
+        until_ready(client)
+        yield client
+
+
+@pytest.fixture
+def serve() -> Iterator[NewClient]:
+    """A server with other settings."""
+    clients: list[TestClient] = []
+
+    def start(folders: Path | dict[str, Path], wait: bool = True, **settings: Any) -> TestClient:
+        client = new_client(folders, **settings)
+        clients.append(client.__enter__())
+        if wait:
+            until_ready(client)
+        return client
+
+    yield start
+    for client in clients:
+        client.__exit__(None, None, None)
+
+
+def events_of(response: Any) -> list[dict[str, Any]]:
+    """The JSON of a stream's events. The last one is [DONE]."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    data = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(one) for one in data[:-1]]
+
+
+def refused(response: Any, status: int, code: str, param: str | None = None) -> str:
+    """Check OpenAI's error object. Returns its message."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (code, param), error
+    message: str = error["message"]
+    return message

@@ -1,0 +1,140 @@
+"""Keys, origins, request ids, logs and metrics."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.serve.conftest import HELLO, NewClient, refused
+from topw_deploy.serve.access import JsonLines, PlainLines
+
+CHAT = "/v1/chat/completions"
+ASK = {"messages": HELLO, "max_tokens": 3, "seed": 1}
+
+
+def test_requests_need_one_of_the_keys(serve: NewClient, folder: Any) -> None:
+    client = serve(folder, api_keys=("first", "second"))
+    for header in (None, "Bearer third", "second", "Basic second", "Bearer", "Bearer second2", "Bearer s\xe9cond"):
+        headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+        response = client.post(CHAT, json=ASK, headers=headers)
+        refused(response, 401, "invalid_api_key")
+        assert response.headers["www-authenticate"] == "Bearer"
+    for key in ("first", "second"):
+        assert client.post(CHAT, json=ASK, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    assert client.get("/health").status_code == 200
+    for path in ("/metrics", "/v1/models"):
+        assert client.get(path).status_code == 401
+
+
+def test_pages_of_named_origins_may_call(serve: NewClient, folder: Any) -> None:
+    client = serve(folder, cors_origins=("https://a.example",), api_keys=("k",))
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    allowed = client.options(CHAT, headers={"Origin": "https://a.example", **asked})
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    other = client.options(CHAT, headers={"Origin": "https://b.example", **asked})
+    assert "access-control-allow-origin" not in other.headers
+    plain = client.get("/health", headers={"Origin": "https://a.example"})
+    assert plain.headers["access-control-expose-headers"] == "X-Request-Id"
+
+
+def test_without_the_option_no_origin_is_allowed(client: TestClient) -> None:
+    response = client.post(CHAT, json=ASK, headers={"Origin": "https://a.example"})
+    assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize(("given", "kept"), [("abc-1", True), ("x" * 128, True), ("x" * 129, False), ("a\tb", False)])
+def test_request_ids(client: TestClient, given: str, kept: bool) -> None:
+    response = client.post(CHAT, json=ASK, headers={"X-Request-Id": given})
+    found = response.headers["x-request-id"]
+    assert (found == given) is kept
+    assert response.json()["id"] == f"chatcmpl-{found}"
+
+
+def test_errors_have_request_ids_too(client: TestClient) -> None:
+    assert client.post(CHAT, content=b"{", headers={"X-Request-Id": "bad"}).headers["x-request-id"] == "bad"
+    assert client.get("/nowhere", headers={"X-Request-Id": "lost"}).headers["x-request-id"] == "lost"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The log, as it is written."""
+    return [json.loads(JsonLines().format(record)) for record in caplog.records if record.name == "topw_deploy.serve"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_line_of_the_log_has_counts_but_no_text(
+    client: TestClient, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    secret = "s3cret"
+    with caplog.at_level(logging.INFO, "topw_deploy.serve"):
+        ask = {**ASK, "messages": [{"role": "user", "content": secret}], "stream": stream}
+        client.post(CHAT, json=ask, headers={"X-Request-Id": "it"})
+    (line,) = [each for each in lines(caplog) if each["event"] == "request"]
+    assert (line["request_id"], line["status"], line["model"], line["path"]) == ("it", 200, "toy", CHAT)
+    assert (line["prompt_tokens"], line["completion_tokens"], line["finish_reasons"]) == (11, 3, ["length"])
+    assert line["stream"] is stream
+    assert 0 < line["first_token_seconds"] < line["seconds"]
+    assert secret not in caplog.text
+    assert secret not in json.dumps(line)
+    assert "status=200 " in PlainLines().format(caplog.records[-1]) + " "
+
+
+def test_prompts_and_answers_are_logged_on_request(
+    serve: NewClient, folder: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = serve(folder, log_prompts=True)
+    with caplog.at_level(logging.INFO, "topw_deploy.serve"):
+        answer = client.post(CHAT, json=ASK).json()
+    line = lines(caplog)[-1]
+    assert line["prompt"] == "u:Hi;a:"
+    assert line["answers"] == [answer["choices"][0]["message"]["content"]]
+
+
+def test_an_unexpected_error_is_a_500_without_details(
+    serve: NewClient, folder: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = serve(folder)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the secret reason")
+
+    monkeypatch.setattr("topw_deploy.serve.served.Served.render", fails)
+    response = client.post(CHAT, json=ASK)
+    assert "secret" not in refused(response, 500, "internal_error")
+    assert response.headers["x-request-id"]
+    assert "the secret reason" in caplog.text
+    assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+def metric(client: TestClient, name: str) -> float:
+    """The sum of a metric's values."""
+    text = client.get("/metrics").text
+    found = [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith((name + "{", name + " "))]
+    assert found, name
+    return sum(map(float, found))
+
+
+def test_metrics(serve: NewClient, folder: Any) -> None:
+    client = serve(folder)
+    client.post(CHAT, json={**ASK, "n": 2})
+    client.post(CHAT, json={**ASK, "stream": True})
+    wanted = {
+        "topw:num_requests_running": 0,
+        "topw:num_requests_waiting": 0,
+        "topw:kv_cache_usage_perc": 0,
+        "topw:prompt_tokens_total": 21,
+        "topw:generation_tokens_total": 9,
+        "topw:request_success_total": 3,
+        "topw:time_to_first_token_seconds_count": 3,
+        "topw:e2e_request_latency_seconds_count": 3,
+        "topw:kept_tokens_count": 9,
+        "topw:request_generation_tokens_sum": 9,
+    }
+    assert {name: metric(client, name) for name in wanted} == wanted
+    assert metric(client, "topw:inter_token_latency_seconds_count") >= 2
+    assert metric(client, "topw:prefix_cache_hits_total") > 0
+    assert 0 <= metric(client, "topw:certified_tokens_total") <= 9
+    assert 'model_name="toy"' in client.get("/metrics").text

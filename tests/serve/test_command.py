@@ -1,0 +1,68 @@
+"""Options of `topw serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topw_deploy.cli.main import run, topw
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the command runs."""
+    found: dict[str, Any] = {}
+
+    def record(settings: Any, **options: Any) -> None:
+        found.update(options, settings=settings)
+
+    monkeypatch.setattr("topw_deploy.serve.server.run", record)
+    return found
+
+
+def serve(*words: str) -> int:
+    return run(topw, "topw", "TOPW", ["serve", *words])
+
+
+def test_options_become_settings(called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPW_SERVE_API_KEY", "one two")
+    words = ["--max-body", "1MiB", "--kv-bytes", "2GiB", "--threads", "1", "--port", "0", "--max-batch", "3"]
+    assert serve(str(tmp_path / "a"), str(tmp_path / "b"), *words) == 0
+    settings = called["settings"]
+    assert list(settings.models) == ["a", "b"]
+    assert settings.api_keys == ("one", "two")
+    assert settings.max_body == 2**20
+    assert settings.engine["kv_bytes"] == 2**31
+    assert settings.engine["max_batch"] == 3
+    assert "max_length" not in settings.engine
+    assert settings.opening["intra_op_num_threads"] == 1
+    assert (called["host"], called["port"], called["json_logs"]) == ("127.0.0.1", 0, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", "--served-model-name", "x", "--served-model-name", "y"], "2 times for 1 models"),
+        (["x/a", "y/a"], "named alike"),
+        (["a", "--max-body", "many"], "--max-body"),
+        (["a", "--request-timeout", "0"], "--request-timeout"),
+        (["a", "--tool-parser", "none"], "--tool-parser"),
+    ],
+)
+def test_wrong_options(
+    called: dict[str, Any], capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert serve(*words) == 2
+    assert message in capsys.readouterr().err
+    assert not called
+
+
+def test_a_port_in_use_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert serve(str(tmp_path), "--port", port) == 2
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err

@@ -1,0 +1,44 @@
+"""The server's page names its endpoints, fields and metrics."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from starlette.testclient import TestClient
+
+from topw_deploy.runtime.parameters import PARAMETERS
+from topw_deploy.serve.app import ROUTES
+from topw_deploy.serve.parameters import IGNORED
+from topw_deploy.serve.schemas.chat import ChatRequest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "serve.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_endpoints() -> None:
+    named = re.findall(r"`((?:GET|POST) /[^`]*)`", section("Endpoints"))
+    assert set(named) == {
+        f"{method} {route.path.replace('{name:path}', 'NAME')}"
+        for route in ROUTES
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+
+
+def test_fields() -> None:
+    names = set(re.findall(r"`(\w+)`", section("Fields")))
+    assert names >= IGNORED
+    assert ChatRequest.model_fields.keys() - {"model", "messages"} <= names
+    assert len(PARAMETERS.keys() & names) > 10
+
+
+def test_metrics(client: TestClient) -> None:
+    served = set(
+        re.findall(r"^# TYPE (topw:\w+) (?:counter|gauge|histogram)", client.get("/metrics").text, re.MULTILINE)
+    )
+    served = {name for name in served if not name.endswith("_created")}
+    assert set(re.findall(r"`(topw:\w+)`", section("Metrics"))) == served

@@ -1,0 +1,302 @@
+"""Loading, draining, full queues, deadlines, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+from tests.serve.conftest import CPU, HELLO, NewClient, refused
+from topw_deploy.errors import ManifestError, ParameterError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.serve.app import create_app
+from topw_deploy.serve.served import PREPARING
+from topw_deploy.serve.service import Service
+from topw_deploy.serve.settings import Settings
+
+CHAT = "/v1/chat/completions"
+ENDLESS = {"messages": HELLO, "ignore_eos": True, "seed": 1}
+
+
+class Gate:
+    """Holds the engine's thread at the first token of a sequence, until `opened` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        step = TopWModel._requests
+        gate = self
+
+        def held(ids: Any) -> bool:
+            assert gate.opened.wait(60)
+            return False
+
+        def requests(model: TopWModel, prompt: Any, parameters: Any, limits: Any = None) -> Any:
+            if limits is None:  # the model's own run, not the engine's
+                return step(model, prompt, parameters)
+            return step(model, prompt, {**parameters, "stopping_criteria": [held]}, limits)
+
+        monkeypatch.setattr(TopWModel, "_requests", requests)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    monkeypatch.setattr("topw_deploy.serve.served.FIRST_PIECE", 0.05)
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
+
+
+class Call:
+    """One request to the application, driven by hand. whole: whether all of the body arrives."""
+
+    def __init__(self, app: Starlette, path: str, body: Any = None, method: str = "POST", whole: bool = True) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+        self._body: bytes | None = json.dumps(body).encode()
+        self._whole = whole
+        headers = [(b"content-type", b"application/json"), (b"host", b"test")]
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
+            "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": headers,
+            "client": ("127.0.0.1", 1), "server": ("test", 80), "state": {},
+        }  # fmt: skip
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    @property
+    def status(self) -> int | None:
+        return next((message["status"] for message in self.sent if "status" in message), None)
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": not self._whole}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+def with_service(folder: Path, test: Callable[[Starlette, Service], Awaitable[None]], **settings: Any) -> None:
+    """Run a test in the loop of a ready server."""
+
+    async def main() -> None:
+        app = create_app(Settings(models={"toy": folder}, opening=CPU, **settings))
+        async with app.router.lifespan_context(app):
+            service: Service = app.state.service
+            await until(lambda: service.state == "ready")
+            await test(app, service)
+
+    asyncio.run(main())
+
+
+def in_use(service: Service) -> int:
+    (served,) = service.served()
+    return served.engine.stats().in_use
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_row(folder: Path, gate: Gate, stream: bool) -> None:
+    async def test(app: Starlette, service: Service) -> None:
+        call = Call(app, CHAT, {**ENDLESS, "stream": stream})
+        await until(lambda: in_use(service) == 1)
+        if stream:
+            await until(lambda: call.status == 200)
+        call.gone.set()
+        await asyncio.wait_for(call.task, 30)
+        gate.opened.set()
+        await until(lambda: in_use(service) == 0)
+        (served,) = service.served()
+        assert served.engine.stats().new_tokens <= 2
+        other = Call(app, CHAT, {**ENDLESS, "max_tokens": 2})
+        await asyncio.wait_for(other.task, 30)
+        assert other.status == 200
+
+    with_service(folder, test, engine={"max_batch": 1})
+
+
+def test_a_thread_that_nobody_waits_for_keeps_its_place(folder: Path) -> None:
+    """Otherwise clients that leave could start any number of slow grammars."""
+
+    async def test(app: Starlette, service: Service) -> None:
+        (served,) = service.served()
+        opened, ran = threading.Event(), list[int]()
+        tasks = [asyncio.ensure_future(served.prepare(lambda: opened.wait(60))) for _ in range(PREPARING)]
+        await until(lambda: served._preparing.borrowed_tokens == PREPARING)
+        late = asyncio.ensure_future(served.prepare(lambda: ran.append(1)))
+        await asyncio.sleep(0)
+        for task in (*tasks, late):
+            task.cancel()
+        await asyncio.wait({*tasks, late})
+        assert served._preparing.borrowed_tokens == PREPARING
+        opened.set()
+        await until(lambda: served._preparing.borrowed_tokens == 0)
+        assert not ran
+        assert await served.prepare(lambda: 5) == 5
+
+    with_service(folder, test)
+
+
+def test_a_stream_begins_before_its_first_token_and_is_kept_alive(folder: Path, gate: Gate) -> None:
+    async def test(app: Starlette, service: Service) -> None:
+        call = Call(app, CHAT, {**ENDLESS, "max_tokens": 2, "stream": True})
+        await until(lambda: call.text.count(": keep-alive\n\n") >= 2)
+        assert call.status == 200
+        gate.opened.set()
+        await asyncio.wait_for(call.task, 30)
+        assert call.text.endswith("data: [DONE]\n\n")
+
+    with_service(folder, test, ping_interval=0.05)
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(folder: Path) -> None:
+    async def test(app: Starlette, service: Service) -> None:
+        call = Call(app, CHAT, ENDLESS, whole=False)
+        await asyncio.wait_for(call.task, 30)
+        assert call.status == 408
+        assert json.loads(call.text)["error"]["code"] == "request_timeout"
+
+    with_service(folder, test, body_timeout=0.05)
+
+
+def test_a_full_queue_is_a_429_also_for_streams(folder: Path, gate: Gate) -> None:
+    async def test(app: Starlette, service: Service) -> None:
+        first = Call(app, CHAT, {**ENDLESS, "max_tokens": 2})
+        await until(lambda: in_use(service) == 1)
+        for stream in (False, True):
+            second = Call(app, CHAT, {**ENDLESS, "stream": stream})
+            await asyncio.wait_for(second.task, 30)
+            assert second.status == 429
+            assert json.loads(second.text)["error"]["code"] == "queue_full"
+            assert (b"retry-after", b"1") in second.sent[0]["headers"]
+        gate.opened.set()
+        await asyncio.wait_for(first.task, 30)
+        assert first.status == 200
+
+    with_service(folder, test, engine={"max_batch": 1, "max_queue": 0})
+
+
+def test_probes_are_answered_while_prompts_are_read(folder: Path, gate: Gate) -> None:
+    async def test(app: Starlette, service: Service) -> None:
+        call = Call(app, CHAT, {**ENDLESS, "max_tokens": 2})
+        await until(lambda: in_use(service) == 1)
+        health = Call(app, "/health", method="GET")
+        await asyncio.wait_for(health.task, 30)
+        assert health.status == 200
+        gate.opened.set()
+        await asyncio.wait_for(call.task, 30)
+
+    with_service(folder, test)
+
+
+def test_a_request_out_of_time_returns_what_it_has(serve: NewClient, folder: Path, gate: Gate) -> None:
+    client = serve(folder, request_timeout=0.05)
+    threading.Timer(0.3, gate.opened.set).start()
+    choice = client.post(CHAT, json=ENDLESS).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
+
+
+def test_draining_refuses_new_requests_and_finishes_the_running_ones(folder: Path, gate: Gate) -> None:
+    async def test(app: Starlette, service: Service) -> None:
+        running = Call(app, CHAT, {**ENDLESS, "max_tokens": 2})
+        await until(lambda: in_use(service) == 1)
+        drained = asyncio.ensure_future(service.drain())
+        await asyncio.sleep(0)
+        late = Call(app, CHAT, ENDLESS)
+        await asyncio.wait_for(late.task, 30)
+        assert late.status == 503
+        assert json.loads(late.text)["error"]["code"] == "draining"
+        assert not drained.done()
+        gate.opened.set()
+        await asyncio.wait_for(running.task, 30)
+        assert running.status == 200
+        assert await drained is True
+
+    with_service(folder, test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_does_not_end_in_time_is_cancelled_with_an_error(folder: Path, gate: Gate, stream: bool) -> None:
+    async def test(app: Starlette, service: Service) -> None:
+        call = Call(app, CHAT, {**ENDLESS, "stream": stream})
+        await until(lambda: in_use(service) == 1)
+        if stream:
+            await until(lambda: call.status == 200)
+        threading.Timer(0.3, gate.opened.set).start()
+        assert await service.drain() is False
+        await asyncio.wait_for(call.task, 30)
+        assert '"code":"draining"' in call.text
+        assert call.status == (200 if stream else 503)
+
+    with_service(folder, test, drain_timeout=0.05)
+
+
+def test_until_the_models_are_open_requests_get_503(
+    serve: NewClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, load = threading.Event(), TopWModel.from_pretrained
+
+    def slow(*arguments: Any, **options: Any) -> TopWModel:
+        assert opened.wait(60)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(TopWModel, "from_pretrained", slow)
+    client = serve(folder, wait=False)
+    try:
+        response = client.get("/health")
+        assert (response.status_code, response.json()) == (503, {"status": "loading"})
+        refused(client.post(CHAT, content=b"{"), 503, "loading")
+        refused(client.get("/v1/models"), 503, "loading")
+        assert client.get("/metrics").status_code == 200
+    finally:
+        opened.set()
+
+
+def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
+    async def main() -> None:
+        service = Service(Settings(models={"toy": tmp_path}))
+        told = asyncio.Event()
+        service.on_failure = told.set
+        service.start()
+        await asyncio.wait_for(told.wait(), 30)
+        assert service.state == "failed"
+        assert isinstance(service.failure, ManifestError)
+        await service.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"models": {}}, "no model"),
+        ({"models": {"a\n": Path()}}, "name of a model"),
+        ({"api_keys": ("",)}, "api_key"),
+        ({"max_body": 0}, "max_body"),
+        ({"max_prompt_tokens": True}, "max_prompt_tokens"),
+        ({"request_timeout": 0.0}, "request_timeout"),
+        ({"ping_interval": float("inf")}, "ping_interval"),
+        ({"tool_parser": "none"}, "tool_parser"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ParameterError, match=name):
+        Settings(**{"models": {"toy": Path("toy")}, **settings})

@@ -1,0 +1,175 @@
+"""Requests that the server refuses, by accident or hostile: each gets an error object, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.serve.conftest import HELLO, NewClient, refused
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def post(client: TestClient, url: str = CHAT, **fields: Any) -> Any:
+    prompt: dict[str, Any] = {"messages": HELLO} if url == CHAT else {"prompt": "ab"}
+    return client.post(url, json={"model": "toy", "max_tokens": 2, **prompt, **fields})
+
+
+@pytest.mark.parametrize("url", [CHAT, TEXT])
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"tempereture": 1.0}, "unknown_parameter", "tempereture"),
+        ({"mirostat": 2}, "unknown_parameter", "mirostat"),
+        ({"streamer": 1}, "unknown_parameter", "streamer"),
+        ({"generation_config": {"seed": 1}}, "unknown_parameter", "generation_config"),
+        ({"top_m": 5}, "unknown_parameter", "top_m"),
+        ({"temperature": -1}, "invalid_value", "temperature"),
+        ({"temperature": "hot"}, "invalid_value", "temperature"),
+        ({"temperature": [1.0, 2.0]}, "invalid_value", "temperature"),
+        ({"lam": -0.5}, "invalid_value", "lam"),
+        ({"top_p": 1.5}, "invalid_value", "top_p"),
+        ({"top_p": False}, "invalid_value", "top_p"),
+        ({"rule": "unheard"}, "invalid_value", "rule"),
+        ({"min_p": 0.1, "top_p": 0.5}, "invalid_value", None),
+        ({"n": 0}, "invalid_value", "n"),
+        ({"n": 10**9}, "invalid_value", None),
+        ({"seed": -1}, "invalid_value", "seed"),
+        ({"seed": 1.5}, "invalid_value", "seed"),
+        ({"max_completion_tokens": 3}, "invalid_value", "max_completion_tokens"),
+        ({"stop": [""]}, "invalid_value", "stop"),
+        ({"logit_bias": {"999": 1.0}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"x": 1.0}}, "invalid_value", "logit_bias"),
+        ({"response_format": {"type": "xml"}}, "invalid_grammar", "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "invalid_grammar", "structured_outputs"),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "invalid_grammar", "structured_outputs"),
+        ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
+        ({"stream": "yes"}, "invalid_type", "stream"),
+        ({"max_time": 0}, "invalid_type", "max_time"),
+        ({"model": 5}, "invalid_type", "model"),
+        ({"cache_prompt": False}, "invalid_value", "cache_prompt"),
+    ],
+)
+def test_wrong_fields(client: TestClient, url: str, fields: Any, code: str, param: str | None) -> None:
+    response = post(client, url, **fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["code"] == code, error
+    if param is not None:
+        assert error["param"] == param
+        assert param in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": [{"role": "alien", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"top_logprobs": -1}, "top_logprobs"),
+        ({"tool_choice": "always"}, "tool_choice"),
+    ],
+)
+def test_wrong_fields_of_a_chat(client: TestClient, fields: Any, param: str) -> None:
+    response = post(client, **fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_other_contents_than_text(client: TestClient) -> None:
+    image = [{"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}]
+    response = post(client, messages=[{"role": "user", "content": image}])
+    assert "text only" in refused(response, 400, "invalid_value", "messages.0.content.0.type")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": ["x"]}, "tools.0"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    ],
+)
+def test_wrong_tools_and_options(client: TestClient, fields: Any, param: str) -> None:
+    response = post(client, **fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"null", "invalid_type"),
+        (b"[]", "invalid_type"),
+        (b'{"prompt": "\xff\xfe"}', "invalid_json"),
+        (b'{"prompt": "\\ud800"}', "invalid_json"),
+        (b"[" * 100_000 + b"]" * 100_000, "invalid_json"),
+        (b'{"prompt": "a", "stop": ' + b"[" * 150 + b"]" * 150 + b"}", "invalid_value"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "invalid_json"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 400 + b"}", "invalid_value"),
+        (b'{"prompt": "a", "temperature": NaN}', "invalid_value"),
+        (b'{"prompt": "a", "temperature": 1e999}', "invalid_value"),
+        (b'{"prompt": []}', "invalid_type"),
+        (b'{"prompt": [[]]}', "invalid_type"),
+        (b'{"prompt": [1, "a"]}', "invalid_type"),
+        (b'{"prompt": [true]}', "invalid_type"),
+        (b'{"prompt": [99999999999999999999999]}', "invalid_prompt"),
+        (b'{"prompt": [-1]}', "invalid_prompt"),
+        (b'{"model": "toy"}', "missing_required_parameter"),
+    ],
+)
+def test_wrong_bodies(client: TestClient, body: bytes, code: str) -> None:
+    response = client.post(TEXT, content=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == code, response.text
+    assert len(response.content) < 2000
+    assert post(client, TEXT).status_code == 200
+
+
+def test_a_deep_template_variable_is_refused(client: TestClient) -> None:
+    deep: Any = 1
+    for _ in range(150):
+        deep = [deep]
+    response = post(client, chat_template_kwargs={"x": deep})
+    assert response.status_code == 400
+
+
+def test_a_body_above_the_limit_is_not_read(serve: NewClient, folder: Any) -> None:
+    client = serve(folder, max_body=300)
+    assert post(client).status_code == 200
+    refused(client.post(TEXT, content=json.dumps({"prompt": "a" * 400})), 413, "body_too_large")
+    chunks = (b" " * 100 for _ in range(100))  # without a length
+    refused(client.post(TEXT, content=chunks), 413, "body_too_large")
+
+
+def test_a_prompt_above_the_limit(serve: NewClient, folder: Any) -> None:
+    client = serve(folder, max_prompt_tokens=7)
+    assert post(client).status_code == 200
+    message = [{"role": "user", "content": "Hii"}]
+    refused(post(client, messages=message), 400, "context_length_exceeded")
+    refused(post(client, TEXT, prompt=[5] * 8), 400, "context_length_exceeded")
+
+
+def test_unknown_models_paths_and_methods(client: TestClient) -> None:
+    assert "toy" in refused(post(client, model="gpt-9"), 404, "model_not_found", "model")
+    refused(client.get("/v1/models/gpt-9"), 404, "model_not_found", "model")
+    refused(client.get("/nowhere"), 404, "not_found")
+    refused(client.get(CHAT), 405, "method_not_allowed")
+
+
+def test_several_models_are_chosen_by_name(serve: NewClient, folder: Any) -> None:
+    client = serve({"one": folder, "org/two": folder})
+    assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["one", "org/two"]
+    assert client.get("/v1/models/org/two").json()["max_model_len"] == 96
+    assert post(client, model="org/two").json()["model"] == "org/two"
+    refused(post(client, model=None), 400, "missing_required_parameter", "model")

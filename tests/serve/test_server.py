@@ -1,0 +1,219 @@
+"""`topw serve` in a process of its own, called by OpenAI's client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.serve.conftest import HELLO, HOT, RENDERED, TEMPLATE
+from tests.support.toy_model import EOS, Toy, byte_ids, export
+from topw_deploy.runtime import TopWModel
+
+pytestmark = pytest.mark.slow
+
+KEY = "sk-test"
+CALL = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
+TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.fixture(scope="module")
+def started(folder: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
+    """Start servers at Unix sockets, as tests may not use the network."""
+    processes: list[subprocess.Popen[str]] = []
+    place = Path(tempfile.mkdtemp(prefix="topw"))  # short: a socket's path has at most 107 characters
+
+    def start(*arguments: str) -> tuple[subprocess.Popen[str], Path]:
+        uds = place / f"{len(processes)}.sock"
+        words = [sys.executable, "-m", "topw_deploy", "serve", *arguments, "--uds", str(uds), "--provider", "cpu"]
+        process = subprocess.Popen([*words, "--threads", "1", "--api-key", KEY], stderr=subprocess.PIPE, text=True)
+        processes.append(process)
+        for _ in range(6000):
+            if process.poll() is not None:
+                assert process.stderr is not None
+                raise AssertionError(process.stderr.read())
+            if uds.exists() and health(uds) == 200:
+                return process, uds
+            time.sleep(0.01)
+        raise AssertionError("the server did not start")
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+    shutil.rmtree(place)
+
+
+def health(uds: Path) -> int:
+    """The status of /health; 0 if nobody listens."""
+    try:
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(uds))) as client:
+            return int(client.get("http://server/health").status_code)
+    except httpx2.TransportError:
+        return 0
+
+
+@pytest.fixture(scope="module")
+def uds(started: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    toy = Toy.script([*byte_ids("So: " + CALL), EOS], prompt_tokens=7)
+    place = tmp_path_factory.mktemp("caller") / "caller"
+    export(place, toy, form="grouped", chat_template=TEMPLATE + "{# <tool_call> #}")
+    path: Path = started(str(folder), str(place))[1]
+    return path
+
+
+@pytest.fixture
+def client(uds: Path) -> Iterator[Any]:
+    http = httpx2.Client(transport=httpx2.HTTPTransport(uds=str(uds)))
+    with openai.OpenAI(base_url="http://server/v1", api_key=KEY, http_client=http, max_retries=0) as client:
+        yield client
+
+
+def test_models_and_a_chat(client: Any, model: TopWModel) -> None:
+    assert {each.id for each in client.models.list()} == {"toy", "caller"}
+    answer = client.chat.completions.create(
+        model="toy", messages=HELLO, max_tokens=8, seed=5, temperature=2.5, extra_body={"lam": 0.2}
+    )
+    wanted = model.generate(RENDERED, add_special_tokens=False, max_new_tokens=8, seed=5, **HOT).text
+    assert answer.choices[0].message.content == wanted
+    assert answer.usage.total_tokens == 15
+    stream = client.chat.completions.create(
+        model="toy",
+        messages=HELLO,
+        max_tokens=8,
+        seed=5,
+        temperature=2.5,
+        extra_body={"lam": 0.2},
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == wanted
+    assert chunks[-1].usage.completion_tokens == 8
+
+
+def test_completions_and_responses(client: Any, model: TopWModel) -> None:
+    wanted = model.generate("ab", max_new_tokens=6, seed=2, temperature=2.0).text
+    given: dict[str, Any] = {"model": "toy", "seed": 2, "temperature": 2.0}
+    assert client.completions.create(prompt="ab", max_tokens=6, **given).choices[0].text == wanted
+    del given["seed"]
+    extra = {"seed": 2}
+    response = client.responses.create(input="Hi", max_output_tokens=6, extra_body=extra, **given)
+    with client.responses.stream(input="Hi", max_output_tokens=6, extra_body=extra, **given) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert response.output_text == text
+    assert response.usage.output_tokens == 6
+
+
+def test_tools_and_structured_output(client: Any) -> None:
+    answer = client.chat.completions.create(model="caller", messages=HELLO, tools=TOOLS)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"n": 1}
+    with client.chat.completions.stream(model="caller", messages=HELLO, tools=TOOLS) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.tool_calls[0].function.name == "f"
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(model="toy", messages=HELLO, response_format=wanted)
+    assert json.loads(answer.choices[0].message.content) == {"a": 1}
+
+
+def test_errors_are_the_client_s_own(client: Any, uds: Path) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model="toy", messages=HELLO, extra_body={"tempreature": 1})
+    assert (raised.value.code, raised.value.param) == ("unknown_parameter", "tempreature")
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="other", messages=HELLO)
+    http = httpx2.Client(transport=httpx2.HTTPTransport(uds=str(uds)))
+    other = openai.OpenAI(base_url="http://server/v1", api_key="no", http_client=http, max_retries=0)
+    with other, pytest.raises(openai.AuthenticationError):
+        other.models.list()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x00\xff" * 100 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % n for n in range(20_000)) + b"\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_no_request_is_answered_or_closed(uds: Path, sent: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(60)
+        raw.connect(str(uds))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            raw.sendall(sent)
+        with contextlib.suppress(ConnectionResetError):
+            answer = raw.recv(1000)
+            assert not answer or re.match(rb"HTTP/1.1 4\d\d ", answer)
+    assert health(uds) == 200
+
+
+def test_many_streams_at_once(uds: Path, model: TopWModel) -> None:
+    async def text(client: Any, seed: int) -> str:
+        stream = await client.chat.completions.create(
+            model="toy", messages=HELLO, max_tokens=10, seed=seed, temperature=2.5, extra_body={"lam": 0.2}, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def main() -> list[str]:
+        http = httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(uds=str(uds)), timeout=60)
+        async with openai.AsyncOpenAI(base_url="http://server/v1", api_key=KEY, http_client=http) as client:
+            return await asyncio.gather(*(text(client, seed) for seed in range(16)))
+
+    found = asyncio.run(main())
+    for seed, one in enumerate(found):
+        assert one == model.generate(RENDERED, add_special_tokens=False, max_new_tokens=10, seed=seed, **HOT).text
+
+
+def test_sigterm_drains(started: Any, folder: Path) -> None:
+    """A stream goes on to its end; then the server ends."""
+    process, uds = started(str(folder), "--max-length", "96")
+    http = httpx2.Client(transport=httpx2.HTTPTransport(uds=str(uds)), headers={"Authorization": f"Bearer {KEY}"})
+    seen: list[str] = []
+    body = {"messages": HELLO, "ignore_eos": True, "n": 8, "stream": True, "seed": 1}
+    begun = threading.Event()
+
+    def read() -> None:
+        with http.stream("POST", "http://server/v1/chat/completions", json=body, timeout=60) as response:
+            for line in response.iter_lines():
+                seen.append(line)
+                begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(60)
+    process.send_signal(signal.SIGTERM)
+    reader.join(60)
+    assert "data: [DONE]" in seen
+    assert process.wait(60) == 0
+    lines = [json.loads(line) for line in process.stderr or ()]
+    assert {"listening", "opened", "stopping", "draining", "request"} <= {line["event"] for line in lines}
+    assert not uds.exists()
+
+
+def test_a_folder_that_is_no_export_ends_the_server(tmp_path: Path) -> None:
+    (tmp_path / "not").mkdir()
+    words = [sys.executable, "-m", "topw_deploy", "serve", str(tmp_path / "not"), "--uds", str(tmp_path / "s")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("Error: ")
