@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.conftest import NewEngine
+from tests.engine.conftest import Gate, NewEngine
 from tests.support.toy_model import CONTEXT, VOCAB, Toy
-from topw_deploy.engine import Request
+from topw_deploy.engine import Engine, Request
 from topw_deploy.runtime import GenerationResult, TopWModel
 
 
@@ -149,3 +149,27 @@ def test_the_model_generates_beside_its_engine(model: TopWModel, engine_of: NewE
     hot: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "seed": 4, "max_new_tokens": 80}
     request = engine.submit("prompt", **hot)
     assert model.generate("prompt", **hot) == request.result(60)
+
+
+@pytest.mark.parametrize("more", [{}, {"stop_strings": ["never"]}, {"num_return_sequences": 2}])
+def test_pieces_count_the_tokens_of_their_sequence(model: TopWModel, engine_of: NewEngine, more: Any) -> None:
+    """Each token of this text is a character, so each has a piece."""
+    given = {"prompt": "ab", "logit_bias": {70: 100.0}, "max_new_tokens": 9, "ignore_eos": True, **more}
+    for pieces in (model.stream(**given), engine_of(model).submit(**given)):
+        counts: dict[int, list[int]] = {}
+        for piece in pieces:
+            counts.setdefault(piece.row, []).append(piece.drawn)
+        for found in counts.values():
+            assert sorted(set(found)) == list(range(found[0], 10))
+            assert found == sorted(found)
+
+
+def test_a_request_that_never_ran_has_drawn_nothing(model: TopWModel, gate: Gate) -> None:
+    with Engine(model, max_batch=1) as engine:
+        first = engine.submit("ab", max_new_tokens=2, stopping_criteria=[gate])
+        assert gate.reached.wait(60)
+        second = engine.submit("ab", max_new_tokens=2)
+        second.cancel()
+        gate.opened.set()
+        assert [piece.drawn for piece in second] == [0]
+        assert first.result().finish_reason in ("length", "stop")
