@@ -53,13 +53,18 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 class Call:
-    """One request to the application, driven by hand. whole: whether all of the body arrives."""
+    """One request to the application, driven by hand.
 
-    def __init__(self, app: Starlette, path: str, body: Any = None, method: str = "POST", whole: bool = True) -> None:
+    whole: whether all of the body arrives. reads: whether the client takes the answer.
+    """
+
+    def __init__(
+        self, app: Starlette, path: str, body: Any = None, method: str = "POST", whole: bool = True, reads: bool = True
+    ) -> None:
         self.sent: list[dict[str, Any]] = []
         self.gone = asyncio.Event()
         self._body: bytes | None = json.dumps(body).encode()
-        self._whole = whole
+        self._whole, self._reads = whole, reads
         headers = [(b"content-type", b"application/json"), (b"host", b"test")]
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
@@ -85,6 +90,8 @@ class Call:
 
     async def _send(self, message: Any) -> None:
         self.sent.append(message)
+        if not self._reads:
+            await asyncio.Event().wait()
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -131,6 +138,21 @@ def test_a_client_that_goes_away_frees_its_row(folder: Path, gate: Gate, stream:
         assert other.status == 200
 
     with_service(folder, test, engine={"max_batch": 1})
+
+
+def test_a_stream_that_was_never_read_frees_its_row(folder: Path, gate: Gate) -> None:
+    async def test(app: Starlette, service: Service) -> None:
+        call = Call(app, CHAT, {**ENDLESS, "stream": True}, reads=False)
+        await until(lambda: call.status == 200)
+        assert in_use(service) == 1
+        call.gone.set()
+        await asyncio.wait_for(call.task, 30)
+        gate.opened.set()
+        await until(lambda: in_use(service) == 0)
+        (served,) = service.served()
+        assert served.engine.stats().new_tokens <= 2
+
+    with_service(folder, test)
 
 
 def test_a_thread_that_nobody_waits_for_keeps_its_place(folder: Path) -> None:
