@@ -1,8 +1,8 @@
 """Top-W and the other sampling rules: parameters, algorithms, draw.
 
-`rules`: the rules beside Top-W, which a row may choose instead of it.
+`rules`: the other rules, which a row may use instead of Top-W.
 `reference`: the literal algorithm in float64, which is the definition.
-`fast`: the same crops in numpy, one row at a time, without provably unnecessary work.
+`fast`: the same crops in numpy, one row at a time, skipping work proven unnecessary.
 `torch`: the same for batches of tensors on any device. Only this module imports torch.
 """
 
