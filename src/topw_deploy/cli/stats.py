@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     "--exact-pool",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Number of likeliest tokens for --exact.  [default: the export's top_m]",
+    help="Compute --exact among this many likeliest tokens.  [default: the export's top_m]",
 )
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the report as .png, .svg or .pdf.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
@@ -94,8 +94,8 @@ def command(
     sizes, mass and entropy by position, how often token geometry changed the crop (compared with geom_scale 0 at the
     same logits), and which tokens it kept or dropped. The text is what `topw generate` produces for the seed.
 
-    With --exact, the report also says how far Top-W's crops and those of other rules are from the crop that minimises
-    the paper's objective, whose transport is solved by linear programming, and --plot draws that comparison.
+    With --exact, the report also shows how far the crops of Top-W and of other rules are from minimising the paper's
+    exact objective. The optimal transport in it is solved by linear programming. --plot then draws this comparison.
     """
     check_order(folder, prompts)
     install.require("`topw stats`", "export")

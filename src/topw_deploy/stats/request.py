@@ -65,8 +65,8 @@ class Setting:
 class ExactRequest:
     """What to analyse under the exact objective.
 
-    steps: at most this many per setting, evenly spaced over its texts.
-    pool: number of likeliest tokens among which F is computed, at least the export's top_m; None for that.
+    steps: maximum number of steps per setting, evenly spaced over its texts.
+    pool: F is computed among this many likeliest tokens, at least the export's top_m; None for top_m.
     """
 
     steps: int = 200

@@ -140,5 +140,5 @@ def test_all_tokens_are_transported_nowhere() -> None:
 def test_an_unproven_plan_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     p, distance, _ = next(rows(8, 1, n=6))
     monkeypatch.setattr(module, "_potentials", lambda distance, S, v: (np.zeros(len(distance)),) * 2)
-    with pytest.raises(VerificationError, match="is proven only down to 0"):
+    with pytest.raises(VerificationError, match="its potentials prove only 0"):
         transport(p, np.arange(6) < 2, distance)

@@ -79,9 +79,9 @@ def test_the_table_states_the_share_the_excess_and_what_was_cut() -> None:
     one = summary([step(2.0, 2.0), step(3.0, 1.0, cut=("top-p 0.9",))], label="temperature 1")
     text = "\n".join(exact_lines([one]))
     assert "temperature 1  probability      2" in text
-    assert "2 of 7 steps, 1 prompt; 40 tokens of mass 0.900 on average" in text
+    assert "2 of 7 steps, 1 prompt; 40 tokens with mass 0.900 on average" in text
     assert "50.0 %" in text
-    assert "top-p 0.9: tokens beyond the analysed ones are left out at 1 step" in text
+    assert "top-p 0.9: kept tokens outside the analysed ones are left out at 1 step" in text
     assert "There were no steps" in "\n".join(exact_lines([]))
 
 

@@ -1,4 +1,4 @@
-"""The exact report as a picture: F of every rule's crops above the best prefix, and the best prefixes' sizes."""
+"""The exact report as a picture: how far F of each rule's crops is above the best prefix, and the prefixes' sizes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from topw_deploy.stats.exact.rules import TOP_W
 from topw_deploy.stats.exact.summary import NAMES, ExactSummary
 from topw_deploy.stats.style import COLOURS, DPI, MUTED, TEXT, TITLE_LETTERS, colours, drawable, plain
 
-_LINEAR_BELOW = 0.01  # of the axis of F: logarithmic above
+_LINEAR_BELOW = 0.01  # the axis of F is linear up to this, then logarithmic
 _RULE_COLOURS = (*COLOURS, TEXT)
-_SPREAD = 0.76  # of a setting's or rule's markers, in units of the distance to the next
+_SPREAD = 0.76  # width of the markers of one setting or rule, in units of the distance to the next
 
 
 def save_exact_plot(summaries: Sequence[ExactSummary], path: Path, title: str) -> None:
@@ -87,7 +87,7 @@ def _optimal(axes: Any, summaries: Sequence[ExactSummary]) -> None:
 
 
 def _sizes(axes: Any, summaries: Sequence[ExactSummary]) -> None:
-    random = np.random.default_rng(0)  # small shifts, so that equal sizes do not hide each other
+    random = np.random.default_rng(0)  # for small shifts, so that points with equal sizes stay visible
     most = max(step.tokens for summary in summaries for _, _, step in summary.rows)
     for summary, colour in zip(summaries, colours(len(summaries)), strict=False):
         sizes = [(step.crops[TOP_W].kept, step.likeliest.value.kept) for _, _, step in summary.rows]

@@ -99,7 +99,7 @@ def _above(given: Listed, threshold: Tensor) -> Kept:
 
 
 def _shortest(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(Size of the shortest prefix that reaches `target`, int64 [R, 1], or of the whole list; whether one reaches it)."""
+    """(Size of the shortest prefix that reaches `target`, int64 [R, 1], or of the whole list; whether one does)."""
     reached = weights.cumsum(1) >= target
     any_does = reached.any(1, keepdim=True)
     first = reached.to(torch.uint8).argmax(1, keepdim=True) + 1
