@@ -198,7 +198,7 @@ def test_a_report_is_read_off_its_rounds(asked: ServeRequest, any_machine: Any) 
     assert [cell.strip() for cell in row.split("|")[2:6]] == ["1.33", "66.7", "1.500 (1.500-1.500)", "2,250 / 2,980"]
     assert "8 streaming callers: 2.0 (2.0-2.0) % of the engine's time" in text
     assert "5.0 (5.0-5.0) times as long" in text
-    assert "40.0 (40.0-40.0) times less" in text
+    assert "40.0 (40.0-40.0) times as fast" in text
     first, second = report.panels()
     assert first.title == "4 callers get 100 new tokens/s: 1.5x faster than lists"
     assert [bar.kind for bar in first.bars] == ["ours", "yardstick"]
@@ -226,9 +226,9 @@ def test_a_request_out_of_range_is_refused(asked: ServeRequest, changes: dict[st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt_tokens": 60}, "prompt_tokens is 60, for which a sequence may need .* tokens, but the context has 96"),
-        ({"long_tokens": 96}, "long_tokens is 96, for which a sequence may need 97 tokens"),
-        ({"prefix_tokens": 90}, "prefix_tokens is 90, for which a sequence may need 99 tokens"),
+        ({"prompt_tokens": 60}, "prompt_tokens is 60, so a sequence may need .* tokens, but the context has 96"),
+        ({"long_tokens": 96}, "long_tokens is 96, so a sequence may need 97 tokens"),
+        ({"prefix_tokens": 90}, "prefix_tokens is 90, so a sequence may need 99 tokens"),
     ],
 )
 def test_lengths_beyond_the_context_are_refused(asked: ServeRequest, changes: dict[str, object], message: str) -> None:

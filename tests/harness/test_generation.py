@@ -53,7 +53,7 @@ def test_model_args_replace_what_the_task_says(opened: Open, scoring: Path, capl
     seeds = Seeds(5)
     given = {"temperature": 2.5, "lam": 0.2, "max_new_tokens": 9, "stop": ["\n\n"]}
     assert found == [plain.generate(prompt, **given, seed=seeds.next(prompt)).text for prompt in PROMPTS[:5]]
-    assert "--model_args replaces {'do_sample': False, 'temperature': 0.0} of the task." in caplog.text
+    assert "--model_args overrides {'do_sample': False, 'temperature': 0.0} of the task." in caplog.text
 
 
 def test_model_args_may_ask_for_sampling_without_a_temperature(opened: Open) -> None:
@@ -67,7 +67,7 @@ def test_without_a_temperature_the_sampler_is_said_to_do_nothing(
 ) -> None:
     asked(opened(lam=1.0), *[("abc", TASK)] * 2)
     assert [r.getMessage() for r in caplog.records if r.name.startswith("topw")] == [
-        "the task's requests are greedy, so the sampler's parameters have no effect; give temperature."
+        "the task is greedy, so the sampler's parameters have no effect; give --model_args temperature."
     ]
 
 
@@ -147,7 +147,7 @@ def test_chats_are_rendered_with_the_folder_s_template(opened: Open, tmp_path: P
     folder = export(tmp_path / "out", Toy.random(1), form="grouped", chat_template="{{ enable_thinking }}{{ x }}")
     given = opened(folder, enable_thinking=False, chat_template_args='{"x": 3}')
     assert given.apply_chat_template(history) == "False3"
-    with pytest.raises(PromptError, match="does not show the beginning of the answer, 'It is'"):
+    with pytest.raises(PromptError, match="does not contain the beginning of the answer, 'It is'"):
         given.apply_chat_template(begun, add_generation_prompt=False)
 
 

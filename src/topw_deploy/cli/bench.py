@@ -50,9 +50,9 @@ class _Several(click.ParamType, Generic[Item]):
 
 @click.group(name="bench", context_settings=CONTEXT)
 def command() -> None:
-    """Time a sampling step, a whole decoding loop or many callers on this machine, beside other libraries.
+    """Time a sampling step, a whole decoding loop or many callers on this machine, and compare with other libraries.
 
-    All sides take turns, so a drift of the machine's speed affects them alike. Ratios are computed for each round.
+    All sides take turns, so a drift of the machine's speed affects all of them. Ratios are computed for each round.
     """
 
 
@@ -209,29 +209,35 @@ def decode(
     type=_Several(int, name="numbers of callers"),
     default="1,4,16,64",
     show_default=True,
-    help="Callers, each of which sends its next request when it has the answer. Comma-separated: rounds for each.",
+    help="Number of callers; each sends its next request when it has the answer. Comma-separated: one run per value.",
 )
 @click.option(
     "--requests",
     type=click.IntRange(min=1),
     default=16,
     show_default=True,
-    help="Requests in a round; as many as callers if these are more.",
+    help="Minimum number of requests per round; there is at least one per caller.",
 )
+@click.option("--prompt-tokens", type=click.IntRange(min=1), help="Mean length of prompts; default: 342, or what fits.")
+@click.option("--new-tokens", type=click.IntRange(min=2), help="Mean number of new tokens; default: 62, or what fits.")
+@click.option("--rows", type=click.IntRange(min=1), default=16, show_default=True, help="Maximum rows of the engine.")
 @click.option(
-    "--prompt-tokens", type=click.IntRange(min=1), help="Mean length of the prompts; default: 342, or what fits."
-)
-@click.option("--new-tokens", type=click.IntRange(min=2), help="Mean of the new tokens; default: 62, or what fits.")
-@click.option("--rows", type=click.IntRange(min=1), default=16, show_default=True, help="Most rows of the engine.")
-@click.option(
-    "--prefill-budget", type=click.IntRange(min=1), default=256, show_default=True, help="The engine's longest chunk."
+    "--prefill-budget",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Maximum number of prompt tokens that the engine reads at once.",
 )
 @click.option(
     "--long-tokens",
     type=click.IntRange(min=1),
-    help="Prompt behind which a short request waits; default: 4000, or what fits.",
+    help="Length of the prompt that a short request waits for; default: 4000, or what fits.",
 )
-@click.option("--prefix-tokens", type=click.IntRange(min=1), help="Prefix that is reused; default: 1000, or what fits.")
+@click.option(
+    "--prefix-tokens",
+    type=click.IntRange(min=1),
+    help="Length of the reused prefix; default: 1000, or what fits.",
+)
 @click.option(
     "--peers",
     type=_Several(str, name="sides"),
@@ -248,11 +254,11 @@ def decode(
     3,
 )
 def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | None, quiet: bool, **rest: Any) -> None:
-    """Time requests of many callers to the exported model in the folder OUT: through the engine, with `generate` one by
+    """Time requests of many callers to the exported model in the folder OUT: through the engine, by `generate` one by
     one and in batches, and the engine's runs alone.
 
-    Lengths vary like a log-normal distribution. Also measures the time to the first text behind a long prompt and after
-    a reused prefix, and the engine's overhead.
+    Lengths have a log-normal distribution. The command also measures the engine's overhead, and the time to the first
+    text while a long prompt is read and after a reused prefix.
     """
     _check_outputs(json_file, plot)
     from topw_deploy.bench.serve.request import ServeRequest

@@ -59,12 +59,12 @@ _MODEL_OPTIONS = {
 @preset_option
 @parameter_options
 @rule_options
-@click.option("--repetition-penalty", type=float, help="Divide logits of tokens that occurred, > 0; 1 is none.")
+@click.option("--repetition-penalty", type=float, help="Penalty for tokens that occurred before, > 0; 1 is none.")
 @click.option("--presence-penalty", type=float, help="Subtract from logits of generated tokens, once.")
 @click.option("--frequency-penalty", type=float, help="Subtract from logits of generated tokens, per occurrence.")
 @click.option("--no-repeat-ngram-size", type=int, help="Never generate an n-gram of this size twice; 0 allows it.")
 @click.option(
-    "--logit-bias", metavar="ID=BIAS", multiple=True, help="Add to a token's logit; -inf bans it. Repeatable."
+    "--logit-bias", metavar="ID=BIAS", multiple=True, help="Number to add to a token's logit; -inf bans it. Repeatable."
 )
 @click.option(
     "--stop-strings", "--stop", "stop_strings", metavar="TEXT", multiple=True, help="End before this text. Repeatable."
@@ -115,9 +115,9 @@ def command(
     PROMPT may be - for standard input, which is also read when it is not a terminal and no prompt is given. One line
     break at the end of a file or of standard input is ignored.
 
-    With --prompts-jsonl, each line of the file is a text, or an object with "prompt", "prompt_ids" or "messages", an
-    "id" and parameters for this prompt. One JSON object per sequence is written, in the order of the prompts. A prompt
-    that fails gives a line with "error", and the final exit code is 1.
+    With --prompts-jsonl, each line of the file is a JSON string, or an object with "prompt", "prompt_ids" or
+    "messages", an "id" and parameters for this prompt. One JSON object per sequence is written, in the order of the
+    prompts. A prompt that fails gets a line with "error", and the exit code is then 1.
     """
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")

@@ -60,15 +60,15 @@ def parameter_options(command: Command) -> Command:
 
 _RULE_HELP = {
     "top_k": (int, "Keep the k best tokens, >= 1."),
-    "top_p": (float, "Keep the shortest list of best tokens with this probability, in (0, 1]."),
+    "top_p": (float, "Keep the fewest best tokens that have this probability together, in (0, 1]."),
     "min_p": (float, "Keep tokens with at least this fraction of the best one's probability, in [0, 1]."),
-    "top_h": (float, "Keep best tokens with this share of the pool's entropy, in (0, 1].  [default: 0.4]"),
-    "top_h_pool": (int, "Tokens in Top-H's pool, >= 1.  [default: 100]"),
-    "typical_p": (float, "Keep the tokens nearest to the entropy with this probability, in (0, 1)."),
+    "top_h": (float, "Keep the best tokens up to this share of the pool's entropy, in (0, 1].  [default: 0.4]"),
+    "top_h_pool": (int, "Number of best tokens in the pool, >= 1.  [default: 100]"),
+    "typical_p": (float, "Keep the tokens of most typical probability that have this probability together, in (0, 1)."),
     "epsilon_cutoff": (float, "Keep tokens with at least this probability, in (0, 1)."),
-    "eta_cutoff": (float, "The same, with a lower cutoff for flat distributions, in (0, 1)."),
+    "eta_cutoff": (float, "Like epsilon, with a lower cutoff for flat distributions, in (0, 1)."),
     "top_n_sigma": (float, "Keep logits within this many standard deviations of the best one, >= 0.  [default: 1]"),
-    "min_k_tau": (float, "Min-k's number of tokens for flat logits, times their range, >= 0.  [default: 3]"),
+    "min_k_tau": (float, "Keep at least this number divided by the range of the logits, >= 0.  [default: 3]"),
 }
 
 
@@ -81,7 +81,7 @@ def rule_options(command: Command) -> Command:
         "--rule",
         type=click.Choice(tuple(RULES)),
         default=None,
-        help="Sampling rule; one of its parameters, given alone, chooses it too.  [default: top_w]",
+        help="Sampling rule; giving only one of its parameters also chooses it.  [default: top_w]",
     )(command)
 
 

@@ -62,7 +62,7 @@ def _rules(summary: ExactSummary) -> Iterator[str]:
         if crop.cut:
             yield f"{crop.name}: kept tokens outside the analysed ones are left out at {counted(crop.cut, 'step')}"
         if crop.standing.better:
-            yield f"{crop.name}: F below all prefixes of the probability order at {counted(crop.standing.better, 'step')}"
+            yield f"{crop.name}: F below any prefix of the probability order at {counted(crop.standing.better, 'step')}"
 
 
 def _standing(standing: Standing) -> list[str]:
