@@ -1,10 +1,11 @@
-"""Compare the rules beside Top-W in the emulated CUDA kernels with the reference, on random rows.
+"""Compare the rules other than Top-W in the emulated CUDA kernels with the reference, on random rows.
 
     python -m fuzz.cuda_rules [--rows 20000] [--seed 0]
 
-Rows of every kind of tests.support.rule_rows, with vocabularies from 1 to 32,000, pools from 1 to 4,096, several block
-sizes, and a random thread order. A difference is allowed only where the deciding quantity, or the draw, is within 1e-9
-or 1e-12 of its threshold: the kernels compute these in double. Prints every other difference; exits 1 if there is one.
+It uses all kinds of rows of tests.support.rule_rows, vocabularies from 1 to 32,000, pools from 1 to 4,096, several
+block sizes, and a random thread order. The kernels decide in double, so a difference is allowed only where the deciding
+quantity is within 1e-9 of its threshold, or the draw within 1e-12. Prints all other differences; exits 1 if there is
+one.
 
 `fuzz` accepts any `plugins.kernel.Kernel`, so `benchmarks.gpu` uses it on a real GPU.
 """
@@ -43,7 +44,7 @@ SIZES = (
 
 @dataclass
 class Found:
-    """Rows by rule and by (rule, what answered them), and differences."""
+    """Numbers of rows by rule and by (rule, stage that answered), and the differences."""
 
     rows: Counter[str] = field(default_factory=Counter)
     stages: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -82,7 +83,7 @@ def fuzz(
 
 
 def report(found: Found) -> str:
-    """Rows of each rule by what answered them."""
+    """A table: the rows of each rule, by the stage that answered them."""
     columns = ("candidates", "pool", "whole row")
     lines = [(name, found.rows[name], *(found.stages[name, column] for column in columns)) for name in OTHERS]
     return table(("rule", "rows", *columns), lines)

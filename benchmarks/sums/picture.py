@@ -21,11 +21,11 @@ _COLOURS = (
     "#333333",
 )
 _GRID, _TEXT, _MUTED = "#e3e6ea", "#1f2933", "#66717d"
-_APART = 0.012  # of the axis, between the marks of two rules at one temperature
+_APART = 0.012  # share of the axis between the marks of two rules at the same temperature
 
 
 def save_plot(cells: Sequence[Cell], path: Path, title: str) -> None:
-    """Write accuracy with its 95 % intervals, a line per rule; greedy is a dashed line. Needs matplotlib."""
+    """Draw accuracy with 95 % intervals, one line per rule; greedy is a dashed line. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(8.5, 5), layout="constrained", facecolor="white")

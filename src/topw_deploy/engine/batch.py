@@ -221,7 +221,7 @@ class Batch:
         self._version += 1
 
     def step(self, width: int) -> list[int]:
-        """Draw a token for each of the first `width` rows. Of the returned tokens, only those of decoding rows count."""
+        """Draw a token for each of the first `width` rows. Only the tokens of decoding rows are valid."""
         if self._decoder.buffer_step:
             self._make_room(max(self._written_view[:width].tolist()) + 1)
         bound = self._steps.get((width, self.wants_logits)) or self._bind_step(width, self.wants_logits)

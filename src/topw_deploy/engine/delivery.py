@@ -49,7 +49,7 @@ class Delivery:
             pass
 
     def _next(self) -> bool:
-        """Make the calls of one `send`. Returns False at the end. While waiting, the thread keeps no reference to any."""
+        """Make the calls of one `send`. Returns False at the end. The waiting thread keeps no reference to any."""
         calls = self._sent.get()
         for function, arguments in calls or ():
             try:
