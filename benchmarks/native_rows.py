@@ -113,7 +113,7 @@ def model_rows(rows: int = 12, seed: int = 0) -> np.ndarray:
 
 
 def ruled_rows(kernel: Kernel, rounds: int) -> str:
-    """Time every rule on each of `model_rows` at T = 1. A table of the ratio to numpy.max: median and range over rows."""
+    """A table of every rule's time on `model_rows` at T = 1, relative to numpy.max: median and range over rows."""
     rows, options = model_rows(), TopWOptions(metric="uniform")
     ratios: dict[str, list[float]] = {name: [] for name in ("Top-W", *RULES)}
     kept: dict[str, list[int]] = {name: [] for name in ratios}
