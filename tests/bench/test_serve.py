@@ -56,7 +56,7 @@ def test_lengths_have_the_mean_and_the_tail_of_a_log_normal_distribution() -> No
     assert ragged(3, 1) == [1, 1, 1]
 
 
-def test_requests_depend_on_the_seed_and_the_number_of_callers_alone(asked: ServeRequest) -> None:
+def test_requests_depend_only_on_the_seed_and_the_number_of_callers(asked: ServeRequest) -> None:
     request, vocab, _ = fitted(replace(asked, requests=16))
     found = requests_of(request, 4, vocab)
     assert found == requests_of(request, 16, vocab)
@@ -90,7 +90,7 @@ def test_every_request_has_a_first_text_and_no_time_exceeds_the_whole(
     assert sum(served["between"]) <= callers * served["seconds"]
 
 
-def test_the_engine_tells_the_share_of_its_time_outside_of_runs(server: worker.Server) -> None:
+def test_the_engine_reports_the_share_of_its_time_outside_runs(server: worker.Server) -> None:
     assert 0 < server.engine(REQUESTS, 2)["outside"] < 1
 
 
@@ -132,7 +132,7 @@ def test_the_runs_alone_serve_the_requests_by_the_engines_schedule(model: TopWMo
         assert batch.steps - before <= sum(new - 1 for _, new in REQUESTS)
 
 
-def test_a_short_request_behind_a_long_prompt_is_timed(server: worker.Server) -> None:
+def test_a_short_request_that_waits_for_a_long_prompt_is_timed(server: worker.Server) -> None:
     assert server.behind([5] * 90, [1, 2, 3], budget=8) > 0
 
 
@@ -182,7 +182,7 @@ def test_a_side_of_another_library_is_served_the_same_requests(asked: ServeReque
     assert load.ratios("other")[0] > 1
 
 
-def test_a_report_is_read_off_its_rounds(asked: ServeRequest, any_machine: Any) -> None:
+def test_a_report_summarises_its_rounds(asked: ServeRequest, any_machine: Any) -> None:
     def side(label: str, kind: str, *seconds: float) -> ServeResult:
         rounds = [{"seconds": took, "first": [took / 2], "between": [], "outside": 0.02} for took in seconds]
         return ServeResult(label, kind, rounds)
@@ -245,7 +245,7 @@ def test_unknown_and_absent_sides_are_refused(asked: ServeRequest) -> None:
         choose(replace(asked, peers=("x",)), [absent])
 
 
-def test_a_folder_that_is_no_export_is_refused(asked: ServeRequest, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_export_is_refused(asked: ServeRequest, tmp_path: Path) -> None:
     with pytest.raises(ManifestError):
         run(replace(asked, folder=tmp_path))
 
@@ -265,7 +265,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(folder: Path, 
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_command_refuses_callers_that_are_no_numbers(folder: Path) -> None:
+def test_the_command_refuses_callers_that_are_not_numbers(folder: Path) -> None:
     done = CliRunner().invoke(topw, ["bench", "serve", str(folder), "--concurrency", "1,many"])
     assert done.exit_code == 2
     assert "'1,many' is not a comma-separated list of numbers of callers." in done.stderr

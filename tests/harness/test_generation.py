@@ -44,7 +44,7 @@ def test_a_task_that_does_not_sample_is_greedy(opened: Open, quiet: dict[str, An
     assert asked(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, "do_sample": True})) != greedy
 
 
-def test_model_args_replace_what_the_task_says(opened: Open, scoring: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_args_override_the_task(opened: Open, scoring: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = TopWModel.from_pretrained(scoring, provider="cpu")
     model = opened(temperature=2.5, lam=0.2, seed=5)
     from topw_deploy.harness.asked import Seeds
@@ -62,16 +62,14 @@ def test_model_args_may_ask_for_sampling_without_a_temperature(opened: Open) -> 
     assert asked(sampled, *prompts) != asked(greedy, *prompts)
 
 
-def test_without_a_temperature_the_sampler_is_said_to_do_nothing(
-    opened: Open, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_greedy_task_with_sampler_parameters_causes_a_warning(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     asked(opened(lam=1.0), *[("abc", TASK)] * 2)
     assert [r.getMessage() for r in caplog.records if r.name.startswith("topw")] == [
         "the task is greedy, so the sampler's parameters have no effect; give --model_args temperature."
     ]
 
 
-def test_draws_depend_on_seed_prompt_and_repetition_alone(opened: Open) -> None:
+def test_draws_depend_only_on_seed_prompt_and_repetition(opened: Open) -> None:
     model = opened(temperature=3.0, lam=0.1, seed=1)
     one, other, again = asked(model, ("abc", TASK), ("abd", TASK), ("abc", TASK))
     assert len({one, other, again}) == 3
@@ -114,7 +112,7 @@ def test_a_long_prompt_loses_its_beginning_to_leave_room(opened: Open, caplog: p
         asked(model, ("ab", {"max_gen_toks": CONTEXT}))
 
 
-def test_settings_without_effect_are_passed_over_and_others_are_checked_by_the_runtime(opened: Open) -> None:
+def test_settings_without_effect_are_ignored_and_others_are_checked_by_the_runtime(opened: Open) -> None:
     model = opened()
     assert asked(model, ("ab", {**TASK, "num_beams": 1, "use_cache": True})) == asked(model, ("ab", TASK))
     for wrong, said in (

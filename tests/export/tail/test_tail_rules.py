@@ -1,4 +1,4 @@
-"""Sampling rules beside Top-W in every form of the function, against their definitions."""
+"""Sampling rules other than Top-W in every form of the function, against their definitions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_many_mixed_batches_equal_the_definitions(form: str, vocab: int) -> None
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("vocab", [SORTED, SEARCHED])
-def test_sets_beyond_the_candidates_are_drawn_and_kept_by_the_order_of_ids(form: str, vocab: int) -> None:
+def test_sets_larger_than_the_candidates_are_kept_and_drawn_in_order_of_ids(form: str, vocab: int) -> None:
     levels = np.repeat([2.0, 1.0, -1e30], [100, 100, vocab - 200])
     logits = np.random.default_rng(0).permutation(levels)
     cases = [
@@ -144,7 +144,7 @@ def test_masks_and_edits_come_before_the_rule(form: str, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_have_the_same_bits_beside_rows_of_other_rules(form: str) -> None:
+def test_rows_have_the_same_bits_in_a_batch_with_other_rules(form: str) -> None:
     rng = np.random.default_rng(3)
     *_, session = opened(form, SEARCHED)
     top_w = [random_case(rng, SEARCHED) for _ in range(6)]

@@ -168,7 +168,7 @@ class WholeRow {
     block_sort(room_.keys, nullptr, size);
   }
 
-  // Takes the drops among `count` sorted tokens into account. They follow `seen` others, of which `previous` is the last.
+  // Takes into account the drops among `count` sorted tokens. They follow `seen` others; `previous` is the last.
   __device__ Best steepest(int32_t seen, int32_t count, float previous, Best best) {
     for (int32_t i = own_index(); i < count; i += block_size()) {
       if (seen + i == 0) continue;
