@@ -14,7 +14,7 @@ struct Interval {
 // first token, so that a peaked row does not lose it to rounding in Z = 1 + others.
 class RowSums {
  public:
-  // bounds: from the blocks' maxima. rough: sums of the row's first pass, or of a pass in float32, within 6 %. fine:
+  // bounds: from the blocks' maxima. rough: sums of the row's first pass, or of a pass in float32, within 6.2 %. fine:
   // one pass in float32, within 2e-5. exact: one pass in double.
   enum class Level { bounds, rough, fine, exact };
 
