@@ -12,19 +12,16 @@ one.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import machine, table
-from tests.support.emulated import EmulatedKernel, built
+from benchmarks.common import table
+from fuzz.emulation import arguments, emulated, exit_code
 from tests.support.rule_rows import differences_from_rules, rule_case, rule_columns, rules_of
 from topw_deploy.plugins.kernel import STAGES
 from topw_deploy.sampling import TopWOptions
@@ -90,24 +87,15 @@ def report(found: Found) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    from tqdm import tqdm
-
-    print(machine() + "\n")
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=given.rows, unit="row", mininterval=1.0) as bar:
-        kernel = EmulatedKernel(built(Path(folder)))
+    given = arguments(__doc__, 20_000)
+    with emulated(given.rows) as (kernel, advance):
         found = fuzz(
-            kernel, given.rows, given.seed, after=bar.update,
+            kernel, given.rows, given.seed, after=advance,
             before=lambda number, threads, blocks: kernel.emulate(given.seed * 1000 + number, threads, blocks),
         )  # fmt: skip
     print(report(found))
     print(f"{len(found.differences)} differences are not at a tie.")
-    for line in found.differences[:20]:
-        print(line)
-    return 1 if found.differences else 0
+    return exit_code(found.differences)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -23,13 +22,21 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch.nn import functional
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks.common import say
 from benchmarks.sums.problems import Problem, problems
 from benchmarks.sums.tokenizer import train_tokenizer
-from topw_deploy.demo.tokenizer import BOS, EOS, PAD, tokenizer_config
-from topw_deploy.demo.train import learning_rate_factor, optimizer_for, versions
+from topw_deploy.demo.tokenizer import EOS, PAD
+from topw_deploy.demo.train import (
+    build_model,
+    learning_rate_factor,
+    optimizer_for,
+    update,
+    versions,
+    write_json,
+    write_tokenizer,
+)
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "training_log.json"
@@ -64,6 +71,10 @@ class Recipe:
     evaluated: int = 64  # held-out problems
     seed: int = 1
 
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
 
 @dataclass
 class Progress:
@@ -73,26 +84,6 @@ class Progress:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
-
-
-def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """A new float32 Llama with tied embeddings."""
-    torch.manual_seed(recipe.seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=recipe.vocab_size,
-            hidden_size=recipe.hidden_size,
-            intermediate_size=recipe.intermediate_size,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads,
-            num_key_value_heads=recipe.heads,
-            max_position_embeddings=recipe.context,
-            tie_word_embeddings=True,
-            bos_token_id=tokenizer.token_to_id(BOS),
-            eos_token_id=tokenizer.token_to_id(EOS),
-            pad_token_id=tokenizer.token_to_id(PAD),
-        )
-    )
 
 
 def encode(found: Sequence[Problem], tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
@@ -227,13 +218,9 @@ class Training:
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         recipe = self.recipe
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * learning_rate_factor(self.progress.step, self.share, recipe)
+        learning_rate = recipe.learning_rate * learning_rate_factor(self.progress.step, self.share, recipe)
         loss = functional.cross_entropy(*scored_logits(self.model, inputs, targets))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.gradient_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        update(self.model, self.optimizer, loss, learning_rate, recipe)
         return loss.item()
 
     def _note(self, train_loss: float) -> None:
@@ -252,10 +239,7 @@ def write_model(training: Training) -> dict[str, Any]:
     folder, model, recipe = training.folder, training.model, training.recipe
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
-    ends = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    GenerationConfig(**ends, do_sample=True, temperature=1.0).save_pretrained(folder)
-    training.tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config(recipe.context))
+    write_tokenizer(model, training.tokenizer, recipe.context, folder)
     log = {
         "recipe": dataclasses.asdict(recipe),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -263,13 +247,9 @@ def write_model(training: Training) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
-    _write_json(folder / LOG, log)
+    write_json(folder / LOG, log)
     (folder / CHECKPOINT).unlink()
     return log
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
