@@ -30,7 +30,7 @@ def answer_options(command: Command) -> Command:
         click.option(
             "--logprobs",
             type=click.IntRange(min=0),
-            help="With --json: also print each token's log-probability under the model, and of this many alternatives.",
+            help="With --json: also print the log-probability of each token, and of this many alternatives.",
         ),
     )
     for option in reversed(options):
