@@ -152,7 +152,7 @@ def test_options_that_do_not_fit_are_refused(invoke: Invoke, random_model: Path,
     for words, said in (
         (("--model-id", "x"), "--model-id needs --format"),
         (("--format", "mt_bench"), "--format needs --output"),
-        (("--format", "mt_bench", "--output", questions.parent / "o"), "have 2 turns; give --chat"),
+        (("--format", "mt_bench", "--output", questions.parent / "o"), "have up to 2 turns"),
         (("--format", "mt_bench", "--output", questions.parent / "o", "-n", 2), "one answer per question"),
     ):
         result = invoke(*command, *words)
