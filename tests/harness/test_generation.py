@@ -107,7 +107,7 @@ def test_a_long_prompt_loses_its_beginning_to_leave_room(opened: Open, caplog: p
     assert asked(model, (prompt, TASK)) == asked(model, (kept, TASK))
     assert f"prompts of more than {CONTEXT - 9} tokens lose their beginning" in caplog.text
     with pytest.raises(
-        ParameterError, match=f"max_gen_toks is {CONTEXT}, but prompt and answer have at most {CONTEXT}"
+        ParameterError, match=f"max_gen_toks is {CONTEXT}, but prompt and answer may have {CONTEXT} tokens together"
     ):
         asked(model, ("ab", {"max_gen_toks": CONTEXT}))
 
@@ -119,7 +119,7 @@ def test_settings_without_effect_are_ignored_and_others_are_checked_by_the_runti
         ({"num_beams": 4}, "unknown parameter 'num_beams'"),
         ({"beta": -1}, "beta is -1"),
         ({"until": 3}, "until is 3, but must be a text or a list"),
-        ({"seed": 3}, "give it as --model_args seed=N"),
+        ({"seed": 3}, "give --model_args seed=N"),
     ):
         with pytest.raises(ParameterError, match=said):
             asked(model, ("ab", {**TASK, **wrong}))
