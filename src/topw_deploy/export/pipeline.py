@@ -236,4 +236,5 @@ def _verify_first_layers(job: Job, layers: int, folder: Path) -> tuple[Verificat
         staged.commit()
     verification, may_pad = verify_in_subprocess(replace(fewer, progress=job.progress, memory=job.memory), folder)
     checks = tuple(replace(check, detail=f"{check.detail}; first {layers} layers") for check in verification.checks)
-    return replace(verification, status="partial", checks=checks), may_pad
+    # The first layers alone do not know the whole model's likely tokens.
+    return replace(verification, status="partial", checks=checks, median_distance=None), may_pad
