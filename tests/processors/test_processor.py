@@ -86,9 +86,10 @@ def test_the_presets_and_names_are_the_packages(model):
 
 
 def test_a_beta_that_depends_on_the_temperature_needs_generates_temperature(model):
-    scores, ids = random_scores(6), torch.ones((6, 3), dtype=torch.long)
+    scores = random_scores(6)
     text = TopWLogitsProcessor(model, beta="0.5+1.5*T", temperature=1.5, lam=1.0)
-    assert torch.equal(text(ids, scores), TopWLogitsProcessor(model, beta=2.75, temperature=1.5, lam=1.0)(ids, scores))
+    number = TopWLogitsProcessor(model, beta=2.75, temperature=1.5, lam=1.0)
+    assert torch.equal(text(PROMPT, scores), number(PROMPT, scores))
     assert text.generate_arguments()["temperature"] == 1.5
     # The crop's temperature alone leaves the draw's open, but not with such a beta, which is then taken at 1.
     fixed, free = (TopWLogitsProcessor(model, beta=b, selection_temperature=1.2) for b in ("0.5+1.5*T", "2"))

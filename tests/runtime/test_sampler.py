@@ -71,7 +71,7 @@ def test_beta_may_depend_on_each_rows_temperature(sampler: TopWSampler) -> None:
         assert each.next_token.tolist() == expected.next_token.tolist()
         assert each.kept.tolist() == expected.kept.tolist()
     assert found.kept.tolist() != sampler.sample(LOGITS, temperature=temperatures, beta=1.5, **shared).kept.tolist()
-    with pytest.raises(ParameterError, match="beta is '1.5\\+T', but must be"):
+    with pytest.raises(ParameterError, match=r"beta is '1.5\+T', but must be"):
         sampler.sample(LOGITS[:0], uniform=0.5, beta="1.5+T")
     with pytest.raises(ParameterError, match="must be one number or one for each of the"):
         sampler.sample(LOGITS, uniform=0.5, beta=["1+1*T"] * (ROWS + 1))

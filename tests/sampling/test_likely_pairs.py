@@ -90,7 +90,7 @@ def test_a_scale_per_median_equals_distances_divided_by_it_and_the_other_weights
 
 def test_a_scale_that_cannot_be_converted_is_refused_with_the_next_step() -> None:
     assert raw_geom_scale(-3.0, 1.5) == -2.0
-    with pytest.raises(ParameterError, match="no median distance of likely pairs.*export the model again"):
+    with pytest.raises(ParameterError, match=r"no median distance of likely pairs.*export the model again"):
         raw_geom_scale(1.0, None)
     with pytest.raises(ParameterError, match=r"geom_scale is 1e\+30, 1e\+50 when divided by the median distance 1e-20"):
         raw_geom_scale(1e30, 1e-20)
