@@ -135,7 +135,8 @@ def resolve(
         return _with_preset(_with_raw_scale(stated, median_distance), geometry)
 
     defaults = asdict(exported) if isinstance(exported, TopWParameters) else exported
-    stated, rows = (settled(config or {}), settled(model)), []
+    stated = settled(config or {}), settled(model)
+    rows: list[RowRequest] = []
     for index, prompt in enumerate(prompts):
         request = {name: column[index] for name, column in columns.items() if column[index] is not None}
         sources = _Sources(settled(request), *stated)
