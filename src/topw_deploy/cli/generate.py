@@ -12,7 +12,14 @@ import click
 
 from topw_deploy.cli.answer_options import answer_options, take_answer_options
 from topw_deploy.cli.generate_many import RunOptions, prompt_file_options, run, take_files
-from topw_deploy.cli.options import CONTEXT, check_order, parameter_options, preset_option, rule_options
+from topw_deploy.cli.options import (
+    CONTEXT,
+    check_order,
+    geom_unit_option,
+    parameter_options,
+    preset_option,
+    rule_options,
+)
 from topw_deploy.cli.prompt_lines import user_messages
 from topw_deploy.cli.terminal import GeneratedText, say_json, tell
 from topw_deploy.errors import PromptError
@@ -58,6 +65,7 @@ _MODEL_OPTIONS = {
 )
 @preset_option
 @parameter_options
+@geom_unit_option
 @rule_options
 @click.option("--repetition-penalty", type=float, help="Penalty for tokens that occurred before, > 0; 1 is none.")
 @click.option("--presence-penalty", type=float, help="Subtract from logits of generated tokens, once.")

@@ -232,7 +232,7 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         """Settings for the results file, in addition to the arguments."""
         return {
             "topw_manifest_sha256": sha256_of(self._model.path / MANIFEST_NAME),
-            "topw_defaults": {name: getattr(self._model.manifest.defaults, name) for name in PARAMETER_NAMES},
+            "topw_defaults": self._model.manifest.stated_defaults,
             "topw_sampler": self._model.sampler,
             "topw_provider": self._model.provider,
             "topw_seed": self._seed,

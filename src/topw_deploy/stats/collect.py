@@ -27,7 +27,7 @@ from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.edits import Edits
-from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolve
+from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolve_for
 from topw_deploy.sampling import Geometry, TopWParameters, apply_edits, as_float32
 from topw_deploy.stats.analyse import Analyser, Step
 from topw_deploy.stats.exact.analyse import ExactAnalyser, ExactStep, check, sample
@@ -154,8 +154,7 @@ def _ids(model: TopWModel, prompt: Prompt) -> list[int]:
 
 def _requests(model: TopWModel, ids: Sequence[list[int]], parameters: Mapping[str, Any]) -> list[RowRequest]:
     limits = Limits(model.manifest.decoder.context_length, model.manifest.sampler.vocab_size)
-    geometry = model.manifest.sampler.geometry
-    return resolve(ids, parameters, model.defaults, model.manifest.defaults, limits, geometry=geometry)
+    return resolve_for(model.manifest, ids, parameters, model.defaults, limits)
 
 
 def _solver(
