@@ -13,9 +13,11 @@ from topw_deploy.cli.flags import suggestion
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
+from topw_deploy.sampling.presets import REQUEST_PRESETS
 
 if TYPE_CHECKING:
     from topw_deploy.bench.decode.run import DecodeReport
+    from topw_deploy.bench.rules.report import RulesReport
     from topw_deploy.bench.sampler.run import SamplerReport
     from topw_deploy.bench.serve.report import ServeReport
 
@@ -50,7 +52,8 @@ class _Several(click.ParamType, Generic[Item]):
 
 @click.group(name="bench", context_settings=CONTEXT)
 def command() -> None:
-    """Time a sampling step, a whole decoding loop or many callers on this machine, beside other libraries.
+    """Time a sampling step, a whole decoding loop or many callers on this machine, beside other libraries, and the loop
+    under every sampling rule.
 
     All sides take turns, so a drift of the machine's speed affects them alike. Ratios are computed for each round.
     """
@@ -263,6 +266,73 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     _show(run(request, progress(quiet)), json_file, plot, "all requests, or to the first text; logarithmic")
 
 
+@command.command(name="rules", context_settings=CONTEXT)
+@click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=_FOLDER)
+@click.option(
+    "--rules",
+    type=_Several(str, name="rules"),
+    default="top_k=50,top_p=0.95,min_p=0.05,top_h=0.4,top_w",
+    show_default=True,
+    help="Sampling rules: a name, or a rule's parameter with its value. Comma-separated; top_w and at least one other.",
+)
+@click.option(
+    "--temperatures",
+    type=_Several(float, name="temperatures"),
+    default="0.5,1,1.5,2",
+    show_default=True,
+    help="Sampling temperatures. Comma-separated.",
+)
+@click.option(
+    "--samplers",
+    type=_Several(str, name="samplers", choices=("native", "graph")),
+    help="How to open each model: with the native operator, with the function in its graph, or (default) both, one "
+    "after the other. Comma-separated.",
+)
+@click.option("--prompt", metavar="TEXT", help="Continue this text.  [default: random tokens]")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), help="Length of the random prompt.  [default: 128]")
+@click.option(
+    "--max-new-tokens",
+    "--new-tokens",
+    "new_tokens",
+    type=click.IntRange(min=2),
+    default=64,
+    show_default=True,
+    help="Tokens to generate; no rule ends at EOS.",
+)
+@click.option(
+    "--preset",
+    type=click.Choice(tuple(REQUEST_PRESETS)),
+    help="Parameters of top_w.  [default: the export's]",
+)
+@_common(
+    click.option(
+        "--threads",
+        type=_Several(int, name="thread counts"),
+        default="1",
+        show_default=True,
+        help="Threads of the session. Comma-separated: one run per value.",
+    ),
+    20,
+)
+def rules(samplers: tuple[str, ...] | None, json_file: str | None, plot: Path | None, quiet: bool, **rest: Any) -> None:
+    """Time a token of the exported models in the folders OUT under every sampling rule and temperature, and the
+    overhead of Top-W against the mean of the other rules.
+
+    All share one process and session per model. A round visits every rule and temperature once, in random order. The
+    shares of certified tokens explain differences.
+    """
+    _check_outputs(json_file, plot)
+    from topw_deploy.bench.rules.picture import draw
+    from topw_deploy.bench.rules.request import RulesRequest
+    from topw_deploy.bench.rules.run import run
+    from topw_deploy.cli.progress import progress
+
+    report = run(RulesRequest(samplers=samplers or (), **rest), progress(quiet))
+    _print(report, json_file)
+    if plot is not None:
+        draw(plot, report)
+
+
 def _check_outputs(json_file: str | None, plot: Path | None) -> None:
     check_output(None if json_file is None else Path(json_file), "json_file")
     check_picture(plot, (".png",))
@@ -273,11 +343,15 @@ def _show(
 ) -> None:
     from topw_deploy.bench.picture import draw
 
-    if json_file == "-":
-        say_json(report.as_dict(), indent=2)
-    else:
-        say(*report.text().split("\n"))
-        if json_file is not None:
-            write_json(report.as_dict(), Path(json_file))
+    _print(report, json_file)
     if plot is not None:
         draw(plot, report.panels(), axis, f"Medians; whiskers are quartiles. {report.machine}.")
+
+
+def _print(report: SamplerReport | DecodeReport | ServeReport | RulesReport, json_file: str | None) -> None:
+    if json_file == "-":
+        say_json(report.as_dict(), indent=2)
+        return
+    say(*report.text().split("\n"))
+    if json_file is not None:
+        write_json(report.as_dict(), Path(json_file))

@@ -1,0 +1,91 @@
+"""The picture of `topw bench rules`: a row of panels per model, one panel per temperature.
+
+Differences of one per cent do not show as lengths of bars, so marks are relative to the mean of the rules but Top-W, on
+a linear axis.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from topw_deploy.bench.picture import COLOURS, FAINT, INK, new_figure, save, write_title
+from topw_deploy.bench.rules.report import ModelReport, Overhead, RulesReport, percent
+from topw_deploy.printable import printable
+from topw_deploy.sampling.rules import TOP_W
+
+_AXIS = "time per token relative to the mean of the rules other than Top-W"
+_PANEL, _LABELS, _LEAST_WIDTH = 2.6, 1.4, 8.0  # inches: width of a panel, of the rules' names, of the figure
+_ROW, _HEAD, _FOOT = 0.34, 1.15, 0.9  # inches: height of a rule, title, axis label and note
+_LEAST = 0.01  # the axis reaches at least this share to both sides
+_TEXT_SHARE = 0.62  # of a panel's width, right of the marks
+
+
+def draw(path: Path, report: RulesReport) -> None:
+    """Write the report as a PNG.
+
+    Raises ParameterError if matplotlib is missing or `path` cannot be written.
+    """
+    models, temperatures = report.models, report.request.temperatures
+    height = sum(_HEAD + _ROW * len(model.rules) for model in models) + _FOOT
+    figure = new_figure(max(_LEAST_WIDTH, _LABELS + _PANEL * len(temperatures)), height)
+    grid = figure.subplots(len(models), len(temperatures), squeeze=False, sharey="row")
+    for axes, model in zip(grid, models, strict=True):
+        marks = {(rule, t): model.overhead(t, rule=rule) for t in temperatures for rule in model.rules}
+        limits = _limits(list(marks.values()))
+        for ax, temperature in zip(axes, temperatures, strict=True):
+            _draw_panel(ax, model, temperature, marks, limits)
+        write_title(axes[0], _finding(model), "")
+    grid[-1][0].set_xlabel(_AXIS, color=FAINT, fontsize=9, loc="left")
+    save(figure, path, f"Medians; whiskers are quartiles over {report.request.rounds} rounds. {report.machine}.")
+
+
+def _finding(model: ModelReport) -> str:
+    return f"{printable(model.title)}: Top-W takes {percent(model.overhead().value)} beside the mean of the others"
+
+
+def _limits(marks: list[Overhead]) -> tuple[float, float]:
+    """The axis in per cent: all whiskers, and room for the text right of them."""
+    low = min(-_LEAST, *(min(mark.value, mark.spread.low) for mark in marks)) * 110
+    high = max(_LEAST, *(max(mark.value, mark.spread.high) for mark in marks)) * 110
+    return low, high + (high - low) * _TEXT_SHARE / (1 - _TEXT_SHARE)
+
+
+def _draw_panel(
+    ax: Any,
+    model: ModelReport,
+    temperature: float,
+    marks: dict[tuple[str, float], Overhead],
+    limits: tuple[float, float],
+) -> None:
+    ax.axvline(0, color=FAINT, linewidth=0.8, zorder=1)
+    for place, rule in enumerate(reversed(model.rules)):
+        mark, ours = marks[rule, temperature], rule == TOP_W.name
+        colour = COLOURS["ours"] if ours else INK
+        ends = [[abs(min(0.0, mark.spread.low - mark.value)) * 100], [max(0.0, mark.spread.high - mark.value) * 100]]
+        ax.errorbar(
+            mark.value * 100, place, xerr=ends, fmt="o", color=colour, markersize=5, elinewidth=1, capsize=2.5, zorder=3
+        )
+        took = median(model.cell(rule, temperature).seconds) * 1e3
+        ax.annotate(
+            f"{took:.2f} ms  {percent(mark.value)}",
+            (1, place),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="center",
+            fontsize=8,
+            color=colour,
+            fontweight="bold" if ours else "normal",
+        )
+    ax.set_xlim(*limits)
+    ax.set_ylim(-0.6, len(model.rules) - 0.4)
+    ax.set_yticks(range(len(model.rules)), model.rules[::-1], fontsize=9.5, color=INK)
+    ax.set_title(f"T = {temperature:g}", fontsize=9, color=FAINT, loc="left")
+    ax.xaxis.set_major_formatter(lambda value, _position: f"{value:+g} %" if value else "0")
+    ax.xaxis.get_major_locator().set_params(nbins=4)
+    ax.grid(axis="x", color="#E4E7EB", linewidth=0.8, zorder=0)
+    ax.tick_params(axis="x", colors=FAINT, labelsize=8, length=0)
+    ax.tick_params(axis="y", length=0)
+    for edge in ("top", "right", "bottom", "left"):
+        ax.spines[edge].set_visible(False)

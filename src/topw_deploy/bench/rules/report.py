@@ -1,0 +1,208 @@
+"""Report of `topw bench rules`: times by rule and temperature, and the overhead of Top-W."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from topw_deploy.bench.measurement import Machine, Spread, median_interval
+from topw_deploy.bench.report import closing_lines, request_json, table
+from topw_deploy.bench.rules.request import RulesRequest
+from topw_deploy.reports import counted
+from topw_deploy.sampling.rules import TOP_W
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A rule at a temperature.
+
+    runs: what the worker returned, by round; see worker.py.
+    """
+
+    rule: str
+    temperature: float
+    runs: Sequence[Mapping[str, float]]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Per token after the first, by round."""
+        return [run["seconds"] for run in self.runs]
+
+    @property
+    def certified(self) -> float:
+        """Share of certified tokens over all rounds."""
+        return fmean(run["certified"] for run in self.runs)
+
+    @property
+    def kept(self) -> float:
+        """Mean crop size over all rounds."""
+        return fmean(run["kept"] for run in self.runs)
+
+    def format(self) -> str:
+        return f"{Spread.of(self.seconds).format(1e3, 3)}, {self.certified:.0%}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "rule": self.rule,
+            "temperature": self.temperature,
+            "seconds": self.seconds,
+            "seconds_per_token": asdict(Spread.of(self.seconds)),
+            "certified_share": self.certified,
+            "kept": self.kept,
+        }
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What Top-W takes more than other rules, as a share of their time.
+
+    value: of the medians over rounds.
+    rounds: of each round's times.
+    """
+
+    value: float
+    rounds: Sequence[float]
+
+    @property
+    def spread(self) -> Spread:
+        """The quartiles over rounds."""
+        return Spread.of(self.rounds)
+
+    def format(self) -> str:
+        return f"{percent(self.value)} ({self.spread.low * 100:+.1f} to {self.spread.high * 100:+.1f})"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "value": self.value,
+            "rounds": list(self.rounds),
+            **asdict(self.spread),
+            "median_interval": median_interval(self.rounds),
+        }
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """One model, opened in one way.
+
+    sampler: "native" or "function".
+    cells: of every temperature and rule, in the order of the request.
+    """
+
+    folder: Path
+    sampler: str
+    threads: int
+    prompt_tokens: int
+    cells: Sequence[Cell]
+
+    @property
+    def title(self) -> str:
+        return f"{self.folder}, {self.sampler}, {counted(self.threads, 'thread')}"
+
+    @property
+    def temperatures(self) -> list[float]:
+        return list(dict.fromkeys(cell.temperature for cell in self.cells))
+
+    @property
+    def rules(self) -> list[str]:
+        return list(dict.fromkeys(cell.rule for cell in self.cells))
+
+    @property
+    def others(self) -> list[str]:
+        """The rules but Top-W."""
+        return [rule for rule in self.rules if rule != TOP_W.name]
+
+    @property
+    def fastest(self) -> str:
+        """The rule but Top-W with the lowest mean of medians over the temperatures."""
+        return min(self.others, key=lambda rule: fmean(median(self.cell(rule, t).seconds) for t in self.temperatures))
+
+    def cell(self, rule: str, temperature: float) -> Cell:
+        return next(cell for cell in self.cells if (cell.rule, cell.temperature) == (rule, temperature))
+
+    def overhead(self, temperature: float | None = None, *, rule: str = TOP_W.name, fastest: bool = False) -> Overhead:
+        """What `rule` takes more than the mean of the rules but Top-W: mean(rule) / mean(others) - 1.
+
+        temperature: None for the mean of all temperatures.
+        fastest: compare with the fastest of the others instead of their mean.
+        """
+        temperatures = self.temperatures if temperature is None else [temperature]
+        others = [self.fastest] if fastest else self.others
+
+        def mean(rules: Sequence[str], at: int | None) -> float:
+            """Of the medians, or of one round."""
+            times = [self.cell(name, t).seconds for name in rules for t in temperatures]
+            return fmean(median(found) if at is None else found[at] for found in times)
+
+        rounds = range(len(self.cells[0].runs))
+        return Overhead(
+            mean([rule], None) / mean(others, None) - 1, [mean([rule], at) / mean(others, at) - 1 for at in rounds]
+        )
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        for rule in self.rules:
+            yield (rule, *(self.cell(rule, temperature).format() for temperature in self.temperatures))
+
+    def overheads(self) -> tuple[str, ...]:
+        """The model's row in the table of overheads."""
+        each = (self.overhead(temperature).format() for temperature in self.temperatures)
+        return (*each, self.overhead().format(), f"{self.overhead(fastest=True).format()} {self.fastest}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "sampler": self.sampler,
+            "threads": self.threads,
+            "prompt_tokens": self.prompt_tokens,
+            "cells": [cell.as_dict() for cell in self.cells],
+            "overhead": {
+                **{f"{temperature:g}": self.overhead(temperature).as_dict() for temperature in self.temperatures},
+                ALL: self.overhead().as_dict(),
+            },
+            "overhead_to_fastest": {"rule": self.fastest, **self.overhead(fastest=True).as_dict()},
+        }
+
+
+@dataclass(frozen=True)
+class RulesReport:
+    """Results. absent: (label, reason) of the samplers left out."""
+
+    request: RulesRequest
+    machine: Machine
+    models: Sequence[ModelReport]
+    absent: Sequence[tuple[str, str]]
+
+    def text(self) -> str:
+        asked = self.request
+        prompts = sorted({model.prompt_tokens for model in self.models})
+        tokens = f"{' or '.join(map(str, prompts))} + {asked.new_tokens} tokens"
+        preset = "" if asked.preset is None else f", {TOP_W.name} with preset {asked.preset}"
+        lines = [f"{self.machine}; {tokens}, {counted(asked.rounds, 'round')}{preset}"]
+        temperatures = [f"T = {temperature:g}" for temperature in asked.temperatures]
+        for model in self.models:
+            lines += [f"\n{model.title}: ms/token (quartiles), certified tokens\n"]
+            lines.append(table(("rule", *temperatures), model.rows()))
+        compared = "the mean of the other rules" if len(asked.rules) > 2 else f"{self.models[0].others[0]}"
+        lines += [f"\nOverhead of {TOP_W.name} to {compared} (quartiles over rounds)\n"]
+        header = ("model", *temperatures, "all", "all, to the fastest")
+        lines.append(table(header, [(model.title, *model.overheads()) for model in self.models]))
+        return "\n".join([*lines, *closing_lines(self.absent, self.machine)])
+
+    def as_dict(self) -> dict[str, Any]:
+        settings = {**request_json(self.request), "folders": [str(folder) for folder in self.request.folders]}
+        return {
+            "benchmark": "rules",
+            "machine": self.machine.as_dict(),
+            "settings": settings,
+            "models": [model.as_dict() for model in self.models],
+            "absent": dict(self.absent),
+        }
+
+
+def percent(share: float) -> str:
+    """0.0042 as "+0.4 %"."""
+    return f"{share * 100:+.1f} %"
