@@ -115,7 +115,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
     for label, bar in zip(ax.get_yticklabels(), panel.bars, strict=True):
         label.set_color(COLOURS["ours"] if bar.kind == "ours" else INK)
         label.set_fontweight("bold" if bar.kind == "ours" else "normal")
-    write_title(ax, panel.title, panel.subtitle)
+    _title(ax, panel)
     ax.xaxis.set_major_formatter(_in_units)
     narrow = ax.get_xlim()[1] < _NARROW * ax.get_xlim()[0]  # at most a decade: label minor ticks too
     ax.xaxis.set_minor_formatter(_in_units if narrow else "")
@@ -126,14 +126,13 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
         ax.spines[edge].set_visible(False)
 
 
-def write_title(ax: Any, title: str, subtitle: str) -> None:
-    """Write a title and a subtitle above `ax`, from the figure's left edge."""
+def _title(ax: Any, panel: Panel) -> None:
     from matplotlib.transforms import blended_transform_factory
 
     corner = blended_transform_factory(ax.figure.transFigure, ax.transAxes)
-    placed = {"textcoords": "offset points", "va": "bottom", "xycoords": corner}
-    ax.annotate(subtitle, (0.012, 1), xytext=(0, 5), fontsize=9, color=FAINT, **placed)
-    ax.annotate(fill(title, _WRAP), (0.012, 1), xytext=(0, 20), fontsize=12.5, color=INK, fontweight="bold", **placed)
+    title, placed = fill(panel.title, _WRAP), {"textcoords": "offset points", "va": "bottom", "xycoords": corner}
+    ax.annotate(panel.subtitle, (0.012, 1), xytext=(0, 5), fontsize=9, color=FAINT, **placed)
+    ax.annotate(title, (0.012, 1), xytext=(0, 20), fontsize=12.5, color=INK, fontweight="bold", **placed)
 
 
 def _legend(figure: Any, kinds: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from topw_deploy.bench.picture import COLOURS, FAINT, INK, new_figure, save, write_title
+from topw_deploy.bench.picture import COLOURS, FAINT, INK, new_figure, save
 from topw_deploy.bench.rules.report import ModelReport, Overhead, RulesReport, percent
 from topw_deploy.printable import printable
 from topw_deploy.sampling.rules import TOP_W
@@ -28,21 +28,24 @@ def draw(path: Path, report: RulesReport) -> None:
     Raises ParameterError if matplotlib is missing or `path` cannot be written.
     """
     models, temperatures = report.models, report.request.temperatures
-    height = sum(_HEAD + _ROW * len(model.rules) for model in models) + _FOOT
-    figure = new_figure(max(_LEAST_WIDTH, _LABELS + _PANEL * len(temperatures)), height)
-    grid = figure.subplots(len(models), len(temperatures), squeeze=False, sharey="row")
-    for axes, model in zip(grid, models, strict=True):
+    heights = [_HEAD + _ROW * len(model.rules) for model in models]
+    figure = new_figure(max(_LEAST_WIDTH, _LABELS + _PANEL * len(temperatures)), sum(heights) + _FOOT)
+    parts = figure.subfigures(len(models), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, model in zip(parts, models, strict=True):
         marks = {(rule, t): model.overhead(t, rule=rule) for t in temperatures for rule in model.rules}
         limits = _limits(list(marks.values()))
+        axes = part.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
         for ax, temperature in zip(axes, temperatures, strict=True):
             _draw_panel(ax, model, temperature, marks, limits)
-        write_title(axes[0], _finding(model), "")
-    grid[-1][0].set_xlabel(_AXIS, color=FAINT, fontsize=9, loc="left")
+        part.suptitle(_finding(model), fontsize=12.5, color=INK, fontweight="bold", x=0.012, ha="left")
+    parts[-1].supxlabel(_AXIS, color=FAINT, fontsize=9)
     save(figure, path, f"Medians; whiskers are quartiles over {report.request.rounds} rounds. {report.machine}.")
 
 
 def _finding(model: ModelReport) -> str:
-    return f"{printable(model.title)}: Top-W takes {percent(model.overhead().value)} beside the mean of the others"
+    share = model.overhead().value
+    relation = f"{abs(share):.1%}".replace("%", " %") + (" more" if share >= 0 else " less")
+    return f"{printable(model.title)}: Top-W takes {relation} than the mean of the others"
 
 
 def _limits(marks: list[Overhead]) -> tuple[float, float]:
