@@ -110,7 +110,8 @@ class RulesRequest:
                 "rules",
             )
         for temperature in self.temperatures:
-            check_range("temperature", temperature, float(np.float32(temperature)))
+            with np.errstate(over="ignore"):
+                check_range("temperature", temperature, float(np.float32(temperature)))
         if self.preset is not None:
             check_preset(self.preset)
         require_few_threads(self.threads)
