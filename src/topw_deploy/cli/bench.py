@@ -289,7 +289,7 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     "after the other. Comma-separated.",
 )
 @click.option("--prompt", metavar="TEXT", help="Continue this text.  [default: random tokens]")
-@click.option("--prompt-tokens", type=click.IntRange(min=1), help="Length of the random prompt.  [default: 128]")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), help="Length of the random prompt; default: 128.")
 @click.option(
     "--max-new-tokens",
     "--new-tokens",

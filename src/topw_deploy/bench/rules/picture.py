@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 from typing import Any
 
 from topw_deploy.bench.picture import COLOURS, FAINT, INK, new_figure, save
@@ -17,8 +18,9 @@ from topw_deploy.sampling.rules import TOP_W
 
 _AXIS = "time per token relative to the mean of the rules other than Top-W"
 _PANEL, _LABELS, _LEAST_WIDTH = 2.6, 1.4, 8.0  # inches: width of a panel, of the rules' names, of the figure
-_ROW, _HEAD, _FOOT = 0.34, 1.15, 0.9  # inches: height of a rule, title, axis label and note
+_ROW, _HEAD, _FOOT = 0.34, 1.3, 0.9  # inches: height of a rule, title, axis label and note
 _LEAST = 0.01  # the axis reaches at least this share to both sides
+_WRAP = 105  # characters
 _TEXT_SHARE = 0.62  # of a panel's width, right of the marks
 
 
@@ -33,26 +35,31 @@ def draw(path: Path, report: RulesReport) -> None:
     parts = figure.subfigures(len(models), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, model in zip(parts, models, strict=True):
         marks = {(rule, t): model.overhead(t, rule=rule) for t in temperatures for rule in model.rules}
-        limits = _limits(list(marks.values()))
+        shown = _range(list(marks.values()))
         axes = part.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
         for ax, temperature in zip(axes, temperatures, strict=True):
-            _draw_panel(ax, model, temperature, marks, limits)
+            _draw_panel(ax, model, temperature, marks, shown)
         part.suptitle(_finding(model), fontsize=12.5, color=INK, fontweight="bold", x=0.012, ha="left")
     parts[-1].supxlabel(_AXIS, color=FAINT, fontsize=9)
-    save(figure, path, f"Medians; whiskers are quartiles over {report.request.rounds} rounds. {report.machine}.")
+    save(figure, path, f"Medians of {report.request.rounds} rounds; whiskers are 95 % intervals. {report.machine}.")
 
 
 def _finding(model: ModelReport) -> str:
-    share = model.overhead().value
-    relation = f"{abs(share):.1%}".replace("%", " %") + (" more" if share >= 0 else " less")
-    return f"{printable(model.title)}: Top-W takes {relation} than the mean of the others"
+    mean, fastest = _relation(model.overhead().value), _relation(model.overhead(fastest=True).value)
+    finding = f"Top-W takes {mean} than the mean of the other rules, {fastest} than {model.fastest}"
+    return fill(f"{printable(model.title)}: {finding}", _WRAP)
 
 
-def _limits(marks: list[Overhead]) -> tuple[float, float]:
-    """The axis in per cent: all whiskers, and room for the text right of them."""
-    low = min(-_LEAST, *(min(mark.value, mark.spread.low) for mark in marks)) * 110
-    high = max(_LEAST, *(max(mark.value, mark.spread.high) for mark in marks)) * 110
-    return low, high + (high - low) * _TEXT_SHARE / (1 - _TEXT_SHARE)
+def _relation(share: float) -> str:
+    """0.0042 as "0.4 % more"."""
+    return f"{percent(abs(share)).lstrip('+')} {'less' if share < 0 else 'more'}"
+
+
+def _range(marks: list[Overhead]) -> tuple[float, float]:
+    """The lowest and the highest end of a whisker, with a margin, in per cent."""
+    low = min(-_LEAST, *(min(mark.value, mark.interval[0]) for mark in marks)) * 110
+    high = max(_LEAST, *(max(mark.value, mark.interval[1]) for mark in marks)) * 110
+    return low, high
 
 
 def _draw_panel(
@@ -60,13 +67,16 @@ def _draw_panel(
     model: ModelReport,
     temperature: float,
     marks: dict[tuple[str, float], Overhead],
-    limits: tuple[float, float],
+    shown: tuple[float, float],
 ) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     ax.axvline(0, color=FAINT, linewidth=0.8, zorder=1)
     for place, rule in enumerate(reversed(model.rules)):
         mark, ours = marks[rule, temperature], rule == TOP_W.name
         colour = COLOURS["ours"] if ours else INK
-        ends = [[abs(min(0.0, mark.spread.low - mark.value)) * 100], [max(0.0, mark.spread.high - mark.value) * 100]]
+        low, high = mark.interval
+        ends = [[max(0.0, mark.value - low) * 100], [max(0.0, high - mark.value) * 100]]
         ax.errorbar(
             mark.value * 100, place, xerr=ends, fmt="o", color=colour, markersize=5, elinewidth=1, capsize=2.5, zorder=3
         )
@@ -81,12 +91,13 @@ def _draw_panel(
             color=colour,
             fontweight="bold" if ours else "normal",
         )
-    ax.set_xlim(*limits)
+    low, high = shown
+    ax.set_xlim(low, high + (high - low) * _TEXT_SHARE / (1 - _TEXT_SHARE))
+    ax.set_xticks([tick for tick in MaxNLocator(3).tick_values(low, high) if low <= tick <= high])
     ax.set_ylim(-0.6, len(model.rules) - 0.4)
     ax.set_yticks(range(len(model.rules)), model.rules[::-1], fontsize=9.5, color=INK)
     ax.set_title(f"T = {temperature:g}", fontsize=9, color=FAINT, loc="left")
     ax.xaxis.set_major_formatter(lambda value, _position: f"{value:+g} %" if value else "0")
-    ax.xaxis.get_major_locator().set_params(nbins=4)
     ax.grid(axis="x", color="#E4E7EB", linewidth=0.8, zorder=0)
     ax.tick_params(axis="x", colors=FAINT, labelsize=8, length=0)
     ax.tick_params(axis="y", length=0)

@@ -8,13 +8,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from topw_deploy.bench.measurement import Machine, Spread, median_interval
+import numpy as np
+
+from topw_deploy.bench.measurement import Machine, Spread
 from topw_deploy.bench.report import closing_lines, request_json, table
 from topw_deploy.bench.rules.request import RulesRequest
 from topw_deploy.reports import counted
 from topw_deploy.sampling.rules import TOP_W
 
 ALL = "all"
+_RESAMPLED = 2000
 
 
 @dataclass(frozen=True)
@@ -59,30 +62,37 @@ class Cell:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What Top-W takes more than other rules, as a share of their time.
+    """What a rule takes more than others, as a share of their time.
 
     value: of the medians over rounds.
+    interval: 95 % bootstrap interval of `value`, for which whole rounds are drawn again, as noise hits all of a round.
     rounds: of each round's times.
     """
 
     value: float
+    interval: tuple[float, float]
     rounds: Sequence[float]
 
-    @property
-    def spread(self) -> Spread:
-        """The quartiles over rounds."""
-        return Spread.of(self.rounds)
+    @classmethod
+    def of(cls, ours: np.ndarray, others: np.ndarray) -> Overhead:
+        """mean(ours) / mean(others) - 1. ours, others: seconds, [cells, rounds]."""
+        count = ours.shape[1]
+        drawn = np.random.default_rng(0).integers(count, size=(_RESAMPLED, count))
+        low, high = np.quantile(_share(ours[:, drawn], others[:, drawn]), [0.025, 0.975])
+        rounds = ours.mean(0) / others.mean(0) - 1
+        return cls(float(_share(ours, others)), (float(low), float(high)), rounds.tolist())
 
     def format(self) -> str:
-        return f"{percent(self.value)} ({self.spread.low * 100:+.1f} to {self.spread.high * 100:+.1f})"
+        low, high = self.interval
+        return f"{percent(self.value)} ({low * 100:+.1f} to {high * 100:+.1f})"
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "value": self.value,
-            "rounds": list(self.rounds),
-            **asdict(self.spread),
-            "median_interval": median_interval(self.rounds),
-        }
+        return {**asdict(self), "quartiles": asdict(Spread.of(self.rounds))}
+
+
+def _share(ours: np.ndarray, others: np.ndarray) -> Any:
+    """Of the medians over the last axis; [cells, ..., rounds] -> [...]."""
+    return np.median(ours, -1).mean(0) / np.median(others, -1).mean(0) - 1
 
 
 @dataclass(frozen=True)
@@ -131,17 +141,11 @@ class ModelReport:
         fastest: compare with the fastest of the others instead of their mean.
         """
         temperatures = self.temperatures if temperature is None else [temperature]
-        others = [self.fastest] if fastest else self.others
 
-        def mean(rules: Sequence[str], at: int | None) -> float:
-            """Of the medians, or of one round."""
-            times = [self.cell(name, t).seconds for name in rules for t in temperatures]
-            return fmean(median(found) if at is None else found[at] for found in times)
+        def times(rules: Sequence[str]) -> np.ndarray:
+            return np.array([self.cell(name, at).seconds for name in rules for at in temperatures])
 
-        rounds = range(len(self.cells[0].runs))
-        return Overhead(
-            mean([rule], None) / mean(others, None) - 1, [mean([rule], at) / mean(others, at) - 1 for at in rounds]
-        )
+        return Overhead.of(times([rule]), times([self.fastest] if fastest else self.others))
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         for rule in self.rules:
@@ -187,7 +191,7 @@ class RulesReport:
             lines += [f"\n{model.title}: ms/token (quartiles), certified tokens\n"]
             lines.append(table(("rule", *temperatures), model.rows()))
         compared = "the mean of the other rules" if len(asked.rules) > 2 else f"{self.models[0].others[0]}"
-        lines += [f"\nOverhead of {TOP_W.name} to {compared} (quartiles over rounds)\n"]
+        lines += [f"\nOverhead of {TOP_W.name} to {compared} (95 % interval over rounds)\n"]
         header = ("model", *temperatures, "all", "all, to the fastest")
         lines.append(table(header, [(model.title, *model.overheads()) for model in self.models]))
         return "\n".join([*lines, *closing_lines(self.absent, self.machine)])
