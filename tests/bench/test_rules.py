@@ -334,7 +334,7 @@ def test_the_picture_has_a_row_of_panels_per_model_with_every_difference(
 
     def kept(figure: Any, *arguments: Any, **options: Any) -> None:
         save(figure, *arguments, **options)
-        titles.extend(part.get_suptitle() for part in figure.subfigs)
+        titles.extend(part.get_suptitle().replace("\n", " ") for part in figure.subfigs)
         for ax in figure.axes:
             marks = [float(line.get_xdata()[0]) for line in ax.lines if line.get_marker() == "o"]
             seen.append((ax.get_title(loc="left"), [text.get_text() for text in ax.texts], marks))
@@ -346,7 +346,7 @@ def test_the_picture_has_a_row_of_panels_per_model_with_every_difference(
     assert texts == ["22.00 ms  +10.0 %", "30.00 ms  +50.0 %", "10.00 ms  -50.0 %"]  # upwards
     assert marks == pytest.approx([10, 50, -50])
     assert titles == [
-        "out, native, 1 thread: Top-W takes 13.3 % more than the mean of the other rules, 70.0 % more than\ntop_k=3"
+        "out, native, 1 thread: Top-W takes 13.3 % more than the mean of the other rules, 70.0 % more than top_k=3"
     ]
     draw(tmp_path / "two.png", report_of(asked, any_machine, two, two))
     assert height(tmp_path / "one.png") < height(tmp_path / "two.png") < 4000

@@ -18,9 +18,9 @@ from topw_deploy.sampling.rules import TOP_W
 
 _AXIS = "time per token relative to the mean of the rules other than Top-W"
 _PANEL, _LABELS, _LEAST_WIDTH = 2.6, 1.4, 8.0  # inches: width of a panel, of the rules' names, of the figure
-_ROW, _HEAD, _FOOT = 0.34, 1.3, 0.9  # inches: height of a rule, title, axis label and note
+_ROW, _HEAD, _FOOT = 0.34, 1.4, 0.9  # inches: height of a rule, title, axis label and note
 _LEAST = 0.01  # the axis reaches at least this share to both sides
-_WRAP = 105  # characters
+_CHARACTERS = 7  # of a title, per inch
 _TEXT_SHARE = 0.62  # of a panel's width, right of the marks
 
 
@@ -31,7 +31,8 @@ def draw(path: Path, report: RulesReport) -> None:
     """
     models, temperatures = report.models, report.request.temperatures
     heights = [_HEAD + _ROW * len(model.rules) for model in models]
-    figure = new_figure(max(_LEAST_WIDTH, _LABELS + _PANEL * len(temperatures)), sum(heights) + _FOOT)
+    width = max(_LEAST_WIDTH, _LABELS + _PANEL * len(temperatures))
+    figure = new_figure(width, sum(heights) + _FOOT)
     parts = figure.subfigures(len(models), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, model in zip(parts, models, strict=True):
         marks = {(rule, t): model.overhead(t, rule=rule) for t in temperatures for rule in model.rules}
@@ -39,7 +40,8 @@ def draw(path: Path, report: RulesReport) -> None:
         axes = part.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
         for ax, temperature in zip(axes, temperatures, strict=True):
             _draw_panel(ax, model, temperature, marks, shown)
-        part.suptitle(_finding(model), fontsize=12.5, color=INK, fontweight="bold", x=0.012, ha="left")
+        title = fill(_finding(model), round(_CHARACTERS * width))
+        part.suptitle(title, fontsize=12.5, color=INK, fontweight="bold", x=0.012, ha="left")
     parts[-1].supxlabel(_AXIS, color=FAINT, fontsize=9)
     save(figure, path, f"Medians of {report.request.rounds} rounds; whiskers are 95 % intervals. {report.machine}.")
 
@@ -47,7 +49,7 @@ def draw(path: Path, report: RulesReport) -> None:
 def _finding(model: ModelReport) -> str:
     mean, fastest = _relation(model.overhead().value), _relation(model.overhead(fastest=True).value)
     finding = f"Top-W takes {mean} than the mean of the other rules, {fastest} than {model.fastest}"
-    return fill(f"{printable(model.title)}: {finding}", _WRAP)
+    return f"{printable(model.title)}: {finding}"
 
 
 def _relation(share: float) -> str:
