@@ -22,14 +22,16 @@ settings.load_profile("without a clock")
 # A shell ignores the signal in what it starts in the background, and tests and their processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(slow|long)$", re.MULTILINE)
+_WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(slow|long|broad)$", re.MULTILINE)
+_WEIGHTS = {"slow": 1, "long": 2, "broad": 2}
 REPORTED = ("numpy", "onnxruntime", "tokenizers", "onnx", "onnx-ir", "torch", "transformers")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("topw_deploy")
-    group.addoption("--quick", action="store_true", help="leave out what is marked slow or long: `make quick`")
+    group.addoption("--quick", action="store_true", help="leave out what is marked slow, long or broad: `make quick`")
     group.addoption("--long", action="store_true", help="run what is marked long, too, as CI does")
+    group.addoption("--broad", action="store_true", help="run everything, also what is marked broad")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -49,13 +51,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(left_out))
     weights: dict[Path, int] = {}
     for item in items:
-        weight = 2 if item.get_closest_marker("long") else 1 if item.get_closest_marker("slow") else 0
+        weight = max((_WEIGHTS.get(mark.name, 0) for mark in item.iter_markers()), default=0)
         weights[item.path] = max(weights.get(item.path, 0), weight)
     items.sort(key=lambda item: -weights[item.path])
 
 
 def _unwanted(config: pytest.Config) -> set[str]:
-    return {"slow", "long"} if config.option.quick else set() if config.option.long else {"long"}
+    if config.option.quick:
+        return {"slow", "long", "broad"}
+    return set() if config.option.broad else {"broad"} if config.option.long else {"long", "broad"}
 
 
 def _named(config: pytest.Config) -> set[Path]:

@@ -37,10 +37,11 @@ ALLOWED = {
     "export": LEAVES | {"memory", "install", "sizes", "safetensors_header", "runtime", "demo"},
     "stats": LEAVES | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
     "bench": LEAVES | {"install", "printable", "reports", "plugins", "runtime", "engine", "export", "processors"},
+    "compare": {"errors", "manifest", "progress", "printable", "reports", "sampling", "runtime", "engine"},
     "harness": {"errors", "install", "manifest", "sampling", "runtime", "engine"},
     "cli": LEAVES
     | {"install", "telemetry", "plain_text", "printable", "sizes", "reports", "plugins", "tensorrt", "runtime"}
-    | {"export", "demo", "stats", "bench", "harness"},
+    | {"export", "demo", "stats", "bench", "compare", "harness"},
     "__main__": {"cli"},
 }
 
@@ -60,6 +61,7 @@ NAMED = {
     "bench": {"numpy", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "optimum"}
     | {"torch", "transformers", "matplotlib"},
     "demo": {"numpy", "torch", "transformers", "tokenizers", "safetensors", "tqdm", "matplotlib"},
+    "compare": {"numpy", "sacrebleu"},
     "cli": {"click", "onnxruntime", "tqdm"},
     "harness": {"numpy", "lm_eval", "tqdm"},
     "reports": {"matplotlib"},
@@ -74,6 +76,7 @@ LOADED = {
     "export": EXPORTER | RUNTIME,
     "stats": RUNTIME | {"onnx", "onnx_ir", "onnxscript", "ml_dtypes"},
     "bench": RUNTIME | {"torch", "transformers", "onnxruntime_genai"},
+    "compare": RUNTIME,
     "demo": NAMED["demo"] - {"matplotlib"},
     "cli": {"click", "numpy"},
     "harness": RUNTIME | {"lm_eval", "tqdm"},

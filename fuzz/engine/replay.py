@@ -8,7 +8,14 @@ from typing import Any
 
 from fuzz.engine import faults
 from fuzz.engine.requests import Given
-from topw_deploy.errors import GenerationError, LogitsError, ParameterError, PromptError, QueueFullError
+from topw_deploy.errors import (
+    GenerationError,
+    GrammarError,
+    LogitsError,
+    ParameterError,
+    PromptError,
+    QueueFullError,
+)
 from topw_deploy.runtime import GenerationResult, TopWModel
 
 REASONS = frozenset({"stop", "length", "criterion", "cancelled", "timeout", "error"})
@@ -88,7 +95,7 @@ def _compare(outcome: Outcome, model: TopWModel) -> list[str]:
         found = model.generate(**given)
     except (ParameterError, PromptError, LogitsError) as alone:
         interrupted = any(result.finish_reason in _INTERRUPTED for result in outcome.results.values())
-        if type(alone) is type(error) or injected or (isinstance(alone, LogitsError) and interrupted):
+        if type(alone) is type(error) or injected or (isinstance(alone, LogitsError | GrammarError) and interrupted):
             return []
         return [f"alone it raises {type(alone).__name__}: {alone}, here {error!r}, {dict(outcome.results)}"]
     if error is not None and not injected:

@@ -25,6 +25,7 @@ MODULES = {
     "cpu": {"onnxruntime": "onnxruntime"},
     "structured": {"llguidance": "llguidance"},
     "exact": {"POT": "ot"},
+    "compare": {"sacrebleu": "sacrebleu"},
     "lm-eval": {"lm-eval": "lm_eval"},
     "export": {
         "torch": "torch",

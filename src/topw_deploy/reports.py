@@ -1,6 +1,8 @@
-"""Shared by the reports of `topw stats` and `topw bench`."""
+"""Shared by the reports of `topw stats`, `topw compare` and `topw bench`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
 
 from topw_deploy.errors import ParameterError
 
@@ -8,6 +10,18 @@ from topw_deploy.errors import ParameterError
 def counted(number: int, word: str) -> str:
     """`1 prompt`, `2 prompts`."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def aligned(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Iterator[str]:
+    """Aligned columns: the first `left` ones left, the others right."""
+    cells = [list(header), *map(list, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    for row in cells:
+        padded = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(padded).rstrip()
 
 
 def require_matplotlib() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.samples import broad
 from tests.support.tiny_models import export, write_checkpoint
 
 from .conftest import Generate
@@ -48,16 +49,16 @@ def operators(found: dict[str, Any]) -> set[str]:
     ("family", "settings"),
     [
         ("llama_untied", {"target": "tensorrt", "max_length": 64}),
-        ("qwen3", {"target": "tensorrt", "max_length": 64}),
+        broad("qwen3", {"target": "tensorrt", "max_length": 64}),
         ("gemma3", {"target": "tensorrt", "max_length": 64}),
-        ("llama_untied", {"target": "tensorrt", "max_length": 64, "dtype": "fp32"}),
-        ("llama_untied", {}),
+        broad("llama_untied", {"target": "tensorrt", "max_length": 64, "dtype": "fp32"}),
+        broad("llama_untied", {}),
         ("gemma3", {}),
-        ("phi3", {}),
+        broad("phi3", {}),
         ("gpt2", {}),
         ("llama_tied", {"dtype": "int4", "compute_dtype": "fp16"}),
-        ("llama_untied", {"dtype": "int4", "compute_dtype": "fp16", "symmetric": False}),
-        ("llama_tied", {"dtype": "int8", "compute_dtype": "fp16"}),
+        broad("llama_untied", {"dtype": "int4", "compute_dtype": "fp16", "symmetric": False}),
+        broad("llama_tied", {"dtype": "int8", "compute_dtype": "fp16"}),
         ("gpt2", {"target": "tensorrt", "max_length": 64}),
     ],
 )

@@ -153,7 +153,7 @@ def test_a_loop_that_closes_before_it_took_an_event_loses_the_request(model: Top
     loop, opened = asyncio.new_event_loop(), threading.Event()
 
     def criterion(ids: np.ndarray) -> bool:
-        return len(ids) == 12 and not opened.wait(30)
+        return len(ids) == 40 and not opened.wait(30)
 
     async def begin() -> Any:
         stream = engine.stream([5] * 8, stopping_criteria=criterion, max_new_tokens=80, seed=2, temperature=0.0)

@@ -24,7 +24,8 @@ from topw_deploy.manifest import Check, load_decoder_manifest
 
 pytestmark = pytest.mark.slow
 
-SAMPLE = ("llama_tied", "llama_untied", "gpt2", "gemma3", "qwen3_moe")  # the others are long tests
+SAMPLE = ("llama_tied", "llama_untied", "gpt2", "gemma3", "qwen3_moe")
+LONG = ("phi3", "gemma2")  # the others are broad
 FLOAT32 = 1e-4  # the export's bound; measured: below 3e-6
 LENGTHS = (7, 90, 1, 40)  # ten sliding windows at most
 # GroupQueryAttention rotates these; the others have heads of 8 numbers.
@@ -55,7 +56,7 @@ def traced(family: str) -> TracedDecoder:
     return trace(make_model(family))
 
 
-@pytest.fixture(scope="module", params=sampled(FAMILIES, SAMPLE))
+@pytest.fixture(scope="module", params=sampled(FAMILIES, SAMPLE, LONG))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -17,7 +17,16 @@ from topw_deploy.export.trace.trace import TracedDecoder, trace
 from topw_deploy.export.verification.cache_drivers import CacheDriver
 
 pytestmark = pytest.mark.slow
-SAMPLE = ("lfm2", "qwen3_5_text", "mamba2")  # the others are long tests
+SAMPLE = ("lfm2", "qwen3_5_text", "mamba2")
+LONG = (
+    "granitemoehybrid",
+    "kimi_linear",
+    "recurrent_gemma",
+    "rwkv",
+    "xlstm",
+    "inkling2",
+    "zaya",
+)  # the others are broad
 
 BOUND = 1e-4  # share of the largest logit, as in the export's verification
 LENGTHS = (7, 70, 1, 40)  # one is longer than a call of standard operators may be
@@ -39,7 +48,7 @@ def traced(family: str) -> TracedDecoder:
     return trace(make_hybrid(family))
 
 
-@pytest.fixture(scope="module", params=sampled(HYBRIDS, SAMPLE))
+@pytest.fixture(scope="module", params=sampled(HYBRIDS, SAMPLE, LONG))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

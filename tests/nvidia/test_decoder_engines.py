@@ -9,6 +9,7 @@ import pytest
 from transformers import GemmaConfig, GlmConfig, LlamaConfig
 
 from tests.support.hybrid_models import hybrid_config
+from tests.support.samples import sampled
 from tests.support.tiny_models import COMMON, export, write_checkpoint
 
 from .conftest import Ask, assert_built
@@ -37,13 +38,19 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+LONG = ("llama-static", "llama-half", "llama-copied-cache", "qwen3-moe", "gemma-half", "inkling2", "demo")
+"""The others are broad."""
+
+
 @pytest.fixture(scope="session")
-def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def decoders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("decoders")
-    for name, (family, settings) in MODELS.items():
+    names = list(MODELS if request.config.option.broad else LONG)
+    for name in names:
+        family, settings = MODELS[name]
         source = "demo" if family == "demo" else write_checkpoint(folder / "checkpoints" / name, family)
         export(source, folder / name, **{"target": "tensorrt", "max_length": SLOTS, **settings})
-    return {name: folder / name for name in MODELS}
+    return {name: folder / name for name in names}
 
 
 @pytest.fixture(scope="session")
@@ -61,12 +68,12 @@ def _built(nvidia: Ask, decoders: dict[str, Path], plugin: str | None) -> dict[s
     return dict(zip(decoders, nvidia(tasks, plugin=plugin), strict=True))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, LONG, ()))
 def test_a_decoder_with_its_sampler_inlined_is_built(inlined: dict[str, dict[str, Any]], name: str) -> None:
     assert_built(inlined[name], plugins=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, LONG, ()))
 def test_a_decoder_with_its_sampler_as_a_plugin_is_built(plugged: dict[str, dict[str, Any]], name: str) -> None:
     assert_built(plugged[name], plugins=1)
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
+from tests.support.samples import sampled
 from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.sampling.parameters import TopWOptions
 
@@ -30,16 +31,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+LONG = ("portable", "static", "mask-alone", "k-nearest", "bounds")
+"""The others are broad."""
+
+
 @pytest.fixture(scope="session")
-def samplers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def samplers(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("samplers")
     table = folder / "table.npy"
     np.save(table, np.random.default_rng(0).standard_normal((VOCAB, HIDDEN)).astype(np.float32))
-    for name, settings in VARIANTS.items():
+    names = list(VARIANTS if request.config.option.broad else LONG)
+    for name in names:
+        settings = VARIANTS[name]
         uniform = settings.get("options", TopWOptions()).metric == "uniform"
         source = {"vocab_size": VOCAB} if uniform else {"embeddings": table}
         export_sampler(sampler_request(output=folder / name, verify=False, **source, **settings))
-    return {name: folder / name / "model.onnx" for name in VARIANTS}
+    return {name: folder / name / "model.onnx" for name in names}
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +61,7 @@ def plugged(nvidia: Ask, samplers: dict[str, Path]) -> dict[str, dict[str, Any]]
     return dict(zip(samplers, nvidia(tasks, plugin="python"), strict=True))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", sampled(VARIANTS, LONG, ()))
 def test_without_a_plugin_the_function_is_inlined_and_an_engine_built(
     inlined: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -62,13 +69,13 @@ def test_without_a_plugin_the_function_is_inlined_and_an_engine_built(
     assert inlined[name]["layers"] > 300
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", sampled(VARIANTS, LONG, ()))
 def test_with_the_plugin_the_node_is_one_layer_of_the_engine(plugged: dict[str, dict[str, Any]], name: str) -> None:
     assert_built(plugged[name], plugins=1)
     assert plugged[name]["layers"] <= 1 + 4  # table, statistics and bounds: constants
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", sampled(VARIANTS, LONG, ()))
 def test_plugins_in_python_free_their_memory_when_tensorrt_deletes_them(
     plugged: dict[str, dict[str, Any]], name: str
 ) -> None:

@@ -52,7 +52,7 @@ def tokens(model: TopWModel, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("chunk", [8, None], ids=["chunks", "whole"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.long), "gemma3"])
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.broad), "gemma3"])
 def test_rows_of_different_lengths_draw_what_they_draw_alone(
     folder: Callable[[str, str], Path], family: str, form: str, chunk: int | None
 ) -> None:

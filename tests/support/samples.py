@@ -8,6 +8,18 @@ from typing import Any
 import pytest
 
 
-def sampled(names: Iterable[str], sample: Collection[str]) -> list[Any]:
-    """`names` as parameters of a test; those outside `sample` are marked long."""
-    return [name if name in sample else pytest.param(name, marks=pytest.mark.long) for name in names]
+def broad(*values: Any) -> Any:
+    """A case of a long test that only `--broad` runs."""
+    return pytest.param(*values, marks=pytest.mark.broad)
+
+
+def sampled(names: Iterable[str], sample: Collection[str], long: Collection[str] | None = None) -> list[Any]:
+    """`names` as parameters of a test. Those outside `sample` are marked long, or broad if they are not in `long`."""
+
+    def of(name: str) -> Any:
+        if name in sample:
+            return name
+        mark = pytest.mark.long if long is None or name in long else pytest.mark.broad
+        return pytest.param(name, marks=mark)
+
+    return [of(name) for name in names]

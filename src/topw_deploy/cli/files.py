@@ -57,7 +57,12 @@ def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
 
 def write_json(document: Any, path: Path) -> None:
     """Write JSON. Raises ParameterError if `path` cannot be written."""
+    write_text(json_text(document, indent=2) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a file in UTF-8. Raises ParameterError if `path` cannot be written."""
     try:
-        path.write_text(json_text(document, indent=2) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ParameterError(f"{path} cannot be written: {error.strerror or error}; name another file.") from None

@@ -32,6 +32,7 @@ COMMANDS = {
     "build-engine": "Build a TensorRT engine of an exported model, for this machine.",
     "generate": "Generate text with an exported model.",
     "stats": "Show what Top-W did to a text: crop sizes, and whether geometry acted.",
+    "compare": "Compare texts of several sampling rules and temperatures.",
     "lm-eval": "Evaluate an exported model on tasks of lm-evaluation-harness.",
     "inspect": "Show the contents of an exported folder.",
     "verify": "Check an exported folder again.",
@@ -45,6 +46,7 @@ _EXTRAS = {
     "export": "needs [export]",
     "export-sampler": "needs [export]",
     "stats": "needs [export]",
+    "compare": "needs [compare]",
     "lm-eval": "needs [lm-eval]",
     "verify": "more with [export]",
     "bench": "more with [export]",
@@ -52,7 +54,8 @@ _EXTRAS = {
 """Command -> its remark in `topw --help` on the extra [export], if it uses that."""
 
 _EXTRAS_NOTE = "[export] is the extra with torch and onnx; if it is missing, `topw doctor` shows how to install it."
-_DOES = {"cpu": "running a model", "export": "exporting", "lm-eval": "evaluating"}  # extra -> subject of the error
+# Extra -> subject of the error.
+_DOES = {"cpu": "running a model", "export": "exporting", "compare": "comparing rules", "lm-eval": "evaluating"}
 
 _INTERRUPTED = 130
 _VERSION: dict[str, Any] = {"package_name": "topw-deploy", "message": "%(prog)s %(version)s"}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from topw_deploy.reports import counted
+from topw_deploy.reports import aligned, counted
 from topw_deploy.stats.summary import Distribution, MovedToken, Place, Summary
 
 _UNREADABLE = "�"  # replaces bytes that are not UTF-8
@@ -119,12 +119,3 @@ def _share(count: int, total: int) -> str:
     if 0 < count < total:
         share = min(max(share, 0.1), 99.9)
     return f"{share:.1f} %"
-
-
-def aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Aligned columns: the first left, the others right."""
-    cells = [list(header), *map(list, rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    for first, *others in cells:
-        right = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        yield "  ".join([first.ljust(widths[0]), *right]).rstrip()

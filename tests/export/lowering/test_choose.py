@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from tests.support.lowerings import copy_of
+from tests.support.samples import broad
 from tests.support.tiny_models import make_model
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.trace.trace import TracedDecoder, trace
@@ -95,7 +96,7 @@ def test_the_operator_scales_by_1_in_float32(kv: str, dtype: str, scale: float) 
     ("dtype", "width", "operators"),
     [("float32", 16, 0), ("float16", 8, 0), ("bfloat16", 8, 0), ("float16", 16, 1), ("bfloat16", 16, 1)],
 )
-@pytest.mark.parametrize(("kv", "max_length"), [("static", 64), ("concat", None)])
+@pytest.mark.parametrize(("kv", "max_length"), [("static", 64), broad("concat", None)])
 def test_attention_is_decomposed_for_tensorrt_where_it_has_no_fused_kernel(
     dtype: str, width: int, operators: int, kv: str, max_length: int | None
 ) -> None:

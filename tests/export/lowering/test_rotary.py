@@ -12,6 +12,7 @@ import torch
 from transformers import CohereConfig, Ernie4_5Config, GlmConfig, LlamaConfig, Olmo2Config, PhiConfig, PreTrainedConfig
 
 from tests.support.lowerings import attention_nodes, copy_of
+from tests.support.samples import broad
 from tests.support.tiny_models import ONE_LAYER, make_model
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering import lower
@@ -259,7 +260,7 @@ KINDS = {  # interleaved, rotated numbers out of 32
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, broad(torch.float16)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_rotates_for_families_with_other_rotations(kind: type[PreTrainedConfig], dtype: torch.dtype) -> None:
     node = attention(kind(**{**SIZES, "hidden_size": 64, "head_dim": 32, "num_key_value_heads": 2}), dtype)

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from tests.support.samples import broad
 from topw_deploy.demo import demo_model_path
 from topw_deploy.export import export_model
 from topw_deploy.export.request import export_request
@@ -85,7 +86,7 @@ def cost(folder: Path, reference: TorchReference, monkeypatch: pytest.MonkeyPatc
     "options",
     [
         {},
-        {"block_size": 32, "table_bits": 4, "symmetric": True, "quantisation_algorithm": "default"},
+        broad({"block_size": 32, "table_bits": 4, "symmetric": True, "quantisation_algorithm": "default"}),
         {"block_size": 256, "table_bits": 4, "symmetric": True, "quantisation_algorithm": "default"},
     ],
 )
@@ -111,7 +112,7 @@ def swapped(codes: np.ndarray) -> np.ndarray:
     [
         ("model.layers.1.", "_scales", lambda scales: scales * np.float32(1.2)),
         ("model.layers.1.self_attn.o_proj", "_Q4", swapped),
-        ("model.layers.1.", "_Q4", lambda codes: codes[::-1].copy()),
+        broad("model.layers.1.", "_Q4", lambda codes: codes[::-1].copy()),
     ],
     ids=["scales a fifth too large in a layer", "the codes of a byte swapped in a matrix", "rows reversed in a layer"],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from tests.support.samples import sampled
 from tests.support.tiny_models import ONE_LAYER, make_model, write_checkpoint
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export import export_model
@@ -48,7 +49,7 @@ def verified(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", sampled(CASES, ("llama_tied", "gemma3"), ()))
 def test_an_export_agrees_with_its_dequantised_weights_and_reports_the_cost_of_rounding(
     verified: Callable[[str], Path], family: str
 ) -> None:
@@ -66,9 +67,7 @@ def test_an_export_agrees_with_its_dequantised_weights_and_reports_the_cost_of_r
     assert not set(notes) & set(checks)
 
 
-@pytest.mark.parametrize(
-    "family", ["llama_tied", *(pytest.param(name, marks=pytest.mark.long) for name in list(CASES)[1:])]
-)
+@pytest.mark.parametrize("family", sampled(CASES, ("llama_tied",), ("gemma3",)))
 def test_native_sampler_and_function_agree_on_a_quantised_export(verified: Callable[[str], Path], family: str) -> None:
     if library_path() is None:
         pytest.skip("no native sampler")

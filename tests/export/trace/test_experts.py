@@ -15,6 +15,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
 
+from tests.support.samples import sampled
 from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.trace.experts import Gate, expert_matrices, marked_experts, stated
 from topw_deploy.export.trace.workarounds import silenced
@@ -141,7 +142,10 @@ def literal(block: torch.nn.Module, hidden: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    sampled(FAMILIES, (), ("mixtral", "granitemoe", "phimoe", "gpt_oss", "nemotron_h", "llama4_text", "dbrx", "zaya")),
+)
 def test_a_familys_mixture_agrees_with_torch_over_prompts_and_steps(family: str) -> None:
     model = model_of(family)
     block, hidden = block_of(model, FAMILIES[family][0]), torch.randn(2, 7, HIDDEN)

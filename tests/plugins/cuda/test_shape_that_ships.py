@@ -10,6 +10,7 @@ import pytest
 
 from tests.plugins.cuda.certified_rows import same_bits
 from tests.support.emulated import EmulatedKernel
+from tests.support.samples import broad
 from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, TopWParameters, sample_row
 
@@ -47,7 +48,7 @@ def stages(found: KernelSamples) -> list[str]:
     return [STAGES[stage] for stage in found.reports["stage"]]
 
 
-@pytest.mark.parametrize("opened", [1, 5, 33])
+@pytest.mark.parametrize("opened", [1, broad(5), broad(33)])
 def test_a_step_of_the_shape_that_ships_answers_as_small_blocks_and_the_reference(
     kernel: EmulatedKernel, geometry: Geometry, opened: int
 ) -> None:

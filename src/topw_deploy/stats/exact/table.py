@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from topw_deploy.reports import counted
+from topw_deploy.reports import aligned, counted
 from topw_deploy.stats.exact.summary import Estimate, ExactSummary, Standing
-from topw_deploy.stats.table import aligned
 
 _COLUMNS = ("median (95 %)", "p95", "most", "relative", "p95", "most")
 

@@ -1,0 +1,161 @@
+"""`topw compare`: report on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from topw_deploy import install
+from topw_deploy.cli.files import check_output, read_source, write_json, write_text
+from topw_deploy.cli.options import CONTEXT, check_order
+from topw_deploy.cli.prompt_lines import prompt_lines
+from topw_deploy.cli.terminal import say, say_json
+from topw_deploy.errors import PromptError
+from topw_deploy.plain_text import decode_text
+
+if TYPE_CHECKING:
+    from topw_deploy.compare.collect import Comparison, Prompt
+    from topw_deploy.compare.summary import Summary
+
+RULES = "top_w,min_p,top_p,top_h,top_k,plain"
+TEMPERATURES = "0.5,1,1.5,2"
+_JSON_LINES = (".jsonl", ".ndjson")
+_OPENING = {"provider": "provider", "threads": "intra_op_num_threads", "allow_fallback": "allow_fallback"}
+"""Options that open the model -> their names in `TopWModel.from_pretrained`."""
+
+
+@click.command(
+    name="compare",
+    context_settings=CONTEXT,
+    epilog="Needs the extra [compare]; an error shows how to install it.",
+)
+@click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--prompts",
+    required=True,
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="Prompts: UTF-8 text, one per line, or JSON lines if the name ends in .jsonl; - is text on standard input.",
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Use at most this many prompts.")
+@click.option(
+    "--rules",
+    metavar="RULE[=VALUE],...",
+    default=RULES,
+    show_default=True,
+    help="Rules and their values; more of a rule's parameters follow as :NAME=VALUE.",
+)
+@click.option("--temperatures", metavar="T1,T2,...", default=TEMPERATURES, show_default=True, help="Temperatures.")
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Texts per prompt, rule and temperature.",
+)
+@click.option(
+    "--max-new-tokens",
+    "--max-tokens",
+    "max_new_tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Maximum number of tokens per text.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all rules' draws.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence, so that lengths are equal.")
+@click.option("--chat", is_flag=True, help="Use the chat template: a prompt is the user's message.")
+@click.option("--system", metavar="TEXT", help="System message of the chat.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Texts generated at once.")
+@click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
+@click.option(
+    "--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, tensorrt, ..."
+)
+@click.option("--allow-fallback", is_flag=True, help="Use another provider if this one does not start.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="Write the report with all texts as JSON; - is standard output.",
+)
+@click.option(
+    "--html",
+    "html_file",
+    type=click.Path(path_type=Path),
+    help="Write one self-contained page: plots, intervals, and the texts side by side.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
+def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path | None, **values: Any) -> None:
+    """Generate with several sampling rules from the exported model in the folder OUT, and compare the texts.
+
+    Every rule draws with the same random numbers at every temperature. The report shows perplexity under the model,
+    distinct n-grams, self-BLEU, repetition, kept tokens, their probability mass, the certified share and speed.
+
+    RULE is top_w, top_k, top_p, min_p, top_h, typical, epsilon, eta, top_n_sigma, p_less, min_k or plain. VALUE is its
+    main parameter; without it, top_p is 0.9, min_p 0.1 and top_k 50. For example:
+    --rules top_w,top_w:preset=lively,min_p=0.05,top_h=0.4:top_h_pool=50
+
+    Perplexity needs a folder exported with --with-logits, and mass one exported with --with-mass.
+    """
+    if values["system"] is not None and not values["chat"]:
+        raise click.UsageError("--system needs --chat.")
+    check_order(folder, [str(prompts)])
+    install.require("`topw compare`", "compare")
+    # Import late, for fast --help and usage errors.
+    from topw_deploy.cli.progress import progress
+    from topw_deploy.compare.collect import CompareRequest, compare
+    from topw_deploy.compare.rules import read_rules, read_temperatures
+    from topw_deploy.compare.summary import summarise
+
+    check_output(json_file, "json_file")
+    check_output(html_file, "html_file")
+    request = CompareRequest(
+        folder=folder,
+        rules=read_rules(values["rules"]),
+        temperatures=read_temperatures(values["temperatures"]),
+        prompts=_prompts(prompts, values["chat"], values["system"])[: values["limit"]],
+        samples=values["samples"],
+        max_new_tokens=values["max_new_tokens"],
+        seed=values["seed"],
+        ignore_eos=values["ignore_eos"],
+        rows=values["batch_size"],
+        opening={ours: values[name] for name, ours in _OPENING.items()},
+    )
+    compared = compare(request, progress(values["quiet"]))
+    _write(compared, summarise(compared), json_file, html_file)
+
+
+def _prompts(path: Path, chat: bool, system: str | None) -> list[Prompt]:
+    from topw_deploy.compare.collect import Prompt
+
+    data, where = read_source(path)
+    if path.suffix.lower() not in _JSON_LINES:
+        data = _as_json_lines(data, where)
+    found = prompt_lines(data, where, {}, chat=chat, system=system)
+    return [Prompt(line.kind, line.prompt, line.where, line.parameters) for line in found]
+
+
+def _as_json_lines(data: bytes, where: str) -> bytes:
+    """One text per line as one JSON text per line; the lines keep their numbers. Raises PromptError without prompts."""
+    texts = [line.removesuffix("\r") for line in decode_text(data, where).split("\n")]
+    if not any(text.strip() for text in texts):
+        raise PromptError(f"{where} holds no prompt; write one on each line.")
+    return "\n".join(json.dumps(text) if text.strip() else "" for text in texts).encode()
+
+
+def _write(compared: Comparison, summaries: list[Summary], json_file: Path | None, html_file: Path | None) -> None:
+    """Print the table, then write files, so that a full disk does not lose the table."""
+    from topw_deploy.compare.page.html import page
+    from topw_deploy.compare.summary import as_dict
+    from topw_deploy.compare.table import lines
+
+    if str(json_file) != "-":
+        say(*lines(compared, summaries))
+    if html_file is not None:
+        write_text(page(compared, summaries), html_file)
+    if str(json_file) == "-":
+        say_json(as_dict(compared, summaries), indent=2)
+    elif json_file is not None:
+        write_json(as_dict(compared, summaries), json_file)

@@ -1,0 +1,144 @@
+"""Reads `--rules` and `--temperatures`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, check_range, unknown_name
+from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, TOP_W, Rule, RuleParameters
+from topw_deploy.sampling.rules.parameters import unknown_rule
+
+PLAIN = "plain"
+"""The label of the rule `none`."""
+
+_USUAL = {"top_p": 0.9, "min_p": 0.1, "top_k": 50}
+"""Values that a comparison takes where the rule itself has no default."""
+
+_SELECTION = "selection_temperature"  # which every rule has
+_OF_TOP_W = frozenset({*PARAMETER_NAMES, "preset"} - {"temperature"})
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSetting:
+    """A sampling rule with its values.
+
+    label: short and unique in a comparison, such as "min_p 0.1".
+    parameters: of `TopWModel.generate`; always has `rule`.
+    """
+
+    label: str
+    parameters: Mapping[str, Any]
+
+
+def read_rules(text: str) -> list[RuleSetting]:
+    """The settings of `RULE[=VALUE][:NAME=VALUE]...`, separated by commas.
+
+    RULE is a name of a rule, the name of its parameter, or `plain`. VALUE is the rule's first parameter; top_p 0.9,
+    min_p 0.1 and top_k 50 if it is left out. NAME is another parameter of the rule, for Top-W also `preset`.
+
+    Raises ParameterError for an unknown rule or name, an invalid value, and a setting given twice.
+    """
+    found: list[RuleSetting] = []
+    for item in (part.strip() for part in text.split(",")):
+        try:
+            setting = _setting(item)
+        except ParameterError as error:
+            raise ParameterError(f"rules has {item!r:.60}: {error}", "rules") from None
+        if any(setting.label == other.label for other in found):
+            raise ParameterError(f"rules has {setting.label!r} twice; remove one of them.", "rules")
+        found.append(setting)
+    return found
+
+
+def read_temperatures(text: str) -> list[float]:
+    """Distinct temperatures, ascending, from numbers separated by commas. Raises ParameterError for anything else."""
+    try:
+        numbers = {float(part) for part in text.split(",")}
+    except ValueError:
+        raise ParameterError(
+            f"temperatures is {text!r:.60}, but must be numbers separated by commas, such as 0.5,1,2.", "temperatures"
+        ) from None
+    for number in numbers:
+        try:
+            check_range("temperature", number)
+        except ParameterError as error:
+            raise ParameterError(f"temperatures has {number!r}: {error}", "temperatures") from None
+    return sorted(numbers)
+
+
+def _setting(item: str) -> RuleSetting:
+    head, *rest = item.split(":")
+    name, value = _pair(head)
+    rule = _rule(name)
+    own: dict[str, Any] = {}
+    first = name if name in RULE_OF_VALUE else rule.values[0].name if rule.values else None
+    if value is not None:
+        if first is None:
+            raise ParameterError(f"the rule {name} takes no value; write {_example(rule)}.")
+        own[first] = _parsed(first, value)
+    elif first in _USUAL:
+        own[first] = _USUAL[first]
+    allowed = (_OF_TOP_W if rule is TOP_W else frozenset({_SELECTION})) | {each.name for each in rule.values}
+    for part in rest:
+        extra, value = _pair(part)
+        extra = REQUEST_ALIASES.get(extra, extra)
+        if value is None:
+            raise ParameterError(f"{part!r:.60} is not NAME=VALUE; write for example {_example(rule)}.")
+        if extra not in allowed:
+            raise unknown_name(extra, allowed)
+        if extra in own:
+            raise ParameterError(f"{extra} is given twice; give it once.")
+        own[extra] = _parsed(extra, value)
+    RuleParameters(rule=rule.name, **{name: value for name, value in own.items() if name in RULE_OF_VALUE})
+    return RuleSetting(_label(rule, own), {"rule": rule.name, **own})
+
+
+def _pair(text: str) -> tuple[str, str | None]:
+    """(name, value), with underscores in the name; the value is None without "="."""
+    name, equals, value = text.partition("=")
+    return name.strip().replace("-", "_"), value.strip() if equals else None
+
+
+def _rule(name: str) -> Rule:
+    if name == PLAIN:
+        return RULES["none"]
+    if name in RULES:
+        return RULES[name]
+    if name in RULE_OF_VALUE:
+        return RULE_OF_VALUE[name]
+    raise unknown_rule(name)
+
+
+def _parsed(name: str, text: str) -> Any:
+    """The checked value; text that is no number stays text, which the parameter's own check takes or refuses."""
+    value: Any = text
+    for kind in (int, float):
+        try:
+            value = kind(text)
+            break
+        except ValueError:
+            continue
+    return PARAMETERS[name].parse(name, value)
+
+
+def _label(rule: Rule, own: Mapping[str, Any]) -> str:
+    words = [PLAIN if rule.name == "none" else rule.name]
+    first = rule.values[0] if rule.values else None
+    if first is not None:
+        words.append(_shown(own.get(first.name, first.default)))
+    words += [f"{name}={_shown(value)}" for name, value in own.items() if first is None or name != first.name]
+    return " ".join(words)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _example(rule: Rule) -> str:
+    if rule is TOP_W:
+        return "top_w:lam=2:beta=3"
+    return PLAIN if rule.name == "none" else f"{rule.name}:{_SELECTION}=1"

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.support.toy_model import Toy, export
+from topw_deploy.cli.main import topw
+from topw_deploy.compare.collect import Cell, CompareRequest, Comparison, Prompt, Sample
+from topw_deploy.compare.rules import RuleSetting, read_rules
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def invoke() -> Invoke:
+    def run(*arguments: object, stdin: str | bytes | None = None) -> Result:
+        extra: dict[str, Any] = {"auto_envvar_prefix": "TOPW", "catch_exceptions": False}
+        return CliRunner().invoke(topw, [str(argument) for argument in arguments], input=stdin, **extra)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def toy() -> Toy:
+    return Toy.random(5)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory, toy: Toy) -> Path:
+    """An export with logits and mass, over which the engine runs."""
+    return export(tmp_path_factory.mktemp("toy") / "out", toy, form="grouped", with_logits=True, with_mass=True)
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory, toy: Toy) -> Path:
+    """An export without these outputs, which the engine refuses."""
+    return export(tmp_path_factory.mktemp("bare") / "out", toy)
+
+
+def texts(*contents: str, **parameters: Any) -> list[Prompt]:
+    return [Prompt("prompt", content, f"line {number}", parameters) for number, content in enumerate(contents, 1)]
+
+
+def asked(folder: Path, prompts: list[Prompt], rules: str = "top_w,plain", **changes: Any) -> CompareRequest:
+    given: dict[str, Any] = {"temperatures": [1.0], "samples": 2, "max_new_tokens": 6, **changes}
+    return CompareRequest(folder=folder, prompts=prompts, rules=read_rules(rules), **given)
+
+
+def sample(text: str = "ab", tokens: tuple[int, ...] = (1, 2), **changes: Any) -> Sample:
+    drawn = len(tokens)
+    given: dict[str, Any] = {
+        "drawn": drawn, "kept": [2] * drawn, "certified": [True] * drawn, "mass": [0.5] * drawn,
+        "surprisal": 1.0 * drawn, "finish_reason": "length",
+    }  # fmt: skip
+    return Sample(text=text, tokens=tokens, **{**given, **changes})
+
+
+def comparison(
+    samples: Callable[[RuleSetting, float, int], list[Sample]],
+    prompts: tuple[str, ...] = ("one", "two"),
+    rules: str = "top_w,plain",
+    temperatures: tuple[float, ...] = (0.5, 2.0),
+    folder: str = "out",
+    missing: tuple[str, ...] = (),
+) -> Comparison:
+    """A comparison with the texts of `samples(rule, temperature, place of the prompt)`."""
+    settings = read_rules(rules)
+    count = len(samples(settings[0], temperatures[0], 0))
+    request = CompareRequest(
+        folder=Path(folder), prompts=texts(*prompts), rules=settings, temperatures=temperatures, samples=count
+    )
+    cells = [
+        Cell(rule, temperature, [samples(rule, temperature, place) for place in range(len(prompts))], 0.5)
+        for temperature in temperatures
+        for rule in settings
+    ]
+    return Comparison(request, "d1ge57", "CPUExecutionProvider", "native", prompts, cells, missing)

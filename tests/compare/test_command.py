@@ -1,0 +1,102 @@
+"""`topw compare`: prompts, report, files and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from topw_deploy import install
+from topw_deploy.errors import MissingPackageError, ParameterError, PromptError
+
+from .conftest import Invoke
+
+SHORT = ("--max-new-tokens", 4, "--samples", 2, "--temperatures", "0.5,1", "--rules", "top_w,min_p")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    (tmp_path / "p.txt").write_bytes(b"abc\r\n\n  \nde\n")
+    return tmp_path / "p.txt"
+
+
+def test_the_table_goes_to_stdout_and_progress_to_stderr(folder: Path, prompts: Path, invoke: Invoke) -> None:
+    result = invoke("compare", folder, "--prompts", prompts, *SHORT)
+    assert result.exit_code == 0
+    assert result.stderr == "Generating 16 texts: 2 rules at 2 temperatures\n"
+    rows = [line.split()[:2] for line in result.stdout.splitlines()[3:]]
+    assert rows == [["0.5", "top_w"], ["0.5", "min_p"], ["1", "top_w"], ["1", "min_p"]]
+
+
+def test_json_holds_every_number_and_text_and_the_page_is_written(
+    folder: Path, prompts: Path, invoke: Invoke, tmp_path: Path
+) -> None:
+    words = ("compare", folder, "--prompts", prompts, *SHORT, "-q", "--seed", 3)
+    report = json.loads(invoke(*words, "--json", "-").stdout)
+    assert [rule["parameters"] for rule in report["rules"]] == [{"rule": "top_w"}, {"rule": "min_p", "min_p": 0.1}]
+    assert (report["seed"], report["prompts"], len(report["cells"])) == (3, ["abc", "de"], 4)
+    for cell in report["cells"]:
+        perplexity = cell["values"]["perplexity"]
+        assert perplexity["low"] <= perplexity["value"] <= perplexity["high"]
+        assert [(one["prompt"], one["sample"]) for one in cell["samples"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert cell["tokens"] == sum(one["drawn"] for one in cell["samples"]) == 16
+    shown = invoke(*words, "--json", tmp_path / "c.json", "--html", tmp_path / "c.html")
+    assert "perplexity" in shown.stdout
+    again = json.loads((tmp_path / "c.json").read_text("utf-8"))
+    assert [cell["samples"] for cell in again["cells"]] == [cell["samples"] for cell in report["cells"]]
+    assert (tmp_path / "c.html").read_text("utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_prompts_come_from_lines_json_lines_or_standard_input(
+    folder: Path, prompts: Path, invoke: Invoke, tmp_path: Path
+) -> None:
+    def samples(*words: object, stdin: str | None = None) -> object:
+        report = json.loads(invoke("compare", folder, *words, *SHORT, "-q", "--json", "-", stdin=stdin).stdout)
+        return [cell["samples"] for cell in report["cells"]]
+
+    (tmp_path / "p.jsonl").write_text('"abc"\n{"prompt": "de", "id": 7}\n')
+    wanted = samples("--prompts", prompts)
+    assert samples("--prompts", tmp_path / "p.jsonl") == wanted
+    assert samples("--prompts", "-", stdin="abc\nde") == wanted
+    assert samples("--prompts", prompts, "--limit", 1) != wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("p.txt", b"\n \n", "p.txt holds no prompt; write one on each line"),
+        ("p.txt", b"\xff", "is not UTF-8 text"),
+        ("p.jsonl", b"abc", "line 1 of .* is not JSON"),
+        ("p.jsonl", b'"a"\n{"prompt": "x", "temperature": 2}', "line 2 of .* sets temperature"),
+        ("p.txt", b"ab\n" + b"x" * 100, "line 2 of .*: the prompt has 100 tokens"),
+    ],
+)
+def test_wrong_prompts_are_refused_by_their_line(
+    folder: Path, invoke: Invoke, tmp_path: Path, name: str, data: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(PromptError, match=message):
+        invoke("compare", folder, "--prompts", tmp_path / name, *SHORT, "-q")
+
+
+def test_wrong_options_are_refused_before_the_model_is_opened(prompts: Path, invoke: Invoke, tmp_path: Path) -> None:
+    words = ("compare", tmp_path / "no model yet", "--prompts", prompts, "-q")
+    for option, value, message in (
+        ("--rules", "top_x", "rules has 'top_x'"),
+        ("--temperatures", "hot", "temperatures is 'hot'"),
+        ("--json", tmp_path / "none" / "x.json", "json_file is .*none is not a folder"),
+        ("--html", tmp_path, "html_file is .*which is a folder"),
+    ):
+        with pytest.raises(ParameterError, match=message):
+            invoke(*words, option, value)
+    assert invoke(*words, "--system", "x").exit_code == 2
+    assert invoke("compare", tmp_path).exit_code == 2
+
+
+def test_without_its_library_the_command_says_how_to_install_it(
+    folder: Path, prompts: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "importable", lambda module: module != "sacrebleu")
+    with pytest.raises(MissingPackageError, match="`topw compare` needs sacrebleu, which is not installed; run: "):
+        invoke("compare", folder, "--prompts", prompts)

@@ -1,0 +1,168 @@
+"""The page: complete, without scripts and links, and safe whatever a model writes."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from topw_deploy.compare.collect import Sample
+from topw_deploy.compare.page.chart import Line, Point, chart, key
+from topw_deploy.compare.page.html import page
+from topw_deploy.compare.rules import RuleSetting
+from topw_deploy.compare.summary import METRICS, summarise
+
+from .conftest import comparison, sample
+
+VOID = {"meta", "br", "input", "img", "link"}
+KNOWN = {
+    "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "h4", "p", "ul", "li", "div", "figure",
+    "figcaption", "small", "svg", "g", "path", "circle", "text", "table", "thead", "tbody", "tr", "th", "td", "dl",
+    "dt", "dd", "section", "fieldset", "legend", "input", "label", "article", "bdi",
+}  # fmt: skip
+HOSTILE = (
+    "</script><script>alert(1)</script></div></title><img src=x onerror=\"alert(2)\"> & &lt; 'q' \x1b[2J\u202e\x00 é"
+)
+SHOWN = HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e").replace("\x00", "\\x00")
+
+
+class Reader(HTMLParser):
+    """Collects elements and their text; checks that tags are balanced."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.texts.append((self.open[-1], data))
+
+    def of(self, tag: str) -> list[str]:
+        return [data for inside, data in self.texts if inside == tag]
+
+
+def made(text: str = "plain text", prompt: str = "one", folder: str = "out") -> str:
+    def samples(rule: RuleSetting, temperature: float, place: int) -> list[Sample]:
+        name = f"{text} {rule.label} {temperature} {place}"
+        return [sample(f"{name} {number}", (1, 2, 3, 4, 5)) for number in range(2)]
+
+    rules = "top_w,top_w:preset=lively,plain"
+    compared = comparison(samples, prompts=(prompt, "two"), rules=rules, folder=folder)
+    return page(compared, summarise(compared))
+
+
+def test_generated_text_prompts_and_names_stay_text() -> None:
+    read = Reader(made(HOSTILE, HOSTILE, f"/tmp/{HOSTILE.replace('/', '').replace(chr(0), '')}"))
+    assert {tag for tag, _ in read.tags} <= KNOWN
+    assert f"{SHOWN} plain 2.0 1 1" in read.of("div")
+    assert SHOWN in read.of("bdi")
+    assert "alert(1)" in read.of("h1")[0]
+
+
+def test_the_page_needs_nothing_else_and_allows_no_script() -> None:
+    written = made(HOSTILE, HOSTILE)
+    names = {name for _, attributes in Reader(written).tags for name in attributes}
+    assert not {name for name in names if name in ("src", "href", "style") or name.startswith("on")}
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    assert ("meta", {"http-equiv": "Content-Security-Policy", "content": policy}) in Reader(written).tags
+    assert not re.search(r"url\(|@import|https?:", written)
+
+
+def test_every_text_is_shown_by_one_choice_of_temperature_and_number() -> None:
+    read = Reader(made())
+    inputs = [attributes["id"] for tag, attributes in read.tags if tag == "input"]
+    assert inputs == ["t0", "t1", "s0", "s1"]
+    assert [a["id"] for tag, a in read.tags if tag == "input" and "checked" in a] == ["t0", "s0"]
+    shown = re.findall(r"\.texts:has\(#t(\d):checked\):has\(#s(\d):checked\) \.t(\d)\.s(\d)", read.of("style")[0])
+    assert shown == [(t, s, t, s) for t in "01" for s in "01"]
+    classes = [a["class"] for tag, a in read.tags if tag == "div" and str(a.get("class")).startswith("text ")]
+    assert len(classes) == 2 * 3 * 2 * 2  # prompts, rules, temperatures, texts
+    for t in "01":
+        for s in "01":
+            assert classes.count(f"text t{t} s{s}") == 6
+    # A text stands under its rule and has the class of its temperature.
+    found = re.findall(r'<div class="text t(\d) s(\d)">plain text (.*?)<small>', made())
+    assert found[:4] == [("0", "0", "top_w 0.5 0 0"), ("0", "1", "top_w 0.5 0 1"),
+                         ("1", "0", "top_w 2.0 0 0"), ("1", "1", "top_w 2.0 0 1")]  # fmt: skip
+
+
+def test_the_page_has_a_plot_and_a_definition_of_every_metric_and_a_row_per_cell() -> None:
+    read = Reader(made())
+    titles = [metric.title for metric in METRICS]
+    assert [text.strip() for text in read.of("figcaption")] == titles
+    assert read.of("dt") == titles
+    rows = [attributes for tag, attributes in read.tags if tag == "tr"]
+    assert len(rows) == 1 + 2 * 3
+    assert read.of("li") == ["top_w", "top_w preset=lively", "plain"]
+
+
+def test_the_table_shows_intervals_where_prompts_differ() -> None:
+    compared = comparison(lambda rule, temperature, place: [sample(surprisal=2.0 + 2.0 * place)], temperatures=(1.0,))
+    shown = Reader(page(compared, summarise(compared))).of("small")
+    # Resamples of two prompts have the mean surprisals 1, 1.5 or 2 per token.
+    assert [text for text in shown if " to " in text] == ["2.72 to 7.39"] * 2
+
+
+def test_one_text_and_one_temperature_need_no_choice() -> None:
+    compared = comparison(lambda *_: [sample()], temperatures=(1.0,))
+    read = Reader(page(compared, summarise(compared)))
+    assert [attributes for tag, attributes in read.tags if tag == "fieldset"] == [{"hidden": None}] * 2
+
+
+def drawn(lines: list[Line], **changes: bool) -> ElementTree.Element:
+    return ElementTree.fromstring(chart("a metric", lines, **{"logarithmic": False, "share": False, **changes}))
+
+
+def heights(svg: ElementTree.Element) -> list[float]:
+    return [float(circle.attrib["cy"]) for circle in svg.iter("circle")]
+
+
+def ticks(svg: ElementTree.Element) -> list[str]:
+    return [text.text or "" for text in svg.iter("text") if text.attrib["text-anchor"] == "end"]
+
+
+def points(*values: float) -> list[Point]:
+    return [Point(float(place), value) for place, value in enumerate(values)]
+
+
+def test_a_chart_places_values_on_its_scale() -> None:
+    first, second, third = heights(drawn([Line("a", 0, points(1, 2, 4))]))
+    assert first - second == pytest.approx((second - third) / 2, abs=0.2)  # rounded to 0.1
+    first, second, third = heights(drawn([Line("a", 0, points(1, 10, 100))], logarithmic=True))
+    assert first - second == pytest.approx(second - third, abs=0.2)
+    assert ticks(drawn([Line("a", 0, points(0.2, 0.9))], share=True)) == ["0", "0.25", "0.5", "0.75", "1"]
+    assert ticks(drawn([Line("a", 0, points(2, 3000))], logarithmic=True)) == ["10", "100", "1,000"]
+    assert len(ticks(drawn([Line("a", 0, points(5, 5))], logarithmic=True))) >= 2
+    assert ticks(drawn([Line("a", 0, points(0, 0))], share=True))[-1] == "1"
+
+
+def test_a_chart_draws_intervals_and_names_each_value() -> None:
+    svg = drawn([Line("<r>", 0, [Point(1, 2.0, 1.5, 2.5), Point(2, 3.0)])])
+    assert len([path for path in svg.iter("path") if path.attrib.get("class") == "whisker"]) == 1
+    assert [title.text for title in svg.iter("title")] == [
+        "<r>, temperature 1: 2 [1.5, 2.5]", "<r>, temperature 2: 3",
+    ]  # fmt: skip
+    assert chart("a metric", [Line("a", 0, [])], logarithmic=False, share=False) == ""
+
+
+def test_rules_differ_in_more_than_colour() -> None:
+    shapes = {re.sub(r'class="l\d"', "", key(place)) for place in range(24)}
+    assert len(shapes) == 24

@@ -1,0 +1,85 @@
+"""`--rules` and `--temperatures`: every spelling, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from topw_deploy.cli.compare import RULES
+from topw_deploy.compare.rules import read_rules, read_temperatures
+from topw_deploy.errors import ParameterError
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "parameters"),
+    [
+        ("top_w", "top_w", {"rule": "top_w"}),
+        ("min_p=0.05", "min_p 0.05", {"rule": "min_p", "min_p": 0.05}),
+        ("min-p", "min_p 0.1", {"rule": "min_p", "min_p": 0.1}),
+        ("top_k=20", "top_k 20", {"rule": "top_k", "top_k": 20}),
+        ("top_h", "top_h 0.4", {"rule": "top_h"}),
+        ("top_h=0.5:top_h_pool=50", "top_h 0.5 top_h_pool=50", {"rule": "top_h", "top_h": 0.5, "top_h_pool": 50}),
+        ("typical=0.9", "typical 0.9", {"rule": "typical", "typical_p": 0.9}),
+        ("typical_p=0.9", "typical 0.9", {"rule": "typical", "typical_p": 0.9}),
+        ("p_less", "p_less", {"rule": "p_less"}),
+        ("plain", "plain", {"rule": "none"}),
+        ("none", "plain", {"rule": "none"}),
+        ("top_w:lam=2:warm-p=0.5", "top_w lam=2 init_top_p=0.5", {"rule": "top_w", "lam": 2, "init_top_p": 0.5}),
+        ("top_w:preset=lively", "top_w preset=lively", {"rule": "top_w", "preset": "lively"}),
+        (
+            "min_p=0.1 : selection_temperature=1",
+            "min_p 0.1 selection_temperature=1",
+            {"rule": "min_p", "min_p": 0.1, "selection_temperature": 1},
+        ),
+    ],
+)
+def test_a_rule_is_read_with_its_values_and_a_label(text: str, label: str, parameters: dict[str, object]) -> None:
+    (found,) = read_rules(text)
+    assert (found.label, found.parameters) == (label, parameters)
+
+
+def test_the_default_rules_are_the_paper_s_and_plain_sampling() -> None:
+    labels = [rule.label for rule in read_rules(RULES)]
+    assert labels == ["top_w", "min_p 0.1", "top_p 0.9", "top_h 0.4", "top_k 50", "plain"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("top_x", r"rules has 'top_x': rule is 'top_x': did you mean top_"),
+        ("", "rules has '': rule is ''"),
+        ("min_p=2", r"rules has 'min_p=2': min_p is 2, but must be in \[0, 1\]"),
+        ("min_p=x", "min_p is 'x', but must be"),
+        ("top_k=1.5", "top_k is 1.5, but must be an integer"),
+        ("top_w=3", "the rule top_w takes no value; write top_w:lam=2:beta=3"),
+        ("plain=3", "the rule plain takes no value; write plain"),
+        ("typical", "the rule typical needs typical_p"),
+        ("min_p=0.1:top_p=0.9", "unknown parameter 'top_p'"),
+        ("min_p=0.1:lam=2", "unknown parameter 'lam'"),
+        ("top_w:temperature=2", "unknown parameter 'temperature'"),
+        ("top_w:lam", "'lam' is not NAME=VALUE"),
+        ("top_w:lam=1:lam=2", "lam is given twice"),
+        ("top_w:lam=-1", "lam is -1"),
+        ("top_w:preset=dull", "preset is 'dull'"),
+        ("min_p,min_p=0.1", "rules has 'min_p 0.1' twice"),
+        ("plain,none", "rules has 'plain' twice"),
+    ],
+)
+def test_a_wrong_rule_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(ParameterError, match=message) as caught:
+        read_rules(text)
+    assert caught.value.parameters == ("rules",)
+
+
+def test_temperatures_are_sorted_and_distinct() -> None:
+    assert read_temperatures("2, 0.5,1,1.0") == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("1,x", "temperatures is '1,x'"), ("", "temperatures is ''"),
+     ("1,-1", "temperatures has -1.0: temperature is -1.0"),
+     ("nan", "temperatures has nan"), ("inf", "temperatures has inf")],
+)  # fmt: skip
+def test_a_wrong_temperature_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        read_temperatures(text)

@@ -1,0 +1,86 @@
+"""Numbers of hand-made texts, and their intervals."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from topw_deploy.compare.summary import METRICS, Value, as_dict, interval, summarise
+from topw_deploy.compare.table import lines, number
+
+from .conftest import comparison, sample
+
+
+def test_an_interval_is_that_of_the_quotient_over_resampled_prompts() -> None:
+    weights = np.array([[2, 0], [1, 1], [1, 1], [1, 1], [0, 2]], np.float64)
+    terms = np.array([[1, 1], [3, 1]], np.float64)
+    found = interval(terms, weights)  # the resamples have the means 1, 2, 2, 2 and 3
+    assert (found.value, found.low, found.high) == (2, pytest.approx(1.1), pytest.approx(2.9))
+    raised = interval(terms, weights, raised=True)
+    assert raised.value == pytest.approx(math.exp(2))
+    # Prompts with more terms count more; resamples without terms do not count.
+    assert interval(np.array([[1, 1], [9, 3]], np.float64), weights).value == 2.5
+    assert interval(np.array([[1, 1], [0, 0]], np.float64), weights) == Value(1.0)
+    assert interval(np.zeros((2, 2)), weights) == Value(None)
+    assert interval(np.array([[math.inf, 1], [1, 1]]), weights) == Value(None)
+
+
+def test_each_metric_of_two_prompts_is_as_computed_by_hand() -> None:
+    def samples(rule: object, temperature: float, place: int) -> list:
+        if place:
+            return [sample("x", (1, 2, 3, 4, 5), surprisal=1.0), sample("y", (1, 2, 3, 4, 5), surprisal=2.0)]
+        first = sample("a", (7, 7), drawn=3, kept=[1, 2, 9], certified=[True, False, True], surprisal=math.log(8) * 3,
+                       mass=[1.0, 0.5, 0.3])  # fmt: skip
+        return [first, sample("", (), surprisal=0.0)]
+
+    (summary,) = summarise(comparison(samples, rules="top_w", temperatures=(1.0,)))
+    value = {name: found.value for name, found in summary.values.items()}
+    assert (summary.texts, summary.tokens) == (4, 13)
+    assert value["perplexity"] == pytest.approx(math.exp((math.log(8) * 3 + 3) / 13))
+    assert value["distinct_1"] == pytest.approx((1 / 2 + 5 / 10) / 2)
+    assert value["distinct_2"] == pytest.approx((1 + 4 / 8) / 2)
+    assert value["distinct_3"] == pytest.approx(3 / 6)  # the first prompt has no 3-gram
+    assert value["self_bleu"] == pytest.approx(1.0)  # the first prompt has one text with tokens
+    assert value["repetition"] == 0
+    assert value["kept_mean"] == pytest.approx((1 + 2 + 9 + 10 * 2) / 13)
+    assert value["kept_median"] == 2
+    assert value["mass"] == pytest.approx((1.8 + 10 * 0.5) / 13)
+    assert value["certified"] == pytest.approx(12 / 13)
+    assert value["tokens_per_second"] == 26
+    assert summary.values.keys() == {metric.name for metric in METRICS}
+    assert summary.values["self_bleu"].low is None  # one prompt has it
+
+
+def test_what_the_graph_does_not_report_is_left_open_and_said() -> None:
+    compared = comparison(
+        lambda *_: [sample(surprisal=None, mass=None)], missing=("logits", "mass"), temperatures=(1.0,)
+    )
+    summaries = summarise(compared)
+    assert {name for name, found in summaries[0].values.items() if found.value is None} == {
+        "perplexity", "mass", "self_bleu", "distinct_3", "repetition",
+    }  # fmt: skip
+    text = "\n".join(lines(compared, summaries))
+    assert "export again with --with-logits" in text
+    assert "export again with --with-mass" in text
+    assert "Self-BLEU needs two texts per prompt" in text
+    report = as_dict(compared, summaries)
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert report["missing_outputs"] == ["logits", "mass"]
+
+
+def test_the_table_has_a_row_per_rule_and_temperature() -> None:
+    compared = comparison(lambda *_: [sample(), sample()])
+    head, _, columns, *rows = lines(compared, summarise(compared))
+    assert head == "2 prompts, 2 texts each, at most 64 tokens; seed 0, native sampler"
+    assert columns.split()[:3] == ["temperature", "rule", "perplexity"]
+    assert [row.split()[:3] for row in rows] == [
+        ["0.5", "top_w", "2.72"], ["0.5", "plain", "2.72"], ["2", "top_w", "2.72"], ["2", "plain", "2.72"],
+    ]  # fmt: skip
+
+
+def test_numbers_are_short() -> None:
+    shown = [number(value) for value in (None, 0.01234, 1.5, 12.34, 99.96, 1234.5, 3e12)]
+    assert shown == ["-", "0.0123", "1.50", "12.3", "100", "1,234", "3.00e+12"]
