@@ -17,13 +17,14 @@ from topw_deploy.bench.rules import request as request_module
 from topw_deploy.bench.rules import run as run_module
 from topw_deploy.bench.rules.picture import draw
 from topw_deploy.bench.rules.report import Cell, ModelReport, RulesReport
-from topw_deploy.bench.rules.request import DEFAULT_RULES, RulesRequest, TimedRule, choose, prompt_ids
+from topw_deploy.bench.rules.request import DEFAULT_RULES, RulesRequest, choose, prompt_ids
 from topw_deploy.bench.rules.run import run
 from topw_deploy.bench.rules.worker import start
-from topw_deploy.cli.bench import rules as command
+from topw_deploy.cli.bench import bench_rules as command
 from topw_deploy.cli.main import topw
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
 
 PROMPT = [5, 9, 40, 7]
 
@@ -36,48 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def asked(folder: Path) -> RulesRequest:
     return RulesRequest(
-        folders=(folder,), rules=("top_k=3", "top_w"), temperatures=(0.5, 2.0), samplers=("graph",), prompt_tokens=4,
+        folders=(folder,), rules=read_rules("top_k=3,top_w"), temperatures=(0.5, 2.0), samplers=("graph",), prompt_tokens=4,
         new_tokens=5, rounds=2,
     )  # fmt: skip
-
-
-# Rules
-
-
-@pytest.mark.parametrize(
-    ("text", "parameters"),
-    [
-        ("top_w", {"rule": "top_w"}),
-        ("p_less", {"rule": "p_less"}),
-        ("min_p=0.05", {"rule": "min_p", "min_p": 0.05}),
-        ("top_k=50", {"rule": "top_k", "top_k": 50}),
-        ("top_h", {"rule": "top_h", "top_h": 0.4, "top_h_pool": 100}),
-        ("top_h_pool=60", {"rule": "top_h", "top_h": 0.4, "top_h_pool": 60}),
-    ],
-)
-def test_a_rule_is_read_with_all_of_its_values(text: str, parameters: dict[str, object]) -> None:
-    assert TimedRule.parse(text) == TimedRule(text, parameters)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("top_p", r"the rule top_p needs top_p, in \(0, 1\]; give it"),
-        ("heat=1", "'heat=1' is not a sampling rule; give a name, such as top_w, or a rule's parameter: top_k=VALUE, "),
-        ("top_q", "rule is 'top_q': did you mean top_"),
-        ("min_p=2", r"min_p is 2, but must be in \[0, 1\]"),
-        ("min_p=much", "min_p is 'much', but must be a number"),
-    ],
-)
-def test_a_wrong_rule_is_refused(asked: RulesRequest, text: str, message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        replace(asked, rules=(text, "top_w"))
-
-
-def test_a_preset_is_for_top_w_alone(asked: RulesRequest) -> None:
-    other, top_w = replace(asked, preset="lively").timed_rules
-    assert other.parameters == {"rule": "top_k", "top_k": 3}
-    assert top_w.parameters == {"rule": "top_w", "preset": "lively"}
 
 
 # The request
@@ -86,9 +48,10 @@ def test_a_preset_is_for_top_w_alone(asked: RulesRequest) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rules": ("top_w",)}, "rules is top_w, but must have top_w and at least one other"),
-        ({"rules": ("top_k=3", "p_less")}, "rules is top_k=3, p_less, but must have top_w"),
-        ({"rules": ("top_k=3", "top_w", "top_k=3")}, "each once"),
+        ({"rules": read_rules("top_w")}, "rules is top_w, but must have top_w once, and at least one other"),
+        ({"rules": read_rules("top_k=3,p_less")}, "rules is top_k 3, p_less, but must have top_w once"),
+        ({"rules": read_rules("top_w,top_w:lam=1")}, "rules is top_w, top_w lam=1, but must have top_w once"),
+        ({"rules": read_rules("top_k=3,top_w") * 2}, "each once"),
         ({"temperatures": ()}, "temperatures is empty, but must have at least one value"),
         ({"temperatures": (1.0, -1.0)}, "temperature is -1.0, but must be a finite number >= 0"),
         ({"temperatures": (1e300,)}, "in float32 too"),
@@ -96,7 +59,6 @@ def test_a_preset_is_for_top_w_alone(asked: RulesRequest) -> None:
         ({"new_tokens": 1}, "new_tokens is 1, but must be an integer >= 2"),
         ({"rounds": 0}, "rounds is 0"),
         ({"prompt": "text"}, "prompt and prompt_tokens are both given"),
-        ({"preset": "calm"}, "preset is 'calm'"),
         ({"threads": (0,)}, r"threads are \[0\]"),
         ({"new_tokens": CONTEXT}, rf"4 \+ {CONTEXT} tokens are {CONTEXT + 4}, but the context has {CONTEXT}"),
         ({"prompt_tokens": None, "prompt": "text", "new_tokens": CONTEXT}, "lower prompt or new_tokens"),
@@ -137,7 +99,8 @@ def test_without_the_native_library_only_the_function_runs(
 @pytest.mark.parametrize("text", ["top_k=3", "top_w"])
 def test_a_generation_has_all_of_its_tokens_under_its_rule(folder: Path, text: str) -> None:
     settings = {"folder": str(folder), "sampler": "graph", "threads": 1, "prompt": PROMPT, "new_tokens": 6}
-    parameters = {**TimedRule.parse(text).parameters, "temperature": 2.0}
+    (rule,) = read_rules(text)
+    parameters = {**rule.parameters, "temperature": 2.0}
     found = start(settings)["run"](parameters=parameters, seed=3)
     model = TopWModel.from_pretrained(folder, provider="cpu", sampler="graph")
     result = model.generate(PROMPT, max_new_tokens=6, seed=3, ignore_eos=True, **parameters)
@@ -185,7 +148,7 @@ def test_every_round_visits_every_rule_and_temperature_with_the_same_random_numb
 ) -> None:
     monkeypatch.setattr(run_module, "Worker", Recorder)
     monkeypatch.setattr(Recorder, "asked", [])
-    report = run(replace(asked, rules=("top_k=3", "p_less", "top_w"), rounds=7, seed=20, threads=(1, 2)))
+    report = run(replace(asked, rules=read_rules("top_k=3,p_less,top_w"), rounds=7, seed=20, threads=(1, 2)))
     orders = []
     for start_of in range(0, len(Recorder.asked), 6):
         places = Recorder.asked[start_of : start_of + 6]
@@ -198,7 +161,7 @@ def test_every_round_visits_every_rule_and_temperature_with_the_same_random_numb
     assert [model.threads for model in report.models] == [1, 2]
     for model in report.models:
         assert [(cell.temperature, cell.rule, len(cell.runs)) for cell in model.cells] == [
-            (t, rule, 7) for t in (0.5, 2.0) for rule in ("top_k=3", "p_less", "top_w")
+            (t, rule, 7) for t in (0.5, 2.0) for rule in ("top_k 3", "p_less", "top_w")
         ]
     warm_up = {float(place + 1) for place in range(6)}
     assert not warm_up & {second for cell in report.models[0].cells for second in cell.seconds}
@@ -227,19 +190,18 @@ def test_the_command_writes_table_json_and_picture(folder: Path, tmp_path: Path)
     assert "| model" in done.stdout
     document = json.loads((tmp_path / "out.json").read_text())
     (model,) = document["models"]
-    assert [cell["rule"] for cell in model["cells"]] == ["top_k=3", "min_p=0.1", "top_w"] * 2
+    assert [cell["rule"] for cell in model["cells"]] == ["top_k 3", "min_p 0.1", "top_w"] * 2
     assert all(min(cell["seconds"]) > 0 and len(cell["seconds"]) == 2 for cell in model["cells"])
     assert list(model["overhead"]) == ["0.5", "2", "all"]
-    assert document["settings"]["rules"] == ["top_k=3", "min_p=0.1", "top_w"]
+    assert [rule["label"] for rule in document["settings"]["rules"]] == ["top_k 3", "min_p 0.1", "top_w"]
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_command_has_the_defaults_of_the_request() -> None:
     defaults = {option.name: option.default for option in command.params}
-    assert defaults["rules"] == ",".join(DEFAULT_RULES)
+    assert defaults["rules"] == DEFAULT_RULES
     fields = RulesRequest.__dataclass_fields__
-    given = tuple(float(part) for part in str(defaults["temperatures"]).split(","))
-    assert given == fields["temperatures"].default
+    assert tuple(read_temperatures(str(defaults["temperatures"]))) == fields["temperatures"].default
     assert (defaults["new_tokens"], defaults["rounds"]) == (fields["new_tokens"].default, fields["rounds"].default)
 
 
@@ -251,7 +213,7 @@ def model_report(times: dict[tuple[str, float], list[float]], certified: float =
         Cell(rule, temperature, [{"seconds": one, "certified": certified, "kept": 4.0} for one in found])
         for (rule, temperature), found in times.items()
     ]
-    return ModelReport(Path("out"), "native", 1, 4, cells)
+    return ModelReport(Path("out"), "native", 1, 4, "top_w", cells)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from topw_deploy.cli.flags import suggestion
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
-from topw_deploy.sampling.presets import REQUEST_PRESETS
 
 if TYPE_CHECKING:
     from topw_deploy.bench.decode.run import DecodeReport
@@ -270,18 +269,12 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
 @click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=_FOLDER)
 @click.option(
     "--rules",
-    type=_Several(str, name="rules"),
+    metavar="RULE[=VALUE],...",
     default="top_k=50,top_p=0.95,min_p=0.05,top_h=0.4,top_w",
     show_default=True,
-    help="Sampling rules: a name, or a rule's parameter with its value. Comma-separated; top_w and at least one other.",
+    help="Rules and their values, as for `topw compare`; top_w and at least one other.",
 )
-@click.option(
-    "--temperatures",
-    type=_Several(float, name="temperatures"),
-    default="0.5,1,1.5,2",
-    show_default=True,
-    help="Sampling temperatures. Comma-separated.",
-)
+@click.option("--temperatures", metavar="T1,T2,...", default="0.5,1,1.5,2", show_default=True, help="Temperatures.")
 @click.option(
     "--samplers",
     type=_Several(str, name="samplers", choices=("native", "graph")),
@@ -299,11 +292,6 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     show_default=True,
     help="Tokens to generate; no rule ends at EOS.",
 )
-@click.option(
-    "--preset",
-    type=click.Choice(tuple(REQUEST_PRESETS)),
-    help="Parameters of top_w.  [default: the export's]",
-)
 @_common(
     click.option(
         "--threads",
@@ -314,7 +302,15 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     ),
     20,
 )
-def rules(samplers: tuple[str, ...] | None, json_file: str | None, plot: Path | None, quiet: bool, **rest: Any) -> None:
+def bench_rules(
+    rules: str,
+    temperatures: str,
+    samplers: tuple[str, ...] | None,
+    json_file: str | None,
+    plot: Path | None,
+    quiet: bool,
+    **rest: Any,
+) -> None:
     """Time a token of the exported models in the folders OUT under every sampling rule and temperature, and the
     overhead of Top-W against the mean of the other rules.
 
@@ -326,8 +322,12 @@ def rules(samplers: tuple[str, ...] | None, json_file: str | None, plot: Path | 
     from topw_deploy.bench.rules.request import RulesRequest
     from topw_deploy.bench.rules.run import run
     from topw_deploy.cli.progress import progress
+    from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
 
-    report = run(RulesRequest(samplers=samplers or (), **rest), progress(quiet))
+    request = RulesRequest(
+        rules=read_rules(rules), temperatures=read_temperatures(temperatures), samplers=samplers or (), **rest
+    )
+    report = run(request, progress(quiet))
     _print(report, json_file)
     if plot is not None:
         draw(plot, report)

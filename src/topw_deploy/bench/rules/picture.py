@@ -14,7 +14,6 @@ from typing import Any
 from topw_deploy.bench.picture import COLOURS, FAINT, INK, new_figure, save
 from topw_deploy.bench.rules.report import ModelReport, Overhead, RulesReport, percent
 from topw_deploy.printable import printable
-from topw_deploy.sampling.rules import TOP_W
 
 _AXIS = "time per token relative to the mean of the rules other than Top-W"
 _PANEL, _LABELS, _LEAST_WIDTH = 2.6, 1.4, 8.0  # inches: width of a panel, of the rules' names, of the figure
@@ -75,7 +74,7 @@ def _draw_panel(
 
     ax.axvline(0, color=FAINT, linewidth=0.8, zorder=1)
     for place, rule in enumerate(reversed(model.rules)):
-        mark, ours = marks[rule, temperature], rule == TOP_W.name
+        mark, ours = marks[rule, temperature], rule == model.top_w
         colour = COLOURS["ours"] if ours else INK
         low, high = mark.interval
         ends = [[max(0.0, mark.value - low) * 100], [max(0.0, high - mark.value) * 100]]

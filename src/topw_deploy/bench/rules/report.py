@@ -14,7 +14,6 @@ from topw_deploy.bench.measurement import Machine, Spread
 from topw_deploy.bench.report import closing_lines, request_json, table
 from topw_deploy.bench.rules.request import RulesRequest
 from topw_deploy.reports import counted
-from topw_deploy.sampling.rules import TOP_W
 
 ALL = "all"
 _RESAMPLED = 2000
@@ -100,6 +99,7 @@ class ModelReport:
     """One model, opened in one way.
 
     sampler: "native" or "function".
+    top_w: the label of Top-W.
     cells: of every temperature and rule, in the order of the request.
     """
 
@@ -107,6 +107,7 @@ class ModelReport:
     sampler: str
     threads: int
     prompt_tokens: int
+    top_w: str
     cells: Sequence[Cell]
 
     @property
@@ -124,7 +125,7 @@ class ModelReport:
     @property
     def others(self) -> list[str]:
         """The rules but Top-W."""
-        return [rule for rule in self.rules if rule != TOP_W.name]
+        return [rule for rule in self.rules if rule != self.top_w]
 
     @property
     def fastest(self) -> str:
@@ -134,9 +135,10 @@ class ModelReport:
     def cell(self, rule: str, temperature: float) -> Cell:
         return next(cell for cell in self.cells if (cell.rule, cell.temperature) == (rule, temperature))
 
-    def overhead(self, temperature: float | None = None, *, rule: str = TOP_W.name, fastest: bool = False) -> Overhead:
-        """What `rule` takes more than the mean of the rules but Top-W: mean(rule) / mean(others) - 1.
+    def overhead(self, temperature: float | None = None, *, rule: str | None = None, fastest: bool = False) -> Overhead:
+        """What a rule takes more than the mean of the rules but Top-W: mean(rule) / mean(others) - 1.
 
+        rule: None for Top-W.
         temperature: None for the mean of all temperatures.
         fastest: compare with the fastest of the others instead of their mean.
         """
@@ -145,7 +147,7 @@ class ModelReport:
         def times(rules: Sequence[str]) -> np.ndarray:
             return np.array([self.cell(name, at).seconds for name in rules for at in temperatures])
 
-        return Overhead.of(times([rule]), times([self.fastest] if fastest else self.others))
+        return Overhead.of(times([rule or self.top_w]), times([self.fastest] if fastest else self.others))
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         for rule in self.rules:
@@ -184,14 +186,13 @@ class RulesReport:
         asked = self.request
         prompts = sorted({model.prompt_tokens for model in self.models})
         tokens = f"{' or '.join(map(str, prompts))} + {asked.new_tokens} tokens"
-        preset = "" if asked.preset is None else f", {TOP_W.name} with preset {asked.preset}"
-        lines = [f"{self.machine}; {tokens}, {counted(asked.rounds, 'round')}{preset}"]
+        lines = [f"{self.machine}; {tokens}, {counted(asked.rounds, 'round')}"]
         temperatures = [f"T = {temperature:g}" for temperature in asked.temperatures]
         for model in self.models:
             lines += [f"\n{model.title}: ms/token (quartiles), certified tokens\n"]
             lines.append(table(("rule", *temperatures), model.rows()))
         compared = "the mean of the other rules" if len(asked.rules) > 2 else f"{self.models[0].others[0]}"
-        lines += [f"\nOverhead of {TOP_W.name} to {compared} (95 % interval over rounds)\n"]
+        lines += [f"\nOverhead of {asked.top_w} to {compared} (95 % interval over rounds)\n"]
         header = ("model", *temperatures, "all", "all, to the fastest")
         lines.append(table(header, [(model.title, *model.overheads()) for model in self.models]))
         return "\n".join([*lines, *closing_lines(self.absent, self.machine)])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,51 +16,15 @@ from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.plugins.shared_library import library_path, why_absent
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.rule_settings import RuleSetting, read_rules
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import check_range
-from topw_deploy.sampling.presets import check_preset
-from topw_deploy.sampling.rules import RULE_OF_VALUE, TOP_W, RuleParameters
+from topw_deploy.sampling.rules import TOP_W
 
-DEFAULT_RULES = (f"top_k={TOP_K}", f"top_p={TOP_P}", f"min_p={MIN_P}", "top_h=0.4", TOP_W.name)
+DEFAULT_RULES = f"top_k={TOP_K},top_p={TOP_P},min_p={MIN_P},top_h=0.4,top_w"
 DEFAULT_TEMPERATURES = (0.5, 1.0, 1.5, 2.0)  # the paper's
 PROMPT_TOKENS = 128
 _FEWEST_NEW = 2  # the first token is not counted
-
-
-@dataclass(frozen=True)
-class TimedRule:
-    """A sampling rule with its parameters.
-
-    label: as given, such as "min_p=0.05".
-    parameters: for `generate`, with the rule's name and all of its values.
-    """
-
-    label: str
-    parameters: Mapping[str, Any]
-
-    @classmethod
-    def parse(cls, text: str) -> TimedRule:
-        """Read a rule's name, such as `top_w` or `p_less`, or its parameter, such as `min_p=0.05`.
-
-        Raises ParameterError for an unknown rule, and for a parameter that is missing or outside its interval.
-        """
-        name, sign, value = text.partition("=")
-        if sign and name not in RULE_OF_VALUE:
-            raise ParameterError(
-                f"{text!r:.60} is not a sampling rule; give a name, such as top_w, or a rule's parameter: "
-                f"{', '.join(f'{known}=VALUE' for known in RULE_OF_VALUE)}.",
-                "rules",
-            )
-        given = RuleParameters(**({name: _number(value)} if sign else {"rule": name}))
-        rule = given.chosen
-        # All of them, as a model's generation_config.json could have others.
-        defaults = {known.name: known.default for known in rule.values}
-        chosen = {known: number for known in defaults if (number := getattr(given, known)) is not None}
-        return cls(text, {"rule": rule.name, **defaults, **chosen})
-
-    @property
-    def is_top_w(self) -> bool:
-        return self.parameters["rule"] == TOP_W.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,25 +32,23 @@ class RulesRequest:
     """Options of `topw bench rules`.
 
     folders: exported models; each is measured with every sampler and thread count.
-    rules: texts for `TimedRule.parse`; top_w and at least one other.
+    rules: Top-W once, and at least one other.
     temperatures: without duplicates.
     samplers: "native" (the operator), "graph" (the function in the file); empty for all that are available.
     prompt: the text to continue; None for `prompt_tokens` random tokens (None: PROMPT_TOKENS).
     new_tokens: tokens of a generation, which does not end at EOS.
-    preset: parameters of Top-W; None for the export's.
     threads: thread counts.
 
     Raises ParameterError for a value out of range.
     """
 
     folders: Sequence[Path]
-    rules: Sequence[str] = DEFAULT_RULES
+    rules: Sequence[RuleSetting] = tuple(read_rules(DEFAULT_RULES))
     temperatures: Sequence[float] = DEFAULT_TEMPERATURES
     samplers: Sequence[str] = ()
     prompt: str | None = None
     prompt_tokens: int | None = None
     new_tokens: int = 64
-    preset: str | None = None
     threads: Sequence[int] = (1,)
     rounds: int = 20
     seed: int = 0
@@ -100,28 +61,29 @@ class RulesRequest:
         if self.prompt is not None and self.prompt_tokens is not None:
             raise ParameterError("prompt and prompt_tokens are both given; give one of them.", "prompt_tokens")
         for name in ("folders", "rules", "temperatures"):
-            values = getattr(self, name)
+            values = [getattr(value, "label", value) for value in getattr(self, name)]
             if not values or len(set(values)) < len(values):
                 listed = ", ".join(map(str, values)) or "empty"
                 raise ParameterError(f"{name} is {listed}, but must have at least one value, each once.", name)
-        if [rule.is_top_w for rule in self.timed_rules].count(True) != 1 or len(self.rules) < 2:
+        if len(self._top_w) != 1 or len(self.rules) < 2:
             raise ParameterError(
-                f"rules is {', '.join(self.rules)}, but must have top_w and at least one other to compare it with.",
+                f"rules is {', '.join(rule.label for rule in self.rules)}, but must have top_w once, and at least one "
+                "other to compare it with.",
                 "rules",
             )
         for temperature in self.temperatures:
             with np.errstate(over="ignore"):
                 check_range("temperature", temperature, float(np.float32(temperature)))
-        if self.preset is not None:
-            check_preset(self.preset)
         require_few_threads(self.threads)
 
     @property
-    def timed_rules(self) -> list[TimedRule]:
-        """The rules; Top-W has the parameters of the preset."""
-        own = {} if self.preset is None else {"preset": self.preset}
-        parsed = [TimedRule.parse(text) for text in self.rules]
-        return [TimedRule(rule.label, {**rule.parameters, **(own if rule.is_top_w else {})}) for rule in parsed]
+    def top_w(self) -> str:
+        """The label of Top-W."""
+        return self._top_w[0]
+
+    @property
+    def _top_w(self) -> list[str]:
+        return [rule.label for rule in self.rules if rule.parameters["rule"] == TOP_W.name]
 
 
 def choose(request: RulesRequest) -> tuple[list[Side], list[Side]]:
@@ -148,13 +110,3 @@ def prompt_ids(request: RulesRequest, folder: Path) -> list[int]:
         raise PromptError("the prompt has no tokens; give some text.", "prompt")
     require_context(manifest, len(ids), request.new_tokens, "prompt")
     return ids
-
-
-def _number(text: str) -> Any:
-    """An integer or a float; other text is returned for the rule's own message."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -11,10 +11,11 @@ from topw_deploy.bench.measurement import interleave, this_machine
 from topw_deploy.bench.process import Worker
 from topw_deploy.bench.rules import worker
 from topw_deploy.bench.rules.report import Cell, ModelReport, RulesReport
-from topw_deploy.bench.rules.request import RulesRequest, TimedRule, choose, prompt_ids
+from topw_deploy.bench.rules.request import RulesRequest, choose, prompt_ids
 from topw_deploy.bench.sides import Side
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
+from topw_deploy.runtime.rule_settings import RuleSetting
 
 _WARMUP = 1
 
@@ -63,15 +64,15 @@ def _measure(
         places = {
             f"{rule.label} at {temperature!r}": (rule, temperature)
             for temperature in request.temperatures
-            for rule in request.timed_rules
+            for rule in request.rules
         }
         calls = {name: _call(process, *place, request.seed) for name, place in places.items()}
         samples = interleave(calls, request.rounds, _WARMUP, seed=request.seed, advance=advance)
     cells = [Cell(rule.label, temperature, samples[name]) for name, (rule, temperature) in places.items()]
-    return ModelReport(folder, side.label, threads, len(prompt), cells)
+    return ModelReport(folder, side.label, threads, len(prompt), request.top_w, cells)
 
 
-def _call(process: Worker, rule: TimedRule, temperature: float, seed: int) -> Callable[[], Mapping[str, float]]:
+def _call(process: Worker, rule: RuleSetting, temperature: float, seed: int) -> Callable[[], Mapping[str, float]]:
     """A call that draws other random numbers in every round, the same ones as the other rules."""
     seeds = count(seed)
 
