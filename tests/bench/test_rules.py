@@ -36,9 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def asked(folder: Path) -> RulesRequest:
+    rules = read_rules("top_k=3,top_w")
     return RulesRequest(
-        folders=(folder,), rules=read_rules("top_k=3,top_w"), temperatures=(0.5, 2.0), samplers=("graph",), prompt_tokens=4,
-        new_tokens=5, rounds=2,
+        folders=(folder,), rules=rules, temperatures=(0.5, 2.0), samplers=("graph",), prompt_tokens=4, new_tokens=5,
+        rounds=2,
     )  # fmt: skip
 
 
