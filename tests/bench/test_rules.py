@@ -187,7 +187,7 @@ def test_the_command_writes_table_json_and_picture(folder: Path, tmp_path: Path)
     assert done.exit_code == 0, done.output
     assert done.stderr == ""
     assert "2 + 4 tokens, 2 rounds" in done.stdout
-    assert f"{folder}, function, 1 thread: ms/token" in done.stdout
+    assert f"{folder}, graph, 1 thread: ms/token" in done.stdout
     assert "| model" in done.stdout
     document = json.loads((tmp_path / "out.json").read_text())
     (model,) = document["models"]

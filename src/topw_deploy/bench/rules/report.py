@@ -98,7 +98,7 @@ def _share(ours: np.ndarray, others: np.ndarray) -> Any:
 class ModelReport:
     """One model, opened in one way.
 
-    sampler: "native" or "function".
+    sampler: "native" or "graph".
     top_w: the label of Top-W.
     cells: of every temperature and rule, in the order of the request.
     """

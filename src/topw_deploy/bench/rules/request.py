@@ -92,7 +92,7 @@ def choose(request: RulesRequest) -> tuple[list[Side], list[Side]]:
     Raises ParameterError for an unknown name in `samplers`, BenchmarkError if a named one is not available.
     """
     absent = None if library_path() is not None else f"not here: {why_absent()}"
-    every = [Side("native", "native", "ours", why_not=absent), Side("graph", "function", "ours")]
+    every = [Side("native", "native", "ours", why_not=absent), Side("graph", "graph", "ours")]
     return sides.choose(every, request.samplers, ())
 
 
