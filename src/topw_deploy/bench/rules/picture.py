@@ -20,7 +20,7 @@ _PANEL, _LABELS, _LEAST_WIDTH = 2.6, 1.4, 8.0  # inches: width of a panel, of th
 _ROW, _HEAD, _FOOT = 0.34, 1.4, 0.9  # inches: height of a rule, title, axis label and note
 _LEAST = 0.01  # the axis reaches at least this share to both sides
 _CHARACTERS = 7  # of a title, per inch
-_TEXT_SHARE = 0.62  # of a panel's width, right of the marks
+_TEXT_SHARE = 0.54  # of a panel's width, right of the marks
 
 
 def draw(path: Path, report: RulesReport) -> None:
