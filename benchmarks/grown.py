@@ -39,7 +39,6 @@ from topw_deploy.demo.train import (
 RECIPE = Recipe(
     hidden_size=512, intermediate_size=1536, layers=16, heads=8, kv_heads=4, learning_rate=8e-4, warmup=20, seed=2
 )
-_PLACES = (0, 5, 10, 15)  # places of the bundled model's layers
 _UNEVEN = 0.35  # standard deviation of the first copy's share of a weight
 
 
@@ -56,8 +55,9 @@ def grown(source: LlamaForCausalLM, recipe: Recipe) -> LlamaForCausalLM:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        for place, old in zip(_PLACES, source.model.layers, strict=True):
-            new = model.model.layers[place]
+        last = len(source.model.layers) - 1
+        for number, old in enumerate(source.model.layers):
+            new = model.model.layers[round(number * (recipe.layers - 1) / last)]  # apart, the first and last included
             for name, weight in old.named_parameters():
                 _widen(weight, new.get_parameter(name))
     return model

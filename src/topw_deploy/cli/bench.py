@@ -16,6 +16,7 @@ from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 if TYPE_CHECKING:
     from topw_deploy.bench.decode.run import DecodeReport
+    from topw_deploy.bench.rules.report import RulesReport
     from topw_deploy.bench.sampler.run import SamplerReport
     from topw_deploy.bench.serve.report import ServeReport
 
@@ -50,7 +51,8 @@ class _Several(click.ParamType, Generic[Item]):
 
 @click.group(name="bench", context_settings=CONTEXT)
 def command() -> None:
-    """Time a sampling step, a whole decoding loop or many callers on this machine, and compare with other libraries.
+    """Time a sampling step, a whole decoding loop or many callers on this machine, and compare with other libraries;
+    and time the loop under every sampling rule.
 
     All sides take turns, so a drift of the machine's speed affects all of them. Ratios are computed for each round.
     """
@@ -269,6 +271,74 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     _show(run(request, progress(quiet)), json_file, plot, "all requests, or to the first text; logarithmic")
 
 
+@command.command(name="rules", context_settings=CONTEXT)
+@click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=_FOLDER)
+@click.option(
+    "--rules",
+    metavar="RULE[=VALUE],...",
+    default="top_k=50,top_p=0.95,min_p=0.05,top_h=0.4,top_w",
+    show_default=True,
+    help="Rules and their values, as for `topw compare`; top_w and at least one other.",
+)
+@click.option("--temperatures", metavar="T1,T2,...", default="0.5,1,1.5,2", show_default=True, help="Temperatures.")
+@click.option(
+    "--samplers",
+    type=_Several(str, name="samplers", choices=("native", "graph")),
+    help="How to open each model: with the native operator, with the function in its graph, or (default) both, one "
+    "after the other. Comma-separated.",
+)
+@click.option("--prompt", metavar="TEXT", help="Continue this text.  [default: random tokens]")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), help="Length of the random prompt; default: 128.")
+@click.option(
+    "--max-new-tokens",
+    "--new-tokens",
+    "new_tokens",
+    type=click.IntRange(min=2),
+    default=64,
+    show_default=True,
+    help="Tokens to generate; no rule ends at EOS.",
+)
+@_common(
+    click.option(
+        "--threads",
+        type=_Several(int, name="thread counts"),
+        default="1",
+        show_default=True,
+        help="Threads of the session. Comma-separated: one run per value.",
+    ),
+    20,
+)
+def bench_rules(
+    rules: str,
+    temperatures: str,
+    samplers: tuple[str, ...] | None,
+    json_file: str | None,
+    plot: Path | None,
+    quiet: bool,
+    **rest: Any,
+) -> None:
+    """Time a token of the exported models in the folders OUT under every sampling rule and temperature, and the
+    overhead of Top-W against the mean of the other rules.
+
+    All share one process and session per model. A round visits every rule and temperature once, in random order. The
+    shares of certified tokens explain differences.
+    """
+    _check_outputs(json_file, plot)
+    from topw_deploy.bench.rules.picture import draw
+    from topw_deploy.bench.rules.request import RulesRequest
+    from topw_deploy.bench.rules.run import run
+    from topw_deploy.cli.progress import progress
+    from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
+
+    request = RulesRequest(
+        rules=read_rules(rules), temperatures=read_temperatures(temperatures), samplers=samplers or (), **rest
+    )
+    report = run(request, progress(quiet))
+    _print(report, json_file)
+    if plot is not None:
+        draw(plot, report)
+
+
 def _check_outputs(json_file: str | None, plot: Path | None) -> None:
     check_output(None if json_file is None else Path(json_file), "json_file")
     check_picture(plot, (".png",))
@@ -279,11 +349,15 @@ def _show(
 ) -> None:
     from topw_deploy.bench.picture import draw
 
-    if json_file == "-":
-        say_json(report.as_dict(), indent=2)
-    else:
-        say(*report.text().split("\n"))
-        if json_file is not None:
-            write_json(report.as_dict(), Path(json_file))
+    _print(report, json_file)
     if plot is not None:
         draw(plot, report.panels(), axis, f"Medians; whiskers are quartiles. {report.machine}.")
+
+
+def _print(report: SamplerReport | DecodeReport | ServeReport | RulesReport, json_file: str | None) -> None:
+    if json_file == "-":
+        say_json(report.as_dict(), indent=2)
+        return
+    say(*report.text().split("\n"))
+    if json_file is not None:
+        write_json(report.as_dict(), Path(json_file))
