@@ -13,7 +13,7 @@ from benchmarks.common import say
 
 MODULES = (
     *("tail", "native_rows", "decode", "kv", "experts", "startup", "export_cost", "graft_memory", "geometry_share"),
-    *("serve", "lively", "masks"),
+    *("serve", "lively", "masks", "rules"),
 )
 
 

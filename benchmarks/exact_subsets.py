@@ -1,9 +1,10 @@
-"""How much prefixes lose under the exact objective, where every subset can be tried. Figures: docs/lab/exact.md.
+"""What the restriction to prefixes costs under the exact objective, on small rows. Results: docs/lab/exact.md.
 
     python -m benchmarks.exact_subsets [--rows 200] [--tokens 8]
 
-The `--tokens` likeliest tokens of held-out rows of the bundled model, renormalised. F of all their subsets beside the
-best prefix of the probability order, the best of Top-W's last order, and Top-W's crop. Needs the extra `exact`.
+Takes the `--tokens` likeliest tokens of held-out rows of the bundled model, renormalised. Compares the best of all
+subsets with the best prefix of the probability order, the best prefix of Top-W's last order, and Top-W's crop. Needs
+the extra `exact`.
 """
 
 from __future__ import annotations

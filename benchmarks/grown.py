@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -32,13 +31,14 @@ from topw_deploy.demo.train import (
     optimizer_for,
     pack,
     token_losses,
+    update,
+    write_json,
     write_model,
 )
 
 RECIPE = Recipe(
     hidden_size=512, intermediate_size=1536, layers=16, heads=8, kv_heads=4, learning_rate=8e-4, warmup=20, seed=2
 )
-_PLACES = (0, 5, 10, 15)  # places of the bundled model's layers
 _UNEVEN = 0.35  # standard deviation of the first copy's share of a weight
 
 
@@ -55,8 +55,9 @@ def grown(source: LlamaForCausalLM, recipe: Recipe) -> LlamaForCausalLM:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        for place, old in zip(_PLACES, source.model.layers, strict=True):
-            new = model.model.layers[place]
+        last = len(source.model.layers) - 1
+        for number, old in enumerate(source.model.layers):
+            new = model.model.layers[round(number * (recipe.layers - 1) / last)]  # apart, the first and last included
             for name, weight in old.named_parameters():
                 _widen(weight, new.get_parameter(name))
     return model
@@ -99,14 +100,10 @@ def train(
     progress, step = 0.0, 0
     while progress < 1:
         progress = min(1.0, (time.monotonic() - started) / (60 * minutes))
-        for group in optimizer.param_groups:
-            group["lr"] = RECIPE.learning_rate * learning_rate_factor(step, progress, RECIPE)
+        learning_rate = RECIPE.learning_rate * learning_rate_factor(step, progress, RECIPE)
         with torch.autocast("cpu", torch.bfloat16):
             loss = token_losses(model, next(source)).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPE.gradient_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(model, optimizer, loss, learning_rate, RECIPE)
         recent.append(loss.item())
         step += 1
         if step in (1, 10) or step % every == 0 or progress >= 1:
@@ -117,7 +114,7 @@ def train(
             recent = []
             write_model(model, tokenizer, RECIPE, folder)
             log = {"recipe": dataclasses.asdict(RECIPE), "machine": machine(), "curve": curve}
-            (folder / "training_log.json").write_text(json.dumps(log, indent=2) + "\n")
+            write_json(folder / "training_log.json", log)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

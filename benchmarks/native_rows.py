@@ -1,10 +1,14 @@
-"""Time of one row in the native sampler, through ctypes on one thread. Figures: docs/lab/benchmarks.md.
+"""Time of one row in the native sampler, through ctypes on one thread. Results: docs/lab/benchmarks.md.
 
     python -m benchmarks.native_rows [--native PATH] [--processor PATH/TO/logit_processor_w1.py] [--rounds 100]
 
-Compares certified rows, and the rules beside Top-W, with numpy.max, with warm caches (ten consecutive calls); masked
-rows with the same row without a mask; uncertified ones (lam 1, init_top_p 0.5, T = 2, normal logits) with the authors'
-processor. Embeddings are random normal.
+Compares, with warm caches (ten consecutive calls):
+
+- certified rows, and rows with rules other than Top-W, with numpy.max;
+- masked rows with the same row without a mask;
+- uncertified rows (lam 1, init_top_p 0.5, T = 2, normal logits) with the authors' processor.
+
+Embeddings are random normal.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ def certified_rows(kernel: Kernel, rounds: int) -> str:
 
 
 def allowed_tokens() -> dict[str, np.ndarray]:
-    """bool [VOCAB] by name: random tokens, and ids that follow each other."""
+    """Masks, bool [VOCAB], by name: random tokens, consecutive ids, and single tokens."""
     rng = np.random.default_rng(5)
     ranks, ids = rng.permutation(VOCAB), np.arange(VOCAB)
     found = {"all": np.ones(VOCAB, np.bool_), "all but 50": ranks >= 50, "a random half": ranks < VOCAB // 2}
@@ -95,9 +99,10 @@ RULES: dict[str, tuple[int, tuple[float, float]]] = {
 
 
 def model_rows(rows: int = 12, seed: int = 0) -> np.ndarray:
-    """float32 [rows, VOCAB] with entropies of 1.5 to 3.
+    """Logits like a model's, float32 [rows, VOCAB], with entropies from 1.5 to 3.
 
-    A bell of deviation 2.2, and 300 likely tokens in a power law of the rank, raised by 12.5 to 20.5.
+    They have a normal distribution of deviation 2.2. 300 likely tokens follow a power law of the rank, raised by 12.5
+    to 20.5.
     """
     rng = np.random.default_rng(seed)
     made = rng.standard_normal((rows, VOCAB)) * 2.2
@@ -108,7 +113,7 @@ def model_rows(rows: int = 12, seed: int = 0) -> np.ndarray:
 
 
 def ruled_rows(kernel: Kernel, rounds: int) -> str:
-    """Every rule on each of `model_rows` at T = 1: the median over rows of the ratio to numpy.max, and its range."""
+    """A table of every rule's time on `model_rows` at T = 1, relative to numpy.max: median and range over rows."""
     rows, options = model_rows(), TopWOptions(metric="uniform")
     ratios: dict[str, list[float]] = {name: [] for name in ("Top-W", *RULES)}
     kept: dict[str, list[int]] = {name: [] for name in ratios}
@@ -138,7 +143,7 @@ def ruled_rows(kernel: Kernel, rounds: int) -> str:
 
 
 def shapes() -> dict[str, np.ndarray]:
-    """float32 [1, VOCAB] by name: normal without likely tokens, and power laws of the rank."""
+    """Logits, float32 [1, VOCAB], by name: normal ones without likely tokens, and power laws of the rank."""
     rng = np.random.default_rng(0)
     rank = np.arange(1, VOCAB + 1)
     found = {f"bell of deviation {width}": rng.standard_normal(VOCAB) * width for width in (1.6, 2.0, 2.5, 3.0, 4.0)}

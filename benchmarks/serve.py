@@ -1,11 +1,11 @@
-"""`topw bench serve` beside onnxruntime-genai's Engine and llama.cpp, same weights. Figures: docs/lab/benchmarks.md.
+"""`topw bench serve` with onnxruntime-genai's Engine and llama.cpp, same weights. Results: docs/lab/benchmarks.md.
 
     python -m benchmarks.serve --model demo llama-50m --dtype fp32 int4 [--genai-python PYTHON] [--llama-python PYTHON]
         [--concurrency 1 4 16 64] [--threads 1 2] [--rounds 3] [--json FOLDER] [--plot FOLDER]
     python -m benchmarks.serve --summary FOLDER
 
 The first PYTHON has onnxruntime-genai, the second llama-cpp-python and gguf. Exports, genai's graphs and GGUF files are
-made once. int4: genai's default quantisation, in blocks of 32, on both graphs; llama.cpp's Q4_0.
+created once and kept. int4 is genai's default quantisation, in blocks of 32, for both graphs, and Q4_0 for llama.cpp.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HERE = Path(__file__)
 GGUF = {"fp32": "F32", "int4": "Q4_0"}
 SIDES = (("one-by-one", "one by one"), ("static", "lists"), ("ideal", "runs alone"), ("genai", "genai"),
          ("llama", "llama.cpp"))  # fmt: skip
-_ALIGNMENT = 256  # llama.cpp rounds the tokens of a sequence up to a multiple
+_ALIGNMENT = 256  # llama.cpp rounds a sequence's maximum length up to a multiple of this
 
 
 def model_folder(name: str) -> Path:
@@ -75,7 +75,7 @@ def llama_side(model: Path, dtype: str, python: Path, request: ServeRequest) -> 
 
 
 def measure(name: str, dtype: str, args: argparse.Namespace) -> None:
-    """Print the tables of one model, and write its files."""
+    """Measure one model. Prints its tables and writes its files."""
     model = model_folder(name)
     folder = exported("demo" if name == "demo" else model, "--dtype", dtype, *AS_GENAI.get(dtype, ()))
     asked = ServeRequest(
@@ -111,7 +111,7 @@ def measure(name: str, dtype: str, args: argparse.Namespace) -> None:
 
 
 def summary(folder: Path) -> str:
-    """One table of the loads, and one of the latencies, of all results in a folder."""
+    """A table of the loads and a table of the latencies of all results in a folder."""
     loads, waits = [], []
     for file in sorted(folder.glob("*.json")):
         document = json.loads(file.read_text("utf-8"))
@@ -127,7 +127,7 @@ def summary(folder: Path) -> str:
 
 
 def _load_row(load: dict[str, Any]) -> tuple[str, ...]:
-    """Sides are times relative to the engine's."""
+    """A row of the table of loads. The sides' times are relative to the engine's."""
     engine = load["sides"]["engine"]
     rate = significant(load["new_tokens"] / statistics.median(engine["seconds"]))
     ratios = [load["sides"].get(name) for name, _ in SIDES]

@@ -1,6 +1,7 @@
 """The worker of `benchmarks.serve` for onnxruntime-genai's Engine, greedy. Imports nothing of this project.
 
-On a CPU that engine (0.18) forms static batches of at most four requests, and the next batch after the last of them.
+On a CPU that engine (0.18) forms static batches of at most four requests, and starts the next batch when all of them
+have ended.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def submit(engine: Any, prompt: list[int], new_tokens: int) -> Any:
 
 
 def serve(engine: Any, requests: list[tuple[list[int], int]], callers: int) -> dict[str, Any]:
-    """See topw_deploy/bench/serve/worker.py; every token counts as a text."""
+    """As described in topw_deploy/bench/serve/worker.py, with each token counted as a text."""
     first: list[float] = []
     between: list[float] = []
-    latest: dict[Any, float] = {}  # when a request was sent, or got its last token
+    latest: dict[Any, float] = {}  # when a request was sent, or got its latest token
     begun: set[Any] = set()
     events, coming = engine.create_event_buffer(_EVENTS), iter(requests)
 

@@ -118,7 +118,7 @@ class Server:
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: file (GGUF), threads, rows (most sequences), length (tokens of each)."""
+    """settings: file (GGUF), threads, rows (maximum number of sequences), length (maximum tokens of each)."""
     made = start_files(settings)  # starts the backend
     server = Server(settings["file"], settings["threads"], settings["rows"], settings["length"])
     return {"serve": server.serve, "files": lambda: sorted(made)}

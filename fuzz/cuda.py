@@ -11,19 +11,15 @@ pool's cut. Prints every difference with its explanation; exits 1 if one has non
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import machine
+from fuzz.emulation import arguments, emulated, exit_code
 from fuzz.implementations import Answerer, Sampling, open_kernel
 from fuzz.sampler import Bounding, Outcome, Side, compare, exported_bound, report
-from tests.support.emulated import EmulatedKernel, built
 from tests.support.sampler_cases import ALL, Size, Visit, geometry_of, visits
 from topw_deploy.plugins.kernel import KernelBlocks, KernelTable
 from topw_deploy.sampling import FLOAT32_TIES, TieBounds
@@ -146,27 +142,17 @@ def _as_float16(row: np.ndarray) -> np.ndarray:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=50_000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    from tqdm import tqdm
-
-    print(machine() + "\n")
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=given.rows, unit="row", mininterval=1.0) as bar:
-        kernel = EmulatedKernel(built(Path(folder)))
+    given = arguments(__doc__, 50_000)
+    with emulated(given.rows) as (kernel, advance):
 
         def shuffle(number: int, visit: Visit) -> None:
             large = min(visit.scenario.options.top_m, visit.scenario.vocab_size) > _LARGE_POOL
             threads, blocks = (_LARGE_LAYOUTS if large else _LAYOUTS)[number % len(_LAYOUTS)]
             kernel.emulate(given.seed * 1000 + number, threads, blocks)
 
-        outcome = fuzz(kernel, given.rows, given.seed, shuffle, after=lambda outcome, rows: bar.update(rows))
+        outcome = fuzz(kernel, given.rows, given.seed, shuffle, after=lambda outcome, rows: advance(rows))
     print(report(outcome))
-    unexplained = unexplained_of(outcome)
-    for line in unexplained[:20]:
-        print(line)
-    return 1 if unexplained else 0
+    return exit_code(unexplained_of(outcome))
 
 
 if __name__ == "__main__":

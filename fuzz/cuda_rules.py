@@ -1,29 +1,27 @@
-"""Compare the rules beside Top-W in the emulated CUDA kernels with the reference, on random rows.
+"""Compare the rules other than Top-W in the emulated CUDA kernels with the reference, on random rows.
 
     python -m fuzz.cuda_rules [--rows 20000] [--seed 0]
 
-Rows of every kind of tests.support.rule_rows, with vocabularies from 1 to 32,000, pools from 1 to 4,096, several block
-sizes, and a random thread order. A difference is allowed only where the deciding quantity, or the draw, is within 1e-9
-or 1e-12 of its threshold: the kernels compute these in double. Prints every other difference; exits 1 if there is one.
+It uses all kinds of rows of tests.support.rule_rows, vocabularies from 1 to 32,000, pools from 1 to 4,096, several
+block sizes, and a random thread order. The kernels decide in double, so a difference is allowed only where the deciding
+quantity is within 1e-9 of its threshold, or the draw within 1e-12. Prints all other differences; exits 1 if there is
+one.
 
 `fuzz` accepts any `plugins.kernel.Kernel`, so `benchmarks.gpu` uses it on a real GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import machine, table
-from tests.support.emulated import EmulatedKernel, built
+from benchmarks.common import table
+from fuzz.emulation import arguments, emulated, exit_code
 from tests.support.rule_rows import differences_from_rules, rule_case, rule_columns, rules_of
 from topw_deploy.plugins.kernel import STAGES
 from topw_deploy.sampling import TopWOptions
@@ -43,7 +41,7 @@ SIZES = (
 
 @dataclass
 class Found:
-    """Rows by rule and by (rule, what answered them), and differences."""
+    """Numbers of rows by rule and by (rule, stage that answered), and the differences."""
 
     rows: Counter[str] = field(default_factory=Counter)
     stages: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -82,31 +80,22 @@ def fuzz(
 
 
 def report(found: Found) -> str:
-    """Rows of each rule by what answered them."""
+    """A table: the rows of each rule, by the stage that answered them."""
     columns = ("candidates", "pool", "whole row")
     lines = [(name, found.rows[name], *(found.stages[name, column] for column in columns)) for name in OTHERS]
     return table(("rule", "rows", *columns), lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    from tqdm import tqdm
-
-    print(machine() + "\n")
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=given.rows, unit="row", mininterval=1.0) as bar:
-        kernel = EmulatedKernel(built(Path(folder)))
+    given = arguments(__doc__, 20_000)
+    with emulated(given.rows) as (kernel, advance):
         found = fuzz(
-            kernel, given.rows, given.seed, after=bar.update,
+            kernel, given.rows, given.seed, after=advance,
             before=lambda number, threads, blocks: kernel.emulate(given.seed * 1000 + number, threads, blocks),
         )  # fmt: skip
     print(report(found))
     print(f"{len(found.differences)} differences are not at a tie.")
-    for line in found.differences[:20]:
-        print(line)
-    return 1 if found.differences else 0
+    return exit_code(found.differences)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Other implementations of the sampling rules: transformers' warpers, the authors' files, and formulas written plainly.
+"""Other implementations of the sampling rules: transformers' warpers, the authors' files, and direct formulas.
 
-A peer takes logits [V] as a tensor (already divided by the temperature), in float32 or float64, and the rule's values;
-it returns the kept ids, ascending.
+A peer takes a tensor of logits [V], float32 or float64 and already divided by the temperature, and the rule's values.
+It returns the kept ids, ascending.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _p_less(logits: Tensor, _: tuple[float, float]) -> np.ndarray:
 
 
 def _min_k(logits: Tensor, values: tuple[float, float]) -> np.ndarray:
-    """The paper's formulas one by one, on logits in order; equal ones at the cut are all kept."""
+    """The paper's formulas, applied one by one to the sorted logits. Keeps all logits equal to the last one."""
     ordered = logits[logits.isfinite()].sort(descending=True).values.tolist()
     span = ordered[0] - ordered[-1]
     if span == 0:
@@ -74,7 +74,7 @@ FORMULAS: Mapping[str, Peer] = {"p_less": _p_less, "min_k": _min_k}
 def authors_top_h(path: Path) -> Peer:
     """TopH_LogitsProcessor of the authors' logit_processor.py. It raises IndexError on some rows.
 
-    Its pool is cut to the vocabulary here: beyond it, the code raises.
+    The pool is cut to the vocabulary here, because the code raises for a larger one.
     """
     made = _load(path).TopH_LogitsProcessor
 

@@ -2,8 +2,9 @@
 
     python -m fuzz.rules [--rows 20000] [--seed 0] [--rule min_p ...] [--top-h FILE] [--top-n-sigma FILE]
 
-The definition is `sampling.rules.kept_set`, in float64. The torch form may differ at float64 ties only. The others run
-in float32 and have their own handling of ties: each difference is counted by its cause. Exits 1 if one has no cause.
+The definition is `sampling.rules.kept_set`, in float64. The torch form may differ only at float64 ties. The others run
+in float32 and treat ties in their own way; their differences are counted by cause. Exits 1 if a difference has no known
+cause.
 
 --top-h: logit_processor.py of github.com/ErfanBaghaei/Top-H-Decoding.
 --top-n-sigma: src/hf/hf_nsigma.py of github.com/Tomorrowdawn/top_nsigma.
@@ -37,7 +38,7 @@ REST = tuple(name for name in RULES if name != "top_w")
 
 @dataclass
 class Outcome:
-    """Counts of (rule, peer, cause), and rows without a cause."""
+    """Counts of (rule, peer, cause), and the differences without a known cause."""
 
     causes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     unexplained: list[str] = field(default_factory=list)
@@ -100,14 +101,14 @@ def _peers(rule: str, authors: Mapping[str, Peer]) -> Iterator[tuple[str, Peer]]
 
 
 def _compare_peer(case: RuleCase, name: str, peer: Peer, outcome: Outcome) -> None:
-    logits = case.logits / np.float32(case.temperature)  # as `generate` divides
+    logits = case.logits / np.float32(case.temperature)  # as in `generate`
     wanted = kept_set(logits, case.rule, case.values)
     found = _answer(peer, logits, case.values)
     if found is None:
         outcome.add(case, name, _authors_error(case, logits, name), wanted, "IndexError")
         return
     cause = _cause(logits, wanted, found) or _definition(case, logits, name, found)
-    if cause is None:  # its float32 sums may have made the difference
+    if cause is None:  # perhaps its float32 sums
         exact = _answer(peer, logits.astype(np.float64), case.values)
         if exact is not None and (_cause(logits, wanted, exact) or _definition(case, logits, name, exact)):
             cause = "float32 rounding beyond 1e-5"
@@ -137,7 +138,7 @@ def _cause(logits: np.ndarray, wanted: RuleCrop, found: np.ndarray) -> str | Non
 
 
 def _authors_error(case: RuleCase, logits: np.ndarray, name: str) -> str | None:
-    """The known rows at which the authors' Top-H reads beyond its pool."""
+    """Why the authors' Top-H reads beyond its pool at this row; None if there is no known reason."""
     if case.rule != "top_h" or name != "authors":
         return None
     if case.values[1] == 1:
@@ -154,7 +155,7 @@ def _whole(p: np.ndarray, alpha: float) -> bool:
 
 
 def _definition(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray) -> str | None:
-    """A peer that follows another definition, confirmed by that definition in float64."""
+    """The cause if the peer follows a different definition, and this definition in float64 gives its result."""
     if case.rule == "top_n_sigma" and not len(found):
         few = np.isfinite(logits).sum() < max(2, len(logits))
         return "keeps nothing: sigma is NaN for a -inf, or for one token" if few else None
@@ -169,7 +170,7 @@ def _definition(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray
 
 
 def _softmax_of_the_pool(row: OrderedRow, alpha: float, pool: int) -> set[int]:
-    """The sizes that transformers' Top-H may keep within a relative 1e-5 of its limit."""
+    """The numbers of tokens that transformers' Top-H may keep if its limit has a relative error of up to 1e-5."""
     q = row.weights[:pool] / row.weights[:pool].sum()
     E = np.cumsum(-q * np.log(np.maximum(q, 1e-300)))
     limit = alpha * E[-1]
@@ -178,7 +179,7 @@ def _softmax_of_the_pool(row: OrderedRow, alpha: float, pool: int) -> set[int]:
 
 
 def paper_differs(rows: int, seed: int, most_vocabulary: int = 151_936) -> tuple[int, int]:
-    """(Rows of Top-H, those at which the paper's bound H(q) <= alpha H(p) keeps another prefix than the definition)."""
+    """(Number of rows, number of them where the paper's bound H(q) <= alpha H(p) keeps a different prefix)."""
     count = 0
     for case in islice(rule_cases(seed, "top_h", most_vocabulary), rows):
         row = OrderedRow.of(case.logits.astype(np.float64), case.temperature)
@@ -220,7 +221,9 @@ def main() -> int:
     print(report(outcome))
     if "top_h" in given.rule:
         rows, other = paper_differs(given.rows, given.seed)
-        print(f"\nTop-H: the paper's bound on the renormalised crop keeps another prefix at {other} of {rows} rows.")
+        print(
+            f"\nTop-H: the paper's bound on the renormalised crop keeps a different prefix at {other} of {rows} rows."
+        )
     for line in outcome.unexplained[:20]:
         print(line)
     return 1 if outcome.unexplained else 0

@@ -179,6 +179,52 @@ def test_a_wrong_field_is_refused_by_name(folder: Path, changes: dict[str, objec
         m.load_manifest(folder)
 
 
+def test_a_default_beta_that_depends_on_the_temperature_is_kept_as_text_beside_its_number(folder: Path) -> None:
+    defaults = TopWParameters(beta=4.5, temperature=2.0)
+    files = m.load_manifest(folder).files
+    m.save_manifest(folder, a_manifest(files=files, defaults=defaults, default_beta="1.5+1.5*T"))
+    loaded = m.load_manifest(folder)
+    assert (loaded.defaults.beta, loaded.default_beta) == (4.5, "1.5+1.5*T")
+    assert loaded.stated_defaults["beta"] == "1.5+1.5*T"
+    assert a_manifest().stated_defaults["beta"] == 2.8
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("1.5+T", "beta is '1.5\\+T', but must be a finite number"),
+        ("2.8", "default_beta is '2.8', which does not depend on the temperature"),
+        ("1.5+1.5*T", "default_beta is '1.5\\+1.5\\*T', 3.0 at the default temperature, but defaults.beta is 2.8"),
+        ("1-2*T", "-1 at temperature 1"),
+        (3.0, "default_beta is 3.0, not a text"),
+    ],
+)
+def test_a_default_beta_that_disagrees_is_refused(folder: Path, text: object, reason: str) -> None:
+    edit(folder, default_beta=text)
+    with pytest.raises(ManifestError, match=reason):
+        m.load_manifest(folder)
+
+
+def test_a_folder_written_without_the_newer_fields_loads_without_their_values(folder: Path) -> None:
+    path = folder / m.MANIFEST_NAME
+    data = json.loads(path.read_text())
+    del data["default_beta"], data["verification"]["median_distance"]
+    path.write_text(json.dumps(data))
+    loaded = m.load_manifest(folder)
+    assert (loaded.default_beta, loaded.median_distance) == ("", None)
+
+
+def test_the_median_distance_is_a_positive_number_and_1_under_the_uniform_metric(folder: Path) -> None:
+    edit(folder, verification__median_distance=2.5)
+    assert m.load_manifest(folder).median_distance == 2.5
+    for wrong in (0, -1.0, "2.5", True):
+        edit(folder, verification__median_distance=wrong)
+        with pytest.raises(ManifestError, match="median_distance is"):
+            m.load_manifest(folder)
+    edit(folder, verification__median_distance=None, sampler__options__metric="uniform")
+    assert m.load_manifest(folder).median_distance == 1.0
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '{"format_version": 1}', "[" * 100_000])
 def test_what_is_not_a_manifest_is_refused_without_a_crash(folder: Path, text: str) -> None:
     (folder / m.MANIFEST_NAME).write_text(text)

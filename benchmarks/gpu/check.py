@@ -70,7 +70,7 @@ def shipped_rows(job: Job, dtype: str) -> Result:
     beside = "the CPU's kernel" if cpu is not None else "the reference alone"
     text = (
         f"V = {sizes.vocab:,}, d = {sizes.hidden:,}, {_TYPES[dtype]}, batches {', '.join(map(str, sizes.checked))}: "
-        f"{total} rows beside {beside}, {found.by_reference} of them beside the reference; "
+        f"{total} rows compared with {beside}, {found.by_reference} of them compared with the reference; "
         f"{sum(found.explained.values())} differ at a tie, {len(found.wrong)} without one.\n\n"
     ) + table(("rows", "number", "answered by"), lines)
     data = {"rows": dict(found.rows), "stages": dict(found.stages), "explained": dict(found.explained),
@@ -80,7 +80,7 @@ def shipped_rows(job: Job, dtype: str) -> Result:
 
 
 def rules(job: Job) -> Result:
-    """Compare random rows with rules beside Top-W with the reference."""
+    """Compare random rows under rules other than Top-W with the reference."""
     from benchmarks.gpu.device import opened
     from fuzz.cuda_rules import fuzz, report
 

@@ -12,7 +12,7 @@ class Sizes:
     """Sizes of the parts.
 
     checked: batch sizes compared with the reference.
-    rule_rows: random rows with rules beside Top-W.
+    rule_rows: number of random rows under rules other than Top-W.
     rows, rounds: maximum numbers of random rows and of rounds.
     small_vocab, small_hidden: table sizes of repeats and captures.
     certified, open_batches: batch sizes timed.

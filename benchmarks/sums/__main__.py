@@ -1,14 +1,15 @@
-"""Accuracy of the trained model by sampling rule and temperature. Figures: docs/lab/sums.md.
+"""Accuracy of the trained model by sampling rule and temperature. Results: docs/lab/sums.md.
 
     python -m benchmarks.sums.train
     topw-export .cache/benchmarks/sums out-sums
     python -m benchmarks.sums --folder out-sums --temperatures 0.5 1 1.5 2 --rules top_w top_p=0.9 min_p=0.1 --seeds 5
 
-A rule is `greedy`, a rule's name (`top_w`, `none`), or one of its parameters (`min_p=0.1`), with more parameters behind
-commas (`top_w,lam=2.2,beta=2.8`, `top_w,preset=lively`); they go to `generate` as they are. Every seed has its own
-held-out problems, and every rule and temperature answers the same ones with the same random numbers.
+A rule is `greedy`, a rule's name (`top_w`, `none`), or one of its parameters (`min_p=0.1`), followed by further
+parameters after commas (`top_w,lam=2.2,beta=2.8`, `top_w,preset=lively`), which are passed to `generate` unchanged.
+Every seed has its own held-out problems. All rules and temperatures answer the same problems with the same random
+numbers.
 
---torch: generate with transformers and its own warpers instead; --folder is then the trained model's.
+--torch: generate with transformers and its own warpers instead; --folder is then the trained model's folder.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ RULES = ("greedy", "top_w", "top_w,preset=lively", "none", "top_k=50", "top_p=0.
 def measure(
     side: Side, rules: Sequence[RuleChoice], temperatures: Sequence[float], asked: Sequence[Sequence[Problem]]
 ) -> list[Cell]:
-    """A cell per rule and temperature, and one for greedy. asked: the problems of each seed."""
+    """Answer the problems: a cell per rule and temperature, and one for greedy.
+
+    asked: the problems of each seed.
+    """
     cells = []
     flat = [problem for group in asked for problem in group]
     for rule in rules:
@@ -65,7 +69,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0], metavar="T")
     parser.add_argument("--rules", nargs="+", default=list(RULES), metavar="RULE", help=f"default: {' '.join(RULES)}")
     parser.add_argument("--seeds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--problems", type=int, default=100, help="of each seed (default: %(default)s)")
+    parser.add_argument("--problems", type=int, default=100, help="per seed (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="rows that run at once (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads; default: the library's")
     parser.add_argument("--torch", action="store_true", help="use transformers instead of an export")

@@ -7,25 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sums.scores import Cell
+from topw_deploy.stats.style import COLOURS, MUTED, heading, plain
 
-_COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#a35b9a",
-    "#e69f00",
-    "#5c6b73",
-    "#56b4e9",
-    "#8c6d31",
-    "#cc3366",
-    "#333333",
-)
-_GRID, _TEXT, _MUTED = "#e3e6ea", "#1f2933", "#66717d"
-_APART = 0.012  # of the axis, between the marks of two rules at one temperature
+_COLOURS = (*COLOURS, "#56b4e9", "#8c6d31", "#cc3366", "#333333")
+_APART = 0.012  # share of the axis between the marks of two rules at the same temperature
 
 
 def save_plot(cells: Sequence[Cell], path: Path, title: str) -> None:
-    """Write accuracy with its 95 % intervals, a line per rule; greedy is a dashed line. Needs matplotlib."""
+    """Draw accuracy with 95 % intervals, one line per rule; greedy is a dashed line. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(8.5, 5), layout="constrained", facecolor="white")
@@ -38,17 +27,13 @@ def save_plot(cells: Sequence[Cell], path: Path, title: str) -> None:
         _line(axes, [cell for cell in sampled if cell.rule == rule], shift, _COLOURS[place % len(_COLOURS)])
     for cell in cells:
         if cell.temperature is None:
-            axes.axhline(100 * cell.accuracy, color=_MUTED, lw=1, ls="--", label=cell.rule)
+            axes.axhline(100 * cell.accuracy, color=MUTED, lw=1, ls="--", label=cell.rule)
     axes.set_xticks(sorted({cell.temperature for cell in sampled}))
     axes.set_ylim(-2, 102)
-    axes.set_xlabel("temperature", fontsize=9, color=_MUTED)
-    axes.set_ylabel("problems solved, %", fontsize=9, color=_MUTED)
-    axes.set_title(title, fontsize=11, loc="left", color=_TEXT, weight="bold")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_GRID)
-    axes.tick_params(labelsize=8, labelcolor=_TEXT, color=_GRID)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    axes.set_xlabel("temperature", fontsize=9)
+    axes.set_ylabel("problems solved, %", fontsize=9)
+    heading(axes, title)
+    plain(axes, grid="y")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

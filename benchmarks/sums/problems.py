@@ -1,7 +1,8 @@
-"""Word problems about sums of 2- to 4-digit numbers, with written steps, in GSM8K's format.
+"""Word problems about sums of 2- to 4-digit numbers, with step-by-step answers, in GSM8K's format.
 
-A step adds two numbers column by column from the ones, `a+b+carry=sum` with two digits of sum, and then reads the
-result off. The numbers of a problem decide its part: those with `is_held_out` are never trained on.
+A step adds two numbers column by column, from the ones, as `a+b+carry=sum` with a two-digit sum, and then states the
+result. A problem's numbers decide whether it is for training or held out (`is_held_out`); held-out ones are never
+trained on.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _ANSWER = re.compile(r"#### (\d+)")
 
 @dataclass(frozen=True)
 class Problem:
-    """question, answer: GSM8K's fields. The answer ends in `#### total`."""
+    """A problem with GSM8K's fields.
+
+    answer: ends in `#### total`.
+    """
 
     question: str
     answer: str
@@ -41,12 +45,12 @@ class Problem:
 
 
 def is_held_out(numbers: Sequence[int]) -> bool:
-    """Whether problems with these numbers, in this order, are for tests only."""
+    """Whether problems with these numbers, in this order, are only for tests."""
     return zlib.crc32(",".join(map(str, numbers)).encode()) % 100 < HELD_OUT_OF_100
 
 
 def problems(seed: int, *, held_out: bool = False, kinds: Sequence[str] = KINDS_OF_PROBLEM) -> Iterator[Problem]:
-    """Endless problems that depend only on the arguments."""
+    """Yield problems without end; they depend only on the arguments."""
     rng = random.Random(f"{seed}/{held_out}")
     while True:
         kind = rng.choice(kinds)
@@ -56,13 +60,13 @@ def problems(seed: int, *, held_out: bool = False, kinds: Sequence[str] = KINDS_
 
 
 def stated_total(text: str) -> int | None:
-    """The number after the first `####`, None if there is none. GSM8K's strict match."""
+    """The number after the first `####`, or None: GSM8K's strict match."""
     found = _ANSWER.search(text)
     return int(found.group(1)) if found else None
 
 
 def columns(a: int, b: int) -> str:
-    """The column sums from the ones: `columns(47, 85)` is "7+5+0=12 4+8+1=13"."""
+    """The sums of the columns, from the ones: `columns(47, 85)` is "7+5+0=12 4+8+1=13"."""
     parts: list[str] = []
     carry = 0
     for _ in range(max(len(str(a)), len(str(b)))):
@@ -80,7 +84,7 @@ def _number(rng: random.Random) -> int:
 
 @dataclass(frozen=True)
 class _Cast:
-    """Who and what a problem is about."""
+    """The people and things of a problem."""
 
     name: str
     other: str
@@ -100,7 +104,7 @@ class _Cast:
 
 
 def _gathered(rng: random.Random, numbers: Sequence[int]) -> Problem:
-    """Somebody has some, and gets more once or twice."""
+    """A person has some things, and gets more once or twice."""
     cast = c = _Cast.drawn(rng)
     told = [
         rng.choice(
@@ -137,7 +141,7 @@ def _gathered(rng: random.Random, numbers: Sequence[int]) -> Problem:
 
 
 def _more(rng: random.Random, numbers: Sequence[int]) -> Problem:
-    """Two people; one has more than the other, and both together are asked for."""
+    """One person has more things than another; the question is how many they have together."""
     cast = _Cast.drawn(rng)
     c, (a, b) = cast, numbers
     told = [f"{c.name} has {a} {c.things}.", f"{c.other} has {b} more {c.things} than {c.name}."]
@@ -152,7 +156,7 @@ def _more(rng: random.Random, numbers: Sequence[int]) -> Problem:
 
 
 def _with_distractor(rng: random.Random, cast: _Cast, told: list[str]) -> list[str]:
-    """`told`, in one case of five with a number that has nothing to do with the answer."""
+    """Add a sentence with an irrelevant number to `told` in one of five cases."""
     if rng.random() < 0.2:
         number = rng.randrange(11, 99)
         extra = (
@@ -209,7 +213,7 @@ def main() -> None:
     )
     parser.add_argument("--count", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--train", action="store_true", help="of the training part; default: of the held-out part")
+    parser.add_argument("--train", action="store_true", help="print training problems; default: held-out problems")
     options = parser.parse_args()
     for problem in islice(problems(options.seed, held_out=not options.train), options.count):
         print(json.dumps({"question": problem.question, "answer": problem.answer}))

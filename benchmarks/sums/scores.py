@@ -20,9 +20,10 @@ class Cell:
     """The replies under one rule at one temperature.
 
     temperature: None for greedy.
-    right: for each seed and problem, in this order, whether the stated total is the true one.
-    unanswered: replies without `####` and a number.
-    tokens: mean tokens of a reply. kept: mean size of a crop, None where unknown.
+    right: whether the stated total is correct, for each seed and problem in this order.
+    unanswered: number of replies without `####` and a number.
+    tokens: mean number of tokens per reply.
+    kept: mean size of a crop; None if unknown.
     """
 
     rule: str
@@ -67,7 +68,7 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 
 def difference(cell: Cell, other: Cell) -> tuple[float, float]:
-    """(mean of `cell` minus `other` over the same problems and seeds, half of its 95 % normal interval)."""
+    """(Mean of `cell` minus `other` over the same problems and seeds, half the width of its 95 % normal interval)."""
     apart = [int(a) - int(b) for a, b in zip(cell.right, other.right, strict=True)]
     return statistics.fmean(apart), Z95 * statistics.pstdev(apart) / math.sqrt(len(apart))
 
@@ -83,7 +84,7 @@ def details_table(cells: Sequence[Cell]) -> str:
 
 
 def difference_table(cells: Sequence[Cell]) -> str:
-    """Accuracy minus that of the first rule, in points, over the same problems and random numbers."""
+    """Accuracy minus that of the first rule, in percentage points, over the same problems and random numbers."""
     sampled = [cell for cell in cells if cell.temperature is not None]
     first = {cell.temperature: cell for cell in sampled if cell.rule == sampled[0].rule}
 
@@ -105,7 +106,7 @@ def _details(cell: Cell) -> str:
 
 
 def _by_temperature(cells: Sequence[Cell], written: Any) -> str:
-    """Greedy cells have no temperature: their row has one number in all columns."""
+    """A table with a row per rule and a column per temperature. Greedy has the same value in all columns."""
     temperatures = sorted({cell.temperature for cell in cells if cell.temperature is not None})
     rules = list(dict.fromkeys(cell.rule for cell in cells))
     rows = []

@@ -1,4 +1,4 @@
-"""The two sides that answer problems: an exported model through `Engine`, and transformers' `generate`."""
+"""The two sides that answer problems: an exported model in `Engine`, and transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SEEDS_APART = 1_000_003
 
 @dataclass(frozen=True)
 class RuleChoice:
-    """A rule with its parameters, as given on the command line.
+    """A rule with its parameters, from the command line.
 
-    label: the text itself.
-    parameters: for `generate`. Without `rule`, its parameter names the rule, and no parameter means Top-W.
+    label: the text that was given.
+    parameters: the parameters of `generate`. Without `rule`, a rule's parameter implies the rule; none means Top-W.
     """
 
     label: str
@@ -43,8 +43,8 @@ class RuleChoice:
             name, sign, value = part.partition("=")
             if not name.isidentifier() or (sign and not value) or (place and not sign):
                 raise ParameterError(
-                    f"the rule {text!r:.60} is not a rule's name, a parameter=value, or either with more of "
-                    "parameter=value behind commas; see --help."
+                    f"the rule {text!r:.60} is not a rule's name or parameter=value, with any further parameter=value "
+                    "after commas; see --help."
                 )
             if sign:
                 parameters[name] = _number(value)
@@ -72,7 +72,11 @@ def _number(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Reply:
-    """One generated text. kept: mean size of its crops; None where it is unknown."""
+    """One generated text.
+
+    tokens: number of generated tokens.
+    kept: mean size of its crops; None if unknown.
+    """
 
     text: str
     tokens: int
@@ -83,16 +87,17 @@ class Side(Protocol):
     """Answers problems."""
 
     def replies(self, asked: Sequence[Problem], rule: RuleChoice, temperature: float, seed: int) -> list[Reply]:
-        """One reply per problem. Every rule and temperature gets the same random numbers for a seed."""
+        """One reply per problem. For a seed, every rule and temperature gets the same random numbers."""
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free memory and threads."""
 
 
 class EngineSide:
-    """An export, batched by the engine.
+    """An exported model in the batching engine.
 
-    folder: of `topw-export`. batch: rows that run at once.
+    folder: written by `topw-export`.
+    batch: number of rows that run at once.
     """
 
     def __init__(self, folder: Path, batch: int, threads: int | None) -> None:
@@ -158,7 +163,7 @@ class TorchSide:
         unknown = [name for name in warpers if name not in WARPERS]
         if unknown or (not warpers and rule.parameters.get("rule") != "none"):
             raise ParameterError(
-                f"transformers has no warper for {rule.label}; leave it out of --rules, or leave out --torch "
+                f"transformers has no warper for {rule.label}; remove it from --rules, or remove --torch "
                 f"(warpers: {', '.join(WARPERS)})."
             )
         return {"do_sample": True, "temperature": temperature, **_OFF, **warpers}

@@ -9,8 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from benchmarks.sums.problems import problems
 from topw_deploy.demo.tokenizer import BOS, SPECIAL_TOKENS
 
-SAMPLE = 6_000  # problems from which merges are learned
-_PIECES = r" ?\p{L}+|\p{N}|#+| ?[^\s\p{L}\p{N}#]|\s"  # a word with its space, a digit, a sign
+SAMPLE = 6_000  # number of problems from which merges are learned
+_PIECES = r" ?\p{L}+|\p{N}|#+| ?[^\s\p{L}\p{N}#]|\s"  # a word with its space, a digit, a punctuation mark
 
 
 def train_tokenizer(vocab_size: int, sample: int = SAMPLE) -> Tokenizer:

@@ -1,16 +1,15 @@
 """Train the model: `python -m benchmarks.sums.train --output .cache/benchmarks/sums [--slice SECONDS] [--threads 2]`.
 
-Training can be interrupted: the checkpoint in the output folder is written every `--save-every` seconds and at the end
-of a slice, and the same command goes on from it, with the same weights as without an interruption. The finished model
-is a Hugging Face folder for `topw-export`. The clock ends a run that is slower than `--minutes`, at the low learning
-rate; only runs that end by steps repeat bit for bit.
+Training can be interrupted. A checkpoint is written to the output folder every `--save-every` seconds and at the end of
+a slice; the same command continues from it, with the same weights as without an interruption. The finished model is a
+Hugging Face folder for `topw-export`. A run that would take longer than `--minutes` is ended by the clock, after the
+learning rate has decayed; only runs that end by steps are bit-for-bit repeatable.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -23,26 +22,34 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch.nn import functional
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks.common import say
 from benchmarks.sums.problems import Problem, problems
 from benchmarks.sums.tokenizer import train_tokenizer
-from topw_deploy.demo.tokenizer import BOS, EOS, PAD, tokenizer_config
-from topw_deploy.demo.train import learning_rate_factor, optimizer_for, versions
+from topw_deploy.demo.tokenizer import EOS, PAD
+from topw_deploy.demo.train import (
+    build_model,
+    learning_rate_factor,
+    optimizer_for,
+    update,
+    versions,
+    write_json,
+    write_tokenizer,
+)
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "training_log.json"
 IGNORED = -100  # a target that is not scored
-TEST_SEED = 1_000_000  # of the held-out problems that the curve is computed on
+TEST_SEED = 1_000_000  # seed of the held-out problems for the curve
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Settings that, with the library versions and the machine's arithmetic, determine the weights.
 
-    easy: share of the steps, at the beginning, with one sum per problem.
-    group: batches that are sorted by length together.
+    easy: share of the steps at the beginning that have one sum per problem.
+    group: number of batches whose problems are sorted by length together.
     """
 
     vocab_size: int = 1664
@@ -64,10 +71,14 @@ class Recipe:
     evaluated: int = 64  # held-out problems
     seed: int = 1
 
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
 
 @dataclass
 class Progress:
-    """What a run has done in all slices: steps, seconds of training, seconds of CPU time, points of the curve."""
+    """Totals of a run over all its slices: steps, seconds of training, seconds of CPU time, points of the curve."""
 
     step: int = 0
     seconds: float = 0.0
@@ -75,28 +86,8 @@ class Progress:
     curve: list[dict[str, float]] = field(default_factory=list)
 
 
-def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """A new float32 Llama with tied embeddings."""
-    torch.manual_seed(recipe.seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=recipe.vocab_size,
-            hidden_size=recipe.hidden_size,
-            intermediate_size=recipe.intermediate_size,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads,
-            num_key_value_heads=recipe.heads,
-            max_position_embeddings=recipe.context,
-            tie_word_embeddings=True,
-            bos_token_id=tokenizer.token_to_id(BOS),
-            eos_token_id=tokenizer.token_to_id(EOS),
-            pad_token_id=tokenizer.token_to_id(PAD),
-        )
-    )
-
-
 def encode(found: Sequence[Problem], tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
-    """For each problem (ids from BOS to EOS, length of the prompt)."""
+    """For each problem: (ids from BOS to EOS, length of the prompt)."""
     eos = tokenizer.token_to_id(EOS)
     prompts = [len(e.ids) for e in tokenizer.encode_batch([p.prompt for p in found])]
     texts = tokenizer.encode_batch([p.prompt + p.completion for p in found])
@@ -115,7 +106,7 @@ def padded(rows: Sequence[tuple[list[int], int]], pad: int) -> tuple[torch.Tenso
 
 
 def batches(recipe: Recipe, tokenizer: Tokenizer, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The training batches from step `first` on. A batch depends only on the recipe and its step."""
+    """Yield the training batches from step `first` on. A batch depends only on the recipe and the step."""
     easy = round(recipe.easy * recipe.steps)
     pad = tokenizer.token_to_id(PAD)
     for group in range(first // recipe.group, -(-recipe.steps // recipe.group)):
@@ -133,7 +124,10 @@ def batches(recipe: Recipe, tokenizer: Tokenizer, first: int) -> Iterator[tuple[
 def scored_logits(
     model: LlamaForCausalLM, inputs: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits float32 [n, V] and targets int64 [n] of the n scored tokens. No mask: the padding is on the right."""
+    """Logits float32 [n, V] and targets int64 [n] of the n scored tokens.
+
+    No attention mask is needed, because the padding is on the right.
+    """
     hidden = model.model(inputs, use_cache=False).last_hidden_state  # [B, T, H]
     wanted = targets != IGNORED
     return model.lm_head(hidden[wanted]), targets[wanted]
@@ -141,9 +135,9 @@ def scored_logits(
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe) -> dict[str, float]:
-    """Held-out loss in nats per token of the answer, and the share of problems with every digit likeliest.
+    """Held-out loss in nats per token of the answer, and the share of problems in which every digit is the likeliest.
 
-    Digits are scored behind the true text, so the share is an estimate of greedy accuracy.
+    Digits are scored after the true text, so the share is an estimate of greedy accuracy.
     """
     rows = encode(list(islice(problems(TEST_SEED, held_out=True), recipe.evaluated)), tokenizer)
     digits = torch.tensor([tokenizer.token_to_id(str(d)) for d in range(10)])
@@ -159,8 +153,8 @@ def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe) -> d
 class Training:
     """A run in a folder, resumed from its checkpoint if there is one.
 
-    minutes: maximum time of training, in all slices; the learning rate follows the steps or the clock, whichever is
-        farther.
+    minutes: maximum training time over all slices. The learning rate follows the steps or the clock, whichever is
+        further along.
     """
 
     def __init__(self, recipe: Recipe, folder: Path, minutes: float = float("inf")) -> None:
@@ -174,7 +168,7 @@ class Training:
 
     @property
     def share(self) -> float:
-        """How much of the run is done; >= 1 at its end."""
+        """The share of the run that is done; >= 1 at its end."""
         return max(self.progress.step / self.recipe.steps, self.progress.seconds / 60 / self.minutes)
 
     @property
@@ -182,7 +176,7 @@ class Training:
         return self.share >= 1
 
     def run(self, seconds: float, save_every: float) -> None:
-        """Train until the run is done or `seconds` are over, then save."""
+        """Train until the run is done or `seconds` have passed, then save."""
         progress, before = self.progress, dataclasses.replace(self.progress)
         started, cpu = time.monotonic(), time.process_time()
         saved, recent = started, []
@@ -203,7 +197,7 @@ class Training:
         self.save()
 
     def save(self) -> None:
-        """Write the checkpoint; an interruption leaves the former one."""
+        """Write the checkpoint. If this is interrupted, the previous one remains."""
         state = {
             "recipe": dataclasses.asdict(self.recipe),
             "model": self.model.state_dict(),
@@ -224,13 +218,9 @@ class Training:
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         recipe = self.recipe
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * learning_rate_factor(self.progress.step, self.share, recipe)
+        learning_rate = recipe.learning_rate * learning_rate_factor(self.progress.step, self.share, recipe)
         loss = functional.cross_entropy(*scored_logits(self.model, inputs, targets))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.gradient_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        update(self.model, self.optimizer, loss, learning_rate, recipe)
         return loss.item()
 
     def _note(self, train_loss: float) -> None:
@@ -245,14 +235,11 @@ class Training:
 
 
 def write_model(training: Training) -> dict[str, Any]:
-    """Write the float32 model, tokenizer and log into the folder, remove the checkpoint; returns the log."""
+    """Write the float32 model, tokenizer and log into the folder, and remove the checkpoint. Returns the log."""
     folder, model, recipe = training.folder, training.model, training.recipe
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
-    ends = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    GenerationConfig(**ends, do_sample=True, temperature=1.0).save_pretrained(folder)
-    training.tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config(recipe.context))
+    write_tokenizer(model, training.tokenizer, recipe.context, folder)
     log = {
         "recipe": dataclasses.asdict(recipe),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -260,13 +247,9 @@ def write_model(training: Training) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
-    _write_json(folder / LOG, log)
+    write_json(folder / LOG, log)
     (folder / CHECKPOINT).unlink()
     return log
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -281,12 +264,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     if (options.output / LOG).exists():
-        sys.stdout.write(f"{options.output} is trained already; remove it to train again.\n")
+        sys.stdout.write(f"{options.output} is already trained; remove it to train again.\n")
         return
     training = Training(Recipe(steps=options.steps, seed=options.seed), options.output, options.minutes)
     training.run(options.slice, options.save_every)
     if not training.done:
-        sys.stdout.write(f"{options.output}: {training.progress.step} of {options.steps} steps; call again to go on.\n")
+        sys.stdout.write(f"{options.output}: {training.progress.step} of {options.steps} steps; run again to go on.\n")
         return
     log = write_model(training)
     last = log["curve"][-1]

@@ -61,7 +61,7 @@ Draws:
   --geom-scale X             factor on distances; negative repels
 
 Edits of the logits:
-  --repetition-penalty X     divide logits of tokens that occurred, > 0; 1 is none
+  --repetition-penalty X     penalty for tokens that occurred before, > 0; 1 is none
   --presence-penalty X       subtract from logits of generated tokens, once
   --frequency-penalty X      subtract from logits of generated tokens, per occurrence
   --no-repeat-ngram-size N   never generate an n-gram of this size twice; 0 allows it

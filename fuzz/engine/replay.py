@@ -20,7 +20,7 @@ from topw_deploy.runtime import GenerationResult, TopWModel
 
 REASONS = frozenset({"stop", "length", "criterion", "cancelled", "timeout", "error"})
 _INTERRUPTED = frozenset({"cancelled", "timeout", "error"})
-_ENDED_ENGINE = ("make a new Engine to go on",)
+_ENDED_ENGINE = ("create a new Engine",)
 
 
 @dataclass

@@ -195,7 +195,7 @@ def test_more_tokens_than_the_context_are_refused(asked: DecodeRequest) -> None:
         run(replace(asked, prompt_tokens=90, new_tokens=10))
 
 
-def test_a_folder_that_is_no_export_is_refused(asked: DecodeRequest, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_export_is_refused(asked: DecodeRequest, tmp_path: Path) -> None:
     with pytest.raises(ManifestError):
         run(replace(asked, folder=tmp_path))
 

@@ -56,7 +56,7 @@ def test_lengths_have_the_mean_and_the_tail_of_a_log_normal_distribution() -> No
     assert ragged(3, 1) == [1, 1, 1]
 
 
-def test_requests_depend_on_the_seed_and_the_number_of_callers_alone(asked: ServeRequest) -> None:
+def test_requests_depend_only_on_the_seed_and_the_number_of_callers(asked: ServeRequest) -> None:
     request, vocab, _ = fitted(replace(asked, requests=16))
     found = requests_of(request, 4, vocab)
     assert found == requests_of(request, 16, vocab)
@@ -90,7 +90,7 @@ def test_every_request_has_a_first_text_and_no_time_exceeds_the_whole(
     assert sum(served["between"]) <= callers * served["seconds"]
 
 
-def test_the_engine_tells_the_share_of_its_time_outside_of_runs(server: worker.Server) -> None:
+def test_the_engine_reports_the_share_of_its_time_outside_runs(server: worker.Server) -> None:
     assert 0 < server.engine(REQUESTS, 2)["outside"] < 1
 
 
@@ -132,7 +132,7 @@ def test_the_runs_alone_serve_the_requests_by_the_engines_schedule(model: TopWMo
         assert batch.steps - before <= sum(new - 1 for _, new in REQUESTS)
 
 
-def test_a_short_request_behind_a_long_prompt_is_timed(server: worker.Server) -> None:
+def test_a_short_request_that_waits_for_a_long_prompt_is_timed(server: worker.Server) -> None:
     assert server.behind([5] * 90, [1, 2, 3], budget=8) > 0
 
 
@@ -182,7 +182,7 @@ def test_a_side_of_another_library_is_served_the_same_requests(asked: ServeReque
     assert load.ratios("other")[0] > 1
 
 
-def test_a_report_is_read_off_its_rounds(asked: ServeRequest, any_machine: Any) -> None:
+def test_a_report_summarises_its_rounds(asked: ServeRequest, any_machine: Any) -> None:
     def side(label: str, kind: str, *seconds: float) -> ServeResult:
         rounds = [{"seconds": took, "first": [took / 2], "between": [], "outside": 0.02} for took in seconds]
         return ServeResult(label, kind, rounds)
@@ -198,7 +198,7 @@ def test_a_report_is_read_off_its_rounds(asked: ServeRequest, any_machine: Any) 
     assert [cell.strip() for cell in row.split("|")[2:6]] == ["1.33", "66.7", "1.500 (1.500-1.500)", "2,250 / 2,980"]
     assert "8 streaming callers: 2.0 (2.0-2.0) % of the engine's time" in text
     assert "5.0 (5.0-5.0) times as long" in text
-    assert "40.0 (40.0-40.0) times less" in text
+    assert "40.0 (40.0-40.0) times as fast" in text
     first, second = report.panels()
     assert first.title == "4 callers get 100 new tokens/s: 1.5x faster than lists"
     assert [bar.kind for bar in first.bars] == ["ours", "yardstick"]
@@ -226,9 +226,9 @@ def test_a_request_out_of_range_is_refused(asked: ServeRequest, changes: dict[st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt_tokens": 60}, "prompt_tokens is 60, for which a sequence may need .* tokens, but the context has 96"),
-        ({"long_tokens": 96}, "long_tokens is 96, for which a sequence may need 97 tokens"),
-        ({"prefix_tokens": 90}, "prefix_tokens is 90, for which a sequence may need 99 tokens"),
+        ({"prompt_tokens": 60}, "prompt_tokens is 60, so a sequence may need .* tokens, but the context has 96"),
+        ({"long_tokens": 96}, "long_tokens is 96, so a sequence may need 97 tokens"),
+        ({"prefix_tokens": 90}, "prefix_tokens is 90, so a sequence may need 99 tokens"),
     ],
 )
 def test_lengths_beyond_the_context_are_refused(asked: ServeRequest, changes: dict[str, object], message: str) -> None:
@@ -245,7 +245,7 @@ def test_unknown_and_absent_sides_are_refused(asked: ServeRequest) -> None:
         choose(replace(asked, peers=("x",)), [absent])
 
 
-def test_a_folder_that_is_no_export_is_refused(asked: ServeRequest, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_export_is_refused(asked: ServeRequest, tmp_path: Path) -> None:
     with pytest.raises(ManifestError):
         run(replace(asked, folder=tmp_path))
 
@@ -265,7 +265,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(folder: Path, 
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_command_refuses_callers_that_are_no_numbers(folder: Path) -> None:
+def test_the_command_refuses_callers_that_are_not_numbers(folder: Path) -> None:
     done = CliRunner().invoke(topw, ["bench", "serve", str(folder), "--concurrency", "1,many"])
     assert done.exit_code == 2
     assert "'1,many' is not a comma-separated list of numbers of callers." in done.stderr

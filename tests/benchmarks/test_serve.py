@@ -1,4 +1,4 @@
-"""`python -m benchmarks.serve`: the other engines serve every request, here as stand-ins that count tokens."""
+"""`python -m benchmarks.serve`: the other engines serve every request. Here they are stand-ins that count tokens."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def llama_memory_seq_rm(memory, row, start, end):
 
 
 def llama_decode(context, batch):
-    """Positions must follow each other. The next token is (the last + 1) % VOCAB."""
+    """Requires consecutive positions. The next token is (the last + 1) % VOCAB."""
     assert 0 < batch.n_tokens <= context.n_batch
     for index in range(batch.n_tokens):
         (row,), token = batch.seq_id[index], batch.token[index]

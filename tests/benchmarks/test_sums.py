@@ -58,7 +58,7 @@ def test_a_seed_gives_the_same_problems_and_no_number_is_on_both_sides() -> None
     assert all(is_held_out([int(n) for n in numbers(p)]) for p in islice(problems(3, held_out=True), 50))
 
 
-def test_the_stated_total_is_the_number_behind_the_first_marker() -> None:
+def test_the_stated_total_is_the_number_after_the_first_marker() -> None:
     assert stated_total(" so 12.\n#### 12\n#### 13") == 12
     assert stated_total("12") is None
     assert stated_total("#### twelve") is None
@@ -107,7 +107,7 @@ def test_texts_fit_the_context_and_digits_are_tokens() -> None:
 
 
 class Answering:
-    """Solves every problem when greedy, else those of even place."""
+    """Solves every problem if greedy, else every other problem."""
 
     def replies(self, asked: list[Problem], rule: RuleChoice, temperature: float, seed: int) -> list[Reply]:
         return [Reply(p.answer if rule.greedy or place % 2 == 0 else "none", 10, None) for place, p in enumerate(asked)]

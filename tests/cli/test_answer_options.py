@@ -1,4 +1,4 @@
-"""Options of `topw generate` for what the text must match, and for log-probabilities."""
+"""Options of `topw generate` for structured output and log-probabilities."""
 
 from __future__ import annotations
 

@@ -44,6 +44,23 @@ def test_the_uniform_metric_needs_a_width_only(invoke: Invoke, tmp_path: Path) -
     assert found.keep_mask is not None
 
 
+def test_the_default_beta_of_an_export_may_depend_on_the_temperature(invoke: Invoke, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("--metric", "uniform", "--vocab-size", 60, "--preset", "creative", "--temperature", 2, "--no-verify")
+    invoke("export-sampler", out, *words)
+    manifest = load_manifest(out)
+    assert (manifest.defaults, manifest.default_beta) == (TopWParameters(beta=4.5, temperature=2.0), "1.5+1.5*T")
+    sampler = TopWSampler.from_pretrained(out, provider="cpu")
+    kept = sampler.sample(LOGITS, uniform=0.5, temperature=1.5).kept.tolist()
+    assert kept == sampler.sample(LOGITS, uniform=0.5, temperature=1.5, beta=3.75).kept.tolist()
+    assert kept != sampler.sample(LOGITS, uniform=0.5, temperature=1.5, beta=4.5).kept.tolist()
+    shown = invoke("inspect", out).stdout
+    assert " 1.5+1.5*T\n" in shown
+    assert "median distance" in shown
+    invoke("export-sampler", out, *words, "--beta", 3, "--overwrite")
+    assert (load_manifest(out).defaults.beta, load_manifest(out).default_beta) == (3.0, "")
+
+
 def test_a_table_from_a_file_gives_its_geometry(invoke: Invoke, tmp_path: Path) -> None:
     table = np.random.default_rng(0).standard_normal((60, 5)).astype(np.float32)
     np.save(tmp_path / "table.npy", table)

@@ -169,7 +169,31 @@ def test_a_preset_states_the_parameters_that_are_not_given(invoke: Invoke, rando
     parameters = preset_parameters("lively", *model.manifest.sampler.geometry) | {"temperature": 2.0}
     assert found["token_ids"] == model.generate("ab", seed=5, max_new_tokens=8, **parameters).token_ids
     assert found["kept"] != json.loads(invoke(*words, "--temperature", 2).stdout)["kept"]
-    assert "'paper', 'lively'" in invoke(*words, "--preset", "livley").stderr
+    assert "'paper', 'creative', 'lively'" in invoke(*words, "--preset", "livley").stderr
+
+
+def test_beta_may_depend_on_the_temperature(invoke: Invoke, random_model: Path) -> None:
+    words = (
+        "generate",
+        random_model,
+        "ab",
+        "--json",
+        "--seed",
+        5,
+        "--max-new-tokens",
+        8,
+        "--temperature",
+        2,
+        "--lam",
+        2,
+    )
+    found = json.loads(invoke(*words, "--beta", "1.5 + 1.5*T").stdout)
+    expected = json.loads(invoke(*words, "--beta", 4.5).stdout)
+    assert (found["token_ids"], found["kept"]) == (expected["token_ids"], expected["kept"])
+    assert found["kept"] != json.loads(invoke(*words, "--beta", 3).stdout)["kept"]
+    refused = invoke(*words, "--beta", "1.5+T")
+    assert refused.exit_code == 2
+    assert "beta is '1.5+T', but must be a finite number >= 0, or A+B*T" in refused.stderr
 
 
 @pytest.mark.parametrize(

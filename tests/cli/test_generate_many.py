@@ -316,7 +316,7 @@ def test_stats_count_the_run_on_stderr(invoke: Invoke, random_model: Path, sourc
         (("--prompts-jsonl", "IN", "--resume"), "need --output with a file"),
         (("--prompts-jsonl", "IN", "--output", "-", "--overwrite"), "need --output with a file"),
         (("--prompts-jsonl", "IN", "--output", "x", "--resume", "--overwrite"), "not both"),
-        (("--prompts-jsonl", "IN", "--output", "IN", "--overwrite"), "is also the file of prompts"),
+        (("--prompts-jsonl", "IN", "--output", "IN", "--overwrite"), "is the same file as --prompts-jsonl"),
     ],
 )
 def test_options_that_do_not_fit_are_a_usage_error(

@@ -82,7 +82,7 @@ def test_mt_bench_s_second_turn_follows_the_answer_to_the_first(
     assert found[2]["choices"] == [{"index": 0, "turns": [history[2]["content"], history[4]["content"]]}]
 
 
-def test_an_interrupted_run_goes_on_in_its_turn(
+def test_an_interrupted_run_continues_in_its_turn(
     invoke: Invoke, random_model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "model.jsonl"
@@ -142,7 +142,7 @@ def test_a_question_that_fails_leaves_no_file_for_the_judge(invoke: Invoke, rand
         ("mt_bench", '{"question_id": 1, "turns": ["a"]}\n' * 2, "line 2 of f has the question_id 1 of another"),
     ],
 )
-def test_other_files_are_refused_by_place(form: str, text: str, said: str) -> None:
+def test_other_files_are_refused_with_the_place(form: str, text: str, said: str) -> None:
     with pytest.raises(PromptError, match=said):
         read_questions(text.encode(), "f", form)
 
@@ -152,7 +152,7 @@ def test_options_that_do_not_fit_are_refused(invoke: Invoke, random_model: Path,
     for words, said in (
         (("--model-id", "x"), "--model-id needs --format"),
         (("--format", "mt_bench"), "--format needs --output"),
-        (("--format", "mt_bench", "--output", questions.parent / "o"), "have 2 turns; give --chat"),
+        (("--format", "mt_bench", "--output", questions.parent / "o"), "have up to 2 turns"),
         (("--format", "mt_bench", "--output", questions.parent / "o", "-n", 2), "one answer per question"),
     ):
         result = invoke(*command, *words)
@@ -174,7 +174,7 @@ def test_answers_are_trimmed(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "lines") == {0: "one", "b": "two words"}
 
 
-def test_characters_outside_ascii_come_back() -> None:
+def test_characters_outside_ascii_survive() -> None:
     questions = [Question("q", ("größe",), None)]
     assert turn_prompts(questions, [], "unused") == [{"id": "q", "prompt": "größe"}]
     answers: list[Any] = [{"q": "grün 😀\u2028"}]

@@ -75,7 +75,7 @@ def test_a_text_of_a_chat_is_the_users_message() -> None:
         ('{"prompt": "a", "temperature": [1]}', r"temperature is \[1\]"),
         ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
         ('{"prompt": "a", "seed": 1.5}', "seed is 1.5"),
-        ('{"prompt": "a", "preset": "best"}', "must be one of paper, lively"),
+        ('{"prompt": "a", "preset": "best"}', "must be one of paper, creative, lively"),
         ('{"prompt": "a", "max_new_tokens": 1, "max_length": 5}', "both given"),
         ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
     ],

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from tests.support.toy_model import Toy, export
 from topw_deploy.cli.main import topw
 from topw_deploy.compare.collect import Cell, CompareRequest, Comparison, Prompt, Sample
-from topw_deploy.compare.rules import RuleSetting, read_rules
+from topw_deploy.runtime.rule_settings import RuleSetting, read_rules
 
 Invoke = Callable[..., Result]
 

@@ -11,8 +11,8 @@ import pytest
 from topw_deploy.compare.collect import Sample
 from topw_deploy.compare.page.chart import Line, Point, chart, key
 from topw_deploy.compare.page.html import page
-from topw_deploy.compare.rules import RuleSetting
 from topw_deploy.compare.summary import METRICS, summarise
+from topw_deploy.runtime.rule_settings import RuleSetting
 
 from .conftest import comparison, sample
 

@@ -78,7 +78,7 @@ def test_a_full_queue_is_an_error(model: TopWModel, engine_of: NewEngine, gate: 
     engine = engine_of(model, max_batch=1, max_queue=2)
     requests = [engine.submit("a", max_new_tokens=2, stopping_criteria=gate)]
     requests += [engine.submit("b", max_new_tokens=2, n=2)]
-    with pytest.raises(QueueFullError, match="has 3 sequences, and room for 3; try again later"):
+    with pytest.raises(QueueFullError, match="has 3 sequences, but room for only 3; try again later"):
         engine.submit("c")
     assert engine.stats().queued >= 2
     gate.opened.set()
@@ -132,7 +132,7 @@ def test_a_result_may_be_awaited_in_parts(model: TopWModel, engine_of: NewEngine
     assert len(request.result(60).token_ids) == 2
     assert request.done
     list(request)
-    with pytest.raises(GenerationError, match="can be read once"):
+    with pytest.raises(GenerationError, match="can be read only once"):
         list(request)
 
 

@@ -19,7 +19,7 @@ def test_draining_finishes_what_was_accepted(model: TopWModel, gate: Gate) -> No
     requests += [engine.submit("b", max_new_tokens=4, seed=n, **HOT) for n in range(3)]
     with pytest.raises(TimeoutError, match="were still running after 0"):
         engine.drain(0)
-    with pytest.raises(GenerationError, match="accepts no more requests; make a new Engine"):
+    with pytest.raises(GenerationError, match="accepts no more requests; create a new Engine"):
         engine.submit("c")
     gate.opened.set()
     engine.drain(60)

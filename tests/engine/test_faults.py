@@ -191,7 +191,7 @@ def test_an_unexpected_error_fails_all_requests_and_nobody_waits(
     monkeypatch.setattr(Batch, "step", broken)
     gate.opened.set()
     for request in requests:
-        with pytest.raises(GenerationError, match=r"engine has failed \(RuntimeError: surprise\); make a new Engine"):
+        with pytest.raises(GenerationError, match=r"engine has failed \(RuntimeError: surprise\); create a new Engine"):
             request.result(60)
     with pytest.raises(GenerationError, match="engine has failed"):
         engine.submit("c")

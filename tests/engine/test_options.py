@@ -51,7 +51,7 @@ def test_a_tensorrt_engine_of_fewer_rows_is_refused(opened: Open) -> None:  # no
 
 def test_rows_that_tensorrt_cannot_bind_are_refused(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model._session, "provider", "tensorrt", raising=False)
-    with pytest.raises(EngineError, match="a row of a state takes 992 bytes, which is no multiple of 256"):
+    with pytest.raises(EngineError, match="a row of a state takes 992 bytes, which is not a multiple of 256"):
         Engine(model, max_length=31)
     Engine(model, max_length=32).shutdown()
 

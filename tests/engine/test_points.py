@@ -142,7 +142,7 @@ def test_sessions_hold_states_of_fixed_size(
     assert one.save_session([*SYSTEM, 77], tmp_path / "session").tokens == tokens
     other = engine_of(hybrid, prefix_bytes=prefix_bytes, **options)
     if exact and not prefix_bytes:
-        with pytest.raises(GenerationError, match="but prefix_bytes is 0 bytes; make the engine with a higher"):
+        with pytest.raises(GenerationError, match="but prefix_bytes is 0 bytes; create the engine with a higher"):
             other.load_session(tmp_path / "session")
         return
     other.load_session(tmp_path / "session")

@@ -93,7 +93,7 @@ def test_closing_tells_those_who_wait_and_refuses_the_rest() -> None:
     room.close("another one")
     assert (room.holds(second), settled) == (False, [1])
     for refused in (room.check, lambda: room.enter(Place(1)), lambda: room.wait(Place(1), room.check)):
-        with pytest.raises(GenerationError, match="closed for a reason; make a new Engine"):
+        with pytest.raises(GenerationError, match="closed for a reason; create a new Engine"):
             refused()
     assert not room.wait_until_empty(0)
     room.give(first)

@@ -119,7 +119,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another digest": (change("__metadata__", sha256="0" * 64), "its data has SHA-256 .*, its header says 0000"),
     "no tokens": (lambda header: header.pop("tokens"), "it has no tokens"),
     "tokens of another type": (change("tokens", dtype="U64"), "it has no tokens"),
-    "zero tokens": (change("tokens", shape=[0], data_offsets=[0, 0]), "it has 0 tokens, but a row of the engine 1"),
+    "zero tokens": (change("tokens", shape=[0], data_offsets=[0, 0]), "it has 0 tokens, but a row of the engine has 1"),
     "too many tokens": (change("tokens", shape=[10], data_offsets=[0, 80]), r"10 tokens, but .* 1 to 9 \(max_length\)"),
     "2^60 tokens": (change("tokens", shape=[1 << 60], data_offsets=[0, 1 << 63]), "tokens, but a row of the engine"),
     "a state less": (lambda header: header.pop("mean"), "it has no tensor 'mean'"),
@@ -187,8 +187,8 @@ def sealed(header: dict[str, Any], data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("tokens", struct.pack("<q", 50), "it has the token 50, but the vocabulary 50"),
-        ("tokens", struct.pack("<q", -1), "it has the token -1, but the vocabulary 50"),
+        ("tokens", struct.pack("<q", 50), "it has the token 50, but the vocabulary has 50 tokens"),
+        ("tokens", struct.pack("<q", -1), "it has the token -1, but the vocabulary has 50 tokens"),
         ("keys", struct.pack("<f", np.nan), "its state keys is not finite"),
         ("keys", struct.pack("<f", -np.inf), "its state keys is not finite"),
         ("mean", struct.pack("<e", np.inf), "its state mean is not finite"),
@@ -222,7 +222,7 @@ def test_an_exact_engine_takes_files_with_its_own_chunks_only(path: Path, tmp_pa
     with pytest.raises(SessionFileError, match="not saved by an engine with exact=True and chunks of 4 tokens"):
         read_session(path, exact)
     write_session(path, exact, TOKENS, states_of(5))
-    with pytest.raises(SessionFileError, match="it has 5 tokens, which is no multiple of 4"):
+    with pytest.raises(SessionFileError, match="it has 5 tokens, which is not a multiple of 4"):
         read_session(path, exact)
     write_session(path, exact, TOKENS[:4], states_of(5))
     assert len(read_session(path, exact)[0]) == len(read_session(path, FORM)[0]) == 4

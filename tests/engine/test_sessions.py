@@ -166,7 +166,7 @@ def test_a_session_needs_room_in_host_memory_or_a_free_row(
     threading.Timer(0.05, gate.opened.set).start()
     with pytest.raises(
         GenerationError,
-        match=r"takes 6\.8 kB, but prefix_bytes is 100 bytes and all rows are in use; make the engine with a higher",
+        match=r"takes 6\.8 kB, but prefix_bytes is 100 bytes and all rows are in use; create the engine with a higher",
     ):
         engine.load_session(saved)
     running.result(60)
@@ -214,12 +214,12 @@ def test_what_cannot_be_saved_or_loaded_is_refused(
     engine = engine_of(model)
     with pytest.raises(GenerationError, match="holds no states after a beginning of the 2 tokens; generate from them"):
         engine.save_session([1, 2], tmp_path / "none")
-    with pytest.raises(PromptError, match="there are 2 prompts, but a session is of one"):
+    with pytest.raises(PromptError, match="there are 2 prompts, but a session has one"):
         engine.save_session([[1, 2], [3]], tmp_path / "none")
     with pytest.raises(PromptError, match="token id 1000"):
         engine.save_session([1, 1000], tmp_path / "none")
     assert not (tmp_path / "none").exists()
-    with pytest.raises(SessionFileError, match="it has 34 tokens, but a row of the engine 1 to 20"):
+    with pytest.raises(SessionFileError, match="it has 34 tokens, but a row of the engine has 1 to 20"):
         engine_of(model, max_length=20).load_session(saved)
     with pytest.raises(SessionFileError, match="it belongs to another export"):
         engine_of(load(Toy.random(7))).load_session(saved)
@@ -240,7 +240,7 @@ def test_a_drained_engine_saves_and_one_that_was_shut_down_does_not(
     with pytest.raises(GenerationError, match="accepts no more requests"):
         engine.load_session(saved)
     engine.shutdown()
-    with pytest.raises(GenerationError, match="the engine is shut down; make a new Engine"):
+    with pytest.raises(GenerationError, match="the engine is shut down; create a new Engine"):
         engine.save_session(SYSTEM, tmp_path / "late")
 
 
@@ -281,7 +281,7 @@ def test_no_caller_waits_for_an_engine_that_ends_meanwhile(model: TopWModel, tmp
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive()
-        assert errors == ["the engine is shut down; make a new Engine to go on."] * 2
+        assert errors == ["the engine is shut down; create a new Engine."] * 2
 
 
 def test_a_call_amid_the_last_moments_of_the_thread_is_answered(

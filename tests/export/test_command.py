@@ -43,6 +43,9 @@ def test_progress_goes_to_stderr_and_the_result_to_stdout(tmp_path: Path, foreig
     assert result.stdout == f"{tmp_path / 'out'}\n"
     assert "Grafting the sampler" in result.stderr
     assert result.stderr.count("[✓]") == 12
+    median = load_manifest(tmp_path / "out").median_distance
+    assert median is not None
+    assert f"median distance of likely pairs: {median:.4g}" in result.stderr
 
 
 def test_the_result_as_json(tmp_path: Path, foreign_decoder: Path) -> None:

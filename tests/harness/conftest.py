@@ -1,4 +1,4 @@
-"""Models of lm-evaluation-harness over toy folders. The harness is imported by tests only: it takes seconds."""
+"""Models of lm-evaluation-harness from toy folders. Only tests import the harness, because that takes seconds."""
 
 from __future__ import annotations
 

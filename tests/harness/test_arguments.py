@@ -1,4 +1,4 @@
-"""`--model_args`: every name is known or refused; `topw lm-eval` passes the harness its words."""
+"""`--model_args`: every name is known or refused; `topw lm-eval` passes its arguments to the harness."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_command_names_the_model(monkeypatch: pytest.MonkeyPatch, words: lis
     assert sys.argv == before
 
 
-def test_the_class_is_found_by_name_beside_the_harness_s_own() -> None:
+def test_the_class_is_found_by_name_like_the_harness_s_own() -> None:
     from lm_eval.api.registry import get_model, model_registry
 
     from topw_deploy.harness.model import TopWHarness

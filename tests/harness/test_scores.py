@@ -1,4 +1,4 @@
-"""Log-likelihoods are sums of log softmax of the toy decoder's logits."""
+"""Log-likelihoods are sums of the log-softmax of the toy decoder's logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import Open, instances
 
 
 def likelihood(toy: Toy, tokens: list[int], start: int) -> tuple[float, bool]:
-    """Of `tokens` from `start` on."""
+    """(Log-likelihood of `tokens` from `start` on, whether they are greedy)."""
     total, greedy = 0.0, True
     for end in range(start, len(tokens)):
         logits = toy.logits(tokens[:end]).astype(np.float64)
@@ -37,7 +37,7 @@ def test_the_likelihood_of_a_continuation_is_the_models(opened: Open, toy: Toy, 
 
 
 @pytest.mark.parametrize("batch_size", [1, 8], ids=["drawn", "read"])
-def test_a_greedy_continuation_is_said_to_be_one(opened: Open, toy: Toy, batch_size: int) -> None:
+def test_a_greedy_continuation_is_reported_as_greedy(opened: Open, toy: Toy, batch_size: int) -> None:
     model, tokens = opened(batch_size=batch_size), byte_ids("Once")
     for _ in range(3):
         tokens.append(int(toy.logits(tokens).argmax()))
@@ -50,7 +50,7 @@ def test_a_greedy_continuation_is_said_to_be_one(opened: Open, toy: Toy, batch_s
         assert total == pytest.approx(likelihood(toy, context + continuation, len(context))[0], abs=1e-4)
 
 
-def test_continuations_are_drawn_behind_a_prompt_that_is_read_in_chunks_and_reused(opened: Open, toy: Toy) -> None:
+def test_continuations_are_drawn_after_a_prompt_that_is_read_in_chunks_and_reused(opened: Open, toy: Toy) -> None:
     model, tokens = opened(batch_size=2), byte_ids("question " * 9)
     asked = [(None, tokens, byte_ids(text)) for text in ("A", "B", "no", "maybe")]
     found = model._loglikelihood_tokens(asked, disable_tqdm=True)
@@ -72,7 +72,7 @@ def test_a_long_continuation_or_one_without_reuse_is_read_in_steps_of_all_rows(
         assert (model._runner.engine.stats().steps == before) == drawn, length
 
 
-def test_prompts_of_a_recurrent_model_are_not_taken_to_be_reused(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recurrent_model_does_not_reuse_prompts(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     assert opened()._runner.reuses
     monkeypatch.setattr(DecoderInfo, "recurs", True)
     assert not opened()._runner.reuses
@@ -122,7 +122,7 @@ def test_the_bos_token_begins_texts_and_empty_contexts(opened: Open, toy: Toy, t
     ]
 
 
-def test_bans_of_the_models_own_configuration_do_not_touch_scores(opened: Open, toy: Toy, tmp_path: Path) -> None:
+def test_bans_of_the_models_own_configuration_do_not_affect_scores(opened: Open, toy: Toy, tmp_path: Path) -> None:
     config = {"min_new_tokens": 3, "suppress_tokens": byte_ids("b"), "no_repeat_ngram_size": 1}
     config["bad_words_ids"] = [byte_ids("c")]
     folder = export(tmp_path / "out", toy, form="grouped", with_logits=True, generation_config=config)

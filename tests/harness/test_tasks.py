@@ -1,4 +1,4 @@
-"""The local tasks over the bundled model, whole: scores and answers are torch's."""
+"""The local tasks, run completely on the bundled model: scores and answers are torch's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_each_task_has_its_measures(results: dict[str, Any]) -> None:
     assert results["config"]["topw_sampler"] in ("native", "graph")
 
 
-def test_choices_are_scored_as_torch_scores_them(
+def test_scores_of_choices_are_torch_s(
     results: dict[str, Any], folder: Path, torch_likelihood: Callable[[list[int], int], float]
 ) -> None:
     from topw_deploy.runtime import TopWModel

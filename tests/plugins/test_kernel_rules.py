@@ -1,4 +1,4 @@
-"""The sampling rules beside Top-W in the native sampler, against their definitions in float64."""
+"""The sampling rules other than Top-W in the native sampler, against their definitions in float64."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Batch:
         )  # fmt: skip
 
     def differences(self, kernel: Kernel) -> list[str]:
-        """Unexplained differences from the definitions; also in whether the row is valid."""
+        """Unexplained differences from the definitions, including in whether the row is valid."""
         found, lines = self.sampled(kernel), []
         for i, case in enumerate(self.cases):
             parameters = {"temperature": self.temperature[i], "selection_temperature": self.selection[i]}
@@ -103,7 +103,7 @@ def test_every_rule_answers_as_its_definition(each_kernel: Kernel, vocab: int) -
 
 
 def near_the_cut(logits: np.ndarray, rng: np.random.Generator) -> list[tuple[int, tuple[float, float]]]:
-    """Codes and values that put the cut of each rule next to a token, relatively 1e-7 to 0.1 away, at T = 1."""
+    """Codes and values that place each rule's cut at a relative distance of 1e-7 to 0.1 from a token, at T = 1."""
     drops, k = np.sort(logits.max() - logits.astype(np.float64)), int(rng.integers(1, 30))
     w = np.exp(-drops)
     Z, mean = w.sum(), (w * drops).sum() / w.sum()
@@ -123,7 +123,7 @@ def near_the_cut(logits: np.ndarray, rng: np.random.Generator) -> list[tuple[int
 
 
 def test_cuts_next_to_a_token_are_decided_as_by_the_definitions(each_kernel: Kernel) -> None:
-    """The bounds of the sums in float32 are not enough near a token; the vocabulary has more than 64 blocks."""
+    """Near a token, bounds on sums in float32 are not sufficient. The vocabulary has more than 64 blocks."""
     rng = np.random.default_rng(6)
     for width in np.linspace(0.5, 3.5, 20):
         logits = (rng.standard_normal(17_001) * width).astype(np.float32)
@@ -167,7 +167,7 @@ def test_a_mask_is_the_same_as_logits_of_minus_infinity(each_kernel: Kernel) -> 
 
 
 def peaked(vocab: int = 151_936) -> np.ndarray:
-    """float32 [1, vocab] with a likely token, thirty others, and a bell."""
+    """Logits, float32 [1, vocab]: a likely token, thirty others, and normal ones."""
     rng = np.random.default_rng(0)
     row = rng.standard_normal(vocab) * 2.2
     row[rng.permutation(vocab)[:31]] = np.concatenate([[20.0], 18.0 - 0.2 * np.arange(30)])

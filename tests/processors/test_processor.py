@@ -77,9 +77,24 @@ def test_the_presets_and_names_are_the_packages(model):
         TopWLogitsProcessor(preset="lively", metric="uniform").parameters.init_top_p
         == as_float32({"init_top_p": 0.3}).init_top_p
     )
+    creative = TopWLogitsProcessor(model, preset="creative", temperature=1.5)
+    assert creative.parameters == as_float32(TopWParameters(beta=3.75, temperature=1.5))
+    assert creative.options == TopWOptions()
     theirs = TopWLogitsProcessor(model, lambda_geom=0.5, warm_p=0.75, m=100)
     assert (theirs.parameters.lam, theirs.parameters.init_top_p, theirs.options.top_m) == (0.5, 0.75, 100)
     assert TopWLogitsProcessor(metric="uniform", lam=0.1).parameters.lam == as_float32({"lam": 0.1}).lam
+
+
+def test_a_beta_that_depends_on_the_temperature_needs_generates_temperature(model):
+    scores = random_scores(6)
+    text = TopWLogitsProcessor(model, beta="0.5+1.5*T", temperature=1.5, lam=1.0)
+    number = TopWLogitsProcessor(model, beta=2.75, temperature=1.5, lam=1.0)
+    assert torch.equal(text(PROMPT, scores), number(PROMPT, scores))
+    assert text.generate_arguments()["temperature"] == 1.5
+    # The crop's temperature alone leaves the draw's open, but not with such a beta, which is then taken at 1.
+    fixed, free = (TopWLogitsProcessor(model, beta=b, selection_temperature=1.2) for b in ("0.5+1.5*T", "2"))
+    assert fixed.generate_arguments()["temperature"] == 1.0
+    assert "temperature" not in free.generate_arguments()
 
 
 @pytest.mark.parametrize(
@@ -88,8 +103,9 @@ def test_the_presets_and_names_are_the_packages(model):
         ({"lamm": 1.0}, "unknown parameter 'lamm': did you mean lam"),
         ({"lam": 1.0, "lambda_geom": 1.0}, "lam is given twice"),
         ({"lam": -1.0}, "lam is -1.0"),
+        ({"beta": "1.5+T"}, r"beta is '1.5\+T', but must be"),
         ({"top_m": 0}, "top_m is 0"),
-        ({"preset": "ours"}, "preset is 'ours', but must be one of paper, released, lively"),
+        ({"preset": "ours"}, "preset is 'ours', but must be one of paper, released, creative, lively"),
     ],
 )
 def test_choices_that_cannot_be_right_are_refused(model, choices, message):

@@ -45,7 +45,7 @@ def test_generate_keeps_what_the_definition_keeps(model, choices):
         assert kept_sets(scores) == [sorted(kept) for kept in wanted]
 
 
-def test_rules_without_temperature_take_any(model):
+def test_rules_independent_of_the_temperature_accept_any(model):
     sigma = RuleLogitsProcessor(top_n_sigma=1.0)
     assert "temperature" not in sigma.generate_arguments()
     model.generate(PROMPTS, **sigma.generate_arguments(), temperature=3.0, max_new_tokens=1)
@@ -70,7 +70,7 @@ def test_generate_must_not_cut_the_crop_again(model):
         model.generate(PROMPTS, logits_processor=[processor], do_sample=True, max_new_tokens=1)
 
 
-def test_a_broken_row_is_named():
+def test_an_invalid_row_is_named():
     scores = torch.zeros(2, 5)
     scores[1, 2] = torch.nan
     with pytest.raises(GenerationError, match=r"row 1 of the batch has NaN.*before min_p"):
@@ -91,6 +91,6 @@ def test_min_p_is_transformers_min_p():
         ({"min_p": 0.1, "temperature": -1.0}, "temperature is -1.0"),
     ],
 )
-def test_wrong_arguments_are_named(choices, message):
+def test_wrong_arguments_are_refused_by_name(choices, message):
     with pytest.raises(ParameterError, match=message):
         RuleLogitsProcessor(**choices)

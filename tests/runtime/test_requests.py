@@ -79,7 +79,7 @@ def test_each_row_may_have_its_own_preset() -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ParameterError, match="preset is 'released', but must be one of paper, lively"):
+    with pytest.raises(ParameterError, match="preset is 'released', but must be one of paper, creative, lively"):
         row({"preset": "released"})
 
 

@@ -76,9 +76,7 @@ def test_a_row_that_ends_leaves_the_others_rules(model: TopWModel) -> None:
         ({"min_p": [0.1, 0.2]}, "min_p has 2 values for 1 prompts"),
     ],
 )
-def test_what_is_wrong_with_a_rule_is_said_before_anything_runs(
-    model: TopWModel, given: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_rule_is_refused_before_anything_runs(model: TopWModel, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         model.generate(["ab"], **HOT, **given)
 

@@ -56,8 +56,25 @@ def test_a_preset_states_the_parameters_that_are_not_given(sampler: TopWSampler)
     assert found.next_token.tolist() == expected.next_token.tolist()
     assert found.kept.tolist() == expected.kept.tolist()
     assert found.kept.tolist() != sampler.sample(LOGITS, uniform=0.9).kept.tolist()
-    with pytest.raises(ParameterError, match="preset is 'wild', but must be one of paper, lively"):
+    with pytest.raises(ParameterError, match="preset is 'wild', but must be one of paper, creative, lively"):
         sampler.sample(LOGITS, uniform=0.9, preset="wild")
+
+
+def test_beta_may_depend_on_each_rows_temperature(sampler: TopWSampler) -> None:
+    temperatures = np.linspace(0, 3, ROWS, dtype=np.float32)
+    shared: dict[str, Any] = {"uniform": 0.5, "lam": 1.2, "init_top_p": 0.5}
+    numbers = [1.5 + 0.5 * float(t) for t in temperatures]
+    expected = sampler.sample(LOGITS, temperature=temperatures, beta=numbers, **shared)
+    found = sampler.sample(LOGITS, temperature=temperatures, beta="1.5+0.5*T", **shared)
+    mixed = sampler.sample(LOGITS, temperature=temperatures, beta=["1.5 + 0.5*T", *numbers[1:]], **shared)
+    for each in (found, mixed):
+        assert each.next_token.tolist() == expected.next_token.tolist()
+        assert each.kept.tolist() == expected.kept.tolist()
+    assert found.kept.tolist() != sampler.sample(LOGITS, temperature=temperatures, beta=1.5, **shared).kept.tolist()
+    with pytest.raises(ParameterError, match=r"beta is '1.5\+T', but must be"):
+        sampler.sample(LOGITS[:0], uniform=0.5, beta="1.5+T")
+    with pytest.raises(ParameterError, match="must be one number or one for each of the"):
+        sampler.sample(LOGITS, uniform=0.5, beta=["1+1*T"] * (ROWS + 1))
 
 
 def test_edits_are_applied_and_one_row_may_come_alone(sampler: TopWSampler) -> None:

@@ -20,8 +20,14 @@ def test_a_preset_states_every_top_w_parameter() -> None:
     assert tuple(preset_parameters("lively", "cosine", 64)) == PARAMETER_NAMES
 
 
+def test_the_creative_preset_follows_the_rows_temperature() -> None:
+    creative = preset_parameters("creative", "mahalanobis", 64)
+    assert TopWParameters(**creative) == TopWParameters(beta=3.0)
+    assert TopWParameters(**creative | {"temperature": 2.0}) == TopWParameters(beta=4.5, temperature=2.0)
+
+
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ParameterError, match="preset is 'livley', but must be one of paper, lively"):
+    with pytest.raises(ParameterError, match="preset is 'livley', but must be one of paper, creative, lively"):
         preset_parameters("livley", "uniform", None)
 
 

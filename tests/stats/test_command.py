@@ -64,6 +64,11 @@ def test_a_preset_sets_the_parameters_that_are_not_given(folder: Path, invoke: I
     assert report["preset"] == "lively"
 
 
+def test_a_scale_per_median_distance_needs_one_in_the_folder(folder: Path, invoke: Invoke) -> None:
+    with pytest.raises(ParameterError, match="no median distance of likely pairs"):
+        invoke("stats", folder, "abc", *SHORT, "--geom-scale", 1, "--geom-unit", "median")
+
+
 @pytest.mark.slow
 def test_a_sweep_compares_settings_and_a_picture_is_drawn(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("stats", folder, "abc", *SHORT, "-q", "--sweep", "temperature=0.5,2", "--plot", tmp_path / "p.png")
@@ -79,6 +84,10 @@ def test_sweeps_multiply() -> None:
         Setting("temperature 2, init_top_p 0.5", {"lam": 1.0, "temperature": 2.0, "init_top_p": 0.5}),
     ]
     assert settings_of({"lam": 1.0}, []) == [Setting("", {"lam": 1.0})]
+    assert settings_of({}, ["beta=2.8, 1.5+1.5*T"]) == [
+        Setting("beta 2.8", {"beta": 2.8}),
+        Setting("beta 1.5+1.5*T", {"beta": "1.5+1.5*T"}),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +98,8 @@ def test_sweeps_multiply() -> None:
         ("temperature=1,x", "is not NAME=NUMBER"),
         ("temprature=1", "did you mean temperature"),
         ("lam=1", "given as an option and swept"),
+        ("beta=1.5+T", "is not NAME=NUMBER"),
+        ("temperature=1+1*T", "is not NAME=NUMBER"),
     ],
 )
 def test_a_wrong_sweep_is_refused(sweep: str, message: str) -> None:

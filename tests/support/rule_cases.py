@@ -1,4 +1,4 @@
-"""Random rows for the sampling rules beside Top-W, some with a value next to a threshold. Imports only numpy."""
+"""Random rows for the sampling rules other than Top-W, some with a value close to a threshold. Imports only numpy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from topw_deploy.sampling.rules.row import OrderedRow
 
 VOCABULARIES = ((1, 2, 3), (4, 7, 12, 25), (50, 64, 65, 97), (257, 1000, 1021), (4095, 5000, 8209), (32_000, 151_936))
 SHARES = (0.04, 0.25, 0.26, 0.31, 0.13, 0.01)
-"""Of all rows, by group of VOCABULARIES."""
+"""Share of all rows for each group of VOCABULARIES."""
 GROUP = 8  # consecutive rows of one vocabulary
-_NEAR_SHARE = 0.25  # of rows, with a value next to a threshold
+_NEAR_SHARE = 0.25  # share of rows that have a value close to a threshold
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RuleCase:
 
 
 def rule_cases(seed: int, rule: str, most_vocabulary: int = 151_936) -> Iterator[RuleCase]:
-    """Endless rows of one rule, GROUP of one vocabulary at a time."""
+    """Yield rows of one rule without end, GROUP consecutive ones with the same vocabulary."""
     rng = np.random.default_rng((seed, RULES[rule].code))
     while True:
         sizes = VOCABULARIES[int(rng.choice(len(VOCABULARIES), p=SHARES))]

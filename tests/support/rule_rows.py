@@ -1,4 +1,4 @@
-"""Rows for the rules beside Top-W, of every kind, and their comparison with the reference."""
+"""Rows of every kind for the rules other than Top-W, and their comparison with the reference."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _VALUES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 def rule_values(rng: np.random.Generator, rule: str) -> tuple[float, float]:
-    """Usual and extreme (v0, v1) of the rule."""
+    """Common or extreme values (v0, v1) of the rule."""
     first, second = _VALUES.get(rule, ((0,), (0,)))
     return float(rng.choice(first)), float(rng.choice(second))
 
 
 def rule_logits(rng: np.random.Generator, vocab: int, kind: str) -> np.ndarray:
-    """float32 [vocab], some finite: of one of KINDS, some rounded to eighths, which makes ties."""
+    """Logits of one of KINDS, float32 [vocab], at least one finite. Some are rounded to eighths, which makes ties."""
     normal = rng.standard_normal(vocab)
     logits = {
         "bell": lambda: normal * 3,
@@ -55,7 +55,7 @@ def rule_logits(rng: np.random.Generator, vocab: int, kind: str) -> np.ndarray:
 
 
 def rule_case(rng: np.random.Generator, vocab: int, rule: str | None = None) -> Case:
-    """A random row with a rule; None for any, Top-W included."""
+    """A random row with a rule; None for any rule including Top-W."""
     chosen = str(rng.choice(list(RULES))) if rule is None else rule
     kind = str(rng.choice(KINDS))
     parameters = {
@@ -70,12 +70,12 @@ def rule_case(rng: np.random.Generator, vocab: int, rule: str | None = None) -> 
 
 
 def with_logits(cases: list[Case], logits: np.ndarray) -> list[Case]:
-    """The cases over other rows [B, V]."""
+    """The cases with other logits [B, V]."""
     return [replace(case, logits=row) for case, row in zip(cases, logits, strict=True)]
 
 
 def rules_of(cases: list[Case]) -> tuple[np.ndarray, np.ndarray]:
-    """Codes int32 [B] and values float32 [B, 2]."""
+    """(Codes int32 [B], values float32 [B, 2])."""
     codes, values = [case.rule for case in cases], [case.rule_values for case in cases]
     return np.array(codes, np.int32), np.array(values, np.float32).reshape(-1, 2)
 
@@ -87,7 +87,7 @@ def rule_columns(cases: list[Case]) -> dict[str, np.ndarray]:
 
 
 def differences_from_rules(found: Any, cases: list[Case], *, tie: float, draw: float) -> list[str]:
-    """Answers of a kernel, with mass and keep_mask, that the reference's ties do not explain. No Top-W rows.
+    """Differences of a kernel's answers, with mass and keep_mask, that no tie of the reference explains. Not for Top-W.
 
     tie: largest margin of a rule that explains another kept set.
     draw: largest margin of a draw that explains another token.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 
 import numpy as np
 import onnx_ir as ir
@@ -25,11 +26,12 @@ from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import Geometry, Row, pack_mask
-from topw_deploy.sampling.parameters import PARAMETER_NAMES
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters
+from topw_deploy.sampling.rules import RULES
 
 __all__ = [
-    "FORMS", "NATIVE", "Case", "Scenario", "Tally", "compare", "embedding_table", "feeds", "graph", "random_case",
-    "run",
+    "FORMS", "NATIVE", "Case", "Scenario", "Tally", "by_hand", "compare", "embedding_table", "feeds", "graph", "opened",
+    "random_case", "run", "unexplained",
 ]  # fmt: skip
 
 NATIVE = "native"
@@ -61,6 +63,24 @@ def graph(
     if form == NATIVE:
         options.register_custom_ops_library(str(library_path()))
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+@cache
+def opened(
+    form: str, vocab: int, metric: str = "mahalanobis", top_m: int = 50
+) -> tuple[Scenario, Geometry, ort.InferenceSession]:
+    """A scenario with a plain table of 8 coordinates, its geometry, and a session of its graph."""
+    scenario = Scenario(TopWOptions(top_m=top_m, metric=metric), vocab, 8, "plain", 0)
+    table = embedding_table(scenario)
+    geometry = Geometry.from_embeddings(table, metric) if metric != "uniform" else Geometry.uniform()
+    return scenario, geometry, graph(scenario, form, table, geometry)
+
+
+def by_hand(logits: object, rule: str, *values: float, **changes: float) -> Case:
+    """A row with a rule, its values, and default parameters except for `changes`; the uniform number is 0."""
+    v0, v1, *_ = (*values, 0.0, 0.0)
+    parameters = {**asdict(TopWParameters()), **changes}
+    return Case(np.array(logits, np.float32), parameters, 0.0, rule, RULES[rule].code, (v0, v1))
 
 
 def feeds(cases: list[Case], edits: int = 0, words: int = 0) -> dict[str, np.ndarray]:
@@ -114,6 +134,17 @@ class Tally:
                                         f"wanted {_brief(asdict(wanted))}, found {_brief(found)}")  # fmt: skip
             else:
                 self.explained[f"{difference}: {reason}"] += 1
+
+
+def unexplained(
+    label: str, scenario: Scenario, geometry: Geometry, cases: list[Case], answers: dict[str, np.ndarray]
+) -> list[str]:
+    """The differences between a batch's answers and the reference that no tie explains."""
+    tally = Tally()
+    for index, case in enumerate(cases):
+        found = {name: value[index] for name, value in answers.items()}
+        tally.add(label, case, reference(scenario, geometry, case), found)
+    return tally.unexplained
 
 
 def differences(wanted: Row, found: dict[str, object]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from topw_deploy.reports import require_matplotlib
 
 COLOURS = {"ours": "#0072B2", "peer": "#B8BEC6", "yardstick": "#E69F00"}
 NAMES = {"ours": "topw_deploy", "peer": "others", "yardstick": "yardsticks"}
-_INK, _FAINT = "#1F2933", "#6B7580"
+INK, FAINT = "#1F2933", "#6B7580"
 _WIDTH, _BAR, _HEAD, _FOOT = 10.0, 0.34, 1.2, 0.8  # inches: figure width, bar, panel title, legend
 _DPI = 160
 _WRAP, _NOTE_WRAP = 84, 100  # characters per line
@@ -54,21 +54,32 @@ def draw(path: Path, panels: Sequence[Panel], axis: str, note: str) -> None:
 
     Raises ParameterError if matplotlib is missing or `path` cannot be written.
     """
+    heights = [_HEAD + _BAR * len(panel.bars) for panel in panels]
+    figure = new_figure(_WIDTH, sum(heights) + _FOOT)
+    axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for ax, panel in zip(axes, panels, strict=True):
+        _draw_panel(ax, panel)
+    axes[-1].set_xlabel(axis, color=FAINT, fontsize=9)
+    kinds = [kind for kind in COLOURS if any(bar.kind == kind for panel in panels for bar in panel.bars)]
+    if len(kinds) > 1:
+        _legend(figure, kinds)
+    save(figure, path, note)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of this size in inches. Raises ParameterError if matplotlib is missing."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    heights = [_HEAD + _BAR * len(panel.bars) for panel in panels]
-    figure = Figure(figsize=(_WIDTH, sum(heights) + _FOOT), dpi=_DPI, layout="constrained", facecolor="white")
+    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for ax, panel in zip(axes, panels, strict=True):
-        _draw_panel(ax, panel)
-    axes[-1].set_xlabel(axis, color=_FAINT, fontsize=9)
-    kinds = [kind for kind in COLOURS if any(bar.kind == kind for panel in panels for bar in panel.bars)]
-    if len(kinds) > 1:
-        _legend(figure, kinds)
-    figure.supxlabel(fill(printable(note), _NOTE_WRAP), fontsize=7, color=_FAINT, x=0.012, ha="left")
+    return figure
+
+
+def save(figure: Any, path: Path, note: str) -> None:
+    """Write the figure with a note below it. Raises ParameterError if `path` cannot be written."""
+    figure.supxlabel(fill(printable(note), _NOTE_WRAP), fontsize=7, color=FAINT, x=0.012, ha="left")
     try:
         figure.savefig(path, format="png")
     except OSError as error:
@@ -86,7 +97,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
     below = [bar.spread.median - bar.spread.low for bar in panel.bars]
     above = [bar.spread.high - bar.spread.median for bar in panel.bars]
     ax.errorbar(
-        middles, places, xerr=[below, above], fmt="none", ecolor=_INK, elinewidth=1, capsize=2.5, capthick=1, zorder=3
+        middles, places, xerr=[below, above], fmt="none", ecolor=INK, elinewidth=1, capsize=2.5, capthick=1, zorder=3
     )
     for place, bar in zip(places, panel.bars, strict=True):
         ours = bar.kind == "ours"
@@ -97,19 +108,19 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
             textcoords="offset points",
             va="center",
             fontsize=9,
-            color=COLOURS["ours"] if ours else _INK,
+            color=COLOURS["ours"] if ours else INK,
             fontweight="bold" if ours else "normal",
         )
     ax.set_yticks(places, [bar.label for bar in panel.bars], fontsize=9.5)
     for label, bar in zip(ax.get_yticklabels(), panel.bars, strict=True):
-        label.set_color(COLOURS["ours"] if bar.kind == "ours" else _INK)
+        label.set_color(COLOURS["ours"] if bar.kind == "ours" else INK)
         label.set_fontweight("bold" if bar.kind == "ours" else "normal")
     _title(ax, panel)
     ax.xaxis.set_major_formatter(_in_units)
     narrow = ax.get_xlim()[1] < _NARROW * ax.get_xlim()[0]  # at most a decade: label minor ticks too
     ax.xaxis.set_minor_formatter(_in_units if narrow else "")
     ax.grid(axis="x", which="major", color="#E4E7EB", linewidth=0.8, zorder=0)
-    ax.tick_params(axis="x", which="both", colors=_FAINT, labelsize=8, length=0)
+    ax.tick_params(axis="x", which="both", colors=FAINT, labelsize=8, length=0)
     ax.tick_params(axis="y", length=0)
     for edge in ("top", "right", "bottom", "left"):
         ax.spines[edge].set_visible(False)
@@ -120,8 +131,8 @@ def _title(ax: Any, panel: Panel) -> None:
 
     corner = blended_transform_factory(ax.figure.transFigure, ax.transAxes)
     title, placed = fill(panel.title, _WRAP), {"textcoords": "offset points", "va": "bottom", "xycoords": corner}
-    ax.annotate(panel.subtitle, (0.012, 1), xytext=(0, 5), fontsize=9, color=_FAINT, **placed)
-    ax.annotate(title, (0.012, 1), xytext=(0, 20), fontsize=12.5, color=_INK, fontweight="bold", **placed)
+    ax.annotate(panel.subtitle, (0.012, 1), xytext=(0, 5), fontsize=9, color=FAINT, **placed)
+    ax.annotate(title, (0.012, 1), xytext=(0, 20), fontsize=12.5, color=INK, fontweight="bold", **placed)
 
 
 def _legend(figure: Any, kinds: Sequence[str]) -> None:
@@ -129,7 +140,7 @@ def _legend(figure: Any, kinds: Sequence[str]) -> None:
 
     handles = [Patch(facecolor=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
     figure.legend(
-        handles=handles, loc="outside lower right", ncols=len(kinds), fontsize=8.5, frameon=False, labelcolor=_INK
+        handles=handles, loc="outside lower right", ncols=len(kinds), fontsize=8.5, frameon=False, labelcolor=INK
     )
 
 

@@ -1,4 +1,4 @@
-"""Options of `topw generate` for what the text must match, and for log-probabilities."""
+"""Options of `topw generate` for structured output and log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ _KINDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar"
 
 
 def answer_options(command: Command) -> Command:
-    """Add the options that `take_answer_options` reads; not given, they are None or empty."""
+    """Add the options that `take_answer_options` reads; their default is None or empty."""
     options = (
         click.option(
-            "--json-schema", "-j", metavar="SCHEMA", help="Answer in JSON of this schema: JSON text, or @FILE."
+            "--json-schema", "-j", metavar="SCHEMA", help="Answer in JSON that matches this schema, or @FILE."
         ),
-        click.option("--regex", metavar="EXPR", help="Answer with a text that matches the whole expression, or @FILE."),
+        click.option(
+            "--regex", metavar="EXPR", help="Answer with a text that matches this whole expression, or @FILE."
+        ),
         click.option("--choice", metavar="TEXT", multiple=True, help="Answer with one of these texts. Repeatable."),
         click.option("--grammar", metavar="TEXT", help="Answer in this Lark or GBNF grammar, or @FILE."),
         click.option(
             "--logprobs",
             type=click.IntRange(min=0),
-            help="With --json, the log-probability of each token under the model, and this many alternatives.",
+            help="With --json: also print the log-probability of each token, and of this many alternatives.",
         ),
     )
     for option in reversed(options):
@@ -37,9 +39,9 @@ def answer_options(command: Command) -> Command:
 
 
 def take_answer_options(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove these options from `values`; returns the parameters of `generate` that they state.
+    """Remove these options from `values`, and return the parameters of `generate` that they set.
 
-    Raises UsageError if several of them state what the text must match, or if a file cannot be read.
+    Raises UsageError if more than one of them sets what the text must match, or if a file cannot be read.
     """
     stated = {name: value for name in _KINDS if (value := values.pop(name)) not in (None, ())}
     logprobs = values.pop("logprobs")

@@ -16,6 +16,7 @@ from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 if TYPE_CHECKING:
     from topw_deploy.bench.decode.run import DecodeReport
+    from topw_deploy.bench.rules.report import RulesReport
     from topw_deploy.bench.sampler.run import SamplerReport
     from topw_deploy.bench.serve.report import ServeReport
 
@@ -50,9 +51,10 @@ class _Several(click.ParamType, Generic[Item]):
 
 @click.group(name="bench", context_settings=CONTEXT)
 def command() -> None:
-    """Time a sampling step, a whole decoding loop or many callers on this machine, beside other libraries.
+    """Time a sampling step, a whole decoding loop or many callers on this machine, and compare with other libraries;
+    and time the loop under every sampling rule.
 
-    All sides take turns, so a drift of the machine's speed affects them alike. Ratios are computed for each round.
+    All sides take turns, so a drift of the machine's speed affects all of them. Ratios are computed for each round.
     """
 
 
@@ -209,29 +211,35 @@ def decode(
     type=_Several(int, name="numbers of callers"),
     default="1,4,16,64",
     show_default=True,
-    help="Callers, each of which sends its next request when it has the answer. Comma-separated: rounds for each.",
+    help="Number of callers; each sends its next request when it has the answer. Comma-separated: one run per value.",
 )
 @click.option(
     "--requests",
     type=click.IntRange(min=1),
     default=16,
     show_default=True,
-    help="Requests in a round; as many as callers if these are more.",
+    help="Minimum number of requests per round; there is at least one per caller.",
 )
+@click.option("--prompt-tokens", type=click.IntRange(min=1), help="Mean length of prompts; default: 342, or what fits.")
+@click.option("--new-tokens", type=click.IntRange(min=2), help="Mean number of new tokens; default: 62, or what fits.")
+@click.option("--rows", type=click.IntRange(min=1), default=16, show_default=True, help="Maximum rows of the engine.")
 @click.option(
-    "--prompt-tokens", type=click.IntRange(min=1), help="Mean length of the prompts; default: 342, or what fits."
-)
-@click.option("--new-tokens", type=click.IntRange(min=2), help="Mean of the new tokens; default: 62, or what fits.")
-@click.option("--rows", type=click.IntRange(min=1), default=16, show_default=True, help="Most rows of the engine.")
-@click.option(
-    "--prefill-budget", type=click.IntRange(min=1), default=256, show_default=True, help="The engine's longest chunk."
+    "--prefill-budget",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Maximum number of prompt tokens that the engine reads at once.",
 )
 @click.option(
     "--long-tokens",
     type=click.IntRange(min=1),
-    help="Prompt behind which a short request waits; default: 4000, or what fits.",
+    help="Length of the prompt that a short request waits for; default: 4000, or what fits.",
 )
-@click.option("--prefix-tokens", type=click.IntRange(min=1), help="Prefix that is reused; default: 1000, or what fits.")
+@click.option(
+    "--prefix-tokens",
+    type=click.IntRange(min=1),
+    help="Length of the reused prefix; default: 1000, or what fits.",
+)
 @click.option(
     "--peers",
     type=_Several(str, name="sides"),
@@ -248,11 +256,11 @@ def decode(
     3,
 )
 def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | None, quiet: bool, **rest: Any) -> None:
-    """Time requests of many callers to the exported model in the folder OUT: through the engine, with `generate` one by
+    """Time requests of many callers to the exported model in the folder OUT: through the engine, by `generate` one by
     one and in batches, and the engine's runs alone.
 
-    Lengths vary like a log-normal distribution. Also measures the time to the first text behind a long prompt and after
-    a reused prefix, and the engine's overhead.
+    Lengths have a log-normal distribution. The command also measures the engine's overhead, and the time to the first
+    text while a long prompt is read and after a reused prefix.
     """
     _check_outputs(json_file, plot)
     from topw_deploy.bench.serve.request import ServeRequest
@@ -261,6 +269,74 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
 
     request = ServeRequest(peers=peers or (), **rest)
     _show(run(request, progress(quiet)), json_file, plot, "all requests, or to the first text; logarithmic")
+
+
+@command.command(name="rules", context_settings=CONTEXT)
+@click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=_FOLDER)
+@click.option(
+    "--rules",
+    metavar="RULE[=VALUE],...",
+    default="top_k=50,top_p=0.95,min_p=0.05,top_h=0.4,top_w",
+    show_default=True,
+    help="Rules and their values, as for `topw compare`; top_w and at least one other.",
+)
+@click.option("--temperatures", metavar="T1,T2,...", default="0.5,1,1.5,2", show_default=True, help="Temperatures.")
+@click.option(
+    "--samplers",
+    type=_Several(str, name="samplers", choices=("native", "graph")),
+    help="How to open each model: with the native operator, with the function in its graph, or (default) both, one "
+    "after the other. Comma-separated.",
+)
+@click.option("--prompt", metavar="TEXT", help="Continue this text.  [default: random tokens]")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), help="Length of the random prompt; default: 128.")
+@click.option(
+    "--max-new-tokens",
+    "--new-tokens",
+    "new_tokens",
+    type=click.IntRange(min=2),
+    default=64,
+    show_default=True,
+    help="Tokens to generate; no rule ends at EOS.",
+)
+@_common(
+    click.option(
+        "--threads",
+        type=_Several(int, name="thread counts"),
+        default="1",
+        show_default=True,
+        help="Threads of the session. Comma-separated: one run per value.",
+    ),
+    20,
+)
+def bench_rules(
+    rules: str,
+    temperatures: str,
+    samplers: tuple[str, ...] | None,
+    json_file: str | None,
+    plot: Path | None,
+    quiet: bool,
+    **rest: Any,
+) -> None:
+    """Time a token of the exported models in the folders OUT under every sampling rule and temperature, and the
+    overhead of Top-W against the mean of the other rules.
+
+    All share one process and session per model. A round visits every rule and temperature once, in random order. The
+    shares of certified tokens explain differences.
+    """
+    _check_outputs(json_file, plot)
+    from topw_deploy.bench.rules.picture import draw
+    from topw_deploy.bench.rules.request import RulesRequest
+    from topw_deploy.bench.rules.run import run
+    from topw_deploy.cli.progress import progress
+    from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
+
+    request = RulesRequest(
+        rules=read_rules(rules), temperatures=read_temperatures(temperatures), samplers=samplers or (), **rest
+    )
+    report = run(request, progress(quiet))
+    _print(report, json_file)
+    if plot is not None:
+        draw(plot, report)
 
 
 def _check_outputs(json_file: str | None, plot: Path | None) -> None:
@@ -273,11 +349,15 @@ def _show(
 ) -> None:
     from topw_deploy.bench.picture import draw
 
-    if json_file == "-":
-        say_json(report.as_dict(), indent=2)
-    else:
-        say(*report.text().split("\n"))
-        if json_file is not None:
-            write_json(report.as_dict(), Path(json_file))
+    _print(report, json_file)
     if plot is not None:
         draw(plot, report.panels(), axis, f"Medians; whiskers are quartiles. {report.machine}.")
+
+
+def _print(report: SamplerReport | DecodeReport | ServeReport | RulesReport, json_file: str | None) -> None:
+    if json_file == "-":
+        say_json(report.as_dict(), indent=2)
+        return
+    say(*report.text().split("\n"))
+    if json_file is not None:
+        write_json(report.as_dict(), Path(json_file))

@@ -106,8 +106,8 @@ def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     # Import late, for fast --help and usage errors.
     from topw_deploy.cli.progress import progress
     from topw_deploy.compare.collect import CompareRequest, compare
-    from topw_deploy.compare.rules import read_rules, read_temperatures
     from topw_deploy.compare.summary import summarise
+    from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
 
     check_output(json_file, "json_file")
     check_output(html_file, "html_file")

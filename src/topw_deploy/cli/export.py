@@ -122,9 +122,9 @@ def command(
     as_json, quiet, verify = values.pop("as_json"), values.pop("quiet"), not values.pop("no_verify")
     values["dtype"] = DTYPE_ALIASES.get(values["dtype"], values["dtype"])
     parameters, baked = given(values, PARAMETER_NAMES), given(values, OPTION_NAMES)
-    defaults, options = with_preset(values.pop("preset"), parameters, baked)
+    sampler = with_preset(values.pop("preset"), parameters, baked)
     try:
-        request = export_request(model=model, output=out, options=options, defaults=defaults, verify=verify, **values)
+        request = export_request(model=model, output=out, verify=verify, **sampler, **values)
         report = export_model(request, progress(quiet))
     except KeyboardInterrupt:
         if values["resume"]:

@@ -64,15 +64,14 @@ def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **v
     from topw_deploy.export.sampler_only import export_sampler, sampler_request
 
     parameters, baked = given(values, PARAMETER_NAMES), given(values, OPTION_NAMES)
-    defaults, options = with_preset(values.pop("preset"), parameters, baked)
+    sampler = with_preset(values.pop("preset"), parameters, baked)
     opset, verify = values.pop("opset") or DEFAULT_OPSET, not values.pop("no_verify")
     request = sampler_request(
         output=out,
         model=model,
-        options=options,
-        defaults=defaults,
         opset=opset,
         verify=verify,
+        **sampler,
         **values,
     )
     report = export_sampler(request, progress(quiet))

@@ -12,7 +12,14 @@ import click
 
 from topw_deploy.cli.answer_options import answer_options, take_answer_options
 from topw_deploy.cli.generate_many import RunOptions, prompt_file_options, run, take_files
-from topw_deploy.cli.options import CONTEXT, check_order, parameter_options, preset_option, rule_options
+from topw_deploy.cli.options import (
+    CONTEXT,
+    check_order,
+    geom_unit_option,
+    parameter_options,
+    preset_option,
+    rule_options,
+)
 from topw_deploy.cli.prompt_lines import user_messages
 from topw_deploy.cli.terminal import GeneratedText, say_json, tell
 from topw_deploy.errors import PromptError
@@ -58,13 +65,14 @@ _MODEL_OPTIONS = {
 )
 @preset_option
 @parameter_options
+@geom_unit_option
 @rule_options
-@click.option("--repetition-penalty", type=float, help="Divide logits of tokens that occurred, > 0; 1 is none.")
+@click.option("--repetition-penalty", type=float, help="Penalty for tokens that occurred before, > 0; 1 is none.")
 @click.option("--presence-penalty", type=float, help="Subtract from logits of generated tokens, once.")
 @click.option("--frequency-penalty", type=float, help="Subtract from logits of generated tokens, per occurrence.")
 @click.option("--no-repeat-ngram-size", type=int, help="Never generate an n-gram of this size twice; 0 allows it.")
 @click.option(
-    "--logit-bias", metavar="ID=BIAS", multiple=True, help="Add to a token's logit; -inf bans it. Repeatable."
+    "--logit-bias", metavar="ID=BIAS", multiple=True, help="Number to add to a token's logit; -inf bans it. Repeatable."
 )
 @click.option(
     "--stop-strings", "--stop", "stop_strings", metavar="TEXT", multiple=True, help="End before this text. Repeatable."
@@ -115,9 +123,9 @@ def command(
     PROMPT may be - for standard input, which is also read when it is not a terminal and no prompt is given. One line
     break at the end of a file or of standard input is ignored.
 
-    With --prompts-jsonl, each line of the file is a text, or an object with "prompt", "prompt_ids" or "messages", an
-    "id" and parameters for this prompt. One JSON object per sequence is written, in the order of the prompts. A prompt
-    that fails gives a line with "error", and the final exit code is 1.
+    With --prompts-jsonl, each line of the file is a JSON string, or an object with "prompt", "prompt_ids" or
+    "messages", an "id" and parameters for this prompt. One JSON object per sequence is written, in the order of the
+    prompts. A prompt that fails gets a line with "error", and the exit code is then 1.
     """
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")

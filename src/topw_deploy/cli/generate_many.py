@@ -38,13 +38,13 @@ def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--output",
             type=click.Path(path_type=Path, allow_dash=True),
-            help="With --prompts-jsonl: write the answers there.  [default: standard output]",
+            help="With --prompts-jsonl: file for the answers.  [default: standard output]",
         ),
         click.option(
-            "--batch-size", type=click.IntRange(min=1), help="With --prompts-jsonl: prompts run together.  [default: 1]"
+            "--batch-size", type=click.IntRange(min=1), help="With --prompts-jsonl: prompts per batch.  [default: 1]"
         ),
         click.option(
-            "--resume", is_flag=True, help="Continue after the answers that an interrupted run left in --output."
+            "--resume", is_flag=True, help="Continue after the answers that an interrupted run wrote to --output."
         ),
         click.option("--overwrite", "--force", is_flag=True, help="Replace the answers in --output."),
         click.option(
@@ -64,12 +64,13 @@ def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Prompts and answers.
+    """Files of prompts and answers.
 
-    source: - is stdin.
-    output: None is stdout.
-    form: one of FORMATS, or None for this command's own lines.
-    model_id: the model's name in another format.
+    source: the prompts; - is stdin.
+    output: the answers; None is stdout.
+    resume, overwrite: continue or replace `output`.
+    form: one of FORMATS, or None for this command's own format.
+    model_id: the model's name in the output of such a format; None for the folder's name.
     """
 
     source: Path
@@ -92,7 +93,7 @@ class RunOptions:
 
 
 def take_files(options: dict[str, Any]) -> Files | None:
-    """Move the options of --prompts-jsonl out of `options`; returns None if it is not given.
+    """Remove the options of --prompts-jsonl from `options`. Returns None if it is not given.
 
     Raises UsageError for options that cannot be combined.
     """
@@ -121,7 +122,7 @@ def take_files(options: dict[str, Any]) -> Files | None:
     if output is None and (resume or overwrite):
         raise click.UsageError("--resume and --overwrite need --output with a file.")
     if output is not None and output.exists() and source.exists() and output.samefile(source):
-        raise click.UsageError("--output is also the file of prompts; give another file.")
+        raise click.UsageError("--output is the same file as --prompts-jsonl; give another file.")
     if model_id is not None and form is None:
         raise click.UsageError("--model-id needs --format.")
     if form is not None and output is None:
@@ -177,17 +178,17 @@ def _answer(model: TopWModel, prompts: Sequence[PromptLine], files: Files, optio
 
 
 def _answer_questions(open_model: Open, files: Files, options: RunOptions, stats: bool) -> None:
-    """Answer each turn of all questions, into a file of lines beside `files.output`, then write that."""
+    """Answer all questions turn by turn, each turn into a file of lines; then write `files.output`."""
     assert files.form is not None
     assert files.output is not None
     if options.given.get("num_return_sequences", 1) != 1:
-        raise click.UsageError("--format takes one answer per question; leave --num-return-sequences out.")
+        raise click.UsageError("--format needs one answer per question; omit --num-return-sequences.")
     data, where = read_source(files.source)
     questions = read_questions(data, where, files.form)
     turns = max(len(question.turns) for question in questions)
     if turns > 1 and not options.chat:
         raise click.UsageError(
-            f"the questions of {where} have {turns} turns; give --chat, to show the model its answers."
+            f"questions of {where} have up to {turns} turns, which need the earlier answers; give --chat."
         )
     answers: list[dict[str | int, str]] = []
     with open_model() as model:
@@ -221,7 +222,7 @@ class _Job:
         self._sequences = self._tokens = self._certified = 0
 
     def resume(self, path: Path) -> Finished:
-        """Read an interrupted run and its seed."""
+        """Read the results and the seed of an interrupted run."""
         finished = read_finished(path, self._requests, [line.samples for line in self._prompts], self._model_digest)
         if finished.run_seed is not None:
             if self._given_seed not in (None, finished.run_seed):

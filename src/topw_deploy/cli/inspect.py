@@ -59,9 +59,10 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
             *((name, value) for name, value in asdict(sampler.options).items()),
             *([("table", sampler.table_form)] if sampler.table_form else []),
             ("neighbour bound", "stored" if sampler.neighbour_bound else "none"),
+            ("median distance", "not measured" if (median := manifest.median_distance) is None else f"{median:.4g}"),
         ],
     )
-    yield from _section("defaults", asdict(manifest.defaults).items())
+    yield from _section("defaults", manifest.stated_defaults.items())
     yield from _section("inputs", map(_tensor, _without_layers(manifest.inputs)))
     yield from _section("outputs", map(_tensor, _without_layers(manifest.outputs)))
     yield from _engines(folder)

@@ -1,8 +1,8 @@
-"""`topw generate --format`: questions and answers in the files of AlpacaEval and MT-Bench, for a judge.
+"""`topw generate --format`: read questions and write answers in the file formats of AlpacaEval and MT-Bench.
 
 AlpacaEval reads a JSON list of objects with `instruction`, `output`, `generator` and `dataset`. MT-Bench's tools
 (FastChat) read JSON lines with `question_id`, `answer_id`, `model_id`, `choices` (each with `index` and `turns`) and
-`tstamp`; a question has several turns, and each one follows the answer to the one before it.
+`tstamp`. An MT-Bench question has several turns; each turn follows the answer to the previous one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _LISTS = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question. dataset: AlpacaEval's name of its origin, or None."""
+    """One question.
+
+    turns: the user's messages; AlpacaEval has one.
+    dataset: AlpacaEval's name for the question's origin, or None.
+    """
 
     id: str | int
     turns: tuple[str, ...]
@@ -35,9 +39,9 @@ class Question:
 
 
 def read_questions(data: bytes, where: str, form: str) -> list[Question]:
-    """The questions of a file, each checked. Other fields, such as reference answers, are ignored.
+    """Read and check the questions of a file. Other fields, such as reference answers, are ignored.
 
-    Raises PromptError, naming the question, for another form, an id that occurs twice, or a file without questions.
+    Raises PromptError for a question of another format, an id that occurs twice, and a file without questions.
     """
     found: list[Question] = []
     seen: set[str | int] = set()
@@ -46,7 +50,7 @@ def read_questions(data: bytes, where: str, form: str) -> list[Question]:
         if question is None:
             raise PromptError(f"{place} is not a question of {form}; write {_LISTS[form]}.")
         if question.id in seen:
-            raise PromptError(f"{place} has the question_id {question.id!r:.60} of another question; number them anew.")
+            raise PromptError(f"{place} has the question_id {question.id!r:.60} of another question; make ids unique.")
         seen.add(question.id)
         found.append(question)
     if not found:
@@ -57,9 +61,9 @@ def read_questions(data: bytes, where: str, form: str) -> list[Question]:
 def turn_prompts(
     questions: Sequence[Question], answers: Sequence[Mapping[str | int, str]], system: str | None
 ) -> list[dict[str, Any]]:
-    """What to ask next: `{"id", "prompt"}` for first turns, else `{"id", "messages"}`.
+    """The prompts of the next turn: `{"id", "prompt"}` for the first turn, else `{"id", "messages"}`.
 
-    answers: of each turn so far, from a question's id to the text.
+    answers: for each turn so far, question id -> answer.
     """
     turn = len(answers)
     if turn == 0:
@@ -81,7 +85,11 @@ def turn_prompts(
 def judged_text(
     form: str, questions: Sequence[Question], answers: Sequence[Mapping[str | int, str]], generator: str, dataset: str
 ) -> str:
-    """The file's text. generator: the model's name for the judge. dataset: where a question names none."""
+    """The text of the output file.
+
+    generator: the model's name in the file.
+    dataset: used for questions that do not name theirs.
+    """
     if form == "alpaca_eval":
         listed = [
             {
@@ -109,7 +117,7 @@ def judged_text(
 
 
 def texts_of(path: Path) -> dict[str | int, str]:
-    """From the answers of a finished run of `topw generate --prompts-jsonl`: a prompt's id -> its text, trimmed."""
+    """Read the answers of a finished run of `topw generate --prompts-jsonl`: prompt id -> text without outer spaces."""
     lines = (json.loads(line) for line in path.read_bytes().split(b"\n") if line)
     return {line["id"]: line["text"].strip() for line in lines}
 
@@ -119,7 +127,7 @@ def _digest(value: Any) -> str:
 
 
 def _values(data: bytes, where: str, form: str) -> list[tuple[str, Any]]:
-    """Each question's place, for messages, and its JSON value."""
+    """(The place of each question, for messages; its JSON value)."""
     text = decode_text(data, where)
     if text.lstrip().startswith("["):
         return [(f"question {number} of {where}", value) for number, value in enumerate(_parsed(text, where, form), 1)]

@@ -17,8 +17,8 @@ def command(words: tuple[str, ...]) -> None:
     \b
     topw lm-eval --model_args path=OUT,temperature=1.5 --tasks gsm8k_cot
 
-    The model class is --model topw_deploy unless another one is named. See docs/guide/evaluation.md for --model_args,
-    and `topw lm-eval run --help` for the harness's own options.
+    The default is --model topw_deploy. See docs/guide/evaluation.md for --model_args, and `topw lm-eval run --help` for
+    the harness's own options.
     """
     from topw_deploy.harness.command import run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any, TypeVar
 
 import click
 
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling.beta import coefficients
+from topw_deploy.sampling.likely_pairs import GEOM_UNITS
 from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, PARAMETER_NAMES, POTENTIALS, PRESETS
 from topw_deploy.sampling.presets import REQUEST_PRESETS
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES
@@ -28,7 +32,7 @@ NEEDS_EXPORT = "Needs the extra [export]; `topw doctor` shows how to install it.
 
 _PARAMETER_HELP = {
     "lam": (("--lam", "--lambda-geom"), "Weight of the entropy term, >= 0."),
-    "beta": (("--beta",), "Weight of the log-mass reward, >= 0."),
+    "beta": (("--beta",), "Weight of the log-mass reward, >= 0; may depend on --temperature T, as 1.5+1.5*T."),
     "temperature": (("--temperature",), "Sampling temperature, >= 0; below 1e-5, sampling is greedy."),
     "selection_temperature": (
         ("--selection-temperature",),
@@ -50,25 +54,51 @@ _OPTION_HELP: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
 }
 
 
+class _Beta(click.ParamType):
+    """A float, or text that depends on the temperature (`sampling.beta`)."""
+
+    name = "float|a+b*t"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        with contextlib.suppress(ValueError):
+            return float(value)
+        try:
+            coefficients(value)
+        except ParameterError as error:
+            self.fail(str(error), param, ctx)
+        return value
+
+
 def parameter_options(command: Command) -> Command:
     """Add options for the Top-W parameters; their default is None."""
     for name in reversed(PARAMETER_NAMES):
         names, text = _PARAMETER_HELP[name]
-        command = click.option(*names, name, type=float, default=None, help=text)(command)
+        kind = _Beta() if name == "beta" else float
+        command = click.option(*names, name, type=kind, default=None, help=text)(command)
     return command
+
+
+def geom_unit_option(command: Command) -> Command:
+    """Add the --geom-unit of a request; its default is None."""
+    return click.option(
+        "--geom-unit",
+        type=click.Choice(GEOM_UNITS),
+        default=None,
+        help="Unit of --geom-scale: the metric's, or the model's median distance of likely tokens.  [default: raw]",
+    )(command)
 
 
 _RULE_HELP = {
     "top_k": (int, "Keep the k best tokens, >= 1."),
-    "top_p": (float, "Keep the shortest list of best tokens with this probability, in (0, 1]."),
+    "top_p": (float, "Keep the fewest best tokens that have this probability together, in (0, 1]."),
     "min_p": (float, "Keep tokens with at least this fraction of the best one's probability, in [0, 1]."),
-    "top_h": (float, "Keep best tokens with this share of the pool's entropy, in (0, 1].  [default: 0.4]"),
-    "top_h_pool": (int, "Tokens in Top-H's pool, >= 1.  [default: 100]"),
-    "typical_p": (float, "Keep the tokens nearest to the entropy with this probability, in (0, 1)."),
+    "top_h": (float, "Keep the best tokens up to this share of the pool's entropy, in (0, 1].  [default: 0.4]"),
+    "top_h_pool": (int, "Number of best tokens in the pool, >= 1.  [default: 100]"),
+    "typical_p": (float, "Keep the tokens of most typical probability that have this probability together, in (0, 1)."),
     "epsilon_cutoff": (float, "Keep tokens with at least this probability, in (0, 1)."),
-    "eta_cutoff": (float, "The same, with a lower cutoff for flat distributions, in (0, 1)."),
+    "eta_cutoff": (float, "Like epsilon, with a lower cutoff for flat distributions, in (0, 1)."),
     "top_n_sigma": (float, "Keep logits within this many standard deviations of the best one, >= 0.  [default: 1]"),
-    "min_k_tau": (float, "Min-k's number of tokens for flat logits, times their range, >= 0.  [default: 3]"),
+    "min_k_tau": (float, "Keep at least this number divided by the range of the logits, >= 0.  [default: 3]"),
 }
 
 
@@ -81,7 +111,7 @@ def rule_options(command: Command) -> Command:
         "--rule",
         type=click.Choice(tuple(RULES)),
         default=None,
-        help="Sampling rule; one of its parameters, given alone, chooses it too.  [default: top_w]",
+        help="Sampling rule; giving only one of its parameters also chooses it.  [default: top_w]",
     )(command)
 
 

@@ -10,7 +10,15 @@ import click
 
 from topw_deploy import install
 from topw_deploy.cli.files import check_output, check_picture, read_source, write_json
-from topw_deploy.cli.options import CONTEXT, NEEDS_EXPORT, check_order, given, parameter_options, preset_option
+from topw_deploy.cli.options import (
+    CONTEXT,
+    NEEDS_EXPORT,
+    check_order,
+    geom_unit_option,
+    given,
+    parameter_options,
+    preset_option,
+)
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
@@ -46,6 +54,7 @@ if TYPE_CHECKING:
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts per batch.")
 @preset_option
 @parameter_options
+@geom_unit_option
 @click.option(
     "--sweep",
     metavar="NAME=V1,V2,...",
@@ -72,7 +81,7 @@ if TYPE_CHECKING:
     "--exact-pool",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Number of likeliest tokens for --exact.  [default: the export's top_m]",
+    help="Compute --exact among this many likeliest tokens.  [default: the export's top_m]",
 )
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the report as .png, .svg or .pdf.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
@@ -94,8 +103,8 @@ def command(
     sizes, mass and entropy by position, how often token geometry changed the crop (compared with geom_scale 0 at the
     same logits), and which tokens it kept or dropped. The text is what `topw generate` produces for the seed.
 
-    With --exact, the report also says how far Top-W's crops and those of other rules are from the crop that minimises
-    the paper's objective, whose transport is solved by linear programming, and --plot draws that comparison.
+    With --exact, the report also shows how far the crops of Top-W and of other rules are from minimising the paper's
+    exact objective. The optimal transport in it is solved by linear programming. --plot then draws this comparison.
     """
     check_order(folder, prompts)
     install.require("`topw stats`", "export")
@@ -115,8 +124,7 @@ def command(
     from topw_deploy.stats.summary import summarise
 
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
-    if values["preset"] is not None:
-        generation["preset"] = values["preset"]
+    generation |= {name: values[name] for name in ("preset", "geom_unit") if values[name] is not None}
     batch_size, shown = values["batch_size"], progress(values["quiet"])
     collected = collect(
         folder, asked, settings, batch_size=batch_size, generation=generation, exact=request, progress=shown
@@ -176,7 +184,7 @@ def _write(
         if solved is not None:
             say("", *exact_lines(solved))
     if json_file is not None:
-        kept = {name: values[name] for name in ("max_new_tokens", "seed", "batch_size", "preset")}
+        kept = {name: values[name] for name in ("max_new_tokens", "seed", "batch_size", "preset", "geom_unit")}
         report = {"folder": str(folder), **kept, "settings": [summary.as_dict() for summary in summaries]}
         if solved is not None:
             report["exact"] = [asdict(summary) for summary in solved]

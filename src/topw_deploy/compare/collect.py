@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.compare.generator import Asked, Generator
-from topw_deploy.compare.rules import RuleSetting
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.progress import SILENT, Advance, Progress
@@ -18,6 +17,7 @@ from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.draws import prompt_seed
 from topw_deploy.runtime.logprobs import logits_output
+from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 

@@ -140,6 +140,18 @@ def learning_rate_factor(step: int, progress: float, recipe: Recipe) -> float:
     return cosine * min(1.0, (step + 1) / recipe.warmup)
 
 
+def update(
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, loss: torch.Tensor, learning_rate: float, recipe: Recipe
+) -> None:
+    """Take one optimizer step on `loss`, with clipped gradients."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, minutes: float) -> list[dict]:
     """Train in place; returns the curve: step, learning rate, losses, elapsed seconds.
 
@@ -154,14 +166,10 @@ def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe:
     bar = tqdm(range(recipe.steps), desc="training", unit="step", file=sys.stderr, mininterval=5)
     for step in bar:
         progress = max(step / recipe.steps, (time.monotonic() - started) / (60 * minutes))
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * learning_rate_factor(step, progress, recipe)
+        learning_rate = recipe.learning_rate * learning_rate_factor(step, progress, recipe)
         with torch.autocast("cpu", torch.bfloat16, enabled=recipe.precision == "bfloat16"):
             loss = losses(model, next(source)).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(model, optimizer, loss, learning_rate, recipe)
         recent.append(loss.item())
         last = step + 1 == recipe.steps or progress >= 1
         if (step + 1) % recipe.evaluate_every == 0 or last:
@@ -169,7 +177,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe:
             curve.append(
                 {
                     "step": step + 1,
-                    "learning_rate": group["lr"],
+                    "learning_rate": learning_rate,
                     "train_loss": sum(recent) / len(recent),
                     "held_out_loss": held_out.loss,
                     "seconds": round(time.monotonic() - started, 1),
@@ -191,10 +199,15 @@ def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, f
     model.config.architectures = [type(model).__name__]
     model.config.dtype = torch.float16
     model.config.save_pretrained(folder)
+    write_tokenizer(model, tokenizer, recipe.context, folder)
+
+
+def write_tokenizer(model: LlamaForCausalLM, tokenizer: Tokenizer, context: int, folder: Path) -> None:
+    """Write the tokenizer's files and the generation config, which has the model's special tokens."""
     ends = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     GenerationConfig(**ends, do_sample=True, temperature=1.0).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config(recipe.context))
+    write_json(folder / "tokenizer_config.json", tokenizer_config(context))
 
 
 def versions() -> dict[str, str]:
@@ -234,7 +247,7 @@ def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[st
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
-    _write_json(folder / "training_log.json", log)
+    write_json(folder / "training_log.json", log)
     return log
 
 
@@ -246,7 +259,7 @@ def _extent(documents: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
     }
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,15 +1,15 @@
-"""Requests of many callers over one session: continuous batching.
+"""Continuous batching: requests of many callers share one session.
 
 engine, request: public classes.
 options: checked options.
 scheduler: which sequence has which row; what an iteration runs.
 prefixes: which tokens rows and snapshots hold.
-reuse: prompts that start behind a known prefix.
+reuse: starts prompts after a known prefix.
 session_file: saved sessions.
 batch: the arrays and bindings of the runs.
-worker: the thread.
+worker: the engine's thread.
 room: the bound on accepted sequences.
-seconds: times that callers give.
+seconds: checks of timeouts.
 tasks: asyncio.
 """
 

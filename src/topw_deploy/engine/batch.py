@@ -1,9 +1,9 @@
-"""Rows over one cache updated in place: the arrays and bindings of the engine's runs.
+"""The rows of one cache that is updated in place: the arrays and bindings of the engine's runs.
 
 A run reads a chunk of one row's prompt, or draws a token for each of the first `width` rows.
 
-Rows of a step that do not decode write one slot of their keys and values: the one after the tokens that they hold,
-which the next chunk overwrites. States of fixed size stay as they are (`row_lengths` 0).
+A row that takes part in a step without decoding writes one slot of its keys and values: the slot after its tokens,
+which the next chunk overwrites. Its states of fixed size do not change (`row_lengths` 0).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 class _Bound:
     """A binding of a step of some width, or of a row's last chunk.
 
-    edit_ids, version: what of `Edits.ids` and `Batch._version` it has.
-    allowed, masks: what of `Allowed.array` and `Allowed.version` it has.
+    edit_ids, version: the `Edits.ids` and the `Batch._version` that it was last updated to.
+    allowed, masks: the `Allowed.array` and the `Allowed.version` that it was last updated to.
     """
 
     binding: Binding
@@ -51,10 +51,10 @@ class _Bound:
 class Batch:
     """`rows` rows of at most `length` tokens.
 
-    new_logits: makes room for the logits of `rows` rows, for requests that ask for log-probabilities.
-    wants_logits: whether the next runs, chunks or steps, copy their logits to the host.
-    steps: number of steps so far; a step's number says where its outputs are recorded.
-    run_seconds: time in the session's runs so far.
+    new_logits: allocates the logits of `rows` rows, for requests that ask for log-probabilities.
+    wants_logits: whether the next runs (chunks or steps) copy their logits to the host.
+    steps: number of steps so far; a step's number tells where its outputs are recorded.
+    run_seconds: time spent in the session's runs so far.
 
     Raises GenerationError if there is no memory for the cache.
     """
@@ -101,14 +101,14 @@ class Batch:
 
     @property
     def copies_rows(self) -> bool:
-        """Whether copying a row is cheap: about as much memory traffic as its own attention in two steps. Device memory
-        is copied to the host and back.
+        """Whether copying a row is cheap: about the memory traffic of its attention in two steps. It is not for device
+        memory, which is copied to the host and back.
         """
         return isinstance(self._buffers.block, HostMemory)
 
     @property
     def slots(self) -> int:
-        """Tokens of a row for which the buffers have room now."""
+        """Number of tokens per row for which the buffers now have room."""
         return self._buffers.length
 
     @property
@@ -125,7 +125,7 @@ class Batch:
         del self._buffers  # which holds the memory too
 
     def set(self, row: int, request: RowRequest) -> None:
-        """Give a free row to a request.
+        """Assign a free row to a request.
 
         Raises ParameterError if it edits more tokens than the graph allows; the row is then free.
         """
@@ -138,14 +138,14 @@ class Batch:
         self._version += 1
 
     def clear(self, row: int, *, spoilt: bool = False, unchecked: bool = False) -> None:
-        """Free a row. It costs least as a greedy one. Call `keep` if its tokens are used again.
+        """Free a row and make it greedy, which costs least in steps. Call `keep` if its tokens will be reused.
 
-        spoilt: whether its states may not be finite, which graphs of standard operators (those with a buffer_step)
-            would pass on to the row's next sequence.
-        unchecked: the same, but rarely: it has read a part of its prompt and drawn nothing. What the row's next
-            sequence does not reuse of it is cleared then.
+        spoilt: whether its states may not be finite. Graphs of standard operators (those with a buffer_step) would pass
+            such values on to the row's next sequence.
+        unchecked: whether its states have not been checked, because it read a part of its prompt and drew nothing. The
+            slots that the row's next sequence does not reuse are then cleared.
         """
-        written = int(self._written[row]) + 1  # steps write another slot
+        written = int(self._written[row]) + 1  # steps write one more slot
         self._parameters["temperature"][row] = 0.0
         self._rules.clear(row)
         self.edits.clear(row)
@@ -159,7 +159,7 @@ class Batch:
             self._unchecked[row] = written
 
     def keep(self, row: int, tokens: int) -> None:
-        """Leave the first `tokens` tokens of a row that does not decode as they are."""
+        """Keep the first `tokens` tokens of a row that does not decode."""
         self._written[row] = tokens
 
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -186,7 +186,8 @@ class Batch:
         self._buffers.restore(row, fixed, None, self._buffers.layout.fixed_ones)
 
     def read(self, row: int, request: RowRequest, start: int, end: int) -> int | None:
-        """Read tokens `start` to `end`, exclusive, of the row's prompt. Returns the first drawn token after the last.
+        """Read the tokens `start` to `end`, exclusive, of the row's prompt. Returns the first drawn token if they are
+        the prompt's last ones, else None.
 
         Raises GenerationError, and ParameterError for too many edits.
         """
@@ -210,7 +211,7 @@ class Batch:
         return self._first.of(name, 0, 1)
 
     def begin(self, row: int, request: RowRequest, token: int) -> None:
-        """Make a row decode from the next step on, after its first token.
+        """Start decoding a row with the next step, after its first token.
 
         Raises ParameterError for too many edits.
         """
@@ -220,7 +221,7 @@ class Batch:
         self._version += 1
 
     def step(self, width: int) -> list[int]:
-        """Draw a token for each of the first `width` rows. Returns the tokens; only those of decoding rows count."""
+        """Draw a token for each of the first `width` rows. Only the tokens of decoding rows are valid."""
         if self._decoder.buffer_step:
             self._make_room(max(self._written_view[:width].tolist()) + 1)
         bound = self._steps.get((width, self.wants_logits)) or self._bind_step(width, self.wants_logits)
@@ -232,7 +233,7 @@ class Batch:
         return tokens
 
     def logits(self, row: int) -> np.ndarray:
-        """A row's logits of the last run, if that was made with `wants_logits`: float [V], valid until the next."""
+        """A row's logits of the last run, which needs `wants_logits`: float [V], valid until the next run."""
         assert self._logits is not None, "bound by the run"
         return self._logits.of(row)
 
@@ -247,7 +248,7 @@ class Batch:
             self.edits.add(row, token)
 
     def recorded(self, name: str, row: int, start: int, end: int) -> list[Any]:
-        """Output `name` of a row in the steps from `start` to `end`, exclusive, at most `length` steps ago."""
+        """Output `name` of a row in the steps `start` to `end`, exclusive. Only the last `length` steps are kept."""
         if start == end:
             return []
         first, last = start % self._length, end % self._length
@@ -273,7 +274,7 @@ class Batch:
         self._version += 1
 
     def rest(self) -> None:
-        """Make the buffers short again, and forget all rows. Only while no row is in use."""
+        """Shorten the buffers again, and forget all rows. Call this only while no row is in use."""
         self._pool.give_back(self._buffers)
         self._buffers = self._pool.borrow(self._buffers.batch, self._length, 1)
         self._forget_bindings()

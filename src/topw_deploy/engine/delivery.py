@@ -1,4 +1,4 @@
-"""Hands events to callers in a thread of its own, because waking them takes longer than all else between two runs."""
+"""Delivers events to callers in a separate thread, because waking them takes longer than all else between two runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class Delivery:
-    """Calls functions in the order of `add`, which only one thread uses. They must not wait.
+    """Calls functions in the order of `add`, which only one thread may call. The functions must not block.
 
     failed: called with an error of a function, in this thread.
     """
@@ -32,7 +32,7 @@ class Delivery:
             self._added.append((function, arguments))
 
     def send(self) -> None:
-        """Let the thread make the calls that were added."""
+        """Start the calls that were added."""
         if self._added:
             self._sent.put(self._added)
             self._added = []
@@ -49,11 +49,11 @@ class Delivery:
             pass
 
     def _next(self) -> bool:
-        """Make the calls of one `send`. Returns False at the end. Waiting, the thread refers to none of them."""
+        """Make the calls of one `send`. Returns False at the end. The waiting thread keeps no reference to any."""
         calls = self._sent.get()
         for function, arguments in calls or ():
             try:
                 function(*arguments)
-            except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
+            except BaseException as error:  # noqa: BLE001  # callers must not wait forever
                 self._failed(error)
         return calls is not None

@@ -1,4 +1,4 @@
-"""`Engine`: requests of many callers over one session."""
+"""`Engine`: runs requests of many callers in one session."""
 
 from __future__ import annotations
 
@@ -37,15 +37,21 @@ from topw_deploy.runtime.rows import Row, new_text
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine does and did, in sequences.
+    """State and totals of an engine.
 
-    rows, in_use, queued: rows of the cache, rows in use, accepted sequences without a row.
-    steps, chunks: runs that drew a token per row, and runs that read a part of a prompt.
-    prompt_tokens, cached_tokens: tokens of prompts that were read, and that were reused instead.
+    rows: rows of the cache.
+    in_use: rows in use.
+    queued: accepted sequences without a row.
+    steps: runs that drew a token per row.
+    chunks: runs that read a part of a prompt.
+    prompt_tokens: prompt tokens that were read.
+    cached_tokens: prompt tokens that were reused instead.
     new_tokens: tokens drawn.
-    ended, failed: sequences that ended in any way, and requests that failed.
+    ended: sequences that ended for any reason.
+    failed: requests that failed.
     cache_bytes: size of the cache.
-    busy_seconds, run_seconds: time in iterations, and of that in runs of the session; the rest is overhead.
+    busy_seconds: time in iterations.
+    run_seconds: time in runs of the session, which is part of `busy_seconds`; the rest is overhead.
     """
 
     rows: int
@@ -70,18 +76,18 @@ class Engine:
     leave between steps. Each iteration reads at most one chunk of one prompt and runs one step of all decoding rows.
 
     model: opened with `TopWModel.from_pretrained`. It stays usable.
-    max_batch: rows, that is sequences that run at once; at most 1024.
-    max_length: maximum tokens of a sequence, with its prompt. None: the model's context.
+    max_batch: number of rows, which is the number of sequences that run at once; at most 1024.
+    max_length: maximum tokens of a sequence, including its prompt. None: the model's context.
     kv_bytes: maximum size of the cache; lowers `max_batch` if necessary.
-    max_queue: maximum sequences that wait for a row.
-    when_full: what `submit` does then: "error" raises QueueFullError, "wait" waits for its turn.
-    prefill_budget: maximum tokens of a chunk. While a prompt is read, a step of the others takes longer by one chunk.
-    reuse_prefixes: start a prompt behind the longest beginning that it shares with the sequence of a row, running or
-        ended. Where a state has a fixed size (convolutions, recurrences, windows), behind a whole sequence, or a point
-        for which `prefix_bytes` has room.
+    max_queue: maximum number of sequences that wait for a row.
+    when_full: what `submit` does if the queue is full: "error" raises QueueFullError, "wait" waits.
+    prefill_budget: maximum tokens of a chunk. While a prompt is read, each step of the others takes longer by a chunk.
+    reuse_prefixes: start a prompt after the longest beginning that it shares with the sequence of a row, running or
+        ended. If a state has a fixed size (convolutions, recurrences, windows), after a whole sequence, or after a
+        point for which `prefix_bytes` has room.
     prefix_bytes: maximum host memory for sequences whose rows were taken by others, for states of fixed size at the
-        ends of chunks, and for loaded sessions; what was used longest ago goes first. Not on devices.
-    exact: reuse whole chunks of prompts only, so that reuse changes no bit of a prompt's states and first token; see
+        ends of chunks, and for loaded sessions. The least recently used is dropped first. Not used on devices.
+    exact: reuse only whole chunks of prompts, so that reuse changes no bit of a prompt's states and first token; see
         docs/guide/engine.md.
 
     Raises ParameterError for an invalid option or a cache of another form than `static`, EngineError for a TensorRT
@@ -143,7 +149,7 @@ class Engine:
         """Queue a request. Its result is that of `TopWModel.generate` with the same arguments.
 
         prompt, parameters: those of `TopWModel.generate`. Callbacks run in the engine's thread and must be quick.
-        max_time: seconds, with queueing, after which it ends with what it drew (finish_reason "timeout").
+        max_time: seconds, including queueing, after which it ends with what it drew (finish_reason "timeout").
 
         Raises ParameterError and PromptError at once, QueueFullError if the queue is full, GenerationError after
         `drain` or `shutdown`.
@@ -165,7 +171,7 @@ class Engine:
     async def generate(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Any:
         """Like `submit(...).result()`, for asyncio. Cancelling the task cancels the request.
 
-        A grammar is compiled in a thread of the loop's executor, everything else in the loop's.
+        A grammar is compiled in a thread of the loop's executor; everything else runs in the loop's thread.
         """
         ended = Signal(self._running_bell())
         with ending(parameters.get("streamer")):
@@ -191,33 +197,35 @@ class Engine:
         return self._pieces(submission, events)
 
     def save_session(self, prompt: Any, path: str | Path, *, add_special_tokens: bool = True) -> SessionInfo:
-        """Write the states after a prompt to a file, so that `load_session` can go on behind it in another process.
+        """Write the states after a prompt to a file, so that another process can continue from it after `load_session`.
 
-        prompt: a text or token ids; for a chat, the last prompt and the tokens drawn after it. What the engine holds of
-            its beginning is saved.
+        prompt: a text or token ids; for a chat, the last prompt and the tokens drawn after it. The longest beginning
+            that the engine holds is saved.
         path: a file there is replaced atomically.
-        add_special_tokens: to a text.
+        add_special_tokens: whether to add them to a text.
 
-        Requests go on; the engine's thread makes a copy of the states, and the caller's writes it. Returns the number
-        of tokens saved and the file's size. Raises GenerationError if no beginning is held, or after `shutdown`,
-        PromptError, and SessionFileError if the file cannot be written.
+        Requests continue: the engine's thread copies the states, and the caller's thread writes them. Returns the
+        number of saved tokens and the file's size.
+
+        Raises GenerationError if the engine holds no beginning of the prompt, or after `shutdown`, PromptError, and
+        SessionFileError if the file cannot be written.
         """
         self._check_reuse()
         rows, _, _ = self._model._requests(prompt, {"add_special_tokens": add_special_tokens}, self._limits)
         if len(rows) > 1:
-            raise PromptError(f"there are {len(rows)} prompts, but a session is of one; save them one by one.")
+            raise PromptError(f"there are {len(rows)} prompts, but a session has one; save them one by one.")
         tokens = np.array(rows[0].prompt, np.int64)
         count, states = self._worker.save(tokens)
         return write_session(path, self._form, tokens[:count], states)
 
     def load_session(self, path: str | Path) -> SessionInfo:
-        """Read a file by `save_session` of the same export, so that prompts which begin with its tokens go on behind
-        them.
+        """Load a file written by `save_session` of the same export. Prompts that begin with its tokens then reuse them.
 
         The states count towards `prefix_bytes`; if they are larger, they go into a free row.
 
-        Raises SessionFileError for a file that is damaged, of another export, longer than `max_length`, or by an engine
-        of other chunks if this one is exact; GenerationError if there is no room, or after `drain` or `shutdown`.
+        Raises SessionFileError for a file that is damaged, from another export, longer than `max_length`, or, if this
+        engine is exact, from an engine with other chunks. Raises GenerationError if there is no room, or after `drain`
+        or `shutdown`.
         """
         self._check_reuse()
         self._room.check()
@@ -238,9 +246,9 @@ class Engine:
         )
 
     def drain(self, timeout: float | None = None) -> None:
-        """Accept nothing new, and wait until all requests have ended. `shutdown` then frees the memory.
+        """Accept no new requests, and wait until all others have ended. Call `shutdown` afterwards to free the memory.
 
-        Raises TimeoutError after `timeout` seconds; the requests go on.
+        Raises TimeoutError after `timeout` seconds; the requests continue.
         """
         self._worker.check_caller("drain")
         seconds = read_timeout(timeout)
@@ -252,7 +260,7 @@ class Engine:
                 self._worker.pass_by()
 
     def shutdown(self, *, cancel: bool = True) -> None:
-        """Accept nothing new, end all requests, and free the cache and the thread. The model stays open.
+        """Accept no new requests, end all others, and free the cache and the thread. The model stays open.
 
         cancel: end them with what they drew so far (finish_reason "cancelled"); otherwise wait for them. While one
             caller waits, another may cancel.
@@ -287,7 +295,7 @@ class Engine:
     def _check_reuse(self) -> None:
         if not self._options.reuses:
             raise ParameterError(
-                "sessions need the reuse of prefixes, but reuse_prefixes is False; make the engine with True.",
+                "sessions need the reuse of prefixes, but reuse_prefixes is False; create the engine with True.",
                 "reuse_prefixes",
             )
 
@@ -326,7 +334,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _accepting(self, submission: Submission) -> Iterator[None]:
-        """Give room back if the block fails, be it by KeyboardInterrupt at any moment."""
+        """Give room back if the block fails, also by a KeyboardInterrupt at any moment."""
         try:
             yield
         except TopWError:  # before `start`
@@ -337,20 +345,23 @@ class Engine:
             raise
 
     def _takes(self, submission: Submission) -> bool:
-        """Take room for a request. False: wait for it."""
+        """Take room for a request. Returns False if it must wait for room."""
         if self._room.enter(submission.place):
             return True
         if not self._options.waits:
             raise QueueFullError(
-                f"the engine has {self._room.used} sequences, and room for {self._room.most}; try again later, or make "
-                "it with a higher max_queue or when_full='wait'.",
+                f"the engine has {self._room.used} sequences, but room for only {self._room.most}; try again later, or "
+                "create it with a higher max_queue or when_full='wait'.",
                 "max_queue",
                 "when_full",
             )
         return False
 
     def _has_turn(self, submission: Submission) -> bool:
-        """After waiting for room. False: the deadline has passed. Raises GenerationError if closed meanwhile."""
+        """Called after waiting for room. Returns False if the deadline has passed.
+
+        Raises GenerationError if the engine was closed meanwhile.
+        """
         if self._room.holds(submission.place):
             return True
         self._room.leave(submission.place)
@@ -364,7 +375,7 @@ class Engine:
                 signal = Signal(self._running_bell(), gone=partial(self._room.leave, submission.place))
                 self._room.wait(submission.place, signal.send)
                 left = submission.left
-                # Not wait_for, which before Python 3.12 loses a cancellation at the moment of the turn.
+                # Not wait_for, which before Python 3.12 loses a cancellation that coincides with the result.
                 timer = None if left is None else asyncio.get_running_loop().call_later(left, signal.event.set)
                 try:
                     await signal.wait()
@@ -391,7 +402,7 @@ class Engine:
         request.raise_error()
 
     def _running_bell(self) -> Bell:
-        """The running loop's."""
+        """The running loop's bell."""
         bell = self._bell
         if bell is None or bell.loop is not asyncio.get_running_loop():
             bell = self._bell = Bell()

@@ -1,4 +1,4 @@
-"""A thread that makes the calls which others post to it."""
+"""A thread that runs the calls that other threads post to it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Result = TypeVar("Result")
 
 
 class InboxThread(ABC):
-    """A subclass starts `_thread`, which runs `_main`; at its end that sets `_ended` and empties the inbox."""
+    """A subclass starts `_thread`, which runs `_main`. At its end `_main` sets `_ended` and empties the inbox."""
 
     def __init__(self, name: str) -> None:
-        # Its `put` may run in a signal handler or garbage collection amid another `put`, unlike threading's locks.
+        # Unlike threading's locks, its `put` may run in a signal handler or garbage collection during another `put`.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._ended = False
         self._process = os.getpid()
@@ -28,11 +28,11 @@ class InboxThread(ABC):
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the engine's, which has no copy of its thread."""
+        """Whether this process is a fork of the engine's process, and so lacks the engine's thread."""
         return os.getpid() != self._process
 
     def check_caller(self, what: str) -> None:
-        """Raises GenerationError where waiting for the engine's thread would never end."""
+        """Raises GenerationError in a thread that would wait forever for the engine's thread."""
         self.check_process(what)
         if threading.current_thread() is self._thread:
             raise GenerationError(f"a callback called {what}(), which would wait for itself; call it elsewhere.")
@@ -42,7 +42,7 @@ class InboxThread(ABC):
         if self.forked:
             raise GenerationError(
                 f"{what}() was called in process {os.getpid()}, a fork of process {self._process}, which has the "
-                "engine's thread; make the Engine in the process that uses it, or start processes with 'spawn'."
+                "engine's thread; create the Engine in the process that uses it, or start processes with 'spawn'."
             )
 
     def join(self, timeout: float | None = None) -> None:
@@ -54,7 +54,7 @@ class InboxThread(ABC):
 
     @abstractmethod
     def _check_alive(self) -> None:
-        """Raises GenerationError if no more calls are made."""
+        """Raises GenerationError if the thread runs no more calls."""
 
     def _call(self, what: str, function: Callable[[], Result]) -> Result:
         """Run a function in the thread, and wait for its result or error.
@@ -72,7 +72,7 @@ class InboxThread(ABC):
                 future.set_exception(error)
 
         self._post(run)
-        if self._ended:  # perhaps after its last look at the inbox
+        if self._ended:  # perhaps after it read the inbox for the last time
             self._empty_inbox()
         return future.result()
 
@@ -80,7 +80,7 @@ class InboxThread(ABC):
         self._inbox.put(message)
 
     def _empty_inbox(self) -> None:
-        """Answer what was posted to a thread that has ended."""
+        """Run what was posted to a thread that has ended."""
         with suppress(Empty):
             while True:
                 self._inbox.get_nowait()()

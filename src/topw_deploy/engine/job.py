@@ -1,4 +1,4 @@
-"""Sequences and requests as the engine's thread keeps them."""
+"""The engine's thread's records of sequences and requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Job(Task):
     begun: whether its first chunk was begun, after `cached` tokens that were not read again.
     columns: the outputs of its first token.
     spans: (row, first step) for each row that it decoded in, in order.
-    reads: the request while the prompt is read. If that is token by token, in steps, those draw greedily without edits.
+    reads: the request to use while the prompt is read. Steps that read a prompt token by token are greedy and unedited.
     """
 
     def __init__(self, request: Request, generated: Row) -> None:
@@ -78,7 +78,7 @@ class Submission:
 
 @dataclass
 class Counts:
-    """What the thread did so far."""
+    """Totals of the thread's work so far."""
 
     steps: int = 0
     chunks: int = 0

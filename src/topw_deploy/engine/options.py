@@ -1,4 +1,4 @@
-"""The engine's options, checked, and the rows that they make."""
+"""Checks of the engine's options, and the number of rows that follows from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topw_deploy.sizes import decimal_size
 
 WHEN_FULL = ("error", "wait")
 MOST_ROWS = 1024
-"""Most rows: the engine compares each prompt with what every row holds, and keeps random numbers for all of them."""
+"""Maximum rows: the engine compares each prompt with the tokens of every row, and keeps random numbers for all rows."""
 _REMEDIES = {
     "concat": "export it again without --kv concat, or use TopWModel.generate",
     "shared": "export the original checkpoint with topw-export, or use TopWModel.generate",
@@ -26,11 +26,13 @@ _REMEDIES = {
 class Options:
     """Checked options.
 
-    rows, length: of the cache.
-    queue: maximum waiting sequences.
-    waits: when full.
-    chunk: maximum tokens of one.
-    reuses, prefix_bytes, exact: `reuse_prefixes` and the others of Engine.
+    rows: rows of the cache.
+    length: maximum tokens of a row.
+    queue: maximum number of waiting sequences.
+    waits: whether `submit` waits if the queue is full.
+    chunk: maximum tokens of a chunk.
+    reuses: `reuse_prefixes` of Engine.
+    prefix_bytes, exact: as in Engine.
     """
 
     rows: int
@@ -53,7 +55,7 @@ def check_form(decoder: DecoderInfo, path: object) -> None:
 
 
 def check_tensorrt(session: Session, decoder: DecoderInfo, options: Options) -> None:
-    """Raises EngineError for a TensorRT engine of fewer rows, or whose rows cannot be bound one by one."""
+    """Raises EngineError for a TensorRT engine with fewer rows, or with rows that cannot be bound one by one."""
     if session.most_rows is not None and options.rows > session.most_rows:
         raise EngineError(
             f"max_batch is {options.rows}, but the TensorRT engine was built for {session.most_rows}; give at most "
@@ -63,7 +65,7 @@ def check_tensorrt(session: Session, decoder: DecoderInfo, options: Options) -> 
     odd = next((size for size in sizes if size % ALIGNMENT), None)
     if session.provider == "tensorrt" and options.rows > 1 and odd is not None:
         raise EngineError(
-            f"a row of a state takes {odd} bytes, which is no multiple of {ALIGNMENT}, so TensorRT cannot read a "
+            f"a row of a state takes {odd} bytes, which is not a multiple of {ALIGNMENT}, so TensorRT cannot read a "
             "prompt into one of several rows; give max_batch=1, or open the model with another provider."
         )
 
@@ -82,7 +84,7 @@ def read_options(
     prefix_bytes: int,
     exact: bool,
 ) -> Options:
-    """Raises ParameterError for an invalid option, or one that fits no row."""
+    """Check options. Raises ParameterError for an invalid one, or if there is no room for a single row."""
     length = decoder.context_length if max_length is None else _size("max_length", max_length)
     if length > decoder.context_length:
         raise ParameterError(

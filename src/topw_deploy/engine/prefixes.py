@@ -1,8 +1,8 @@
-"""Which tokens the rows of the cache and the snapshots hold, and what a prompt shares with them. Without session.
+"""Which tokens the rows of the cache and the snapshots hold, and which of them a prompt can reuse. Needs no session.
 
 Tokens are int64 [n]. A row or snapshot holds tokens if it has their states, from position 0 on. States of fixed size
-(convolutions, recurrences, windows) are known at single points: after the last token of a row, and where they were
-stored.
+(convolutions, recurrences, windows) are known only at certain points: after the last token of a row, and where they
+were stored.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def common(one: np.ndarray, other: np.ndarray) -> int:
 
 
 class Rule:
-    """How much of what is held can be reused for tokens that are wanted: all of a prompt but its last token, because
-    that run draws the first token.
+    """How many held tokens can be reused for wanted ones. A prompt's last token is never reused, because its run draws
+    the first token.
 
-    unit: reused tokens are a multiple of it.
-    whole: some states have a fixed size and are known at certain points only.
+    unit: the number of reused tokens is a multiple of this.
+    whole: whether some states have a fixed size and are known only at certain points.
     own: whether a row has those states after the tokens that it holds.
     """
 
@@ -42,7 +42,7 @@ class Rule:
         return tokens - tokens % self._unit
 
     def usable(self, held: np.ndarray, wanted: np.ndarray, points: Sequence[int] = (), *, own: bool = True) -> int:
-        """Tokens of `held` that can be reused for `wanted`.
+        """The number of tokens of `held` that can be reused for `wanted`.
 
         points: beginnings of `wanted` after which states of fixed size are stored.
         own: whether `held` is a row's.
@@ -58,18 +58,18 @@ class Rule:
 def covers(held: np.ndarray, tokens: np.ndarray) -> bool:
     """Whether `held` begins with `tokens`."""
     count = len(tokens)
-    if count > len(held) or (count and held[count - 1] != tokens[-1]):  # cheap, and mostly so
+    if count > len(held) or (count and held[count - 1] != tokens[-1]):  # cheap, and the usual case
         return False
     return bool((held[:count] == tokens).all())
 
 
 class RowPrefixes:
-    """What each row holds, and which row a new prompt should take."""
+    """The tokens that each row holds, and which row a new prompt should take."""
 
     def __init__(self, rows: int, rule: Rule) -> None:
         self.held = [NOTHING] * rows
         self._rule = rule
-        self._released = [0] * rows  # the larger, the later
+        self._released = [0] * rows  # larger: released later
         self._releases = 0
 
     def release(self, row: int) -> None:
@@ -83,13 +83,13 @@ class RowPrefixes:
         released[one], released[other] = released[other], released[one]
 
     def by_age(self) -> list[int]:
-        """All rows, the one released first first."""
+        """All rows, in the order in which they were released."""
         return sorted(range(len(self.held)), key=lambda row: self._released[row])
 
     def choose(self, wanted: np.ndarray, free: Sequence[int], points: Sequence[int] = ()) -> int:
-        """The free row of which most tokens can be reused, unless it would lose more than that.
+        """The free row of which the most tokens can be reused, unless it would lose more tokens than that.
 
-        Otherwise the first row that holds nothing, or the one released first.
+        Otherwise the first row that holds nothing, or the row that was released first.
         """
         usable = [self._rule.usable(self.held[row], wanted, points) for row in free]
         most = max(usable)
@@ -101,7 +101,7 @@ class RowPrefixes:
 
 @dataclass(slots=True)
 class _Stored(Generic[AnyStates]):
-    """point: whether these are the states of fixed size after all tokens, otherwise those with an axis of tokens."""
+    """point: whether these are the states of fixed size after all tokens; if not, those with a token axis."""
 
     tokens: np.ndarray
     states: AnyStates
@@ -110,10 +110,10 @@ class _Stored(Generic[AnyStates]):
 
 
 class Snapshots(Generic[AnyStates]):
-    """States after tokens, in at most `most` bytes. The one used longest ago is dropped first.
+    """A store of states after tokens, of at most `most` bytes. The least recently used is dropped first.
 
-    A snapshot has the states with an axis of tokens, those of its beginnings included. A point has the states of fixed
-    size, which belong to all its tokens.
+    A snapshot has the states with a token axis, and so those of all its beginnings. A point has the states of fixed
+    size after all its tokens.
     """
 
     def __init__(self, most: int, rule: Rule) -> None:
@@ -126,11 +126,11 @@ class Snapshots(Generic[AnyStates]):
         return len(self._stored)
 
     def takes(self, tokens: np.ndarray, size: int, *, point: bool = False) -> bool:
-        """Whether to store states of `size` bytes: they have room, and are not there."""
+        """Whether to store states of `size` bytes: there is room, and they are not stored yet."""
         return len(tokens) > 0 and size <= self.most and self._holder(tokens, point) is None
 
     def put(self, tokens: np.ndarray, states: AnyStates, size: int, *, point: bool = False) -> None:
-        """Store states that `takes` accepts. A snapshot takes the place of those of its beginnings."""
+        """Store states that `takes` accepts. A snapshot replaces those of its beginnings."""
         if not point:
             for number, stored in list(self._stored.items()):
                 if not stored.point and covers(tokens, stored.tokens):
@@ -142,7 +142,7 @@ class Snapshots(Generic[AnyStates]):
         self.bytes += size
 
     def find(self, wanted: np.ndarray, least: int, points: Sequence[int] = ()) -> tuple[int, AnyStates] | None:
-        """The most usable tokens, at least `least`, and the states of their snapshot."""
+        """The largest number of usable tokens, at least `least`, and the states of their snapshot."""
         usable = {
             number: self._rule.usable(stored.tokens, wanted, points, own=False)
             for number, stored in self._stored.items()
@@ -169,7 +169,7 @@ class Snapshots(Generic[AnyStates]):
         return self._stored[number].states
 
     def common(self, wanted: np.ndarray) -> int:
-        """The most leading tokens that anything stored shares with `wanted`."""
+        """The largest number of leading tokens that a snapshot or point shares with `wanted`."""
         return max((common(stored.tokens, wanted) for stored in self._stored.values()), default=0)
 
     def _holder(self, tokens: np.ndarray, point: bool) -> int | None:

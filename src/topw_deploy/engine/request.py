@@ -1,4 +1,4 @@
-"""A caller's side of a request: its result, its pieces, cancellation."""
+"""A request from the caller's side: results, pieces and cancellation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Source:
-    """What a request's results take from the model. follow: see `topw_deploy.runtime.rows`."""
+    """The parts of the model that a request's results need. follow: see `topw_deploy.runtime.rows`."""
 
     session: Session
     follow: Follow
@@ -93,13 +93,13 @@ class Request:
 
         A cancelled request, or one that ran out of `max_time`, returns what it drew until then.
 
-        Raises TimeoutError after `timeout` seconds; the request goes on. Raises the request's error if it failed.
+        Raises TimeoutError after `timeout` seconds; the request continues. Raises the request's error if it failed.
         """
         seconds = read_timeout(timeout)
         if not self.done:
             self._check_caller("result")
         if not self._done.wait(seconds):
-            raise TimeoutError(f"the request did not end within {timeout} s; it goes on, or call cancel().")
+            raise TimeoutError(f"the request did not end within {timeout} s; wait again, or call cancel().")
         self.raise_error()
         results = self.results()
         return results[0] if self._alone else results
@@ -114,13 +114,13 @@ class Request:
             self._cancel(self)
 
     def __iter__(self) -> Iterator[Piece]:
-        """Yield pieces of text as they are drawn, as `TopWModel.stream` does. Only once per request."""
+        """Yield pieces of text as they are drawn, like `TopWModel.stream`. Can be done only once per request."""
         if not self.done:
             self._check_caller("iteration")
         with self._lock:
             again, self._iterated = self._iterated, True
         if again:
-            raise GenerationError("the pieces of a request can be read once; use result() for the whole text.")
+            raise GenerationError("the pieces of a request can be read only once; use result() for the whole text.")
         reader = PieceReader(self)
         while (event := self._events.get()) is not None:
             piece = reader.piece(event)
@@ -146,12 +146,12 @@ class Request:
         return None if row.text is not None else new_text(row.request, self._source.follow)
 
     def next_scores(self, index: int, drawn: int) -> list[TokenLogprob] | None:
-        """The log-probabilities of a sequence's first `drawn` tokens that no piece has carried, if it asked."""
+        """The log-probabilities of a sequence's first `drawn` tokens that no piece has had yet, if requested."""
         scores = self._rows[index].scores
         return None if scores is None else scores.next_piece(drawn)
 
     def fail(self, error: BaseException) -> None:
-        """Called by the engine's thread. The first error counts."""
+        """Fail the request. Called by the engine's thread; the first error is kept."""
         if self.error is None:
             self.error, self._trace = error, error.__traceback__
 
@@ -178,7 +178,7 @@ class Request:
 
 
 class PieceReader:
-    """Makes pieces of a request's events, in the reader's thread."""
+    """Turns a request's events into pieces, in the reader's thread."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

@@ -1,13 +1,13 @@
-"""Prefix reuse: starts prompts behind tokens that the cache, or a snapshot, holds already.
+"""Prefix reuse: starts prompts after tokens that the cache or a snapshot already holds.
 
 A free row keeps its last sequence until another request takes it. A request takes the free row that holds most of its
-prompt. Before its first chunk, more of the prompt may be copied from another row, or restored from a snapshot. What a
-row loses then is stored as a snapshot, if `prefix_bytes` has room.
+prompt. Before its first chunk, more of the prompt may be copied from another row, or restored from a snapshot. The
+tokens that a row then loses are stored as a snapshot, if `prefix_bytes` has room.
 
 States of fixed size cannot return to an earlier token. If `prefix_bytes` has room, they are stored at the end of every
-chunk, the keys and values of whose tokens may be anywhere.
+chunk; the keys and values of the same tokens may be in any row or snapshot.
 
-Rows of a step that do not decode write one slot: the one after the tokens that they hold.
+A row that takes part in a step without decoding writes one slot: the slot after its tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ LEAST_GAIN = 16  # tokens; reading fewer again costs about as much as another ru
 
 @dataclass(slots=True)
 class _Found:
-    """The longest known beginning of wanted tokens.
+    """The longest known beginning of the wanted tokens.
 
-    row: that has its states with an axis of tokens; otherwise `growing` has them.
-    fixed: its states of fixed size; None: those of `row`.
+    row: the row with its states that have a token axis; None if `growing` has them.
+    fixed: its states of fixed size; None for those of `row`.
     """
 
     tokens: int
@@ -42,9 +42,9 @@ class _Found:
 
 
 class Reuse:
-    """Used by the engine's thread only.
+    """Which tokens are held where, and how prompts reuse them. Used only by the engine's thread.
 
-    running: from a row to all tokens that it holds if it is decoding, otherwise None.
+    running: row -> all tokens that it holds if it is decoding, else None.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Reuse:
         self._batch, self._decoder, self._running = batch, decoder, running
         self._exact, self._on = options.exact, options.reuses
         self._grows = any(state.grows for state in decoder.states)
-        # An exact engine's row goes on behind the last multiple, with states that are known at no multiple.
+        # A row of an exact engine goes past the last multiple of a chunk, so its states are not known at a multiple.
         self._rule = Rule(options.chunk if options.exact else 1, whole=decoder.recurs, own=not options.exact)
         self._fixed_bytes = sum(state.row_bytes(0) for state in decoder.states if not state.grows)
         self._stores_points = decoder.recurs and batch.copies_rows and options.prefix_bytes > 0
@@ -86,10 +86,10 @@ class Reuse:
         return tokens
 
     def branch(self, prompt: np.ndarray, start: int) -> int:
-        """Where a prompt that is read from `start` on should have an end of a chunk; 0 for nowhere.
+        """The position at which a chunk of a prompt that is read from `start` on should end; 0 for none.
 
-        There it leaves another sequence, whose states of fixed size are not known there. Stored once, they serve the
-        next prompt with the same beginning.
+        There the prompt first differs from another sequence, whose states of fixed size are not known at that position.
+        Once stored, they serve the next prompt with the same beginning.
         """
         if not (self._on and self._stores_points) or self._exact:
             return 0
@@ -107,7 +107,7 @@ class Reuse:
                 self._put_point(tokens, lambda: self._batch.fixed(row))
 
     def release(self, row: int, tokens: Sequence[int] | None) -> None:
-        """Record that a row is free. tokens: that it holds; None: those of `read`."""
+        """Record that a row is free. tokens: the tokens that it holds; None for those given to `read`."""
         if tokens is not None and self._on and not (self._exact and len(tokens)):
             self._rows.held[row] = np.array(tokens, np.int64)
         self._rows.release(row)
@@ -117,9 +117,9 @@ class Reuse:
         self._rows.exchange(one, other)
 
     def rest(self, prompt: np.ndarray) -> None:
-        """Make the buffers short again, after storing what rows hold, if that makes steps cheaper.
+        """Store what rows hold and shorten the buffers again, if that makes steps cheaper.
 
-        Not if the next prompt reuses half of their length, which it needs. Only while no row is in use.
+        Does nothing if the next prompt reuses half of their length. Call this only while no row is in use.
         """
         wanted, points = prompt[:-1], self._stored.points(prompt[:-1])
         reused = max(self._rule.usable(held, wanted, points) for held in self._rows.held)
@@ -132,10 +132,11 @@ class Reuse:
         self._batch.rest()
 
     def saved(self, tokens: np.ndarray) -> tuple[int, list[np.ndarray]]:
-        """The longest known beginning of tokens, and a copy of its states in the order of the cache's layout, or longer
-        ones that nobody changes.
+        """(Length of the longest known beginning of `tokens`, its states in the order of the cache's layout).
 
-        Raises GenerationError if none is known, or there is no memory for the copy.
+        The states are copies, or belong to a snapshot, which does not change; they may be of more tokens.
+
+        Raises GenerationError if no beginning is known, or there is no memory for the copy.
         """
         found = self._longest(tokens)
         if not found.tokens:
@@ -155,9 +156,9 @@ class Reuse:
         return found.tokens, [*fixed, *growing]
 
     def load(self, tokens: np.ndarray, states: Sequence[np.ndarray], free: Sequence[int]) -> None:
-        """Store what `saved` returned, or put it into a free row.
+        """Store the states that `saved` returned, or put them into a free row.
 
-        Raises GenerationError if there is room in neither.
+        Raises GenerationError if neither has room.
         """
         if self._longest(tokens).tokens == len(tokens):
             return
@@ -171,7 +172,7 @@ class Reuse:
         if not free or (self._exact and self._rule.whole):
             raise GenerationError(
                 f"the session takes {decimal_size(size)}, but prefix_bytes is {decimal_size(self._stored.most)}"
-                f"{'' if free else ' and all rows are in use'}; make the engine with a higher prefix_bytes.",
+                f"{'' if free else ' and all rows are in use'}; create the engine with a higher prefix_bytes.",
                 "prefix_bytes",
             )
         row = self._rows.choose(tokens, free, self._stored.points(tokens))
@@ -205,7 +206,7 @@ class Reuse:
         return best
 
     def _held_now(self, row: int, wanted: np.ndarray) -> np.ndarray:
-        """What a row holds. What a decoding row drew is looked up only if `wanted` goes on like the row's own."""
+        """The tokens that a row holds. Those that a decoding row drew are looked up only if `wanted` may share them."""
         held = self._rows.held[row]
         if self._exact or not len(held) or common(held, wanted) < len(held):
             return held
@@ -213,7 +214,7 @@ class Reuse:
         return held if running is None else running
 
     def _store(self, row: int) -> None:
-        """Store what a row holds, unless another row or a snapshot can be used instead."""
+        """Store the tokens that a row holds, unless another row or a snapshot can be used instead."""
         tokens = self._rows.held[row]
         size = row_bytes(self._decoder, len(tokens)) + tokens.nbytes
         if not self._batch.copies_rows or size > self._stored.most:

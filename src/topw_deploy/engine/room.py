@@ -1,4 +1,4 @@
-"""A bound on the sequences that the engine has accepted and not ended."""
+"""A bound on the number of sequences that the engine has accepted and that have not ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from topw_deploy.errors import GenerationError
 
 
 class Place:
-    """Room for the sequences of one request: waited for, held or given back.
+    """Room for the sequences of one request. It is waited for, then held, then given back.
 
     left: its sequences that have not ended.
     """
@@ -22,10 +22,10 @@ class Place:
 
 
 class Room:
-    """Room for `most` sequences. Callers that wait get it in the order in which they came.
+    """Room for `most` sequences. Waiting callers get room in the order in which they came.
 
-    A signal handler may raise between any two operations of the main thread. So one operation on `_inside`, the set of
-    held places, grants a place, and one takes it back; `leave` may be called in every state.
+    A signal handler may raise between any two operations of the main thread. So a place is granted by a single
+    operation on `_inside`, the set of held places, and taken back by another one; `leave` may be called in any state.
     """
 
     def __init__(self, most: int) -> None:
@@ -41,7 +41,7 @@ class Room:
         return sum(place.left for place in tuple(self._inside))  # a copy, as other threads change it
 
     def enter(self, place: Place) -> bool:
-        """Take room at once, if there is. Raises GenerationError if closed."""
+        """Take room now, if there is any. Returns whether it did. Raises GenerationError if closed."""
         with self._lock:
             self._check_open()
             if self._waiting or self.used + place.left > self.most:
@@ -52,8 +52,8 @@ class Room:
     def wait(self, place: Place, settled: Callable[[], None]) -> None:
         """Take room now or later. Raises GenerationError if closed.
 
-        settled: called from any thread, perhaps more than once, when there is room or never will be; see `holds`. May
-            call `leave`.
+        settled: called from any thread, perhaps more than once, when the room was granted or never will be; see
+            `holds`. It may call `leave`.
         """
         with self._lock:
             self._check_open()
@@ -73,7 +73,7 @@ class Room:
             self._serve()
 
     def give(self, place: Place) -> None:
-        """Give the room of an ended sequence back."""
+        """Give back the room of an ended sequence."""
         with self._lock:
             place.left -= 1
             if not place.left:
@@ -81,7 +81,7 @@ class Room:
             self._serve()
 
     def close(self, why: str) -> None:
-        """Accept nothing from now on. why: a clause for the error; the first one counts."""
+        """Accept nothing from now on. why: a clause for the error; the first one given is kept."""
         with self._lock:
             self._closed = self._closed or why
             while self._waiting:
@@ -95,13 +95,13 @@ class Room:
             self._check_open()
 
     def wait_until_empty(self, timeout: float | None) -> bool:
-        """Returns whether no sequence is left."""
+        """Wait until no sequence is left. Returns False if one is left after `timeout` seconds."""
         with self._lock:
             return self._changed.wait_for(lambda: not self._inside, timeout)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise GenerationError(f"{self._closed}; make a new Engine to go on.")
+            raise GenerationError(f"{self._closed}; create a new Engine.")
 
     def _stop_waiting(self, place: Place) -> None:
         with contextlib.suppress(ValueError):

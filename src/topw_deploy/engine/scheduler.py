@@ -1,4 +1,4 @@
-"""Which sequence has which row, whose prompt is read next, and which rows a step runs. Without session or threads.
+"""Which sequence has which row, whose prompt is read next, and which rows a step runs. Needs no session or threads.
 
 One iteration of the engine calls, in this order:
 
@@ -9,9 +9,9 @@ One iteration of the engine calls, in this order:
 
 and `end` for each sequence that ended. So a decoding row waits for at most one chunk per step.
 
-Rows are given first come, first served. Among the prompts being read, chunks alternate between the oldest one and the
-one with the fewest tokens left. A short prompt behind a long one therefore waits for about one of its chunks, and the
-oldest prompt gets at least every second chunk: one of n chunks is read 2 n iterations after it became the oldest.
+Rows are assigned first come, first served. Among the prompts being read, chunks alternate between the oldest prompt and
+the one with the fewest tokens left. A short prompt therefore waits for about one chunk of a long one. The oldest prompt
+gets at least every second chunk: a prompt of n chunks is read at most 2 n iterations after it became the oldest.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ WAITING = -1
 class Task:
     """One sequence.
 
-    prompt_tokens: at least one.
-    read: tokens of the prompt that are in the cache.
-    branch: a position at which a chunk ends, as well as at its usual end; 0 for none.
+    prompt_tokens: length of the prompt, at least 1.
+    read: number of tokens of the prompt that are in the cache.
+    branch: a position of the prompt at which a chunk must end; 0 for none.
     row: its row, or WAITING.
     """
 
@@ -60,12 +60,12 @@ class Chunk(Generic[AnyTask]):
 
 
 class Scheduler(Generic[AnyTask]):
-    """Places sequences in `rows` rows.
+    """Assigns sequences to `rows` rows.
 
     chunk: maximum tokens of a chunk.
     dense: whether the rows of a step must all be decoding. If not, a step may include free rows and rows that read
         their prompt.
-    moves: whether rows may move only to make a step narrower. `dense` moves them in any case.
+    moves: whether sequences may be moved merely to make a step narrower. `dense` moves them in any case.
     """
 
     def __init__(self, rows: int, chunk: int, *, dense: bool = False, moves: bool = True) -> None:
@@ -115,7 +115,7 @@ class Scheduler(Generic[AnyTask]):
         return self._rows[row]
 
     def admit(self, choose: Callable[[AnyTask, list[int]], int] = lambda _, free: free[0]) -> list[AnyTask]:
-        """Give free rows to the sequences that have waited longest. Returns those.
+        """Give free rows to the sequences that have waited longest. Returns these sequences.
 
         choose: picks one of the free rows, which are in ascending order, for a sequence.
         """
@@ -129,7 +129,7 @@ class Scheduler(Generic[AnyTask]):
         return admitted
 
     def next_chunk(self) -> Chunk[AnyTask] | None:
-        """The chunk to read now. Call `read` after its run, or `end`."""
+        """The chunk to read now, or None. After its run call `read`, or `end` if the sequence ended."""
         if not self._reading:
             return None
         task = self._reading[0]
@@ -139,7 +139,7 @@ class Scheduler(Generic[AnyTask]):
         return self._chunk_of(task)
 
     def skip(self, task: AnyTask, tokens: int) -> Chunk[AnyTask]:
-        """Record that a row holds the first `tokens` tokens of its prompt, not all. Returns the chunk after them."""
+        """Record that a row already holds the first `tokens` tokens of its prompt. Returns the chunk after them."""
         task.read = tokens
         return self._chunk_of(task)
 
@@ -152,7 +152,7 @@ class Scheduler(Generic[AnyTask]):
             self._arranged = False
 
     def end(self, task: AnyTask) -> None:
-        """Remove a sequence, wherever it is."""
+        """Remove a sequence in any state."""
         if task.row == WAITING:
             self._waiting.remove(task)
             return
@@ -172,7 +172,7 @@ class Scheduler(Generic[AnyTask]):
         return Chunk(task, task.read, task.branch if task.read < task.branch < end else end)
 
     def arrange(self) -> list[tuple[int, int]]:
-        """Set `width`. Returns pairs of rows to exchange first, of which the first is decoding."""
+        """Set `width`. Returns pairs of rows to exchange before the step; the first row of each pair is decoding."""
         if self._arranged:
             return []
         self._arranged = True

@@ -1,4 +1,4 @@
-"""Times that callers give."""
+"""Checks of times given in seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_max_time(value: object) -> float | None:
 
 
 def read_timeout(value: object) -> float | None:
-    """A time that Python's locks accept. Raises ParameterError unless it is None or a number; infinity is allowed."""
+    """The value as a time that Python's locks accept; infinity is allowed. Raises ParameterError for other types."""
     seconds = _real(value)
     if value is not None and math.isnan(seconds):
         raise ParameterError(f"timeout is {show(value)}, but must be a number of seconds or None.", "timeout")
@@ -28,12 +28,12 @@ def read_timeout(value: object) -> float | None:
 
 
 def waitable(seconds: float) -> float:
-    """At most what Python's locks accept, about 292 years."""
+    """`seconds`, but at most what Python's locks accept, about 292 years."""
     return min(max(seconds, 0.0), threading.TIMEOUT_MAX)
 
 
 def _real(value: object) -> float:
-    """NaN for other types."""
+    """The value as a float; NaN for other types."""
     if is_boolean(value) or not isinstance(value, (int, float, np.integer, np.floating)):
         return math.nan
     try:

@@ -1,8 +1,14 @@
 """Files of saved sessions: tokens and the states after them, as safetensors.
 
-`__metadata__`: format "topw-session"; version; manifest: SHA-256 of the export's manifest; model: its id, for messages;
-chunk: see `Form`; sha256: of the data. The tensor `tokens` is int64 [n]. Each state has the name of its graph input
-and the shape of a row of n tokens. Bytes are little-endian and have no gaps.
+The tensor `tokens` is int64 [n]. Each state has the name of its graph input and the shape of a row of n tokens. Bytes
+are little-endian and have no gaps. `__metadata__` has
+
+format: "topw-session".
+version: of the format.
+manifest: SHA-256 of the export's manifest.
+model: the model's id, for messages.
+chunk: see `Form`.
+sha256: of the data.
 """
 
 from __future__ import annotations
@@ -53,13 +59,14 @@ class SessionInfo:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an engine saves and accepts.
+    """The form of the sessions that an engine saves and accepts.
 
-    manifest, model: SHA-256 of the export's manifest, and the model's id.
+    manifest: SHA-256 of the export's manifest.
+    model: the model's id.
     states: in the order of the cache's layout.
     length: maximum tokens.
     vocabulary: number of token ids.
-    chunk: the chunk at whose multiples an exact engine reuses tokens; 0 if it is not exact.
+    chunk: an exact engine reuses tokens only up to multiples of this; 0 if the engine is not exact.
     """
 
     manifest: str
@@ -70,7 +77,7 @@ class Form:
     chunk: int
 
     def tensors(self, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name -> (element type, shape), in the order of the file: wider elements first, which aligns all."""
+        """Name -> (element type, shape), in the order of the file. Wider elements come first, which aligns all."""
         found: dict[str, tuple[str, tuple[int, ...]]] = {TOKENS: ("I64", (tokens,))}
         found |= {state.past: (_DTYPES[state.dtype], state.sized(tokens)) for state in self.states}
         return dict(sorted(found.items(), key=lambda item: -ELEMENT_BYTES[item[1][0]]))
@@ -91,8 +98,9 @@ def session_form(manifest: DecoderManifest, options: Options) -> Form:
 def write_session(path: str | Path, form: Form, tokens: np.ndarray, states: Sequence[np.ndarray]) -> SessionInfo:
     """Write `tokens`, int64 [n], and their states, uint8 [parts, bytes] of at least n tokens each.
 
-    A file at `path` is replaced atomically; on any error it stays as it is.
-    Raises SessionFileError if `path` cannot be written, or states are not finite; ParameterError if it is no path.
+    A file at `path` is replaced atomically; after an error it is unchanged.
+
+    Raises SessionFileError if `path` cannot be written or states are not finite, ParameterError if it is not a path.
     """
     count = len(tokens)
     raw = {TOKENS: tokens.astype("<i8").view(np.uint8)}
@@ -102,7 +110,7 @@ def write_session(path: str | Path, form: Form, tokens: np.ndarray, states: Sequ
     tensors = form.tensors(count)
     odd = next((name for name, (dtype, _) in tensors.items() if not _is_valid(dtype, raw[name])), None)
     if odd is not None:
-        raise SessionFileError(f"the session is not saved: its state {odd} is not finite; generate from it anew.")
+        raise SessionFileError(f"the session is not saved: its state {odd} is not finite; generate again.")
     digest = hashlib.sha256()
     for name in tensors:
         digest.update(raw[name].data)
@@ -126,8 +134,10 @@ def write_session(path: str | Path, form: Form, tokens: np.ndarray, states: Sequ
 def read_session(path: str | Path, form: Form) -> tuple[np.ndarray, list[np.ndarray], SessionInfo]:
     """Returns (tokens, states as `write_session` takes them, info).
 
-    Checks everything, and sizes before memory is allocated. Raises SessionFileError if the file cannot be read, is
-    damaged, does not fit the engine, or has states that are not finite; ParameterError for another type of `path`.
+    Checks everything, and checks sizes before it allocates memory.
+
+    Raises SessionFileError if the file cannot be read, is damaged, does not fit the engine, or has states that are not
+    finite, and ParameterError if `path` is not a path.
     """
     path = _path(path)
     try:
@@ -184,7 +194,7 @@ def _read(stream: BinaryIO, form: Form) -> tuple[np.ndarray, list[np.ndarray], S
     tokens = raw.pop(TOKENS).view("<i8").astype(np.int64)
     odd = tokens[(tokens < 0) | (tokens >= form.vocabulary)]
     if len(odd):
-        raise ValueError(f"it has the token {odd[0]}, but the vocabulary {form.vocabulary}")
+        raise ValueError(f"it has the token {odd[0]}, but the vocabulary has {form.vocabulary} tokens")
     for name, data in raw.items():
         if not _is_valid(tensors[name][0], data):
             raise ValueError(f"its state {name} is not finite")
@@ -217,9 +227,9 @@ def _count(entry: Entry | None, form: Form) -> int:
         raise ValueError("it has no tokens")
     (count,) = entry.shape
     if not 1 <= count <= form.length:
-        raise ValueError(f"it has {count} tokens, but a row of the engine 1 to {form.length} (max_length)")
+        raise ValueError(f"it has {count} tokens, but a row of the engine has 1 to {form.length} (max_length)")
     if form.chunk and count % form.chunk:
-        raise ValueError(f"it has {count} tokens, which is no multiple of {form.chunk}")
+        raise ValueError(f"it has {count} tokens, which is not a multiple of {form.chunk}")
     return count
 
 
@@ -240,16 +250,16 @@ def _check_offsets(entries: Mapping[str, Entry], size: int) -> None:
             raise ValueError(f"its {name} begins at {entry.begin}, not at {end}")
         end = entry.end
     if end != size:
-        raise ValueError(f"it has {size} bytes of data, but its tensors {end}")
+        raise ValueError(f"it has {size} bytes of data, but its tensors have {end}")
 
 
 def _parts(state: State) -> int:
-    """Number of stretches of tokens in a row."""
+    """Number of separate runs of tokens in a row's bytes."""
     return math.prod(state.shape[: state.shape.index(0)]) if state.grows else 1
 
 
 def _is_valid(dtype: str, raw: np.ndarray) -> bool:
-    """Whether all values are finite; booleans: 0 or 1."""
+    """Whether all values are finite, or 0 or 1 for booleans."""
     if dtype == "BOOL":
         return bool((raw <= 1).all())
     if dtype not in _EXPONENTS:

@@ -1,4 +1,4 @@
-"""Between the engine's thread and an asyncio loop. Nothing polls."""
+"""Passes events from the engine's thread to asyncio tasks, without polling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from topw_deploy.engine.request import Event
 
 
 class Bell:
-    """Wakes tasks of the running loop from any thread. Waking a loop is expensive, so one call wakes them all."""
+    """Wakes tasks of the running loop from any thread. Waking a loop is expensive, so one call wakes all its tasks."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -52,7 +52,7 @@ class Signal:
         return self._bell.loop.is_closed()
 
     def send(self) -> None:
-        """From any thread."""
+        """Wake the task. May be called from any thread."""
         self._bell.ring(self)
 
     async def wait(self) -> None:

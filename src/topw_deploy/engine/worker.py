@@ -1,4 +1,4 @@
-"""The engine's thread: starts requests, runs chunks and steps, ends sequences. Nothing else uses the batch."""
+"""The engine's thread: starts requests, runs chunks and steps, ends sequences. Only this thread uses the batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Worker(InboxThread):
-    """Runs until `retire`. Other threads call `start` to `retire`, and what `InboxThread` offers, only."""
+    """Runs until `retire`. Other threads may call only the methods `start` to `retire` and those of `InboxThread`."""
 
     def __init__(
         self, batch: Batch, scheduler: Scheduler[Job], room: Room, decoder: DecoderInfo, options: Options
@@ -53,7 +53,7 @@ class Worker(InboxThread):
         self._post(partial(self._start, submission))
 
     def withdraw(self, submission: Submission) -> None:
-        """End a request that nobody will get, and for which `start` may have been called."""
+        """End a request that its caller will never receive. `start` may have been called for it."""
         self._post(partial(self._withdraw, submission))
 
     def end_early(self, request: Request | None, reason: str) -> None:
@@ -61,11 +61,14 @@ class Worker(InboxThread):
         self._post(partial(self._end_early, request, reason))
 
     def deliver(self, function: Callable[..., object], *arguments: Any) -> None:
-        """In the engine's thread: make a call outside it, after those before. It must not wait."""
+        """Call a function in the delivering thread, after those given before. It must not block.
+
+        Call this only in the engine's thread.
+        """
         self._delivery.add(function, *arguments)
 
     def pass_by(self) -> None:
-        """Wait until everything posted before, and the iteration in progress, is done and delivered."""
+        """Wait until everything posted before is done and delivered, and so is the iteration in progress."""
         passed = threading.Event()
         self._post(partial(self.deliver, passed.set))
         passed.wait()
@@ -79,18 +82,18 @@ class Worker(InboxThread):
         self._call("load_session", lambda: self._reuse.load(tokens, states, self._scheduler.free))
 
     def retire(self) -> None:
-        """Make the thread end, and release the batch, as soon as it has no requests."""
+        """Make the thread end and release the batch as soon as it has no requests."""
         self._post(self._retire)
 
     def _check_alive(self) -> None:
         if self._ended or self._broken:
-            raise GenerationError(self._broken or "the engine is shut down; make a new Engine to go on.")
+            raise GenerationError(self._broken or "the engine is shut down; create a new Engine.")
 
     def _main(self) -> None:
         while self._alive or not self._inbox.empty() or not self._retiring:
             try:
                 self._iterate()
-            except BaseException as error:  # noqa: BLE001  # callers must not wait for ever
+            except BaseException as error:  # noqa: BLE001  # callers must not wait forever
                 self._break(error)
                 self._delivery.send()
         self._batch.close()
@@ -254,7 +257,7 @@ class Worker(InboxThread):
             self._fail(job, error)
 
     def _allow(self, job: Job) -> None:
-        """Pass on which tokens a sequence's grammar allows next."""
+        """Update the mask of the tokens that a sequence's grammar allows next."""
         row = job.generated
         if row.guide is not None and not row.unread:
             self._batch.allowed.set(job.row, row.guide.mask)
@@ -305,7 +308,7 @@ class Worker(InboxThread):
                 self._end_early(request, "timeout")
 
     def _fail(self, job: Job, error: BaseException, *, spoilt: bool = False) -> None:
-        """End all sequences of a request because of one. spoilt: see `Batch.clear`."""
+        """End all sequences of a request because one of them failed. spoilt: see `Batch.clear`."""
         job.request.fail(error)
         self.counts.failed += 1
         for other in self._alive[job.request].jobs:
@@ -343,7 +346,7 @@ class Worker(InboxThread):
     def _held(self, job: Job, drawn: list[int]) -> list[int] | None:
         """The tokens in the row of an ended sequence; None for the part of its prompt that was read.
 
-        The last token was not read. After an error the row may have read one more than its results tell.
+        The last drawn token was not read. After an error the row may have read one more token than its results show.
         """
         if job.generated.finish_reason == "error":
             return []
@@ -368,9 +371,9 @@ class Worker(InboxThread):
         return {name: values[counted] for name, values in columns.items()}
 
     def _break(self, error: BaseException) -> None:
-        """Fail all requests after an error that is not theirs."""
+        """Fail all requests after an error that none of them caused."""
         why = f"the engine has failed ({type(error).__name__}: {one_line(error)})"
-        self._broken = f"{why}; make a new Engine to go on."
+        self._broken = f"{why}; create a new Engine."
         self._room.close(why)
         self._scheduler.clear()
         for submission in list(self._alive.values()):
@@ -384,7 +387,7 @@ class Worker(InboxThread):
 
 def _hand_over(passed: list[tuple[Job, int]]) -> None:
     for job, token in passed:
-        job.request.take((job.generated.index, token, 0))  # no one asks for their log-probabilities
+        job.request.take((job.generated.index, token, 0))  # their log-probabilities are not requested
 
 
 @atexit.register

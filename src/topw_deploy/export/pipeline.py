@@ -236,4 +236,5 @@ def _verify_first_layers(job: Job, layers: int, folder: Path) -> tuple[Verificat
         staged.commit()
     verification, may_pad = verify_in_subprocess(replace(fewer, progress=job.progress, memory=job.memory), folder)
     checks = tuple(replace(check, detail=f"{check.detail}; first {layers} layers") for check in verification.checks)
-    return replace(verification, status="partial", checks=checks), may_pad
+    # Other tokens are likely in the first layers alone than in the whole model.
+    return replace(verification, status="partial", checks=checks, median_distance=None), may_pad

@@ -11,7 +11,8 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.export.quantise.scheme import DTYPE_BITS, Quantisation
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling import as_float32
-from topw_deploy.sampling.parameters import PRESETS, TopWOptions, TopWParameters
+from topw_deploy.sampling.beta import depends_on_temperature
+from topw_deploy.sampling.parameters import PRESETS, TopWOptions, TopWParameters, preset_values
 from topw_deploy.sizes import parse_size
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "float32", "int8": "float32"}
@@ -163,14 +164,17 @@ class SamplerOptions:
 
     options: stored in the graph.
     defaults: default generation parameters.
+    default_beta: text of a default `beta` that depends on the temperature; replaces that of `defaults`.
     tail: function body: portable, onnxruntime or static.
     with_logits, with_mass, with_keep_mask: optional outputs.
     neighbour_bound: store each token's nearest-neighbour distance.
-    Raises ParameterError for defaults outside float32, and for a bound with the uniform metric.
+    Raises ParameterError for defaults outside float32, for a default_beta that does not depend on the temperature, and
+    for a bound with the uniform metric.
     """
 
     options: TopWOptions = field(default_factory=TopWOptions)
     defaults: TopWParameters = field(default_factory=TopWParameters)
+    default_beta: str = ""
     tail: str = "portable"
     with_logits: bool = False
     with_mass: bool = False
@@ -178,6 +182,15 @@ class SamplerOptions:
     neighbour_bound: bool = False
 
     def __post_init__(self) -> None:
+        if self.default_beta and not depends_on_temperature(self.default_beta):
+            raise ParameterError(
+                f"default_beta is {self.default_beta!r}, which does not depend on the temperature; give it as beta of "
+                "the defaults.",
+                "default_beta",
+            )
+        if self.default_beta:
+            at_default = {**dataclasses.asdict(self.defaults), "beta": self.default_beta}
+            object.__setattr__(self, "defaults", TopWParameters(**at_default))
         as_float32(self.defaults)
         if self.neighbour_bound and self.options.metric == "uniform":
             raise ParameterError(
@@ -260,16 +273,21 @@ def grouped(kind: type[Request], values: dict[str, Any]) -> Request:
     return kind(**values)
 
 
-def with_preset(
-    preset: str, parameters: dict[str, float], options: dict[str, object]
-) -> tuple[TopWParameters, TopWOptions]:
-    """The parameters and options of `preset`, with `parameters` and `options` replacing its values."""
+def with_preset(preset: str, parameters: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """`options`, `defaults` and `default_beta` of SamplerOptions: those of `preset`, with `parameters` and `options`
+    replacing its values.
+
+    Raises ParameterError for an unknown preset and a value out of range.
+    """
     if preset not in PRESETS:
         raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(PRESETS)}.", "preset")
-    base_parameters, base_options = PRESETS[preset]
-    merged_parameters = {name: getattr(base_parameters, name) for name in TopWParameters.__slots__} | parameters
-    merged_options = {name: getattr(base_options, name) for name in TopWOptions.__slots__} | options
-    return TopWParameters(**merged_parameters), TopWOptions(**merged_options)
+    stated = {**preset_values(preset), **parameters}
+    beta = stated["beta"]
+    return {
+        "options": dataclasses.replace(PRESETS[preset][1], **options),
+        "defaults": TopWParameters(**stated),
+        "default_beta": beta.strip() if depends_on_temperature(beta) else "",
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

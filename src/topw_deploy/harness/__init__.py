@@ -1,9 +1,14 @@
 """A model class for lm-evaluation-harness, registered as `topw_deploy` (docs/guide/evaluation.md).
 
-model: the class. arguments: `--model_args`. asked: a request's parameters and seed. running: requests over the engine.
-command: the harness's own command line with the class registered.
+model: the class.
+arguments: `--model_args`.
+asked: parameters and seed of a request.
+running: runs requests through the engine.
+scoring: log-likelihoods of continuations.
+chat: chats that end with the beginning of an answer.
+command: the harness's own command line, with the class registered.
 
-Importing this package registers the class: `lm_eval.simple_evaluate(model="topw_deploy", ...)` then finds it.
+Importing this package registers the class, so that `lm_eval.simple_evaluate(model="topw_deploy", ...)` finds it.
 """
 
 from topw_deploy import install

@@ -19,10 +19,10 @@ _UNSTATED = "cuda:0"  # what the harness passes without --device
 OPENING = (
     "provider", "intra_op_num_threads", "inter_op_num_threads", "allow_fallback", "sampler", "max_length",
 )  # fmt: skip
-"""Of `TopWModel.from_pretrained`."""
+"""Arguments passed to `TopWModel.from_pretrained`."""
 
 ENGINE = ("kv_bytes", "prefill_budget", "reuse_prefixes", "prefix_bytes", "exact")
-"""Of `Engine`."""
+"""Arguments passed to `Engine`."""
 
 OWN = (
     "path", "batch_size", "max_batch_size", "device", "max_gen_toks", "seed", "chat_template_args", "enable_thinking",
@@ -32,9 +32,9 @@ OWN = (
 _INSTEAD = {
     "pretrained": "path",
     "model": "path",
-    "max_new_tokens": "max_gen_toks, or --gen_kwargs max_gen_toks=N to replace a task's own",
+    "max_new_tokens": "max_gen_toks, or --gen_kwargs max_gen_toks=N to override the tasks",
 }
-"""Names that a user may try -> what to give."""
+"""Names that a user may try -> what to give instead."""
 
 _NOT_HERE = frozenset({
     "num_return_sequences", "logprobs", "prompt_logprobs", "streamer", "stopping_criteria", "generation_config",
@@ -46,13 +46,15 @@ _NOT_HERE = frozenset({
 class Arguments:
     """Checked arguments.
 
-    opening, engine: keywords of `TopWModel.from_pretrained` and of `Engine`.
-    rows: sequences that run at once.
-    max_gen_toks: new tokens where the task does not say.
-    seed: of the run; None if it is not given.
+    path: the exported folder.
+    opening: keyword arguments of `TopWModel.from_pretrained`.
+    engine: keyword arguments of `Engine`.
+    rows: number of sequences that run at once.
+    max_gen_toks: number of new tokens for tasks that do not set it.
+    seed: seed of the run; None if it is not given.
     template: variables of the chat template.
     think_end_token: text that ends a model's reasoning, or None.
-    parameters: of every generation, under our names. They replace those of tasks.
+    parameters: parameters of every generation, under our names. They override those of tasks.
     """
 
     path: str
@@ -67,9 +69,10 @@ class Arguments:
 
 
 def read_arguments(given: Mapping[str, Any]) -> Arguments:
-    """Raises ParameterError for a missing path, an unknown name, or an invalid value.
+    """Check `--model_args`.
 
-    Values of `opening` and `engine` are checked by those.
+    Raises ParameterError for a missing path, an unknown name, or an invalid value. Values of `opening` and `engine` are
+    not checked here, but by `TopWModel.from_pretrained` and `Engine`.
     """
     stated = {name: value for name, value in given.items() if value is not None}
     own = {name: stated.pop(name) for name in OWN if name in stated}
@@ -108,14 +111,14 @@ def _parameters(stated: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name} is not an argument of this model; give {_INSTEAD.get(name, _INSTEAD.get(ours))}."
             )
         if ours in _NOT_HERE:
-            raise ParameterError(f"{name} changes what a request returns, so the harness cannot pass it; remove it.")
+            raise ParameterError(f"{name} changes what a request returns, which the harness cannot use; remove it.")
         if ours not in known and difflib.get_close_matches(name, (*OWN, *OPENING, *ENGINE), n=1):
             raise unknown_name(name, [*OWN, *OPENING, *ENGINE, *PARAMETERS])
     return {name: known[name].parse(name, value) for name, value in check_names(stated).items()}
 
 
 def _rows(size: Any, most: Any) -> int:
-    """`--batch_size`: a number, or "auto" for the engine's default, at most `--max_batch_size`."""
+    """The rows for `--batch_size` (a number, or "auto" for the engine's default), at most `--max_batch_size`."""
     bound = None if most is None else _integer("max_batch_size", most)
     if isinstance(size, str) and size.partition(":")[0] == "auto":
         size = None

@@ -1,4 +1,4 @@
-"""What a request of the harness asks: its parameters under our names, and its seed."""
+"""The parameters of a harness's request, under our names, and its seed."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def parameters_of(
 ) -> dict[str, Any]:
     """The parameters of `TopWModel.generate` for a request, without its seed.
 
-    gen_kwargs: of the task, with those of `--gen_kwargs`. As in the harness, a request is greedy unless they have a
-        temperature above 0 or do_sample=True, and with do_sample=False.
-    given: of `--model_args`. They replace those of `gen_kwargs`; a temperature also replaces do_sample.
-    max_gen_toks: if `gen_kwargs` has none.
+    gen_kwargs: the task's, with those of `--gen_kwargs`. As in the harness, a request is greedy with do_sample=False,
+        and without a temperature above 0 or do_sample=True.
+    given: the parameters in `--model_args`. They override `gen_kwargs`; a temperature also overrides do_sample.
+    max_gen_toks: used if `gen_kwargs` has no length.
 
-    Raises ParameterError for `until` of another type, or a seed.
+    Raises ParameterError if `until` has another type than text or list of texts, or if `gen_kwargs` has a seed.
     """
     asked = {name: value for name, value in gen_kwargs.items() if value is not None}
     until = _until(asked.pop("until", ()))
     lengths = [asked.pop(name) for name in _LENGTHS if name in asked]
     if "seed" in asked:
-        raise ParameterError("seed is in gen_kwargs, but is one of the run; give it as --model_args seed=N.", "seed")
+        raise ParameterError("gen_kwargs has a seed, but the seed is the run's; give --model_args seed=N.", "seed")
     greedy = {name: asked.pop(name) for name in _WHETHER_GREEDY if name in asked}
     if not given.keys() & _WHETHER_GREEDY:
         asked |= _sampled(greedy)
@@ -47,9 +47,9 @@ def parameters_of(
 
 
 class Seeds:
-    """Seeds of requests, from the run's seed, the prompt and how often it was asked before.
+    """Seeds of requests: each is a function of the run's seed, the prompt and how often it was asked before.
 
-    So a request has the same draws with any `--limit`, order, rows, rule and other tasks.
+    So a request's draws do not depend on `--limit`, the order, the number of rows, the rule or other tasks.
     """
 
     def __init__(self, seed: int) -> None:
@@ -83,7 +83,7 @@ def _until(value: Any) -> list[str]:
 
 
 def _stops(until: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
-    """A special token gives no text, so it also stops by its id."""
+    """Stop strings, and the ids of those that are special tokens, because a special token gives no text."""
     special = {text: token for token, text in tokenizer.special_ids.items()}
     ids = [special[text] for text in until if text in special]
     return {**({"stop_token_ids": ids} if ids else {}), **({"stop_strings": until} if until else {})}

@@ -1,4 +1,4 @@
-"""Chats whose last message the model goes on with."""
+"""Chats whose last message is the beginning of the model's answer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from topw_deploy.errors import PromptError
 
 
 def continued(rendered: str, last: str) -> str:
-    """`rendered`, up to the end of the last message's text, so that an answer continues it.
+    """Cut `rendered` after the last message's text, so that the answer continues this text.
 
-    Raises PromptError if the template does not show that text.
+    Raises PromptError if the rendered chat does not contain that text.
     """
     place = rendered.rfind(last) if last.strip() else -1
     if place < 0:
@@ -16,7 +16,7 @@ def continued(rendered: str, last: str) -> str:
         place = rendered.rfind(last) if last else -1
     if place < 0:
         raise PromptError(
-            f"the chat template does not show the beginning of the answer, {last!r:.60}; evaluate without "
+            f"the rendered chat does not contain the beginning of the answer, {last!r:.60}; evaluate without "
             "--apply_chat_template, or with another template."
         )
     return rendered[: place + len(last)]

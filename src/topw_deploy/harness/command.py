@@ -12,9 +12,9 @@ _MODEL = ("--model", "-M", "--config", "-C")  # a configuration may name the mod
 
 
 def run(words: Sequence[str]) -> None:
-    """Run `lm_eval WORDS`. The model is `topw_deploy` unless the words name another.
+    """Run `lm_eval WORDS`. The model is `topw_deploy` unless the words name another one.
 
-    Raises what the model raises, and SystemExit for wrong usage.
+    Raises the model's errors, and SystemExit for wrong usage.
     """
     from lm_eval.__main__ import cli_evaluate
 

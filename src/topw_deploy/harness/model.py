@@ -27,10 +27,12 @@ Scored = tuple[Any, list[int], list[int]]  # (the request's arguments or None, c
 
 
 class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
-    """A folder written by `topw-export`, generating and scoring through the batching engine.
+    """A model of the harness: an exported folder that generates and scores through the batching engine.
 
-    arguments: `--model_args`; see docs/guide/evaluation.md. Raises ParameterError for an unknown or invalid one, and
-        the errors of `TopWModel.from_pretrained` and `Engine`.
+    arguments: `--model_args`; see docs/guide/evaluation.md.
+
+    Raises ParameterError for an unknown or invalid argument, and the errors of `TopWModel.from_pretrained` and
+    `Engine`.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -43,7 +45,7 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         context = self._model.manifest.decoder.context_length
         self._tokens = min(given.opening.get("max_length", context), context)
         self._scorer = Scorer(self._model, self._runner, self._tokens, given.rows)
-        # The harness seeds numpy's generator (--seed) before it makes the model.
+        # The harness seeds numpy's generator (--seed) before it creates the model.
         self._seed = int(np.random.randint(2**31 - 1)) if given.seed is None else given.seed
         self._told: set[str] = set()
 
@@ -56,7 +58,7 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a prompt and its answer."""
+        """Maximum number of tokens of a prompt and its answer together."""
         return self._tokens
 
     @property
@@ -81,12 +83,15 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text that has none: BOS, else EOS."""
+        """The token that precedes a text without context: BOS, else EOS."""
         found = self._model.tokenizer.bos_token_id
         return self.eot_token_id if found is None else found
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids. None: add special tokens, unless the text begins with BOS, as a rendered chat does."""
+        """Token ids [n].
+
+        add_special_tokens: None adds them unless the text begins with BOS, as a rendered chat does.
+        """
         if add_special_tokens is None:
             bos = self._model.tokenizer.special_tokens.get("bos_token")
             begun = bos is not None and string.startswith(bos)
@@ -102,7 +107,8 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids, attention mask), both int64 [texts, longest]. Ids of the padding are 0.
 
-        truncation: to `max_length` tokens, on the right. left_truncate_len: keep the last ones.
+        truncation: keep only the first `max_length` tokens.
+        left_truncate_len: keep only this many last tokens.
         """
         found = [self.tok_encode(text)[: self.max_length if truncation else None] for text in strings]
         found = [ids[-left_truncate_len:] if left_truncate_len else ids for ids in found]
@@ -121,21 +127,21 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     @property
     def tokenizer_name(self) -> str:
-        """The folder's name and digest: the key of the harness's stored prompts."""
+        """The folder's name and digest. The harness uses it as a key for stored prompts."""
         return f"{self._model.path.name}-{sha256_of(self._model.path / MANIFEST_NAME)[:16]}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's source. Raises ParameterError for a name: a folder has one template."""
+        """The template's source. Raises ParameterError for a template's name, because a folder has one template."""
         if isinstance(chat_template, str):
             raise ParameterError(
-                f"--apply_chat_template names the template {chat_template!r:.60}, but {self._model.path} has one "
-                "without a name; give the option alone."
+                f"--apply_chat_template names the template {chat_template!r:.60}, but {self._model.path} has only one; "
+                "give the option without a name."
             )
         template = self._model._template
         return template.source if chat_template and template is not None else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The rendered chat. Without `add_generation_prompt` it ends with the last message's text, to be continued."""
+        """The rendered chat. Without `add_generation_prompt` it ends with the last message's text."""
         text = self._model.apply_chat_template(
             chat_history, add_generation_prompt=add_generation_prompt, **self._arguments.template
         )
@@ -144,7 +150,7 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
     # Generation
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The answers, each cut before the first text of its `until`."""
+        """The answers, each cut before the first occurrence of a text of its `until`."""
         seeds = Seeds(self._seed)
 
         def asked() -> Iterator[Asked]:
@@ -164,17 +170,17 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
     def _generation(self, context: str, gen_kwargs: Mapping[str, Any], seed: int) -> Asked:
         given = self._arguments.parameters
         parameters = parameters_of(gen_kwargs, given, self.max_gen_toks, self._model.tokenizer)
-        parameters.pop("add_special_tokens", None)  # for the prompt, which is encoded here
+        parameters.pop("add_special_tokens", None)  # applies to the prompt, which is encoded here
         self._tell_of(gen_kwargs, parameters)
         room = self._tokens - parameters["max_new_tokens"]
         if room < 1:
             raise ParameterError(
-                f"max_gen_toks is {parameters['max_new_tokens']}, but prompt and answer have at most {self._tokens} "
-                "tokens together; give fewer (--gen_kwargs max_gen_toks=N)."
+                f"max_gen_toks is {parameters['max_new_tokens']}, but prompt and answer may have {self._tokens} tokens "
+                "together; give --gen_kwargs max_gen_toks=N with a smaller N."
             )
         ids = self.tok_encode(context) or [self.prefix_token_id]
         if len(ids) > room:
-            self._tell(f"prompts of more than {room} tokens lose their beginning, to leave room for the answer.")
+            self._tell(f"prompts of more than {room} tokens lose their beginning to leave room for the answer.")
         return ids[-room:], {**parameters, "seed": seed}
 
     def _tell_of(self, gen_kwargs: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
@@ -182,14 +188,14 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         if given.keys() & {"temperature", "do_sample"}:
             stated = {name: gen_kwargs[name] for name in ("do_sample", "temperature") if name in gen_kwargs}
             if stated:
-                self._tell(f"--model_args replaces {stated} of the task.")
+                self._tell(f"--model_args overrides {stated} of the task.")
         elif parameters.get("temperature") == 0.0 and given.keys() & {*PARAMETER_NAMES, "preset", "rule"}:
-            self._tell("the task's requests are greedy, so the sampler's parameters have no effect; give temperature.")
+            self._tell("the task is greedy, so the sampler's parameters have no effect; give --model_args temperature.")
 
     # Log-likelihoods
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Each text's log-probability, in windows of the context length."""
+        """The log-probability of each text, computed in windows of the context length."""
         windows: list[Scored] = []
         counts = []
         for (text,) in (request.args for request in requests):
@@ -207,7 +213,7 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation, whether it is greedy) for each. Raises the errors of `Scorer`."""
+        """(Log-probability of the continuation, whether it is greedy) for each. Raises the errors of `Scorer`."""
         scored = [request for request in requests if request[2]]
         if any(len(context) + len(continuation) > self._tokens for _, context, continuation in scored):
             self._tell(f"prompts and continuations of more than {self._tokens} tokens lose their beginning.")
@@ -223,10 +229,10 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
     # Reports
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results file records beside the arguments."""
+        """Settings for the results file, in addition to the arguments."""
         return {
             "topw_manifest_sha256": sha256_of(self._model.path / MANIFEST_NAME),
-            "topw_defaults": {name: getattr(self._model.manifest.defaults, name) for name in PARAMETER_NAMES},
+            "topw_defaults": self._model.manifest.stated_defaults,
             "topw_sampler": self._model.sampler,
             "topw_provider": self._model.provider,
             "topw_seed": self._seed,

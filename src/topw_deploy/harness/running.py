@@ -1,4 +1,4 @@
-"""Requests over the engine, in order."""
+"""Runs requests through the engine and returns their results in order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from topw_deploy.runtime import GenerationResult, TopWModel
 Asked: TypeAlias = "tuple[list[int], Mapping[str, Any]]"
 """A prompt's token ids and the parameters of `TopWModel.generate`."""
 
-_WAITING = 8  # requests per row that are submitted ahead, so that a long one does not leave rows idle
+_WAITING = 8  # requests per row submitted ahead, so that other rows are not idle while a long request runs
 
 
 class Runner:
-    """Generates from many prompts: together over an Engine, or one by one if the cache has no form for it.
+    """Generates from many prompts: together through an Engine, or one by one if the cache is not `static`.
 
-    rows, options: `max_batch` and other options of Engine.
-    reuses: whether a prompt that begins like another one is read behind that.
+    rows: `max_batch` of Engine.
+    options: other options of Engine.
+    reuses: whether a prompt reuses the tokens at its beginning that an earlier prompt shares.
     """
 
     def __init__(self, model: TopWModel, rows: int, options: Mapping[str, Any]) -> None:
@@ -35,7 +36,7 @@ class Runner:
         return self._engine
 
     def results(self, asked: Iterable[Asked]) -> Iterator[GenerationResult]:
-        """One result for each, in order. Raises the first error of a request, after cancelling the others."""
+        """Yield a result for each request, in order. Raises the first request's error, after cancelling the others."""
         if self._engine is None:
             for prompt, parameters in asked:
                 yield self._model.generate(prompt, **parameters)

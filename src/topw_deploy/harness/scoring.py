@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations, through requests for log-probabilities."""
+"""Log-likelihoods of continuations, computed by requests for log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topw_deploy.runtime.logprobs import logits_output
 Pair: TypeAlias = "tuple[Sequence[int], Sequence[int]]"
 """Token ids of a context and of a continuation."""
 
-# Without what a model's generation config may ban: the token to be scored must be drawn.
+# Disables what a model's generation config may ban, because the scored token must be drawn.
 _UNEDITED: dict[str, Any] = {
     "temperature": 0.0,
     "min_new_tokens": 0,
@@ -28,13 +28,14 @@ _UNEDITED: dict[str, Any] = {
 
 
 class Scorer:
-    """Scores continuations in one of two ways, whichever takes less time.
+    """Scores each continuation in the faster of two ways.
 
-    - Each of its tokens is drawn as the only allowed one, behind a prompt that is read in chunks. All but the first
-      reuse the prompt before them. This takes a run per token of the continuation.
-    - One request for `prompt_logprobs`, which reads prompt and continuation token by token, all rows at once.
+    - One request per token of the continuation. It reads the tokens before this one in chunks and draws this one as the
+      only allowed token. All requests but the first reuse the tokens that the one before has read.
+    - One request for `prompt_logprobs`. It reads context and continuation token by token, with all rows at once.
 
-    tokens: most tokens of context and continuation. rows: of the engine.
+    tokens: maximum number of tokens of context and continuation together.
+    rows: rows of the engine.
     """
 
     def __init__(self, model: TopWModel, runner: Runner, tokens: int, rows: int) -> None:
@@ -43,14 +44,14 @@ class Scorer:
     def scores(self, pairs: Sequence[Pair]) -> Iterator[tuple[float, bool]]:
         """(log-probability, whether each token is the greedy one), for each pair in order.
 
-        Continuations must not be empty. A long context loses its beginning.
+        Continuations must not be empty. A context that is too long loses its beginning.
 
         Raises ParameterError for a folder without logits, PromptError for a continuation longer than the context.
         """
         if logits_output(self._model.manifest) is None:
             raise ParameterError(
-                f"log-likelihoods need the graph's output logits, which {self._model.path} lacks; export it again with "
-                "--with-logits."
+                f"log-likelihoods need the output logits, which the graph of {self._model.path} lacks; export it again "
+                "with --with-logits."
             )
         results = self._runner.results(itertools.chain.from_iterable(map(self._asked, pairs)))
         for _, continuation in pairs:
@@ -71,7 +72,11 @@ class Scorer:
         return [(whole[:end], {**one, "allowed_token_ids": whole[end : end + 1]}) for end in range(start, len(whole))]
 
     def _draws(self, continuation: int, whole: int) -> bool:
-        """The first way costs a run of one row per token, the second one a step of all rows per token of the whole."""
+        """Whether to draw the tokens.
+
+        That takes a run of one row per token of the continuation; the other way takes a step of all rows per token of
+        context and continuation.
+        """
         return continuation == 1 or (self._runner.reuses and continuation * self._rows <= whole)
 
     def _score(self, results: Iterator[GenerationResult], continuation: int) -> tuple[float, bool]:

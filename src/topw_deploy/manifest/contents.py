@@ -226,17 +226,23 @@ class Verification:
     checks: comparisons that can fail.
     not_compared: if there are any, the status is "partial".
     notes: do not affect the status.
+    median_distance: of likely pairs of tokens (sampling.likely_pairs), > 0; None if it was not measured.
     """
 
     status: str
     checks: tuple[Check, ...] = ()
     not_compared: tuple[NotCompared, ...] = ()
     notes: tuple[Note, ...] = ()
+    median_distance: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Base of `DecoderManifest` and `SamplerManifest`."""
+    """Base of `DecoderManifest` and `SamplerManifest`.
+
+    default_beta: text of the default `beta` if that depends on the temperature, else ""; `defaults` then has its number
+    at the default temperature.
+    """
 
     format_version: int = FORMAT_VERSION
     kind: str = ""
@@ -247,8 +253,19 @@ class Manifest:
     outputs: tuple[TensorSpec, ...]
     sampler: SamplerInfo
     defaults: TopWParameters
+    default_beta: str = ""
     verification: Verification = field(default_factory=lambda: Verification(status="skipped"))
     files: dict[str, FileEntry] = field(default_factory=dict)
+
+    @property
+    def median_distance(self) -> float | None:
+        """Median distance of likely pairs of tokens (sampling.likely_pairs); None if it was not measured."""
+        return 1.0 if self.sampler.options.metric == "uniform" else self.verification.median_distance
+
+    @property
+    def stated_defaults(self) -> dict[str, Any]:
+        """The default parameters as they were given: `beta` as text if it depends on the temperature."""
+        return {**asdict(self.defaults), **({"beta": self.default_beta} if self.default_beta else {})}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"

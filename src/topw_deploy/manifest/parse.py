@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from topw_deploy.errors import ManifestError
@@ -30,6 +30,7 @@ from topw_deploy.manifest.contents import (
     Verification,
 )
 from topw_deploy.manifest.fields import Fields, decoded, real, sha256, shown, text, whole
+from topw_deploy.sampling.beta import depends_on_temperature
 from topw_deploy.sampling.parameters import (
     IN_FLOAT32,
     METRICS,
@@ -77,6 +78,7 @@ def _manifest(data: Fields) -> DecoderManifest | SamplerManifest:
     files = _files(data.mapping("files"))
     if "model.onnx" not in files:
         raise ManifestError(f"{MANIFEST_NAME} does not list model.onnx; export the model again.")
+    defaults = _defaults(data.inner("defaults"))
     shared: dict[str, Any] = {
         "source": _texts("source", data.mapping("source")),
         "libraries": _texts("libraries", data.mapping("libraries")),
@@ -84,7 +86,8 @@ def _manifest(data: Fields) -> DecoderManifest | SamplerManifest:
         "inputs": _tensors("inputs", data.listing("inputs")),
         "outputs": _tensors("outputs", data.listing("outputs")),
         "sampler": _sampler(data.inner("sampler")),
-        "defaults": _defaults(data.inner("defaults")),
+        "defaults": defaults,
+        "default_beta": _default_beta(data.value("default_beta", ""), defaults),
         "verification": _verification(data.inner("verification")),
         "files": files,
     }
@@ -149,6 +152,22 @@ def _defaults(data: Fields) -> TopWParameters:
         TopWParameters(**rounded)
     except (OverflowError, ValueError):
         raise ValueError(f"defaults are {shown(given)}, which must be in range {IN_FLOAT32}") from None
+    return found
+
+
+def _default_beta(given: object, defaults: TopWParameters) -> str:
+    """The text of a default beta that depends on the temperature; it must agree with `defaults`."""
+    found = text("default_beta", given)
+    if not found:
+        return found
+    if not depends_on_temperature(found):
+        raise ValueError(f"default_beta is {shown(found)}, which does not depend on the temperature")
+    at_default = replace(defaults, beta=found).beta  # type: ignore[arg-type]  # text is replaced by its number
+    if at_default != defaults.beta:
+        raise ValueError(
+            f"default_beta is {shown(found)}, {at_default!r} at the default temperature, but defaults.beta is "
+            f"{defaults.beta!r}"
+        )
     return found
 
 
@@ -222,7 +241,14 @@ def _verification(data: Fields) -> Verification:
             for given in data.objects("not_compared", _names(NotCompared))
         ),
         notes=tuple(Note(given.text("name"), given.text("text")) for given in data.objects("notes", _names(Note))),
+        median_distance=_median(data.value("median_distance", None)),
     )
+
+
+def _median(given: object) -> float | None:
+    if given is not None and real("median_distance", given) <= 0:
+        raise ValueError(f"median_distance is {shown(given)}, not a number > 0")
+    return None if given is None else real("median_distance", given)
 
 
 def _names(part: type) -> tuple[str, ...]:

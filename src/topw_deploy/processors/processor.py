@@ -19,7 +19,9 @@ from topw_deploy.sampling import (
     TopWParameters,
     as_float32,
     preset_parameters,
+    preset_values,
 )
+from topw_deploy.sampling.beta import depends_on_temperature
 from topw_deploy.sampling.parameters import canonical_names
 from topw_deploy.sampling.torch import TensorCrop, TensorGeometry, crop_rows
 
@@ -35,7 +37,7 @@ class Choices(TypedDict, total=False):
     """The fields of `sampling.TopWParameters` and `sampling.TopWOptions`, or the authors' names for them."""
 
     lam: float
-    beta: float
+    beta: float | str
     temperature: float
     selection_temperature: float
     init_top_p: float
@@ -74,33 +76,38 @@ class TopWLogitsProcessor(CropProcessor):
 
         model_or_embeddings: the model, its embedding module, a table [V, d] or a `TensorGeometry`; optional for
             `uniform`.
-        preset: "paper" (default), "released" or "lively"; `choices` override it.
+        preset: "paper" (default), "released", "creative" or "lively"; `choices` override it.
         neighbour_bound: float32 [V], see `crop_rows`.
+        beta: a number, or text that depends on `temperature` (`sampling.beta`).
         temperature: temperature of the draw; `generate` must get the same.
-        selection_temperature: temperature for choosing the crop; default `temperature`. If only this one is given,
-            `generate` may have any temperature.
+        selection_temperature: temperature for choosing the crop; default `temperature`. If only this one is given and
+            `beta` is a number, `generate` may have any temperature.
         """
         given = canonical_names(choices, (*PARAMETER_NAMES, *OPTION_NAMES))
         name = "paper" if preset is None else preset
         known = dict.fromkeys((*PRESETS, *REQUEST_PRESETS))
         if name not in known:
             raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(known)}.")
-        parameters, options = PRESETS.get(name, (TopWParameters(), TopWOptions()))
+        _, options = PRESETS.get(name, (None, TopWOptions()))
         own = {key: value for key, value in given.items() if key in PARAMETER_NAMES}
         self.options = TopWOptions(
             **(asdict(options) | {key: value for key, value in given.items() if key in OPTION_NAMES})
         )
         self.geometry = geometry_of(model_or_embeddings, self.options.metric)
-        if name not in PRESETS:
+        if name in PRESETS:
+            values = preset_values(name) | own
+        else:
             table = self.geometry.table
             width = None if table is None else table.shape[1]
-            parameters = TopWParameters(**preset_parameters(name, self.options.metric, width))
-        self.parameters = as_float32(TopWParameters(**(asdict(parameters) | own)))
+            values = preset_parameters(name, self.options.metric, width) | own
+        self.parameters = as_float32(TopWParameters(**values))
         self.neighbour_bound = neighbour_bound
         super().__init__(
-            float(given.get("temperature", parameters.temperature)),
+            float(values["temperature"]),
             greedy=self.parameters.greedy,
-            any_temperature="temperature" not in given and self.parameters.selection_temperature > 0,
+            any_temperature="temperature" not in given
+            and self.parameters.selection_temperature > 0
+            and not depends_on_temperature(values["beta"]),
         )
 
     def crop(self, scores: Tensor) -> TensorCrop:

@@ -43,11 +43,13 @@ class RuleLogitsProcessor(CropProcessor):
     def __init__(
         self, *, temperature: float = 1.0, selection_temperature: float = 0.0, **choices: Unpack[RuleChoices]
     ) -> None:
-        """Raises ParameterError as `RuleParameters`, and for the rule top_w.
+        """Choose the rule and the temperatures.
 
-        temperature: temperature of the draw; `generate` must get the same unless the crop does not depend on it (top_k,
-            top_n_sigma, min_k, none, or with a selection_temperature).
+        temperature: temperature of the draw. `generate` must get the same one, unless the crop does not depend on it
+            (top_k, top_n_sigma, min_k, none, or with a selection_temperature).
         selection_temperature: temperature for choosing the crop; 0 means `temperature`.
+
+        Raises the errors of `RuleParameters`, and ParameterError for the rule top_w.
         """
         for name in choices:
             if name not in RULE_PARAMETER_NAMES:

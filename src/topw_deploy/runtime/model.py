@@ -23,7 +23,7 @@ from topw_deploy.runtime.open_session import open_session
 from topw_deploy.runtime.ort.providers import short_name
 from topw_deploy.runtime.prompts import read_prompts, split_inputs
 from topw_deploy.runtime.protocols import Session
-from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_rows, check_text, resolve, split
+from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_rows, check_text, resolve_for, split
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.runtime.structured.grammars import Grammars
@@ -277,8 +277,7 @@ class TopWModel:
         samples = whole["num_return_sequences"]
         named, config = (as_ids(given, self.tokenizer) for given in (named, whole["generation_config"]))
         prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"], samples, limits)
-        exported, geometry = self.manifest.defaults, self.manifest.sampler.geometry
-        rows = resolve(prompts, named, self.defaults, exported, limits, samples, config=config, geometry=geometry)
+        rows = resolve_for(self.manifest, prompts, named, self.defaults, limits, samples, config)
         if not cache.takes_ragged_batches(self._decoder) and len({len(p) for p in prompts}) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "

@@ -17,6 +17,8 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.callbacks import check_criteria, check_streamer
 from topw_deploy.runtime.draws import SEED_BITS
 from topw_deploy.runtime.structured.constraint import read_constraint
+from topw_deploy.sampling.beta import coefficients
+from topw_deploy.sampling.likely_pairs import check_geom_unit
 from topw_deploy.sampling.parameters import (
     ALIASES,
     IN_FLOAT32,
@@ -112,6 +114,16 @@ def _topw(name: str, value: Any) -> float:
     check_range(name, number)
     check_range(name, number, _float32(number))
     return number
+
+
+def _beta(name: str, value: Any) -> float | str:
+    """A number, or stripped text that depends on the temperature."""
+    if isinstance(value, str):
+        constant, slope = coefficients(value)
+        if slope:
+            return value.strip()
+        value = constant
+    return _topw(name, value)
 
 
 def _rule(name: str, value: Any) -> str:
@@ -234,6 +246,8 @@ PARAMETERS: Mapping[str, Parameter] = {
     "seed": Parameter(_at_least(0, 2**SEED_BITS)),
     "preset": Parameter(lambda _name, value: check_preset(value)),
     **{name: Parameter(_topw) for name in PARAMETER_NAMES},
+    "beta": Parameter(_beta),
+    "geom_unit": Parameter(lambda _name, value: check_geom_unit(value)),
     "rule": Parameter(_rule),
     **{name: Parameter(_of_rule) for name in RULE_OF_VALUE},
 }

@@ -7,16 +7,18 @@ export's defaults (Top-W only), this package's defaults.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.manifest import Manifest
 from topw_deploy.runtime.draws import fresh_seed
 from topw_deploy.runtime.generation_config import read_settings
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, spread
 from topw_deploy.runtime.rules import TOP_W, rule_of
 from topw_deploy.runtime.structured.constraint import Constraint
 from topw_deploy.runtime.tokenizer import Tokenizer
+from topw_deploy.sampling.likely_pairs import raw_geom_scale
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RuleParameters
@@ -108,12 +110,13 @@ def resolve(
     prompts: Sequence[Sequence[int]],
     given: Mapping[str, Any],
     model: Mapping[str, Any],
-    exported: TopWParameters,
+    exported: TopWParameters | Mapping[str, Any],
     limits: Limits,
     samples: int = 1,
     *,
     config: Mapping[str, Any] | None = None,
     geometry: tuple[str, int | None] = ("uniform", None),
+    median_distance: float | None = None,
 ) -> list[RowRequest]:
     """One RowRequest per prompt and sample; a prompt's samples are adjacent.
 
@@ -122,23 +125,66 @@ def resolve(
     exported: defaults of the export.
     config: row parameters of `generation_config`.
     geometry: embedding metric and width, for `preset`.
+    median_distance: of likely pairs, for `geom_unit`; None if unknown.
 
     Raises ParameterError for a bad value, PromptError for a prompt that is empty, too long or has unknown ids.
     """
     columns = {name: spread(name, value, len(prompts)) for name, value in given.items()}
-    rows = []
+
+    def settled(stated: Mapping[str, Any]) -> Mapping[str, Any]:
+        return _with_preset(_with_raw_scale(stated, median_distance), geometry)
+
+    defaults = asdict(exported) if isinstance(exported, TopWParameters) else exported
+    stated = settled(config or {}), settled(model)
+    rows: list[RowRequest] = []
     for index, prompt in enumerate(prompts):
         request = {name: column[index] for name, column in columns.items() if column[index] is not None}
-        sources = _Sources(_with_preset(request, geometry), _with_preset(config or {}, geometry), model)
+        sources = _Sources(settled(request), *stated)
         _check_prompt(prompt, limits, f"prompt {index}" if len(prompts) > 1 else "the prompt")
         seed = sources.get("seed")
         seed = fresh_seed() if seed is None else seed
-        rows += [_row(tuple(prompt), sources, exported, limits, seed, sample) for sample in range(samples)]
+        rows += [_row(tuple(prompt), sources, defaults, limits, seed, sample) for sample in range(samples)]
     return rows
+
+
+def resolve_for(
+    manifest: Manifest,
+    prompts: Sequence[Sequence[int]],
+    given: Mapping[str, Any],
+    model: Mapping[str, Any],
+    limits: Limits,
+    samples: int = 1,
+    config: Mapping[str, Any] | None = None,
+) -> list[RowRequest]:
+    """`resolve` with the defaults, geometry and distances of an export's `manifest`."""
+    return resolve(
+        prompts,
+        given,
+        model,
+        manifest.stated_defaults,
+        limits,
+        samples,
+        config=config,
+        geometry=manifest.sampler.geometry,
+        median_distance=manifest.median_distance,
+    )
 
 
 def _with_preset(stated: Mapping[str, Any], geometry: tuple[str, int | None]) -> Mapping[str, Any]:
     return {**preset_parameters(stated["preset"], *geometry), **stated} if "preset" in stated else stated
+
+
+def _with_raw_scale(stated: Mapping[str, Any], median_distance: float | None) -> Mapping[str, Any]:
+    """`stated` with geom_scale per unit of the metric. Its geom_unit applies to its own geom_scale only."""
+    if stated.get("geom_unit", "raw") == "raw":
+        return stated
+    if "geom_scale" not in stated:
+        raise ParameterError(
+            f"geom_unit is {stated['geom_unit']!r}, but geom_scale is not given with it; give both together.",
+            "geom_unit",
+            "geom_scale",
+        )
+    return {**stated, "geom_scale": raw_geom_scale(stated["geom_scale"], median_distance)}
 
 
 class _Sources:
@@ -179,7 +225,7 @@ class _Sources:
 def _row(
     prompt: tuple[int, ...],
     sources: _Sources,
-    exported: TopWParameters,
+    exported: Mapping[str, Any],
     limits: Limits,
     seed: int,
     sample: int,
@@ -223,8 +269,8 @@ def _row(
     )
 
 
-def _top_w(sources: _Sources, exported: TopWParameters) -> TopWParameters:
-    values = {name: sources.get(name, getattr(exported, name)) for name in PARAMETER_NAMES}
+def _top_w(sources: _Sources, exported: Mapping[str, Any]) -> TopWParameters:
+    values = {name: sources.get(name, exported[name]) for name in PARAMETER_NAMES}
     for source in sources.all:  # first with do_sample or temperature
         sampled = source.get("do_sample")
         if sampled is False:

@@ -15,9 +15,9 @@ TOP_W = RuleParameters()
 
 
 class Rules:
-    """Every row's rule; Top-W at first.
+    """The rule of each row, initially Top-W.
 
-    arrays: by input name; int32 [rows] and float32 [rows, 2].
+    arrays: the inputs by name; `rule` int32 [rows], `rule_values` float32 [rows, 2].
     """
 
     def __init__(self, rows: int) -> None:
@@ -31,7 +31,7 @@ class Rules:
         self.set(row, TOP_W)
 
     def bind(self, binding: Binding, rows: slice = slice(None)) -> None:
-        """Bind adjacent `rows`."""
+        """Bind the arrays of adjacent `rows`."""
         for name, array in self.arrays.items():
             binding.bind_array(name, array[rows])
 
@@ -44,9 +44,9 @@ class Rules:
 def rule_of(get: Callable[[str], Any], own: Mapping[str, Any]) -> RuleParameters:
     """The rule that the parameters `own` name or imply.
 
-    get: name -> value from any source, or None: for values of a rule that `own` names without them.
+    get: name -> value from any source, or None. Supplies the parameters that a rule named in `own` lacks there.
 
-    Raises ParameterError as `RuleParameters`.
+    Raises the errors of `RuleParameters`.
     """
     rule = str(own.get("rule"))
     wanted = RULES[rule].values if rule in RULES else ()
@@ -57,8 +57,9 @@ def rule_of(get: Callable[[str], Any], own: Mapping[str, Any]) -> RuleParameters
 def rule_names(stated: Mapping[str, Any], off: Callable[[str, Any], bool], *, implied: bool) -> frozenset[str]:
     """Which rule parameters of a `generation_config` take effect: those of the rule that it names.
 
-    off: whether a value disables its method.
-    implied: whether parameters of one rule, without a name, choose it. A model's own file does not: its rule is Top-W.
+    off: (name, value) -> whether the value disables its method.
+    implied: whether the parameters of a single rule choose that rule without naming it. False for the model's own
+        file, whose rule is Top-W unless it names another.
     """
     own = {name: value for name, value in stated.items() if name in RULE_PARAMETER_NAMES and value is not None}
     rule = own.get("rule")

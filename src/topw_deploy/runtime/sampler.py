@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from topw_deploy.runtime.ort.session import GraphSession
 from topw_deploy.runtime.parameters import show, spread
 from topw_deploy.runtime.rules import Rules, rule_of
 from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.sampling.beta import coefficients
 from topw_deploy.sampling.mask import ALL, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
 from topw_deploy.sampling.presets import preset_parameters
@@ -176,14 +177,28 @@ class TopWSampler:
         named = canonical_names(given)
         if preset is not None:
             named = {**preset_parameters(preset, *self.manifest.sampler.geometry), **named}
+        stated = {**self.manifest.stated_defaults, **named}
+        stated["beta"] = _betas(stated["beta"], stated["temperature"], rows)
         columns = {}
-        for name, default in asdict(self.manifest.defaults).items():
-            given_value = named.get(name, default)
+        for name, given_value in stated.items():
             values = _column(name, given_value, rows, np.float32)
             for value in np.unique(values if rows else np.asarray(given_value, np.float32)).tolist():
                 TopWParameters(**{name: value})
             columns[name] = values
         return {name: columns[name] for name in PARAMETER_NAMES}
+
+
+def _betas(beta: Any, temperature: Any, rows: int) -> Any:
+    """`beta` with its texts replaced by their numbers at the rows' temperatures."""
+    several = isinstance(beta, (list, tuple)) or (isinstance(beta, np.ndarray) and beta.ndim == 1)
+    values = list(beta) if several else [beta]
+    for text in (value for value in values if isinstance(value, str)):
+        coefficients(text)  # also of a batch without rows
+    if not any(isinstance(value, str) for value in values) or (several and len(values) != rows):
+        return beta
+    temperatures = _column("temperature", temperature, rows, np.float64).tolist()
+    each = values if several else values * rows
+    return [TopWParameters(beta=b, temperature=t).beta for b, t in zip(each, temperatures, strict=True)]
 
 
 def _split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

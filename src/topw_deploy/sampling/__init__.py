@@ -1,13 +1,15 @@
 """Top-W and the other sampling rules: parameters, algorithms, draw.
 
-`rules`: the rules beside Top-W, which a row may choose instead of it.
+`rules`: the other rules, which a row may use instead of Top-W.
 `reference`: the literal algorithm in float64, which is the definition.
-`fast`: the same crops in numpy, one row at a time, without provably unnecessary work.
+`fast`: the same crops in numpy, one row at a time, skipping work proven unnecessary.
 `torch`: the same for batches of tensors on any device. Only this module imports torch.
 """
 
+from topw_deploy.sampling.beta import beta_at
 from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
 from topw_deploy.sampling.geometry import Geometry, embedding_statistics
+from topw_deploy.sampling.likely_pairs import GEOM_UNITS, median_distance
 from topw_deploy.sampling.mask import apply_mask, mask_words, pack_mask, unpack_mask
 from topw_deploy.sampling.parameters import (
     ALIASES,
@@ -20,6 +22,7 @@ from topw_deploy.sampling.parameters import (
     TopWOptions,
     TopWParameters,
     canonical_names,
+    preset_values,
     unknown_name,
 )
 from topw_deploy.sampling.presets import REQUEST_PRESETS, preset_parameters, typical_distance
@@ -31,6 +34,7 @@ __all__ = [
     "ALIASES",
     "FLOAT32_TIES",
     "FLOAT64_TIES",
+    "GEOM_UNITS",
     "GREEDY_BELOW",
     "METRICS",
     "OPTION_NAMES",
@@ -52,6 +56,7 @@ __all__ = [
     "apply_edits",
     "apply_mask",
     "as_float32",
+    "beta_at",
     "canonical_names",
     "crop",
     "crop_mass",
@@ -59,8 +64,10 @@ __all__ = [
     "embedding_statistics",
     "fast_crop",
     "mask_words",
+    "median_distance",
     "pack_mask",
     "preset_parameters",
+    "preset_values",
     "sample_row",
     "take_rule",
     "typical_distance",

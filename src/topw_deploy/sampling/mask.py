@@ -53,7 +53,7 @@ def unpack_mask(words: ArrayLike, vocab: int) -> NDArray[np.bool_]:
 def apply_mask(logits: ArrayLike, words: ArrayLike) -> NDArray[np.float32]:
     """The logits [..., V] with -inf for every token that `words` [..., ceil(V / 32)] does not allow, in float32.
 
-    Raises ParameterError as `unpack_mask`.
+    Raises the errors of `unpack_mask`.
     """
     row = np.asarray(logits, dtype=np.float32)
     return np.where(unpack_mask(words, row.shape[-1]), row, np.float32(-np.inf))

@@ -6,10 +6,11 @@ import contextlib
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.sampling.beta import beta_at
 
 METRICS = ("mahalanobis", "unit", "cosine", "uniform")
 POTENTIALS = ("nearest", "knn")
@@ -68,7 +69,8 @@ class TopWParameters:
     """Parameters of a row; the graph takes each as float32 [batch].
 
     lam: weight of the entropy term, >= 0.
-    beta: weight of the log-mass reward, >= 0.
+    beta: weight of the log-mass reward, >= 0; text such as "1.5+1.5*T" becomes its number at `temperature`
+        (`sampling.beta`).
     temperature: sampling temperature T >= 0; below 1e-5 the row is greedy.
     selection_temperature: temperature for choosing the crop, >= 0; 0 means `temperature`.
     init_top_p: mass of the nucleus warm start relative to the pool's, in (0, 1].
@@ -85,6 +87,10 @@ class TopWParameters:
     geom_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        beta: object = self.beta
+        if isinstance(beta, str):
+            check_range("temperature", self.temperature)
+            object.__setattr__(self, "beta", beta_at(beta, 0.0 if self.greedy else self.temperature))
         for name in _RANGES:
             check_range(name, getattr(self, name))
 
@@ -127,10 +133,20 @@ class TopWOptions:
         return self.knn_k if self.potential == "knn" else 0
 
 
+_BETAS: Mapping[str, Any] = {"creative": "1.5+1.5*T"}  # presets whose beta depends on the temperature
+
 PRESETS: Mapping[str, tuple[TopWParameters, TopWOptions]] = {
     "paper": (TopWParameters(), TopWOptions()),
     "released": (TopWParameters(geom_scale=0.6), TopWOptions(alt_iters=9, metric="cosine")),
+    "creative": (TopWParameters(beta=_BETAS["creative"]), TopWOptions()),
 }
+"""Presets of an export: parameters at their temperature, and options."""
+
+
+def preset_values(name: str) -> dict[str, Any]:
+    """The parameters of a preset in PRESETS; a `beta` that depends on the temperature is text."""
+    return {**asdict(PRESETS[name][0]), **({"beta": _BETAS[name]} if name in _BETAS else {})}
+
 
 PARAMETER_NAMES = tuple(f.name for f in fields(TopWParameters))
 OPTION_NAMES = tuple(f.name for f in fields(TopWOptions))

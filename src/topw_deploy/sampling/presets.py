@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.parameters import TopWParameters
+from topw_deploy.sampling.parameters import PRESETS, TopWParameters, preset_values
 
 LIVELY_DISTANCE = 1.5
 """The product of geom_scale and `typical_distance` under `lively`."""
@@ -17,20 +18,22 @@ _LIVELY = TopWParameters(lam=1.0, beta=4.0, selection_temperature=1.0, init_top_
 
 REQUEST_PRESETS: Mapping[str, str] = {
     "paper": "the paper's parameters, which keep few tokens and are nearly always certified",
+    "creative": "the paper's creative setting: `paper` with beta 1.5+1.5*T, T the temperature",
     "lively": "parameters at which token geometry decides most crops (docs/lab/lively.md)",
 }
 """Name -> description in one line."""
 
 
-def preset_parameters(name: str, metric: str, width: int | None) -> dict[str, float]:
-    """The six parameters of preset `name`, for a model with this metric and embedding width.
+def preset_parameters(name: str, metric: str, width: int | None) -> dict[str, Any]:
+    """The six parameters of preset `name`, for a model with this metric and embedding width: numbers, but for a `beta`
+    that depends on the temperature, which is text (`sampling.beta`).
 
     `mahalanobis` distances grow with the width, so `lively` divides its geom_scale by the typical distance. Raises
     ParameterError for an unknown name, listing the known ones.
     """
     check_preset(name)
-    if name == "paper":
-        return asdict(TopWParameters())
+    if name in PRESETS:
+        return preset_values(name)
     return asdict(replace(_LIVELY, geom_scale=LIVELY_DISTANCE / typical_distance(metric, width)))
 
 

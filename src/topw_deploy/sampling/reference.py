@@ -35,7 +35,7 @@ class Ties:
     certificate: the gap between the best base J inside and outside the warm start.
     pool_cut: whether the pool ends between equal logits, so token ids decide.
     warm_cut: the same for the warm start of an uncertified row. `allow` ignores it, as it affects only unstable sorts.
-    rule: for another rule than Top-W, the relative distance of its deciding quantity from its threshold
+    rule: for a rule other than Top-W, the relative distance of its deciding quantity from its threshold
         (docs/contract/rules.md).
     """
 

@@ -1,7 +1,7 @@
 """Generate like `topw generate`, then recompute and analyse every step's logits.
 
-The exported graph has no logits output. So the part of the graph before the sampler runs again on the generated tokens,
-with the same cache and columns. Each crop is compared with the size and certificate that the first run reported.
+The exported graph has no logits output, so the part of the graph before the sampler runs again on the generated tokens,
+with the same cache and padding. Each crop is compared with the size and certificate that the first run reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.edits import Edits
-from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolve
+from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolve_for
 from topw_deploy.sampling import Geometry, TopWParameters, apply_edits, as_float32
 from topw_deploy.stats.analyse import Analyser, Step
 from topw_deploy.stats.exact.analyse import ExactAnalyser, ExactStep, check, sample
@@ -46,8 +46,8 @@ class Generated:
 class Analysed:
     """A generated sequence and its steps.
 
-    agreed: steps whose crop has the reported size and certificate.
-    exact: the steps chosen for the exact objective, by position from 0.
+    agreed: number of steps whose crop has the reported size and certificate.
+    exact: the steps analysed under the exact objective, by position from 0.
     """
 
     generated: Generated
@@ -61,7 +61,7 @@ class Collected:
     """Result of `collect`.
 
     runs: each setting with its sequences, in prompt order.
-    texts: of added and dropped tokens, by id.
+    texts: the texts of added and dropped tokens, by id.
     """
 
     runs: list[tuple[Setting, list[Analysed]]]
@@ -86,7 +86,7 @@ def collect(
     exact: also analyse steps under the exact objective; needs the extra `exact`.
 
     Raises ManifestError for a folder without a decoder, PromptError for a prompt longer than the context,
-    ParameterError for settings or a pool that the exact objective excludes, and the errors of `TopWModel`.
+    ParameterError for settings or a pool that the exact objective does not allow, and the errors of `TopWModel`.
     """
     batches = [range(start, min(start + batch_size, len(prompts))) for start in range(0, len(prompts), batch_size)]
     with TopWModel.from_pretrained(folder) as model:
@@ -154,8 +154,7 @@ def _ids(model: TopWModel, prompt: Prompt) -> list[int]:
 
 def _requests(model: TopWModel, ids: Sequence[list[int]], parameters: Mapping[str, Any]) -> list[RowRequest]:
     limits = Limits(model.manifest.decoder.context_length, model.manifest.sampler.vocab_size)
-    geometry = model.manifest.sampler.geometry
-    return resolve(ids, parameters, model.defaults, model.manifest.defaults, limits, geometry=geometry)
+    return resolve_for(model.manifest, ids, parameters, model.defaults, limits)
 
 
 def _solver(
@@ -165,7 +164,7 @@ def _solver(
     ids: Sequence[list[int]],
     asked: Sequence[Mapping[str, Any]],
 ) -> ExactAnalyser:
-    """Raises ParameterError for a pool or settings that the exact objective excludes."""
+    """Raises ParameterError for a pool or settings that the exact objective does not allow."""
     top_m = analyser.options.top_m
     solver = ExactAnalyser(analyser.options, analyser.geometry, top_m if exact.pool is None else exact.pool)
     for parameters in asked:
@@ -190,7 +189,7 @@ def _generate(
 
 @dataclass
 class _Solved:
-    """A sequence's steps under the exact objective, at the positions `chosen`."""
+    """Analyses a sequence's steps at the positions `chosen` under the exact objective."""
 
     solver: ExactAnalyser | None
     chosen: set[int]
@@ -228,7 +227,7 @@ def _analyse(
 
 
 def recomputed_logits(probe: LogitsProbe, batch: Sequence[Generated]) -> Iterator[NDArray[np.float32]]:
-    """Logits [batch, vocab] of every step, before edits; finished rows are arbitrary."""
+    """Yield the logits [batch, vocab] of every step, before edits. Those of finished rows are arbitrary."""
     lengths = [len(one.result.token_ids) for one in batch]
     width = max(len(one.request.prompt) for one in batch)
     ids, mask = (np.zeros((len(batch), width), np.int64) for _ in range(2))

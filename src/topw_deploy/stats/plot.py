@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.errors import ParameterError
-from topw_deploy.reports import require_matplotlib
-from topw_deploy.stats.style import COLOURS, DPI, TEXT, TITLE_LETTERS, colours, drawable, plain
+from topw_deploy.stats.style import COLOURS, colours, drawable, heading, new_figure, plain, save
 from topw_deploy.stats.summary import Distribution, MovedToken, Place, Summary
 from topw_deploy.stats.table import token_text, verdict
 
@@ -26,23 +24,14 @@ _XLABEL_LETTERS = 48
 
 def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
     """Write the picture in the file extension's format. Raises ParameterError if it cannot be written."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     upper, lower = _heights(summaries)
-    figure: Any = Figure(figsize=(11.5, upper + lower), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    figure.suptitle(drawable(title, TITLE_LETTERS), fontsize=14, weight="bold", color=TEXT, x=0.01, ha="left")
+    figure = new_figure(11.5, upper + lower, title)
     above, below = figure.subfigures(2, 1, height_ratios=(upper, lower))
     _panels(above, summaries)
     left, right = below.subplots(1, 2)
     _deciders(left, summaries)
     _tokens(right, summaries)
-    try:
-        figure.savefig(path, dpi=DPI)
-    except (OSError, ValueError) as error:
-        raise ParameterError(f"the picture {path} cannot be written ({error}); choose another name.") from None
+    save(figure, path)
 
 
 def _heights(summaries: Sequence[Summary]) -> tuple[float, float]:
@@ -103,7 +92,7 @@ def _panel(axes: Any, name: str, *, wide: bool = False) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(bottom=0)
-    axes.set_title(name, fontsize=11, loc="left", color=TEXT, weight="bold")
+    heading(axes, name)
     axes.set_xlabel("position in the generated text", fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)
     plain(axes, grid="y")
@@ -150,7 +139,7 @@ def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
 
 
 def _title(axes: Any, text: str, handles: Any = None) -> None:
-    axes.set_title(text, fontsize=11, loc="left", pad=24, color=TEXT, weight="bold")
+    heading(axes, text, pad=24)
     handles = handles or axes.get_legend_handles_labels()[0]
     axes.legend(
         handles=handles, frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(-0.02, 0.99),

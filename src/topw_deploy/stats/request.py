@@ -10,6 +10,7 @@ from typing import Any
 
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.plain_text import numbered_lines
+from topw_deploy.sampling.beta import depends_on_temperature
 from topw_deploy.sampling.parameters import ALIASES, PARAMETER_NAMES, check_range, unknown_name
 
 
@@ -58,27 +59,27 @@ class Setting:
     """
 
     label: str
-    parameters: Mapping[str, float]
+    parameters: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ExactRequest:
     """What to analyse under the exact objective.
 
-    steps: at most this many per setting, evenly spaced over its texts.
-    pool: number of likeliest tokens among which F is computed, at least the export's top_m; None for that.
+    steps: maximum number of steps per setting, evenly spaced over its texts.
+    pool: F is computed among this many likeliest tokens, at least the export's top_m; None for top_m.
     """
 
     steps: int = 200
     pool: int | None = None
 
 
-def settings_of(given: Mapping[str, float], sweeps: Sequence[str]) -> list[Setting]:
+def settings_of(given: Mapping[str, Any], sweeps: Sequence[str]) -> list[Setting]:
     """One setting for each combination of `sweeps`, such as "temperature=0.5,1,2", added to `given`.
 
     Raises ParameterError for a sweep of another form, or a name that is unknown, repeated or in `given`.
     """
-    columns: dict[str, list[float]] = {}
+    columns: dict[str, list[Any]] = {}
     for text in sweeps:
         name, values = _sweep(text)
         if name in columns:
@@ -89,12 +90,16 @@ def settings_of(given: Mapping[str, float], sweeps: Sequence[str]) -> list[Setti
     found = []
     for combination in itertools.product(*columns.values()):
         chosen = dict(zip(columns, combination, strict=True))
-        label = ", ".join(f"{name} {value:g}" for name, value in chosen.items())
+        label = ", ".join(f"{name} {_shown(value)}" for name, value in chosen.items())
         found.append(Setting(label, {**given, **chosen}))
     return found
 
 
-def _sweep(text: str) -> tuple[str, list[float]]:
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def _sweep(text: str) -> tuple[str, list[Any]]:
     name, equals, values = text.partition("=")
     name = name.strip().replace("-", "_")
     name = ALIASES.get(name, name)
@@ -102,15 +107,26 @@ def _sweep(text: str) -> tuple[str, list[float]]:
         error = unknown_name(name, PARAMETER_NAMES)
         raise ParameterError(str(error), "sweep")
     try:
-        numbers = list(dict.fromkeys(float(value) for value in values.split(",")))
+        found = list(dict.fromkeys(_swept(name, value) for value in values.split(",")))
     except ValueError:
         raise ParameterError(
             f"the sweep {text!r} is not NAME=NUMBER,NUMBER,...; write for example temperature=0.5,1,2.",
             "sweep",
         ) from None
-    for number in numbers:
+    for value in found:
         try:
-            check_range(name, number)
+            if not isinstance(value, str):
+                check_range(name, value)
         except ParameterError as error:
             raise ParameterError(str(error), "sweep") from None
-    return name, numbers
+    return name, found
+
+
+def _swept(name: str, value: str) -> float | str:
+    """A number, or the text of a `beta` that depends on the temperature. Raises ValueError for other text."""
+    try:
+        return float(value)
+    except ValueError:
+        if name == "beta" and depends_on_temperature(value):
+            return value.strip()
+        raise

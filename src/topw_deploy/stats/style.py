@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from topw_deploy.errors import ParameterError
 from topw_deploy.printable import printable
+from topw_deploy.reports import require_matplotlib
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a35b9a", "#e69f00", "#5c6b73")
 GRID, TEXT, MUTED = "#e3e6ea", "#1f2933", "#66717d"
-TITLE_LETTERS = 96
-DPI = 110
+_TITLE_LETTERS = 96
+_DPI = 110
+
+
+def new_figure(width: float, height: float, title: str) -> Any:
+    """An empty figure with a title. Sizes are in inches. Raises ParameterError without matplotlib."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(drawable(title, _TITLE_LETTERS), fontsize=14, weight="bold", color=TEXT, x=0.01, ha="left")
+    return figure
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the figure in the file extension's format. Raises ParameterError if it cannot be written."""
+    try:
+        figure.savefig(path, dpi=_DPI)
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"the picture {path} cannot be written ({error}); choose another name.") from None
+
+
+def heading(axes: Any, text: str, pad: float = 6) -> None:
+    """Write the title of a panel. pad: points between it and the axes."""
+    axes.set_title(text, fontsize=11, loc="left", pad=pad, color=TEXT, weight="bold")
 
 
 def colours(count: int) -> Sequence[Any]:

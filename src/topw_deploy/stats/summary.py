@@ -65,7 +65,7 @@ class Summary:
 
     parameters: the Top-W parameters used.
     agreed: steps whose crop has the reported size and certificate.
-    changed: steps whose crop differs from geom_scale 0.
+    changed: steps whose crop differs from the crop for geom_scale 0.
     added, dropped: tokens put into or out of a crop by distances, most frequent first.
     added_total, dropped_total: their numbers, summed over steps.
     distances: ordered token pairs that the fast path measured.

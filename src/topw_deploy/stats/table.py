@@ -75,8 +75,8 @@ def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
         return
     if summary.agreed < summary.steps:
         yield (
-            f"At {summary.steps - summary.agreed} of {summary.steps} steps the graph reported another crop: the last "
-            "bits of the logits differ, on a near-tie."
+            f"At {summary.steps - summary.agreed} of {summary.steps} steps the graph reported a different crop: the "
+            "last bits of the logits differ, at a near-tie."
         )
     yield f"certified  {_share(summary.certified, summary.steps)}"
     stages = ", ".join(f"{name} {_share(count, summary.steps)}" for name, count in summary.stages.items())

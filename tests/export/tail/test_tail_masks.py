@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,32 +14,12 @@ from hypothesis import strategies as st
 
 from tests.support.masks import KINDS, some_allowed
 from tests.support.masks import packed as packed_by_hand
-from tests.support.tail_cases import (
-    FORMS,
-    Case,
-    Scenario,
-    Tally,
-    embedding_table,
-    feeds,
-    graph,
-    random_case,
-    reference,
-    run,
-)
+from tests.support.tail_cases import FORMS, Case, by_hand, feeds, opened, random_case, run, unexplained
 from topw_deploy.export.tail.inputs import allowed_tokens, padded_width
 from topw_deploy.export.tail.ops import Recorder
-from topw_deploy.sampling import Geometry, apply_edits, apply_mask, mask_words, pack_mask, unpack_mask
-from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+from topw_deploy.sampling import apply_edits, apply_mask, mask_words, pack_mask, unpack_mask
 
 VOCABULARIES = (1, 31, 32, 33, 300, 8192)  # below, at and above whole words; whole blocks that are read in place
-
-
-@cache
-def opened(form: str, vocab: int) -> tuple[Scenario, Geometry, ort.InferenceSession]:
-    scenario = Scenario(TopWOptions(top_m=50), vocab, 8, "plain", 0)
-    table = embedding_table(scenario)
-    geometry = Geometry.from_embeddings(table, "mahalanobis")
-    return scenario, geometry, graph(scenario, form, table, geometry)
 
 
 def random_masks(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
@@ -46,11 +27,6 @@ def random_masks(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
     flags = np.stack([some_allowed(rng, vocab, str(rng.choice(KINDS))) for _ in range(rows)])
     flags[-1] = False
     return packed_by_hand(flags, beyond=bool(rng.integers(2)))
-
-
-def greedy(*logits: list[float]) -> list[Case]:
-    parameters = {name: getattr(TopWParameters(), name) for name in TopWParameters.__slots__} | {"temperature": 0.0}
-    return [Case(np.array(row, np.float32), parameters, 0.5, "by hand") for row in logits]
 
 
 @cache
@@ -83,12 +59,8 @@ def test_masked_rows_equal_the_reference_in_every_form(form: str, vocab: int) ->
     cases = [random_case(rng, vocab) for _ in range(24)]
     words = random_masks(rng, len(cases), vocab)
     found = run(session, feeds(cases) | {"allowed": words})
-    tally = Tally()
-    for index, (case, row) in enumerate(zip(cases, words, strict=True)):
-        masked = Case(apply_mask(case.logits, row), case.parameters, case.uniform, case.regime)
-        wanted = reference(scenario, geometry, masked)
-        tally.add(form, masked, wanted, {name: value[index] for name, value in found.items()})
-    assert tally.unexplained == []
+    masked = [replace(case, logits=apply_mask(case.logits, row)) for case, row in zip(cases, words, strict=True)]
+    assert unexplained(form, scenario, geometry, masked, found) == []
     assert found["next_token"][-1] == -1
     if vocab > 32:
         assert (found["next_token"] >= 0).sum() > 8
@@ -112,7 +84,7 @@ def test_masks_by_hand(form: str) -> None:
     *_, session = opened(form, 33)
     logits = np.arange(33, dtype=np.float32)
     broken = np.where(np.isin(np.arange(33), [4, 31]), [np.nan], logits).astype(np.float32)
-    cases = greedy(logits, logits, logits, logits, broken, broken)
+    cases = [by_hand(row, "top_w", temperature=0.0) for row in (logits, logits, logits, logits, broken, broken)]
     words = np.array(
         [[-1, -1], [-1, 0], [0b1000, 0], [0, 2], [-1 ^ 1 << 4 ^ -(2**31), 1], [-1 ^ 1 << 4, 1]], np.int32
     )  # all; the first 32; one; only a bit beyond; without both NaN; with one of them

@@ -1,34 +1,21 @@
-"""Sampling rules beside Top-W in every form of the function, against their definitions."""
+"""Sampling rules other than Top-W in every form of the function, against their definitions."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 
 from tests.support.masks import packed, some_allowed
-from tests.support.tail_cases import (
-    FORMS,
-    Case,
-    Scenario,
-    Tally,
-    embedding_table,
-    feeds,
-    graph,
-    random_case,
-    reference,
-    run,
-)
+from tests.support.tail_cases import FORMS, Case, by_hand, feeds, opened, random_case, run, unexplained
 from topw_deploy.export.tail import TailSpec, build_tail
 from topw_deploy.export.tail.ops import Eager
 from topw_deploy.export.tail.rules.inputs import INTERVALS
 from topw_deploy.export.tail.rules.search import largest_threshold
-from topw_deploy.sampling import Geometry, apply_mask
-from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+from topw_deploy.sampling import apply_mask
+from topw_deploy.sampling.parameters import TopWOptions
 from topw_deploy.sampling.rules import RULES, RULES_BY_CODE
 
 SORTED, SEARCHED = 300, 4096
@@ -48,15 +35,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "min_k": ((0,), (3,), (1e4,)),
     "none": ((0,),),
 }
-PLAIN = {name: getattr(TopWParameters(), name) for name in TopWParameters.__slots__}
-
-
-@cache
-def opened(form: str, vocab: int, metric: str = "cosine") -> tuple[Scenario, Geometry, ort.InferenceSession]:
-    scenario = Scenario(TopWOptions(top_m=20, metric=metric), vocab, 8, "plain", 0)
-    table = embedding_table(scenario)
-    geometry = Geometry.from_embeddings(table, metric) if metric != "uniform" else Geometry.uniform()
-    return scenario, geometry, graph(scenario, form, table, geometry)
 
 
 def values_of(rng: np.random.Generator, name: str) -> tuple[float, float]:
@@ -69,19 +47,9 @@ def with_rule(rng: np.random.Generator, case: Case) -> Case:
     return replace(case, rule=RULES[name].code, rule_values=values_of(rng, name), regime=f"{name}, {case.regime}")
 
 
-def by_hand(logits: Any, name: str, *values: float, **changes: float) -> Case:
-    v0, v1, *_ = (*values, 0.0, 0.0)
-    parameters = PLAIN | changes
-    return Case(np.array(logits, np.float32), parameters, 0.0, name, RULES[name].code, (v0, v1))
-
-
-def unexplained(form: str, vocab: int, cases: list[Case], metric: str = "cosine") -> list[str]:
-    scenario, geometry, session = opened(form, vocab, metric)
-    found, tally = run(session, feeds(cases)), Tally()
-    for index, case in enumerate(cases):
-        wanted = reference(scenario, geometry, case)
-        tally.add(f"{form} {vocab}", case, wanted, {name: value[index] for name, value in found.items()})
-    return tally.unexplained
+def wrong(form: str, vocab: int, cases: list[Case], metric: str = "cosine") -> list[str]:
+    scenario, geometry, session = opened(form, vocab, metric, top_m=20)
+    return unexplained(f"{form} {vocab}", scenario, geometry, cases, run(session, feeds(cases)))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -90,7 +58,7 @@ def test_mixed_batches_equal_the_definitions(form: str, vocab: int, metric: str)
     rng = np.random.default_rng(vocab)
     cases = [with_rule(rng, random_case(rng, vocab)) for _ in range(96)]
     assert len({case.rule for case in cases}) == len(RULES)
-    assert unexplained(form, vocab, cases, metric) == []
+    assert wrong(form, vocab, cases, metric) == []
 
 
 @pytest.mark.long
@@ -100,12 +68,12 @@ def test_many_mixed_batches_equal_the_definitions(form: str, vocab: int) -> None
     rng = np.random.default_rng(vocab + 1)
     for _ in range(20):
         cases = [with_rule(rng, random_case(rng, vocab)) for _ in range(48)]
-        assert unexplained(form, vocab, cases) == []
+        assert wrong(form, vocab, cases) == []
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("vocab", [SORTED, SEARCHED])
-def test_sets_beyond_the_candidates_are_drawn_and_kept_by_the_order_of_ids(form: str, vocab: int) -> None:
+def test_sets_larger_than_the_candidates_are_kept_and_drawn_in_order_of_ids(form: str, vocab: int) -> None:
     levels = np.repeat([2.0, 1.0, -1e30], [100, 100, vocab - 200])
     logits = np.random.default_rng(0).permutation(levels)
     cases = [
@@ -120,13 +88,13 @@ def test_sets_beyond_the_candidates_are_drawn_and_kept_by_the_order_of_ids(form:
         by_hand(logits, "top_h", 0.5, vocab),
     ]
     cases = [replace(case, uniform=uniform) for case in cases for uniform in (0.0, 0.7301, 0.99999)]
-    assert unexplained(form, vocab, cases) == []
+    assert wrong(form, vocab, cases) == []
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("vocab", [SORTED, SEARCHED])
 def test_masks_and_edits_come_before_the_rule(form: str, vocab: int) -> None:
-    scenario, geometry, session = opened(form, vocab)
+    scenario, geometry, session = opened(form, vocab, "cosine", top_m=20)
     rng = np.random.default_rng(7)
     cases = [with_rule(rng, random_case(rng, vocab)) for _ in range(24)]
     flags = np.stack([some_allowed(rng, vocab, "half") for _ in cases])
@@ -134,19 +102,18 @@ def test_masks_and_edits_come_before_the_rule(form: str, vocab: int) -> None:
     inputs = feeds(cases, edits=1) | {"allowed": words}
     best = np.array([np.where(row, case.logits, -np.inf).argmax() for row, case in zip(flags, cases, strict=True)])
     inputs["edit_ids"][:, 0], inputs["edit_bias"][:, 0] = best, -np.inf
-    found, tally = run(session, inputs), Tally()
+    found = run(session, inputs)
     for index, case in enumerate(cases):
         logits = apply_mask(case.logits, words[index])
         logits[best[index]] = -np.inf
-        wanted = reference(scenario, geometry, replace(case, logits=logits))
-        tally.add(form, case, wanted, {name: value[index] for name, value in found.items()})
-    assert tally.unexplained == []
+        cases[index] = replace(case, logits=logits)
+    assert unexplained(form, scenario, geometry, cases, found) == []
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_have_the_same_bits_beside_rows_of_other_rules(form: str) -> None:
+def test_rows_have_the_same_bits_in_a_batch_with_other_rules(form: str) -> None:
     rng = np.random.default_rng(3)
-    *_, session = opened(form, SEARCHED)
+    *_, session = opened(form, SEARCHED, "cosine", top_m=20)
     top_w = [random_case(rng, SEARCHED) for _ in range(6)]
     others = [with_rule(rng, random_case(rng, SEARCHED)) for _ in range(6)]
     for own, further in ((top_w, others), (others, top_w)):
@@ -158,7 +125,7 @@ def test_rows_have_the_same_bits_beside_rows_of_other_rules(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", RULES)
 def test_a_greedy_row_keeps_its_best_token_under_every_rule(form: str, name: str) -> None:
-    *_, session = opened(form, SORTED)
+    *_, session = opened(form, SORTED, "cosine", top_m=20)
     logits = np.zeros(SORTED, np.float32)
     logits[[17, 200]] = 3.0
     values = values_of(np.random.default_rng(0), name)
@@ -180,7 +147,7 @@ WRONG = [
 
 @pytest.mark.parametrize("form", FORMS)
 def test_unknown_codes_and_values_outside_their_intervals_make_the_row_invalid(form: str) -> None:
-    *_, session = opened(form, SORTED)
+    *_, session = opened(form, SORTED, "cosine", top_m=20)
     logits = np.linspace(0, 5, SORTED).astype(np.float32)
     cases = [by_hand(logits, name, *values, temperature=t) for name, values in WRONG for t in (0.0, 1.0)]
     cases += [replace(by_hand(logits, "none"), rule=code) for code in (-1, 12, 2**31 - 1, -(2**31))]

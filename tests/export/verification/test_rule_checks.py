@@ -1,4 +1,4 @@
-"""Verification notices a sampler that errs under other rules than Top-W."""
+"""Verification detects a sampler that is wrong under rules other than Top-W."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGITS = (np.random.default_rng(0).standard_normal((2, VOCAB)) * 2).astype(np.fl
 
 
 class Changed:
-    """A probe whose answers `change` changes."""
+    """A probe whose answers are changed by `change`."""
 
     def __init__(self, probe: SamplerProbe, change: Callable[[dict[str, Any]], None]) -> None:
         self._probe, self._change = probe, change
@@ -49,7 +49,7 @@ def passed(probe: SamplerProbe, change: Callable[[dict[str, Any]], None]) -> lis
     return [check.passed for check in rule_checks(Changed(probe, change), TopWParameters(), LOGITS)]  # type: ignore[arg-type]
 
 
-def test_a_right_sampler_passes(probe: SamplerProbe) -> None:
+def test_a_correct_sampler_passes(probe: SamplerProbe) -> None:
     assert passed(probe, lambda found: None) == [True, True]
 
 

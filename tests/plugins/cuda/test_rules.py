@@ -1,4 +1,4 @@
-"""The rules beside Top-W on the device: kept sets, certificates and draws of the reference."""
+"""The rules other than Top-W on the device: kept sets, certificates and draws are the reference's."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_large_vocabularies_are_answered_as_by_the_reference(kernel: EmulatedKer
     assert differences_from_rules(sampled(kernel, cases, top_m), cases, **TIES) == []
 
 
-def test_an_answer_depends_on_the_row_alone(kernel: EmulatedKernel) -> None:
+def test_an_answer_depends_only_on_the_row(kernel: EmulatedKernel) -> None:
     cases = cases_of(5, 1500, 22)
     together = sampled(kernel, cases, 8)
     for seed, (threads, blocks) in enumerate(((32, 1), (128, 5), (256, 2))):
@@ -87,7 +87,7 @@ def test_an_answer_depends_on_the_row_alone(kernel: EmulatedKernel) -> None:
         assert np.array_equal(alone.keep_mask, together.keep_mask[row : row + 1])  # type: ignore[arg-type,index]
 
 
-def test_rows_with_top_w_are_the_same_beside_other_rules(kernel: EmulatedKernel) -> None:
+def test_rows_with_top_w_are_the_same_in_a_batch_with_other_rules(kernel: EmulatedKernel) -> None:
     cases = [replace(case, rule=0) if n % 2 else case for n, case in enumerate(cases_of(6, 1500, 22))]
     mixed, logits = sampled(kernel, cases, 100), np.stack([case.logits for case in cases])
     plain = kernel.sample(logits, rule_columns(cases), options(100), **EVERY)

@@ -1,4 +1,4 @@
-"""Answers match what the request states, alone, in batches and beside other requests of an engine."""
+"""Answers match the request's constraint, alone, in batches and together with other requests of an engine."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_answers_of_an_engine_match_and_are_those_of_the_request_alone(model: To
 
 
 def test_a_masked_draw_is_the_reference_s(model: TopWModel, toy: Toy) -> None:
-    """The draw among the tokens that go on with one of the texts, computed without llguidance."""
+    """The draw among the tokens that continue one of the texts, computed without llguidance."""
     texts = [b"abc", b"abd", b"b", "né".encode()]
     prompt = byte_ids("hello")
 
@@ -142,8 +142,8 @@ def test_prompts_of_a_batch_may_have_constraints_of_their_own(model: TopWModel) 
     assert results[3].text == "ja"
 
 
-def test_a_prompt_that_is_read_token_by_token_leaves_the_grammar_at_its_beginning(load: Load, toy: Toy) -> None:
-    """As prompts are whose log-probabilities are asked for."""
+def test_reading_a_prompt_token_by_token_does_not_advance_the_grammar(load: Load, toy: Toy) -> None:
+    """A prompt whose log-probabilities are requested is read that way."""
     model = load(toy, form="grouped", with_logits=True)
     asked = {"structured_outputs": {"regex": "[a-z]{5}"}, "allowed_token_ids": byte_ids("aeiouAEIOU0123456789"), **WILD}
     with Engine(model) as engine:
@@ -214,7 +214,7 @@ class TestBans:
         with Engine(model) as engine:
             assert {engine.submit("x", seed=seed, **asked, **WILD).result().text for seed in range(4)} == texts
 
-    def test_bans_of_all_that_the_grammar_allows_fail_the_request_alone(self, model: TopWModel) -> None:
+    def test_bans_of_all_allowed_tokens_fail_only_that_request(self, model: TopWModel) -> None:
         asked = {"structured_outputs": {"regex": "a[bc]d"}, "suppress_tokens": byte_ids("bc")}
         with pytest.raises(
             LogitsError, match="row 0 has no token to draw at step 1: structured_outputs allows 2 there"

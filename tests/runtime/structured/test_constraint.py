@@ -1,4 +1,4 @@
-"""A request states a constraint as vLLM and OpenAI's API do; anything else is refused with the place that is wrong."""
+"""A request gives a constraint as in vLLM or OpenAI's API; anything else is refused with the place of the error."""
 
 from __future__ import annotations
 

@@ -28,6 +28,6 @@ def test_the_code_runs(model: TopWModel, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_limits_are_those_of_the_code() -> None:
-    limits = f"{MOST_CHARACTERS:,} characters; {MOST_PATTERNS} `patternProperties`; {MOST_MULTIPLE:,} as least"
-    assert limits in SECTION
-    assert f"{SECONDS:.0f} s to\n  compile" in SECTION
+    patterns = f"{MOST_PATTERNS} patterns in all `patternProperties`"
+    assert f"{MOST_CHARACTERS:,} characters; {patterns}; a least common multiple of {MOST_MULTIPLE:,}" in SECTION
+    assert f"{SECONDS:.0f} s to compile" in SECTION

@@ -1,4 +1,4 @@
-"""What cannot be compiled, or takes too much, is refused with its place; it hurts no other request."""
+"""A grammar that cannot be compiled or takes too long is refused with its position, without harm to other requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BROKEN: list[tuple[dict[str, Any], str, tuple[int | None, int | None]]] = [
     ),
     (
         {"regex": r"[^\s\S]"},
-        "no text matches the grammar of structured_outputs from here on; give another one.",
+        "the grammar of structured_outputs allows no continuation; give another one.",
         (None, None),
     ),
     (
@@ -110,7 +110,7 @@ def chained(rule: Callable[[int], str], last: str, length: int) -> str:
 
 
 def deep_lark() -> str:
-    """As many rules as fit, each of which names the next: the compiler calls itself for each."""
+    """As many rules as fit, each of which refers to the next: the compiler recurses into each."""
     return chained(lambda i: f'r{i:x}:"x"r{i + 1:x}', 'rfa0:"q"', 0xFA0)
 
 
@@ -154,7 +154,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_or_runs_in_bounded_time(model: TopWModel, name: str) -> None:
-    """A second request goes on meanwhile. Each takes at most 3 s on two cores; without bounds, hours."""
+    """A second request continues meanwhile. Each takes at most 3 s on two cores; without bounds, hours."""
     started = time.perf_counter()
     with Engine(model, max_batch=2) as engine:
         free = engine.submit("y", max_new_tokens=40, ignore_eos=True)
@@ -189,8 +189,8 @@ def test_schemas_that_would_take_minutes_are_refused_at_once(
     assert time.perf_counter() - started < 5
 
 
-def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(model: TopWModel) -> None:
-    """Behind the first token, more is possible than llguidance's limits allow."""
+def test_a_grammar_that_becomes_too_complex_fails_only_its_request(model: TopWModel) -> None:
+    """After the first token, the grammar allows more than llguidance's limits."""
     stated = HOSTILE["wide"]
     with Engine(model, max_batch=2) as engine:
         failed = engine.submit("x", structured_outputs=stated, max_new_tokens=90, seed=1, temperature=2.5)

@@ -40,8 +40,8 @@ def allowed(guide: Guide) -> set[int]:
 
 
 @given(data=st.data(), texts=st.lists(st.text(alphabet="abcné,", min_size=1, max_size=8), min_size=1, max_size=4))
-def test_the_allowed_tokens_are_those_that_go_on_with_a_text(data: st.DataObject, texts: list[str]) -> None:
-    """Followed to an end, with any of the tokens, also those that end inside a character."""
+def test_the_allowed_tokens_are_those_that_continue_a_text(data: st.DataObject, texts: list[str]) -> None:
+    """Followed to an end with any of the allowed tokens, including those that end inside a character."""
     guide, begun = guide_of({"choice": texts}), b""
     whole = [text.encode() for text in texts]
     while True:

@@ -58,7 +58,7 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("rule", BEYOND)
-def test_candidates_do_not_decide_what_lies_beyond_them(rule: str) -> None:
+def test_candidates_do_not_settle_rows_that_other_tokens_decide(rule: str) -> None:
     row, choices = BEYOND[rule]
     order = np.random.default_rng(1).permutation(len(row))
     logits = torch.tensor(row)[order][None]
@@ -77,7 +77,7 @@ def test_invalid_rows_keep_nothing() -> None:
     assert crop.stage.tolist() == [Stage.CANDIDATES, Stage.INVALID, Stage.INVALID, Stage.INVALID]
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_refused_by_name() -> None:
     logits = torch.zeros(2, 9)
     with pytest.raises(ParameterError, match="crop_rows computes it"):
         rule_rows(logits, RuleParameters())

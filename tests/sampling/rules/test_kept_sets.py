@@ -181,11 +181,11 @@ def test_a_wrong_rule_or_value_makes_the_row_invalid(code: int, values: tuple[fl
         assert not sample_row(ROW, {"temperature": temperature}, rule=code, rule_values=values).valid
 
 
-def test_numbers_that_a_rule_does_not_use_have_no_effect() -> None:
+def test_values_that_a_rule_does_not_use_have_no_effect() -> None:
     assert sample_row(ROW, {}, rule=9, rule_values=(math.nan, -3.0)).valid
 
 
-def test_kept_set_refuses_what_it_cannot_do() -> None:
+def test_kept_set_refuses_top_w_and_invalid_arguments() -> None:
     with pytest.raises(ParameterError, match="rule is 'top_w', but must be one of: 1 top_k"):
         kept_set(ROW, "top_w")
     with pytest.raises(ParameterError, match=r"the rule top_h has the values \(0.4,\), but needs top_h in \(0, 1\], "):

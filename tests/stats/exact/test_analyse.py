@@ -1,4 +1,4 @@
-"""One step under F: Top-W's last order, the compared crops, and what theory says of them."""
+"""One step under F: Top-W's last order, the compared crops, and the statements of the theory about them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_without_distances_top_w_is_the_optimum_of_f() -> None:
             assert step.crops[TOP_W].kept == best.value.kept
 
 
-def test_the_steps_bound_at_its_own_crop_lacks_twice_the_distance_that_the_removed_mass_travels() -> None:
+def test_the_steps_bound_at_its_own_crop_is_too_low_by_twice_the_distance_of_the_removed_mass() -> None:
     # docs/lab/exact.md: at f = -dist(., S), E_p f - J_f(S) is F(S) with -E_p dist(., S) in place of W1 >= E_p dist.
     rng = np.random.default_rng(5)
     table = rng.normal(size=(7, 3))

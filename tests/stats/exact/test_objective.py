@@ -1,4 +1,4 @@
-"""F and its least value against dense linear programmes, over all prefixes and all subsets of small rows."""
+"""F and its least value against dense linear programs, over all prefixes and all subsets of small rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(seed: int, count: int, n: int) -> Iterator[tuple[np.ndarray, np.ndarray
 
 
 def dense_cost(p: np.ndarray, q: np.ndarray, distance: np.ndarray) -> float:
-    """W1 as the textbook's linear programme: all n * n flows, both marginals."""
+    """W1 by the textbook's linear program: all n * n flows, both marginals."""
     n = len(p)
     out, into = np.kron(np.eye(n), np.ones(n)), np.kron(np.ones(n), np.eye(n))
     exact = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}  # the least that HiGHS takes
@@ -77,7 +77,7 @@ def test_only_removed_mass_moves_under_a_metric_and_all_mass_may_under_cosine() 
     assert max(gains) > 1e-3
 
 
-def test_a_plan_that_leaves_detours_out_is_not_proven_under_cosine() -> None:
+def test_a_plan_without_detours_is_not_proven_under_cosine() -> None:
     refused = 0
     for p, distance, metric in rows(2, 24, n=7):
         for S in subsets(7)[::13]:
@@ -108,7 +108,7 @@ def test_the_best_prefix_is_the_least_of_all_prefixes_in_any_order(lam: float, b
     assert len(sizes) >= (4 if lam else 1)  # without entropy, every token is best
 
 
-def test_bounds_spare_most_transports_of_a_longer_row_and_miss_nothing() -> None:
+def test_bounds_avoid_most_transports_of_a_longer_row_and_miss_no_prefix() -> None:
     rng = np.random.default_rng(5)
     points = rng.normal(size=(120, 6))
     distance = np.sqrt(np.square(points[:, None] - points).sum(axis=2))
@@ -132,7 +132,7 @@ def test_f_has_the_papers_three_terms() -> None:
     assert value.total == pytest.approx(value.transport + 2.0 * value.entropy - 3.0 * np.log(p[S].sum()))
 
 
-def test_all_tokens_are_transported_nowhere() -> None:
+def test_keeping_all_tokens_needs_no_transport() -> None:
     p, distance, _ = next(rows(7, 1, n=6))
     assert Objective(p, distance, 1.5, 3.0)(np.ones(6, bool)).total == pytest.approx(1.5 * entropy(p))
 
@@ -140,5 +140,5 @@ def test_all_tokens_are_transported_nowhere() -> None:
 def test_an_unproven_plan_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     p, distance, _ = next(rows(8, 1, n=6))
     monkeypatch.setattr(module, "_potentials", lambda distance, S, v: (np.zeros(len(distance)),) * 2)
-    with pytest.raises(VerificationError, match="is proven only down to 0"):
+    with pytest.raises(VerificationError, match="its potentials prove only 0"):
         transport(p, np.arange(6) < 2, distance)

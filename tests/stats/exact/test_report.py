@@ -75,13 +75,13 @@ def test_intervals_resample_prompts_and_hold_the_estimate() -> None:
     assert summary([step(2.0, 1.0)]).crops[0].standing.optimal.low is None
 
 
-def test_the_table_states_the_share_the_excess_and_what_was_cut() -> None:
+def test_the_table_shows_the_share_the_excess_and_the_cut_crops() -> None:
     one = summary([step(2.0, 2.0), step(3.0, 1.0, cut=("top-p 0.9",))], label="temperature 1")
     text = "\n".join(exact_lines([one]))
     assert "temperature 1  probability      2" in text
-    assert "2 of 7 steps, 1 prompt; 40 tokens of mass 0.900 on average" in text
+    assert "2 of 7 steps, 1 prompt; 40 tokens with mass 0.900 on average" in text
     assert "50.0 %" in text
-    assert "top-p 0.9: tokens beyond the analysed ones are left out at 1 step" in text
+    assert "top-p 0.9: kept tokens outside the analysed ones are left out at 1 step" in text
     assert "There were no steps" in "\n".join(exact_lines([]))
 
 
@@ -118,7 +118,7 @@ def test_the_uniform_metric_needs_no_table(tmp_path: Path, invoke: Invoke) -> No
             assert crop["transport"] == pytest.approx(1 - crop["mass"], abs=1e-9)
 
 
-def test_what_the_exact_objective_excludes_is_refused_before_generating(
+def test_settings_without_an_exact_objective_are_refused_before_generating(
     folder: Path, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("stats", folder, "abc", *SHORT)

@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from topw_deploy.bench.decode.argmax import with_argmax
 from topw_deploy.bench.decode.request import DecodeRequest, LoopSide, choose
 from topw_deploy.bench.measurement import Machine, Spread, interleave, paired, this_machine
 from topw_deploy.bench.picture import Bar, Panel
 from topw_deploy.bench.process import Worker
+from topw_deploy.bench.prompts import random_prompt
 from topw_deploy.bench.report import (
     closing_lines,
     comparison,
@@ -26,8 +25,6 @@ from topw_deploy.bench.report import (
     significant,
     table,
 )
-from topw_deploy.errors import ManifestError, ParameterError
-from topw_deploy.manifest import DecoderManifest, load_manifest
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 
@@ -49,7 +46,7 @@ def run(request: DecodeRequest, progress: Progress = SILENT) -> DecodeReport:
     Raises ManifestError for a folder without a decoder, ParameterError for a request that does not fit the model,
     BenchmarkError for a named side that is missing or dies.
     """
-    prompt = _prompt(request)
+    prompt = random_prompt(request.folder, request.prompt_tokens, request.new_tokens, request.seed)
     present, absent = choose(request)
     machine = this_machine()
     with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=_beside(request.folder)) as scratch:
@@ -97,22 +94,6 @@ def _workers(chosen: Sequence[LoopSide], threads: int, progress: Progress) -> It
             worker = Worker(side.label, side.worker, settings, python=side.python, threads=threads)
             workers[side.name] = stack.enter_context(worker)
         yield workers
-
-
-def _prompt(request: DecodeRequest) -> list[int]:
-    manifest = load_manifest(request.folder)
-    if not isinstance(manifest, DecoderManifest):
-        raise ManifestError(f"{request.folder} is a sampler without a decoder; use `topw bench sampler` for it.")
-    needed = request.prompt_tokens + request.new_tokens
-    if needed > manifest.decoder.context_length:
-        raise ParameterError(
-            f"{request.prompt_tokens} + {request.new_tokens} tokens are {needed}, but the context has "
-            f"{manifest.decoder.context_length}; lower prompt_tokens or new_tokens.",
-            "prompt_tokens",
-            "new_tokens",
-        )
-    rng = np.random.default_rng(request.seed)
-    return [int(token) for token in rng.integers(0, manifest.sampler.vocab_size, request.prompt_tokens)]
 
 
 def _with_argmax_file(side: LoopSide, export: Path, scratch: Path) -> LoopSide:

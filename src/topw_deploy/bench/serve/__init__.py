@@ -1,1 +1,1 @@
-"""`topw bench serve`: requests of many callers on one model."""
+"""`topw bench serve`: requests of many callers to one model."""

@@ -1,6 +1,6 @@
-"""The engine's runs without the engine: no threads, callers or texts, and only the runs are timed.
+"""The engine's runs without threads, callers or texts. Only the runs are timed.
 
-It is the lower bound: `Engine` adds the cost of its Python code, and of the callers' beside it.
+This is a lower bound for `Engine`, which adds the cost of its own and the callers' Python code.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ class _Job(Task):
 def run_all(
     batch: Batch, rows: int, chunk: int, requests: Sequence[RowRequest], callers: int, *, dense: bool = False
 ) -> float:
-    """Serve the requests, at most `callers` at a time, by the engine's schedule. Returns the seconds in runs.
+    """Serve the requests, at most `callers` at a time, in the engine's order. Returns the seconds spent in runs.
 
-    rows: rows of `batch`, which are free.
+    rows: number of rows of `batch`; all must be free.
+    chunk: maximum number of prompt tokens per run.
     dense: see `Scheduler`.
     """
     scheduler: Scheduler[_Job] = Scheduler(rows, chunk, dense=dense, moves=batch.copies_rows)
@@ -69,7 +70,7 @@ def _step(batch: Batch, scheduler: Scheduler[_Job]) -> list[_Job]:
 
 
 def _accept(scheduler: Scheduler[_Job], jobs: Sequence[_Job], feed: Callable[[_Job], None]) -> list[_Job]:
-    """Count a token of each sequence, and feed it to the next run. Returns the sequences that ended."""
+    """Count the new token of each sequence, and feed it to the next run. Returns the sequences that ended."""
     ended = []
     for job in jobs:
         job.left -= 1

@@ -24,7 +24,7 @@ from topw_deploy.bench.report import (
 from topw_deploy.bench.serve.request import SHORT_PROMPT, SUFFIX, ServeRequest
 from topw_deploy.reports import counted
 
-STREAMS = 8  # callers of the overhead's measurement
+STREAMS = 8  # callers for the measurement of the overhead
 _HEADER = (
     "side",
     "requests/s",
@@ -39,7 +39,7 @@ _HEADER = (
 class ServeResult:
     """One side's measurements.
 
-    rounds: what its worker returned; see worker.py.
+    rounds: the worker's result of each round; see worker.py.
     """
 
     label: str
@@ -48,7 +48,7 @@ class ServeResult:
 
     @property
     def seconds(self) -> list[float]:
-        """Of all requests, by round."""
+        """The time of all requests together, by round."""
         return [found["seconds"] for found in self.rounds]
 
     def percentiles(self, name: str) -> tuple[float, float] | None:
@@ -59,7 +59,11 @@ class ServeResult:
 
 @dataclass(frozen=True)
 class Load:
-    """All sides under one number of callers, by name. prompt_tokens, new_tokens: in total."""
+    """All sides with one number of callers.
+
+    prompt_tokens, new_tokens: totals over all requests.
+    sides: by name.
+    """
 
     callers: int
     requests: int
@@ -111,9 +115,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Latencies:
-    """By round: seconds to the first text behind a long prompt read in chunks ("chunked") and at once ("whole"), and of
-    a long prompt that is read ("read") and whose prefix is reused ("reused"); share of the engine's time outside the
-    session's runs ("outside"), and seconds of a step ("step"), with STREAMS streaming callers.
+    """Latencies and the engine's overhead.
+
+    rounds: for each round, by name:
+        chunked, whole: seconds to the first text of a short request while a long prompt is read in chunks, or at once.
+        read, reused: seconds to the first text of a long prompt whose prefix is read, or reused.
+        outside: share of the engine's time outside the session's runs, with STREAMS streaming callers.
+        step: seconds per step, with the same callers.
     """
 
     rounds: Sequence[Mapping[str, float]]
@@ -134,7 +142,7 @@ class Latencies:
             f"{self.ratio('whole', 'chunked').format(digits=1)} times as long.",
             f"First text after {asked.prefix_tokens:,} + {SUFFIX} tokens: {middle['read']} if all are read, "
             f"{middle['reused']} if the first {asked.prefix_tokens:,} are reused, "
-            f"{self.ratio('read', 'reused').format(digits=1)} times less.",
+            f"{self.ratio('read', 'reused').format(digits=1)} times as fast.",
         ]
 
     def panel(self, subtitle: str, asked: ServeRequest) -> Panel:
@@ -157,7 +165,10 @@ class Latencies:
 
 @dataclass(frozen=True)
 class ThreadsReport:
-    """All loads at one thread count. latencies: None without the engine."""
+    """All loads at one thread count.
+
+    latencies: None if the engine is not among the sides.
+    """
 
     threads: int
     loads: Sequence[Load]
@@ -166,7 +177,11 @@ class ThreadsReport:
 
 @dataclass(frozen=True)
 class ServeReport:
-    """Results. request: with the lengths used. absent: (label, reason) of the sides left out."""
+    """Results.
+
+    request: with the lengths that were used.
+    absent: (label, reason) of each side left out.
+    """
 
     request: ServeRequest
     machine: Machine

@@ -1,4 +1,4 @@
-"""The request of `topw bench serve`, its sides, and the lengths of what callers send."""
+"""The options of `topw bench serve`, its sides, and the callers' requests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from topw_deploy.manifest import DecoderManifest, load_manifest
 
 MEAN_PROMPT, MEAN_NEW = 342, 62
 LONG_PROMPT, LONG_PREFIX = 4000, 1000
-SHORT_PROMPT, SUFFIX = 16, 8  # tokens of the request behind a long prompt, and after a prefix
-_SHARE = 8  # the context is at least this many times the mean lengths that are used by default
+SHORT_PROMPT, SUFFIX = 16, 8  # tokens of the short request that waits for a long prompt; tokens after a prefix
+_SHARE = 8  # default mean lengths are at most the context divided by this
 _SPREAD = 0.6  # standard deviation of a length's logarithm
 _LEAST = {"concurrency": 1, "requests": 1, "prompt_tokens": 1, "new_tokens": 2, "rows": 1, "prefill_budget": 1,
           "long_tokens": 1, "prefix_tokens": 1, "rounds": 1}  # fmt: skip
@@ -35,14 +35,14 @@ class ServeRequest:
     """Options of `topw bench serve`.
 
     folder: an exported model with a `static` cache.
-    concurrency: numbers of callers; each gets its own rounds.
+    concurrency: numbers of callers; each is measured on its own.
     requests: minimum number of requests in a round; there are at least as many as callers.
     prompt_tokens, new_tokens: mean lengths. None: MEAN_PROMPT and MEAN_NEW, or less if the context is short.
     rows: maximum rows of the engine.
-    prefill_budget: of the engine.
-    long_tokens: the prompt behind which a short request waits. prefix_tokens: the prefix that is reused.
-        None: LONG_PROMPT and LONG_PREFIX, or what fits the context.
-    threads: thread counts; each gets a run.
+    prefill_budget: the engine's option.
+    long_tokens: length of the prompt that a short request waits for. None: LONG_PROMPT, or what fits the context.
+    prefix_tokens: length of the reused prefix. None: LONG_PREFIX, or what fits the context.
+    threads: thread counts; each is measured on its own.
     peers: names of sides; empty for all.
 
     Raises ParameterError for a value out of range.
@@ -69,19 +69,19 @@ class ServeRequest:
                 if number is not None and number < least:
                     raise ParameterError(f"{name} is {number}, but must be an integer >= {least}.", name)
         if not self.concurrency:
-            raise ParameterError("concurrency is empty, but must name numbers of callers.", "concurrency")
+            raise ParameterError("concurrency is empty, but must list numbers of callers.", "concurrency")
         require_few_threads(self.threads)
 
 
 @dataclass(frozen=True)
 class ServeSide(Side):
-    """A way to serve the requests, and its worker. Sides of equal worker, settings and python share a process.
+    """A way to serve the requests. Sides with equal worker, settings and python share a process.
 
-    worker: the file of the worker, as for `Worker`.
-    do: the worker's function, called with `requests` and `concurrency`; see worker.py.
-    settings: settings of the worker other than `threads`.
+    worker: the worker's file, as for `Worker`.
+    do: the worker's function, called with `requests` and `callers`; see worker.py.
+    settings: the worker's settings other than `threads`.
     python: the worker's interpreter; None for this one.
-    alone: whether it also serves a single caller.
+    alone: whether it is also measured with a single caller.
     """
 
     worker: str
@@ -92,7 +92,7 @@ class ServeSide(Side):
 
 
 def fitted(request: ServeRequest) -> tuple[ServeRequest, int, int]:
-    """The request with lengths that fit the model's context, the vocabulary's size and the context.
+    """Returns (the request with lengths that fit the model's context, the vocabulary's size, the context).
 
     Raises ManifestError for a folder without a decoder, ParameterError for lengths that do not fit.
     """
@@ -116,7 +116,7 @@ def fitted(request: ServeRequest) -> tuple[ServeRequest, int, int]:
     ):
         if needed > context:
             raise ParameterError(
-                f"{name} is {getattr(found, name)}, for which a sequence may need {needed} tokens, but the context has "
+                f"{name} is {getattr(found, name)}, so a sequence may need {needed} tokens, but the context has "
                 f"{context}; give less.",
                 name,
             )
@@ -124,13 +124,13 @@ def fitted(request: ServeRequest) -> tuple[ServeRequest, int, int]:
 
 
 def ragged(count: int, mean: int) -> list[int]:
-    """`count` lengths of about this mean, ascending: the quantiles of a log-normal distribution."""
+    """`count` lengths with about this mean, ascending: the quantiles of a log-normal distribution."""
     normal = NormalDist(-(_SPREAD**2) / 2, _SPREAD)
     return [max(1, round(mean * math.exp(normal.inv_cdf((index + 0.5) / count)))) for index in range(count)]
 
 
 def longest(request: ServeRequest) -> int:
-    """Most tokens that a sequence may have. request: from `fitted`."""
+    """The maximum number of tokens of a sequence. request: from `fitted`."""
     assert request.prompt_tokens
     assert request.new_tokens
     count = max(request.requests, *request.concurrency)
@@ -149,7 +149,7 @@ def requests_of(request: ServeRequest, callers: int, vocab: int) -> Requests:
 
 
 def own_sides(request: ServeRequest) -> list[ServeSide]:
-    """Sides of this package, which share a process and so the place of the weights in memory."""
+    """The sides of this package. They share a process, and so the addresses of the weights."""
     settings = {"folder": str(request.folder), "rows": request.rows, "prefill_budget": request.prefill_budget}
     file = worker.__file__
     return [
@@ -161,7 +161,7 @@ def own_sides(request: ServeRequest) -> list[ServeSide]:
 
 
 def choose(request: ServeRequest, others: Sequence[ServeSide] = ()) -> tuple[list[ServeSide], list[ServeSide]]:
-    """Returns (sides to run, sides left out). others: sides beside this package's.
+    """Returns (sides to run, sides left out). others: sides other than this package's.
 
     Raises ParameterError for an unknown name in `peers`, BenchmarkError if a named side cannot run.
     """

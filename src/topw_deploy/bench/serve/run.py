@@ -32,7 +32,7 @@ _WARM_NEW = 2  # new tokens per request of the warm-up
 def run(request: ServeRequest, progress: Progress = SILENT, others: Sequence[ServeSide] = ()) -> ServeReport:
     """Measure every side in turn.
 
-    others: sides beside this package's.
+    others: sides other than this package's.
 
     Raises ManifestError for a folder without a decoder, ParameterError for a request that does not fit the model,
     BenchmarkError for a named side that is missing or dies.
@@ -102,7 +102,7 @@ def _serve(
 
 
 def _wait(worker: Worker, asked: ServeRequest, vocab: int, context: int, advance: Advance) -> Latencies:
-    """Times to first texts, and the engine's overhead; the first round is not counted."""
+    """Measure times to the first text, and the engine's overhead. The first round is not counted."""
     assert asked.long_tokens
     assert asked.prefix_tokens
     rng = np.random.default_rng(asked.seed)

@@ -1,9 +1,17 @@
-"""The worker for `Engine`, `TopWModel` and the engine's runs alone, all over one session.
+"""The worker for `Engine`, `TopWModel` and the engine's runs alone, all with one session.
 
-Functions that serve take `requests`, (prompt, new tokens) each, and `callers`: so many wait for an answer at any time,
-and send their next request as soon as they have it. They return the seconds of all requests ("seconds"), those from
-each request to its first text ("first"), and those between the texts of a request ("between"). The engine adds the
-share of its time outside the session's runs ("outside") and its seconds per step ("step").
+Functions that serve take
+
+requests: (prompt, new tokens) of each.
+callers: this many wait for an answer at any time, and send their next request as soon as they have it.
+
+and return
+
+seconds: the time of all requests together.
+first: seconds from each request to its first text.
+between: seconds between the texts of a request.
+outside (engine only): share of the engine's time outside the session's runs.
+step (engine only): seconds per step.
 """
 
 from __future__ import annotations
@@ -28,7 +36,7 @@ _PAUSE = 1e-4  # seconds
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: folder, rows and prefill_budget of the engine, threads."""
+    """settings: folder, rows, prefill_budget and threads."""
     model = TopWModel.from_pretrained(settings["folder"], provider="cpu", intra_op_num_threads=settings["threads"])
     server = Server(model, settings["rows"], settings["prefill_budget"])
     return {
@@ -42,7 +50,12 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
 
 class Server:
-    """Engines stay open, so that their memory is mapped when it counts. rows: maximum rows of the engine."""
+    """Serves requests in several ways.
+
+    Engines stay open, so that their memory is already mapped when the time is taken.
+
+    rows: maximum rows of the engine.
+    """
 
     def __init__(self, model: TopWModel, rows: int, prefill_budget: int) -> None:
         self._model, self._rows, self._budget = model, rows, prefill_budget
@@ -50,7 +63,7 @@ class Server:
         self._batches: dict[int, Batch] = {}
 
     def engine(self, requests: Requests, callers: int) -> Served:
-        """Each caller is a thread that reads the pieces of its requests."""
+        """`Engine`: each caller is a thread that reads the pieces of its requests."""
         engine = self._engine(min(callers, self._rows))
         waiting, first, between = deque(requests), list[float](), list[float]()
         before = engine.stats()
@@ -89,7 +102,7 @@ class Server:
         return {"seconds": time.perf_counter() - began, "first": first, "between": between}
 
     def static(self, requests: Requests, callers: int) -> Served:
-        """`generate` of as many prompts as there are callers, who all wait for the last one."""
+        """`generate` with as many prompts as there are callers, who all wait for the last answer."""
         first, between = list[float](), list[float]()
         began = time.perf_counter()
         for start in range(0, len(requests), callers):
@@ -101,7 +114,7 @@ class Server:
         return {"seconds": time.perf_counter() - began, "first": first, "between": between}
 
     def ideal(self, requests: Requests, callers: int) -> Served:
-        """The engine's runs, with nothing between them that counts."""
+        """The engine's runs. The time between them is not counted."""
         rows, decoder = min(callers, self._rows), self._model.manifest.decoder
         rows_of = [
             self._model._requests(prompt, {"max_new_tokens": new_tokens, "ignore_eos": True, "seed": 1})[0][0]
@@ -113,7 +126,7 @@ class Server:
         return {"seconds": took, "first": [], "between": []}
 
     def behind(self, long: list[int], short: list[int], budget: int) -> float:
-        """Seconds from a short request to its first text, after the engine began to read a long prompt.
+        """Seconds from a short request to its first text, while the engine reads a long prompt.
 
         budget: the engine's prefill_budget.
         """
@@ -127,7 +140,7 @@ class Server:
         return first
 
     def prefix(self, prefix: list[int], suffixes: list[list[int]]) -> list[float]:
-        """Seconds from a request to its first text, for prompts of one new prefix, one after the other."""
+        """Seconds to the first text of each prompt, one after the other. All begin with `prefix`, which is new."""
         engine, found = self._engine(2, reuse=True), []
         for suffix in suffixes:
             asked = time.perf_counter()
@@ -135,7 +148,7 @@ class Server:
         return found
 
     def _times(self, engine: Engine, prompt: list[int], new_tokens: int) -> list[float]:
-        """When the texts of a request came; its end if it has none."""
+        """The times at which the texts of a request arrived, or its end if it has none."""
         request = engine.submit(prompt, max_new_tokens=new_tokens, ignore_eos=True, seed=1)
         times = [time.perf_counter() for piece in request if piece.text]
         return times or [time.perf_counter()]

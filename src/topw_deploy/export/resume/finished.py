@@ -45,7 +45,7 @@ class FinishedStages:
         graph = request.graph
         # Omit options that change neither graph nor weights.
         weights = dataclasses.replace(request.weights, max_shard_size=None, hard_link=False)
-        sampler = dataclasses.replace(request.sampler, defaults=TopWParameters())
+        sampler = dataclasses.replace(request.sampler, defaults=TopWParameters(), default_beta="")
         common = (source, request.hub.trust_remote_code, library_versions())
         self.trace = stamp_of(*common, weights.torch_dtype, graph.opset, graph.target, graph.num_hidden_layers)
         self.weights = stamp_of(*common, *map(repr, (graph, weights, sampler)))

@@ -135,12 +135,12 @@ def apply_mask(op: Ops, logits: Tensor, words: Tensor, vocab_size: int) -> Tenso
 
     words: int32 [batch, ceil(vocab / 32)], or [batch, 0] to allow all.
 
-    Without words, no tensor before the last two has rows, and the cost is two copies of the logits. (A ScatterND of
-    rows would need one, but the forms for TensorRT avoid it.)
+    Without words, every tensor but the last two has no rows, and the cost is two copies of the logits. (ScatterND would
+    need only one copy, but the forms for TensorRT avoid it.)
     """
     width, given = padded_width(vocab_size), mask_words(vocab_size)
     whole = op.Reshape(words, op.constant([-1, given], np.int64))  # [k, given], k = batch or 0
-    # The padding is -inf, masked or not. (Pad with int32 would be a node for which CUDA has no kernel.)
+    # The padding is -inf, masked or not, so its words do not matter. (CUDA has no kernel for Pad with int32.)
     repeated = op.constant(np.minimum(np.arange(width // WORD_BITS), given - 1), np.int64)
     flags = allowed_tokens(op, op.Gather(whole, repeated, axis=1), width)
     zero = op.constant([0], np.int64)
@@ -154,7 +154,7 @@ def apply_mask(op: Ops, logits: Tensor, words: Tensor, vocab_size: int) -> Tenso
 def allowed_tokens(op: Ops, words: Tensor, width: int) -> Tensor:
     """The bits of words int32 [k, width / 32], from the least significant: bool [k, width].
 
-    Looked up by octets, as NVIDIA's parser has no bitwise operators. Their values are signed in the highest octet only.
+    The bits are looked up by octet, because NVIDIA's parser has no bitwise operators. Only the highest octet is signed.
     """
     halves = op.Reshape(low_and_high(op, words, 1 << 16), op.constant([-1, width // 16], np.int64))
     values = np.arange(-128, 256)

@@ -48,16 +48,36 @@ def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) ->
     found = _encoding(folder, manifest, text)
     if found is None:
         return None
-    prefix = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
-    ids = np.asarray(found.ids, dtype=np.int64)
-    start, body = ids[:prefix], ids[prefix:]
-    start, body = (part[part < manifest.sampler.vocab_size] for part in (start, body))
+    start, body = _start_and_body(found, manifest.sampler.vocab_size)
     length = min(_COLUMNS, manifest.decoder.context_length, len(start) + len(body)) - len(start)
     count = min(max(1, tokens_for(parameters) // max(1, length)), len(body) // max(1, length))
     if length + len(start) < 2 or count < 1:
         return None
     rows = np.hstack([np.tile(start, (count, 1)), body[: count * length].reshape(count, length)])
     return Text(rows, len(start), name)
+
+
+def page_ends(folder: Path, manifest: DecoderManifest, columns: int) -> list[np.ndarray]:
+    """The first and the last tokens of a page of prose and code, each int64 [at most `columns`], behind the tokenizer's
+    leading special tokens; [] without tokenizer.json.
+    """
+    found = _encoding(folder, manifest, _PAGE)
+    if found is None:
+        return []
+    start, body = _start_and_body(found, manifest.sampler.vocab_size)
+    length = min(columns, manifest.decoder.context_length) - len(start)
+    if length < 1 or not len(body):
+        return []
+    ends = [body[:length], body[-length:]] if len(body) > length else [body]
+    return [np.concatenate([start, end]) for end in ends]
+
+
+def _start_and_body(found: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The leading special tokens and the others, without ids outside the vocabulary."""
+    prefix = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
+    ids = np.asarray(found.ids, dtype=np.int64)
+    start, body = ids[:prefix], ids[prefix:]
+    return start[start < vocab_size], body[body < vocab_size]
 
 
 def tokens_for(parameters: int) -> int:

@@ -35,6 +35,7 @@ def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
         "checkpoint": None if source.onnx else str(source.folder),
         "num_hidden_layers": job.request.graph.num_hidden_layers,
         "trust_remote_code": job.request.hub.trust_remote_code,
+        "measure": True,
     }
     outcome = run_checks(task, job.progress)
     job.memory.peaks["verification"] = outcome.peak
@@ -90,6 +91,7 @@ def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
         onnx or checkpoint: the source; without one, `no_reference` says why.
         num_hidden_layers, trust_remote_code: checkpoint options.
         native: also check this machine's native sampler.
+        measure: also measure the median distance of likely pairs.
     Raises VerificationError if the worker fails.
     """
     results: list[Result] = []

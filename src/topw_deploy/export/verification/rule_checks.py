@@ -1,4 +1,4 @@
-"""Compare the sampler node under other rules than Top-W with their definitions in float64."""
+"""Compare the sampler node under rules other than Top-W with their definitions in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rule_checks(
 ) -> Iterator[Check]:
     """Compare kept sizes, certificates, tokens and log-probabilities on `logits` [n, vocab], in batches of all rules.
 
-    Temperatures are 1 and 1.7. Answers that rounding may decide (docs/contract/rules.md, section 2) are not judged.
+    Temperatures are 1 and 1.7. Rows that rounding may decide (docs/contract/rules.md, section 2) are not compared.
     """
     cases = [
         (rule, TopWParameters(**{**asdict(defaults), "temperature": temperature}), uniform)
@@ -49,7 +49,7 @@ def rule_checks(
                 continue
             answer = {name: value[index] for name, value in found.items()}
             wrong += not _same(wanted, answer)
-            # np.maximum keeps NaN, which fails
+            # np.maximum propagates NaN, and the check then fails
             worst = float(np.maximum(worst, abs(float(answer["logprob"]) - wanted.logprob)))
     detail = f"{len(logits) * len(cases)} rows, {len(RULES)} rules, {ties} on a tie"
     yield Check(f"{title} rules", wrong == 0, float(wrong), 0.0, detail)

@@ -19,17 +19,17 @@ from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.verification.decoder_checks import decoder_checks
 from topw_deploy.export.verification.dequantised import dequantise_model, exact_products
-from topw_deploy.export.verification.evaluation_text import encoded, evaluation_text
+from topw_deploy.export.verification.evaluation_text import encoded, evaluation_text, page_ends
 from topw_deploy.export.verification.probe import LogitsProbe, SamplerProbe
 from topw_deploy.export.verification.quantised_checks import quantised_checks
 from topw_deploy.export.verification.reference import MakersReference, Reference, TorchReference
-from topw_deploy.export.verification.results import Result, encoded_result
+from topw_deploy.export.verification.results import PairDistance, Result, encoded_result
 from topw_deploy.export.verification.rule_checks import rule_checks
 from topw_deploy.export.verification.sampler_checks import bound_check, graph_geometry, sampler_checks
 from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_manifest, open_listed
 from topw_deploy.memory import peak_bytes
 from topw_deploy.runtime.ort.native_sampler import operator_library
-from topw_deploy.sampling import Geometry
+from topw_deploy.sampling import Geometry, median_distance
 
 _TEXT = (
     "def parse(text):\n    return text.split()\nThe quick brown fox jumps over the lazy dog. In 1815 it was 3.14159, "
@@ -38,6 +38,7 @@ _TEXT = (
 _TORCH_TYPES = {"float": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 _LONGEST = 64  # tokens; more for a sliding window
 _LONGEST_WINDOW = 512
+_LIKELY_COLUMNS = 64  # tokens of each text whose likely pairs are measured
 
 
 def main(argument: str) -> int:
@@ -86,6 +87,8 @@ def _checks(
         yield from rule_checks(sampler, manifest.defaults, logits)
         if task.get("native"):
             yield from _native(folder, manifest, geometry, logits)
+    if task.get("measure") and reference is not None and manifest.sampler.options.metric != "uniform":
+        yield from _pair_distance(folder, manifest, reference, geometry)
     if manifest.sampler.neighbour_bound:
         yield bound_check(folder, geometry, manifest.sampler.vocab_size)
     if reference is None:
@@ -116,6 +119,15 @@ def _cost_of_quantisation(
     rows = PackedRows.of(Path(task["checkpoint"]))
     dequantise_model(reference.model, folder, Quantisation.from_dict(manifest.decoder.quantisation), rows)
     reference.name = "torch with the dequantised weights"
+
+
+def _pair_distance(
+    folder: Path, manifest: DecoderManifest, reference: Reference, geometry: Geometry
+) -> Iterator[PairDistance]:
+    texts = page_ends(folder, manifest, _LIKELY_COLUMNS)
+    median = median_distance(geometry, (row for ids in texts for row in reference.logits(ids)))
+    if median is not None:
+        yield PairDistance(median)
 
 
 def _native(folder: Path, manifest: DecoderManifest, geometry: Geometry, logits: np.ndarray) -> Iterator[Result]:

@@ -128,6 +128,7 @@ def _facts(
             neighbour_bound=sampler.neighbour_bound,
         ),
         "defaults": sampler.defaults,
+        "default_beta": sampler.default_beta,
         "verification": Verification(status="provisional"),
         "files": describe_files(folder, list(sizes_in(folder)), known),
     }

@@ -1,5 +1,5 @@
-// Selection over a whole row without sorting it: tokens are counted and weighed by eight bits of their key, from the
-// highest bits down. All blocks fill the bins, a leading block decides.
+// Selection from a whole row without sorting it: tokens are counted and weighed by eight bits of their key at a time,
+// from the highest bits down. All blocks fill the bins; a leading block decides.
 #ifndef TOPW_CUDA_BINS_H
 #define TOPW_CUDA_BINS_H
 
@@ -12,7 +12,7 @@ constexpr uint64_t kLastKey = ~uint64_t{0};
 constexpr int64_t kBinBytes = kSteps * static_cast<int64_t>(sizeof(uint64_t));  // of dynamic shared memory
 constexpr int kFirstShift = 56;
 
-// Distances are not negative, so their bits have their order.
+// Distances are not negative, so their bits sort like their values.
 __device__ inline uint64_t distance_key(float logit, const Choice &choice) {
   const double distance = fabs(-log_weight(logit, choice.top, choice.temperature) - choice.center);
   uint64_t bits;
@@ -20,7 +20,7 @@ __device__ inline uint64_t distance_key(float logit, const Choice &choice) {
   return bits;
 }
 
-// Tokens of the choice in memory.bins, for one item.
+// The tokens that memory.bins chooses, for one item.
 class BinReader : public PoolReader {
  public:
   __device__ BinReader(const LogitRow &row, const Job &job, const Memory &memory, BlockScratch &scratch)
@@ -94,7 +94,7 @@ struct Sums {
 
 struct FoundBin {  // in shared memory
   int32_t bin;     // -1: none
-  Sums before, upto, total;  // `before` and `upto` the bin
+  Sums before, upto, total;  // of the earlier bins, of these and this bin, of all bins
 };
 
 // A token that a search found. key: the token's, or the distance's; before, upto: sums without and with its key.
@@ -104,20 +104,20 @@ struct FoundKey {
   Sums before, upto, total;
 };
 
-// The leading block's part. All threads call every function.
+// The leading block's part. All its threads call every function.
 class RowSearch {
  public:
   __device__ RowSearch(const LogitRow &row, Job &job, const Memory &memory, Leader &leader, FoundBin &found,
                        BlockScratch &scratch)
       : row_(row), job_(job), memory_(memory), leader_(leader), found_(found), scratch_(scratch) {}
 
-  // Over all tokens of the choice.
+  // Sums over all chosen tokens.
   __device__ Sums total(const Bins &bins) {
     return first(bins, [](const Sums &, const Sums &) { return false; }).total;
   }
 
-  // The first key at which reached(sums up to it, total) holds. `reached` never holds for sums of 0, and stays true.
-  // Overwrites the dynamic shared memory.
+  // The first key for which reached(sums up to it, total) is true. `reached` must be false for sums of 0, and must stay
+  // true once it is. Overwrites the dynamic shared memory.
   template <class Reached>
   __device__ FoundKey first(Bins bins, Reached reached) {
     FoundKey found = {};
@@ -144,7 +144,7 @@ class RowSearch {
     return found;
   }
 
-  // Writes the choice's keys, at most kMostTaken, to memory.taken. Returns their number.
+  // Writes the chosen tokens' keys, at most kMostTaken, to memory.taken. Returns their number.
   __device__ TOPW_OUT_OF_LINE int32_t take(const Bins &bins) {
     forget();
     run(Work::take_chosen, bins, [&](BinReader &reader, int32_t item) { reader.take_chosen(item); });
@@ -179,7 +179,7 @@ class RowSearch {
     });
   }
 
-  // The bin in which `reached` begins to hold; by one warp.
+  // The bin in which `reached` becomes true. Called by one warp.
   template <class Reached>
   __device__ void find(const Sums &before, bool from_start, Reached reached) {
     constexpr int kEach = kSteps / kWarp;

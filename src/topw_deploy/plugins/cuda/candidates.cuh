@@ -68,7 +68,8 @@ class Candidates {
     }
   }
 
-  // What a rule keeps, nothing if these tokens do not decide it, and room for as many doubles. Overwrites `maxima`.
+  // The tokens that a rule keeps, or none if the candidates do not decide it, and scratch of as many doubles.
+  // Overwrites `maxima`.
   struct RuleCrop {
     Kept kept;
     double *room;
@@ -90,14 +91,14 @@ class Candidates {
   __device__ int32_t found() const { return found_; }
   __device__ int32_t kept() const { return kept_; }
   __device__ const uint64_t *keys() const { return sorted_; }
-  // Room for as many doubles; if `weighed`, the draw's sums.
+  // Scratch of as many doubles; if `weighed`, it holds the draw's sums.
   __device__ double *sums() const {
     return reinterpret_cast<double *>(sorted_ == room_.keys ? room_.spare : room_.keys);
   }
   __device__ bool weighed() const { return weighed_; }
 
  private:
-  // A logit that enough tokens reach to decide a rule, as a rule; -inf or NaN if no such logit is known.
+  // A logit reached by enough tokens to decide most rules; -inf or NaN if no such logit is known.
   __device__ float rule_bound(const RulePlan &rule) {
     if (rule.limit == Limit::edge) return rule.edge;
     if (logits_.vocab() <= kMostCandidates) return -FLT_MAX;

@@ -102,7 +102,7 @@ __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima
   return largest;
 }
 
-// What the row's rule keeps, here and for the second launch. Ends with a barrier.
+// Makes the plan of the row's rule, for this launch and the second one. Ends with a barrier.
 __device__ inline void plan_rule(const Call &call, int64_t row, float top, RowPlan &plan) {
   if (warp_index() == 0) {
     const Rule rule = known_rule(call.inputs, row);
@@ -122,8 +122,8 @@ __device__ inline void open_row(const Call &call, int64_t row) {
     call.workspace.open_rows[place] = static_cast<int32_t>(row);
 }
 
-// The rest of a row with another rule than Top-W. Its variables are its own, so that rows with Top-W keep theirs in
-// registers.
+// Finishes a row with a rule other than Top-W. It is a separate function so that its variables do not push those of
+// Top-W out of registers.
 template <class Logit>
 __device__ TOPW_OUT_OF_LINE void finish_or_open_rule(const Call &call, int64_t row, float top, RowPlan &plan,
                                                      float *maxima, CandidateLists &lists, BlockScratch &scratch) {
@@ -148,7 +148,7 @@ __device__ TOPW_OUT_OF_LINE void finish_or_open_rule(const Call &call, int64_t r
   }
 }
 
-// The rest of a row, by its last block.
+// Finishes a row. Called by its last block.
 template <class Logit>
 __device__ void finish_or_open(const Call &call, int64_t row, const GivenParameters &given, CandidateLists &lists) {
   TOPW_SHARED(RowPlan, plan);

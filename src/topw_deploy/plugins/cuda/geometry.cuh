@@ -75,8 +75,8 @@ __device__ inline PoolSums weigh(const Parameters &P, float top, int32_t size, c
   return {size, k0, K};
 }
 
-// Answers a row with another rule than Top-W: from its pool, or from all its tokens if the pool does not decide. Its
-// variables are its own, so that rows with Top-W keep theirs in registers.
+// Answers a row with a rule other than Top-W: from its pool, or from all its tokens if the pool does not decide. It is a
+// separate function so that its variables do not push those of Top-W out of registers.
 __device__ TOPW_OUT_OF_LINE inline void answer_rule(const Call &call, int32_t row, const Memory &memory, Leader &leader,
                                                     BlockScratch &scratch) {
   TOPW_SHARED(FoundBin, found);

@@ -1,6 +1,6 @@
-// The output `mass`: each crop's share of the full softmax at the selection temperature, within 3e-7 relative. certify
-// sums weights per unit; the block that answers the row adds the units. Units, and so the sums, are the same for every
-// launch.
+// The output `mass`: the crop's share of the full softmax at the selection temperature, within 3e-7 relative. certify
+// sums the weights of each unit; the block that answers the row adds up the units. Units, and so the sums, are the same
+// for every launch.
 #ifndef TOPW_CUDA_MASS_CUH
 #define TOPW_CUDA_MASS_CUH
 
@@ -38,7 +38,7 @@ struct LongSum {
   }
 };
 
-// One warp's sum over one unit, in units of its largest logit.
+// Sums the weights of one unit, in units of its largest logit's weight, by one warp.
 __device__ inline void weigh_unit(const Call &call, const LogitRow &logits, int64_t row, int32_t unit, Pair rate) {
   const int32_t first = unit * kUnitGroups, own = first + lane_index() % kUnitGroups;
   float top = own < logits.groups() ? logits.maximum(own) : -static_cast<float>(INFINITY);
@@ -60,7 +60,7 @@ __device__ inline void weigh_unit(const Call &call, const LogitRow &logits, int6
   call.workspace.unit_sums[row * call.units + unit] = total;
 }
 
-// Over a chunk's units, after their maxima. Begins with a barrier.
+// Sums the weights of a chunk's units, after their maxima. Begins with a barrier.
 __device__ TOPW_OUT_OF_LINE inline void weigh_chunk(const Call &call, const Chunk &chunk) {
   TOPW_SHARED(Pair, rate);
   if (own_index() == 0) rate = rate_of(call, chunk.row);
@@ -73,7 +73,8 @@ __device__ TOPW_OUT_OF_LINE inline void weigh_chunk(const Call &call, const Chun
     weigh_unit(call, logits, chunk.row, unit, rate);
 }
 
-// kept: the crop's weight at the selection temperature, in units of the largest logit `top`. By the first warp.
+// kept: the crop's weight at the selection temperature, in units of the weight of the largest logit, `top`. Called by
+// the first warp.
 __device__ inline void write_mass(const Call &call, int64_t row, const Parameters &P, float top, double kept) {
   if (warp_index() != 0) return;
   double total = 0;

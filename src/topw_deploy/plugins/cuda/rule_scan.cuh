@@ -1,4 +1,4 @@
-// What a rule keeps, decided from a row's best tokens where these prove it.
+// The tokens that a rule keeps, decided from a row's best tokens if these prove it.
 #ifndef TOPW_CUDA_RULE_SCAN_CUH
 #define TOPW_CUDA_RULE_SCAN_CUH
 
@@ -8,7 +8,7 @@
 namespace topw {
 
 // A row's best tokens in order: keys of token_key [size], size >= 1, in shared memory or written by this block.
-// complete: no other token can be kept: these are all finite ones, or all that reach the rule's edge.
+// complete: whether no other token can be kept, because these are all finite ones, or all that reach the rule's edge.
 struct BestTokens {
   uint64_t *keys;
   int32_t size;
@@ -17,7 +17,7 @@ struct BestTokens {
 
 class RuleScan {
  public:
-  // spare, items: as many as the power of 2 from best.size.
+  // spare, items: arrays of the smallest power of 2 >= best.size.
   __device__ RuleScan(const RulePlan &plan, const Cooling &selection, float top, const BestTokens &best,
                       uint64_t *spare, uint32_t *items, BlockScratch &scratch)
       : plan_(plan),
@@ -29,14 +29,14 @@ class RuleScan {
         room_(reinterpret_cast<double *>(spare)),
         scratch_(scratch) {}
 
-  // What the rule keeps; nothing if that depends on tokens beyond these. Ends with a barrier.
+  // The kept tokens; none if they depend on tokens other than these. Ends with a barrier.
   __device__ TOPW_OUT_OF_LINE Kept run() {
     if (plan_.limit == Limit::typical) return of_typical();
     const int32_t kept = of_prefix();
     return {best_.keys, kept, kept <= kCertifiedRank};
   }
 
-  // Doubles for finish_row.
+  // Scratch for finish_row.
   __device__ double *room() const { return room_; }
 
  private:
@@ -56,7 +56,7 @@ class RuleScan {
   __device__ float logit(int32_t i) const { return logit_of(best_.keys[i]); }
   __device__ int32_t unproven() const { return best_.complete ? best_.size : 0; }
 
-  // The first token for which `holds`, from 0; the number of tokens if none.
+  // The place, from 0, of the first token for which `holds` is true; the number of tokens if there is none.
   template <class Holds>
   __device__ int32_t place_of(int32_t count, Holds holds) {
     int32_t first = count;
@@ -95,7 +95,7 @@ class RuleScan {
     return kept > 1 ? kept : 1;
   }
 
-  // The decay after place i is at most (l_i - l_n) / i from there on.
+  // From place i on, no decay exceeds (l_i - l_n) / i.
   __device__ int32_t of_cliff() {
     Best best = {-1.0, INT32_MAX};
 #pragma unroll 1
@@ -109,13 +109,13 @@ class RuleScan {
     return kept <= best_.size ? kept : unproven();
   }
 
-  // Of |y - center|.
+  // A sort key for |y - center|.
   __device__ double distance(int32_t i) const {
     return fabs(-log_weight(logit(i), top_, selection_.temperature) - plan_.center);
   }
 
-  // Sorts the tokens by distance, takes the shortest list with the wanted mass, and sorts that again. A token beyond
-  // these is no nearer than the last one, if that is below the center.
+  // Sorts the tokens by distance, takes the shortest list with the wanted mass, and sorts it again by token. No other
+  // token is nearer than the last of these, if that is below the center.
   __device__ Kept of_typical() {
     const int32_t size = power_of_two_from(best_.size);
 #pragma unroll 1
@@ -137,7 +137,7 @@ class RuleScan {
     return sorted_kept(kept);
   }
 
-  // The tokens at the first places of items_, by token.
+  // Sorts the tokens at the first places of items_ by token.
   __device__ Kept sorted_kept(int32_t kept) {
     const int32_t size = power_of_two_from(kept);
     int32_t last = 0;
@@ -152,7 +152,7 @@ class RuleScan {
     return {spare_, kept, last < kCertifiedRank};
   }
 
-  // Of the logits at places i and i + 1, counted from 1.
+  // The decay between the logits at places i and i + 1, counted from 1.
   __device__ static double decay(float logit, double next, int32_t i) {
     return (static_cast<double>(logit) - next) / static_cast<double>(i);
   }

@@ -1,4 +1,4 @@
-// The rules beside Top-W (docs/contract/rules.md): a row's rule, and what it asks of the row's best tokens.
+// The rules other than Top-W (docs/contract/rules.md): a row's rule, and the plan by which it keeps tokens.
 //
 // With y_i = (top - l_i) / Ts and w_i = exp(-y_i), a probability is w_i / Z. Every rule but `typical` keeps a prefix of
 // the tokens by (logit descending, id ascending).
@@ -23,35 +23,35 @@ __device__ TOPW_OUT_OF_LINE inline bool valid_rule(const topw_inputs &inputs, in
   return rule.read(inputs, row);
 }
 
-// Of a row whose rule is valid.
+// The rule of a row; it must be valid.
 __device__ inline Rule known_rule(const topw_inputs &inputs, int64_t row) {
   Rule rule;
   static_cast<void>(rule.read(inputs, row));
   return rule;
 }
 
-// Numbers of the whole row that a rule needs (statistics.cuh).
+// The numbers of the whole row that a rule needs (statistics.cuh).
 enum class Needs : int32_t { nothing, weights, spread };
 
 struct RowNumbers {
-  double rest, surprise, squares;   // weights: Z - 1, the sum of w y, the sum of w^2 less 1
-  double count, lowest, deviation;  // spread: of the finite logits; the unbiased standard deviation
+  double rest, surprise, squares;   // weights: Z - 1, the sum of w y, the sum of w^2 minus 1
+  double count, lowest, deviation;  // spread, of the finite logits; deviation is the unbiased standard deviation
 };
 
 enum class Limit : int32_t { first, edge, count, mass, entropy, cliff, typical };
 
-// What ends the kept tokens.
+// How a rule limits the kept tokens. The comments name the limits that use a field.
 struct RulePlan {
   Limit limit;
-  float edge;      // edge: the least logit kept
-  int32_t count;   // count: the tokens kept; entropy: the pool; cliff: the fewest tokens kept
-  int32_t finite;  // cliff: the finite logits
-  double target;   // mass, typical: the mass to reach; entropy: alpha; cliff: the least finite logit
+  float edge;      // edge: the smallest logit kept
+  int32_t count;   // count: number of tokens kept; entropy: size of the pool; cliff: minimum number of tokens kept
+  int32_t finite;  // cliff: number of finite logits
+  double target;   // mass, typical: the mass to reach; entropy: alpha; cliff: the smallest finite logit
   double center;   // entropy: ln Z; typical: the mean of y
   double total;    // mass, typical: Z; entropy: the sum of w (y + ln Z)
 };
 
-constexpr int32_t kCertifiedRank = 64;  // a row is certified if every kept token is among this many best
+constexpr int32_t kCertifiedRank = 64;  // a row is certified if all kept tokens are among this many best ones
 __device__ inline Needs needs_of(const Rule &rule) {
   switch (rule.code) {
     case TOPW_RULE_TOP_P: return rule.v0 < 1 ? Needs::weights : Needs::nothing;
@@ -66,7 +66,7 @@ __device__ inline Needs needs_of(const Rule &rule) {
   }
 }
 
-// The plan that keeps logits >= `edge`, and always the first token.
+// A plan that keeps logits >= `edge`, and always the first token.
 __device__ inline void keep_from(double edge, float top, RulePlan &plan) {
   plan.limit = edge <= static_cast<double>(top) ? Limit::edge : Limit::first;
   if (edge <= -static_cast<double>(FLT_MAX)) {
@@ -77,7 +77,7 @@ __device__ inline void keep_from(double edge, float top, RulePlan &plan) {
   if (static_cast<double>(plan.edge) < edge) plan.edge = nextafterf(plan.edge, static_cast<float>(INFINITY));
 }
 
-// Keeps the weights >= `least`.
+// A plan that keeps weights >= `least`.
 __device__ inline void keep_weights_from(double least, float top, const Parameters &P, RulePlan &plan) {
   keep_from(least > 0 ? static_cast<double>(top) + P.selection * log(least) : -static_cast<double>(INFINITY), top, plan);
 }
@@ -96,7 +96,7 @@ __device__ inline void plan_cliff(double tau, float top, const RowNumbers &row, 
   plan.target = row.lowest;
 }
 
-// For a finite `top`, by one thread.
+// Called by one thread, with a finite `top`.
 __device__ TOPW_OUT_OF_LINE inline void make_plan(const Rule &rule, const Parameters &P, float top,
                                                   const RowNumbers &row, RulePlan &plan) {
   const double v = rule.v0, Z = 1 + row.rest, mean = row.surprise / Z;

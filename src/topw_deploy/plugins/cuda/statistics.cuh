@@ -1,5 +1,6 @@
-// Numbers of a whole row for rules that need them: certify adds them per unit, the row's last block adds the units.
-// Units, and so the sums, are the same for every launch. In double: they decide what a rule keeps.
+// The numbers of a whole row that some rules need. certify computes them for each unit; the row's last block adds up
+// the units. Units, and so the sums, are the same for every launch. All sums are in double, because they decide which
+// tokens a rule keeps.
 #ifndef TOPW_CUDA_STATISTICS_CUH
 #define TOPW_CUDA_STATISTICS_CUH
 
@@ -8,7 +9,7 @@
 
 namespace topw {
 
-// What a chunk's block measures: `needs` is nothing for an invalid, greedy or Top-W row.
+// What a chunk's block computes. `needs` is `nothing` for an invalid, greedy or Top-W row.
 struct Measuring {
   Needs needs;
   Cooling selection;
@@ -21,7 +22,7 @@ __device__ inline Measuring measuring_of(const Call &call, int64_t row) {
   return {needed ? needs_of(rule) : Needs::nothing, cooling_of(P.selection)};
 }
 
-// A lane's part of a unit. Weights are in units of the unit's largest logit, whose own weight is left out once.
+// A lane's part of a unit. Weights are in units of the largest logit's weight, which is itself left out once.
 class UnitPart {
  public:
   __device__ UnitPart(const Measuring &how, float top) : how_(how), top_(top) {}
@@ -46,8 +47,8 @@ class UnitPart {
     sums[2] += of.weight * of.weight;
   }
 
-  // spread: count, sum and squares of (logit - top), and the least one. weights: sum, sum of w y and of w^2, and the
-  // number of tokens at `top`, of all others.
+  // spread: count, sum and sum of squares of (logit - top), and the smallest. weights: sums of w, w y and w^2 over all
+  // other tokens, and the number of other tokens at `top`.
   double sums[4] = {0, 0, 0, 0};
 
  private:
@@ -55,7 +56,7 @@ class UnitPart {
   const float top_;
 };
 
-// One warp's numbers of one unit.
+// Computes the numbers of one unit, by one warp.
 __device__ inline void measure_unit(const Call &call, const LogitRow &logits, int64_t row, int32_t unit,
                                     const Measuring &how) {
   const int32_t first = unit * kUnitGroups, own = first + lane_index() % kUnitGroups;
@@ -81,7 +82,7 @@ __device__ inline void measure_unit(const Call &call, const LogitRow &logits, in
   call.workspace.unit_numbers[row * call.units + unit] = found;
 }
 
-// Over a chunk's units, after their maxima. Begins with a barrier.
+// Computes the numbers of a chunk's units, after their maxima. Begins with a barrier.
 __device__ TOPW_OUT_OF_LINE inline void measure_units(const Call &call, const Chunk &chunk) {
   TOPW_SHARED(Measuring, how);
   if (own_index() == 0) how = measuring_of(call, chunk.row);
@@ -94,7 +95,7 @@ __device__ TOPW_OUT_OF_LINE inline void measure_units(const Call &call, const Ch
     measure_unit(call, logits, chunk.row, unit, how);
 }
 
-// Another block's numbers, read past L1.
+// Reads another block's numbers, past L1.
 __device__ inline UnitNumbers unit_numbers(const Call &call, int64_t row, int32_t unit) {
   const double *const from = call.workspace.unit_numbers[row * call.units + unit].sums;
   UnitNumbers numbers;
@@ -103,7 +104,8 @@ __device__ inline UnitNumbers unit_numbers(const Call &call, int64_t row, int32_
   return numbers;
 }
 
-// Weights of all units in units of `top`. One unit that holds `top` gives its largest token the weight 1.
+// Adds the weights of all units, in units of the weight of `top`. One unit that has `top` gives its largest token the
+// weight 1.
 __device__ inline RowNumbers added_weights(const Call &call, int64_t row, const Parameters &P, float top) {
   const float *const tops = call.workspace.unit_tops + row * call.units;
   int32_t best = INT32_MAX;
@@ -154,7 +156,7 @@ __device__ inline RowNumbers added_spread(const Call &call, int64_t row, float t
   return numbers;
 }
 
-// A row's numbers, for a finite `top`. By one warp of the row's last block.
+// The numbers of a row with a finite `top`. Called by one warp of the row's last block.
 __device__ inline RowNumbers added_units(const Call &call, int64_t row, const Parameters &P, float top, Needs needs) {
   if (needs == Needs::weights) return added_weights(call, row, P, top);
   if (needs == Needs::spread) return added_spread(call, row, top);

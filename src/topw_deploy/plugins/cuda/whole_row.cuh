@@ -1,4 +1,4 @@
-// A row whose rule the best tokens do not decide: what it keeps, and the draw, by selection over the whole row.
+// A row whose kept tokens do not follow from its best tokens: finds them, and draws, by selection over the whole row.
 #ifndef TOPW_CUDA_WHOLE_ROW_CUH
 #define TOPW_CUDA_WHOLE_ROW_CUH
 
@@ -34,7 +34,7 @@ class WholeRow {
     kept_choice_.last = kLastKey;
   }
 
-  // Decides, draws and writes the row's outputs. By a leading block.
+  // Decides, draws and writes the row's outputs. Called by a leading block.
   __device__ TOPW_OUT_OF_LINE void run() {
     decide();
     const bool certified = is_certified();
@@ -65,19 +65,19 @@ class WholeRow {
     return bins;
   }
 
-  // Weights whose sum is at most `total`.
+  // Sets the scale for weights whose sum is at most `total`.
   __device__ Bins weighing(const Choice &choice, float top, double temperature, double total) const {
     Bins bins = counting(choice);
     bins.top = top;
     bins.temperature = temperature;
-    bins.boost = total < 1 / kBoost ? kBoost : 1;  // near the least double, 1 / total is infinite
+    bins.boost = total < 1 / kBoost ? kBoost : 1;  // near the smallest double, 1 / total is infinite
     bins.scale = kMostWeight / (total * bins.boost);
     return bins;
   }
   __device__ Bins weighing(float largest, double temperature) const {
     return weighing(kept_choice_, largest, temperature, kept_);
   }
-  // Of all tokens, as the plan weighs them.
+  // Chooses all tokens, with the plan's weights.
   __device__ Bins planned() const {
     Bins bins = weighing(kept_choice_, top_, P_.selection, plan_.total);
     bins.terms = plan_.limit == Limit::entropy;
@@ -110,7 +110,7 @@ class WholeRow {
     }
   }
 
-  // Keeps tokens up to the found one, or all.
+  // Keeps the tokens up to the found one, or all tokens.
   __device__ void keep_found(const FoundKey &found) {
     kept_choice_.last = found.exists ? found.key : kLastKey;
     kept_ = static_cast<int32_t>(found.exists ? found.upto.count : found.total.count);
@@ -123,7 +123,7 @@ class WholeRow {
     kept_ = static_cast<int32_t>(search_.total(counting(kept_choice_)).count);
   }
 
-  // The most of the pool's tokens whose terms sum to at most alpha times the pool's, at least one.
+  // Keeps the longest prefix of the pool whose terms sum to at most alpha times the pool's sum, at least one token.
   __device__ void keep_entropy() {
     const FoundKey pool = at_count(planned(), plan_.count);
     if (pool.exists) kept_choice_.last = pool.key;
@@ -137,8 +137,8 @@ class WholeRow {
       kept_ = static_cast<int32_t>(beyond.total.count);
   }
 
-  // The kept tokens of min-k, by looking at the tokens in order, a few thousand at a time, until no later logit can
-  // drop more steeply.
+  // Finds the kept tokens of min-k: goes through the tokens in order, a few thousand at a time, until no later drop can
+  // be steeper.
   __device__ int32_t cliff() {
     Best best = {-1.0, INT32_MAX};
     Choice next = kept_choice_;
@@ -168,7 +168,7 @@ class WholeRow {
     block_sort(room_.keys, nullptr, size);
   }
 
-  // With the drops among `count` sorted tokens after `seen` others, the last of them `previous`.
+  // Takes into account the drops among `count` sorted tokens. They follow `seen` others; `previous` is the last.
   __device__ Best steepest(int32_t seen, int32_t count, float previous, Best best) {
     for (int32_t i = own_index(); i < count; i += block_size()) {
       if (seen + i == 0) continue;
@@ -179,7 +179,7 @@ class WholeRow {
     return block_best(best, scratch_);
   }
 
-  // By distance, then by logit and id, the shortest list with the wanted mass.
+  // Keeps the shortest list with the wanted mass, by distance, then by logit and id.
   __device__ void keep_typical() {
     Bins by_distance = planned();
     by_distance.by_distance = true;
@@ -199,7 +199,7 @@ class WholeRow {
     kept_ = static_cast<int32_t>(farthest.before.count + last.upto.count);
   }
 
-  // Whether every kept token is among the best.
+  // Whether all kept tokens are among the kCertifiedRank best.
   __device__ bool is_certified() {
     if (kept_ > kCertifiedRank) return false;
     if (kept_choice_.which == Chosen::range) return true;

@@ -5,8 +5,8 @@
 // (finish.h) and zeroes the control memory; it returns at once if open_count is 0.
 //
 // certify writes for an open row, before its number is in open_rows[0 .. control->open_count):
-//   rows[row]             parameters (valid, not greedy), the largest logit `top`, and under another rule than Top-W
-//                         what it keeps
+//   rows[row]             parameters (valid, not greedy), the largest logit `top`, and for a rule other than Top-W its
+//                         plan
 //   maxima[row][group]    the largest of each 64 logits, edited and masked; finite or -inf
 //   LogitRow (logits.h)   the edited and masked logits, through patch_of, patches and the caller's mask
 //   unit_tops, unit_sums  for `mass`: weights of each unit, in units of its largest logit
@@ -53,7 +53,7 @@ struct RowState {
   RulePlan plan;       // unless the rule is Top-W
 };
 
-// A unit's sums for rules that need numbers of the whole row (statistics.cuh).
+// A unit's sums, for rules that need numbers of the whole row (statistics.cuh).
 struct UnitNumbers {
   double sums[4];
 };
@@ -84,7 +84,7 @@ struct Call {
   int32_t logits_type;
   int32_t units;                  // of kMassUnit logits in a row
   int32_t chunk_groups, chunks;   // certify: groups per chunk, chunks per row
-  int32_t best_groups;            // certify: number of maxima for its look at the best tokens; 0: none
+  int32_t best_groups;            // certify: number of maxima by which it finds the best tokens; 0: none
   double log_vocab;
 };
 

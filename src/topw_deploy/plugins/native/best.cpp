@@ -6,10 +6,10 @@
 namespace topw {
 namespace {
 
-constexpr double kFastUpTo = 700;         // hot().weights is exact for y up to here
-constexpr int64_t kFewTokens = 16 * 1024;  // a vocabulary that is taken whole
+constexpr double kFastUpTo = 700;         // hot().weights is exact up to this y
+constexpr int64_t kFewTokens = 16 * 1024;  // vocabularies up to this size are taken whole
 
-// Takes at least `count` tokens, if so many are finite, and sometimes all. `complete`: surely all.
+// Takes at least `count` tokens, if so many are finite, and sometimes all. `complete`: whether it certainly took all.
 [[nodiscard]] bool take_enough(const EditedRow &row, int64_t count, Ranked &tokens, bool &complete) {
   float bound = -FLT_MAX;
   if (row.blocks() >= count)  // as many tokens as blocks reach a bound of their maxima

@@ -1,4 +1,4 @@
-// The best tokens of a row with their weights, and bounds of the others' sums.
+// The best tokens of a row, with their weights.
 #ifndef TOPW_BEST_H
 #define TOPW_BEST_H
 
@@ -7,7 +7,7 @@
 namespace topw {
 
 constexpr int64_t kCandidates = 64;   // a row is certified if its kept tokens are among this many best ones
-constexpr int64_t kMostSorted = 1024;  // beyond, select instead of sorting
+constexpr int64_t kMostSorted = 1024;  // more tokens are selected instead of sorted
 
 // y = (l_1 - l) / Ts: a token's weight exp(-y) is its probability in units of the largest.
 inline double surprise(float logit, float top, double selection) {
@@ -16,12 +16,12 @@ inline double surprise(float logit, float top, double selection) {
 
 struct Best {
   Ranked tokens;
-  int64_t spare = 0;    // further tokens with the last one's logit
-  bool complete = false;  // every finite token is here
+  int64_t spare = 0;    // number of other tokens with the last one's logit
+  bool complete = false;  // whether these are all finite tokens
   Array<double> y, w;   // [tokens.size]
 
-  // Takes and ranks at least `count` <= kMostSorted tokens, or all finite ones; at most kMostSorted. False if out of
-  // memory.
+  // Takes and ranks at least `count` <= kMostSorted tokens, or all finite ones, but at most kMostSorted. False if out
+  // of memory.
   [[nodiscard]] bool take(const EditedRow &, int64_t count, double selection, Sorter &);
   double last_weight() const { return w[tokens.size - 1]; }
   float last_logit() const { return tokens.logit[tokens.size - 1]; }

@@ -1,4 +1,4 @@
-// What a rule keeps of a row.
+// The tokens of a row that a rule keeps.
 #ifndef TOPW_CROP_H
 #define TOPW_CROP_H
 
@@ -11,7 +11,7 @@ struct Crop {
   const Ranked *tokens = nullptr;  // the first `kept` of them
   int64_t kept = 0;
   bool certified = false;
-  bool ranked = true;  // by (logit descending, id ascending); else by id, and all of `tokens`
+  bool ranked = true;  // ordered by (logit descending, id ascending); if not, by id, and all of `tokens` are kept
   topw_report report = {};
 };
 

@@ -8,7 +8,7 @@
 namespace topw {
 namespace {
 
-constexpr int64_t kSampled = 8;  // blocks that choose the centre of the sums
+constexpr int64_t kSampled = 8;  // blocks from which the centre of the sums is chosen
 
 float edited(float logit, float penalty, float bias) {
   return (logit > 0 ? logit / penalty : logit * penalty) + bias;
@@ -39,7 +39,7 @@ EditedRow::Verdict EditedRow::open(const topw_inputs &inputs, int64_t row, Sums 
   return measure() ? Verdict::valid : Verdict::invalid;
 }
 
-// The centre is near most logits, or near the largest, whose weight must not overflow.
+// The centre is near most logits, or near the largest one, so that its weight does not overflow.
 bool EditedRow::maxima_and_sums(int64_t whole, Sums wanted, double rate) {
   moments_ = {};
   weights_ = 0;
@@ -59,7 +59,7 @@ bool EditedRow::maxima_and_sums(int64_t whole, Sums wanted, double rate) {
   return hot().maxima_and_moments(raw_, whole, centre_, maxima_.data(), moments_);
 }
 
-// Replaces the sums of patched blocks, of which those before `whole` were summed unpatched.
+// Corrects the sums for patched blocks. Those before `whole` were summed without their patches.
 void EditedRow::sum_patches(int64_t whole, Sums wanted, double rate) {
   const float none[1] = {0};
   const Weighing every = {centre_, INFINITY, -INFINITY, rate, false};

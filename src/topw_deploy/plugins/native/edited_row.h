@@ -13,15 +13,15 @@ namespace topw {
 class EditedRow {
  public:
   enum class Verdict { valid, invalid, out_of_memory };
-  // Sums that the pass over the logits computes on request.
+  // Optional sums that the pass over the logits computes.
   enum class Sums { none, moments, weights };
 
   // Invalid: edited, allowed logits with NaN, +inf or nothing finite, or a real token's penalty not > 0. `rate`: of the
   // weights.
   [[nodiscard]] Verdict open(const topw_inputs &inputs, int64_t row, Sums wanted = Sums::none, double rate = 0);
 
-  // The sums over the edited row, as hot().rough_moments and hot().rough_sums; false if they were not computed, as for
-  // a masked row, or cannot be used.
+  // Whether there are sums over the edited row, like those of hot().rough_moments and hot().rough_sums. False if they
+  // were not computed (for example for a masked row) or cannot be used.
   bool has_sums() const { return has_sums_; }
   float centre() const { return centre_; }  // of the moments; the weights' top, which logits may exceed
   const Moments &moments() const { return moments_; }

@@ -12,13 +12,13 @@ namespace {
 // and of the same rounding.
 constexpr double kRoughMost = 1.06148 * (1 + 1e-4), kRoughLeast = 1 - 1e-4;
 constexpr double kFineMost = 1 + 2e-5, kFineLeast = 1 - 2e-5;
-constexpr double kLargestGap = 50;       // y of the second token: others are far from underflow in float32
-constexpr double kFar = 30, kVeryFar = 60;  // beyond the second token's y, blocks are bounded
-constexpr double kUnderflow = 640;       // with a second y beyond, all but the best tokens weigh nothing
+constexpr double kLargestGap = 50;       // largest y of the second token for float32: no weight that matters underflows
+constexpr double kFar = 30, kVeryFar = 60;  // blocks whose y exceeds the second token's by this are only bounded
+constexpr double kUnderflow = 640;       // if the second token's y is larger, only the best tokens have weight
 constexpr double kUp = 1 + 1e-12;
-constexpr double kMostAbove = 80;  // y of the first pass's centre, beyond which its weights may overflow
+constexpr double kMostAbove = 80;  // if y of the first pass's centre is larger, its weights may overflow
 constexpr double kMuch = 1e-3;
-constexpr double kSumError = 4e-6;  // relative, of two float32 sums over blocks
+constexpr double kSumError = 4e-6;  // relative error of two float32 sums over blocks
 
 }  // namespace
 
@@ -47,14 +47,14 @@ bool RowSums::open(const EditedRow &row, const Best &best, double selection, boo
     level = Level::exact;
     return true;
   }
-  if (take_first_pass() && others.low > kMuch) {  // tighter than the blocks' bounds
+  if (take_first_pass() && others.low > kMuch) {  // then it is tighter than the blocks' bounds
     level = Level::rough;
     return true;
   }
   return bound_by_blocks();
 }
 
-// A block has at most kBlock further tokens, none above its maximum or above the last of the best.
+// A block has at most kBlock other tokens, none with a larger logit than the block's maximum or the last of the best.
 bool RowSums::bound_by_blocks() {
   const int64_t blocks = row_->padded_blocks();
   if (!block_weights_.reserve(blocks)) return false;
@@ -86,7 +86,8 @@ void RowSums::refine() {
     take(sum(hot().rough_sums, kFar), kRoughLeast, kRoughMost, kFar);
 }
 
-// The first pass summed all tokens: the best ones, weighed alike, are subtracted. False if it is of no use.
+// Uses the first pass, which summed all tokens: subtracts the best ones, with weights computed the same way. False if
+// that pass cannot be used.
 bool RowSums::take_first_pass() {
   const double above = surprise(row_->centre(), row_->top(), selection_);
   const int64_t size = best_->tokens.size, blocks = (size + kBlock - 1) / kBlock;
@@ -97,7 +98,7 @@ bool RowSums::take_first_pass() {
   WeightSums best;
   hot().rough_sums(padded_.data(), padded_.data(), blocks, every, best);
   const double unit = exp(-above), all = row_->weights() * unit, rest = all - best.Z * unit, error = kSumError * all;
-  const double ties = static_cast<double>(best_->spare) * best_->last_weight();  // in the sum and in known_
+  const double ties = static_cast<double>(best_->spare) * best_->last_weight();  // both in the sum and in known_
   others = {std::max(known_.Z / kUp, (known_.Z - ties) / kUp + (rest - error) / kRoughMost),
             (known_.Z - ties) * kUp + std::max(0.0, rest + error) / kRoughLeast};
   squares = {1 + known_.squares, (1 + known_.squares) * kUp + best_->last_weight() * (others.high - known_.Z / kUp)};
@@ -125,7 +126,7 @@ WeightSums RowSums::sum(Add add, double beyond) const {
   return rest;
 }
 
-// Each of the rest's terms is its true value times a factor in these bounds; blocks beyond `far` are missing.
+// Each term of `rest` is its true value times a factor between these bounds; blocks beyond `far` are missing.
 void RowSums::take(const WeightSums &rest, double least_factor, double most_factor, double far) {
   const bool exact = far == INFINITY;
   const double up = exact ? 1 : kUp, tokens = static_cast<double>(row_->vocab());

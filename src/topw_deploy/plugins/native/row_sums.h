@@ -1,4 +1,4 @@
-// Bounds of the sums of a row's weights, tightened only as far as a rule needs.
+// Bounds on the sums of a row's weights, tightened only as far as a rule needs.
 #ifndef TOPW_ROW_SUMS_H
 #define TOPW_ROW_SUMS_H
 
@@ -10,12 +10,12 @@ struct Interval {
   double low = 0, high = 0;
 };
 
-// Sums over all tokens of w, w y and w^2, in units of the first token's weight, of which `others` counts all but the
-// first token: Z = 1 + others stays exact for a peaked row.
+// Sums over all tokens of w, w y and w^2, in units of the first token's weight. `others` is the sum of w without the
+// first token, so that a peaked row does not lose it to rounding in Z = 1 + others.
 class RowSums {
  public:
-  // bounds: block maxima stand for their blocks. rough: sums of the row's first pass, or of a pass in float32, within
-  // 6 %. fine: one pass in float32, within 2e-5. exact: one pass in double.
+  // bounds: from the blocks' maxima. rough: sums of the row's first pass, or of a pass in float32, within 6.2 %. fine:
+  // one pass in float32, within 2e-5. exact: one pass in double.
   enum class Level { bounds, rough, fine, exact };
 
   Level level = Level::bounds;
@@ -23,7 +23,7 @@ class RowSums {
 
   // `best` holds the best tokens; the other tokens are bounded. False if out of memory.
   [[nodiscard]] bool open(const EditedRow &, const Best &, double selection, bool with_D);
-  // One level further; not beyond `exact`.
+  // Goes to the next level, if there is one.
   void refine();
   void make_exact();
 
@@ -42,8 +42,8 @@ class RowSums {
   const Best *best_ = nullptr;
   double selection_ = 1;
   bool with_D_ = false;
-  double y2_ = 0;       // of the second token
-  WeightSums known_;    // of the best tokens but the first, and of ties with the last one
+  double y2_ = 0;       // y of the second token
+  WeightSums known_;    // sums over the best tokens except the first, and over ties with the last one
   Array<double> block_weights_;
   Array<float> padded_;  // the best tokens' logits in whole blocks
 };

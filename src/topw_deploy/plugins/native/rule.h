@@ -15,7 +15,7 @@ struct Rule {
   int32_t code = TOPW_RULE_TOP_W;
   double v0 = 0, v1 = 0;
 
-  // False for an unknown code or a value outside its interval. Values that the rule does not use may be anything.
+  // False for an unknown code or a value outside its interval. Values that the rule does not use are not checked.
   [[nodiscard]] TOPW_SHARED_CODE bool take(int32_t given, float first, float second);
   [[nodiscard]] TOPW_SHARED_CODE bool read(const topw_inputs &inputs, int64_t row) {
     return !inputs.rule || take(inputs.rule[row], inputs.rule_values[2 * row], inputs.rule_values[2 * row + 1]);

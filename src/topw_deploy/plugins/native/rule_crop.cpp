@@ -1,4 +1,4 @@
-// Rules of the order of tokens, and of a threshold.
+// Rules that count tokens in order, and rules with a threshold.
 
 #include "rule_crop.h"
 
@@ -10,11 +10,11 @@
 namespace topw {
 namespace {
 
-constexpr double kSlack = 1e-9;      // relative: closer to a bound, the exact sums decide
-constexpr double kRounding = 1e-14;  // relative, of a few operations in double
-constexpr double kMomentError = 4e-6;  // of the float32 moments' sum of squares (20 roundings), thrice
+constexpr double kSlack = 1e-9;      // relative; closer to a bound than this, exact sums decide
+constexpr double kRounding = 1e-14;  // relative error of a few operations in double
+constexpr double kMomentError = 4e-6;  // three times that of a float32 sum of squares (20 roundings)
 
-// The largest float that is surely not above x.
+// A large float that is certainly not above x.
 float float_below(double x) {
   const double clamped = std::min(std::max(x, -static_cast<double>(FLT_MAX)), static_cast<double>(FLT_MAX));
   return std::max(nextafterf(static_cast<float>(clamped), -INFINITY), -FLT_MAX);
@@ -26,7 +26,7 @@ double mean_of_first_block(const EditedRow &row) {
   return moments.count > 0 ? moments.sum / moments.count : static_cast<double>(row.top());
 }
 
-// Unbiased; 0 for a single token. `slack`: bound of the error of the sum of squares.
+// The unbiased standard deviation, 0 for a single token. `slack` bounds the error of the sum of squares.
 Interval deviation(const Moments &m, double slack) {
   if (m.count < 2) return {0, 0};
   const double squares = m.squares - m.sum * m.sum / m.count, free = m.count - 1;
@@ -39,7 +39,7 @@ Moments rough_moments(const EditedRow &row, float centre) {
     Moments part;
     hot().rough_moments(logits, blocks, centre, part);
     part.count = static_cast<double>(blocks * kBlock);
-    if (!(part.squares < INFINITY)) {  // some are -inf
+    if (!(part.squares < INFINITY)) {  // some logits are -inf
       part = {};
       hot().exact_moments(logits, blocks, static_cast<double>(centre), part);
     }
@@ -152,7 +152,8 @@ RuleCrop::Step RuleCrop::top_k(int64_t k) {
   return found();
 }
 
-// Keeps the logits from a bound in `cut` on: without `holds`, open if one is inside, else those that it keeps.
+// Keeps the logits above a threshold that lies in `cut`. Logits inside `cut` are kept if `holds` is true for them;
+// without `holds`, they leave the step open.
 template <class Holds>
 RuleCrop::Step RuleCrop::logits_from(Interval cut, const Holds *holds) {
   if (!found_.take_from(*row_, float_below(cut.low))) return Step::out_of_memory;
@@ -219,7 +220,7 @@ RuleCrop::Step RuleCrop::top_n_sigma() {
   return logits_from(cut(kSlack), &holds);
 }
 
-// The first maximiser of (l_i - l_(i+1)) / i, or as many tokens as tau is ranges of the logits.
+// Keeps max(i, floor(tau / range)) tokens, with i the first maximiser of (l_i - l_(i+1)) / i.
 RuleCrop::Step RuleCrop::min_k() {
   double lowest = INFINITY;
   row_->for_each_run([&](const float *logits, int64_t, int64_t blocks) {

@@ -1,5 +1,5 @@
-// The kept set under a rule other than Top-W (docs/contract/rules.md): from the best tokens and bounds of the row's
-// sums where these prove it, else from exact sums over the vocabulary.
+// The kept set under a rule other than Top-W (docs/contract/rules.md): from the best tokens and bounds on the row's
+// sums if these prove it, else from exact sums over the vocabulary.
 #ifndef TOPW_RULE_CROP_H
 #define TOPW_RULE_CROP_H
 
@@ -11,12 +11,12 @@
 
 namespace topw {
 
-// What the first pass over the logits should sum for a rule.
+// The sums that a rule needs from the first pass over the logits.
 EditedRow::Sums sums_of(const Rule &);
 
 class RuleCrop {
  public:
-  // Not for Top-W, nor for greedy rows. `crop` points into this object. False if out of memory.
+  // For neither Top-W nor greedy rows. `crop` points into this object. False if out of memory.
   [[nodiscard]] bool choose(const EditedRow &, const Rule &, double selection, Sorter &, Crop &crop);
 
  private:
@@ -31,8 +31,8 @@ class RuleCrop {
   template <class Holds>
   Step logits_from(Interval cut, const Holds *holds);
   Step everything();
-  Step first(int64_t kept);  // of the best tokens
-  Step found();              // the tokens in found_, or the first of the row
+  Step first(int64_t kept);  // keeps the first `kept` of the best tokens
+  Step found();              // keeps the tokens in found_, or the row's first one if there are none
   Step top_alone();
 
   // rule_mass.cpp

@@ -1,4 +1,4 @@
-// Rules of a running sum over the tokens.
+// Rules that compare a running sum over the tokens with a target.
 
 #include <float.h>
 #include <math.h>
@@ -10,14 +10,14 @@
 namespace topw {
 namespace {
 
-constexpr double kSlack = 1e-9;   // relative: closer to a cut, the exact sums decide
-constexpr double kFar = 60;       // tokens with a larger y weigh nothing beside the first
+constexpr double kSlack = 1e-9;   // relative; closer to a cut than this, exact sums decide
+constexpr double kFar = 60;       // the weights of tokens with a larger y are negligible
 constexpr double kExactUpTo = 700;  // hot().weights is exact for y up to here
 constexpr double kLess = 1 - kSlack, kMore = 1 + kSlack;
 
 }  // namespace
 
-// The shortest prefix with a mass in `target`: open if the target's bounds differ in it.
+// The shortest prefix that reaches a mass which lies in `target`; open if the target's bounds give different prefixes.
 RuleCrop::Step RuleCrop::first_reaching(Interval target) {
   double G = 0;
   for (int64_t i = 0; i < best_.tokens.size; ++i) {
@@ -106,8 +106,8 @@ RuleCrop::Step RuleCrop::typical() {
   }
 }
 
-// By distance of y from its mean m, the shortest list with a mass in `target`; open if the bounds of m or of the target
-// differ in it, or tokens beyond the best may be in it.
+// The shortest list, by distance of y from its mean m, that reaches a mass which lies in `target`. Open if the bounds
+// of m or of the target give different lists, or if tokens other than the best may be in it.
 RuleCrop::Step RuleCrop::typical_among_best(Interval m, Interval target) {
   const int64_t size = best_.tokens.size;
   const double *y = best_.y.data(), mean = (m.low + m.high) / 2;
@@ -126,7 +126,7 @@ RuleCrop::Step RuleCrop::typical_among_best(Interval m, Interval target) {
   if (G < target.high) return Step::open;
   const double last = y[order[kept - 1].item], reach = fabs(last - mean);
   if (!best_.complete && !(reach + 2 * spread < y[size - 1] - mean)) return Step::open;
-  for (int64_t i = 0; spread > 0 && i < size; ++i) {  // tokens that might change places with the last one
+  for (int64_t i = 0; spread > 0 && i < size; ++i) {  // tokens that might swap places with the last one
     const bool same_side = (y[i] > m.high && last > m.high) || (y[i] < m.low && last < m.low) || y[i] == last;
     if (!same_side && fabs(fabs(y[i] - mean) - reach) <= 2 * spread) return Step::open;
   }
@@ -182,7 +182,7 @@ RuleCrop::Step RuleCrop::all_typical(double mean, double target) {
   return step;
 }
 
-// All finite tokens, or the `pool` best of them, with weights and keys by descending logit.
+// Takes all finite tokens, or the `pool` best of them, with their weights and with keys in order of descending logit.
 bool RuleCrop::take_and_weigh(int64_t pool) {
   if (pool < 0 ? !found_.take_from(*row_, -FLT_MAX)
                : !found_.take_at_least(*row_, std::min(pool, row_->vocab())) || !found_.cut(pool))

@@ -1,4 +1,4 @@
-// Where a running sum over many tokens reaches a target, without sorting them all.
+// Finds where a running sum over many tokens reaches a target, without sorting all of them.
 #ifndef TOPW_RUNNING_MASS_H
 #define TOPW_RUNNING_MASS_H
 
@@ -16,11 +16,11 @@ class RunningMass {
   double total(int64_t tokens) const;
 
   // Finds the first token at which the sum is at least `target`, or larger than it if `beyond`; the last token if there
-  // is none. `range`: keys beyond it are rarely reached. False if out of memory.
+  // is none. `range`: larger keys are rarely needed. False if out of memory.
   [[nodiscard]] bool find(const Ranked &tokens, double target, bool beyond, double range, Sorter &);
   int64_t place() const { return place_; }
   bool reached() const { return reached_; }
-  // Whether the token at place i comes before the found one, or is it.
+  // Whether the token at place i is the found one or comes before it.
   bool up_to_found(int64_t i) const;
 
  private:

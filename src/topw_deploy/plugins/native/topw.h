@@ -79,7 +79,7 @@ typedef struct {
   const int32_t *allowed;
   const float *temperature, *selection_temperature, *lam, *beta, *init_top_p, *geom_scale, *uniform;
   const int32_t *rule;      /* enum above; NULL: Top-W for every row */
-  const float *rule_values; /* [batch, 2] (v0, v1), anything where the rule has no such value; unread without `rule` */
+  const float *rule_values; /* [batch, 2] (v0, v1); values that the rule lacks may be anything; unread without `rule` */
 } topw_inputs;
 
 /* The work for a row. `stage`: the last one run, see the enum above. */

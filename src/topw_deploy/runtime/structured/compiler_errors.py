@@ -1,4 +1,4 @@
-"""llguidance's messages as GrammarErrors of one sentence, with the position."""
+"""Turns llguidance's messages into GrammarErrors of one sentence, with the position."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def compile_error(constraint: Constraint, message: str) -> GrammarError:
 
 
 def step_error(message: str) -> GrammarError:
-    """The error for a grammar that becomes too complex, or cannot go on, while it is used."""
+    """The error for a grammar that becomes too complex while it is used, or allows no continuation."""
     why = _clause(message.replace("<non-verbose/>", ""))
     if why in _IMPOSSIBLE:
         return GrammarError(
-            "no text matches the grammar of structured_outputs from here on; give another one.", "structured_outputs"
+            "the grammar of structured_outputs allows no continuation; give another one.", "structured_outputs"
         )
     return GrammarError(f"the grammar of structured_outputs failed: {why}; give a simpler one.", "structured_outputs")
 

@@ -1,4 +1,4 @@
-"""What a request states: vLLM's `structured_outputs`, or OpenAI's `response_format`."""
+"""A request's constraint: vLLM's `structured_outputs` or OpenAI's `response_format`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MOST_CHARACTERS = 2**16
 class Constraint:
     """What an answer must match.
 
-    kind: "json", "regex", "choice" or "grammar"; "text" if it need not match anything.
-    text: the schema in JSON, the expression, the choices as a list in JSON, or the grammar (Lark or GBNF).
+    kind: "json", "regex", "choice" or "grammar"; "text" for any text.
+    text: the schema as JSON, the expression, the choices as a JSON list, or the grammar (Lark or GBNF).
     """
 
     kind: str
@@ -26,7 +26,9 @@ class Constraint:
 
 
 def read_constraint(name: str, value: Any) -> Constraint:
-    """The constraint of `structured_outputs={"json": ...}` or `response_format={"type": "json_schema", ...}`.
+    """Read `structured_outputs={"json": ...}` or `response_format={"type": "json_schema", ...}`.
+
+    name: the parameter's name, for messages.
 
     Raises GrammarError for another shape, a schema that is not JSON, or a text longer than MOST_CHARACTERS.
     """
@@ -35,7 +37,7 @@ def read_constraint(name: str, value: Any) -> Constraint:
     constraint = _response_format(name, value) if "type" in value else _structured_outputs(name, value)
     if len(constraint.text) > MOST_CHARACTERS:
         raise GrammarError(
-            f"the {_NOUNS[constraint.kind]} of {name} has {len(constraint.text):,} characters, but may have "
+            f"the {_NOUNS[constraint.kind]} of {name} has {len(constraint.text):,} characters, but may have at most "
             f"{MOST_CHARACTERS:,}; give a shorter one.",
             name,
         )
@@ -109,7 +111,7 @@ def _choice(name: str, value: Any) -> Constraint:
 
 def _json_object(name: str, value: Any) -> Constraint:
     if value is not True:
-        raise GrammarError(f"{name} must be True; leave it out for any text.")
+        raise GrammarError(f"{name} must be True; omit it to allow any text.")
     return _ANY_OBJECT
 
 

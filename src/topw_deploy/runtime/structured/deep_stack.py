@@ -1,4 +1,4 @@
-"""Runs a function on a large stack: llguidance's compiler calls itself for each name that a name refers to."""
+"""Runs a function on a large stack, because llguidance's compiler recurses into every name that a rule refers to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from topw_deploy.errors import GenerationError
 
 STACK = 256 * 2**20
-"""Bytes of address space; memory is taken as far as it is used. The deepest grammars found need a tenth."""
+"""Bytes of address space. Only the used part takes memory. The deepest grammars found need a tenth."""
 
 _starting = threading.Lock()
 Result = TypeVar("Result")
@@ -29,13 +29,13 @@ class _Call(Generic[Result]):
 
 
 def call_deep(function: Callable[[], Result], seconds: float) -> Result | None:
-    """The function's result, or None if it takes longer than `seconds`. It goes on then, unnoticed.
+    """The function's result, or None if it takes longer than `seconds`. It then continues in the background.
 
-    Raises the function's errors, and GenerationError if there is no memory for the stack.
+    Raises the function's errors, and GenerationError if there is no address space for the stack.
     """
     call = _Call(function)
     thread = threading.Thread(target=call, name="topw-grammar", daemon=True)
-    with _starting:  # the size is the whole process's
+    with _starting:  # stack_size applies to the whole process
         before = threading.stack_size(STACK)
         try:
             thread.start()

@@ -21,16 +21,19 @@ if TYPE_CHECKING:
     from topw_deploy.runtime.tokenizer import Tokenizer
 
 SECONDS = 10.0
-"""A grammar that compiles longer is refused. All known ones within the limits take less than 3."""
+"""A grammar that takes longer to compile is refused. All known grammars within the limits take less than 3 seconds."""
 
 LIMITS: Mapping[str, Any] = {"step_lexer_fuel": 50_000, "step_max_items": 20_000, "verbose_errors": False}
-"""llguidance's limits of a mask's work, lower than its own: all rows of an engine wait for a mask."""
+"""llguidance's limits on the work for a mask, lower than its defaults because all rows of an engine wait for a mask."""
 
 _END = b"<|topw: end of the grammar|>"
 
 
 class Grammars:
-    """Compiles grammars; from any thread. vocab_size: V, tokens of the graph."""
+    """Compiles grammars for one model. Any thread may use it.
+
+    vocab_size: V, the number of the graph's tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._size = tokenizer, vocab_size
@@ -38,11 +41,11 @@ class Grammars:
         self._made: tuple[LLTokenizer, Vocabulary] | None = None
 
     def guides(self, rows: Sequence[RowRequest]) -> list[Guide | None]:
-        """A started guide for each row with a constraint. Equal ones are compiled once.
+        """A started guide for each row with a constraint, None for the others. Equal constraints are compiled once.
 
-        The first call reads the vocabulary, about a second for 150,000 tokens.
+        The first call with a constraint reads the vocabulary, which takes about a second for 150,000 tokens.
 
-        Raises GrammarError for a grammar that is invalid, matches nothing or is too complex, MissingPackageError
+        Raises GrammarError for a grammar that is invalid, matches nothing or is too complex, and MissingPackageError
         without llguidance.
         """
         compiled: dict[Constraint, LLMatcher] = {}
@@ -74,7 +77,7 @@ class Grammars:
 
 
 def read_tokens(texts: list[bytes], special: list[int]) -> LLTokenizer:
-    """llguidance's form of a vocabulary. texts, special: see `Tokenizer.token_bytes`. Raises TokenizerError."""
+    """The vocabulary in llguidance's form. texts, special: see `Tokenizer.token_bytes`. Raises TokenizerError."""
     from llguidance import LLTokenizer
 
     try:
@@ -84,7 +87,7 @@ def read_tokens(texts: list[bytes], special: list[int]) -> LLTokenizer:
 
 
 class _Tokens:
-    """What LLTokenizer reads of a tokenizer: the texts of its tokens, and an end of sequence, here one of our own."""
+    """The attributes that LLTokenizer reads: the tokens' texts, and an end of sequence, which is a token of our own."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -99,7 +102,7 @@ class _Tokens:
 
 
 def compile_grammar(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
-    """A matcher at the grammar's beginning; copy it for each sequence. Raises GrammarError."""
+    """A matcher at the start of the grammar; copy it for each sequence. Raises GrammarError."""
     from llguidance import LLMatcher, LLParserLimits
 
     def compiled() -> LLMatcher:

@@ -1,4 +1,4 @@
-"""Which tokens may come next in one sequence."""
+"""Which tokens a sequence may continue with."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class Vocabulary:
     """Which bits of llguidance's masks are tokens of the model.
 
-    size: V, tokens of the graph.
-    known: uint32 [ceil(V / 32)], a bit for every token that has a text; not for padding rows of the embedding.
+    size: V, the number of the graph's tokens.
+    known: uint32 [ceil(V / 32)], with a bit for every token that has a text. Padding rows of the embedding have none.
 
-    llguidance's end of sequence is the bit V, after the graph's tokens: which tokens of the graph end a sequence is the
-    request's choice.
+    llguidance's end of sequence is bit V, after the graph's tokens, because each request chooses which tokens of the
+    graph end a sequence.
     """
 
     def __init__(self, texts: Iterable[bytes]) -> None:
@@ -34,7 +34,7 @@ class Vocabulary:
 
 
 class Guide:
-    """One sequence's place in its grammar. Call `start` once, then `take` with each drawn token.
+    """The position of one sequence in its grammar. Call `start` once, then `take` with each drawn token.
 
     mask: int32 [ceil(V / 32)], the tokens allowed next, in the layout of the graph's input `allowed`.
     """
@@ -54,7 +54,7 @@ class Guide:
     def start(self) -> None:
         """Compute the mask of the first token.
 
-        Raises GrammarError if there is none, or the grammar is too complex.
+        Raises GrammarError if no token is allowed, or the grammar is too complex.
         """
         if self._compute():
             raise GrammarError(
@@ -62,7 +62,8 @@ class Guide:
             )
 
     def take(self, token: int) -> bool:
-        """Add a drawn token that ends nothing, and compute the next mask. Returns whether the grammar is complete.
+        """Add a drawn token that does not end the sequence, and compute the next mask. Returns whether the text is
+        complete and cannot be continued.
 
         Raises GrammarError if the grammar became too complex.
         """
@@ -77,7 +78,7 @@ class Guide:
         return int(np.unpackbits(self._tokens.view(np.uint8)).sum())
 
     def _compute(self) -> bool:
-        """Returns whether no token may follow a complete text."""
+        """Compute the mask. Returns whether the text is complete and cannot be continued."""
         matcher, tokens, size = self._matcher, self._tokens, self._vocabulary.size
         matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
         accepts = bool(int(self._computed[size // 32]) >> size % 32 & 1)

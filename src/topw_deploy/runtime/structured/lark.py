@@ -11,11 +11,11 @@ from topw_deploy.errors import GrammarError
 from topw_deploy.runtime.structured.constraint import Constraint
 from topw_deploy.runtime.structured.schema_limits import check_schemas
 
-# At most one space, or a line break with an indentation: a model may otherwise write white space until its last token.
+# At most one space, or a line break with an indentation; otherwise a model may write white space up to the token limit.
 _WHITE_SPACE = r" |\n[ \t]{0,32}"
 
-# Forced text would be tokenized by the tokenizer, and no other way of writing it allowed. Which tokens are drawn is
-# Top-W's part; and a ban of one of them must not end a request that may write the text with others.
+# With forcing, forced text could be written only with the tokens that the tokenizer gives for it. But the draw decides
+# which tokens write a text, and a ban of one of these tokens must not end a request that can write it with others.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
@@ -57,7 +57,7 @@ def _regex(text: str) -> str:
 
 
 def _choice(text: str) -> str:
-    # One terminal: as alternatives of a rule, some thousand choices exceed the parser's limits.
+    # One terminal, because several thousand alternatives of a rule exceed the parser's limits.
     choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
     return f"CHOICE\nCHOICE: {choices}"
 
@@ -79,13 +79,13 @@ def _gbnf_to_lark(text: str) -> str:
             f"the GBNF grammar is invalid at line {line}, column {column}: {what}.", line=line, column=column
         ) from None
     except RecursionError:
-        raise GrammarError("the GBNF grammar is nested too deeply; give its parts names.") from None
+        raise GrammarError("the GBNF grammar is nested too deeply; move nested parts into named rules.") from None
     except Exception as error:  # noqa: BLE001  # the converter raises bare Exceptions
         raise GrammarError(f"the GBNF grammar is invalid: {error}.") from None
 
 
 def _inline_schemas(text: str) -> Iterator[Any]:
-    """The schemas behind `%json`. Those that are not JSON are left to the compiler's error."""
+    """The schemas after `%json`. Skips those that are not JSON, for which the compiler reports an error."""
     decoder = json.JSONDecoder()
     for found in _JSON.finditer(text):
         try:

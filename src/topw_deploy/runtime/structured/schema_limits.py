@@ -1,4 +1,4 @@
-"""Limits of JSON schemas whose grammars would take minutes to build, which llguidance does not limit."""
+"""Limits for JSON schemas whose grammars would take minutes to build; llguidance has no such limits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from topw_deploy.errors import GrammarError
 
 MOST_PATTERNS = 100
-"""Patterns in all `patternProperties`: each is compared with each other one (100: 0.1 s, 300: 12 s)."""
+"""Maximum number of patterns in all `patternProperties`. Each is compared with every other (100: 0.1 s, 300: 12 s)."""
 
 MOST_MULTIPLE = 50_000
-"""Least common multiple of all `multipleOf`, without their decimal points: the number of an automaton's states
-(50,000: 0.3 s, 1,000,000: 11 s)."""
+"""Largest least common multiple of all `multipleOf`, without their decimal points. It is the number of an automaton's
+states (50,000: 0.3 s, 1,000,000: 11 s)."""
 
 
 def check_schemas(schemas: Iterable[Any]) -> None:
@@ -32,12 +32,12 @@ def check_schemas(schemas: Iterable[Any]) -> None:
             waiting += value
         if patterns > MOST_PATTERNS:
             raise GrammarError(
-                f"the schema's patternProperties have more than {MOST_PATTERNS} patterns; join some with '|'."
+                f"the schema's patternProperties have more than {MOST_PATTERNS} patterns; join some of them with '|'."
             )
         if multiple > MOST_MULTIPLE:
             raise GrammarError(
-                f"the schema's multipleOf have a least common multiple above {MOST_MULTIPLE:,} (without decimal "
-                "points); leave some out and check these numbers afterwards."
+                f"the values of multipleOf have a least common multiple above {MOST_MULTIPLE:,} (without decimal "
+                "points); remove some and check these numbers afterwards."
             )
 
 

@@ -1,4 +1,4 @@
-"""Sampling rules beside Top-W: definitions in float64, names, codes and parameters (docs/contract/rules.md)."""
+"""The sampling rules other than Top-W: definitions in float64, names, codes, parameters (docs/contract/rules.md)."""
 
 from topw_deploy.sampling.rules.parameters import RULE_PARAMETER_NAMES, RuleParameters, take_rule
 from topw_deploy.sampling.rules.reference import CANDIDATES, RuleCrop, kept_set

@@ -18,7 +18,7 @@ def top_p(row: OrderedRow, p: float, _: float) -> Choice:
 
 
 def shortest(weights: Floats, share: float) -> tuple[int, float]:
-    """The size of the shortest prefix with `share` < 1 of the weights' sum, and the cut's relative margin."""
+    """Size of the shortest prefix with at least `share` < 1 of the weights' sum, and the relative margin of the cut."""
     G = np.cumsum(weights)
     target = share * G[-1]
     k = int(np.argmax(target <= G)) + 1

@@ -18,11 +18,11 @@ from topw_deploy.sampling.rules.registry import RULE_OF_VALUE, RULES, TOP_W, Rul
 class RuleParameters:
     """The sampling rule of a row.
 
-    rule: a name in RULES; None for the rule whose parameter is given, or Top-W.
+    rule: a name in RULES; None for the rule whose parameter is given, or Top-W if none is.
     Each other field is a parameter of one rule (see RULE_OF_VALUE); None means not given.
 
-    Raises ParameterError for an unknown rule, for a parameter of another rule, for parameters of two rules, for one
-    that is missing and has no default, and for a value outside its interval, also after rounding to float32.
+    Raises ParameterError for an unknown rule, a parameter of another rule, parameters of two rules, a missing parameter
+    without a default, and a value that is outside its interval before or after rounding to float32.
     """
 
     rule: str | None = None
@@ -47,14 +47,14 @@ class RuleParameters:
 
     @property
     def chosen(self) -> Rule:
-        """The rule in force."""
+        """The named or implied rule."""
         if self.rule is not None:
             return _named(self.rule)
         given = {RULE_OF_VALUE[name].name: name for name in self._given()}
         if len(given) > 1:
             first, second = list(given.values())[:2]
             raise ParameterError(
-                f"{first} and {second} are parameters of two sampling rules, but a row has one; give one of them.",
+                f"{first} and {second} are parameters of two sampling rules, but a row has one rule; give only one.",
                 first,
                 second,
             )
@@ -87,7 +87,7 @@ RULE_PARAMETER_NAMES = tuple(field.name for field in fields(RuleParameters))
 def take_rule(given: Mapping[str, Any]) -> tuple[RuleParameters, dict[str, Any]]:
     """Split a request's parameters into (its rule, all other parameters).
 
-    Raises ParameterError as `RuleParameters`.
+    Raises the errors of `RuleParameters`.
     """
     own = {name: value for name, value in given.items() if name in RULE_PARAMETER_NAMES}
     return RuleParameters(**own), {name: value for name, value in given.items() if name not in own}

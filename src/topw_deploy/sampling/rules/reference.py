@@ -16,7 +16,7 @@ from topw_deploy.sampling.rules.registry import RULES, RULES_BY_CODE, Rule
 from topw_deploy.sampling.rules.row import OrderedRow
 
 CANDIDATES = 64
-"""A row is certified if its kept tokens are among this many best ones."""
+"""A row is certified if its kept tokens are among this many largest logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class RuleCrop:
     """The kept set of one row.
 
     kept: token ids, int64 [k], by (logit descending, id ascending), the order of the draw.
-    certified: greedy, or every kept token is among the CANDIDATES best.
+    certified: whether the row is greedy or all kept tokens are among the CANDIDATES best.
     ties: `Ties.rule` holds the rule's margin.
     """
 
@@ -45,9 +45,10 @@ def kept_set(
 
     logits: float32 or float64; -inf bans a token.
     rule: a name, a code or a Rule; not Top-W, whose kept set `sampling.crop` chooses.
-    values: (v0, v1) of the rule, as far as it has any; more are ignored.
+    values: the rule's parameters, at most (v0, v1); further ones are ignored.
     temperature, selection_temperature: as in `TopWParameters`.
-    Raises ParameterError for an unknown rule, for values outside their intervals, and for logits as `sampling.crop`.
+
+    Raises ParameterError for an unknown rule, values outside their intervals, and logits that `sampling.crop` refuses.
     """
     chosen = _known(rule)
     if len(values) < len(chosen.values) or not chosen.valid(values):

@@ -23,9 +23,9 @@ MOST_COUNT = 1 << 24
 class RuleValue:
     """A parameter of a rule.
 
-    holds: whether a finite number is in its interval; NaN and infinities never are.
-    bound: the interval, as an error message says it.
-    default: where the rule's source gives one, else None: the request must give the value.
+    holds: whether a finite number is in the interval; NaN and infinities never are.
+    bound: the interval, in the words of an error message.
+    default: the default of the rule's source; None if it has none and the request must give a value.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Rule:
     uses_temperature: bool = True
 
     def valid(self, values: Sequence[float]) -> bool:
-        """Whether (v0, v1) are in their intervals; a number that the rule does not use may be anything."""
+        """Whether (v0, v1) are in their intervals. A value that the rule does not use may be any number."""
         return all(value.valid(number) for value, number in zip(self.values, values, strict=False))
 
 

@@ -1,4 +1,4 @@
-"""A row of logits as the rules see it, and what a rule returns."""
+"""The input and the result of a rule: a row's ordered tokens, and the places it keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from topw_deploy.sampling.geometry import Floats, Ids
 
 @dataclass(frozen=True)
 class OrderedRow:
-    """The finite tokens of a row by (logit descending, id ascending); n of them, float64.
+    """The n finite tokens of a row, by (logit descending, id ascending); float64.
 
     A token's place is its index in this order.
 
@@ -32,7 +32,7 @@ class OrderedRow:
         finite = np.flatnonzero(np.isfinite(logits))
         ids = finite[np.argsort(-logits[finite], kind="stable")]
         ordered = logits[ids]
-        with np.errstate(over="ignore"):  # a tiny Ts: weight 0
+        with np.errstate(over="ignore"):  # inf for a tiny Ts, which gives the weight 0
             surprise = (ordered[0] - ordered) / selection
         return cls(ids, ordered, surprise)
 
@@ -41,7 +41,7 @@ class OrderedRow:
 
     @cached_property
     def weights(self) -> Floats:
-        """w_i = exp(-y_i): probabilities in units of the largest, [n]."""
+        """w_i = exp(-y_i), the probabilities in units of the largest, [n]."""
         return np.exp(-self.surprise)
 
     @cached_property
@@ -61,16 +61,16 @@ class OrderedRow:
 
     @cached_property
     def log_total(self) -> float:
-        """ln Z, exact for a Z next to 1: -ln p_1."""
+        """ln Z = -ln p_1, without cancellation where Z is close to 1."""
         return math.log1p(float(self.weights[1:].sum()))
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a rule keeps of an `OrderedRow`.
+    """The tokens of an `OrderedRow` that a rule keeps.
 
     places: int64 [k], ascending.
-    margin: relative distance of the deciding quantity from its threshold; inf where no other answer was possible.
+    margin: relative distance of the deciding quantity from its threshold; inf if rounding cannot change the choice.
     """
 
     places: Ids

@@ -1,4 +1,4 @@
-"""Top-n-sigma (Tang et al. 2024): a threshold on logits, whatever the temperature."""
+"""Top-n-sigma (Tang et al. 2024): a threshold on logits, independent of the temperature."""
 
 from __future__ import annotations
 

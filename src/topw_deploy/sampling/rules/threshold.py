@@ -14,7 +14,7 @@ from topw_deploy.sampling.rules.row import Choice, OrderedRow, nearest, prefix
 
 def min_p(row: OrderedRow, share: float, _: float) -> Choice:
     """p_i >= min_p * p_1 (Nguyen et al. 2024)."""
-    others = row.weights[row.surprise > 0]  # a token with the largest logit is kept exactly
+    others = row.weights[row.surprise > 0]  # a token with the largest logit has weight 1 exactly, and is kept
     return prefix(_count(row, share), nearest(others, share))
 
 

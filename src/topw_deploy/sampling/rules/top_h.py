@@ -3,9 +3,9 @@
 The paper bounds the entropy of the renormalised crop: H(q) <= alpha H(p). The released code adds ln of the crop's mass
 to both sides of its test, where it cancels, so it bounds a sum of terms of the whole softmax instead:
 
-    E_k = sum_{i <= k} -p_i ln p_i,    keep the most tokens with E_k <= alpha E_n, at least one,
+    E_k = sum_{i <= k} -p_i ln p_i,    keep the longest prefix with E_k <= alpha E_n, at least one token,
 
-n being the pool's size. The base of the logarithm cancels. Differences from transformers: docs/contract/rules.md.
+where n is the pool's size. The base of the logarithm cancels. Differences from transformers: docs/contract/rules.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from topw_deploy.sampling.rules.row import Choice, OrderedRow, nearest, prefix
 
 
 def top_h(row: OrderedRow, alpha: float, pool: float) -> Choice:
-    """The most of the `pool` best tokens with E_k <= alpha E_n; the first if E_n rounds to 0."""
+    """The longest prefix of the `pool` best tokens with E_k <= alpha E_n; the first token if E_n rounds to 0."""
     n = min(int(pool), len(row))
     terms = row.weighted_surprise[:n] + row.weights[:n] * row.log_total  # Z times -p_i ln p_i
     E = np.cumsum(terms)
@@ -26,5 +26,5 @@ def top_h(row: OrderedRow, alpha: float, pool: float) -> Choice:
     if limit == 0.0:
         return prefix(1)
     k = max(1, int((limit >= E).sum()))
-    cuts = E[1 : n - 1] if alpha == 1.0 else E[1:]  # E_n against itself is exact
+    cuts = E[1 : n - 1] if alpha == 1.0 else E[1:]  # for alpha = 1, E_n equals the limit exactly
     return prefix(k, nearest(cuts, limit) if len(cuts) else math.inf)

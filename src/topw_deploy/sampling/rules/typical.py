@@ -1,4 +1,4 @@
-"""Locally typical sampling (Meister et al. 2023). The kept set is not a prefix."""
+"""Locally typical sampling (Meister et al. 2023). The kept set need not be a prefix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from topw_deploy.sampling.rules.row import Choice, OrderedRow
 
 
 def typical(row: OrderedRow, mass: float, _: float) -> Choice:
-    """By ascending |-ln p_i - H|, ties by place, the shortest list with at least this mass.
+    """The tokens nearest to the entropy, by ascending |-ln p_i - H|, ties by place, until their mass reaches `mass`.
 
     H = ln Z + m with m = D / Z, the mean of y, so -ln p_i - H = y_i - m: ln Z cancels.
     """
@@ -23,9 +23,9 @@ def typical(row: OrderedRow, mass: float, _: float) -> Choice:
 
 
 def _order_margin(row: OrderedRow, distance: np.ndarray, last: int, m: float) -> float:
-    """How far another token is from taking the place of the last one, in units of 2 m.
+    """The least difference in distance, in units of 2 m, between the last token and one that could be kept instead.
 
-    Above the mean, y orders tokens whatever m is. Only a token below the mean can pass another one.
+    Above the mean, y gives the order for every m, so only a token below the mean can change places with another.
     """
     y = row.surprise
     other = (y != y[last]) if y[last] < m else (y < m)

@@ -1,7 +1,7 @@
 """Top-W on torch tensors: a batch of rows, on the device of the logits.
 
-Decisions use float64, or float32 with looser ties on MPS, which lacks float64 (docs/contract/graph.md, section 4). Only
-tested on the CPU.
+Decisions use float64; on MPS, which lacks it, float32 with looser ties (docs/contract/graph.md, section 4). Tested only
+on the CPU.
 """
 
 from topw_deploy.sampling.torch.crop import Stage, TensorCrop, crop_rows

@@ -18,8 +18,8 @@ CANDIDATES = 64
 """Number of largest logits that stage A examines; with the defaults, crops of language models have a handful."""
 
 _CANDIDATE_BLOCK, _POOL_BLOCK = 64, 8  # of `largest_logits`
-# Margins of J, in its unit, and of the warm start's mass, relative: they keep stage A from settling a row that the pool
-# would not certify. Rows within them go to the pool.
+# Margins of J, in its unit, and of the warm start's mass, relative. Rows within a margin go to the pool, so that stage
+# A settles no row that the pool would not certify.
 _SLACK = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-5, 1e-5)}
 
 
@@ -58,7 +58,7 @@ def _inside_warm_start(scan: Scan, rows: Rows) -> Tensor:
 
 
 def _covers_the_pool(scan: Scan, rows: Rows, logits: Tensor, top_m: int) -> Tensor:
-    """Block stop: whether no longer prefix can be the first maximiser.
+    """Whether every prefix longer than the candidates is proven not to be the first maximiser.
 
     The last candidate's weight and score bound those of every other pool token.
     """

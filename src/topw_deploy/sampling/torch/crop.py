@@ -23,7 +23,7 @@ class Stage(IntEnum):
     INVALID = -1
     GREEDY = 0  # the largest logit
     CANDIDATES = 1  # stage A: a few logits
-    POOL = 2  # stage B: the pool, no distances; for another rule than Top-W, the sorted row
+    POOL = 2  # stage B: the pool, no distances; for a rule other than Top-W, the sorted row
     GEOMETRY = 3  # stage C: the alternation
     LITERAL = 4  # no shortcuts, for a negative geom_scale
 

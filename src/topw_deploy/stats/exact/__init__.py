@@ -1,4 +1,7 @@
-"""`topw stats --exact`: crops under the paper's exact objective F, whose transport the decoding rule never solves.
+"""`topw stats --exact`: crops under the paper's exact objective F, which needs the transport that Top-W avoids.
 
-`objective` finds the least F over all prefixes of an order; `analyse` compares one step's crops; `summary` counts.
+objective: F of a set, and the least F over all prefixes of an order.
+transport: solves one transport problem.
+analyse: compares the crops of one step.
+summary: statistics over many steps.
 """

@@ -1,4 +1,4 @@
-"""One step under the exact objective: the best prefixes, and where the crops of several rules stand."""
+"""One step under the exact objective: the best prefixes, and F of the crops of several rules."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from topw_deploy.stats.exact.transport import Floats, Mask
 class ExactStep:
     """One step under F.
 
-    tokens: tokens among which F is computed.
+    tokens: number of tokens among which F is computed.
     mass: their probability under the softmax of all tokens.
     likeliest: the best prefix of the probability order.
-    phi: the best prefix of the order in which Top-W's last alternation chose.
-    crops: F of each rule's kept set, by name, without its tokens outside `tokens`.
-    cut: rules whose kept set had such tokens, except plain sampling.
+    phi: the best prefix of the order by phi in Top-W's last alternation step.
+    crops: F of each rule's kept set, by name, without the kept tokens among which F is not computed.
+    cut: rules that kept such tokens, except plain sampling.
     metric: whether the export's distance satisfies the triangle inequality.
     """
 
@@ -43,7 +43,7 @@ class ExactStep:
 class ExactAnalyser:
     """Analyses steps of an export with these options and geometry.
 
-    most: number of likeliest tokens among which F is computed, at least `options.top_m`.
+    most: F is computed among this many likeliest tokens, at least `options.top_m`.
     """
 
     options: TopWOptions
@@ -99,12 +99,12 @@ def check(parameters: TopWParameters) -> None:
 def last_step(
     log_w: Floats, distance: Floats, parameters: TopWParameters, options: TopWOptions
 ) -> tuple[Places, Places]:
-    """Top-W's crop and the phi order of the alternation that found it, literally (docs/contract/graph.md, section 3).
+    """Run the literal alternation (docs/contract/graph.md, section 3).
 
     log_w: [m], logarithms of the pool's weights in units of the largest, in pool order.
-    distance: [n, n], n >= m, times geom_scale.
+    distance: [n, n], n >= m, already multiplied by geom_scale.
 
-    Returns places in the pool: (kept [k], the first k of the order; order [m]).
+    Returns (kept [k], order [m]) as places in the pool: the order by phi of the last step, and its first k, the crop.
     """
     m = len(log_w)
     w, c = np.exp(log_w), parameters.beta - parameters.lam
@@ -121,7 +121,7 @@ def last_step(
 
 
 def _to_set(distance: Floats, S: Mask, neighbours: int) -> Floats:
-    """dist(i, S) of `reference.SetDistance`, from known distances [m, m]."""
+    """dist(i, S) as in `reference.SetDistance`, from the distances [m, m]."""
     n = min(neighbours or 1, int(S.sum()))
     nearest = np.partition(distance[:, S], n - 1, axis=1)[:, :n]
     return np.where(S, 0.0, nearest.mean(axis=1))
@@ -134,7 +134,7 @@ def _among(count: int, places: Places) -> Mask:
 
 
 def sample(lengths: Sequence[int], most: int) -> list[set[int]]:
-    """At most `most` steps, evenly spaced over all sequences: the positions from 0 of each sequence of `lengths`."""
+    """Choose at most `most` steps, evenly spaced over all sequences. Returns each sequence's positions, from 0."""
     total = sum(lengths)
     count = min(most, total)
     places = {(2 * number + 1) * total // (2 * count) for number in range(count)}

@@ -3,8 +3,8 @@
     F(S) = W1(p, q_S) + lam H(q_S) - beta log Gamma_S           (docs/contract/theory.md, section 1)
 
 p is the softmax at the selection temperature over a row's likeliest tokens, renormalised. The ground metric of W1 is
-geom_scale times the export's distance: then the step's potential is 1-Lipschitz, and its objective a bound of F, for
-every geom_scale >= 0. F >= 0, as each of its terms is.
+geom_scale times the export's distance. With it, the potential of Top-W's step is 1-Lipschitz and the step's objective
+bounds F for every geom_scale >= 0. All terms of F are >= 0.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from topw_deploy.stats.exact.transport import Floats, Mask, Transport, transport
 Places = NDArray[np.int64]
 
 TOLERANCE = 1e-6
-"""Values of F within this, in units of max(1, F), are equal."""
+"""Two values of F are equal if they differ by at most this, in units of max(1, F)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """F of one set, and its parts.
+    """F of one set, and its terms.
 
     kept: size of the set.
     mass: Gamma_S.
-    transport, entropy: W1(p, q_S) and H(q_S).
+    transport: W1(p, q_S).
+    entropy: H(q_S).
     total: F(S).
     """
 
@@ -43,9 +44,9 @@ class Value:
 class Best:
     """The least F over all prefixes of an order.
 
-    value: of the best prefix found.
-    bound: proven lower bound of every prefix; at most `TOLERANCE` below.
-    solved: prefixes whose transport was solved.
+    value: F of the best prefix found.
+    bound: proven lower bound of F over all prefixes; at most `TOLERANCE` below `value`.
+    solved: number of prefixes whose transport was solved.
     """
 
     value: Value
@@ -58,8 +59,8 @@ class Objective:
     """F on one row.
 
     p: float64 [n], positive, descending, of sum 1.
-    distance: float64 [n, n], the ground metric, geom_scale included.
-    metric: whether it satisfies the triangle inequality.
+    distance: float64 [n, n], the ground metric: geom_scale times the export's distance.
+    metric: whether the distance satisfies the triangle inequality.
     """
 
     p: Floats
@@ -70,17 +71,17 @@ class Objective:
     _solved: dict[bytes, tuple[Value, Transport]] = field(default_factory=dict)
 
     def __call__(self, S: Mask) -> Value:
-        """F of the tokens S [n]."""
+        """F of the set S, bool [n]."""
         return self._solve(S)[0]
 
     def best_prefix(self, order: Places) -> Best:
-        """The least F over the prefixes order[:k], k = 1..m, by proven bounds of all of them.
+        """The least F over the prefixes order[:k], k = 1..m, with a proof that covers all of them.
 
         order: distinct places [m], m <= n.
 
-        Every prefix starts with the bound that removed mass travels at least to its nearest member. The prefix of the
-        least bound is solved; its potentials bound *every* prefix's transport from below, in O(m). This repeats until
-        no bound is below the best value. Sets solved before on this row give their bounds at once.
+        The first lower bound of each prefix: removed mass travels at least to the nearest kept token. Then the prefix
+        with the least bound is solved. Its potentials bound the transport of *every* prefix from below, in O(m). This
+        repeats until no bound is below the best value. Sets of this row that are already solved add their bounds first.
         """
         Gamma = np.cumsum(self.p[order])
         fixed = self._fixed(order, Gamma)
@@ -103,7 +104,7 @@ class Objective:
             lower[k - 1] = max(lower[k - 1], found.total)
 
     def _fixed(self, order: Places, Gamma: Floats) -> Floats:
-        """F without transport, of every prefix."""
+        """F without its transport term, for every prefix."""
         p = self.p[order]
         entropy = np.log(Gamma) - np.cumsum(p * np.log(p)) / Gamma
         return self.lam * entropy - self.beta * np.log(Gamma)

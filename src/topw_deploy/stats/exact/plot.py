@@ -1,4 +1,4 @@
-"""The exact report as a picture: F of every rule's crops above the best prefix, and the best prefixes' sizes."""
+"""The exact report as a picture: how far F of each rule's crops is above the best prefix, and the prefixes' sizes."""
 
 from __future__ import annotations
 
@@ -8,35 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.errors import ParameterError
-from topw_deploy.reports import require_matplotlib
 from topw_deploy.stats.exact.rules import TOP_W
 from topw_deploy.stats.exact.summary import NAMES, ExactSummary
-from topw_deploy.stats.style import COLOURS, DPI, MUTED, TEXT, TITLE_LETTERS, colours, drawable, plain
+from topw_deploy.stats.style import COLOURS, MUTED, TEXT, colours, drawable, heading, new_figure, plain, save
 
-_LINEAR_BELOW = 0.01  # of the axis of F: logarithmic above
+_LINEAR_BELOW = 0.01  # the axis of F is linear up to this, then logarithmic
 _RULE_COLOURS = (*COLOURS, TEXT)
-_SPREAD = 0.76  # of a setting's or rule's markers, in units of the distance to the next
+_SPREAD = 0.76  # width of the markers of one setting or rule, in units of the distance to the next
 
 
 def save_exact_plot(summaries: Sequence[ExactSummary], path: Path, title: str) -> None:
     """Write the picture in the file extension's format. Raises ParameterError if it cannot be written."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure: Any = Figure(figsize=(11.5, 8.4), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    figure.suptitle(drawable(title, TITLE_LETTERS), fontsize=14, weight="bold", color=TEXT, x=0.01, ha="left")
+    figure = new_figure(11.5, 8.4, title)
     above, below = figure.subfigures(2, 1, height_ratios=(1.05, 1))
     _excess(above.subplots(), summaries)
     left, right = below.subplots(1, 2)
     _optimal(left, summaries)
     _sizes(right, summaries)
-    try:
-        figure.savefig(path, dpi=DPI)
-    except (OSError, ValueError) as error:
-        raise ParameterError(f"the picture {path} cannot be written ({error}); choose another name.") from None
+    save(figure, path)
 
 
 def _excess(axes: Any, summaries: Sequence[ExactSummary]) -> None:
@@ -52,10 +41,7 @@ def _excess(axes: Any, summaries: Sequence[ExactSummary]) -> None:
     axes.set_xticks(range(len(summaries)), [drawable(_label(summary), 40) for summary in summaries])
     axes.set_xlim(-0.5, len(summaries) - 0.5)
     axes.set_ylabel("F above the best prefix", fontsize=9)
-    axes.set_title(
-        "F of each rule's crop above the best prefix of the probability order (median, 5 to 95 %)",
-        fontsize=11, loc="left", color=TEXT, weight="bold", pad=24,
-    )  # fmt: skip
+    heading(axes, "F of each rule's crop above the best prefix of the probability order (median, 5 to 95 %)", pad=24)
     axes.legend(
         frameon=False, fontsize=8, ncols=len(NAMES), loc="lower left", bbox_to_anchor=(-0.01, 0.985), handlelength=1
     )
@@ -76,8 +62,7 @@ def _optimal(axes: Any, summaries: Sequence[ExactSummary]) -> None:
     axes.set_ylim(len(NAMES) - 0.4, -0.6)
     axes.set_xlim(-2, 102)
     axes.set_xlabel("share of the steps, % (line: 95 % interval)", fontsize=9)
-    pad = 24 if len(summaries) > 1 else 6
-    axes.set_title("Where the crop is the best prefix", fontsize=11, loc="left", color=TEXT, weight="bold", pad=pad)
+    heading(axes, "Where the crop is the best prefix", pad=24 if len(summaries) > 1 else 6)
     if len(summaries) > 1:
         axes.legend(
             frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(-0.05, 0.98), handlelength=0.8,
@@ -87,7 +72,7 @@ def _optimal(axes: Any, summaries: Sequence[ExactSummary]) -> None:
 
 
 def _sizes(axes: Any, summaries: Sequence[ExactSummary]) -> None:
-    random = np.random.default_rng(0)  # small shifts, so that equal sizes do not hide each other
+    random = np.random.default_rng(0)  # for small shifts, so that points with equal sizes stay visible
     most = max(step.tokens for summary in summaries for _, _, step in summary.rows)
     for summary, colour in zip(summaries, colours(len(summaries)), strict=False):
         sizes = [(step.crops[TOP_W].kept, step.likeliest.value.kept) for _, _, step in summary.rows]
@@ -98,7 +83,7 @@ def _sizes(axes: Any, summaries: Sequence[ExactSummary]) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("tokens that Top-W keeps", fontsize=9)
     axes.set_ylabel("tokens of the best prefix", fontsize=9)
-    axes.set_title("Sizes of Top-W's crop and of the best prefix", fontsize=11, loc="left", color=TEXT, weight="bold")
+    heading(axes, "Sizes of Top-W's crop and of the best prefix")
     plain(axes, grid="both")
 
 

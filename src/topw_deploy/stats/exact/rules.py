@@ -1,4 +1,4 @@
-"""The rules whose crops are compared under the exact objective, at usual parameters."""
+"""The rules whose crops are compared under the exact objective, with common parameters."""
 
 from __future__ import annotations
 

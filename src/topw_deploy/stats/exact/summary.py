@@ -1,4 +1,4 @@
-"""Counts over many exact steps, with intervals: one ExactSummary per setting."""
+"""Statistics over many exact steps, with intervals: one ExactSummary per setting."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from topw_deploy.stats.exact.rules import COMPARED, TOP_W
 Floats = NDArray[np.float64]
 
 RESAMPLES = 1000
-"""Bootstrap samples of an interval."""
+"""Bootstrap samples per interval."""
 
 NAMES = (TOP_W, *COMPARED)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A statistic of the sampled steps and its 95 % interval: percentiles over resampled prompts (bootstrap).
+    """A statistic of the analysed steps and its 95 % interval: percentiles over resampled prompts (bootstrap).
 
-    Prompts are resampled, not steps, because the steps of one text are alike. A share of 0 or 1 gets the exact binomial
-    interval of as many independent prompts, since resampling shows no spread.
+    Prompts are resampled, not steps, because the steps of one text are alike. Resampling shows no spread for a share of
+    0 or 1; its interval is the exact binomial one for that many independent prompts.
 
-    low, high: None for a single prompt.
+    low, high: the interval; None for a single prompt.
     """
 
     value: float
@@ -38,7 +38,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """How far F is above the least F, over steps; negative where a set that is no prefix of that order is better."""
+    """How far F is above the least F, over steps. Negative where a set that is not a prefix of the order is better."""
 
     mean: float
     median: Estimate
@@ -48,11 +48,12 @@ class Excess:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One rule's crops beside the best prefix.
+    """One rule's crops, compared with the best prefix; F* is that prefix's F.
 
-    optimal: share of the steps whose crop has the least F, within `TOLERANCE`.
-    better: steps whose crop is below the best prefix by more than that.
-    excess, relative: F - F*, and the same divided by F*.
+    optimal: share of the steps whose F is at most F*, within `TOLERANCE`.
+    better: number of steps whose F is below F* by more than `TOLERANCE`.
+    excess: F - F*.
+    relative: (F - F*) / F*.
     """
 
     optimal: Estimate
@@ -68,9 +69,10 @@ class ExactCrop:
     kept, mass, transport, entropy, value: means of a crop's size, mass, W1, entropy and F.
     kept_median: median size.
     lowest: share of the steps where no compared rule has a lower F.
-    beats_top_w, loses_to_top_w: steps with a lower or higher F than Top-W's.
-    cut: steps whose crop lost tokens outside the analysed ones.
-    standing: beside the best prefix of the probability order.
+    beats_top_w: number of steps where F is lower than Top-W's.
+    loses_to_top_w: number of steps where F is higher than Top-W's.
+    cut: number of steps where kept tokens were left out because F is not computed among them.
+    standing: compared with the best prefix of the probability order.
     """
 
     name: str
@@ -91,7 +93,7 @@ class ExactCrop:
 class BestPrefix:
     """The best prefixes of one order.
 
-    p10, median, p90: of their sizes.
+    p10, median, p90: quantiles of their sizes.
     whole: share of the steps where the best prefix is every analysed token.
     value: mean F.
     solved: mean number of transport problems solved per step.
@@ -109,13 +111,15 @@ class BestPrefix:
 class ExactSummary:
     """The exact objective under one setting.
 
-    of: steps of the run; `steps` of them were analysed.
+    steps: number of analysed steps.
+    of: number of steps of the run.
     tokens, mass: mean number and probability of the tokens among which F is computed.
     metric: whether the distance satisfies the triangle inequality.
-    likeliest, phi: best prefixes of the probability order and of Top-W's last order.
-    in_phi: Top-W's crop beside the best prefix of its own order.
+    likeliest: best prefixes of the probability order.
+    phi: best prefixes of the order by phi in Top-W's last alternation step.
+    in_phi: Top-W's crop, compared with the best prefix of that order.
     crops: Top-W, then the compared rules.
-    rows: the steps, as (sequence, position, step), both from 1.
+    rows: the analysed steps as (sequence, position, step), both counted from 1.
     """
 
     label: str
@@ -137,7 +141,7 @@ class ExactSummary:
 
 
 def summarise_exact(collected: Collected) -> list[ExactSummary]:
-    """One summary for each setting with analysed steps."""
+    """One summary for each setting that has analysed steps."""
     return [
         _summary(setting.label, sequences) for setting, sequences in collected.runs if any(s.exact for s in sequences)
     ]
@@ -175,7 +179,7 @@ def same(value: float, other: float) -> bool:
 
 
 class _Resampled:
-    """Statistics with bootstrap intervals over the groups of steps."""
+    """Statistics of steps, with bootstrap intervals over groups of steps."""
 
     def __init__(self, groups: Sequence[int]) -> None:
         numbers = np.asarray(groups)
@@ -239,7 +243,7 @@ def _standing(values: Sequence[Value], best: Sequence[Best], over: _Resampled) -
     pairs = [(value.total, found.value.total) for value, found in zip(values, best, strict=True)]
     equal = [same(total, least) for total, least in pairs]
     excess = [0.0 if tie else total - least for tie, (total, least) in zip(equal, pairs, strict=True)]
-    # A least F of 0 has no relative excess; F > 0 unless one token has all the probability.
+    # F* = 0 needs one token with all the probability; then there is no excess either.
     relative = [gap / least if gap else 0.0 for gap, (_, least) in zip(excess, pairs, strict=True)]
     return Standing(
         optimal=over.share([gap <= 0 for gap in excess]),

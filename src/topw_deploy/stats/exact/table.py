@@ -11,13 +11,13 @@ _COLUMNS = ("median (95 %)", "p95", "most", "relative", "p95", "most")
 
 
 def exact_lines(summaries: Sequence[ExactSummary]) -> Iterator[str]:
-    """The tables of `--exact`."""
-    yield "Exact objective F = W1(p, q) + lam H(q) - beta log mass. Intervals: 95 %, by prompts."
+    """The lines that `--exact` adds."""
+    yield "Exact objective F = W1(p, q) + lam H(q) - beta log mass. Intervals: 95 %, bootstrap over prompts."
     if not summaries:
         yield "There were no steps: every prompt fills the context, or no tokens were requested."
         return
     yield ""
-    yield "Top-W's crop beside the best prefix: share of the steps where it is the best; how far its F is above."
+    yield "Top-W's crop compared with the best prefix: how often it is as good, and how far its F is above."
     yield from aligned(
         ("setting", "order", "steps", "kept median", "best median", "optimal (95 %)", *_COLUMNS),
         [row for summary in summaries for row in _top_w(summary)],
@@ -40,15 +40,15 @@ def _rules(summary: ExactSummary) -> Iterator[str]:
     yield (
         f"lam {summary.lam:g}, beta {summary.beta:g}, geom_scale {summary.geom_scale:g}, selection temperature "
         f"{summary.selection_temperature:g}; {summary.steps:,} of {counted(summary.of, 'step')}, "
-        f"{counted(summary.sequences, 'prompt')}; {summary.tokens:,.0f} tokens of mass {summary.mass:.3f} on average"
+        f"{counted(summary.sequences, 'prompt')}; {summary.tokens:,.0f} tokens with mass {summary.mass:.3f} on average"
     )
     if not summary.metric:
-        yield "The distance is no metric (cosine): W1 is the least cost of transport, and Top-W's J is no bound of F."
+        yield "The distance is not a metric (cosine): W1 is the least transport cost, and Top-W's J does not bound F."
     for name, best in (("probability", summary.likeliest), ("phi", summary.phi)):
         yield (
-            f"best prefix of the {name} order: {best.median:g} tokens in the median (10 to 90 %: {best.p10:.0f} to "
-            f"{best.p90:.0f}), every token at {_share(best.whole)}; F {best.value:.4g} on average; "
-            f"{best.solved:.1f} transports solved per step"
+            f"best prefix of the {name} order: median {best.median:g} tokens (10 to 90 %: {best.p10:.0f} to "
+            f"{best.p90:.0f}), every token at {_share(best.whole)} of the steps; F {best.value:.4g} on average; "
+            f"{best.solved:.1f} transport problems solved per step"
         )
     header = ("rule", "kept mean", "mass", "W1", "entropy", "F mean", "lowest F", "optimal (95 %)", *_COLUMNS)
     rows = []
@@ -59,9 +59,9 @@ def _rules(summary: ExactSummary) -> Iterator[str]:
     yield from aligned(header, rows)
     for crop in summary.crops:
         if crop.cut:
-            yield f"{crop.name}: tokens beyond the analysed ones are left out at {counted(crop.cut, 'step')}"
+            yield f"{crop.name}: kept tokens outside the analysed ones are left out at {counted(crop.cut, 'step')}"
         if crop.standing.better:
-            yield f"{crop.name}: below every prefix of the probability order at {counted(crop.standing.better, 'step')}"
+            yield f"{crop.name}: F below any prefix of the probability order at {counted(crop.standing.better, 'step')}"
 
 
 def _standing(standing: Standing) -> list[str]:

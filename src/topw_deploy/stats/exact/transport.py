@@ -1,4 +1,4 @@
-"""Wasserstein-1 distances between one row's probabilities and their restrictions, each with a dual certificate."""
+"""Wasserstein-1 distances between a row's distribution and its restrictions to sets, each with a dual certificate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 LARGEST_GAP = 1e-7
-"""Largest accepted difference of primal and dual cost, in units of max(1, cost)."""
+"""Largest accepted difference between primal and dual cost, in units of max(1, cost)."""
 
 _MOST_ITERATIONS = 50_000_000
 
@@ -22,10 +22,10 @@ _MOST_ITERATIONS = 50_000_000
 class Transport:
     """An optimal plan from p to q_S, and potentials that prove it.
 
-    cost: of the plan.
-    u, v: float64 [n] with u_i + v_j <= d(i, j) for all i and j, so p.u + q.v is at most the cost of moving p to q, for
-        *every* distribution q (Kantorovich duality; Peyre and Cuturi, Computational Optimal Transport, section 2.5).
-        For q_S the two are equal.
+    cost: the plan's cost, W1(p, q_S).
+    u, v: float64 [n] with u_i + v_j <= d(i, j) for all i and j. So p.u + q.v is at most W1(p, q) for *every*
+        distribution q (Kantorovich duality; Peyre and Cuturi, Computational Optimal Transport, section 2.5), and equal
+        to it for q_S.
     """
 
     cost: float
@@ -34,12 +34,13 @@ class Transport:
 
 
 def transport(p: Floats, S: Mask, distance: Floats, *, metric: bool = True) -> Transport:
-    """Move p [n] to q_S, p restricted to S [n] and renormalised, at the least cost.
+    """Solve the transport from p to q_S, which is p restricted to S and renormalised.
 
-    p: positive, of sum 1. S: not empty.
+    p: [n], positive, of sum 1.
+    S: bool [n], not empty.
     distance: [n, n], not negative, 0 on the diagonal, in units of the objective.
-    metric: whether the triangle inequality holds. Then only mass outside S moves (docs/contract/theory.md, section 1);
-        otherwise a member's mass may make room for another's.
+    metric: whether the triangle inequality holds. If it does, only mass outside S moves (docs/contract/theory.md,
+        section 1); otherwise the mass of a token in S may move too.
 
     Needs the extra `exact`. Raises VerificationError if the solver's potentials do not prove its plan within
     `LARGEST_GAP`.
@@ -58,12 +59,12 @@ def transport(p: Floats, S: Mask, distance: Floats, *, metric: bool = True) -> T
     proven = float(p @ u + q @ v)
     if not cost - proven <= LARGEST_GAP * max(1.0, cost):
         raise VerificationError(
-            f"the transport solver's cost {cost!r} is proven only down to {proven!r}; please report this row."
+            f"the transport solver's cost is {cost!r}, but its potentials prove only {proven!r}; report this row."
         )
     return Transport(cost, u, v)
 
 
 def _potentials(distance: Floats, S: Mask, v: Floats) -> tuple[Floats, Floats]:
-    """The largest feasible u for v on S, then the largest feasible v of all tokens: the c-transforms."""
+    """The largest feasible u [n] for v on S, then the largest feasible v [n] for that u: two c-transforms."""
     u = (distance[:, S] - v).min(axis=1)
     return u, (distance - u[:, None]).min(axis=0)

@@ -1,1 +1,1 @@
-"""Sampling rules beside Top-W in the sampler's function (docs/contract/graph.md, section 8)."""
+"""The sampling rules other than Top-W in the sampler function (docs/contract/graph.md, section 8)."""

@@ -1,4 +1,4 @@
-"""Answers of rows with other rules than Top-W, as the function's branches join them."""
+"""Answers of rows with rules other than Top-W, and how the branches join them with Top-W's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from topw_deploy.export.tail.rules.vocabulary import crop_mass, draw_kept, flat_
 from topw_deploy.export.tail.spec import TailSpec
 
 PENDING = -2
-"""The token of a row that a later branch answers."""
+"""The token of a row that a later branch will answer."""
 
 
 @scope
@@ -40,7 +40,7 @@ def is_pending(op: Ops, answer: Answer) -> Tensor:
 
 
 def _candidates(op: Ops, spec: TailSpec, blocks: Blocks, path: ShortPath) -> Candidates:
-    """Those of Top-W, but not limited to `top_m`."""
+    """Top-W's candidates, without the limit of `top_m`."""
     if path.candidates.count < min(CANDIDATES, spec.vocab_size):
         return block_candidates(op, blocks, spec.vocab_size, spec.vocab_size)
     return path.candidates
@@ -55,7 +55,10 @@ def _answer(op: Ops, spec: TailSpec, best: List, proof: RulePath) -> Answer:
 def candidate_answer(
     op: Ops, spec: TailSpec, logits: Tensor, blocks: Blocks, path: ShortPath, ruled: RuleRows, rows: Rows
 ) -> tuple[Answer, Tensor]:
-    """What the candidates prove, and where they do, bool [batch, 1]. logits: edited and masked, [batch, padded]."""
+    """(The answers from the candidates; which rows they prove, bool [batch, 1]).
+
+    logits: edited and masked, [batch, padded].
+    """
     candidates = _candidates(op, spec, blocks, path)
     largest = op.Gather(candidates.logits, op.constant([0], np.int64), axis=1)
     found = statistics(op, vocabulary(op, logits, largest, rows), largest)
@@ -67,7 +70,7 @@ def candidate_answer(
 
 
 def sorts(spec: TailSpec) -> bool:
-    """Whether whole vocabularies are sorted."""
+    """Whether the whole vocabulary is sorted."""
     return spec.form == "onnxruntime" or spec.vocab_size <= LONGEST
 
 
@@ -91,7 +94,7 @@ def vocabulary_answer(op: Ops, spec: TailSpec, logits: Tensor, ruled: RuleRows, 
 
 @scope
 def join(op: Ops, rows: Tensor, one: Answer, other: Answer) -> Answer:
-    """`one` where `rows`, bool [batch, 1], else `other`, with their own certificates."""
+    """`one` for the rows where `rows`, bool [batch, 1], is true, else `other`. Each row keeps its own `certified`."""
     certified = op.Or(op.And(rows, one.certified), op.And(op.Not(rows), other.certified))
     return replace(merge(op, rows, one, other), certified=certified)
 

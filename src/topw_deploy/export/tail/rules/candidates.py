@@ -1,4 +1,4 @@
-"""The kept set from a list of the largest logits, where it proves it (docs/contract/rules.md, section 3)."""
+"""The kept set from a list of the largest logits, and its proof from that list (docs/contract/rules.md, section 3)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from topw_deploy.export.tail.rules.inputs import RuleRows
 from topw_deploy.export.tail.rules.statistics import LEAST, Statistics, lowest_drop
 
 LONGEST = 3840
-"""Tokens that TensorRT's TopK can sort."""
+"""The most tokens that TensorRT's TopK can sort."""
 
 
 @dataclass(frozen=True)
 class List:
     """The largest logits, descending, [batch, width].
 
-    logits, ids: float32 and int64.
-    count: tokens in it, int.
-    sorted: whether ids order equal logits; such lists are summed in double precision.
-    positions: int64 [width].
+    logits: float32.
+    ids: int64.
+    count: number of tokens in the list, int.
+    sorted: whether equal logits are in order of their ids. Such a list is summed in double precision.
+    positions: 0 to width - 1, int64 [width].
     finite: bool.
-    drop, a: l - l_max; drop / Ts, at least LEAST.
+    drop: l - l_max.
+    a: drop / Ts, at least LEAST.
     weight: exp(a).
-    size: finite logits, int64 [batch, 1].
-    last: the last logit, the largest that a token outside the list can have.
-    complete: bool [batch, 1], whether there are no other finite tokens.
+    size: number of finite logits in the list, int64 [batch, 1].
+    last: the last logit; no token outside the list has a larger one.
+    complete: bool [batch, 1], whether no token outside the list is finite.
     """
 
     logits: Tensor
@@ -47,7 +49,7 @@ class List:
 
     @property
     def dtype(self) -> int:
-        """Of sums, as ONNX's number."""
+        """The type of sums, as ONNX's number: double if sorted, else float."""
         return 11 if self.sorted else 1
 
     def sums(self, op: Ops, values: Tensor) -> Tensor:
@@ -55,19 +57,18 @@ class List:
         return op.CumSum(op.Cast(values, to=self.dtype), op.constant(1, np.int64))
 
     def exact(self, op: Ops, column: Tensor) -> Tensor:
-        """A column in the type of the sums."""
+        """A column, cast to the type of the sums."""
         return op.Cast(column, to=self.dtype)
 
 
 @dataclass(frozen=True)
 class RulePath:
-    """A list's answer for rows of other rules.
+    """A list's answer for rows with rules other than Top-W.
 
     drawn, crop_mass: columns.
-    chosen: bool [batch, width], which positions are kept.
-    kept: the same, by token: they differ where ids do not order equal logits.
+    kept: bool [batch, width], the kept tokens at the positions of `List.ids`.
     certified: bool [batch, 1], whether the kept tokens are among the `CANDIDATES` largest.
-    proven: bool [batch, 1], whether no other token can be kept.
+    proven: bool [batch, 1], whether no token outside the list can be kept.
     """
 
     drawn: Drawn
@@ -79,7 +80,7 @@ class RulePath:
 
 @scope
 def sorted_list(op: Ops, logits: Tensor, found: Statistics, rows: Rows, vocab: int, length: int) -> List:
-    """The `length` largest of logits [batch, padded]; ONNX's TopK orders equal logits by index."""
+    """The `length` largest of the logits [batch, padded]. ONNX's TopK orders equal logits by index."""
     narrow = without_padding(op, logits, vocab)
     values, ids = op.TopK(narrow, op.constant([length], np.int64), axis=1)
     return as_list(op, Candidates(values, ids, length), found, rows, vocab, ordered=True)
@@ -140,7 +141,7 @@ def _candidates(best: List) -> Candidates:
 
 
 def _numbers(op: Ops, count: int) -> Tensor:
-    """0..count - 1, int64. Only onnxruntime's form has lists that are too long for a constant."""
+    """0 to count - 1, int64. Only lists in the form for onnxruntime can be too long for a constant."""
     if count <= LONGEST:
         return op.constant(np.arange(count), np.int64)
     return op.Range(*(op.constant(value, np.int64) for value in (0, count, 1)))
@@ -151,13 +152,13 @@ def _number(op: Ops, flags: Tensor) -> Tensor:
 
 
 def _places(op: Ops, best: List, chosen: Tensor) -> Tensor:
-    """Positions of chosen tokens, else 0."""
+    """The position of each chosen token; 0 for the others."""
     return op.Where(chosen, best.positions, op.constant(0, np.int64))
 
 
 @scope
 def _prefix(op: Ops, best: List, ruled: RuleRows, found: Statistics, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Tokens of the prefix, int64 [batch, 1], at least 1, and whether it is proven."""
+    """(Length of the kept prefix, at least 1, int64 [batch, 1]; whether it is proven)."""
     one = op.constant(1, np.int64)
     kept = op.And(best.finite, op.GreaterOrEqual(best.drop, lowest_drop(op, ruled, found, rows)))
     by_mass, sure_mass = _nucleus(op, best, ruled, found)
@@ -183,14 +184,14 @@ def _prefix(op: Ops, best: List, ruled: RuleRows, found: Statistics, rows: Rows)
 
 @scope
 def _nucleus(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Tensor, Tensor]:
-    """The shortest prefix with the mass v0, and whether the list reaches it; everything for v0 = 1."""
+    """(Length of the shortest prefix with the mass v0; whether the list reaches that mass). All tokens for v0 = 1."""
     everything = op.GreaterOrEqual(ruled.v0, op.constant(1.0))
     target = op.Where(everything, op.constant(np.inf), op.Mul(ruled.v0, found.total))
     return _shortest(op, best, best.weight, target)
 
 
 def _shortest(op: Ops, best: List, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens of the shortest prefix with the mass `target`, at most all finite ones, and whether there is one."""
+    """(Length of the shortest prefix with the mass `target`, or of all finite tokens; whether it has that mass)."""
     one = op.constant(1, np.int64)
     enough = op.GreaterOrEqual(best.sums(op, weight), best.exact(op, target))
     first = first_position(op, enough, best.positions, op.Sub(best.size, one))
@@ -198,19 +199,22 @@ def _shortest(op: Ops, best: List, weight: Tensor, target: Tensor) -> tuple[Tens
 
 
 def _pool(op: Ops, ruled: RuleRows, found: Statistics) -> Tensor:
-    """Tokens in Top-H's pool, int64 [batch, 1]."""
+    """Number of tokens in Top-H's pool, int64 [batch, 1]."""
     return op.Cast(op.Min(ruled.v1, found.finite), to=7)
 
 
 def _terms(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> Tensor:
-    """-w ln p of the tokens in Top-H's pool, else 0."""
+    """-w ln p for tokens in Top-H's pool; 0 for the others."""
     terms = op.Mul(best.weight, op.Sub(found.log_total, best.a))
     return op.Where(op.Less(best.positions, _pool(op, ruled, found)), terms, op.constant(0.0))
 
 
 @scope
 def entropy_of_pool(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> Tensor:
-    """The sum of -w ln p over Top-H's pool, of the listed tokens or of all: float32 [batch, 1]."""
+    """The sum of -w ln p over Top-H's pool, float32 [batch, 1].
+
+    The pool must be in the list or be the whole vocabulary.
+    """
     listed = op.ReduceSum(_terms(op, best, ruled, found), op.constant([1], np.int64), keepdims=1)
     every = op.Mul(found.total, op.Sub(found.log_total, found.mean))
     return op.Where(op.GreaterOrEqual(ruled.v1, found.finite), every, listed)
@@ -218,9 +222,10 @@ def entropy_of_pool(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> 
 
 @scope
 def _top_h(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Tensor, Tensor]:
-    """Top-H's prefix, and whether it is the same whatever the pool's other tokens are.
+    """(Length of Top-H's prefix; whether it is the same for every possible rest of the pool).
 
-    Their terms are at most the last candidate's: -p ln p rises up to p = 1 / e.
+    The terms of the pool's tokens outside the list are at most that of the last one in it, because -p ln p rises up to
+    p = 1 / e.
     """
     one, count = op.constant(1, np.int64), best.count
     pool, terms = _pool(op, ruled, found), _terms(op, best, ruled, found)
@@ -246,7 +251,7 @@ _NUMPY = {1: np.float32, 11: np.float64}
 
 @scope
 def _min_k(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Tensor, Tensor]:
-    """Min-k's prefix, and whether no steeper drop can follow the listed ones."""
+    """(Length of Min-k's prefix; whether no steeper drop can follow the list)."""
     slope, cliff = steepest(op, best.logits)
     behind = op.Add(op.Sub(best.last, found.largest), found.span)  # l_last - l_n
     room = op.Div(behind, op.constant(float(best.count)))
@@ -255,7 +260,7 @@ def _min_k(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Ten
 
 @scope
 def steepest(op: Ops, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest (l_i - l_(i+1)) / i of descending logits [batch, n], and its first i: [batch, 1]."""
+    """(The largest (l_i - l_(i+1)) / i of descending logits [batch, n]; the first i where it occurs): [batch, 1]."""
     axis, start = op.constant([1], np.int64), op.constant([0], np.int64)
     here = op.Slice(logits, start, op.constant([-1], np.int64), axis)
     following = op.Slice(logits, axis, op.constant([np.iinfo(np.int64).max], np.int64), axis)
@@ -270,7 +275,10 @@ def steepest(op: Ops, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @scope
 def flat_size(op: Ops, ruled: RuleRows, found: Statistics) -> Tensor:
-    """floor(tau / span), cut to the finite tokens: int64 [batch, 1]; of equal logits all for tau > 0, else none."""
+    """floor(tau / span), at most the number of finite tokens, int64 [batch, 1].
+
+    If all finite logits are equal: all of them for tau > 0, else 0.
+    """
     zero = op.constant(0.0)
     span = op.Where(op.Greater(found.span, zero), found.span, op.constant(1.0))
     size = op.Floor(op.Min(op.Div(ruled.v0, span), found.finite))
@@ -279,7 +287,7 @@ def flat_size(op: Ops, ruled: RuleRows, found: Statistics) -> Tensor:
 
 
 def _typical_if_any(op: Ops, best: List, ruled: RuleRows, found: Statistics, typical: Tensor) -> tuple[Tensor, Tensor]:
-    """`_typical`, but long lists, which only onnxruntime's form has, are not sorted by distance in vain."""
+    """`_typical`. Sorts a long list, which only the form for onnxruntime has, only if a row uses the rule."""
     if best.count <= LONGEST:
         return _typical(op, best, ruled, found)
     near, proven = op.branch(
@@ -290,10 +298,10 @@ def _typical_if_any(op: Ops, best: List, ruled: RuleRows, found: Statistics, typ
 
 @scope
 def _typical(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Tensor, Tensor]:
-    """The tokens nearest to the mean of a with the mass v0, bool [batch, width], and whether they are proven.
+    """(The tokens nearest to the mean of a that have the mass v0, bool [batch, width]; whether they are proven).
 
-    Other tokens have a at most the last one's. Where ids do not order equal logits, the cut must not separate equal
-    distances.
+    No token outside the list has a larger a than the last one in it. In a list that is not `sorted`, the cut must not
+    separate equal distances.
     """
     axis, width = op.constant(1, np.int64), op.Shape(best.logits, start=1, end=2)
     distance = op.Where(best.finite, op.Abs(op.Sub(best.a, found.mean)), op.constant(np.inf))
@@ -314,7 +322,7 @@ def _typical(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[T
 
 @scope
 def _draw(op: Ops, best: List, chosen: Tensor, final: Tensor, rows: Rows) -> Drawn:
-    """Draw from the positions `chosen`, bool [batch, width], of which `final` is the last."""
+    """Draw from the positions `chosen`, bool [batch, width]; `final` is the last of them."""
     axis = op.constant([1], np.int64)
     logits = op.Where(chosen, best.logits, op.constant(-np.inf))
     drop = op.Div(op.Sub(logits, op.ReduceMax(logits, axis, keepdims=1)), rows.temperature)
@@ -323,6 +331,7 @@ def _draw(op: Ops, best: List, chosen: Tensor, final: Tensor, rows: Rows) -> Dra
     reached = op.Greater(mass, op.Mul(best.exact(op, rows.uniform), total))
     position = first_position(op, reached, best.positions, final)
     token = op.GatherElements(best.ids, position, axis=1) if best.sorted else token_at(op, _candidates(best), position)
-    # Logarithms are taken of whole rows, before the gather, so that a row's bits do not depend on its place.
+    # The logarithm is taken of whole rows, before the gather, so that a row's bits do not depend on its place in the
+    # batch.
     log_total = op.Cast(op.GatherElements(op.Log(mass), final, axis=1), to=1)
     return Drawn(token, op.Sub(op.GatherElements(drop, position, axis=1), log_total), _number(op, chosen))

@@ -1,8 +1,8 @@
 """Min-k's cliff, the steepest drop of the sorted logits, without a sort.
 
-With g the steepest (l_i - l_(i+1)) / i so far, a drop behind token i is steeper only if it exceeds i g. So none is
-between the tokens of an interval of that length below token i. A few jumps over such intervals, ever longer, pass over
-a whole vocabulary.
+Let g be the steepest (l_i - l_(i+1)) / i so far. A drop after token i is steeper only if it exceeds i g, so there is no
+steeper drop within an interval of that length below token i. Each jump passes over such an interval. The intervals
+grow, so a few jumps pass over a whole vocabulary.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from topw_deploy.export.tail.rules.candidates import List, steepest
 from topw_deploy.export.tail.rules.statistics import Vocabulary, count_of, largest_of, over_blocks
 
 JUMPS = 3
-"""Behind the 3840 largest logits. Large negative numbers, written as a mask, need two."""
+"""Jumps after the 3840 largest logits. Logits masked by large negative numbers need two."""
 
 
 @scope
 def cliff(op: Ops, words: Vocabulary, best: List) -> Tensor:
-    """The number of tokens before the steepest drop, of the first such drops: float32 [batch, 1]."""
+    """The number of tokens before the steepest drop, the first one among equals: float32 [batch, 1]."""
     least, zero = op.constant(-LARGEST), op.constant(0.0)
     slope, size = steepest(op, best.logits)
     slope, size = op.Max(slope, zero), op.Cast(size, to=1)

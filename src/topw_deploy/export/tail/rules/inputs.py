@@ -33,9 +33,9 @@ INTERVALS: Mapping[str, tuple[tuple[float, float], ...]] = {
 class RuleRows:
     """Rules as columns [batch, 1].
 
-    code: int64; greedy rows have top_k with k = 1, unknown codes `none`.
+    code: int64; top_k with k = 1 for a greedy row, `none` for an unknown code.
     v0, v1: float32, 0 where invalid or unused.
-    other: bool, whether the input names another rule than Top-W.
+    other: bool, whether the input `rule` is not Top-W's code.
     valid: bool, whether the code is known and its values are in their intervals.
     """
 
@@ -46,14 +46,14 @@ class RuleRows:
     valid: Tensor
 
     def choose(self, op: Ops, default: Tensor, **by_rule: Callable[[], Tensor]) -> Tensor:
-        """The tensor of each row's rule, or `default`: [batch, 1]."""
+        """For each row, the tensor given for its rule, or `default`: [batch, 1]."""
         chosen = default
         for name, value in by_rule.items():
             chosen = op.Where(self.has(op, name), value(), chosen)
         return chosen
 
     def has(self, op: Ops, *names: str) -> Tensor:
-        """Whether a row has one of the rules: bool [batch, 1]."""
+        """Whether a row has one of the rules `names`: bool [batch, 1]."""
         flags = [op.Equal(self.code, op.constant(RULES[name].code, np.int64)) for name in names]
         found = flags[0]
         for flag in flags[1:]:
@@ -63,13 +63,13 @@ class RuleRows:
 
 @scope
 def take_rules(op: Ops, ruled: RuleRows, index: Tensor) -> RuleRows:
-    """Rows `index`, int64 [n]."""
+    """The rows with these indices, int64 [n]."""
     return RuleRows(**{f.name: op.Gather(getattr(ruled, f.name), index, axis=0) for f in fields(ruled)})
 
 
 @scope
 def only_top_w(op: Ops, rule: Tensor) -> Tensor:
-    """Whether every row of `rule`, int32 [batch], has the rule Top-W: bool scalar."""
+    """Whether every row has the rule Top-W, bool scalar. rule: int32 [batch]."""
     return op.Equal(op.ReduceL1(op.Cast(rule, to=1), keepdims=0), op.constant(0.0))
 
 
@@ -98,7 +98,7 @@ def rule_rows(op: Ops, rule: Tensor, values: Tensor, rows: Rows) -> RuleRows:
 
 
 def _tables(op: Ops) -> tuple[Tensor, ...]:
-    """By code, for (v0, v1): lowest and highest values, whether unused, whether an integer."""
+    """Tables [rules, 2] by code, for (v0, v1): lowest value, highest value, whether unused, whether an integer."""
     intervals = [(*INTERVALS.get(rule.name, ()), UNUSED, UNUSED)[:2] for rule in ALL_RULES]
     bounds = np.array(intervals)  # [rules, 2, (low, high)]
     unused = np.array([[bound == UNUSED for bound in pair] for pair in intervals])

@@ -1,7 +1,7 @@
 """The largest float32 threshold that meets a condition.
 
-TensorRT's TopK takes at most 3840 numbers, and a sort of a vocabulary is not faster on a CPU. 17 rounds of three
-thresholds each find the threshold exactly, in rows of any contents.
+TensorRT's TopK takes at most 3840 numbers, and sorting a vocabulary is not faster on a CPU. 17 rounds of three
+thresholds each find the exact threshold of any row.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def largest_threshold(op: Ops, sums: Callable[[Tensor], Tensor], limit: Tensor) 
     sums: thresholds [batch, n, 1, 1] -> sums [batch, n, 1, 1] that do not rise with the threshold.
     limit: float32 [batch, 1, 1, 1].
 
-    Returns the lowest number, -LARGEST, if the sum there is not larger either.
+    Returns -LARGEST, the lowest number, if the sum is not larger than `limit` even there.
     """
     first, spacing = (op.constant(values) for values in _octaves())
     axis, multiples = op.constant([1], np.int64), op.constant(np.arange(1.0, 1.0 + _PER_ROUND).reshape(1, -1, 1, 1))
 
     def reached(thresholds: Tensor) -> Tensor:
-        """How many of the ascending thresholds hold: float32 [batch, 1, 1, 1]."""
+        """How many of the ascending thresholds meet the condition: float32 [batch, 1, 1, 1]."""
         return op.ReduceSum(op.Cast(op.Greater(sums(thresholds), limit), to=1), axis, keepdims=1)
 
     run = op.Cast(op.Greater(limit, limit), to=1)  # zeros

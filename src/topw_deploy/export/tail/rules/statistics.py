@@ -1,4 +1,4 @@
-"""Sums over the whole vocabulary that rules compare tokens with."""
+"""Sums over the whole vocabulary, from which the rules compute their thresholds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.rules.inputs import RuleRows
 
 LEAST = -1e4
-"""The smallest logarithm of a weight; smaller ones have the weight 0 too."""
+"""The lower bound of a weight's logarithm; its weight is already 0."""
 
-_SERIES_BELOW = 0.01  # below it, three terms of ln(1 + x) are exact in float32
+_SERIES_BELOW = 0.01  # below this x, three terms of the series of ln(1 + x) have float32 precision
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A row's tokens in blocks: [batch, 1, blocks, BLOCK]. The second axis is for several thresholds.
+    """The tokens of rows, in blocks: [batch, 1, blocks, BLOCK]. The second axis broadcasts over thresholds.
 
     logits, drop: l and l - l_max, -inf for banned tokens.
     finite: bool.
@@ -57,7 +57,7 @@ class Vocabulary:
 
 @scope
 def sums_of(op: Ops, values: Tensor) -> Tensor:
-    """Sums of [batch, n, blocks, BLOCK]: [batch, n, 1, 1]. Two steps, because long float32 sums lose digits."""
+    """Sums of [batch, n, blocks, BLOCK]: [batch, n, 1, 1]. In two steps, because long float32 sums lose digits."""
     inner = op.ReduceSum(values, op.constant([3], np.int64), keepdims=1)
     return op.ReduceSum(inner, op.constant([2], np.int64), keepdims=1)
 
@@ -99,12 +99,12 @@ def statistics(op: Ops, words: Vocabulary, largest: Tensor) -> Statistics:
     zero, one = op.constant(0.0), op.constant(1.0)
     total = total_of(op, words.weight)
     below = op.Less(words.drop, zero)
-    others = op.Sub(count_of(op, op.Not(below)), one)  # tokens that equal the largest, but for one
+    others = op.Sub(count_of(op, op.Not(below)), one)  # tokens with the largest logit, except one
     rest = op.Add(total_of(op, op.Where(below, words.weight, zero)), others)
     finite = count_of(op, words.finite)
     drop = op.Where(words.finite, words.drop, zero)
     span = largest_of(op, op.Neg(drop))
-    unit = op.Where(op.Greater(span, zero), span, one)  # so that squares of finite masks do not overflow
+    unit = op.Where(op.Greater(span, zero), span, one)  # so that squares of large negative logits do not overflow
     parts = op.Div(drop, over_blocks(op, unit))
     mean = op.Div(total_of(op, parts), finite)
     apart = op.Where(words.finite, op.Sub(parts, over_blocks(op, mean)), zero)
@@ -123,17 +123,17 @@ def statistics(op: Ops, words: Vocabulary, largest: Tensor) -> Statistics:
 
 @scope
 def log_one_plus(op: Ops, x: Tensor) -> Tensor:
-    """ln(1 + x) for x >= 0, exact for small x."""
+    """ln(1 + x) for x >= 0, accurate for small x."""
     series = op.Mul(x, op.Sub(op.constant(1.0), op.Mul(x, op.Sub(op.constant(0.5), op.Div(x, op.constant(3.0))))))
     return op.Where(op.Less(x, op.constant(_SERIES_BELOW)), series, op.Log(op.Add(x, op.constant(1.0))))
 
 
 @scope
 def lowest_drop(op: Ops, ruled: RuleRows, found: Statistics, rows: Rows) -> Tensor:
-    """The least l - l_max that the rule's threshold keeps: float32 [batch, 1]; the lowest number without one.
+    """The smallest l - l_max that the rule's threshold keeps, float32 [batch, 1].
 
-    It is positive if no token reaches the threshold.
-    min_p, epsilon, eta, p_less: ln of the threshold in units of the largest probability, times Ts.
+    It is -LARGEST for a rule without a threshold, and positive if no token reaches the threshold. For min_p, epsilon,
+    eta and p_less it is Ts times ln of the threshold in units of the largest probability.
     """
     none = op.constant(-LARGEST)
     log_value = op.Log(ruled.v0)

@@ -1,4 +1,4 @@
-"""The kept set and the draw over a vocabulary that is too long to sort, with static shapes."""
+"""The kept set and the draw over a vocabulary that is too large to sort, with static shapes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Kept:
     """A kept set.
 
     flags: bool [batch, 1, blocks, BLOCK].
-    certified: bool [batch, 1], whether it lies among the `CANDIDATES` largest logits.
+    certified: bool [batch, 1], whether the kept tokens are among the `CANDIDATES` largest.
     """
 
     flags: Tensor
@@ -41,7 +41,7 @@ class Kept:
 
 @scope
 def number_among(op: Ops, flags: Tensor) -> Tensor:
-    """The number of true flags up to each token in the order of ids, float32 [batch, 1, blocks, BLOCK]."""
+    """The inclusive count of true flags in the order of ids, float32 [batch, 1, blocks, BLOCK]."""
     numbers = op.Cast(flags, to=1)
     inner = op.CumSum(numbers, op.constant(3, np.int64))
     totals = op.ReduceSum(numbers, op.constant([3], np.int64), keepdims=1)
@@ -56,11 +56,11 @@ def _where(op: Ops, flags: Tensor, values: Tensor) -> Tensor:
 def listed(op: Ops, keys: Tensor, terms: Tensor, limit: Tensor, beyond: Tensor) -> Tensor:
     """The shortest list of tokens, by descending key, whose terms sum to at least `limit`.
 
-    keys, terms: float32 [batch, 1, blocks, BLOCK]; keys of -inf are in no list.
+    keys, terms: float32 [batch, 1, blocks, BLOCK]; a token with the key -inf is in no list.
     limit: float32 [batch, 1].
-    beyond: bool [batch, 1], rows that want the longest list with a sum of at most `limit` (Top-H).
+    beyond: bool [batch, 1], rows that instead need the longest list with a sum of at most `limit` (Top-H).
 
-    Returns all tokens if no list is as long; bool [batch, 1, blocks, BLOCK]. Ids break ties.
+    Returns bool [batch, 1, blocks, BLOCK]; all tokens if no list reaches `limit`. Ids break ties.
     """
     least = over_blocks(op, op.Where(beyond, limit, op.Mul(limit, op.constant(_ALMOST))))
 
@@ -81,7 +81,7 @@ def listed(op: Ops, keys: Tensor, terms: Tensor, limit: Tensor, beyond: Tensor) 
 
 @scope
 def kept_tokens(op: Ops, words: Vocabulary, best: List, ruled: RuleRows, found: Statistics, rows: Rows) -> Kept:
-    """best: the largest logits."""
+    """The kept set of each row. best: the largest logits."""
     whole = op.GreaterOrEqual(ruled.v0, op.constant(1.0))
     top_h, typical = ruled.has(op, "top_h"), over_blocks(op, ruled.has(op, "typical"))
     counted = op.Or(ruled.has(op, "top_k", "min_k"), op.And(top_h, whole))

@@ -1,4 +1,4 @@
-"""The rules beside Top-W on torch tensors (docs/contract/rules.md)."""
+"""The rules other than Top-W on torch tensors (docs/contract/rules.md)."""
 
 from topw_deploy.sampling.torch.rules.crop import rule_rows
 

@@ -1,4 +1,4 @@
-"""The kept sets of a batch under the rules beside Top-W: from 64 candidates, or from the sorted row."""
+"""The kept sets of a batch under rules other than Top-W: from 64 candidates, or from the sorted row."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def rule_rows(
     """Choose the kept sets of rows [B, V]: those of `rules.kept_set`, except where rounding decides.
 
     logits: any floating type, cast to float32; -inf bans a token.
-    rule: for all rows, or the graph's inputs: codes, integers [B], and values [B, 2].
+    rule: one rule for all rows, or the graph's two inputs: codes, integers [B], and values [B, 2].
     temperature, selection_temperature: numbers for all rows, or tensors [B]; as in `TopWParameters`.
 
-    The result has stage CANDIDATES (64 logits proved the crop), POOL (the row was sorted), GREEDY or INVALID, the last
-    also for unknown codes and values out of range. Rows are independent. Raises ParameterError for wrong shapes,
-    numbers out of range and the rule top_w, which `crop_rows` computes.
+    A row's stage is CANDIDATES (64 logits proved the crop), POOL (the row was sorted), GREEDY or INVALID. A row whose
+    code is unknown or whose values are out of range is INVALID. Rows are independent.
+
+    Raises ParameterError for wrong shapes, numbers out of range, and the rule top_w, which `crop_rows` computes.
     """
     check_logits(logits)
     row_logits = logits.to(torch.float32)
@@ -47,7 +48,7 @@ def rule_rows(
     codes, values = rule
     if codes.shape != (len(logits),) or values.shape != (len(logits), 2) or codes.is_floating_point():
         raise ParameterError(
-            f"the rule is {tuple(codes.shape)} and its values are {tuple(values.shape)}, but must be integers "
+            f"the rule codes are {tuple(codes.shape)} and the values {tuple(values.shape)}, but must be integers "
             f"[{len(logits)}] and numbers [{len(logits)}, 2]."
         )
     return _by_row(row_logits, rows, codes.tolist(), values.to(torch.float32).tolist())
@@ -125,7 +126,7 @@ def _from_list(
 
 
 def _above_the_last(found: Largest, keep: Tensor) -> Tensor:
-    """Whether every kept token is above the list's last, or that is banned; [R, 1]."""
+    """Whether every kept token has a larger logit than the list's last token, or the latter is banned; [R, 1]."""
     last = found.logits[:, -1:]
     lowest = torch.where(keep, found.logits, torch.inf).amin(1, keepdim=True)
     return (lowest > last) | (last == -torch.inf)

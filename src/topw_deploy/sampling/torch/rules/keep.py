@@ -1,8 +1,8 @@
 """Each rule on a list of the best tokens (docs/contract/rules.md, section 4).
 
-A function takes (the list, v0, v1) and returns (kept places bool [R, m], settled bool [R, 1]): whether no token outside
-the list could change the kept set, provided that the list's last token is not kept. With a complete list every row is
-settled.
+A function takes (the list, v0, v1) and returns (kept places bool [R, m], settled bool [R, 1]). A row is settled if no
+token outside the list can change the kept set, provided that the list's last token is not kept. If the list is
+complete, every row is settled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def top_n_sigma(given: Listed, n: float, _: float) -> Kept:
 
 
 def top_h(given: Listed, alpha: float, pool: float) -> Kept:
-    """Tokens of the pool outside the list add between 0 and e(w_m) each to the pool's sum."""
+    """Each token of the pool that is not in the list adds between 0 and e(w_m) to the pool's sum."""
     size = given.logits.shape[1]
     inside = given.places < pool
     surprise = torch.where(given.w > 0, given.y, 0.0)
@@ -69,7 +69,7 @@ def top_h(given: Listed, alpha: float, pool: float) -> Kept:
 
 
 def typical(given: Listed, mass: float, _: float) -> Kept:
-    """A token outside the list comes before a kept one only if the list's last token, which is nearer, is kept too."""
+    """A token outside the list can precede a kept one only if the list's last token, which is nearer, is also kept."""
     distance = torch.where(given.finite, (given.y - given.mean).abs(), torch.inf)
     order = torch.sort(distance, dim=1, stable=True).indices
     k, reached = _shortest(given.w.gather(1, order), mass * given.Z)
@@ -88,7 +88,7 @@ def min_k(given: Listed, tau: float, _: float) -> Kept:
         steepest = decay.gather(1, at)
         cliff = torch.where(steepest > 0, at + 1, cliff)
         proven = proven | (steepest >= (given.logits[:, -1:] - given.least) / size)
-    # A number divided by a tensor would be multiplied by its reciprocal, which rounds whole numbers down.
+    # Tensor by tensor: torch computes number / tensor as number * (1 / tensor), which may round a whole number down.
     flat = torch.where(span > 0, torch.full_like(span, tau) / span, math.inf if tau > 0 else 0.0)
     k = torch.maximum(cliff, flat.clamp(max=2.0**31).floor().to(torch.int64))
     return given.places < k, given.complete | (proven & (k <= size))
@@ -99,7 +99,7 @@ def _above(given: Listed, threshold: Tensor) -> Kept:
 
 
 def _shortest(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(Size of the shortest prefix that reaches `target`, int64 [R, 1], the whole list if none; whether one does)."""
+    """(Size of the shortest prefix that reaches `target`, int64 [R, 1], or of the whole list; whether one does)."""
     reached = weights.cumsum(1) >= target
     any_does = reached.any(1, keepdim=True)
     first = reached.to(torch.uint8).argmax(1, keepdim=True) + 1

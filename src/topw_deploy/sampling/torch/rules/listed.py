@@ -1,4 +1,4 @@
-"""The best tokens of some rows, and sums over the whole rows."""
+"""The best tokens of a batch of rows, and sums over the whole rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topw_deploy.sampling.torch.rows import working_dtype
 class Listed:
     """The m best tokens of R rows; symbols as in docs/contract/rules.md, section 2. Sums are computed on demand.
 
-    logits: [R, m], descending; float64 (float32 on MPS), as all floats here.
+    logits: [R, m], descending; float64 (float32 on MPS), like all floats here.
     finite: bool [R, m].
     complete: bool [R, 1], whether the list holds every finite token of the row.
     y, w: [R, m]; inf and 0 where not finite.
@@ -64,11 +64,11 @@ class Listed:
 
     @cached_property
     def rest(self) -> Tensor:
-        """Z - 1, summed without the first token: exact for peaked rows, [R, 1]."""
+        """Z - 1, summed without the first token so that a peaked row does not lose it to rounding, [R, 1]."""
         return self._others.sum(1, keepdim=True)
 
     @cached_property
-    def Z(self) -> Tensor:  # noqa: N802 - the page's symbol
+    def Z(self) -> Tensor:  # noqa: N802 - the symbol in docs/contract/rules.md
         return 1.0 + self.rest
 
     @cached_property

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from topw_deploy.cli.compare import RULES
-from topw_deploy.compare.rules import read_rules, read_temperatures
 from topw_deploy.errors import ParameterError
+from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Reads `--rules` and `--temperatures`."""
+"""Reads `--rules` and `--temperatures` of commands that compare sampling rules."""
 
 from __future__ import annotations
 

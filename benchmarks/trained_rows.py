@@ -1,0 +1,117 @@
+"""The bundled model with more layers, more width and a larger vocabulary: the cost of 50 M parameters, the logits of a
+trained model.
+
+A random model's logits are normal; those of a trained one are far from it, and a sampler's cost depends on them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks.grown import RECIPE, grown
+from benchmarks.models import CACHE
+from topw_deploy.demo import demo_model_path
+
+LAYERS = 11  # 51 M parameters with 32,000 tokens
+TEMPERATURES = (0.5, 1.0, 1.5, 2.0)
+_ADDED = 0.25  # probability of the added tokens at T = 1, relative to the trained ones'
+_DEVIATION = 1.0  # of an added token's logit from its trained one's, beside the shift
+_RIDGE = 1e-3
+_TEXTS, _TOKENS = 12, 256  # whose last hidden states are used
+_ROWS = "rows.json"
+
+
+def trained_model(vocab_size: int) -> Path:
+    """A Hugging Face folder with `vocab_size` tokens, made once. The prompts' words have the bundled model's ids."""
+    folder = CACHE / f"trained-{vocab_size}"
+    if (folder / _ROWS).exists():
+        return folder
+    from transformers import AutoModelForCausalLM
+
+    source = demo_model_path()
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model = grown(small, replace(RECIPE, layers=LAYERS)).eval()
+    hidden = last_states(model, tokenizer)
+    extend(model, vocab_size, hidden)
+    rows = described(hidden @ model.get_input_embeddings().weight.detach().T, small.config.vocab_size)
+    model.save_pretrained(folder)
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        shutil.copyfile(source / name, folder / name)
+    write_tokenizer(source / "tokenizer.json", folder / "tokenizer.json", vocab_size)
+    (folder / _ROWS).write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    return folder
+
+
+def row_table(folder: Path) -> list[tuple[str, ...]]:
+    """Rows of a table: temperature, mean entropy in nats, mean probability of the added tokens."""
+    found = json.loads((folder / _ROWS).read_text("utf-8"))
+    return [(one["temperature"], f"{one['entropy']:.2f}", f"{one['added']:.0%}") for one in found]
+
+
+def last_states(model: Any, tokenizer: Tokenizer) -> torch.Tensor:
+    """float32 [N, d]: the output of the last norm at every token of some texts of the language reference."""
+    from pydoc_data.topics import topics
+
+    texts = sorted(topics.values(), key=len, reverse=True)[:_TEXTS]
+    ids = torch.tensor([tokenizer.encode(text).ids[:_TOKENS] for text in texts])
+    with torch.inference_mode():
+        states = model.model(input_ids=ids).last_hidden_state
+    return states.flatten(0, 1).clone()
+
+
+def extend(model: Any, vocab_size: int, hidden: torch.Tensor) -> None:
+    """Add tokens to a model with tied embeddings. The logits of its own tokens do not change.
+
+    An added token is a less likely variant of an own one: the own embedding, plus noise, minus a multiple of the
+    direction along which all of the hidden states, [N, d], are about 1. At T = 1, all added tokens together have about
+    _ADDED times the probability of the own ones.
+    """
+    own = model.config.vocab_size
+    table = model.get_input_embeddings().weight.detach().clone()  # [V, d]
+    count, width = vocab_size - own, table.shape[1]
+    ridge = _RIDGE * hidden.square().mean() * len(hidden) * torch.eye(width)
+    constant = torch.linalg.solve(hidden.T @ hidden + ridge, hidden.sum(0))  # [d]
+    noise = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+    noise *= _DEVIATION / hidden.norm(dim=1).mean()
+    # exp of normal noise has the mean exp(variance / 2).
+    shift = math.log(count / own / _ADDED) + _DEVIATION**2 / 2
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[:own] = table
+        weight[own:] = table[torch.arange(count) % own] + noise - shift * constant
+
+
+def described(logits: torch.Tensor, own: int) -> list[dict[str, float]]:
+    """Mean entropy, and mean probability of the tokens from `own` on, by temperature. logits: [N, V]."""
+    found = []
+    for temperature in TEMPERATURES:
+        logs = torch.log_softmax(logits / temperature, 1)
+        weights = logs.exp()
+        entropy = -(weights * logs).sum(1).mean()
+        found.append(
+            {
+                "temperature": temperature,
+                "entropy": float(entropy),
+                "added": float(weights[:, own:].sum(1).mean()),
+            }
+        )
+    return found
+
+
+def write_tokenizer(source: Path, target: Path, vocab_size: int) -> None:
+    """Copy a BPE tokenizer, filled up with unused tokens."""
+    document = json.loads(source.read_text("utf-8"))
+    vocabulary = document["model"]["vocab"]
+    first = max([*vocabulary.values(), *(token["id"] for token in document["added_tokens"])]) + 1
+    vocabulary |= {f"<unused{token}>": token for token in range(first, vocab_size)}
+    target.write_text(json.dumps(document, ensure_ascii=False), "utf-8")

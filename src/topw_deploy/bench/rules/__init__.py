@@ -1,0 +1,1 @@
+"""`topw bench rules`: the decoding loop of one model under every sampling rule and temperature."""

@@ -1,0 +1,85 @@
+"""A model's median distance of likely pairs, the unit of `geom_scale` under `geom_unit="median"`.
+
+Distances depend on the metric, the embedding width and the table. The median makes them comparable between models
+(docs/contract/graph.md, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling.geometry import Floats, Geometry
+from topw_deploy.sampling.parameters import IN_FLOAT32
+
+GEOM_UNITS = ("raw", "median")
+"""Units of `geom_scale`: per unit of the metric, or per median distance of likely pairs."""
+
+LIKELY_TOKENS = 64
+"""The likeliest tokens of a step whose pairs count."""
+
+
+def check_geom_unit(unit: object) -> str:
+    """Return `unit`. Raises ParameterError if it is not one of GEOM_UNITS."""
+    if not isinstance(unit, str) or unit not in GEOM_UNITS:
+        raise ParameterError(f"geom_unit is {unit!r:.60}, but must be one of {', '.join(GEOM_UNITS)}.", "geom_unit")
+    return unit
+
+
+def raw_geom_scale(geom_scale: float, median: float | None) -> float:
+    """`geom_scale`, given per `median` distance, per unit of the metric: geom_scale / median.
+
+    Raises ParameterError without a median, and for a result beyond float32.
+    """
+    if median is None:
+        raise ParameterError(
+            "geom_unit is 'median', but this export has no median distance of likely pairs, which its verification "
+            "measures; export the model again without --no-verify, or give geom_scale with geom_unit raw.",
+            "geom_unit",
+        )
+    raw = geom_scale / median
+    if not abs(raw) <= float(np.finfo(np.float32).max):
+        raise ParameterError(
+            f"geom_scale is {geom_scale!r}, {raw:g} when divided by the median distance {median:g}, but must be finite "
+            f"{IN_FLOAT32}.",
+            "geom_scale",
+        )
+    return raw
+
+
+def median_distance(geometry: Geometry, logits: Iterable[NDArray[Any]]) -> float | None:
+    """The median distance of two independent draws at one step, given that they are different tokens.
+
+    A pair (i, j) of a step counts with the weight p_i p_j, p the softmax at temperature 1: pairs of likely tokens count
+    most, and steps with one certain token hardly at all. Each step contributes its LIKELY_TOKENS likeliest tokens.
+
+    geometry: any metric.
+    logits: one row [V] per step; rows with NaN, +inf or nothing finite are left out.
+
+    Returns None without two likely tokens at any step, and if the median is 0.
+    """
+    found = [_pairs(geometry, row) for row in logits if np.isfinite(row.max())]
+    if not found:
+        return None
+    distances, weights = (np.concatenate(part) for part in zip(*found, strict=True))
+    order = np.argsort(distances)
+    upto = np.cumsum(weights[order])
+    if not len(upto) or upto[-1] <= 0:
+        return None
+    median = float(distances[order][np.searchsorted(upto, upto[-1] / 2)])
+    return median if median > 0 else None
+
+
+def _pairs(geometry: Geometry, row: NDArray[Any]) -> tuple[Floats, Floats]:
+    """Distances and weights of the step's pairs, each [n (n - 1) / 2]."""
+    weights = np.exp(row.astype(np.float64) - row.max())
+    weights /= weights.sum()
+    n = min(LIKELY_TOKENS, len(row))
+    likely = np.argpartition(-weights, n - 1)[:n]
+    i, j = np.triu_indices(n, 1)
+    p = weights[likely]
+    return geometry.distances(likely, likely)[i, j], p[i] * p[j]
