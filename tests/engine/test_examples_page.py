@@ -154,7 +154,7 @@ def test_a_server_streams_and_answers_errors(run: Callable[[str], tuple[dict[str
         running = [engine.submit("a", max_new_tokens=9, stopping_criteria=gate)]
         running += [engine.submit("a", max_new_tokens=9) for _ in range(39)]
         await refused.call()
-        assert (refused.status, "room for 40" in refused.content.decode()) == (503, True)
+        assert (refused.status, "room for only 40" in refused.content.decode()) == (503, True)
         gate.opened.set()
 
     model.defaults["temperature"] = 0.0  # the same text whatever the seed
