@@ -55,7 +55,7 @@ def test_nothing_is_lost_mixed_stuck_or_leaked_in_two_minutes() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.broad
 def test_the_soak_finds_a_leak_of_one_kilobyte_per_request() -> None:
     done = soak("--seconds", "60", "--replay", "0", "--leak", "1024")
     assert done.returncode == 1

@@ -31,7 +31,7 @@ from topw_deploy.export.trace.trace import TracedDecoder, trace
 from topw_deploy.export.verification.cache_drivers import CacheDriver
 
 SAMPLE = ("gpt_oss", "bloom", "gemma3n", "deepseek_v3")
-LONG = ("falcon_alibi", "codegen", "llama4", "llama_12", "gemma4", "deepseek_v4")  # the others are broad
+LONG = ("falcon_alibi", "llama4", "llama_12")  # the others are broad
 
 FLOAT32 = 1e-4  # as in the export's verification; measured: below 5e-6
 # For logits up to 4: half precision has 11 bits, and two layers sum in another order; measured: below 1e-2.
@@ -85,9 +85,7 @@ def test_ragged_rows_of_a_batch_agree_with_torch_alone(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "half",
-    sampled(
-        ("gpt_oss", "bloom", "falcon_alibi", "codegen", "llama4", "llama_12", "deepseek_v3"), SAMPLE[:1], LONG[2:4]
-    ),
+    sampled(("gpt_oss", "bloom", "falcon_alibi", "codegen", "llama4", "llama_12", "deepseek_v3"), SAMPLE[:1], LONG[1:]),
 )
 def test_half_precision_agrees_within_its_bits(half: str, lowering: str) -> None:
     decoder, form = lowered(traced(half, torch.float16), lowering)
