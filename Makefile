@@ -34,7 +34,7 @@ demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text fr
 test: $(VENV)/dev.stamp     ## install and run the tests on all cores, without the long ones
 	$(PYTEST) $(PYTEST_FLAGS)
 
-quick: $(VENV)/dev.stamp    ## the same without the slow ones: every module, in about two minutes
+quick: $(VENV)/dev.stamp    ## the same without the slow ones: every module, in about four minutes
 	$(PYTEST) --quick $(PYTEST_FLAGS)
 
 lint: $(VENV)/dev.stamp     ## ruff and mypy
