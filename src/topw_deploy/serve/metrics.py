@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, named as vLLM's with the prefix `topw:`, each with the label `model_name`."""
+"""Metrics for Prometheus. They have vLLM's names with the prefix `topw:`, and the label `model_name`."""
 
 from __future__ import annotations
 
