@@ -101,7 +101,7 @@ class RowPrefixes:
 
 @dataclass(slots=True)
 class _Stored(Generic[AnyStates]):
-    """point: whether these are the states of fixed size after all tokens; if not, those with a token axis."""
+    """point: True for states of fixed size, as they are after all tokens; False for states with a token axis."""
 
     tokens: np.ndarray
     states: AnyStates
