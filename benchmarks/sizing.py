@@ -1,0 +1,167 @@
+"""How much memory and how many replicas a load needs, by formula. The formulas: docs/guide/scale.md.
+
+    python -m benchmarks.sizing OUT [--rows 8] [--length TOKENS] [--measure]
+    python -m benchmarks.sizing OUT --costs FILE --rate 100 --prompt 300 --new 60 [--load 0.7]
+    python -m benchmarks.sizing --check
+
+--measure fills every row of an engine and compares the process's memory with the formula. --costs is what
+`python -m benchmarks.fleet --measure OUT` wrote. --check compares the formula of the throughput with the stored table
+in docs/lab/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import table
+from benchmarks.fleet.costs import MODEL_OPTIONS, STORED, Costs
+from topw_deploy.manifest import DecoderManifest, load_manifest
+from topw_deploy.sizes import binary_size
+
+_ROWS = 16  # of the stored table's engines
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. weights: the model's files. row: states of one sequence of the full length. rows: number of rows."""
+
+    weights: int
+    row: int
+    rows: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.rows * self.row
+
+
+def memory(folder: Path, rows: int, length: int | None) -> Memory:
+    """From the manifest and the files. length: tokens of a sequence; None for the context."""
+    manifest = load_manifest(folder)
+    if not isinstance(manifest, DecoderManifest):
+        raise SystemExit(f"{folder} has no decoder")
+    tokens = min(length or manifest.decoder.context_length, manifest.decoder.context_length)
+    row = sum(state.row_bytes(tokens) for state in manifest.decoder.states)
+    weights = sum(file.stat().st_size for file in folder.iterdir() if file.name.startswith("model.onnx"))
+    return Memory(weights, row, rows)
+
+
+def replicas(rate: float, seconds: float, load: float) -> int:
+    """Replicas for `rate` requests per second of `seconds` each (`Costs.request`), used to the share `load`."""
+    return math.ceil(rate * seconds / load)
+
+
+def measured_memory(folder: Path, rows: int, length: int | None) -> tuple[int, int]:
+    """Resident bytes of this process before the model is opened, and their peak with every row in use."""
+    from topw_deploy.engine import Engine
+    from topw_deploy.runtime import TopWModel
+
+    before = _resident("VmRSS")
+    with TopWModel.from_pretrained(folder, **MODEL_OPTIONS) as model:
+        most = min(length or model.manifest.decoder.context_length, model.manifest.decoder.context_length)
+        with Engine(model, max_batch=rows, max_length=most, reuse_prefixes=False) as engine:
+            prompts = [[3 + row] * (most - 16) for row in range(rows)]
+            asked = [engine.submit(prompt, max_new_tokens=16, ignore_eos=True) for prompt in prompts]
+            for each in asked:
+                each.result()
+    return before, _resident("VmHWM")
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row of the stored table: new tokens per second by callers, and the formula's for those between."""
+
+    name: str
+    callers: tuple[int, ...]
+    stored: tuple[float, ...]
+
+    def predicted(self) -> dict[int, float]:
+        """New tokens per second by number of callers, from the fewest and from the first that fill the rows.
+
+        A new token takes x + a / width: a is a step's part that all rows share, x everything else, prompts included.
+        """
+        time = {width: 1 / rate for width, rate in zip(self.callers, self.stored, strict=True) if width <= _ROWS}
+        low, high = min(time), max(time)
+        shared = (time[low] - time[high]) / (1 / low - 1 / high)
+        rest = time[high] - shared / high
+        return {width: 1 / (rest + shared / width) for width in time if low < width < high}
+
+
+def stored_rates(text: str) -> list[Check]:
+    """The Engine's rates in the section "Serving many callers", where there are more than two numbers of callers.
+
+    A star marks a rate of another day, which is left out.
+    """
+    section = text.split("## Serving many callers\n")[1].split("\n## ")[0]
+    found, model = [], ""
+    several: dict[str, dict[int, float]] = {}
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) < 9 or not cells[1].isdigit():
+            continue
+        model = cells[0] or model
+        rates = several.setdefault(f"{model}, {cells[1]} threads", {})
+        for callers, rate in zip(cells[2].split("/"), cells[3].split("/"), strict=True):
+            if not rate.endswith("*"):
+                rates[int(callers)] = float(rate.replace(",", ""))
+    for name, rates in several.items():
+        if len(rates) > 2:
+            found.append(Check(name, tuple(rates), tuple(rates.values())))
+    return found
+
+
+def check() -> str:
+    """A table: stored and predicted rates."""
+    rows = []
+    for each in stored_rates(STORED.read_text("utf-8")):
+        for width, rate in each.predicted().items():
+            stored = each.stored[each.callers.index(width)]
+            rows.append((each.name, str(width), f"{stored:,.0f}", f"{rate:,.0f}", f"{rate / stored:.2f}"))
+    return table(("model", "callers", "stored", "formula", "ratio"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="OUT", type=Path, nargs="?")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--costs", type=Path)
+    parser.add_argument("--rate", type=float, help="requests per second")
+    parser.add_argument("--prompt", type=int, default=300, help="tokens that are read")
+    parser.add_argument("--new", type=int, default=60, help="tokens that are drawn")
+    parser.add_argument("--load", type=float, default=0.7, help="share of the capacity that is used")
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    if args.check:
+        print(check())
+        return
+    if args.folder is None:
+        parser.error("give OUT or --check")
+    found = memory(args.folder, args.rows, args.length)
+    print(f"weights {binary_size(found.weights)}, a row {binary_size(found.row)}, in all {binary_size(found.total)}")
+    if args.measure:
+        before, peak = measured_memory(args.folder, args.rows, args.length)
+        more = (
+            f"{binary_size(peak - before)} more with all rows in use, {(peak - before) / found.total:.2f} x the formula"
+        )
+        print(f"the process: {binary_size(before)} before the model, {more}; peak {binary_size(peak)}")
+    if args.costs is not None:
+        seconds = Costs.load(args.costs).request(args.prompt, args.new)
+        print(f"a request takes {seconds * 1e3:.3g} ms of a replica: at most {1 / seconds:.3g} per second")
+        if args.rate is not None:
+            needed = replicas(args.rate, seconds, args.load)
+            print(f"{args.rate:g} per second at load {args.load:g} need {needed} replicas")
+
+
+if __name__ == "__main__":
+    main()

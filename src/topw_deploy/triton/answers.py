@@ -1,0 +1,112 @@
+"""Turns a Triton request into a request to the engine, and the engine's pieces into Triton responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.engine import Engine
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.runtime import GenerationResult
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES
+
+_OF_REQUEST = frozenset({"num_return_sequences", "skip_special_tokens", "add_special_tokens", "max_time"})
+NAMES = frozenset({*PARAMETERS, *_OF_REQUEST})
+
+Read = Callable[[str], "np.ndarray | None"]
+"""An input's values by name; None if the request has no such input."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that was read. parameters: of `Engine.submit`."""
+
+    prompt: str | list[int]
+    parameters: dict[str, Any]
+    streams: bool
+
+
+def read_request(read: Read) -> Asked:
+    """Check the inputs of a request.
+
+    Raises PromptError unless exactly one of text_input and input_ids is given, or for a text that is not UTF-8, and
+    ParameterError for parameters that are not a JSON object, unknown ones, and a seed that is given twice.
+    """
+    text, ids = read("text_input"), read("input_ids")
+    if (text is None) == (ids is None):
+        raise PromptError("the request has no prompt, or two; give either text_input or input_ids.")
+    prompt = _text("text_input", text) if text is not None else [int(token) for token in np.ravel(_some(ids))]
+    parameters = _parameters(read("parameters"))
+    seed, stream = read("seed"), read("stream")
+    if seed is not None:
+        if "seed" in parameters:
+            raise ParameterError("seed is given twice, as an input and in parameters; give it once.", "seed")
+        parameters["seed"] = int(_one("seed", seed))
+    return Asked(prompt, parameters, stream is not None and bool(_one("stream", stream)))
+
+
+def _parameters(given: np.ndarray | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    try:
+        found = json.loads(_text("parameters", given) or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ParameterError(f"parameters is not valid JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise ParameterError(f"parameters is a JSON {type(found).__name__}, but must be an object.")
+    unknown = next((name for name in found if REQUEST_ALIASES.get(name, name) not in NAMES), None)
+    if unknown is not None:
+        raise ParameterError(f"unknown parameter {unknown[:80]!r}; remove it.")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _text(name: str, value: np.ndarray) -> str:
+    one = _one(name, value)
+    try:
+        return one.decode("utf-8") if isinstance(one, bytes) else str(one)
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{name} is not UTF-8 at byte {error.start}.") from None
+
+
+def _one(name: str, value: np.ndarray) -> Any:
+    if value.size != 1:
+        raise ParameterError(f"{name} has {value.size} values, but must have one.")
+    return value.reshape(-1)[0]
+
+
+def _some(value: np.ndarray | None) -> np.ndarray:
+    return np.zeros(0, np.int64) if value is None else value
+
+
+async def answers(engine: Engine, asked: Asked) -> AsyncGenerator[dict[str, np.ndarray], None]:
+    """The outputs of each response, by name.
+
+    A stream has a response per piece of text, of which the last of each sequence has `token_ids` and `finish_reason`.
+    Otherwise there is one response per sequence. Closing the generator frees the rows.
+
+    Raises the errors of `Engine.stream`.
+    """
+    async for piece in engine.stream(asked.prompt, **asked.parameters):
+        result = piece.result
+        if asked.streams:
+            yield _response(piece.text, piece.row, result)
+        elif result is not None:
+            yield _response(result.text, piece.row, result)
+        else:
+            yield {}  # nothing to send; the caller sees whether the request was cancelled
+
+
+def _response(text: str, index: int, result: GenerationResult | None) -> dict[str, np.ndarray]:
+    ids = [] if result is None else result.token_ids
+    reason = "" if result is None else result.finish_reason
+    return {
+        "text_output": np.array([text.encode("utf-8", "replace")], np.object_),
+        "token_ids": np.array(ids, np.int64),
+        "finish_reason": np.array([reason.encode()], np.object_),
+        "seed": np.array([0 if result is None else result.seed], np.uint64),
+        "index": np.array([index], np.int32),
+    }

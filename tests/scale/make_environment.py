@@ -1,0 +1,29 @@
+"""Make Ray's environment: `python -m tests.scale.make_environment .venv-ray [option of pip ...]`.
+
+Its packages come before those of the Python that runs this, in which it finds all that Ray needs and is there already,
+and this package.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+
+def make(folder: Path, pip_options: list[str]) -> None:
+    """Raises CalledProcessError if pip fails."""
+    venv.create(folder, clear=True, symlinks=True)
+    python = folder / "bin" / "python"
+    shared = sysconfig.get_path("purelib")
+    own = next(folder.glob("lib/python3.*/site-packages"))
+    # Not the folder alone: its own .pth files count, too, as that of an editable installation.
+    (own / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n", "utf-8")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-compile", *pip_options, "topw-deploy[ray]"], check=True)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,255 @@
+"""Starts Ray and `serve run` with the example's configuration, puts them under load, and kills a replica.
+
+python tests/scale/ray_cluster.py RAY_BIN FOLDER        prints what it saw as JSON
+
+A process of its own, because tests may not use the network. RAY_BIN has `ray` and `serve`; FOLDER is an export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import yaml
+
+from topw_deploy.runtime import TopWModel
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "scale" / "ray.yaml"
+HOT = {"temperature": 1.5, "lam": 0.3}
+SYSTEM = "import collections\nimport functools\n" * 10  # longer than `prefix_characters`
+REQUESTS, TOKENS = 24, 200
+# One client, because making one costs tens of milliseconds; no connection is used twice, so none is found closed.
+CLIENT = httpx2.Client(timeout=120, limits=httpx2.Limits(max_keepalive_connections=0))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def descendants(root: int) -> dict[int, str]:
+    """The command line of every process under `root`, by its id."""
+    parents, commands = {}, {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError):
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                commands[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    found = {root}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {child: commands.get(child, "") for child in found}
+
+
+class Cluster:
+    """Ray on this machine with the example's application, two replicas of one core each."""
+
+    def __init__(self, binaries: Path, folder: Path) -> None:
+        self.place = Path(tempfile.mkdtemp(prefix="ray"))  # short: its sockets' paths have at most 107 characters
+        self.port, self._ray, self._processes = free_port(), binaries / "ray", []
+        address = f"127.0.0.1:{free_port()}"
+        config = yaml.safe_load(EXAMPLE.read_text("utf-8"))
+        config["http_options"] = {**config["http_options"], "host": "127.0.0.1", "port": self.port}
+        application = config["applications"][0]
+        application["args"] = {**application["args"], "models": {"demo": str(folder.resolve())}}
+        application["args"]["engine"] = {"max_batch": 4}
+        for deployment in application["deployments"]:
+            deployment.pop("autoscaling_config", None)
+            deployment.pop("graceful_shutdown_timeout_s", None)
+            deployment["num_replicas"] = 2 if deployment["name"] == "Replica" else 1
+            deployment["ray_actor_options"] = {"num_cpus": 0.5}
+        written = self.place / "ray.yaml"
+        written.write_text(yaml.safe_dump(config), "utf-8")
+        head = ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={address.rpartition(':')[2]}"]
+        head += ["--include-dashboard=false", "--disable-usage-stats", "--num-cpus=2", f"--temp-dir={self.place}/r"]
+        self.head = self._start(self._ray, *head, "--object-store-memory=80000000")
+        until(lambda: "ray_node_ip" in self.log() or "Ray runtime started" in self.log(), "Ray")
+        self._start(binaries / "serve", "run", f"--address={address}", str(written))
+        self.url = f"http://127.0.0.1:{self.port}"
+        until(self.healthy, "the application")
+
+    def _start(self, *words: object) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "RAY_DEDUP_LOGS": "0"}
+        with (self.place / "log").open("ab") as log:
+            process = subprocess.Popen(
+                list(map(str, words)), stdout=log, stderr=log, start_new_session=True, env=environment
+            )
+        self._processes.append(process)
+        return process
+
+    def log(self) -> str:
+        return (self.place / "log").read_text("utf-8", "replace")
+
+    def healthy(self) -> bool:
+        if any(process.poll() is not None for process in self._processes):
+            raise SystemExit(f"Ray ended:\n{self.log()[-5000:]}")
+        try:
+            return CLIENT.get(f"{self.url}/health", timeout=5).status_code == 200 and len(self.replicas()) == 2
+        except httpx2.TransportError:
+            return False
+
+    def replicas(self) -> list[int]:
+        """Process ids of the replicas."""
+        named = re.compile(r"ray::ServeReplica:topw:Replica")
+        return [child for child, command in descendants(self.head.pid).items() if named.search(command)]
+
+    def close(self) -> None:
+        """End every process that was started here."""
+        self._processes[-1].send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._processes[-1].wait(20)
+        started = [child for process in self._processes for child in descendants(process.pid)]
+        for child in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        shutil.rmtree(self.place, ignore_errors=True)
+
+
+def until(condition: Any, what: str, seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise SystemExit(f"{what} did not come within {seconds} s")
+        time.sleep(0.5)
+
+
+def body(prompt: str, seed: int, *, stream: bool = False, tokens: int = TOKENS) -> dict[str, Any]:
+    given = {"model": "demo", "prompt": prompt, "seed": seed, "max_tokens": tokens, "ignore_eos": True}
+    return {**given, **HOT, "stream": stream}
+
+
+def ask(url: str, given: dict[str, Any], begun: threading.Event | None = None) -> tuple[str, str]:
+    """("text", answer) or ("error", code); a connection that breaks off without an error is ("lost", reason).
+
+    begun: set at the first bytes of the answer.
+    """
+    try:
+        with CLIENT.stream("POST", f"{url}/v1/completions", json=given) as response:
+            parts = []
+            for part in response.iter_bytes():
+                parts.append(part)
+                if begun is not None:
+                    begun.set()
+        raw = b"".join(parts).decode()
+    except httpx2.TransportError as error:
+        return "lost", repr(error)
+    if response.status_code != 200:
+        return "error", f"{response.status_code} {json.loads(raw)['error']['code']}"
+    if not given["stream"]:
+        return "text", json.loads(raw)["choices"][0]["text"]
+    data = [line.removeprefix("data: ") for line in raw.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in data if line != "[DONE]"]
+    failed = next((event["error"]["code"] for event in events if "error" in event), None)
+    if failed is not None:
+        return "error", failed
+    if data[-1:] != ["[DONE]"]:
+        return "lost", "no [DONE]"
+    return "text", "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def burst(url: str) -> Iterator[tuple[str, str] | None]:
+    """Send all requests at once, half of them as streams. Yields None once a stream has begun, then the outcomes."""
+    begun = threading.Event()
+    outcomes: list[tuple[str, str]] = [("lost", "no answer")] * REQUESTS
+
+    def call(index: int) -> None:
+        outcomes[index] = ask(url, body(f"def f{index}(", index, stream=bool(index % 2)), begun)
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(REQUESTS)]
+    for thread in threads:
+        thread.start()
+    begun.wait(60)
+    yield None
+    for thread in threads:
+        thread.join()
+    yield from outcomes
+
+
+def main() -> None:
+    binaries, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    started = time.perf_counter()
+    with TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1) as model:
+        wanted = [
+            model.generate(f"def f{index}(", seed=index, max_new_tokens=TOKENS, ignore_eos=True, **HOT).text
+            for index in range(REQUESTS)
+        ]
+    cluster = Cluster(binaries, folder)
+    try:
+        seen: dict[str, Any] = {"start_seconds": time.perf_counter() - started}
+        seen["alone"] = [ask(cluster.url, body("def f0(", 0))[1] == wanted[0]]
+        seen["streamed"] = [ask(cluster.url, body("def f1(", 1, stream=True))[1] == wanted[1]]
+        seen["prefixes"] = prefixes(cluster.url)
+        seen["errors"] = refusals(cluster.url)
+        seen["left"] = leave(cluster)
+        outcomes = burst(cluster.url)
+        next(outcomes)
+        victim = cluster.replicas()[0]
+        os.kill(victim, signal.SIGKILL)
+        seen["killed"] = compared(outcomes, wanted)
+        until(lambda: cluster.healthy() and victim not in cluster.replicas(), "the new replica")
+        outcomes = burst(cluster.url)
+        next(outcomes)
+        seen["recovered"] = compared(outcomes, wanted)
+        seen["log"] = [line[-300:] for line in cluster.log().splitlines() if "replica ended" in line]
+    finally:
+        cluster.close()
+    seen["seconds"] = time.perf_counter() - started
+    sys.stdout.write(json.dumps(seen) + "\n")
+
+
+def compared(outcomes: Iterator[tuple[str, str] | None], wanted: list[str]) -> list[tuple[str, str | bool]]:
+    """("text", whether it is the wanted one), ("error", code) or ("lost", reason) for each request."""
+    found = enumerate(outcome for outcome in outcomes if outcome is not None)
+    return [(kind, text == wanted[index] if kind == "text" else text) for index, (kind, text) in found]
+
+
+def prefixes(url: str) -> list[int]:
+    """Reused tokens of prompts that begin alike, one after the other."""
+    found = []
+    for index in range(8):
+        answer = CLIENT.post(f"{url}/v1/completions", json=body(f"{SYSTEM}x{index}", 0, tokens=1)).json()
+        found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    return found
+
+
+def leave(cluster: Cluster) -> str:
+    """Close a stream after its first bytes. Returns the replica's log line of that request."""
+    given = body("class Left", 0, stream=True, tokens=450)
+    headers = {"X-Request-Id": "one-that-leaves"}
+    with CLIENT.stream("POST", f"{cluster.url}/v1/completions", json=given, headers=headers) as response:
+        next(response.iter_bytes())
+
+    def line() -> str:
+        found = (each for each in cluster.log().splitlines() if "one-that-leaves" in each and '"event"' in each)
+        return next(found, "")
+
+    until(line, "the end of a request whose client left")
+    return line()
+
+
+def refusals(url: str) -> list[int]:
+    """Statuses of requests that must be refused, and of those that must not."""
+    unknown = CLIENT.post(f"{url}/v1/completions", json={"prompt": "a", "tempreature": 1})
+    large = CLIENT.post(f"{url}/v1/completions", content=b" " * (8 * 2**20 + 1))
+    gets = [CLIENT.get(f"{url}{path}") for path in ("/v1/models", "/live", "/nowhere", "/metrics")]
+    return [each.status_code for each in (unknown, large, *gets)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Triton's model repository, and its model over a stand-in for the Python backend's module."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.support.toy_model import Toy, export
+from topw_deploy.cli.triton import command
+from topw_deploy.errors import ExportError, ManifestError, ParameterError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.triton.repository import INPUTS, OUTPUTS, configuration, write_repository
+
+FINAL = 1
+CPU = {"provider": "cpu", "intra_op_num_threads": 1}
+HOT = {"temperature": 2.5, "lam": 0.2, "max_new_tokens": 12}
+
+
+class Sender:
+    """Collects responses. cancelled: what `is_cancelled` says."""
+
+    def __init__(self) -> None:
+        self.responses: list[Any] = []
+        self.ended = threading.Event()
+        self.cancelled = False
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        assert not self.ended.is_set(), "a response after the last one"
+        if response is not None:
+            self.responses.append(response)
+        if flags & FINAL:
+            self.ended.set()
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled
+
+
+class Request:
+    """inputs: arrays by name."""
+
+    def __init__(self, **inputs: Any) -> None:
+        self.inputs, self.sender = inputs, Sender()
+
+    def get_response_sender(self) -> Sender:
+        return self.sender
+
+    def wait(self) -> list[Any]:
+        assert self.sender.ended.wait(60)
+        return self.sender.responses
+
+
+def stand_in() -> ModuleType:
+    """What the backend uses of `triton_python_backend_utils`."""
+
+    class TritonError:
+        INTERNAL, INVALID_ARG, UNAVAILABLE = range(3)
+
+        def __init__(self, message: str, code: int) -> None:
+            self.text, self.code = message, code
+
+    def tensor(name: str, values: np.ndarray) -> Any:
+        assert isinstance(values, np.ndarray)
+        return SimpleNamespace(name=name, as_numpy=lambda: values)
+
+    def response(output_tensors: list[Any], error: Any = None) -> Any:
+        return SimpleNamespace(outputs={each.name: each.as_numpy() for each in output_tensors}, error=error)
+
+    module: Any = ModuleType("triton_python_backend_utils")
+    module.TritonError, module.Tensor, module.InferenceResponse = TritonError, tensor, response
+    module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
+    module.Logger = SimpleNamespace(log_error=lambda message: None)
+    module.get_input_tensor_by_name = lambda request, name: (
+        tensor(name, request.inputs[name]) if name in request.inputs else None
+    )
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tmp_path_factory.mktemp("triton") / "toy", Toy.random(3), form="grouped")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[TopWModel]:
+    with TopWModel.from_pretrained(folder, **CPU) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def backend(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The repository's own model.py, initialized."""
+    place = tmp_path_factory.mktemp("repository")
+    written = write_repository(folder, place, engine={"max_batch": 2, "max_queue": 1}, opening=CPU)
+    text = configuration("toy", {"max_batch": 2, "max_queue": 1}, CPU)
+    assert (written / "config.pbtxt").read_text() == text
+    values = {key: {"string_value": value} for key, value in parameters_of(text).items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "triton_python_backend_utils", stand_in())
+        patch.delitem(sys.modules, "topw_deploy.triton.backend", raising=False)
+        spec = importlib.util.spec_from_file_location("model", written / "1" / "model.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found = module.TritonPythonModel()
+        config = json.dumps({"parameters": values})
+        found.initialize({"model_config": config, "model_repository": str(written), "model_version": "1"})
+        yield found
+        found.finalize()
+
+
+def parameters_of(text: str) -> dict[str, str]:
+    lines = [line for line in text.splitlines() if line.startswith("parameters")]
+    return {line.split('"')[1]: json.loads(line.split("string_value: ")[1].removesuffix(" } }")) for line in lines}
+
+
+def asked(text: str | None = "ab", **inputs: Any) -> Request:
+    if text is not None:
+        inputs["text_input"] = np.array([text.encode()], np.object_)
+    given = inputs.pop("parameters", HOT)
+    raw = given if isinstance(given, bytes) else json.dumps(given).encode()
+    return Request(parameters=np.array([raw], np.object_), **inputs)
+
+
+def run(backend: Any, *requests: Request) -> list[list[Any]]:
+    backend.execute(requests)
+    return [request.wait() for request in requests]
+
+
+def test_an_answer_is_that_of_the_model_alone(backend: Any, model: TopWModel) -> None:
+    wanted = model.generate("ab", seed=5, **HOT)
+    ids = np.array(model.tokenizer.encode("ab"), np.int64)
+    for request in (asked(seed=np.array([5], np.uint64)), asked(None, input_ids=ids, parameters={**HOT, "seed": 5})):
+        (answer,) = run(backend, request)[0]
+        assert answer.error is None
+        assert answer.outputs["text_output"][0].decode() == wanted.text
+        assert answer.outputs["token_ids"].tolist() == wanted.token_ids
+        assert answer.outputs["finish_reason"][0].decode() == wanted.finish_reason
+        assert answer.outputs["seed"].tolist() == [5]
+        assert answer.outputs.keys() == {name for name, _, _ in OUTPUTS}
+
+
+def test_a_stream_has_a_response_per_piece(backend: Any, model: TopWModel) -> None:
+    answers = run(backend, asked(stream=np.array([True]), parameters={**HOT, "seed": 6}))[0]
+    wanted = model.generate("ab", seed=6, **HOT)
+    assert len(answers) > 3
+    assert "".join(each.outputs["text_output"][0].decode() for each in answers) == wanted.text
+    assert [bool(each.outputs["finish_reason"][0]) for each in answers] == [False] * (len(answers) - 1) + [True]
+    assert answers[-1].outputs["token_ids"].tolist() == wanted.token_ids
+
+
+def test_requests_run_at_once_and_samples_have_indices(backend: Any, model: TopWModel) -> None:
+    requests = [asked("ab", seed=np.array([seed], np.uint64)) for seed in range(3)]
+    for seed, (answer,) in enumerate(run(backend, *requests)):
+        assert answer.outputs["text_output"][0].decode() == model.generate("ab", seed=seed, **HOT).text
+    answers = run(backend, asked(parameters={**HOT, "n": 2, "seed": 1}))[0]
+    found = {int(each.outputs["index"][0]): each.outputs["token_ids"].tolist() for each in answers}
+    samples = model.generate("ab", seed=1, num_return_sequences=2, **HOT)
+    assert found == {index: each.token_ids for index, each in enumerate(samples)}
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "says"),
+    [
+        (asked(None), 1, "either text_input or input_ids"),
+        (asked("a", input_ids=np.array([3])), 1, "either text_input or input_ids"),
+        (asked(parameters=b"{"), 1, "not valid JSON"),
+        (asked(parameters=b"[" * 100_000), 1, "not valid JSON"),
+        (asked(parameters=[1]), 1, "must be an object"),
+        (asked(parameters={"tempreature": 1}), 1, "'tempreature'"),
+        (asked(parameters={"streamer": "x"}), 1, "'streamer'"),
+        (asked(parameters={"temperature": -1}), 1, "temperature"),
+        (asked(parameters={"seed": 1}, seed=np.array([1], np.uint64)), 1, "seed is given twice"),
+        (asked(stream=np.array([True, False])), 1, "stream has 2 values"),
+        (asked("x" * 200), 1, "tokens"),
+        (asked(parameters={**HOT, "n": 9}), 1, ""),
+    ],
+)
+def test_a_wrong_request_gets_an_error_and_an_end(backend: Any, request_: Request, code: int, says: str) -> None:
+    (answer,) = run(backend, request_)[0]
+    assert answer.error is not None
+    assert answer.error.code == code
+    assert says in answer.error.text
+
+
+def test_a_cancelled_request_frees_its_row(backend: Any) -> None:
+    request = asked(parameters={**HOT, "max_new_tokens": 90})
+    request.sender.cancelled = True
+    assert run(backend, request)[0] == []
+    assert run(backend, asked())[0][0].error is None
+
+
+def test_the_configuration_names_what_the_backend_reads() -> None:
+    text = configuration("toy", {"max_batch": 2}, {})
+    assert 'name: "toy"' in text
+    assert "decoupled: true" in text
+    assert parameters_of(text) == {"engine": '{"max_batch": 2}', "opening": "{}"}
+    for name, kind, _ in (*INPUTS, *OUTPUTS):
+        assert f'{{ name: "{name}" data_type: {kind} ' in text
+
+
+def test_a_repository_is_written_whole_or_not_at_all(folder: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, [str(folder), str(tmp_path), "--name", "m", "--hard-link"])
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["1", "config.pbtxt"]
+    copied = tmp_path / "m" / "1" / "export"
+    assert {path.name for path in copied.iterdir()} == {path.name for path in folder.iterdir()}
+    assert (copied / "model.onnx").stat().st_ino == (folder / "model.onnx").stat().st_ino
+    with pytest.raises(ExportError, match="exists"):
+        write_repository(folder, tmp_path, name="m")
+    with pytest.raises(ParameterError, match="letters"):
+        write_repository(folder, tmp_path, name="../m")
+    with pytest.raises(ManifestError):
+        write_repository(tmp_path / "m", tmp_path, name="other")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.slow
+def test_an_export_is_added_to_a_repository(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from topw_deploy.cli import export as command_module
+    from topw_deploy.export import pipeline
+
+    for dry in (True, False):
+        report = SimpleNamespace(
+            output=folder, dry_run=dry, notices=(), model_type="", nodes=0, weight_bytes=0, inputs=(), outputs=(),
+            states={}, sizes={}, memory={},
+        )  # fmt: skip
+        monkeypatch.setattr(pipeline, "export_model", lambda request, progress, report=report: report)
+        done = CliRunner().invoke(command_module.command, ["demo", "out", "--triton", str(tmp_path / "models")])
+        assert done.exit_code == 0, done.output
+        assert (tmp_path / "models" / "toy" / "config.pbtxt").exists() is not dry
