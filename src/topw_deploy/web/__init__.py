@@ -1,0 +1,9 @@
+"""Static sites that run an exported model in the browser, without a server (docs/guide/web.md).
+
+`site/` is the page and the JavaScript library `topw`, which examples/node uses too.
+"""
+
+from topw_deploy.web.checks import check_runs, notes
+from topw_deploy.web.site import Site, write_site
+
+__all__ = ["Site", "check_runs", "notes", "write_site"]

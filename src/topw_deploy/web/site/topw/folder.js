@@ -1,0 +1,56 @@
+// Reads an exported folder over HTTP.
+
+import { GenerationError, ManifestError } from "./errors.js";
+
+/**
+ * The folder at a URL.
+ * @param {string | URL} url ends with "/"
+ * @param {(bytes: number) => void} [progress] called with the total number of bytes so far
+ * @returns {import("./model.js").Folder}
+ */
+export function folderAt(url, progress = () => {}) {
+  let total = 0;
+  const count = (bytes) => progress((total += bytes));
+  return {
+    async read(name, size) {
+      const path = name.split("/").map(encodeURIComponent).join("/");
+      const response = await fetch(new URL(path, url)).catch((error) => {
+        throw new ManifestError(`${name} cannot be fetched (${error.message}); check the connection, reload the page.`);
+      });
+      if (!response.ok) {
+        throw new ManifestError(
+          `${name} cannot be fetched (status ${response.status}); reload the page, or write the site again.`,
+        );
+      }
+      try {
+        if (size === undefined) return new Uint8Array(await response.arrayBuffer());
+        return await received(response, size, count);
+      } catch (error) {
+        if (error instanceof RangeError) {
+          throw new GenerationError(
+            `${name} has ${size} bytes, for which this browser has no memory; close other pages, or use a smaller ` +
+              "model.",
+          );
+        }
+        throw new ManifestError(`${name} did not arrive completely (${error.message}); reload the page.`);
+      }
+    },
+  };
+}
+
+/** The first `size` bytes of a response and one more, if it has that many; counted as they arrive. */
+async function received(response, size, count) {
+  const data = new Uint8Array(size);
+  let place = 0;
+  for (const reader = response.body.getReader(); ; ) {
+    const { done, value } = await reader.read();
+    if (done) return data.subarray(0, place);
+    if (place + value.length > size) {
+      await reader.cancel();
+      return new Uint8Array(size + 1); // another length than the manifest's is an error
+    }
+    data.set(value, place);
+    place += value.length;
+    count(value.length);
+  }
+}

@@ -1,0 +1,134 @@
+// One sequence of a generation: its tokens, text and end.
+
+import { RowText } from "./text.js";
+
+/**
+ * One drawn token.
+ * @typedef {{token_id: number, logprob: number, kept: number, certified: boolean, mass?: number}} Drawn
+ *   logprob: in its crop; kept: the crop's size; certified: whether the crop was proven without geometry;
+ *   mass: the crop's share of the full softmax, where exported
+ */
+
+export class Row {
+  /**
+   * @param {number} index
+   * @param {import("./request.js").RowRequest} request
+   * @param {import("./text.js").IncrementalDecoder} decoder
+   */
+  constructor(index, request, decoder) {
+    this.index = index;
+    this.request = request;
+    this.text = new RowText(decoder, request.stopStrings, request.minNewTokens);
+    /** @type {Drawn[]} */
+    this.drawn = [];
+    this.pieces = [];
+    /** @type {string | null} */
+    this.finishReason = null;
+    /** @type {number | string | null} */
+    this.stop = null;
+    this.shown = 0; // tokens that earlier pieces have
+    this.finishedAt = 0; // milliseconds
+  }
+
+  /**
+   * Adds a drawn token.
+   * @param {Drawn} drawn
+   * @returns {string} new text
+   */
+  take(drawn) {
+    this.drawn.push(drawn);
+    let gained = "";
+    if (this.request.eos.has(drawn.token_id)) {
+      this.end("stop", drawn.token_id);
+    } else {
+      gained = this.text.push(drawn.token_id);
+      if (this.text.found !== null) this.end("stop", this.text.found);
+    }
+    if (this.finishReason === null && this.drawn.length === this.request.budget) this.end("length");
+    return this.#gain(gained + this.#held());
+  }
+
+  /** Ends it from outside. Returns the text that was held back. */
+  interrupt(reason) {
+    this.end(reason);
+    return this.#gain(this.text.flush());
+  }
+
+  end(reason, stop = null) {
+    this.finishReason = reason;
+    this.stop = stop;
+    this.finishedAt = performance.now();
+  }
+
+  /** The tokens drawn since the last call. */
+  newTokens() {
+    const found = this.drawn.slice(this.shown);
+    this.shown = this.drawn.length;
+    return found;
+  }
+
+  #held() {
+    if (this.finishReason === null) return "";
+    const held = this.text.flush(); // may complete a stop string
+    if (this.finishReason !== "stop" && this.text.found !== null) this.end("stop", this.text.found);
+    return held;
+  }
+
+  #gain(text) {
+    if (text) this.pieces.push(text);
+    return text;
+  }
+}
+
+/**
+ * One generated sequence, with the names and meanings of Python's GenerationResult.
+ * @typedef {object} GenerationResult
+ * @property {string} text new text without EOS, cut before a stop string
+ * @property {number[]} token_ids all drawn tokens, with EOS and stop strings
+ * @property {number[]} logprobs
+ * @property {number[]} kept
+ * @property {boolean[]} certified
+ * @property {number[] | null} mass
+ * @property {number} certified_share 1 without tokens
+ * @property {bigint} seed
+ * @property {number} sample
+ * @property {string} rule
+ * @property {string} finish_reason "stop", "length" or "cancelled"
+ * @property {number | string | null} stop EOS id or stop string
+ * @property {number} prompt_tokens
+ * @property {string} sampler "graph": the function in the file
+ * @property {{load_seconds: number, prefill_seconds: number, decode_seconds: number, decode_steps: number}} timings
+ */
+
+/**
+ * The result of an ended row. Times are in milliseconds.
+ * @param {Row} row
+ * @param {{loadSeconds: number, started: number, prefilled: number}} times
+ * @returns {GenerationResult}
+ */
+export function resultOf(row, { loadSeconds, started, prefilled }) {
+  const { drawn, request } = row;
+  const certified = drawn.map((each) => each.certified);
+  return {
+    text: row.pieces.join(""),
+    token_ids: drawn.map((each) => each.token_id),
+    logprobs: drawn.map((each) => each.logprob),
+    kept: drawn.map((each) => each.kept),
+    certified,
+    mass: drawn.every((each) => each.mass !== undefined) ? drawn.map((each) => each.mass) : null,
+    certified_share: certified.length ? certified.filter(Boolean).length / certified.length : 1,
+    seed: request.seed,
+    sample: request.sample,
+    rule: request.rule.name,
+    finish_reason: row.finishReason,
+    stop: row.stop,
+    prompt_tokens: request.prompt.length,
+    sampler: "graph",
+    timings: {
+      load_seconds: loadSeconds,
+      prefill_seconds: (prefilled - started) / 1000,
+      decode_seconds: Math.max(0, row.finishedAt - prefilled) / 1000,
+      decode_steps: Math.max(0, drawn.length - 1),
+    },
+  };
+}

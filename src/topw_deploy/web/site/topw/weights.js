@@ -1,0 +1,28 @@
+// Which files hold a graph's weights.
+
+// An ONNX StringStringEntryProto up to the length of its value.
+const LOCATION = new TextEncoder().encode("\n\u0008location\u0012");
+
+/**
+ * The files outside `graph` that hold its weights.
+ * @param {Uint8Array} graph an ONNX file
+ * @returns {Set<string>} their paths, beside the graph
+ */
+export function dataFiles(graph) {
+  const found = new Set();
+  for (let at = graph.indexOf(LOCATION[0]); at >= 0; at = graph.indexOf(LOCATION[0], at + 1)) {
+    if (LOCATION.every((byte, place) => graph[at + place] === byte)) found.add(textAt(graph, at + LOCATION.length));
+  }
+  return found;
+}
+
+/** A text behind its length, a varint. */
+function textAt(bytes, at) {
+  let length = 0;
+  let shift = 0;
+  for (let more = true; more; at++, shift += 7) {
+    length += (bytes[at] & 127) * 2 ** shift;
+    more = bytes[at] > 127;
+  }
+  return new TextDecoder().decode(bytes.subarray(at, at + length));
+}
