@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,3 +104,31 @@ def refused(response: Any, status: int, code: str, param: str | None = None) -> 
     assert (error["code"], error["param"]) == (code, param), error
     message: str = error["message"]
     return message
+
+
+class Gate:
+    """Holds the engine's thread at the first token of a sequence, until `opened` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        step = TopWModel._requests
+        gate = self
+
+        def held(ids: Any) -> bool:
+            assert gate.opened.wait(60)
+            return False
+
+        def requests(model: TopWModel, prompt: Any, parameters: Any, limits: Any = None) -> Any:
+            if limits is None:  # the model's own run, not the engine's
+                return step(model, prompt, parameters)
+            return step(model, prompt, {**parameters, "stopping_criteria": [held]}, limits)
+
+        monkeypatch.setattr(TopWModel, "_requests", requests)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    monkeypatch.setattr("topw_deploy.serve.served.FIRST_PIECE", 0.05)
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()

@@ -28,12 +28,25 @@ def serve(*words: str) -> int:
 
 def test_options_become_settings(called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPW_SERVE_API_KEY", "one two")
-    words = ["--max-body", "1MiB", "--kv-bytes", "2GiB", "--threads", "1", "--port", "0", "--max-batch", "3"]
+    words = [
+        "--no-page",
+        "--max-body",
+        "1MiB",
+        "--kv-bytes",
+        "2GiB",
+        "--threads",
+        "1",
+        "--port",
+        "0",
+        "--max-batch",
+        "3",
+    ]
     assert serve(str(tmp_path / "a"), str(tmp_path / "b"), *words) == 0
     settings = called["settings"]
     assert list(settings.models) == ["a", "b"]
     assert settings.api_keys == ("one", "two")
     assert settings.max_body == 2**20
+    assert not settings.page
     assert settings.engine["kv_bytes"] == 2**31
     assert settings.engine["max_batch"] == 3
     assert "max_length" not in settings.engine
@@ -45,7 +58,7 @@ def test_options_become_settings(called: dict[str, Any], tmp_path: Path, monkeyp
     ("words", "message"),
     [
         (["a", "--served-model-name", "x", "--served-model-name", "y"], "2 times for 1 models"),
-        (["x/a", "y/a"], "named alike"),
+        (["x/a", "y/a"], "the same name"),
         (["a", "--max-body", "many"], "--max-body"),
         (["a", "--request-timeout", "0"], "--request-timeout"),
         (["a", "--tool-parser", "none"], "--tool-parser"),
@@ -59,7 +72,7 @@ def test_wrong_options(
     assert not called
 
 
-def test_a_port_in_use_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_port_in_use_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -8,7 +8,7 @@ from pathlib import Path
 from starlette.testclient import TestClient
 
 from topw_deploy.runtime.parameters import PARAMETERS
-from topw_deploy.serve.app import ROUTES
+from topw_deploy.serve.app import PAGE_ROUTES, ROUTES
 from topw_deploy.serve.parameters import IGNORED
 from topw_deploy.serve.schemas.chat import ChatRequest
 
@@ -23,7 +23,7 @@ def test_endpoints() -> None:
     named = re.findall(r"`((?:GET|POST) /[^`]*)`", section("Endpoints"))
     assert set(named) == {
         f"{method} {route.path.replace('{name:path}', 'NAME')}"
-        for route in ROUTES
+        for route in (*ROUTES, *PAGE_ROUTES)
         for method in route.methods or ()
         if method != "HEAD"
     }

@@ -4,52 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 
-from tests.serve.conftest import CPU, HELLO, NewClient, refused
+from tests.serve.conftest import CPU, HELLO, Gate, NewClient, refused
 from topw_deploy.errors import ManifestError, ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.serve.app import create_app
-from topw_deploy.serve.served import PREPARING
+from topw_deploy.serve.served import PREPARING, Served
+from topw_deploy.serve.server import new_server
 from topw_deploy.serve.service import Service
 from topw_deploy.serve.settings import Settings
 
 CHAT = "/v1/chat/completions"
 ENDLESS = {"messages": HELLO, "ignore_eos": True, "seed": 1}
-
-
-class Gate:
-    """Holds the engine's thread at the first token of a sequence, until `opened` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened = threading.Event()
-        step = TopWModel._requests
-        gate = self
-
-        def held(ids: Any) -> bool:
-            assert gate.opened.wait(60)
-            return False
-
-        def requests(model: TopWModel, prompt: Any, parameters: Any, limits: Any = None) -> Any:
-            if limits is None:  # the model's own run, not the engine's
-                return step(model, prompt, parameters)
-            return step(model, prompt, {**parameters, "stopping_criteria": [held]}, limits)
-
-        monkeypatch.setattr(TopWModel, "_requests", requests)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    monkeypatch.setattr("topw_deploy.serve.served.FIRST_PIECE", 0.05)
-    gate = Gate(monkeypatch)
-    yield gate
-    gate.opened.set()
 
 
 class Call:
@@ -246,6 +221,9 @@ def test_draining_refuses_new_requests_and_finishes_the_running_ones(folder: Pat
         await asyncio.wait_for(late.task, 30)
         assert late.status == 503
         assert json.loads(late.text)["error"]["code"] == "draining"
+        probes = [Call(app, path, method="GET") for path in ("/health", "/live")]
+        await asyncio.gather(*(probe.task for probe in probes))
+        assert [probe.status for probe in probes] == [503, 200]
         assert not drained.done()
         gate.opened.set()
         await asyncio.wait_for(running.task, 30)
@@ -287,7 +265,7 @@ def test_until_the_models_are_open_requests_get_503(
         assert (response.status_code, response.json()) == (503, {"status": "loading"})
         refused(client.post(CHAT, content=b"{"), 503, "loading")
         refused(client.get("/v1/models"), 503, "loading")
-        assert client.get("/metrics").status_code == 200
+        assert client.get("/metrics").status_code == client.get("/live").status_code == 200
     finally:
         opened.set()
 
@@ -301,6 +279,8 @@ def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
         await asyncio.wait_for(told.wait(), 30)
         assert service.state == "failed"
         assert isinstance(service.failure, ManifestError)
+        with pytest.raises(ManifestError):
+            await service.opened()
         await service.stop()
 
     asyncio.run(main())
@@ -322,3 +302,80 @@ def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
 def test_wrong_settings(settings: dict[str, Any], name: str) -> None:
     with pytest.raises(ParameterError, match=name):
         Settings(**{"models": {"toy": Path("toy")}, **settings})
+
+
+@pytest.mark.parametrize(
+    ("loaded", "signals", "codes"), [(True, 1, []), (True, 2, [128 + 15]), (False, 1, [0]), (False, 2, [0, 128 + 15])]
+)
+def test_a_second_signal_and_one_while_models_are_opened_end_the_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, loaded: bool, signals: int, codes: list[int]
+) -> None:
+    """Threads inside onnxruntime cannot be interrupted, and may take minutes."""
+    armed, found, opened = list[float](), list[int](), threading.Event()
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda seconds, exit: armed.append(seconds))
+    real = Served.open.__func__  # type: ignore[attr-defined]
+
+    def slowly(cls: Any, *arguments: Any) -> Any:
+        assert opened.wait(60)
+        return real(cls, *arguments)
+
+    monkeypatch.setattr(Served, "open", classmethod(slowly))
+    if loaded:
+        opened.set()
+
+    async def main() -> None:
+        settings = Settings(models={"toy": folder}, opening=CPU, drain_timeout=7.0)
+        app = create_app(settings)
+        service: Service = app.state.service
+        server = new_server(app, settings)
+        server.end = found.append
+        async with app.router.lifespan_context(app):
+            if loaded:
+                await until(lambda: service.state == "ready")
+            for _ in range(signals):
+                server.handle_exit(signal.SIGTERM, None)
+                await asyncio.sleep(0)
+            await until(lambda: server.should_exit)
+            opened.set()
+
+    asyncio.run(main())
+    assert found == codes
+    assert armed == [37.0], "seconds after which a server that is stuck ends"
+
+
+def test_a_signal_before_the_server_has_a_loop_ends_the_process(folder: Path) -> None:
+    settings, found = Settings(models={"toy": folder}, opening=CPU), list[int]()
+    server = new_server(create_app(settings), settings)
+    server.end = found.append
+    server.handle_exit(signal.SIGINT, None)
+    assert found == [0]
+
+
+def test_a_signal_logs_nothing_at_once(folder: Path) -> None:
+    """It may interrupt the writing of a line, and would wait for a lock that is held until it returns."""
+    said: list[str] = []
+
+    async def main() -> None:
+        settings = Settings(models={"toy": folder}, opening=CPU)
+        app = create_app(settings)
+        service: Service = app.state.service
+        service.loop = asyncio.get_running_loop()
+        server = new_server(app, settings)
+        server.handle_exit(signal.SIGTERM, None)
+        assert said == []
+        await until(lambda: server.should_exit)
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    log, kept = logging.getLogger("topw_deploy.serve"), Kept()
+    before = log.level
+    log.addHandler(kept)
+    log.setLevel(logging.INFO)
+    try:
+        asyncio.run(main())
+    finally:
+        log.removeHandler(kept)
+        log.setLevel(before)
+    assert said == ["stopping", "draining"]

@@ -25,6 +25,7 @@ def post(client: TestClient, url: str = CHAT, **fields: Any) -> Any:
         ({"tempereture": 1.0}, "unknown_parameter", "tempereture"),
         ({"mirostat": 2}, "unknown_parameter", "mirostat"),
         ({"streamer": 1}, "unknown_parameter", "streamer"),
+        ({"geom_metric": "l2"}, "unknown_parameter", "geom_metric"),
         ({"generation_config": {"seed": 1}}, "unknown_parameter", "generation_config"),
         ({"top_m": 5}, "unknown_parameter", "top_m"),
         ({"temperature": -1}, "invalid_value", "temperature"),
@@ -158,6 +159,8 @@ def test_a_prompt_above_the_limit(serve: NewClient, folder: Any) -> None:
     message = [{"role": "user", "content": "Hii"}]
     refused(post(client, messages=message), 400, "context_length_exceeded")
     refused(post(client, TEXT, prompt=[5] * 8), 400, "context_length_exceeded")
+    message = refused(post(serve(folder), TEXT, prompt=[5] * 97), 400, "context_length_exceeded", "prompt")
+    assert message.startswith("this model's maximum context length is 96 tokens: ")  # litellm looks for these words
 
 
 def test_unknown_models_paths_and_methods(client: TestClient) -> None:
@@ -173,3 +176,14 @@ def test_several_models_are_chosen_by_name(serve: NewClient, folder: Any) -> Non
     assert client.get("/v1/models/org/two").json()["max_model_len"] == 96
     assert post(client, model="org/two").json()["model"] == "org/two"
     refused(post(client, model=None), 400, "missing_required_parameter", "model")
+
+
+def test_an_unknown_field_is_answered_with_those_that_requests_have(client: TestClient) -> None:
+    message = refused(post(client, tempereture=1.0), 400, "unknown_parameter", "tempereture")
+    assert "did you mean temperature?" in message
+    names = set(message.partition("known are ")[2].rstrip(".").split(", "))
+    assert names >= {"temperature", "lam", "max_tokens", "n", "stop", "response_format"}
+    assert names.isdisjoint({"streamer", "stopping_criteria", "generation_config"})
+    for name in sorted(names):
+        response = post(client, **{name: "x"})
+        assert response.json().get("error", {}).get("code") != "unknown_parameter", name

@@ -211,6 +211,34 @@ def test_sigterm_drains(started: Any, folder: Path) -> None:
     assert not uds.exists()
 
 
+OPENS_SLOWLY = """
+import sys, time
+from topw_deploy.cli.main import main
+from topw_deploy.serve.served import Served
+Served.open = classmethod(lambda *arguments: time.sleep(600))
+main(sys.argv[1:])
+"""
+
+
+def test_sigterm_while_a_model_is_opened_ends_the_server_at_once(folder: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="topw") as place:
+        uds = Path(place) / "s"
+        words = [sys.executable, "-c", OPENS_SLOWLY, "serve", str(folder), "--uds", str(uds)]
+        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                for _ in range(6000):
+                    if uds.exists() and health(uds) == 503:
+                        break
+                    time.sleep(0.01)
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(60) == 0
+            finally:
+                process.kill()
+            lines = [json.loads(line) for line in process.stderr or ()]
+        assert (lines[0]["event"], lines[-1]["event"]) == ("listening", "stopping")
+        assert not uds.exists()
+
+
 def test_a_folder_that_is_no_export_ends_the_server(tmp_path: Path) -> None:
     (tmp_path / "not").mkdir()
     words = [sys.executable, "-m", "topw_deploy", "serve", str(tmp_path / "not"), "--uds", str(tmp_path / "s")]

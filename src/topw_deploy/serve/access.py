@@ -1,4 +1,4 @@
-"""Around every request: its id, its line in the log, API keys, and the answer if the application fails."""
+"""Middleware for every request: ids, the log, API keys, and the answer if the application fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from topw_deploy.serve.failures import INVALID, Failure, failure_of
 
 LOG = logging.getLogger("topw_deploy.serve")
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/live"})
 """Paths that need no key: probes have none."""
 
 _ID_HEADER = "X-Request-Id"
@@ -104,13 +104,16 @@ def _request_id(scope: Scope) -> str:
 
 
 class Keys:
-    """Refuses requests without one of the keys, given as `Authorization: Bearer KEY`."""
+    """Refuses requests without one of the keys, given as `Authorization: Bearer KEY`.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app, self._keys = app, [key.encode() for key in keys]
+    open_paths: paths that need no key.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str] = OPEN_PATHS) -> None:
+        self._app, self._keys, self._open = app, [key.encode() for key in keys], open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
+        if scope["type"] != "http" or scope["path"] in self._open or self._knows(scope):
             await self._app(scope, receive, send)
             return
         message = "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'."
@@ -121,7 +124,7 @@ class Keys:
     def _knows(self, scope: Scope) -> bool:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         key = given.strip().encode("latin-1", "replace")
-        # All keys are compared, so that the time tells nothing about them.
+        # All keys are compared, so that the time reveals nothing about them.
         return bool(sum([secrets.compare_digest(key, each) for each in self._keys])) and scheme.lower() == "bearer"
 
 

@@ -14,14 +14,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from topw_deploy.errors import TopWError
-from topw_deploy.serve.access import AccessLog, Keys, record_of
+from topw_deploy.serve.access import OPEN_PATHS, AccessLog, Keys, record_of
 from topw_deploy.serve.chat import chat_completions
 from topw_deploy.serve.completions import completions
 from topw_deploy.serve.failures import INVALID, Failure, failure_of
+from topw_deploy.serve.framing import Framing
+from topw_deploy.serve.inspect import inspect
+from topw_deploy.serve.page import page
 from topw_deploy.serve.responses import responses
 from topw_deploy.serve.service import Service
 from topw_deploy.serve.settings import Settings
-from topw_deploy.serve.status import health, metrics, model, models
+from topw_deploy.serve.status import health, live, metrics, model, models
 from topw_deploy.serve.tokens import detokenize, tokenize
 
 ROUTES = (
@@ -33,7 +36,12 @@ ROUTES = (
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/health", health, methods=["GET"]),
+    Route("/live", live, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
+)
+PAGE_ROUTES = (
+    Route("/", page, methods=["GET"]),
+    Route("/topw/inspect", inspect, methods=["POST"]),
 )
 
 
@@ -52,7 +60,7 @@ def create_app(settings: Settings) -> Starlette:
         finally:
             await service.stop()
 
-    middleware = [Middleware(AccessLog, on_request=service.count)]
+    middleware = [Middleware(AccessLog, on_request=service.count), Middleware(Framing)]
     if settings.cors_origins:
         origins = list(settings.cors_origins)
         middleware.append(
@@ -65,9 +73,11 @@ def create_app(settings: Settings) -> Starlette:
             )
         )
     if settings.api_keys:
-        middleware.append(Middleware(Keys, keys=settings.api_keys))
+        paths = OPEN_PATHS | {"/"} if settings.page else OPEN_PATHS  # the page asks for a key
+        middleware.append(Middleware(Keys, keys=settings.api_keys, open_paths=paths))
     handlers = {TopWError: _typed_error, HTTPException: _http_error, ClientDisconnect: _gone}
-    app = Starlette(routes=list(ROUTES), middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+    routes = [*ROUTES, *(PAGE_ROUTES if settings.page else ())]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
     app.state.service = service
     return app
 

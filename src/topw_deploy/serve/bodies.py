@@ -22,13 +22,17 @@ async def read_body(request: Request, schema: type[Body], *, most: int, seconds:
     Raises RequestError: 408 and 413 for the limits, 400 for what is not JSON in UTF-8, is nested too deeply, or does
     not fit the schema.
     """
+    return check(await read_bytes(request, most=most, seconds=seconds), schema)
+
+
+async def read_bytes(request: Request, *, most: int, seconds: float) -> bytes:
+    """The body as it is. Raises RequestError for the limits, as `read_body` does."""
     try:
-        data = await asyncio.wait_for(_read(request, most), seconds)
+        return await asyncio.wait_for(_read(request, most), seconds)
     except (asyncio.TimeoutError, TimeoutError):
         raise RequestError(
             Failure(408, INVALID, "request_timeout", f"the body did not arrive within {seconds:g} s; send it again.")
         ) from None
-    return check(data, schema)
 
 
 def check(data: bytes, schema: type[Body]) -> Body:
@@ -57,7 +61,7 @@ def _too_large(most: int) -> RequestError:
 
 
 def refusal(error: ValidationError) -> RequestError:
-    """What a client is told of the first field that is wrong."""
+    """The error for the first field that is wrong."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     message = str(found[0]["msg"])[:_LONGEST]
     if found[0]["type"] == "json_invalid":

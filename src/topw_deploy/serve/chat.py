@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from topw_deploy.runtime import GenerationResult, Piece
 from topw_deploy.runtime.tools import Content, Parsed, Reasoning, ToolCallParser
 from topw_deploy.runtime.tools.calls import Event, ToolCall
-from topw_deploy.serve.chat_plan import ChatPlan, plan_chat
+from topw_deploy.serve.chat_plan import ChatPlan, planned
 from topw_deploy.serve.choices import ending
 from topw_deploy.serve.events import DONE, EventStream, event, failed
 from topw_deploy.serve.logprobs import chat_logprobs
@@ -27,18 +27,17 @@ async def chat_completions(request: Request) -> Response:
     """Answer the messages of a chat, whole or as a stream of chunks."""
     body = await read(request, ChatRequest)
     run = Run(request, service_of(request), body, "chatcmpl", "messages")
-    with run.naming():
-        plan = plan_chat(body, run.served)
-    prompt, ids = await run.prepare(plan.prompt)
+    plan, prompt, ids = await run.prepare(lambda: planned(body, run.served))
     run.prompt_tokens = len(ids)
     run.log_prompt(prompt)
     if run.streams:
         pieces = await run.begin(ids, plan.parameters)
-        events = _events(run, plan, prompt, pieces, body.stream_options or StreamOptions())
+        events = _events(run, plan, prompt, ids, pieces, body.stream_options or StreamOptions())
         return EventStream(events, pieces.aclose, run.settings)
     results = await run.whole(ids, plan.parameters)
-    choices = [_choice(index, result, plan, prompt) for index, result in enumerate(results)]
-    return JSONResponse({**_head(run, "chat.completion"), "choices": choices, "usage": run.usage})
+    choices = [_choice(index, result, plan, prompt, run.returns_ids) for index, result in enumerate(results)]
+    given = {"prompt_token_ids": ids} if run.returns_ids else {}
+    return JSONResponse({**_head(run, "chat.completion"), **given, "choices": choices, "usage": run.usage})
 
 
 def _head(run: Run, kind: str) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def _head(run: Run, kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _choice(index: int, result: GenerationResult, plan: ChatPlan, prompt: str) -> dict[str, Any]:
+def _choice(index: int, result: GenerationResult, plan: ChatPlan, prompt: str, with_ids: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
     calls: tuple[ToolCall, ...] = ()
     if plan.tools is not None:
@@ -55,7 +54,9 @@ def _choice(index: int, result: GenerationResult, plan: ChatPlan, prompt: str) -
         calls = parsed.tool_calls if plan.parallel else parsed.tool_calls[:1]
         message |= _parsed_message(parsed, calls)
     logprobs = chat_logprobs(result.token_logprobs)
-    return {"index": index, "message": message, "logprobs": logprobs, **ending(result, calls)}
+    ids = {"token_ids": result.token_ids} if with_ids else {}
+    end = ending(result, calls, per_token=with_ids)
+    return {"index": index, "message": message, "logprobs": logprobs, **ids, **end}
 
 
 def _parsed_message(parsed: Parsed, calls: tuple[ToolCall, ...]) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def _parsed_message(parsed: Parsed, calls: tuple[ToolCall, ...]) -> dict[str, An
 class Deltas:
     """Makes the deltas of one choice.
 
-    calls: those that were sent.
+    calls: the tool calls sent so far.
     """
 
     def __init__(self, parser: ToolCallParser | None, parallel: bool) -> None:
@@ -98,16 +99,20 @@ class Deltas:
 
 
 async def _events(
-    run: Run, plan: ChatPlan, prompt: str, pieces: Pieces, options: StreamOptions
+    run: Run, plan: ChatPlan, prompt: str, ids: list[int], pieces: Pieces, options: StreamOptions
 ) -> AsyncGenerator[ServerSentEvent, None]:
     head = _head(run, "chat.completion.chunk")
-
-    def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, end: Any = None) -> ServerSentEvent:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, **(end or {"finish_reason": None})}
-        return event({**head, "choices": [choice], **run.usage_field(options)})
-
+    with_ids = run.returns_ids
     deltas: dict[int, Deltas] = {}
     scores: dict[int, list[Any]] = {}  # of tokens whose text is held back
+    tokens: dict[int, list[int]] = {}  # the same
+
+    def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, end: Any = None) -> ServerSentEvent:
+        own = {"token_ids": tokens.pop(index, [])} if with_ids else {}
+        given = {"prompt_token_ids": ids} if with_ids and "role" in delta else {}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, **own, **(end or {"finish_reason": None})}
+        return event({**head, **given, "choices": [choice], **run.usage_field(options)})
+
     try:
         async for piece in run.watch(pieces):
             row = piece.row
@@ -115,12 +120,14 @@ async def _events(
                 deltas[row] = Deltas(plan.parser(prompt), plan.parallel)
                 yield chunk(row, {"role": "assistant", "content": ""})
             scores.setdefault(row, []).extend(piece.token_logprobs or ())
+            tokens.setdefault(row, []).extend(piece.token_ids)
             for delta in deltas[row].of(piece):
                 entries = scores.pop(row, None) or None
                 yield chunk(row, delta, chat_logprobs(entries))
             if piece.result is not None:
+                end = ending(piece.result, deltas[row].calls, per_token=with_ids)
                 entries = scores.pop(row, None) or None
-                yield chunk(row, {}, chat_logprobs(entries), ending(piece.result, deltas[row].calls))
+                yield chunk(row, {}, chat_logprobs(entries), end)
         if options.include_usage:
             yield event({**head, "choices": [], "usage": run.usage})
     except Exception as error:  # noqa: BLE001  # the status was sent

@@ -19,10 +19,11 @@ _OWN_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """messages, variables: of the chat template.
+    """A chat request, ready to run.
 
+    messages, variables: of the chat template.
     parameters: of the engine.
-    special: whether the template's text gets special tokens.
+    special: whether the tokenizer adds its special tokens to the rendered prompt.
     tools: the tools whose calls are looked for in the answer; None for plain text.
     parallel: whether an answer may have several calls.
     """
@@ -36,7 +37,7 @@ class ChatPlan:
     parallel: bool
 
     def prompt(self) -> tuple[str, list[int]]:
-        """The rendered prompt and its token ids. Takes long."""
+        """The rendered prompt and its token ids. Slow: call it in a thread."""
         text = self.served.render(self.messages, self.variables)
         return text, self.served.encode(text, self.special)
 
@@ -47,8 +48,17 @@ class ChatPlan:
         return self.served.model.tool_parser(self.tools, self.served.tool_family, prompt)
 
 
+def planned(body: ChatRequest, served: Served) -> tuple[ChatPlan, str, list[int]]:
+    """Returns (plan, rendered prompt, its token ids). Slow: call it in a thread.
+
+    Raises the errors of `plan_chat` and `prompt`.
+    """
+    plan = plan_chat(body, served)
+    return plan, *plan.prompt()
+
+
 def plan_chat(body: ChatRequest, served: Served) -> ChatPlan:
-    """Raises RequestError and ParameterError for what the request cannot have."""
+    """Raises RequestError and ParameterError for fields that are invalid, or unsupported by the model."""
     parameters = body.parameters()
     parameters |= served.budget(parameters) | _logprobs(body)
     tools = body.tools if body.tools and body.tool_choice != "none" else None
@@ -76,7 +86,7 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def template_variables(
     given: Mapping[str, Any] | None, tools: Sequence[Any] | None, effort: str | None = None
 ) -> dict[str, Any]:
-    """Variables of the chat template. Raises RequestError for one that the request has elsewhere."""
+    """Variables of the chat template. Raises RequestError for one that the server sets."""
     for name in given or ():
         if name in _OWN_VARIABLES:
             raise invalid(f"chat_template_kwargs has {name}, which the server sets; remove it.", "chat_template_kwargs")
@@ -113,7 +123,7 @@ def _tool_parameters(body: ChatRequest, tools: list[dict[str, Any]], served: Ser
             served.tool_family,
             name=choice.function.name if isinstance(choice, NamedTool) else None,
             parallel=body.parallel_tool_calls is not False,
-            special_tokens=frozenset(served.model.tokenizer.special_ids.values()),
+            special_tokens={text: token for token, text in served.model.tokenizer.special_ids.items()},
         )
     except ParameterError as error:
         raise invalid(f"tool_choice: {error}", "tool_choice") from None

@@ -22,7 +22,7 @@ from topw_deploy.serve.schemas.completions import CompletionRequest
 from topw_deploy.serve.served import Pieces, Served
 
 NEW_TOKENS = 16
-"""Tokens of a completion that states no length, as in OpenAI's API."""
+"""Maximum tokens of a completion whose request has no length, as in OpenAI's API."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,7 @@ async def completions(request: Request) -> Response:
     """Continue one or several prompts, whole or as a stream of chunks."""
     body = await read(request, CompletionRequest)
     run = Run(request, service_of(request), body, "cmpl", "prompt")
-    with run.naming():
-        parameters = _parameters(body, run.served)
-    special = parameters.pop("add_special_tokens", True)
-    prompts: Prompts = await run.prepare(lambda: _prompts(body, run.served, special))
+    parameters, prompts = await run.prepare(lambda: _prepared(body, run.served))
     run.prompt_tokens = sum(map(len, prompts.ids))
     run.log_prompt(body.prompt)
     if run.streams:
@@ -65,13 +62,19 @@ def _head(run: Run) -> dict[str, Any]:
     return {"id": run.id, "object": "text_completion", "created": run.created, "model": run.served.name}
 
 
-def _parameters(body: CompletionRequest, served: Served) -> dict[str, Any]:
+def _prepared(body: CompletionRequest, served: Served) -> tuple[dict[str, Any], Prompts]:
+    """The engine's parameters, and the prompts. Slow: call it in a thread."""
+    parameters = _parameters(body)
+    return parameters, _prompts(body, served, parameters.pop("add_special_tokens", True))
+
+
+def _parameters(body: CompletionRequest) -> dict[str, Any]:
     parameters = body.parameters()
     if not {"max_new_tokens", "max_length"} & parameters.keys():
         parameters["max_new_tokens"] = NEW_TOKENS
     if body.echo and "logprobs" in parameters:
         if body.stream:
-            raise invalid("a stream cannot echo with logprobs; send one of echo, logprobs and stream less.", "echo")
+            raise invalid("a stream cannot echo with logprobs; omit echo, logprobs or stream.", "echo")
         parameters.setdefault("prompt_logprobs", parameters["logprobs"])
     elif "prompt_logprobs" in parameters:
         raise invalid("prompt_logprobs is given without echo and logprobs, which show them.", "prompt_logprobs")
@@ -82,6 +85,7 @@ def _prompts(body: CompletionRequest, served: Served, special: bool) -> Prompts:
     given: Any = body.prompt
     several = isinstance(given, list) and not isinstance(given[0], int)
     prompts: Sequence[str | list[int]] = given if several else [given]
+    served.check_count(len(prompts))
     ids = [served.encode(each, special) if isinstance(each, str) else served.check(each) for each in prompts]
     texts = None
     if body.echo:
@@ -91,6 +95,7 @@ def _prompts(body: CompletionRequest, served: Served, special: bool) -> Prompts:
 
 def _choice(index: int, result: GenerationResult, run: Run, prompts: Prompts) -> dict[str, Any]:
     text, logprobs = result.text, completion_logprobs(result.token_logprobs)
+    with_ids = run.returns_ids
     if prompts.texts is not None:
         prompt = prompts.texts[index // run.samples]
         text = prompt + text
@@ -98,26 +103,33 @@ def _choice(index: int, result: GenerationResult, run: Run, prompts: Prompts) ->
             first = run.served.model.tokenizer.text_of(prompts.ids[index // run.samples][0])
             entries = [*result.prompt_logprobs, *(result.token_logprobs or ())]
             logprobs = completion_logprobs(entries, first=first)
-    return {"index": index, "text": text, "logprobs": logprobs, **ending(result)}
+    ids = {"prompt_token_ids": prompts.ids[index // run.samples], "token_ids": result.token_ids} if with_ids else {}
+    return {"index": index, "text": text, "logprobs": logprobs, **ids, **ending(result, per_token=with_ids)}
 
 
 async def _events(
     run: Run, prompts: Prompts, pieces: Pieces, options: StreamOptions
 ) -> AsyncGenerator[ServerSentEvent, None]:
     lengths: dict[int, int] = {}
+    with_ids = run.returns_ids
 
-    def chunk(index: int, text: str, entries: Any, end: Mapping[str, Any] | None) -> ServerSentEvent:
+    def chunk(
+        index: int, text: str, entries: Any, end: Mapping[str, Any] | None, tokens: Sequence[int] = ()
+    ) -> ServerSentEvent:
         logprobs = completion_logprobs(entries, offset=lengths.get(index, 0))
+        ids: dict[str, Any] = {"token_ids": list(tokens)} if with_ids else {}
+        if with_ids and index not in lengths:  # once for each choice
+            ids["prompt_token_ids"] = prompts.ids[index // run.samples]
         lengths[index] = lengths.get(index, 0) + len(text)
-        choice = {"index": index, "text": text, "logprobs": logprobs, **(end or {"finish_reason": None})}
+        choice = {"index": index, "text": text, "logprobs": logprobs, **ids, **(end or {"finish_reason": None})}
         return event({**_head(run), "choices": [choice], **run.usage_field(options)})
 
     try:
         async for piece in run.watch(pieces):
             if prompts.texts is not None and piece.row not in lengths:
                 yield chunk(piece.row, prompts.texts[piece.row // run.samples], None, None)
-            end = None if piece.result is None else ending(piece.result)
-            yield chunk(piece.row, piece.text, piece.token_logprobs, end)
+            end = None if piece.result is None else ending(piece.result, per_token=with_ids)
+            yield chunk(piece.row, piece.text, piece.token_logprobs, end, piece.token_ids)
         if options.include_usage:
             yield event({**_head(run), "choices": [], "usage": run.usage})
     except Exception as error:  # noqa: BLE001  # the status was sent

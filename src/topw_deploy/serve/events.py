@@ -24,7 +24,7 @@ def event(data: Mapping[str, Any], name: str | None = None) -> ServerSentEvent:
 
 
 def failed(error: BaseException, record: Record) -> dict[str, Any]:
-    """The data of the event for an error amid a stream, whose status has been sent."""
+    """The data of the event for an error in a stream, whose status was already sent."""
     failure = failure_of(error)
     record.facts["error"] = failure.code
     if not expected(error):
@@ -33,9 +33,9 @@ def failed(error: BaseException, record: Record) -> dict[str, Any]:
 
 
 class EventStream(EventSourceResponse):
-    """Sends events, and comments while there are none. When the client goes away, `close` is called.
+    """Sends events, and comments while there are none.
 
-    close: frees what the events come from; also called at the end.
+    close: called at the end, or when the client disconnects; frees the source of the events.
     """
 
     def __init__(

@@ -19,14 +19,15 @@ from topw_deploy.errors import (
 )
 
 INVALID = "invalid_request_error"
+TOO_LONG = "context_length_exceeded"
 RETRY = {"Retry-After": "1"}
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a client gets.
+    """An error response.
 
-    param: the field at fault, if one is.
+    param: the field that is wrong, if any.
     headers: of the response.
     """
 
@@ -44,7 +45,7 @@ class Failure:
 
 
 class RequestError(TopWError):
-    """A request that the server refuses itself."""
+    """A request that the server refuses before the engine does."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -52,12 +53,12 @@ class RequestError(TopWError):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> RequestError:
-    """A request that is wrong in the field `param`."""
+    """The error for a wrong field `param`."""
     return RequestError(Failure(status, INVALID, code, message, param))
 
 
 def unavailable(message: str, code: str = "unavailable") -> RequestError:
-    """A server that cannot answer now."""
+    """The error of a server that cannot answer now."""
     return RequestError(Failure(503, "server_error", code, message, headers=RETRY))
 
 
@@ -77,7 +78,7 @@ _INTERNAL = Failure(500, "server_error", "internal_error", "the server failed; i
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What a client gets for `error`. An unexpected one tells it nothing about the server."""
+    """The response to `error`. That to an unexpected one reveals nothing about the server."""
     if isinstance(error, RequestError):
         return error.failure
     found = next((failure for kind, failure in _TYPED if isinstance(error, kind)), None)
@@ -85,10 +86,10 @@ def failure_of(error: BaseException) -> Failure:
         return _INTERNAL
     param = next(iter(error.parameters), None)
     if isinstance(error, PromptError) and param == "max_length":
-        return replace(found, message=str(error), code="context_length_exceeded")
+        return replace(found, message=str(error), code=TOO_LONG)
     return replace(found, message=str(error), param=param)
 
 
 def expected(error: BaseException) -> bool:
-    """Whether `error` is a client's doing or a state of the server, so that it needs no traceback in the log."""
+    """Whether `error` is caused by a client or a known state of the server, and needs no traceback in the log."""
     return failure_of(error) is not _INTERNAL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 _MODEL = "model_name"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
-_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+Read: TypeAlias = Callable[[EngineStats], float]
+GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("num_requests_running", "Sequences that have a row of the cache.", lambda stats: stats.in_use),
     ("num_requests_waiting", "Sequences that wait for a row.", lambda stats: stats.queued),
     ("kv_cache_usage_perc", "Share of the cache's rows in use, 0 to 1.", lambda stats: stats.in_use / stats.rows),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("prompt_tokens", "Tokens of prompts, read or reused.", lambda stats: stats.prompt_tokens + stats.cached_tokens),
     ("generation_tokens", "Tokens drawn.", lambda stats: stats.new_tokens),
     ("prefix_cache_queries", "Tokens looked up.", lambda stats: stats.prompt_tokens + stats.cached_tokens),
@@ -38,7 +39,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 
 
 class Metrics:
-    """served: gives the models whose engines are read at each scrape."""
+    """The server's metrics. served: returns the models, whose engines are read at each scrape."""
 
     def __init__(self, served: Callable[[], Iterable[Served]]) -> None:
         self.registry = CollectorRegistry()
@@ -92,8 +93,8 @@ class _Engines(Collector):
 
     def collect(self) -> Iterator[Metric]:
         found = [(each.name, each.engine.stats()) for each in self._served()]
-        gauges = [(GaugeMetricFamily(f"topw:{name}", text, labels=[_MODEL]), of) for name, text, of in _GAUGES]
-        counters = [(CounterMetricFamily(f"topw:{name}", text, labels=[_MODEL]), of) for name, text, of in _COUNTERS]
+        gauges = [(GaugeMetricFamily(f"topw:{name}", text, labels=[_MODEL]), of) for name, text, of in GAUGES]
+        counters = [(CounterMetricFamily(f"topw:{name}", text, labels=[_MODEL]), of) for name, text, of in COUNTERS]
         for family, of in itertools.chain(gauges, counters):
             for name, stats in found:
                 family.add_metric([name], of(stats))

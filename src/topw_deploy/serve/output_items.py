@@ -29,7 +29,7 @@ class OutputItems:
         return sum(item["type"] == "function_call" for item in self.done)
 
     def add(self, found: Event) -> Iterator[Named]:
-        """Add text or a call. Yields the events that tell a client."""
+        """Add text or a call. Yields the events for the client."""
         if isinstance(found, ToolCall):
             yield from self.close("completed")
             yield from self._call(found)

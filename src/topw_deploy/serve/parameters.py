@@ -11,7 +11,8 @@ from typing import Any
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.generation_config import has_no_effect
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, check_names
+from topw_deploy.runtime.parameters import OTHER_SAMPLERS, PARAMETERS, REQUEST_ALIASES, check_names, show
+from topw_deploy.sampling.parameters import OPTION_NAMES, unknown_name
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.serve.failures import invalid
 
@@ -22,7 +23,21 @@ IGNORED = frozenset({
 
 OF_REQUEST = frozenset({"num_return_sequences", "skip_special_tokens", "add_special_tokens"})
 NAMES = frozenset({*PARAMETERS, *OF_REQUEST})
-LENGTHS = ("max_new_tokens", "max_length")
+
+LONGEST_NAME = 64
+"""Characters of an unknown field's name that an answer repeats."""
+
+MOST_ENTRIES = 1024
+EACH_TOKEN = frozenset({"stop_strings", "bad_words", "bad_words_ids", "logit_bias", "suppress_tokens"})
+"""Parameters whose entries delay the whole batch at every token; each may have at most MOST_ENTRIES."""
+
+MOST_LOGPROBS = 20
+LOGPROBS = frozenset({"logprobs", "prompt_logprobs"})
+"""Alternatives per token. OpenAI's API has the same limit."""
+
+_SLOW = frozenset({"structured_outputs", "bad_words"})
+_QUICK = 1000  # entries
+
 _SAME = ("max_tokens", "max_completion_tokens")  # a client may send both
 
 
@@ -32,7 +47,7 @@ def read_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
     A field that is null counts as absent. A value that switches another rule off, such as `top_p` 1 or `top_k` -1,
     chooses no rule unless `rule` is given, because many clients always send it.
 
-    Raises RequestError naming the field that is unknown or has one value per prompt.
+    Raises RequestError naming the field that is unknown, too long or has one value per prompt.
     """
     given = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
     if all(name in given for name in _SAME) and given[_SAME[0]] == given[_SAME[1]]:
@@ -41,11 +56,12 @@ def read_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         ours = REQUEST_ALIASES.get(name, name)
         if ours not in NAMES:
-            raise invalid(_unknown(name), name, "unknown_parameter")
+            raise invalid(_unknown(name), name[:LONGEST_NAME], "unknown_parameter")
         if ours in found:
             raise invalid(f"{ours} is given twice, once as {name}; give it once.", name)
         if ours in PARAMETERS and PARAMETERS[ours].is_per_row(value):
             raise invalid(f"{name} is a list of values, but a request takes one value.", name)
+        _check_size(name, ours, value)
         if "rule" in given or not _is_off(ours, value):
             found[ours] = value
     return found
@@ -55,16 +71,34 @@ def _is_off(name: str, value: Any) -> bool:
     return name in RULE_PARAMETER_NAMES and not isinstance(value, bool) and has_no_effect(name, value)
 
 
+def _check_size(name: str, ours: str, value: Any) -> None:
+    if ours in EACH_TOKEN and isinstance(value, (list, dict)) and len(value) > MOST_ENTRIES:
+        raise invalid(f"{name} has {len(value)} entries, but may have at most {MOST_ENTRIES}; send fewer.", name)
+    if ours in LOGPROBS and isinstance(value, int) and value > MOST_LOGPROBS:
+        raise invalid(f"{name} is {show(value)}, but may be at most {MOST_LOGPROBS}.", name)
+
+
+def takes_long(parameters: Mapping[str, Any]) -> bool:
+    """Whether checking them is slow, and so must not happen in the loop's thread."""
+    if not parameters.keys().isdisjoint(_SLOW):
+        return True
+    return any(isinstance(value, (list, dict)) and len(value) > _QUICK for value in parameters.values())
+
+
 def _unknown(name: str) -> str:
-    try:
-        check_names({name: None})
-    except ParameterError as error:
-        return str(error)
-    return f"unknown parameter {name!r}; remove it."  # one that only Python callers have
+    if len(name) > LONGEST_NAME:
+        return f"unknown parameter {name[:LONGEST_NAME]!r}..., of {len(name)} characters; remove it."
+    if name in OTHER_SAMPLERS or REQUEST_ALIASES.get(name, name) in OPTION_NAMES:
+        try:
+            check_names({name: None})
+        except ParameterError as error:
+            return str(error)
+    aliases = {alias for alias, ours in REQUEST_ALIASES.items() if ours in NAMES}
+    return str(unknown_name(name, NAMES | aliases))
 
 
 def named_as_given(param: str | None, fields: Mapping[str, Any]) -> str | None:
-    """The name under which a request gave the parameter `param`; None for what is no parameter of requests."""
+    """The name under which a request gave the parameter `param`; None if requests have no such parameter."""
     if param in fields:
         return param
     given = next((name for name in fields if REQUEST_ALIASES.get(name) == param), param)

@@ -1,4 +1,4 @@
-"""What an endpoint needs of its request."""
+"""An endpoint's access to its request: the service, and the checked body."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from topw_deploy.runtime import GenerationResult
 from topw_deploy.runtime.tools import Content, Reasoning
 from topw_deploy.runtime.tools.calls import Event, ToolCall
 from topw_deploy.serve.bodies import refusal
-from topw_deploy.serve.chat_plan import ChatPlan, plan_chat
+from topw_deploy.serve.chat_plan import ChatPlan, planned
 from topw_deploy.serve.events import EventStream, event, failed
 from topw_deploy.serve.output_items import OutputItems
 from topw_deploy.serve.requests import read, service_of
@@ -28,9 +28,7 @@ async def responses(request: Request) -> Response:
     """Answer an input, whole or as a stream of events."""
     body = await read(request, ResponsesRequest)
     run = Run(request, service_of(request), body, "resp", "input")
-    with run.naming():
-        plan = plan_chat(_chat(body), run.served)
-    prompt, ids = await run.prepare(plan.prompt)
+    plan, prompt, ids = await run.prepare(lambda: planned(_chat(body), run.served))
     run.prompt_tokens = len(ids)
     run.log_prompt(prompt)
     output = OutputItems(run.record.id)

@@ -1,21 +1,23 @@
-"""One generation of a request: what its answer, its line in the log and the metrics have in common."""
+"""One request's generation, and its log line and metrics."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from anyio import CapacityLimiter
 from starlette.requests import Request
 
 from topw_deploy.errors import PromptError, TopWError
 from topw_deploy.runtime import GenerationResult, Piece
+from topw_deploy.runtime.next_logits import Logits
 from topw_deploy.serve.access import record_of
 from topw_deploy.serve.choices import usage_of
-from topw_deploy.serve.failures import RequestError, expected, failure_of, invalid
+from topw_deploy.serve.failures import TOO_LONG, RequestError, expected, failure_of, invalid
 from topw_deploy.serve.parameters import named_as_given
 from topw_deploy.serve.schemas.common import Generating, StreamOptions
 from topw_deploy.serve.served import Pieces, begun, check_whole, unless_gone
@@ -55,6 +57,11 @@ class Run:
         return bool(self._body.stream)
 
     @property
+    def returns_ids(self) -> bool:
+        """Whether the answer has token ids."""
+        return bool(getattr(self._body, "return_token_ids", None))
+
+    @property
     def usage(self) -> dict[str, Any]:
         """Tokens so far, as OpenAI's `usage`."""
         first = [result for row, result in self._results.items() if row % self.samples == 0]
@@ -67,13 +74,18 @@ class Run:
             return {"usage": self.usage}
         return {"usage": None} if options.include_usage else {}
 
-    async def prepare(self, function: Callable[[], Result]) -> Result:
-        """Call a function that takes long in a thread."""
+    async def prepare(self, function: Callable[[], Result], limiter: CapacityLimiter | None = None) -> Result:
+        """Call a slow function in a thread; see `Served.prepare`."""
         with self.naming():
-            return await unless_gone(self._request, self.served.prepare(function))
+            return await unless_gone(self._request, self.served.prepare(function, limiter))
+
+    async def logits(self, tokens: Sequence[int]) -> Logits:
+        """The logits after `tokens`; see `Served.logits`. A client that goes away frees the row."""
+        with self.naming():
+            return await unless_gone(self._request, self.served.logits(tokens))
 
     async def whole(self, prompt: Any, parameters: Mapping[str, Any]) -> list[GenerationResult]:
-        """All results, in order. A client that goes away frees the rows."""
+        """All results, in order. If the client disconnects, the rows are freed."""
         self.samples = parameters.get("num_return_sequences", 1)
         with self.naming():
             work = self.served.generate(prompt, parameters, self._body.max_time)
@@ -83,7 +95,7 @@ class Run:
         return results
 
     async def begin(self, prompt: Any, parameters: Mapping[str, Any]) -> Pieces:
-        """Start a stream. Raises errors that occur soon."""
+        """Start a stream. Raises errors that occur before its first piece, or in its first second."""
         self.samples = parameters.get("num_return_sequences", 1)
         with self.naming():
             return await unless_gone(self._request, self._begun(prompt, parameters))
@@ -118,6 +130,8 @@ class Run:
             message, param = self.served.plain(failure.message), named_as_given(failure.param, self._body.others)
             if param is not None:
                 message = re.sub(rf"\b{failure.param}\b", param, message)
+            if failure.code == TOO_LONG:  # OpenAI's words, by which clients such as litellm know it
+                message = f"this model's maximum context length is {self.served.length} tokens: {message}"
             if isinstance(error, PromptError):
                 param = self._prompt_field
             raise RequestError(replace(failure, message=message, param=param)) from None

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
+from dataclasses import asdict
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -15,19 +16,24 @@ import anyio
 from starlette.requests import ClientDisconnect, Request
 
 from topw_deploy.engine import Engine
+from topw_deploy.engine.step_logits import logits_after
 from topw_deploy.errors import QueueFullError, TopWError
 from topw_deploy.runtime import GenerationResult, Piece, TopWModel
-from topw_deploy.runtime.request import Limits, check_text
-from topw_deploy.serve.failures import invalid, unavailable
+from topw_deploy.runtime.next_logits import Logits, gives_logits
+from topw_deploy.runtime.request import Limits, RowRequest, check_text
+from topw_deploy.sampling import REQUEST_PRESETS, preset_parameters
+from topw_deploy.serve.failures import TOO_LONG, invalid, unavailable
+from topw_deploy.serve.parameters import takes_long
 from topw_deploy.serve.settings import Settings
 
 Result = TypeVar("Result")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 PREPARING = 4
-"""Threads that render templates, tokenize and compile grammars, of one model."""
+"""Threads per model that render templates, tokenize and compile grammars."""
 
 FIRST_PIECE = 1.0
-"""Seconds that a stream waits for its first piece, so that an error until then has a status. After them it begins, and
-comments keep it open."""
+"""Seconds that a stream waits for its first piece, so that an early error still has a status. Then the stream begins,
+and comments keep it open."""
 
 
 class Served:
@@ -46,8 +52,31 @@ class Served:
         self._most_prompt = settings.max_prompt_tokens
         self._timeout = settings.request_timeout
         self._most_waiting = int(settings.engine.get("max_queue", 256))
-        self._limits = Limits(context, model.manifest.sampler.vocab_size, self.length, opened="engine")
+        sampler = model.manifest.sampler
+        self._limits = Limits(context, sampler.vocab_size, self.length, opened="engine", rules=sampler.rules)
         self._preparing = anyio.CapacityLimiter(PREPARING)
+
+    @cached_property
+    def abilities(self) -> dict[str, Any]:
+        """What `/v1/models` says of the model.
+
+        chat: whether it has a chat template. logits: whether log-probabilities and inspections are available.
+        defaults, presets: Top-W's parameters; a `beta` that depends on the temperature is text.
+        penalties: the export's repetition, presence and frequency penalty.
+        """
+        sampler = self.model.manifest.sampler
+        default = self.resolve([0], {"seed": 0})
+        return {
+            "chat": self.model.has_chat_template,
+            "logits": gives_logits(self.model.manifest),
+            "metric": sampler.options.metric,
+            "top_m": sampler.options.top_m,
+            "vocab_size": sampler.vocab_size,
+            "rule": default.rule.chosen.name,
+            "defaults": asdict(default.top_w),
+            "penalties": {name: getattr(default, name) for name in PENALTIES},
+            "presets": {name: preset_parameters(name, *sampler.geometry) for name in REQUEST_PRESETS},
+        }
 
     @classmethod
     def open(cls, name: str, folder: Path, settings: Settings) -> Served:
@@ -64,9 +93,13 @@ class Served:
         self.engine.shutdown()
         self.model.close()
 
-    async def prepare(self, function: Callable[[], Result]) -> Result:
-        """Call a function that takes long in a thread. Raises QueueFullError if too many wait for one."""
-        if self._preparing.statistics().tasks_waiting > self._most_waiting:
+    async def prepare(self, function: Callable[[], Result], limiter: anyio.CapacityLimiter | None = None) -> Result:
+        """Call a slow function in a thread. Raises QueueFullError if too many calls wait for a thread.
+
+        limiter: of the threads; None: that of the threads that prepare requests.
+        """
+        limiter = limiter or self._preparing
+        if limiter.statistics().tasks_waiting > self._most_waiting:
             raise QueueFullError(f"{self._most_waiting} requests wait to be prepared; try again later.", "max_queue")
         abandoned = threading.Event()
 
@@ -75,9 +108,9 @@ class Served:
                 raise ClientDisconnect
             return function()
 
-        # A thread cannot be cancelled: the task goes on and keeps its place, so that clients which leave cannot start
-        # more threads than there are places.
-        task = asyncio.ensure_future(anyio.to_thread.run_sync(call, limiter=self._preparing))
+        # A thread cannot be cancelled: the task continues and keeps its place, so that clients that disconnect
+        # cannot start more threads than the limit.
+        task = asyncio.ensure_future(anyio.to_thread.run_sync(call, limiter=limiter))
         try:
             return await asyncio.shield(task)
         finally:
@@ -93,17 +126,24 @@ class Served:
         """Raises RequestError for more than `max_prompt_tokens`."""
         if self._most_prompt is not None and len(ids) > self._most_prompt:
             raise invalid(
-                f"the prompt has {len(ids)} tokens, but this server takes {self._most_prompt}; shorten it.",
-                code="context_length_exceeded",
+                f"the prompt has {len(ids)} tokens, which exceeds the maximum number of tokens allowed by this server, "
+                f"{self._most_prompt}; shorten it.",
+                code=TOO_LONG,
             )
         return ids
+
+    def check_count(self, prompts: int) -> None:
+        """Raises RequestError for more prompts than can run and wait, before they are tokenized."""
+        most = self.engine.stats().rows + self._most_waiting
+        if prompts > most:
+            raise invalid(f"the request has {prompts} prompts, but this server takes {most} at a time; send fewer.")
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The prompt of a chat. Raises TokenizerError and PromptError."""
         return self.model.apply_chat_template(messages, **variables)
 
     def budget(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """`max_new_tokens` for a chat that states no length: what the context holds, as OpenAI's API has it."""
+        """`max_new_tokens` of a chat without a length: what fits the context, as in OpenAI's API."""
         lengths = {"max_new_tokens", "max_length"}
         stated = lengths & {*parameters, *self.model.defaults}
         return {} if stated else {"max_new_tokens": self.length}
@@ -115,7 +155,7 @@ class Served:
 
         Raises the errors of `Engine.generate`, RequestError (503) if the engine was shut down.
         """
-        if "structured_outputs" in parameters:  # whose grammar is compiled in one of our threads
+        if takes_long(parameters):  # to prepare, which `stream` does in one of our threads
             pieces = await self.stream(prompt, parameters, max_time)
             async with aclosing(pieces):
                 ended = {piece.row: piece.result async for piece in pieces if piece.result is not None}
@@ -135,8 +175,17 @@ class Served:
         # An async generator by its definition, though annotated as an iterator.
         return cast("AsyncGenerator[Piece, None]", await self.prepare(start))
 
+    async def logits(self, tokens: Sequence[int]) -> Logits:
+        """The logits float32 [V] after `tokens`. Cancelling the task frees the row. Raises what `logits_after` does."""
+        return await logits_after(self.engine, tokens, self._seconds(None))
+
+    def resolve(self, prompt: list[int], parameters: Mapping[str, Any]) -> RowRequest:
+        """The request of one sequence, as the engine resolves it. Raises ParameterError and PromptError."""
+        rows, *_ = self.model._requests(prompt, parameters, self._limits)
+        return rows[0]
+
     def plain(self, message: str) -> str:
-        """`message` without the folder's path, which is none of a client's business."""
+        """`message` with the model's name in place of its folder's path, which clients must not see."""
         return message.replace(str(self.model.path), self.name)
 
     def _seconds(self, wanted: float | None) -> float | None:
@@ -145,19 +194,19 @@ class Served:
 
 
 def check_whole(result: GenerationResult) -> None:
-    """Raises RequestError (503) for a sequence that ended because the server stops."""
+    """Raises RequestError (503) if a sequence ended because the server is stopping."""
     if result.finish_reason == "cancelled":
         raise unavailable("the server is shutting down; send the request again.", "draining")
 
 
 def _forget(task: asyncio.Future[Any]) -> None:
-    """Take the result of a task that nobody waits for, so that asyncio reports nothing."""
+    """Retrieve the result of a task that nobody awaits, so that asyncio does not log its error."""
     if not task.cancelled():
         task.exception()
 
 
 class Pieces:
-    """The pieces of one request, the first of which may have arrived. Close it, also if it was never read."""
+    """The pieces of one request, the first of which may have arrived. Close it even if it was never read."""
 
     def __init__(self, first: asyncio.Future[Piece | None], rest: AsyncGenerator[Piece, None]) -> None:
         self._first, self._rest = first, rest
@@ -171,7 +220,7 @@ class Pieces:
                 yield piece
 
     async def wait(self, seconds: float) -> None:
-        """Wait for the first piece. Raises the request's error if it failed before."""
+        """Wait for the first piece. Raises the request's error if it has failed."""
         await asyncio.wait({self._first}, timeout=seconds)
         if self._first.done():
             self._first.result()
@@ -199,7 +248,7 @@ async def _next(pieces: AsyncIterator[Piece]) -> Piece | None:
 
 
 async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of `work`. If the client goes away, `work` is cancelled and ClientDisconnect raised.
+    """The result of `work`. If the client disconnects, `work` is cancelled and ClientDisconnect is raised.
 
     The body must have been read.
     """

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import socket
 import stat
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.applications import Starlette
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.serve.access import JsonLines, PlainLines
 from topw_deploy.serve.app import create_app
+from topw_deploy.serve.connections import Connection
+from topw_deploy.serve.log_writer import LogWriter
 from topw_deploy.serve.service import Service
 from topw_deploy.serve.settings import Settings
 
 LOG = logging.getLogger("topw_deploy.serve")
 _CLOSING = 5  # seconds for connections whose clients do not read
+_STUCK = 30.0  # seconds after the drain until a server that does not end is ended
 
 
 def run(
@@ -34,7 +42,10 @@ def run(
     json_logs: bool = True,
     verbose: bool = False,
 ) -> None:
-    """Serve until a signal. The first SIGTERM or SIGINT drains, the second one ends at once.
+    """Serve until a signal arrives. The first SIGTERM or SIGINT drains, the second one ends the process at once.
+
+    So does the first one while a model is opened, which no thread can interrupt. A server that does not end in time
+    writes the stacks of its threads to stderr, and ends.
 
     uds: path of a Unix socket, instead of host and port.
     max_connections: more are answered with 503.
@@ -45,57 +56,87 @@ def run(
     app = create_app(settings)
     service: Service = app.state.service
     listener, where = open_socket(host, port, uds)
-    start_log(json_logs, verbose)
+    log = start_log(json_logs, verbose)
+
+    def end(code: int) -> None:
+        """End the process without its threads, which may be inside onnxruntime for long."""
+        if uds is not None:
+            uds.unlink(missing_ok=True)
+        log.close()
+        os._exit(code)
+
     try:
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            ws="none",
-            lifespan="on",
-            server_header=False,
-            limit_concurrency=max_connections,
-            timeout_graceful_shutdown=_CLOSING,
-        )
-        server = Server(config, service)
+        server = new_server(app, settings, max_connections)
+        server.end = end
         LOG.info("listening", extra={"facts": {"address": where, "models": list(settings.models)}})
         if uds is None and not settings.api_keys and not host.startswith("127.") and host not in ("localhost", "::1"):
             LOG.warning("the server has no API key, and other machines can reach it")
         server.run(sockets=[listener])
     finally:
+        faulthandler.cancel_dump_traceback_later()
         listener.close()
         if uds is not None:
             uds.unlink(missing_ok=True)
+        log.close()
     if service.failure is not None:
         raise service.failure
 
 
+def new_server(app: Starlette, settings: Settings, max_connections: int | None = None) -> Server:
+    """uvicorn with the limits of `settings`."""
+    connection = partial(Connection, header_timeout=settings.header_timeout, send_timeout=settings.send_timeout)
+    config = uvicorn.Config(
+        app,
+        http=connection,
+        log_config=None,
+        access_log=False,
+        ws="none",
+        lifespan="on",
+        server_header=False,
+        limit_concurrency=max_connections,
+        timeout_graceful_shutdown=_CLOSING,
+    )
+    return Server(config, app.state.service)
+
+
 class Server(uvicorn.Server):
-    """uvicorn's server, which answers health checks with 503 while it drains."""
+    """uvicorn's server, which still answers health checks, with 503, while it drains.
+
+    end: ends the process with an exit code; None if the process is not the server's own.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
         self._draining: asyncio.Task[bool] | None = None
         self._told = False
-        service.on_failure = self._end
+        self.end: Callable[[int], None] | None = None
+        service.on_failure = self._should_exit
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by the signals."""
+        """Called by the signals. It logs nothing: the interrupted thread may hold a lock of the log."""
         loop = self._service.loop
+        if self.end is not None and (self._told or loop is None):
+            self.end(128 + sig if self._told else 0)
         if self._told or loop is None:
             self.force_exit = self._told
             self.should_exit = True
             return
         self._told = True
-        LOG.info("stopping", extra={"facts": {"signal": signal.Signals(sig).name}})
-        loop.call_soon_threadsafe(self._drain)
+        if self.end is not None:
+            seconds = self._service.settings.drain_timeout + _STUCK
+            with contextlib.suppress(Exception):  # stderr is not a file
+                faulthandler.dump_traceback_later(seconds, exit=True)
+        loop.call_soon_threadsafe(self._drain, signal.Signals(sig).name)
 
-    def _drain(self) -> None:
+    def _drain(self, name: str) -> None:
+        LOG.info("stopping", extra={"facts": {"signal": name}})
+        if self.end is not None and self._service.state == "loading":
+            self.end(0)
         self._draining = asyncio.ensure_future(self._service.drain())
-        self._draining.add_done_callback(lambda _: self._end())
+        self._draining.add_done_callback(lambda _: self._should_exit())
 
-    def _end(self) -> None:
+    def _should_exit(self) -> None:
         self.should_exit = True
 
 
@@ -133,14 +174,16 @@ def _unix_socket(path: Path) -> socket.socket:
     return listener
 
 
-def start_log(json_lines: bool, verbose: bool) -> None:
-    """Write the logs of the server and of uvicorn to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+def start_log(json_lines: bool, verbose: bool) -> LogWriter:
+    """Write the logs of the server, of uvicorn and of asyncio to stderr. Close the handler to write the last lines."""
+    handler = LogWriter(sys.stderr)
     handler.setFormatter(JsonLines() if json_lines else PlainLines())
     for name, level in (
         ("topw_deploy.serve", logging.DEBUG if verbose else logging.INFO),
         ("uvicorn", logging.WARNING),
+        ("asyncio", logging.WARNING),
     ):
         log = logging.getLogger(name)
         log.handlers, log.propagate = [handler], False
         log.setLevel(level)
+    return handler

@@ -17,11 +17,11 @@ _CANCELLED_SECONDS = 5.0  # for the answers to cancelled requests
 
 
 class Service:
-    """Opens the models in a thread, so that probes are answered meanwhile, and closes them when told.
+    """Opens the models in a thread, so that the server can already answer probes.
 
     state: "loading", "ready", "draining" or "failed".
-    failure: why it is "failed".
-    on_failure: called in the loop then.
+    failure: the error of the state "failed".
+    on_failure: called in the loop when the state becomes "failed".
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -46,8 +46,15 @@ class Service:
         self.loop = asyncio.get_running_loop()
         self._opening = asyncio.ensure_future(self._open())
 
+    async def opened(self) -> None:
+        """Wait until the models are open, or raise the error of opening them. Call it after `start`."""
+        if self._opening is not None:
+            await asyncio.wait({self._opening})
+        if self.failure is not None:
+            raise self.failure
+
     async def stop(self) -> None:
-        """Cancel what runs, and free the models."""
+        """Cancel running requests, and free the models."""
         if self._opening is not None:
             await asyncio.wait({self._opening})  # a thread cannot be cancelled
         self.state = "failed" if self.failure else "draining"

@@ -22,14 +22,16 @@ class Settings:
     api_keys: accepted keys; none for a server without keys.
     cors_origins: origins whose pages may call the server; "*" for all.
     max_body: maximum bytes of a request's body.
-    body_timeout: seconds until a body must have arrived.
+    header_timeout: seconds in which a request's head must arrive; only for `topw serve`, not under other servers.
+    body_timeout: seconds in which a body must arrive.
     max_prompt_tokens: maximum tokens of a prompt; None for what the model's context holds.
     request_timeout: seconds of a generation, with queueing; None for no limit.
     ping_interval: seconds between comments in a stream, which keep its connection open.
-    send_timeout: seconds that a client may take no bytes of a stream.
-    drain_timeout: seconds that running requests have after a signal to stop.
+    send_timeout: seconds after which the connection of a client that reads nothing is closed.
+    drain_timeout: seconds in which running requests may finish after a signal to stop.
     log_prompts: whether logs contain prompts and answers.
     tool_parser: family of the models' tool calls; None for the one that the chat template shows.
+    page: whether to serve the page at `/` and its endpoint `/topw/inspect`.
 
     Raises ParameterError for an invalid value.
     """
@@ -40,6 +42,7 @@ class Settings:
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body: int = 8 * 2**20
+    header_timeout: float = 10.0
     body_timeout: float = 30.0
     max_prompt_tokens: int | None = None
     request_timeout: float | None = 600.0
@@ -48,6 +51,7 @@ class Settings:
     drain_timeout: float = 30.0
     log_prompts: bool = False
     tool_parser: str | None = None
+    page: bool = True
 
     def __post_init__(self) -> None:
         if not self.models:

@@ -1,4 +1,4 @@
-"""/health, /metrics and /v1/models."""
+"""/health, /live, /metrics and /v1/models."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ async def health(request: Request) -> Response:
     state = service_of(request).state
     ready = state == "ready"
     return JSONResponse({"status": "ok" if ready else state}, 200 if ready else 503, None if ready else RETRY)
+
+
+async def live(request: Request) -> Response:
+    """200 unless the models could not be opened; also while they are loaded, and while requests are drained."""
+    state = service_of(request).state
+    return JSONResponse({"status": state}, 503 if state == "failed" else 200)
 
 
 async def metrics(request: Request) -> Response:
@@ -43,4 +49,5 @@ def _described(served: Served) -> dict[str, Any]:
         "created": served.created,
         "owned_by": "topw_deploy",
         "max_model_len": served.length,
+        "topw": served.abilities,
     }

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from topw_deploy.serve.failures import invalid
+from topw_deploy.serve.parameters import MOST_LOGPROBS
 from topw_deploy.serve.schemas.common import Generating
 
 
@@ -63,6 +64,7 @@ class ChatRequest(Generating):
 
     chat_template_kwargs: more variables of the chat template, such as `enable_thinking`.
     reasoning_effort: a variable of the chat template.
+    return_token_ids: whether the answer has its token ids and the prompt's.
     """
 
     messages: list[Message] = Field(min_length=1)
@@ -70,6 +72,7 @@ class ChatRequest(Generating):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, strict=True)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS, strict=True)
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    return_token_ids: StrictBool | None = None

@@ -25,9 +25,9 @@ class StreamOptions(BaseModel):
 class Generating(BaseModel):
     """A request for text.
 
-    model: may be absent if one model is served.
-    cache_prompt: whether a known beginning of the prompt may be reused.
-    max_time: seconds, with queueing; the server's own limit counts too.
+    model: may be absent if only one model is served.
+    cache_prompt: whether the states of an earlier prompt with the same beginning may be reused.
+    max_time: seconds, including the wait in the queue; the server's own limit also applies.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())

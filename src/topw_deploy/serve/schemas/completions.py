@@ -17,8 +17,10 @@ class CompletionRequest(Generating):
     """The body of /v1/completions.
 
     prompt: a text, token ids, or a list of either.
-    echo: whether the answer begins with the prompt; with `logprobs`, also its log-probabilities.
+    echo: whether the answer begins with the prompt and, with `logprobs`, its log-probabilities.
+    return_token_ids: whether the answer has its token ids and the prompt's.
     """
 
     prompt: StrictStr | Texts | Ids | Batch
     echo: StrictBool | None = None
+    return_token_ids: StrictBool | None = None

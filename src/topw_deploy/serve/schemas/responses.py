@@ -11,7 +11,10 @@ from topw_deploy.serve.failures import invalid
 from topw_deploy.serve.schemas.chat import ChatRequest, Part
 from topw_deploy.serve.schemas.common import Generating
 
-_OF_CHATS = ("messages", "response_format", "max_completion_tokens", "max_tokens", "logprobs", "top_logprobs")
+_OF_CHATS = (
+    "messages", "response_format", "max_completion_tokens", "max_tokens", "logprobs", "top_logprobs",
+    "return_token_ids",
+)  # fmt: skip
 
 
 class FunctionTool(BaseModel):

@@ -1,0 +1,51 @@
+"""Chooses the replica for a prompt: the one that has read its beginning, unless its load is too high.
+
+Rendezvous hashing (Thaler and Ravishankar 1998) orders the replicas for each beginning. If a replica is added or
+removed, only the beginnings that move to it or from it change their first choice. The load bound is that of consistent
+hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018): no replica gets more than `factor` times the mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+_PROMPTS = ("prompt", "messages", "input")
+
+
+def prefix_key(body: bytes, characters: int) -> str:
+    """The model and the first `characters` characters of the prompt in a request's JSON; "" if there is none.
+
+    Chats are compared as JSON, so that a system prompt counts, too.
+    """
+    try:
+        fields: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(fields, dict):
+        return ""
+    prompt = next((fields[name] for name in _PROMPTS if fields.get(name)), None)
+    if prompt is None or characters < 1:
+        return ""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+    return f"{fields.get('model') or ''}\n{text[:characters]}"
+
+
+@lru_cache(maxsize=4096)
+def preferred(key: str, replicas: tuple[str, ...]) -> tuple[int, ...]:
+    """Indices of the replicas, the one that should have `key` first."""
+    weights = [blake2b(f"{replica}\n{key}".encode("utf-8", "replace"), digest_size=8).digest() for replica in replicas]
+    return tuple(sorted(range(len(replicas)), key=lambda index: weights[index], reverse=True))
+
+
+def choose(order: Sequence[int], loads: Sequence[int], factor: float) -> int:
+    """The first replica of `order` that may take one more request.
+
+    loads: requests that each replica has. factor: >= 1; the bound is ceil(factor * mean), the new request included.
+    """
+    bound = math.ceil(factor * (sum(loads) + 1) / len(loads))
+    return next(index for index in order if loads[index] < bound)

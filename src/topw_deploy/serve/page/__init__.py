@@ -1,0 +1,91 @@
+"""The page at `/`: one HTML document with its style and scripts inside, which calls this server and nothing else.
+
+page.html has places for style.css, the scripts and the rules. Browsers run only what has one of the hashes in the
+header Content-Security-Policy, so that text of a model or a user can never become a script.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from topw_deploy.sampling.rules import RULES, TOP_W
+from topw_deploy.serve.inspection import COMPARED
+from topw_deploy.serve.requests import service_of
+
+SCRIPTS = ("dom.js", "api.js", "settings.js", "crop.js", "plot.js", "runs.js", "main.js")
+"""In the order of their use; together they are one script."""
+
+
+_USUAL = {"top_k": 50, "typical_p": 0.95, "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4}
+"""Values of rules that have no default and are not compared."""
+
+
+async def page(request: Request) -> Response:
+    """The page. It holds nothing secret: every call it makes needs the key, if the server has keys."""
+    document, policy = _document(bool(service_of(request).settings.api_keys))
+    headers = {
+        "Content-Security-Policy": policy,
+        "Cache-Control": "no-cache",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return Response(document, media_type="text/html", headers=headers)
+
+
+@cache
+def _document(keys: bool) -> tuple[str, str]:
+    """(the document, its policy). keys: whether the server has keys."""
+    style = _read("style.css")
+    script = '"use strict";\n' + "\n".join(_read(name) for name in SCRIPTS)
+    document = _read("page.html")
+    rules = json.dumps(_rules()).replace("<", "\\u003c")
+    for place, content in (
+        ("/*style*/", style),
+        ("/*script*/", script),
+        ("/*rules*/", rules),
+        ("/*keys*/", str(int(keys))),
+    ):
+        document = document.replace(place, content)
+    policy = {
+        "default-src": "'none'",
+        "script-src": _hash(script),
+        "style-src": _hash(style),
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return document, "; ".join(f"{name} {value}" for name, value in policy.items())
+
+
+def _read(name: str) -> str:
+    return (resources.files(__package__) / name).read_text("utf-8")
+
+
+def _hash(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def _rules() -> list[dict[str, Any]]:
+    """The sampling rules with their parameters, for the page's form."""
+    usual = _USUAL | {name: value for setting in COMPARED for name, value in setting.parameters.items()}
+    return [
+        {
+            "name": rule.name,
+            "values": [
+                {"name": each.name, "bound": each.bound, "value": usual.get(each.name, each.default)}
+                for each in rule.values
+            ],
+        }
+        for rule in RULES.values()
+        if rule is not TOP_W
+    ]

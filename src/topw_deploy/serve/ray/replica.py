@@ -1,0 +1,110 @@
+"""One replica: the server's ASGI application with its models, called by the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, MutableMapping
+from typing import Any
+
+from ray.serve import metrics
+
+from topw_deploy.errors import GenerationError
+from topw_deploy.serve.app import create_app
+from topw_deploy.serve.metrics import COUNTERS, GAUGES
+from topw_deploy.serve.server import start_log
+from topw_deploy.serve.service import Service
+from topw_deploy.serve.settings import Settings
+
+REPORTING = 5.0
+"""Seconds between reports of the engines' state to Ray's metrics."""
+_MODEL = "model_name"
+
+Head = tuple[int, list[tuple[bytes, bytes]]]
+"""An answer's status and headers."""
+
+
+class Replica:
+    """Opens the models. Ray sends requests when that has succeeded.
+
+    Raises the errors of opening a model.
+    """
+
+    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
+        start_log(json_lines=True, verbose=False)
+        self._app = create_app(settings)
+        self._service: Service = self._app.state.service
+        self._service.start()
+        await self._service.opened()
+        self._reports = asyncio.ensure_future(self._report())
+
+    async def relay(
+        self, scope: dict[str, Any], body: bytes, *, prefix: str = ""
+    ) -> AsyncGenerator[Head | bytes, None]:
+        """Answer one HTTP request: first status and headers, then the parts of the body.
+
+        scope: of ASGI. prefix: read by the router. Cancelling the generator frees the request's rows.
+        """
+        parts: asyncio.Queue[Head | bytes | None] = asyncio.Queue()
+        gone = asyncio.Event()
+        bodies = [body]
+
+        async def receive() -> dict[str, Any]:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                parts.put_nowait((message["status"], list(message.get("headers", ()))))
+            elif message.get("body"):
+                parts.put_nowait(bytes(message["body"]))
+
+        async def answer() -> None:
+            try:
+                await self._app({**scope, "app": self._app}, receive, send)
+            finally:
+                parts.put_nowait(None)
+
+        task = asyncio.ensure_future(answer())
+        try:
+            while True:
+                part = await parts.get()
+                if part is None:
+                    break
+                yield part
+        finally:
+            gone.set()
+            if not task.done():
+                task.cancel()
+            await asyncio.wait({task})
+        task.result()
+
+    def check_health(self) -> None:
+        """Called by Ray, which replaces a replica that raises. Raises GenerationError unless requests are accepted."""
+        if self._service.state not in ("ready", "draining"):
+            raise GenerationError(f"the replica is {self._service.state}.")
+
+    def __del__(self) -> None:
+        """Called by Ray when the running requests have ended, or after `graceful_shutdown_timeout_s`."""
+        service = getattr(self, "_service", None)
+        for each in service.served() if service is not None else ():
+            each.close()
+
+    async def _report(self) -> None:
+        """Pass the engines' state to Ray's metrics, which add the replica's name."""
+        gauges = [(metrics.Gauge(f"topw_{name}", text, (_MODEL,)), read) for name, text, read in GAUGES]
+        counters = [(metrics.Counter(f"topw_{name}", text, (_MODEL,)), read) for name, text, read in COUNTERS]
+        before: dict[tuple[str, int], float] = {}
+        while True:
+            for served in self._service.served():
+                stats, tags = served.engine.stats(), {_MODEL: served.name}
+                for gauge, read in gauges:
+                    gauge.set(read(stats), tags=tags)
+                for index, (counter, read) in enumerate(counters):
+                    now = read(stats)
+                    gained = now - before.get((served.name, index), 0)
+                    before[served.name, index] = now
+                    if gained > 0:
+                        counter.inc(gained, tags=tags)
+            await asyncio.sleep(REPORTING)

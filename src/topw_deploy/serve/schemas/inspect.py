@@ -1,0 +1,26 @@
+"""/topw/inspect."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, StrictInt
+
+from topw_deploy.serve.schemas.common import Generating
+
+Ids = list[Annotated[int, Field(strict=True, ge=0)]]
+
+
+class InspectRequest(Generating):
+    """The body of /topw/inspect: a request that was answered, and which of its tokens to explain.
+
+    prompt_token_ids: token ids of the prompt, at least one.
+    token_ids: token ids of the answer, at least up to the token to explain.
+    position: index of that token in `token_ids`, from 0.
+    sample: index of the answer among the request's `n`.
+    """
+
+    prompt_token_ids: Ids = Field(min_length=1)
+    token_ids: Ids = Field(min_length=1)
+    position: StrictInt = Field(ge=0)
+    sample: StrictInt = Field(default=0, ge=0)

@@ -1,0 +1,122 @@
+"""A server at a Unix socket, as `topw serve` runs it, in a thread of the test's process. Requests to it are bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+from tests.serve.conftest import CPU
+from topw_deploy.serve.app import create_app
+from topw_deploy.serve.server import Server, new_server, open_socket
+from topw_deploy.serve.service import Service
+from topw_deploy.serve.settings import Settings
+
+TEXT = "/v1/completions"
+SEEDS = range(4)
+
+
+def ask(seed: int = 0, **fields: Any) -> dict[str, Any]:
+    """A completion, another one for each seed."""
+    return {"prompt": "ab", "max_tokens": 6, "temperature": 2.5, "lam": 0.2, "seed": seed, **fields}
+
+
+def post(body: Any, path: str = TEXT, headers: str = "", close: bool = True) -> bytes:
+    """The bytes of a request. body: bytes, or what becomes JSON."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    end = "Connection: close\r\n" if close else ""
+    return f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Length: {len(data)}\r\n{end}{headers}\r\n".encode() + data
+
+
+class Live:
+    """A running server. thread: the ident of its event loop's thread."""
+
+    def __init__(self, uds: Path, server: Server, service: Service, thread: int | None) -> None:
+        self._uds, self._server, self.service, self.thread = uds, server, service, thread
+
+    def connect(self) -> socket.socket:
+        raw = socket.socket(socket.AF_UNIX)
+        raw.settimeout(60)
+        raw.connect(str(self._uds))
+        return raw
+
+    def send(self, data: bytes) -> bytes:
+        """All that the server answers until it closes the connection."""
+        with self.connect() as raw:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may answer before it has everything
+                raw.sendall(data)
+            return until_closed(raw)
+
+    def call(self, body: Any, path: str = TEXT, headers: str = "") -> tuple[int, Any]:
+        """Returns (status, JSON of the answer)."""
+        with self.connect() as raw:
+            raw.sendall(post(body, path, headers))
+            return read_answer(raw)
+
+    def text(self, seed: int) -> str:
+        status, answer = self.call(ask(seed))
+        assert status == 200, answer
+        text: str = answer["choices"][0]["text"]
+        return text
+
+    @property
+    def connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    @property
+    def in_use(self) -> int:
+        (served,) = self.service.served()
+        return served.engine.stats().in_use
+
+
+def read_answer(raw: socket.socket) -> tuple[int, Any]:
+    """Returns (status, JSON) of the next answer."""
+    with HTTPResponse(raw) as response:
+        response.begin()
+        return response.status, json.loads(response.read())
+
+
+def until_closed(raw: socket.socket) -> bytes:
+    found = []
+    with contextlib.suppress(ConnectionResetError):  # closed with bytes unread
+        while data := raw.recv(2**16):
+            found.append(data)
+    return b"".join(found)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if holds():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+@contextlib.contextmanager
+def live(folder: Path, **options: Any) -> Iterator[Live]:
+    """Serve `folder` under the name toy. options: of Settings, and max_connections."""
+    most = options.pop("max_connections", None)
+    settings = Settings(models={"toy": folder}, opening=CPU, **options)
+    place = Path(tempfile.mkdtemp(prefix="topw"))  # short: a socket's path has at most 107 characters
+    app = create_app(settings)
+    server = new_server(app, settings, most)
+    listener, _ = open_socket("", 0, place / "s")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        service: Service = app.state.service
+        until(lambda: service.state == "ready")
+        yield Live(place / "s", server, service, thread.ident)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        listener.close()
+        shutil.rmtree(place)
