@@ -52,8 +52,8 @@ def rotated_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, outputs // heads // 2, inputs).swapaxes(1, 2).reshape(outputs, inputs)
 
 
-def write(weights: str, config: dict[str, Any], target: str) -> None:
-    """weights: a .npz file of tensors by name."""
+def write(weights: str, config: dict[str, Any], target: str, tokenizer: dict[str, Any] | None = None) -> None:
+    """weights: a .npz file of tensors by name. tokenizer: a byte-level BPE as in tokenizer.json; None for ids only."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(target, "llama", use_temp_file=True)
     writer.add_context_length(config["max_position_embeddings"])
@@ -66,7 +66,10 @@ def write(weights: str, config: dict[str, Any], target: str) -> None:
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")  # token ids in, logits out
+    if tokenizer is None:
+        writer.add_tokenizer_model("no_vocab")  # token ids in, logits out
+    else:
+        add_vocabulary(writer, tokenizer, config)
     with np.load(weights) as tensors:
         for name in tensors.files:
             weight = tensors[name].astype(np.float32)
@@ -77,6 +80,23 @@ def write(weights: str, config: dict[str, Any], target: str) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
     writer.close()
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
+    """Without an end of sequence in `config`, the first token is one: llama.cpp needs some id."""
+    vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
+    special = {added["content"] for added in tokenizer["added_tokens"]}
+    texts = sorted(vocabulary, key=vocabulary.__getitem__)
+    kinds = [gguf.TokenType.CONTROL if text in special else gguf.TokenType.NORMAL for text in texts]
+    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer["model"]["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(pairs or [f"{texts[-1]} {texts[-1]}"])  # llama.cpp refuses none; no text has this one
+    writer.add_bos_token_id(config.get("bos_token_id") or 0)
+    writer.add_eos_token_id(config.get("eos_token_id") or 0)
+    writer.add_add_bos_token("<|begin_of_text|>" in special)
 
 
 class Model:
@@ -135,8 +155,8 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
             raise RuntimeError(f"llama.cpp cannot write {kind}")
         return Path(target).stat().st_size
 
-    def written(weights: str, config: dict[str, Any], target: str) -> int:
-        write(weights, config, target)
+    def written(weights: str, config: dict[str, Any], target: str, tokenizer: dict[str, Any] | None = None) -> int:
+        write(weights, config, target, tokenizer)
         return Path(target).stat().st_size
 
     def open_(name: str, path: str, length: int) -> None:

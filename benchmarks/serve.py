@@ -105,9 +105,7 @@ def measure(name: str, dtype: str, args: argparse.Namespace) -> None:
         file.write_text(json.dumps(report.as_dict(), indent=1) + "\n", "utf-8")
     if args.plot is not None:
         note = f"Medians; whiskers are quartiles. {report.machine}."
-        draw(
-            args.plot / f"{name}-{dtype}.png", report.panels(), "all requests, or to the first text; logarithmic", note
-        )
+        draw(args.plot / f"{name}-{dtype}.png", report.panels(), "all requests, or to the first text", note)
 
 
 def summary(folder: Path) -> str:

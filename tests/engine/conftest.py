@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from topw_deploy.engine import Engine
 from topw_deploy.runtime import TopWModel
@@ -56,7 +57,7 @@ def toy() -> Toy:
     return Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
 
 
-@pytest.fixture(scope="session", params=FORMS)
+@pytest.fixture(scope="session", params=["grouped", "scatter", slow("growing")])
 def any_model(request: pytest.FixtureRequest, toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> TopWModel:
     """Caches over GroupQueryAttention and TensorScatter, of fixed and of growing length."""
     folder = export(tmp_path_factory.mktemp("toy") / request.param, toy, with_mass=True, **FORMS[request.param])

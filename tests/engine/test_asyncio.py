@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import pytest
@@ -48,27 +47,6 @@ def test_streams_of_several_tasks(model: TopWModel, engine_of: NewEngine) -> Non
     for seed, result in enumerate(found):
         stops = ["e"] if seed % 2 else []
         assert result == model.generate("ab", seed=seed, max_new_tokens=20, stop_strings=stops, **HOT)
-
-
-def test_the_loop_goes_on_while_a_grammar_compiles(
-    model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("llguidance")
-    engine, compiling, guides = engine_of(model), threading.Event(), TopWModel._guides
-
-    def slow(*arguments: Any) -> Any:
-        assert compiling.wait(60)  # set by the loop
-        return guides(*arguments)
-
-    monkeypatch.setattr(TopWModel, "_guides", slow)
-
-    async def main() -> Any:
-        task = asyncio.create_task(engine.generate("a", structured_outputs={"choice": ["yes", "no"]}, **HOT))
-        await asyncio.sleep(0)
-        compiling.set()
-        return await task
-
-    assert asyncio.run(main()).text in ("yes", "no")
 
 
 def test_cancelling_a_task_cancels_its_request(model: TopWModel, engine_of: NewEngine) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.conftest import HOT, NewEngine
 from topw_deploy.engine.batch import Batch
-from topw_deploy.engine.delivery import Delivery
+from topw_deploy.engine.delivery import Delivery, call_later
 from topw_deploy.engine.request import Request
 from topw_deploy.errors import GenerationError, LogitsError
 from topw_deploy.runtime import TopWModel
@@ -38,6 +38,21 @@ def test_after_an_error_the_next_calls_are_made() -> None:
     delivery.close()
     assert [type(error) for error in errors] == [ZeroDivisionError]
     assert made == [1]
+
+
+def test_what_waits_for_the_calls_of_a_send_comes_after_them() -> None:
+    made: list[str] = []
+    delivery = Delivery(lambda error: made.append(type(error).__name__))
+    for number in range(2):
+        delivery.add(call_later, lambda: made.append("later"))
+        delivery.add(made.append, str(number))
+    delivery.add(call_later, lambda: 1 // 0)
+    delivery.send()
+    delivery.add(made.append, "next")
+    delivery.close()
+    assert made == ["0", "1", "later", "later", "ZeroDivisionError", "next"]
+    call_later(lambda: made.append("at once"))
+    assert made[-1] == "at once"
 
 
 def test_an_error_while_tokens_are_delivered_fails_the_requests_instead_of_leaving_their_callers_waiting(

@@ -11,13 +11,23 @@ import pytest
 from tests.engine.conftest import FORMS, NewEngine
 from tests.engine.test_results import random_request
 from tests.runtime.ort.test_device_binding import Open, on_a_device  # noqa: F401  # a fixture
+from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from tests.tensorrt.run import conftest as tensorrt
-from tests.tensorrt.run.conftest import exported_toy, gpu, no_plugin, on_cpu, opened, out, trt  # noqa: F401  # fixtures
+from tests.tensorrt.run.conftest import gpu, no_plugin, on_cpu, opened, out, trt  # noqa: F401  # fixtures
 from topw_deploy.runtime import TopWModel
+from topw_deploy.sampling import TopWOptions
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+@pytest.fixture(scope="session")
+def exported_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder for --target tensorrt with all rules, which the random requests name."""
+    toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
+    settings: dict[str, Any] = {"form": "scatter", "max_length": tensorrt.CACHE, "with_mass": True}
+    return export(tmp_path_factory.mktemp("toy") / "out", toy, **settings)
+
+
+@pytest.mark.parametrize("graphs", [slow(False), True], ids=["", "graphs"])
 @pytest.mark.parametrize("form", ["grouped", "growing"])
 def test_a_device_draws_what_the_host_draws(
     toy: Toy,

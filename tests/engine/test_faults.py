@@ -14,6 +14,7 @@ import pytest
 
 from tests.engine.conftest import HOT, Gate, NewEngine
 from tests.engine.test_results import begins, random_request
+from tests.support.samples import slow
 from tests.support.toy_model import Toy, byte_ids
 from topw_deploy.engine import Engine
 from topw_deploy.engine.batch import Batch
@@ -197,7 +198,7 @@ def test_an_unexpected_error_fails_all_requests_and_nobody_waits(
         engine.submit("c")
 
 
-@pytest.mark.parametrize("shut_down", [False, True])
+@pytest.mark.parametrize("shut_down", [False, slow(True)])
 def test_an_engine_that_failed_can_be_forgotten(
     model: TopWModel, monkeypatch: pytest.MonkeyPatch, shut_down: bool
 ) -> None:

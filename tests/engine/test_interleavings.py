@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.engine.test_results import begins
 from tests.support.hashing_session import CONTEXT, FIRST, FORMS, INVALID, TOKENS, failing_once, hashing_model
+from tests.support.samples import examples, slow
 from topw_deploy.engine import Engine, Request
 from topw_deploy.errors import GenerationError, LogitsError, QueueFullError
 from topw_deploy.runtime import TopWModel
@@ -155,7 +156,7 @@ def random_given(rng: np.random.Generator, sequences: list[list[int]]) -> dict[s
     return {**given, **{name: value for name, value in OPTIONAL.items() if rng.random() < 0.15}}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
 @pytest.mark.parametrize("form", FORMS)
 def test_random_schedules_draw_what_requests_draw_alone(model: TopWModel, form: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -229,7 +230,7 @@ class Interleavings(RuleBasedStateMachine):
             self.stepped.finish()
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.long)], ids=["few", "many"])
-def test_every_interleaving_draws_what_requests_draw_alone(model: TopWModel, examples: int) -> None:
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.long)], ids=["few", "many"])
+def test_every_interleaving_draws_what_requests_draw_alone(model: TopWModel, count: int) -> None:
     Interleavings.model = model
-    run_state_machine_as_test(Interleavings, settings=settings(max_examples=examples, stateful_step_count=30))
+    run_state_machine_as_test(Interleavings, settings=settings(max_examples=examples(count), stateful_step_count=30))

@@ -1,9 +1,11 @@
-"""Ctrl-C in `submit`, wherever Python runs signal handlers in the engine's code, loses no room."""
+"""Signal handlers wherever Python runs them in the engine's code: Ctrl-C in `submit`, `shutdown` in what waits."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dis
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -15,19 +17,33 @@ import pytest
 
 import topw_deploy.engine
 from tests.engine.conftest import HOT, NewEngine
+from tests.support.samples import broad
+from topw_deploy.engine import Engine
+from topw_deploy.errors import GenerationError
 from topw_deploy.runtime import TopWModel
 
 FOLDER = str(Path(topw_deploy.engine.__file__).parent)
 
 
+@pytest.fixture(autouse=True)
+def collected() -> None:
+    """Engines of other tests, whose finalizers would be interrupted when they are collected."""
+    gc.collect()
+
+
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
 class Interrupt:
-    """Raises KeyboardInterrupt at point number `at` of this thread in the engine's modules at which Python runs signal
+    """Calls `handler` at point number `at` of this thread in the modules below `within` at which Python runs signal
     handlers: after calls and backward jumps, and where functions begin.
     """
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, handler: Callable[[], object] = ctrl_c, within: str | tuple[str, ...] = FOLDER) -> None:
         self.left = at
         self.raised = False
+        self._handler, self._within = handler, within
         self._last: dict[int, str] = {}  # by the frame's id: frames must not outlive their calls here
 
     def __enter__(self) -> Interrupt:
@@ -39,7 +55,7 @@ class Interrupt:
         sys.settrace(self._before)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(FOLDER) or self.raised:
+        if not frame.f_code.co_filename.startswith(self._within) or self.raised:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "call":
@@ -50,7 +66,7 @@ class Interrupt:
             self.left -= before.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))
             if self.left < 0:
                 self.raised = True
-                raise KeyboardInterrupt
+                self._handler()
         return self._trace
 
 
@@ -104,3 +120,44 @@ def test_an_interrupted_task_gives_its_room_back(model: TopWModel, engine_of: Ne
         lambda: asyncio.run(engine.generate("a", max_new_tokens=1, **HOT)), lambda: serves_and_is_empty(engine)
     )
     assert places > 50
+
+
+async def read_stream(engine: Engine) -> None:
+    async for _ in engine.stream("a", max_new_tokens=9, seed=1, **HOT):
+        pass
+
+
+def modules(*names: str) -> tuple[str, ...]:
+    return (*(str(Path(FOLDER) / name) for name in names), threading.__file__)
+
+
+WAITING: dict[str, tuple[Callable[[Engine], object], tuple[str, ...]]] = {
+    "result": (lambda e: e.submit("a", max_new_tokens=9, seed=1, **HOT).result(), modules("request.py", "flag.py")),
+    "stream": (lambda e: asyncio.run(read_stream(e)), modules("request.py", "tasks.py")),
+    "drain": (lambda e: e.drain(), modules("worker.py", "inbox.py")),
+}
+
+
+@pytest.mark.parametrize("waits", WAITING)
+@pytest.mark.parametrize("part", [pytest.param(0, id="some"), *(broad(part) for part in range(1, 8))])
+def test_a_signal_handler_may_shut_down_while_a_caller_waits(model: TopWModel, waits: str, part: int) -> None:
+    """The threads that it waits for must need no lock that the interrupted code holds."""
+    wait, within = WAITING[waits]
+
+    def call(number: int, interrupts: list[Interrupt]) -> None:
+        engine = Engine(model, max_batch=1)
+        interrupt = Interrupt(number, engine.shutdown, within)
+        with interrupt, contextlib.suppress(GenerationError):  # it was shut down before the request
+            wait(engine)
+        engine.shutdown()
+        interrupts.append(interrupt)
+
+    for number in range(part, 10**6, 8):
+        ended: list[Interrupt] = []
+        thread = threading.Thread(target=call, args=(number, ended), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert ended, f"interrupted at point {number}, it waits forever"
+        if not ended[0].raised:
+            assert number > 8
+            return

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.support.samples import examples
 from topw_deploy.engine.prefixes import NOTHING, RowPrefixes, Rule, Snapshots, common
 
 
@@ -23,14 +24,14 @@ def beginnings(tokens: np.ndarray) -> set[tuple[int, bytes]]:
 
 
 @given(held=texts, wanted=texts, unit=st.integers(1, 3))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_what_is_usable_is_the_longest_shared_beginning(held: np.ndarray, wanted: np.ndarray, unit: int) -> None:
     shared = beginnings(held) & beginnings(wanted)
     assert Rule(unit).usable(held, wanted) == max(n for n, _ in shared if n % unit == 0)
 
 
 @given(held=texts, wanted=texts, stored=st.lists(texts), own=st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_states_of_fixed_size_are_usable_where_they_are_known(
     held: np.ndarray, wanted: np.ndarray, stored: list[np.ndarray], own: bool
 ) -> None:
@@ -52,6 +53,7 @@ def test_common_tokens(one: str, other: str, count: int) -> None:
     [
         (["", "abc", "abcd"], 2),  # shares most
         (["", "abx", "axx"], 1),  # loses less than it shares
+        (["abxx", "ab", "abx"], 1),  # of those that share most, the one that loses least
         (["xy", "abxxx", ""], 2),  # would lose more than it shares: the first that holds nothing
         (["xy", "abxxx", "z"], 1),  # the one released first
         (["", "", ""], 0),

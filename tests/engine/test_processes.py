@@ -34,6 +34,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["kept", "forgotten"])
 def test_the_process_ends_while_requests_run(toy: Toy, tmp_path: Path, kept: str) -> None:
     """The interpreter aborts if it ends while a thread is inside onnxruntime: mostly, so several times."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import Gate, NewEngine
+from tests.support.samples import slow
 from tests.support.toy_model import CONTEXT, VOCAB, Toy
 from topw_deploy.engine import Engine, Request
 from topw_deploy.runtime import GenerationResult, TopWModel
@@ -50,7 +51,9 @@ def begins(result: GenerationResult, whole: GenerationResult) -> bool:
     return result.token_ids == whole.token_ids[:count] and result.logprobs == whole.logprobs[:count]
 
 
-@pytest.mark.parametrize("options", [{"max_batch": 5, "prefill_budget": 7}, {"max_batch": 1}], ids=["five", "one"])
+@pytest.mark.parametrize(
+    "options", [{"max_batch": 5, "prefill_budget": 7}, slow({"max_batch": 1})], ids=["five", "one"]
+)
 def test_random_schedules_replay_alone(any_model: TopWModel, engine_of: NewEngine, options: dict[str, Any]) -> None:
     """All fields of the results are equal, and those of cancelled requests are the beginnings of equal ones."""
     rng = np.random.default_rng(7)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.conftest import HOT, Gate, NewEngine
+from tests.support.samples import examples
 from tests.support.toy_model import Toy, byte_ids
 from topw_deploy.engine import Engine, Request
 from topw_deploy.engine.batch import Batch
@@ -242,7 +243,7 @@ SCHEDULE = st.lists(ONE, min_size=2, max_size=10)
 
 
 @given(schedule=SCHEDULE, rows=st.integers(1, 3), store=st.booleans(), exact=st.booleans())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_request_of_a_random_schedule_draws_what_it_draws_alone(
     any_model: TopWModel, schedule: list[Any], rows: int, store: bool, exact: bool
 ) -> None:

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.samples import examples
 from topw_deploy.engine.room import Place, Room
 from topw_deploy.errors import GenerationError
 
@@ -69,7 +70,7 @@ class Callers(RuleBasedStateMachine):
         assert not any(map(self.room.holds, self.waiting))
 
 
-Callers.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
+Callers.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=30)
 TestCallers = Callers.TestCase
 
 

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.samples import examples
 from topw_deploy.engine.scheduler import WAITING, Scheduler, Task
 
 
@@ -124,7 +125,7 @@ class Interleavings(RuleBasedStateMachine):
         assert self.scheduler.idle
 
 
-Interleavings.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+Interleavings.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestInterleavings = Interleavings.TestCase
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
 from tests.runtime.ort.test_device_binding import Open, on_a_device  # noqa: F401  # a fixture
+from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from topw_deploy.engine import Engine, SessionInfo
 from topw_deploy.engine.batch import Batch
@@ -57,7 +58,7 @@ with Engine(model, max_batch=2, prefix_bytes=int(sys.argv[4])) as engine:
 """
 
 
-@pytest.mark.parametrize("prefix_bytes", [0, 10**6], ids=["row", "host memory"])
+@pytest.mark.parametrize("prefix_bytes", [slow(0), 10**6], ids=["row", "host memory"])
 def test_another_process_goes_on_behind_a_saved_session(model: TopWModel, saved: Path, prefix_bytes: int) -> None:
     whole = ask(model, next_turn(model))
     given = json.dumps({"prompt": next_turn(model), "max_new_tokens": 5, "seed": 3, **HOT})

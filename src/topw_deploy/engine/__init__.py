@@ -1,20 +1,27 @@
 """Continuous batching: requests of many callers share one session.
 
-engine, request: public classes.
+engine, request, stats: public classes.
+intake: from a call's arguments to sequences.
 options: checked options.
 scheduler: which sequence has which row; what an iteration runs.
 prefixes: which tokens rows and snapshots hold.
 reuse: starts prompts after a known prefix.
 session_file: saved sessions.
 batch: the arrays and bindings of the runs.
-worker: the engine's thread.
+worker, inbox: the engine's thread, and how other threads call it.
+deadlines: of running requests.
+delivery: the thread that hands events to callers.
+job: the engine's records of sequences and requests.
+step_logits: the logits of a step, for callers that examine it again.
 room: the bound on accepted sequences.
 seconds: checks of timeouts.
+flag: an event that a signal handler may wait for.
 tasks: asyncio.
 """
 
-from topw_deploy.engine.engine import Engine, EngineStats
+from topw_deploy.engine.engine import Engine
 from topw_deploy.engine.request import Request
 from topw_deploy.engine.session_file import SessionInfo
+from topw_deploy.engine.stats import EngineStats
 
 __all__ = ["Engine", "EngineStats", "Request", "SessionInfo"]

@@ -1,4 +1,4 @@
-"""Delivers events to callers in a separate thread, because waking them takes longer than all else between two runs."""
+"""Delivers events to callers in a thread, because waking callers is the slowest part of the work between two runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ from queue import SimpleQueue
 from typing import Any
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]
+
+
+class _Later(threading.local):
+    """functions: those to call after the calls that this thread makes; None if it makes none."""
+
+    functions: list[Callable[[], object]] | None = None
+
+
+_later = _Later()
+
+
+def call_later(function: Callable[[], object]) -> None:
+    """Call a function after the calls of the `send` in progress; at once in threads that deliver nothing.
+
+    Waking a thread lets it take the interpreter, and the rest of the calls waits for it.
+    """
+    if _later.functions is None:
+        function()
+    else:
+        _later.functions.append(function)
 
 
 class Delivery:
@@ -51,9 +71,16 @@ class Delivery:
     def _next(self) -> bool:
         """Make the calls of one `send`. Returns False at the end. The waiting thread keeps no reference to any."""
         calls = self._sent.get()
+        later = _later.functions = []
         for function, arguments in calls or ():
-            try:
-                function(*arguments)
-            except BaseException as error:  # noqa: BLE001  # callers must not wait forever
-                self._failed(error)
+            self._call(function, *arguments)
+        _later.functions = None
+        for function in later:
+            self._call(function)
         return calls is not None
+
+    def _call(self, function: Callable[..., object], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:  # noqa: BLE001  # callers must not wait forever
+            self._failed(error)

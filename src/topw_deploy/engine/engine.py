@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -17,56 +17,21 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.intake import Draft, Intake
 from topw_deploy.engine.job import Job, Submission
 from topw_deploy.engine.options import check_form, check_tensorrt, read_options
-from topw_deploy.engine.request import Event, PieceReader, Request, Source
-from topw_deploy.engine.room import Place, Room
+from topw_deploy.engine.request import PieceReader, Request
+from topw_deploy.engine.room import Room
 from topw_deploy.engine.scheduler import Scheduler
-from topw_deploy.engine.seconds import read_max_time, read_timeout
+from topw_deploy.engine.seconds import read_timeout
 from topw_deploy.engine.session_file import SessionInfo, read_session, session_form, write_session
+from topw_deploy.engine.stats import EngineStats
 from topw_deploy.engine.tasks import Bell, Events, Signal
 from topw_deploy.engine.worker import Worker
 from topw_deploy.errors import ParameterError, PromptError, QueueFullError, TopWError
-from topw_deploy.runtime.callbacks import Watch, ending
-from topw_deploy.runtime.logprobs import new_scores
+from topw_deploy.runtime.callbacks import ending
 from topw_deploy.runtime.model import TopWModel
-from topw_deploy.runtime.request import Limits, RowRequest
 from topw_deploy.runtime.results import Piece
-from topw_deploy.runtime.rows import Row, new_text
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """State and totals of an engine.
-
-    rows: rows of the cache.
-    in_use: rows in use.
-    queued: accepted sequences without a row.
-    steps: runs that drew a token per row.
-    chunks: runs that read a part of a prompt.
-    prompt_tokens: prompt tokens that were read.
-    cached_tokens: prompt tokens that were reused instead.
-    new_tokens: tokens drawn.
-    ended: sequences that ended for any reason.
-    failed: requests that failed.
-    cache_bytes: size of the cache.
-    busy_seconds: time in iterations.
-    run_seconds: time in runs of the session, which is part of `busy_seconds`; the rest is overhead.
-    """
-
-    rows: int
-    in_use: int
-    queued: int
-    steps: int
-    chunks: int
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
-    ended: int
-    failed: int
-    cache_bytes: int
-    busy_seconds: float
-    run_seconds: float
 
 
 class Engine:
@@ -82,13 +47,13 @@ class Engine:
     max_queue: maximum number of sequences that wait for a row.
     when_full: what `submit` does if the queue is full: "error" raises QueueFullError, "wait" waits.
     prefill_budget: maximum tokens of a chunk. While a prompt is read, each step of the others takes longer by a chunk.
-    reuse_prefixes: start a prompt after the longest beginning that it shares with the sequence of a row, running or
-        ended. If a state has a fixed size (convolutions, recurrences, windows), after a whole sequence, or after a
-        point for which `prefix_bytes` has room.
+    reuse_prefixes: do not read again the longest beginning that a prompt shares with the sequence of a row, running or
+        ended. If a state has a fixed size (convolutions, recurrences, windows), this beginning is a whole sequence, or
+        ends where states were stored in `prefix_bytes`.
     prefix_bytes: maximum host memory for sequences whose rows were taken by others, for states of fixed size at the
         ends of chunks, and for loaded sessions. The least recently used is dropped first. Not used on devices.
-    exact: reuse only whole chunks of prompts, so that reuse changes no bit of a prompt's states and first token; see
-        docs/guide/engine.md.
+    exact: reuse only whole chunks of prompts, so that a prompt's states and first token have the same bits with and
+        without reuse; see docs/guide/engine.md.
 
     Raises ParameterError for an invalid option or a cache of another form than `static`, EngineError for a TensorRT
     engine that is too small, GenerationError if there is no memory for the cache.
@@ -126,13 +91,6 @@ class Engine:
         )
         check_tensorrt(session, decoder, options)
         self._model, self._session, self._options = model, session, options
-        self._limits = Limits(
-            decoder.context_length,
-            model.manifest.sampler.vocab_size,
-            options.length,
-            options.rows + options.queue,
-            opened="engine",
-        )
         self._batch = Batch(session, decoder, options.rows, options.length, model._new_logits)
         self._scheduler: Scheduler[Job] = Scheduler(
             options.rows, options.chunk, dense=decoder.evicts, moves=self._batch.copies_rows
@@ -140,6 +98,7 @@ class Engine:
         self._form = session_form(model.manifest, options)
         self._room = Room(options.rows + options.queue)
         self._worker = Worker(self._batch, self._scheduler, self._room, decoder, options)
+        self._intake = Intake(model, options, self._room, self._worker)
         self._shutting = threading.RLock()  # a signal handler may call shutdown during another
         self._stopped = False
         self._bell: Bell | None = None
@@ -155,7 +114,7 @@ class Engine:
         `drain` or `shutdown`.
         """
         with ending(parameters.get("streamer")):
-            submission = self._prepare(prompt, parameters, max_time)
+            submission = self._intake.submission(self._intake.draft(prompt, parameters, max_time))
             with self._accepting(submission):
                 if not self._takes(submission):
                     self._worker.check_caller("submit")
@@ -175,9 +134,8 @@ class Engine:
         """
         ended = Signal(self._running_bell())
         with ending(parameters.get("streamer")):
-            prepare = partial(self._prepare, prompt, parameters, max_time, on_end=ended.send)
-            compiles = not {"structured_outputs", "response_format"}.isdisjoint(parameters)
-            submission = await asyncio.to_thread(prepare) if compiles else prepare()
+            draft = self._intake.draft(prompt, parameters, max_time)
+            submission = await self._intake.submission_aside(draft, on_end=ended.send)
             await self._start(submission)
         try:
             await ended.wait()
@@ -187,14 +145,17 @@ class Engine:
 
     def stream(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> AsyncIterator[Piece]:
         """Like iterating over `submit(...)`, for asyncio. Closing the iterator or cancelling the task cancels the
-        request. Checks parameters immediately, and compiles a grammar in the caller's thread.
+        request.
+
+        Raises what `submit` raises: errors of parameters and prompts at once, others from the first piece. In a task, a
+        grammar is compiled like that of `generate`, before the first piece; in a thread without a loop, at once.
         """
+        events = Events()
         with ending(parameters.get("streamer")):
-            holder: list[Request] = []
-            events = Events(gone=lambda: holder[0].cancel())
-            submission = self._prepare(prompt, parameters, max_time, put=events.put)
-            holder.append(submission.request)
-        return self._pieces(submission, events)
+            draft = self._intake.draft(prompt, parameters, max_time)
+            wait = draft.compiles and _in_loop()
+            submission = None if wait else self._intake.submission(draft, put=events.put)
+        return self._pieces(draft, submission, events)
 
     def save_session(self, prompt: Any, path: str | Path, *, add_special_tokens: bool = True) -> SessionInfo:
         """Write the states after a prompt to a file, so that another process can continue from it after `load_session`.
@@ -211,7 +172,7 @@ class Engine:
         SessionFileError if the file cannot be written.
         """
         self._check_reuse()
-        rows, _, _ = self._model._requests(prompt, {"add_special_tokens": add_special_tokens}, self._limits)
+        rows, _, _ = self._model._requests(prompt, {"add_special_tokens": add_special_tokens}, self._intake.limits)
         if len(rows) > 1:
             raise PromptError(f"there are {len(rows)} prompts, but a session has one; save them one by one.")
         tokens = np.array(rows[0].prompt, np.int64)
@@ -265,7 +226,8 @@ class Engine:
         cancel: end them with what they drew so far (finish_reason "cancelled"); otherwise wait for them. While one
             caller waits, another may cancel.
 
-        Does nothing in a fork of the engine's process.
+        Does nothing in a fork of the engine's process. A signal handler that interrupts `submit` and calls this would
+        wait for `submit`, which cannot go on; let it raise an exception or set an event instead.
         """
         if self._worker.forked:
             return
@@ -298,39 +260,6 @@ class Engine:
                 "sessions need the reuse of prefixes, but reuse_prefixes is False; create the engine with True.",
                 "reuse_prefixes",
             )
-
-    def _prepare(
-        self,
-        prompt: Any,
-        parameters: Mapping[str, Any],
-        max_time: float | None,
-        *,
-        put: Callable[[Event], None] | None = None,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> Submission:
-        self._worker.check_process("submit")
-        seconds = read_max_time(max_time)
-        self._room.check()
-        rows, whole, alone = self._model._requests(prompt, parameters, self._limits)
-        tokenizer, guides = self._model.tokenizer, self._model._guides(rows)
-
-        def follow(ids: Sequence[int]) -> Any:
-            return tokenizer.follow(ids, whole["skip_special_tokens"])
-
-        def new_row(index: int, row: RowRequest) -> Row:
-            watched = whole["streamer"] is not None or bool(whole["stopping_criteria"])
-            watch = Watch(row.prompt, row.budget, whole["streamer"], whole["stopping_criteria"]) if watched else None
-            text = new_text(row, follow) if row.stop_strings else None
-            return Row(index, row, text, watch, new_scores(row, tokenizer.text_of), guides[index])
-
-        generated = [new_row(index, row) for index, row in enumerate(rows)]
-        source = Source(self._session, follow, self._model.load_seconds)
-        cancel = partial(self._worker.end_early, reason="cancelled")
-        worker = self._worker
-        request = Request(generated, alone, source, cancel, put, on_end, worker.check_caller, worker.deliver)
-        deadline = None if seconds is None else request.started + seconds
-        jobs = [Job(request, row) for row in generated]
-        return Submission(request, jobs, Place(len(jobs)), deadline, whole["streamer"])
 
     @contextlib.contextmanager
     def _accepting(self, submission: Submission) -> Iterator[None]:
@@ -386,10 +315,13 @@ class Engine:
                     return
             self._worker.start(submission)
 
-    async def _pieces(self, submission: Submission, events: Events) -> AsyncIterator[Piece]:
-        request = submission.request
-        events.listen(self._running_bell())
-        with ending(submission.streamer):
+    async def _pieces(self, draft: Draft, submission: Submission | None, events: Events) -> AsyncIterator[Piece]:
+        """submission: of the draft; None if its grammar is to be compiled in a thread."""
+        with ending(draft.streamer):
+            if submission is None:
+                submission = await self._intake.submission_aside(draft, put=events.put)
+            request = submission.request
+            events.listen(self._running_bell(), request.cancel)
             await self._start(submission)
         reader = PieceReader(request)
         try:
@@ -407,3 +339,12 @@ class Engine:
         if bell is None or bell.loop is not asyncio.get_running_loop():
             bell = self._bell = Bell()
         return bell
+
+
+def _in_loop() -> bool:
+    """Whether this thread runs an event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

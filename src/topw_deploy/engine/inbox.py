@@ -6,7 +6,6 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -62,19 +61,24 @@ class InboxThread(ABC):
         Raises GenerationError if the thread has ended, or the engine has failed.
         """
         self.check_caller(what)
-        future: Future[Result] = Future()
+        ended: SimpleQueue[None] = SimpleQueue()
+        results, errors = list[Result](), list[BaseException]()
 
         def run() -> None:
             try:
                 self._check_alive()
-                future.set_result(function())
+                results.append(function())
             except BaseException as error:  # noqa: BLE001  # the caller's
-                future.set_exception(error)
+                errors.append(error)
+            ended.put(None)
 
         self._post(run)
         if self._ended:  # perhaps after it read the inbox for the last time
             self._empty_inbox()
-        return future.result()
+        ended.get()
+        if errors:
+            raise errors.pop()
+        return results[0]
 
     def _post(self, message: Callable[[], None]) -> None:
         self._inbox.put(message)

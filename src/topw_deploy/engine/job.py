@@ -1,4 +1,4 @@
-"""The engine's thread's records of sequences and requests."""
+"""The records of sequences and requests that the engine's thread keeps."""
 
 from __future__ import annotations
 

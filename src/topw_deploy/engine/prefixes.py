@@ -89,19 +89,19 @@ class RowPrefixes:
     def choose(self, wanted: np.ndarray, free: Sequence[int], points: Sequence[int] = ()) -> int:
         """The free row of which the most tokens can be reused, unless it would lose more tokens than that.
 
-        Otherwise the first row that holds nothing, or the row that was released first.
+        Of several, the one that loses least. Otherwise the first row that holds nothing, or the row that was released
+        first.
         """
-        usable = [self._rule.usable(self.held[row], wanted, points) for row in free]
-        most = max(usable)
-        row = free[usable.index(most)]
-        if most and 2 * most >= len(self.held[row]):
+        usable = {row: self._rule.usable(self.held[row], wanted, points) for row in free}
+        row = max(free, key=lambda row: (usable[row], -len(self.held[row])))
+        if usable[row] and 2 * usable[row] >= len(self.held[row]):
             return row
         return min(free, key=lambda row: (self._released[row] if len(self.held[row]) else 0, row))
 
 
 @dataclass(slots=True)
 class _Stored(Generic[AnyStates]):
-    """point: True for states of fixed size, as they are after all tokens; False for states with a token axis."""
+    """Stored states. point: whether they are the states of fixed size after all tokens, or those with a token axis."""
 
     tokens: np.ndarray
     states: AnyStates
@@ -112,8 +112,8 @@ class _Stored(Generic[AnyStates]):
 class Snapshots(Generic[AnyStates]):
     """A store of states after tokens, of at most `most` bytes. The least recently used is dropped first.
 
-    A snapshot has the states with a token axis, and so those of all its beginnings. A point has the states of fixed
-    size after all its tokens.
+    A snapshot has the states with a token axis, which include those of every beginning of its tokens. A point has the
+    states of fixed size after all its tokens.
     """
 
     def __init__(self, most: int, rule: Rule) -> None:

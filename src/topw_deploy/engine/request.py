@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeAlias
 
+from topw_deploy.engine.flag import Flag
 from topw_deploy.engine.seconds import read_timeout
 from topw_deploy.errors import GenerationError
 from topw_deploy.runtime.protocols import Session
@@ -63,13 +64,16 @@ class Request:
         on_end: Callable[[], None] = lambda: None,
         check_caller: Callable[[str], None] = lambda what: None,
         deliver: Callable[..., None] = lambda function, *arguments: function(*arguments),
+        started: float | None = None,
     ) -> None:
-        """alone: whether there is one result, not a list. put: takes the events. on_end: called after the last one.
+        """alone: whether there is one result, not a list. put: receives the events. on_end: called after the last one.
+
 
         check_caller: called with a method's name before it waits; see `Worker.check_caller`.
         deliver: calls `put` for the engine's thread; see `Worker.deliver`.
+        started: when the caller asked, by time.perf_counter(); None for now.
         """
-        self.started = time.perf_counter()
+        self.started = time.perf_counter() if started is None else started
         self.error: BaseException | None = None
         self._rows, self._alone, self._source, self._cancel = rows, alone, source, cancel
         self._events: SimpleQueue[Event] = SimpleQueue()
@@ -79,7 +83,7 @@ class Request:
         self._trace: TracebackType | None = None  # the error's
         self._ended: dict[int, Ended] = {}
         self._results: dict[int, GenerationResult] = {}
-        self._done = threading.Event()
+        self._done = Flag()
         self._lock = threading.Lock()
         self._iterated = False
 
@@ -133,11 +137,11 @@ class Request:
         if self.error is not None:
             raise self.error.with_traceback(self._trace)
 
-    def result_of(self, index: int) -> GenerationResult:
-        """The result of an ended sequence."""
+    def result_of(self, index: int, text: str | None = None) -> GenerationResult:
+        """The result of an ended sequence. text: its text if the caller has decoded it already."""
         with self._lock:
             if index not in self._results:
-                self._results[index] = self._new_result(self._ended[index])
+                self._results[index] = self._new_result(self._ended[index], text)
             return self._results[index]
 
     def new_text(self, index: int) -> RowText | None:
@@ -149,6 +153,10 @@ class Request:
         """The log-probabilities of a sequence's first `drawn` tokens that no piece has had yet, if requested."""
         scores = self._rows[index].scores
         return None if scores is None else scores.next_piece(drawn)
+
+    def next_tokens(self, index: int, drawn: int) -> tuple[int, ...]:
+        """The first `drawn` tokens of a sequence with `Row.text` that no piece has had yet."""
+        return self._rows[index].next_tokens(drawn)
 
     def fail(self, error: BaseException) -> None:
         """Fail the request. Called by the engine's thread; the first error is kept."""
@@ -164,7 +172,7 @@ class Request:
             self.take(None)
             self._on_end()
 
-    def _new_result(self, ended: Ended) -> GenerationResult:
+    def _new_result(self, ended: Ended, text: str | None) -> GenerationResult:
         return result_of(
             ended.row,
             lambda name: ended.columns[name],
@@ -174,6 +182,7 @@ class Request:
             started=self.started,
             prefilled=ended.first_at,
             cached_tokens=ended.cached_tokens,
+            text=text,
         )
 
 
@@ -182,22 +191,49 @@ class PieceReader:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._texts: dict[int, RowText | None] = {}
-        self._drawn: dict[int, int] = {}  # tokens of each sequence so far
+        self._sequences: dict[int, _SequenceReader] = {}
 
     def piece(self, event: tuple[int, int | str | None, int]) -> Piece | None:
         """None for a token that ends no character."""
         index, new, counted = event
-        uncounted = new is not None and not counted  # by the engine's thread
-        drawn = self._drawn[index] = self._drawn.get(index, 0) + 1 if uncounted else counted
+        sequence = self._sequences.get(index)
+        if sequence is None:
+            sequence = self._sequences[index] = _SequenceReader(self._request, index)
+        return sequence.piece(new, counted)
+
+
+class _SequenceReader:
+    """One sequence's events."""
+
+    __slots__ = ("_drawn", "_given", "_index", "_request", "_text", "_texts", "_waiting")
+
+    def __init__(self, request: Request, index: int) -> None:
+        self._request, self._index = request, index
+        self._text = request.new_text(index)
+        self._texts: list[str] = []  # of the pieces
+        self._waiting: list[int] = []  # tokens that no piece has had yet
+        self._given = 0  # tokens that pieces have had
+        self._drawn = 0
+
+    def piece(self, new: int | str | None, counted: int) -> Piece | None:
+        request, index, text = self._request, self._index, self._text
+        self._drawn = self._drawn + 1 if new is not None and not counted else counted  # 0: by the engine's thread
         if isinstance(new, str):
-            return Piece(new, index, None, self._request.next_scores(index, counted), drawn)
-        if index not in self._texts:
-            self._texts[index] = self._request.new_text(index)
-        text = self._texts[index]
-        if new is None:
-            result = self._request.result_of(index)
-            last = "" if text is None else text.flush()
-            return Piece(last, index, result, self._request.next_scores(index, counted), drawn)
-        gained = "" if text is None else text.push(new)
-        return Piece(gained, index, None, self._request.next_scores(index, counted), drawn) if gained else None
+            return self._new(new, counted, request.next_tokens(index, counted))
+        if new is not None:
+            self._waiting.append(new)
+            gained = "" if text is None else text.push(new)
+            if not gained:
+                return None
+            self._texts.append(gained)
+            tokens, self._waiting = self._waiting, []
+            return self._new(gained, counted, tokens)
+        last = "" if text is None else text.flush()
+        result = request.result_of(index, None if text is None else "".join([*self._texts, last]))
+        rest = result.token_ids[self._given :]  # with an EOS, which has no event
+        return self._new(last, counted, rest, result)
+
+    def _new(self, text: str, counted: int, tokens: Sequence[int], result: GenerationResult | None = None) -> Piece:
+        self._given += len(tokens)
+        scores = self._request.next_scores(self._index, counted)
+        return Piece(text, self._index, result, scores, self._drawn, tuple(tokens))

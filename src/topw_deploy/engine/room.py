@@ -1,4 +1,4 @@
-"""A bound on the number of sequences that the engine has accepted and that have not ended."""
+"""Limits the number of sequences that the engine has accepted and that have not ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from topw_deploy.errors import GenerationError
 
 
 class Place:
-    """Room for the sequences of one request. It is waited for, then held, then given back.
+    """Room for the sequences of one request: first waited for, then held, then given back.
 
     left: its sequences that have not ended.
     """

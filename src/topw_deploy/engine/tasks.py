@@ -3,41 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
+from topw_deploy.engine.delivery import call_later
 from topw_deploy.engine.request import Event
 
 
 class Bell:
-    """Wakes tasks of the running loop from any thread. Waking a loop is expensive, so one call wakes all its tasks."""
+    """Wakes tasks of the running loop from any thread. Waking a loop is expensive, so one call wakes all its tasks.
+
+    It has no lock: a signal handler that interrupts the loop's thread inside one, and waits for another thread that
+    needs it, as `Engine.shutdown` does, would wait forever. A deque's operations are atomic.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._signals: deque[Signal] = deque()
-        self._rung = False
-        self._lock = threading.Lock()
+        self._rung = False  # whether an `_answer` follows
 
     def ring(self, signal: Signal) -> None:
         """Wake a task, or call `signal.gone` if the loop is closed."""
-        with self._lock:
-            self._signals.append(signal)
-            wake, self._rung = not self._rung, True
-        try:
-            if wake:
-                self.loop.call_soon_threadsafe(self._answer)
-        except RuntimeError:  # closed
-            pass
+        self._signals.append(signal)
+        if not self._rung:
+            self._rung = True
+            call_later(self._wake)
         if self.loop.is_closed():
             signal.gone()
 
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # closed
+            self.loop.call_soon_threadsafe(self._answer)
+
     def _answer(self) -> None:
-        with self._lock:
-            self._rung = False
-            signals, self._signals = self._signals, deque()
-        for signal in signals:
-            signal.event.set()
+        self._rung = False  # first, so that whoever finds it true is answered below
+        while self._signals:
+            self._signals.popleft().event.set()
 
 
 class Signal:
@@ -61,36 +63,35 @@ class Signal:
 
 
 class Events:
-    """A request's events, put by the engine's thread and taken by a task, which calls `listen` before the first `put`.
+    """A request's events, put by the engine's thread and taken by a task, which calls `listen` before it starts.
 
-    gone: called at each `put` once the task's loop is closed.
+    It has no lock, like Bell.
     """
 
-    def __init__(self, gone: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self._events: deque[Event] = deque()
-        self._gone, self._sent = gone, False
+        self._sent = False
         self._signal: Signal | None = None
-        self._lock = threading.Lock()
 
-    def listen(self, bell: Bell) -> None:
-        self._signal = Signal(bell, self._gone)
+    def listen(self, bell: Bell, gone: Callable[[], None]) -> None:
+        """Make each `put` wake the task, or call `gone` once the task's loop is closed."""
+        self._signal = Signal(bell, gone)
 
     def put(self, event: Event) -> None:
-        with self._lock:
-            self._events.append(event)
-            send, self._sent = not self._sent, True
+        self._events.append(event)
         if self._signal is None:  # it ended before a task listened
             return
-        if send:
+        if not self._sent:
+            self._sent = True
             self._signal.send()
         elif self._signal.lost:  # before the task took what was sent
-            self._gone()
+            self._signal.gone()
 
     async def get(self) -> Event:
         assert self._signal is not None, "call listen first"
         while True:
-            with self._lock:
-                if self._events:
-                    return self._events.popleft()
-                self._sent = False
-            await self._signal.wait()
+            if self._events:
+                return self._events.popleft()
+            self._sent = False
+            if not self._events:  # otherwise it came before that, and sent nothing
+                await self._signal.wait()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import heapq
-import itertools
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.deadlines import Deadlines
 from topw_deploy.engine.delivery import Delivery
 from topw_deploy.engine.inbox import InboxThread
 from topw_deploy.engine.job import OUTPUTS, Counts, Job, Submission
@@ -41,8 +40,7 @@ class Worker(InboxThread):
         self._reuse = Reuse(batch, decoder, options, self._running)
         self._batch, self._scheduler, self._room = batch, scheduler, room
         self._alive: dict[Request, Submission] = {}
-        self._deadlines: list[tuple[float, int, weakref.ref[Request]]] = []  # a heap
-        self._numbers = itertools.count()
+        self._deadlines = Deadlines(self._alive)
         self._retiring, self._broken = False, ""  # or why the engine failed
         self._delivery = Delivery(lambda error: self._post(partial(self._break, error)))
         self._thread.start()
@@ -68,10 +66,12 @@ class Worker(InboxThread):
         self._delivery.add(function, *arguments)
 
     def pass_by(self) -> None:
-        """Wait until everything posted before is done and delivered, and so is the iteration in progress."""
-        passed = threading.Event()
-        self._post(partial(self.deliver, passed.set))
-        passed.wait()
+        """Wait until everything posted before, and the iteration in progress, is done and delivered."""
+        passed: SimpleQueue[None] = SimpleQueue()
+        self._post(partial(self.deliver, passed.put, None))
+        if self._ended:  # by a signal handler
+            self._empty_inbox()
+        passed.get()
 
     def save(self, tokens: np.ndarray) -> tuple[int, list[np.ndarray]]:
         """`Reuse.saved`, between two iterations."""
@@ -266,7 +266,7 @@ class Worker(InboxThread):
         request = submission.request
         self._alive[request] = submission
         if submission.deadline is not None:
-            self._add_deadline(submission.deadline, request)
+            self._deadlines.add(submission.deadline, request)
         if self._broken:
             self._fail(submission.jobs[0], GenerationError(self._broken))
             return
@@ -295,17 +295,9 @@ class Worker(InboxThread):
                 if not job.ended:
                     self._interrupt(job, reason)
 
-    def _add_deadline(self, deadline: float, request: Request) -> None:
-        heapq.heappush(self._deadlines, (deadline, next(self._numbers), weakref.ref(request)))
-        if len(self._deadlines) > 2 * len(self._alive):  # forget those of ended requests
-            self._deadlines = [entry for entry in self._deadlines if entry[-1]() in self._alive]
-            heapq.heapify(self._deadlines)
-
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[-1]()
-            if request is not None:
-                self._end_early(request, "timeout")
+        for request in self._deadlines.passed(now):
+            self._end_early(request, "timeout")
 
     def _fail(self, job: Job, error: BaseException, *, spoilt: bool = False) -> None:
         """End all sequences of a request because one of them failed. spoilt: see `Batch.clear`."""
@@ -392,7 +384,7 @@ def _hand_over(passed: list[tuple[Job, int]]) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all threads before the interpreter does, which aborts the process if one is inside onnxruntime then."""
+    """End all threads before the interpreter does: the process aborts if one of them is then inside onnxruntime."""
     workers = [worker for worker in _workers if not worker.forked]
     for worker in workers:
         worker.end_early(None, "cancelled")

@@ -1,0 +1,68 @@
+"""The logits of a step: the model's own, from the positions that the cache lacks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
+from tests.support.toy_model import CONTEXT, Toy
+from topw_deploy.engine import Engine
+from topw_deploy.engine.step_logits import logits_after
+from topw_deploy.errors import GenerationError, LogitsError, ParameterError, PromptError
+from topw_deploy.runtime import TopWModel
+
+PROMPT = list(range(10, 40))
+Load = Callable[..., TopWModel]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_they_are_the_models_and_cost_a_position_each(form: str, toy: Toy, load: Load, engine_of: NewEngine) -> None:
+    """Of 12 tokens after 30: 12 positions in order, and 12 backwards; reading all tokens each time would take 426."""
+    engine = engine_of(load(toy, with_logits=True, **FORMS[form]), max_batch=3)
+    drawn = engine.submit(PROMPT, max_new_tokens=12, seed=3, **HOT).result(60).token_ids
+    before = engine.stats().prompt_tokens
+    for count in (*range(12), *reversed(range(12))):
+        tokens = [*PROMPT, *drawn[:count]]
+        assert np.array_equal(asyncio.run(logits_after(engine, tokens)), toy.logits(tokens))
+    assert engine.stats().prompt_tokens - before == 24
+    assert sum(len(PROMPT) + count for count in range(12)) == 426
+
+
+def test_beside_a_request_that_runs(toy: Toy, load: Load, engine_of: NewEngine, gate: Gate) -> None:
+    engine = engine_of(load(toy, with_logits=True), max_batch=2)
+    alone = engine.submit(PROMPT, max_new_tokens=9, seed=4, **HOT).result(60)
+    gate.after = 4
+    running = engine.submit(PROMPT, max_new_tokens=9, seed=4, stopping_criteria=[gate], **HOT)
+    assert gate.reached.wait(60)
+
+    async def several() -> list[np.ndarray]:
+        asked = [asyncio.ensure_future(logits_after(engine, PROMPT[: 9 + each])) for each in range(3)]
+        gate.opened.set()
+        return await asyncio.gather(*asked)
+
+    for each, found in enumerate(asyncio.run(several())):
+        assert np.array_equal(found, toy.logits(PROMPT[: 9 + each]))
+    assert running.result(60).token_ids == alone.token_ids
+
+
+def test_what_has_no_logits(toy: Toy, load: Load, engine_of: NewEngine, model: TopWModel) -> None:
+    def ask(engine: Engine, tokens: list[int], max_time: float | None = None) -> None:
+        asyncio.run(logits_after(engine, tokens, max_time))
+
+    with pytest.raises(ParameterError, match="--with-logits"):
+        ask(engine_of(model, max_batch=1), [5])
+    engine = engine_of(load(toy, with_logits=True), max_batch=1)
+    with pytest.raises(PromptError, match=f"{CONTEXT} tokens fill the context"):
+        ask(engine, [5] * CONTEXT)
+    with pytest.raises(PromptError, match="token id 300"):
+        ask(engine, [300])
+    with pytest.raises(GenerationError, match="'timeout'"):
+        ask(engine, [5], 1e-9)
+    spoilt = Toy.random(1)
+    spoilt.follow[7, 9] = np.nan
+    with pytest.raises(LogitsError, match="NaN"):
+        ask(engine_of(load(spoilt, with_logits=True), max_batch=1), [5, 7])
