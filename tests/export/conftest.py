@@ -7,20 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import checkpoints_of, foreign_decoder_of
+
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """family -> its Hugging Face folder."""
-    from tests.support.tiny_models import write_checkpoint  # imports torch
-
-    made: dict[str, Path] = {}
-
-    def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = write_checkpoint(tmp_path_factory.mktemp("checkpoint") / family, family)
-        return made[family]
-
-    return folder
+    return checkpoints_of(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -39,9 +32,16 @@ def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str
     return folder
 
 
+@pytest.fixture
+def cold_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify in a new process, as the exporter does; other tests fork a warm one (tests/support/warm_process.py)."""
+    from tests.support import warm_process
+    from topw_deploy.export.verification import in_subprocess
+
+    monkeypatch.setattr(in_subprocess, "start", warm_process.start_new)
+
+
 @pytest.fixture(scope="session")
 def foreign_decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder without a sampler, as from another exporter."""
-    from tests.support.tiny_models import write_decoder
-
-    return write_decoder(tmp_path_factory.mktemp("foreign") / "llama", "llama_tied")
+    return foreign_decoder_of(tmp_path_factory)

@@ -15,17 +15,18 @@ import torch
 from tests.support.lowerings import CONTEXT, LOWERINGS, copy_of, driver_of, lowered
 from tests.support.samples import sampled
 from tests.support.tiny_models import FAMILIES, WINDOW, make_model
+from tests.support.traces import trace
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.trace.marker import marker_nodes
-from topw_deploy.export.trace.trace import TracedDecoder, trace
+from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.export.verification import worker
 from topw_deploy.export.verification.cache_drivers import CacheDriver
 from topw_deploy.manifest import Check, load_decoder_manifest
 
 pytestmark = pytest.mark.slow
 
-SAMPLE = ("llama_tied", "llama_untied", "gpt2", "gemma3", "qwen3_moe")
-LONG = ("phi3", "gemma2")  # the others are broad
+SAMPLE = ("llama_tied", "llama_untied", "gpt2", "gemma3")
+LONG = ("phi3", "gemma2", "qwen3_moe")  # the others are broad
 FLOAT32 = 1e-4  # the export's bound; measured: below 3e-6
 LENGTHS = (7, 90, 1, 40)  # ten sliding windows at most
 # GroupQueryAttention rotates these; the others have heads of 8 numbers.

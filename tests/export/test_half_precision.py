@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from tests.support.lowerings import LOWERINGS, driver_of, lowered
 from tests.support.samples import sampled
 from tests.support.tiny_models import make_model
-from topw_deploy.export.trace.trace import TracedDecoder, trace
+from tests.support.traces import trace
+from topw_deploy.export.trace.trace import TracedDecoder
 
 pytestmark = pytest.mark.long
 

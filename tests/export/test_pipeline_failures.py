@@ -133,6 +133,7 @@ def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decod
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cold_verification")
 def test_the_verification_is_in_the_manifest(tmp_path: Path, foreign_decoder: Path) -> None:
     report = export(foreign_decoder, tmp_path / "out", verify=True)
     assert load_manifest(tmp_path / "out").verification == report.verification

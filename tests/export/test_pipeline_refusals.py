@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import BertConfig, CpmAntConfig, CpmAntForCausalLM, LlamaConfig, T5Config
 
+from tests.support import traces
 from tests.support.attention_kinds import KINDS
 from tests.support.tiny_models import VOCAB, export, write_checkpoint, write_decoder, write_tokenizer
 from topw_deploy.errors import (
@@ -69,6 +70,7 @@ def test_an_architecture_that_cannot_be_exported_is_named(
         export(folder_with(tmp_path, config), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_model_without_causal_attention_is_refused(tmp_path: Path) -> None:
     config = BertConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     folder = write_checkpoint(tmp_path / "in", config)
@@ -93,6 +95,7 @@ def test_an_architecture_that_cannot_be_traced_is_named_without_colours(
     def fail(*_args: object) -> None:
         raise RuntimeError("\x1b[96mred\x1b[0m words\nand a second line")
 
+    monkeypatch.setattr(traces, "folder", None)
     monkeypatch.setattr(trace.OnnxExporter, "export", fail)
     folder = write_checkpoint(tmp_path / "in", "llama_tied")
     message = r"LlamaForCausalLM cannot be traced \(RuntimeError: red words\); graft"

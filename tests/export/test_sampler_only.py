@@ -12,12 +12,14 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from tests.support.samples import slow
 from topw_deploy.errors import ExportError, ParameterError, SourceError, UnsupportedModelError, VerificationError
 from topw_deploy.export import sampler_only
 from topw_deploy.export.sampler_only import SamplerRequest, export_sampler, sampler_request
 from topw_deploy.export.source.embedding_table import embeddings_of_file, embeddings_of_folder
 from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.manifest import check_hashes, load_manifest
+from topw_deploy.sampling import Geometry, median_distance
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 TABLE = np.random.default_rng(0).standard_normal((90, 6)).astype(np.float32)
@@ -75,6 +77,36 @@ def test_the_uniform_metric_needs_only_a_vocabulary_size(tmp_path: Path) -> None
     assert (tmp_path / "out" / "model.onnx").stat().st_size < 400_000
 
 
+def test_logits_give_the_median_distance(npy: Path, tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).standard_normal((5, 90)).astype(np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    given: dict[str, Any] = {"embeddings": npy, "options": OPTIONS, "verify": False}
+    export_sampler(sampler_request(output=tmp_path / "out", logits=tmp_path / "rows.npy", **given))
+    expected = median_distance(Geometry.from_embeddings(TABLE, "mahalanobis"), rows)
+    assert load_manifest(tmp_path / "out").median_distance == expected
+    export_sampler(sampler_request(output=tmp_path / "none", **given))
+    assert load_manifest(tmp_path / "none").median_distance is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.zeros((5, 89), np.float32), r"shape \(5, 89\), but must hold floating-point logits of shape \[steps, 90\]"),
+        (np.zeros((0, 90), np.float32), "with 1 to 4096 steps"),
+        (np.zeros((5, 90), np.int32), "holds int32"),
+        (np.where(np.arange(90) == 3, 0, -np.inf)[None], "no two likely tokens"),
+    ],
+)
+def test_logits_without_a_median_distance_are_refused(
+    npy: Path, tmp_path: Path, rows: np.ndarray, message: str
+) -> None:
+    np.save(tmp_path / "rows.npy", rows)
+    request = sampler_request(output=tmp_path / "out", embeddings=npy, logits=tmp_path / "rows.npy", options=OPTIONS)
+    with pytest.raises(SourceError, match=message):
+        export_sampler(request)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_table_may_have_more_rows_than_the_vocabulary(npy: Path, tmp_path: Path) -> None:
     export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, vocab_size=80, options=OPTIONS))
     assert load_manifest(tmp_path / "out").sampler.vocab_size == 80
@@ -87,7 +119,7 @@ def test_a_large_table_is_in_a_data_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert load_manifest(tmp_path / "out").verification.status == "passed"
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("dtype", ["BF16", slow("F16"), slow("F32")])
 def test_input_embeddings_are_mapped_from_a_checkpoint(dtype: str, tmp_path: Path) -> None:
     kind = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}[dtype]
     table = TABLE.astype(kind)
@@ -153,6 +185,9 @@ def test_an_embedding_file_must_be_a_matrix_of_floats(tmp_path: Path) -> None:
             embeddings_of_file(tmp_path / f"{name}.npy")
     with pytest.raises(SourceError, match="does not exist"):
         embeddings_of_file(tmp_path / "absent.npy")
+    np.savez(tmp_path / "several.npz", a=np.zeros((4, 2)))
+    with pytest.raises(SourceError, match=r"not a \.npy file of numbers \(it is an archive of arrays\)"):
+        embeddings_of_file(tmp_path / "several.npz")
 
 
 @pytest.mark.parametrize(
@@ -161,6 +196,7 @@ def test_an_embedding_file_must_be_a_matrix_of_floats(tmp_path: Path) -> None:
         ({"embeddings": Path("x.npy"), "model": "demo"}, "both given"),
         ({}, "needs token embeddings"),
         ({"options": TopWOptions(metric="uniform")}, "--vocab-size"),
+        ({"options": TopWOptions(metric="uniform"), "vocab_size": 9, "logits": Path("x.npy")}, "leave them out"),
     ],
 )
 def test_a_request_must_name_one_source(given: dict[str, Any], message: str, tmp_path: Path) -> None:

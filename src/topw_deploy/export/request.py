@@ -13,6 +13,7 @@ from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling import as_float32
 from topw_deploy.sampling.beta import depends_on_temperature
 from topw_deploy.sampling.parameters import PRESETS, TopWOptions, TopWParameters, preset_values
+from topw_deploy.sampling.rules import RULES, carried_rules
 from topw_deploy.sizes import parse_size
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "float32", "int8": "float32"}
@@ -168,8 +169,9 @@ class SamplerOptions:
     tail: function body: portable, onnxruntime or static.
     with_logits, with_mass, with_keep_mask: optional outputs.
     neighbour_bound: store each token's nearest-neighbour distance.
-    Raises ParameterError for defaults outside float32, for a default_beta that does not depend on the temperature, and
-    for a bound with the uniform metric.
+    rules: names of the sampling rules that the function carries; Top-W always. Default: all.
+    Raises ParameterError for an unknown rule, for defaults outside float32, for a default_beta that does not depend on
+    the temperature, and for a bound with the uniform metric.
     """
 
     options: TopWOptions = field(default_factory=TopWOptions)
@@ -180,8 +182,10 @@ class SamplerOptions:
     with_mass: bool = False
     with_keep_mask: bool = False
     neighbour_bound: bool = False
+    rules: tuple[str, ...] = tuple(RULES)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", carried_rules(self.rules))
         if self.default_beta and not depends_on_temperature(self.default_beta):
             raise ParameterError(
                 f"default_beta is {self.default_beta!r}, which does not depend on the temperature; give it as beta of "

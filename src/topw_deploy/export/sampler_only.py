@@ -17,6 +17,7 @@ from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, HubOptions, SamplerOptions, grouped
 from topw_deploy.export.source.embedding_table import embeddings_of_file, embeddings_of_folder
 from topw_deploy.export.source.resolve import Source, resolve
+from topw_deploy.export.source.step_logits import median_of_file
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TailSpec, plain_gather
 from topw_deploy.export.write.manifest import sampler_manifest, sampler_report, sizes_in
 from topw_deploy.export.write.staging import StagedFolder, check_free, require_space
@@ -36,14 +37,17 @@ class SamplerRequest:
     model: hub id, folder or `demo` with the input embeddings.
     embeddings: .npy file [tokens, hidden], instead of a model.
     vocab_size: logits width, default the table's rows; required for `uniform` without a table.
+    logits: .npy file [steps, vocab_size] with the model's logits at steps of ordinary texts, for the median distance of
+        likely pairs; None leaves it unknown.
     opset: 18 to 24.
-    Raises ParameterError unless exactly one vocabulary source is given, and for with_logits.
+    Raises ParameterError unless exactly one vocabulary source is given, for with_logits, and for logits with `uniform`.
     """
 
     output: Path
     model: str | None = None
     embeddings: Path | None = None
     vocab_size: int | None = None
+    logits: Path | None = None
     opset: int = DEFAULT_OPSET
     hub: HubOptions = field(default_factory=HubOptions)
     sampler: SamplerOptions = field(default_factory=SamplerOptions)
@@ -58,8 +62,12 @@ class SamplerRequest:
             )
         if self.model is not None and self.embeddings is not None:
             raise ParameterError("a model and an embeddings file are both given; give only one of them.", "embeddings")
+        metric = self.sampler.options.metric
+        if self.logits is not None and metric == "uniform":
+            raise ParameterError(
+                "logits are for the median distance, which is 1 for the uniform metric; leave them out.", "logits"
+            )
         if self.model is None and self.embeddings is None:
-            metric = self.sampler.options.metric
             if metric != "uniform":
                 raise ParameterError(
                     f"metric {metric!r} needs token embeddings; give a model or --embeddings FILE.npy, "
@@ -97,6 +105,7 @@ def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> Expo
     else:
         progress.say(f"Computing statistics of {vocab} embeddings")
         geometry = Geometry.from_embeddings(table[:vocab], sampler.options.metric)
+    median = None if request.logits is None else median_of_file(request.logits, geometry, vocab)
     spec = sampler_spec(request, vocab, table)
     model = sampler_model(spec, table, geometry, measure_for(sampler.neighbour_bound, request.dry_run, progress))
     if request.dry_run:
@@ -111,6 +120,7 @@ def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> Expo
         if request.verify:
             progress.say("Verifying")
             verification = _verify(staged.path, manifest, geometry)
+        verification = replace(verification, median_distance=median)
         save_manifest(staged.path, replace(manifest, verification=verification))
         report = sampler_report(request.output, model, started, sizes_in(staged.path), verification)
         staged.commit()
@@ -128,6 +138,7 @@ def sampler_spec(request: SamplerRequest, vocab_size: int, table: np.ndarray | N
         opset=request.opset,
         with_mass=request.sampler.with_mass,
         with_keep_mask=request.sampler.with_keep_mask,
+        rules=request.sampler.rules,
     )
 
 
@@ -184,7 +195,7 @@ def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry) -> Veri
     probe = SamplerProbe(folder)
     results = [
         *sampler_checks(probe, manifest.sampler, manifest.defaults, geometry, logits),
-        *rule_checks(probe, manifest.defaults, logits),
+        *rule_checks(probe, manifest.defaults, logits, names=manifest.sampler.rules),
     ]
     if manifest.sampler.neighbour_bound:
         results.append(bound_check(folder, geometry, manifest.sampler.vocab_size))

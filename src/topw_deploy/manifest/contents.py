@@ -9,6 +9,7 @@ from typing import Any
 
 from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+from topw_deploy.sampling.rules import RULES
 
 MANIFEST_NAME = "topw_manifest.json"
 FORMAT_VERSION = 1
@@ -183,6 +184,7 @@ class SamplerInfo:
     options: TopWOptions
     outputs: tuple[str, ...]
     neighbour_bound: bool = False  # whether the node has it, as input 16
+    rules: tuple[str, ...] = tuple(RULES)  # that the function carries, in the order of their codes
 
     @property
     def geometry(self) -> tuple[str, int | None]:

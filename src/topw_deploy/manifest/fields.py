@@ -156,9 +156,9 @@ def _bounded_integer(digits: str) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        duplicate = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"the name {shown(duplicate)} is given twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the name {shown(name)} is given twice")
+        found[name] = value
     return found

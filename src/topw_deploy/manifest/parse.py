@@ -10,7 +10,7 @@ import struct
 from dataclasses import fields, replace
 from typing import Any
 
-from topw_deploy.errors import ManifestError
+from topw_deploy.errors import ManifestError, ParameterError
 from topw_deploy.manifest.contents import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -40,6 +40,7 @@ from topw_deploy.sampling.parameters import (
     TopWOptions,
     TopWParameters,
 )
+from topw_deploy.sampling.rules import RULES, carried_rules
 
 MOST_LAYERS = 4096
 MOST_STATE_SIZE = 1 << 24  # of an axis
@@ -139,7 +140,21 @@ def _sampler(data: Fields) -> SamplerInfo:
         options=_options(data.inner("options")),
         outputs=data.texts("outputs"),
         neighbour_bound=data.flag("neighbour_bound"),
+        rules=_rules(data),
     )
+
+
+def _rules(data: Fields) -> tuple[str, ...]:
+    """The carried rules; all in a manifest without the list."""
+    if "rules" not in data.given(_names(SamplerInfo)):
+        return tuple(RULES)
+    found = data.texts("rules")
+    try:
+        if found == carried_rules(found):
+            return found
+    except ParameterError:
+        pass
+    raise ValueError(f"sampler.rules is {shown(list(found))}, but must be top_w and other rules, in the order of codes")
 
 
 def _defaults(data: Fields) -> TopWParameters:

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.marker_graphs import MarkerGraph
 from tests.support.mixers import literal_recurrence
+from tests.support.samples import slow
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering.chunked_recurrence import CHUNK, ChunkedRecurrences
 from topw_deploy.export.lowering.recurrence import RecurrenceLayer, linear_attention
@@ -106,7 +107,7 @@ def assert_equal(found: torch.Tensor, wanted: torch.Tensor, bound: float = BOUND
 
 @both_forms
 @every_case
-@pytest.mark.parametrize("sequence", [1, 7, CHUNK])
+@pytest.mark.parametrize("sequence", [slow(1), 7, slow(CHUNK)])
 def test_the_recurrence_and_its_state_equal_the_loop(form: str, rule: str, sizes: Sizes, sequence: int) -> None:
     feeds = sample(rule, sizes, sequence, strength=0.1)
     output, present = lowered(rule, feeds, form).run(feeds)
@@ -117,7 +118,7 @@ def test_the_recurrence_and_its_state_equal_the_loop(form: str, rule: str, sizes
 
 @both_forms
 @every_case
-@pytest.mark.parametrize("strength", [0.0, 25.0])
+@pytest.mark.parametrize("strength", [slow(0.0), 25.0])
 def test_no_decay_and_decays_of_fifty_overflow_nothing(form: str, rule: str, sizes: Sizes, strength: float) -> None:
     feeds = sample(rule, sizes, 40, strength=strength)
     if strength and feeds["decay"] is not None:

@@ -14,10 +14,10 @@ from transformers import CohereConfig, Ernie4_5Config, GlmConfig, LlamaConfig, O
 from tests.support.lowerings import attention_nodes, copy_of
 from tests.support.samples import broad
 from tests.support.tiny_models import ONE_LAYER, make_model
+from tests.support.traces import trace
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
-from topw_deploy.export.trace.trace import trace
 
 HEADS, DIM = 2, 8
 FLOAT = ir.DataType.FLOAT

@@ -8,8 +8,9 @@ from transformers import LlamaConfig
 
 from tests.support.lowerings import attention_nodes, copy_of
 from tests.support.tiny_models import ONE_LAYER, make_model
+from tests.support.traces import trace
 from topw_deploy.export.lowering import lower, rotary_tables
-from topw_deploy.export.trace.trace import TracedDecoder, trace
+from topw_deploy.export.trace.trace import TracedDecoder
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,9 @@ import numpy as np
 import onnx
 import pytest
 
+from tests.support import traces
 from tests.support.tiny_models import write_checkpoint, write_decoder
+from tests.support.warm_process import fork
 from topw_deploy.errors import ExportError
 from topw_deploy.export import export_model
 from topw_deploy.export.request import export_request
@@ -26,42 +28,16 @@ from topw_deploy.manifest import load_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.sampling.parameters import TopWParameters
 
-# Export MODEL to OUT; kill it at the line starting with STOP, or before weight STOP.
-EXPORT = """
-import os, signal, sys
-from pathlib import Path
-from topw_deploy.export import export_model
-from topw_deploy.export.request import export_request
-from topw_deploy.export.write import data_files
-from topw_deploy.progress import Progress
-from topw_deploy.export.write import weights
-weights.EXTERNAL_ABOVE = 10_000
-model, out, stop = sys.argv[1:]
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-def say(line):
-    print(line, flush=True)
-    if line.startswith(stop):
-        die()
-write, left = data_files._write_weight, [int(stop) if stop.isdigit() else None]
-def counted(*arguments):
-    if left[0] is not None:
-        left[0] -= 1
-        if left[0] < 0:
-            die()
-    return write(*arguments)
-data_files._write_weight = counted
-export_model(export_request(model=model, output=Path(out), resume=True, neighbour_bound=True), Progress(say))
-"""
+from .killed import export_and_die
+
 STOPS = ("Lowered", "Writing", "9", "Verifying", "Moving")
 
 
 def killed_export(model: Path, out: Path, stop: str) -> list[str]:
-    process = subprocess.run(
-        [sys.executable, "-c", EXPORT, str(model), str(out), stop], capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == -signal.SIGKILL, process.stderr
-    return process.stdout.splitlines()
+    process = fork(export_and_die, str(model), str(out), stop, traces.folder)
+    lines = process.stdout.read().splitlines()
+    assert process.wait() == -signal.SIGKILL
+    return lines
 
 
 def export(model: Path, out: Path, **settings: object) -> list[str]:

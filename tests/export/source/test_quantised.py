@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.export.quantise.test_packed_checkpoints import codes_in
 from tests.export.source.composite_models import write_composite
 from tests.export.source.quantised_checkpoints import KINDS, write_gpt_oss, write_quantised
+from tests.support.samples import slow
 from tests.support.tiny_models import export, make_model
 from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
 from topw_deploy.export.source.checkpoint import load_checkpoint, load_reference, load_unread
@@ -26,9 +27,11 @@ from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
 Tensors = dict[str, torch.Tensor]
 FIRST = "model.layers.0.self_attn.q_proj.weight"
 INTEGERS = [kind for kind in KINDS if "int" in kind]
+QUICK = ("fp8 blocks", "modelopt", "compressed int4, actorder", "compressed int8, rows")
+every_kind = pytest.mark.parametrize("kind", [kind if kind in QUICK else slow(kind) for kind in KINDS])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_quantised_layers_are_read_as_the_format_defines_them(kind: str, tmp_path: Path) -> None:
     layers = write_quantised(tmp_path, kind)
     model = load_checkpoint(tmp_path, "float32")
@@ -36,7 +39,7 @@ def test_quantised_layers_are_read_as_the_format_defines_them(kind: str, tmp_pat
         np.testing.assert_array_equal(model.get_parameter(name).detach().numpy(), layer.weight, name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_quantised_layers_stay_in_their_files_and_are_decoded_by_part(kind: str, tmp_path: Path) -> None:
     layers = write_quantised(tmp_path, kind)
     model, notices = load_unread(tmp_path, "float16")

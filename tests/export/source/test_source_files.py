@@ -82,7 +82,9 @@ def test_links_into_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "data"), [("config.json", CONFIG), ("genai_config.json", GENAI)])
+@pytest.mark.parametrize(
+    ("name", "data"), [("config.json", CONFIG), pytest.param("genai_config.json", GENAI, marks=pytest.mark.long)]
+)
 def test_any_configuration_is_accepted_or_refused_with_a_typed_error(
     folder: Path, tmp_path: Path, name: str, data: object
 ) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.export.source.composite_models import CONFIGS, make_composite, write_composite
+from tests.support.samples import slow
 from tests.support.tiny_models import export
 from topw_deploy.errors import SourceError, VerificationError
 from topw_deploy.export.source import text_decoder
@@ -23,6 +24,8 @@ from topw_deploy.export.write.configuration import write_configuration
 TOKENS = torch.tensor([[5, 17, 250, 3, 44, 91, 7, 130, 8, 12, 277, 60]])
 # Both run the same kernels on the same values; only how rotary sections are put together differs.
 ROUNDING = 1e-6
+QUICK = ("llava", "qwen2_vl", "qwen3_vl_moe", "voxtral")
+every_kind = pytest.mark.parametrize("kind", [kind if kind in QUICK else slow(kind) for kind in CONFIGS])
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
@@ -34,13 +37,13 @@ def assert_equal_logits(found: torch.Tensor, expected: torch.Tensor, bound: floa
     torch.testing.assert_close(found, expected, rtol=0, atol=bound * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@every_kind
 def test_the_text_decoder_gives_the_whole_models_logits(kind: str, tmp_path: Path) -> None:
     whole = write_composite(tmp_path, kind)
     assert_equal_logits(logits(load_reference(tmp_path, "float32")), logits(whole))
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@every_kind
 def test_the_text_decoders_weights_stay_in_their_files(kind: str, tmp_path: Path) -> None:
     whole = write_composite(tmp_path, kind)
     decoder, notices = load_unread(tmp_path, "float32")
@@ -111,7 +114,7 @@ def test_a_text_decoder_that_differs_from_the_whole_model_is_refused(
         load_reference(tmp_path, "float32")
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@every_kind
 def test_the_written_configuration_is_the_text_decoders(kind: str, tmp_path: Path) -> None:
     write_composite(tmp_path, kind)
     decoder = load_unread(tmp_path, "float32")[0]

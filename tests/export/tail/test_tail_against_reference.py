@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.support.samples import slow
 from tests.support.tail_cases import FORMS, Scenario, Tally, compare, embedding_table, feeds, graph, random_case, run
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions
@@ -19,10 +20,17 @@ SCENARIOS = [
     Scenario(TopWOptions(top_m=80, potential="knn", knn_k=100, alt_iters=2), 400, 12, "clusters", 7),
     Scenario(TopWOptions(top_m=60), 151_936, 4, "plain", 8),
 ]
+ALWAYS = (53, 129, 300, 151_936)  # vocabularies; the others in CI
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(each, id=each.name, marks=() if each.vocab_size in ALWAYS else pytest.mark.long)
+        for each in SCENARIOS
+    ],
+)
 def test_every_form_equals_the_reference_in_kept_sets_tokens_and_certificates(scenario: Scenario) -> None:
     embeddings = embedding_table(scenario)
     metric = scenario.options.metric
@@ -39,7 +47,7 @@ def test_every_form_equals_the_reference_in_kept_sets_tokens_and_certificates(sc
         assert sum(tally.explained.values()) < 0.02 * 2 * batches * batch
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129])
+@pytest.mark.parametrize("vocab", [1, slow(2), slow(127), slow(128), slow(129)])
 def test_the_smallest_vocabularies_work(vocab: int) -> None:
     scenario = Scenario(TopWOptions(metric="mahalanobis"), vocab, 4, "plain", vocab)
     embeddings = embedding_table(scenario)
@@ -51,7 +59,7 @@ def test_the_smallest_vocabularies_work(vocab: int) -> None:
     assert [tally.unexplained for tally in tallies.values()] == [[], [], []]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["portable", slow("onnxruntime"), slow("static")])
 def test_no_crop_holds_a_banned_token_with_several_threads(form: str) -> None:
     """J of a prefix with banned tokens differs only in the last bit."""
     scenario = Scenario(TopWOptions(top_m=200, metric="cosine"), 600, 16, "plain", 1)

@@ -9,7 +9,8 @@ import onnxruntime as ort
 import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
-from tests.support.tail_cases import FORMS, Case, Scenario, embedding_table, feeds, graph, run
+from tests.support.samples import slow
+from tests.support.tail_cases import Case, Scenario, embedding_table, feeds, graph, run
 from topw_deploy.sampling import Geometry, crop, sample_row
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
@@ -59,7 +60,7 @@ def test_rows_are_of_the_kind_that_their_names_say(seed: int) -> None:
     assert wide.base_size > 64 > short.base_size
 
 
-@pytest.mark.parametrize("form", ["portable", "onnxruntime"])
+@pytest.mark.parametrize("form", ["portable", slow("onnxruntime")])
 @pytest.mark.parametrize(
     "batch",
     [
@@ -88,13 +89,13 @@ def test_certified_and_invalid_rows_look_up_no_embedding(form: str, batch: list[
         assert np.array_equal(np.flatnonzero(found["keep_mask"][index]), np.sort(answer.kept_ids))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["portable", slow("onnxruntime"), slow("static")])
 def test_an_uncertified_row_looks_up_embeddings(form: str) -> None:
     with pytest.raises(InvalidArgument, match="out of"):
         run(session(form, "unreadable"), feeds([flat(0), uncertified(0)]))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["portable", slow("onnxruntime"), slow("static")])
 def test_geometry_of_one_row_does_not_change_certified_and_invalid_rows(form: str) -> None:
     others = [flat(0), settled(0), broken(0), flat(1)]
     alone = run(session(form, "whole"), feeds(others))

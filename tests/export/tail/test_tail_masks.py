@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -14,12 +15,20 @@ from hypothesis import strategies as st
 
 from tests.support.masks import KINDS, some_allowed
 from tests.support.masks import packed as packed_by_hand
+from tests.support.samples import slow
 from tests.support.tail_cases import FORMS, Case, by_hand, feeds, opened, random_case, run, unexplained
 from topw_deploy.export.tail.inputs import allowed_tokens, padded_width
 from topw_deploy.export.tail.ops import Recorder
 from topw_deploy.sampling import apply_edits, apply_mask, mask_words, pack_mask, unpack_mask
 
 VOCABULARIES = (1, 31, 32, 33, 300, 8192)  # below, at and above whole words; whole blocks that are read in place
+
+
+def in_forms(*vocabularies: int) -> list[Any]:
+    """Forms and vocabularies; `make quick` tests every form with 33 tokens, and one with whole blocks."""
+    quick = [*((form, 33) for form in FORMS), (FORMS[0], 8192)]
+    given = [(form, vocab) for vocab in vocabularies for form in FORMS]
+    return [case if case in quick else slow(*case) for case in given]
 
 
 def random_masks(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
@@ -51,8 +60,7 @@ def test_every_bit_of_a_word_is_read(words: list[int]) -> None:
     assert none.shape == (0, 128)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize(("form", "vocab"), in_forms(*VOCABULARIES))
 def test_masked_rows_equal_the_reference_in_every_form(form: str, vocab: int) -> None:
     scenario, geometry, session = opened(form, vocab)
     rng = np.random.default_rng(vocab)
@@ -66,8 +74,7 @@ def test_masked_rows_equal_the_reference_in_every_form(form: str, vocab: int) ->
         assert (found["next_token"] >= 0).sum() > 8
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize(("form", "vocab"), in_forms(*VOCABULARIES))
 def test_words_of_ones_change_no_bit(form: str, vocab: int) -> None:
     *_, session = opened(form, vocab)
     rng = np.random.default_rng(vocab + 1)
@@ -96,8 +103,7 @@ def test_masks_by_hand(form: str) -> None:
     assert [np.flatnonzero(row).tolist() for row in found["keep_mask"]] == [[32], [31], [3], [], [32], []]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("vocab", [300, 8192])
+@pytest.mark.parametrize(("form", "vocab"), in_forms(300, 8192))
 def test_the_mask_comes_after_the_edits(form: str, vocab: int) -> None:
     *_, session = opened(form, vocab)
     rng = np.random.default_rng(5)

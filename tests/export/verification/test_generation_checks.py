@@ -9,15 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from topw_deploy.export import export_model
-from topw_deploy.export.request import export_request
+from tests.support.toy_model import Toy, export
 from topw_deploy.export.verification import generation_checks as generation
 from topw_deploy.export.verification.generation_checks import Agreement, compare_tokens, generation_checks
 from topw_deploy.export.verification.sampler_checks import graph_geometry
 from topw_deploy.manifest import Check, DecoderManifest, NotCompared, load_decoder_manifest
-from topw_deploy.sampling import Geometry, TopWParameters, sample_row, uniform_for
-
-pytestmark = pytest.mark.slow
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, sample_row, uniform_for
 
 PROMPTS = [np.array([5]), np.array([5, 9, 7])]
 
@@ -39,9 +36,8 @@ class Fixed:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("demo") / "out"
-    export_model(export_request(model="demo", output=made, verify=False))
-    return made
+    toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
+    return export(tmp_path_factory.mktemp("toy") / "out", toy)
 
 
 @pytest.fixture(scope="module")
@@ -162,21 +158,22 @@ def test_half_of_the_tokens_must_be_equal_or_one_wrong(found: Agreement, conclus
     assert found.conclusive == conclusive
 
 
-def test_a_right_export_passes_and_a_wrong_runtime_fails(
-    folder: Path, manifest: DecoderManifest, geometry: Geometry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_a_right_export_passes_and_a_wrong_runtime_fails(demo_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from topw_deploy.demo import demo_model_path
     from topw_deploy.export.verification.reference import TorchReference
 
+    manifest = load_decoder_manifest(demo_export)
+    geometry = graph_geometry(demo_export, manifest.sampler.options, manifest.sampler.vocab_size)
     reference = TorchReference(demo_model_path(), "float32", None, False)
-    for result in generation_checks(folder, manifest, reference, geometry, PROMPTS):
+    for result in generation_checks(demo_export, manifest, reference, geometry, PROMPTS):
         assert isinstance(result, Check)
         assert (result.passed, result.detail) == (True, "10 of 10 tokens")
     plain = reference.logits_by_runs
     monkeypatch.setattr(reference, "logits_by_runs", lambda ids, runs: np.roll(plain(ids, runs), 1, axis=1))
     assert not any(
         isinstance(result, Check) and result.passed
-        for result in generation_checks(folder, manifest, reference, geometry, PROMPTS)
+        for result in generation_checks(demo_export, manifest, reference, geometry, PROMPTS)
     )
 
 

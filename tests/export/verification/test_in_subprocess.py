@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.verification import in_subprocess
-from topw_deploy.export.verification.results import LEFT_PADDED, Outcome
-from topw_deploy.manifest import Check
-from topw_deploy.progress import SILENT
+from topw_deploy.export.verification.results import LEFT_PADDED, Outcome, encoded_result
+from topw_deploy.manifest import Check, NotCompared
+from topw_deploy.progress import SILENT, Progress
 
 GOOD = Check("prefill logits", True, 1e-7, 1e-4, "64 tokens")
 
@@ -56,3 +58,37 @@ def test_another_failure_beside_padding_ends_the_export(monkeypatch: pytest.Monk
     monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: Outcome(failed))
     with pytest.raises(VerificationError, match="2 of 2 checks failed"):
         in_subprocess.verify_in_subprocess(job(Path("model.onnx")), Path("out"))
+
+
+WAITS = """
+import runpy, sys, time
+from topw_deploy import manifest
+def wait(folder):
+    (folder / "made").touch()
+    try:
+        print(sys.argv[2], flush=True)
+        time.sleep(600)
+    finally:
+        (folder / "made").unlink()
+manifest.load_decoder_manifest = wait
+runpy.run_module("topw_deploy.export.verification.worker", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_an_interruption_lets_the_worker_remove_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = json.dumps(encoded_result(NotCompared("decoder logits", "a reason")))
+
+    def start(task: str, errors: IO[str]) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", WAITS, task, line]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+
+    def interrupted(said: str) -> None:
+        assert (tmp_path / "made").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(in_subprocess, "start", start)
+    monkeypatch.setattr(in_subprocess, "_ENDING", 60.0)
+    with pytest.raises(KeyboardInterrupt):
+        in_subprocess.run_checks({"folder": str(tmp_path)}, Progress(interrupted))
+    assert not list(tmp_path.iterdir())

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.samples import slow
 from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.export.verification import sampler_checks as module
 from topw_deploy.export.verification.probe import SamplerProbe
@@ -86,7 +87,7 @@ def test_a_right_sampler_passes_whatever_the_models_logits_are(sampler: Sampler,
     ],
     ids=["kept", "token", "certificate", "logprob", "logprob of NaN"],
 )
-@pytest.mark.parametrize("logits", [ANY, PEAKED, FLAT], ids=["any", "peaked", "flat"])
+@pytest.mark.parametrize("logits", [ANY, slow(PEAKED), slow(FLAT)], ids=["any", "peaked", "flat"])
 def test_a_wrong_answer_fails_its_check(
     sampler: Sampler, logits: np.ndarray, name: str, change: Callable[[Answers], None]
 ) -> None:
@@ -122,6 +123,7 @@ def test_made_logits_have_no_ties(vocab: int) -> None:
     assert all(len(np.unique(row)) == vocab for row in rows)
 
 
+@pytest.mark.slow
 def test_a_sampler_that_could_not_be_compared_is_exported_as_partial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from topw_deploy.errors import ExportError
+from topw_deploy.export.write import replace
 from topw_deploy.export.write import staging as folder_module
 from topw_deploy.export.write.staging import StagedFolder, check_free, copy_file, require_space
 from topw_deploy.manifest import MANIFEST_NAME
@@ -82,9 +83,55 @@ def test_a_failed_rename_restores_the_earlier_export(tmp_path: Path, monkeypatch
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
+    monkeypatch.setattr(replace, "exchange", lambda *_: False)  # as on other systems than Linux
     with pytest.raises(ExportError, match="Input/output error"), StagedFolder(out, overwrite=True) as staged:
         staged.commit()
     assert (out / MANIFEST_NAME).read_text() == "old"
+
+
+@pytest.mark.parametrize(("number", "found"), [(1, "old"), (2, "new")])
+def test_ctrl_c_right_after_a_rename_leaves_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, found: str
+) -> None:
+    """On systems without an exchange of folders in one step."""
+    out, rename, renamed = tmp_path / "out", Path.rename, list[Path]()
+    out.mkdir()
+    (out / MANIFEST_NAME).write_text("old")
+
+    def interrupted(self: Path, target: Path) -> Path:
+        moved = rename(self, target)
+        renamed.append(self)
+        if len(renamed) == number:
+            raise KeyboardInterrupt
+        return moved
+
+    def write() -> None:
+        with StagedFolder(out, overwrite=True) as staged:
+            (staged.path / MANIFEST_NAME).write_text("new")
+            staged.commit()
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    monkeypatch.setattr(replace, "exchange", lambda *_: False)
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert (out / MANIFEST_NAME).read_text() == found
+    assert leftovers(tmp_path) == []
+
+
+def test_ctrl_c_while_files_are_removed_leaves_them_to_the_next_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(path: Path, ignore_errors: bool = False) -> None:
+        (path / "lock").unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), StagedFolder(tmp_path / "out") as staged:
+        patch.setattr(shutil, "rmtree", interrupted)
+    assert len(leftovers(tmp_path)) == 1
+    os.close(staged._lock or 0)  # as at the end of the process
+    with StagedFolder(tmp_path / "out") as staged:
+        assert leftovers(tmp_path) == [staged.workspace.name]
+    assert leftovers(tmp_path) == []
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
@@ -210,7 +257,7 @@ def test_filling_an_empty_folder_moves_the_manifest_last_and_undoes_failures(
             (staged.path / name).write_text("x")
         with pytest.raises(ExportError, match="Input/output error"):
             staged.commit()
-    assert sorted(there) == ["a", "z"]
+    assert sorted(there) == [".topw-partial-moved", "a", "z"]
     assert list(tmp_path.rglob("*")) == [out]
 
 
@@ -255,6 +302,7 @@ def test_an_immovable_folder_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     monkeypatch.setattr(Path, "rename", busy)
+    monkeypatch.setattr(replace, "exchange", lambda *_: False)
     with pytest.raises(ExportError, match="busy"), StagedFolder(out, overwrite=True) as staged:
         staged.commit()
     assert (out / MANIFEST_NAME).read_text() == "old"

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from tests.support.tiny_models import make_model
+from tests.support.traces import trace
 from topw_deploy.demo import demo_model_path
 from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.graft.embedding_node import find_embedding
-from topw_deploy.export.trace.trace import trace
 from topw_deploy.export.write import weights
 from topw_deploy.export.write.weights import external_files, weight_bytes
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama_tied", pytest.param("gemma2", marks=pytest.mark.long), "gpt2"])
 def test_a_tied_head_uses_the_embedding_table(exported: Callable[[str], Path], family: str) -> None:
     graph = ir.load(exported(family) / "model.onnx").graph
     table = find_embedding(graph).data[0]

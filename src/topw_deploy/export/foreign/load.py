@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from topw_deploy.export.foreign.cache import (
 from topw_deploy.export.foreign.limits import lost_soft_cap, sequence_limit, window_of
 from topw_deploy.export.graph.editor import required_input
 from topw_deploy.export.tail.spec import NEWEST_OPSET, OLDEST_OPSET
-from topw_deploy.export.write.weights import external_files
-from topw_deploy.files import open_regular
+from topw_deploy.export.write.weights import external_files, tensors_of
+from topw_deploy.files import read_bounded
 from topw_deploy.manifest import MOST_TOKENS, DecoderInfo, State, key_value_states
 
 _ATTENTION = (IN_PLACE, "Attention")
+_MOST_JSON = 16 << 20  # bytes of a configuration
 # Inputs of unsupported layouts, and how to build the supported one.
 _OTHER_LAYOUTS = {
     "key_cache.0": "mobius's static cache; build it without --static-cache",
@@ -48,6 +50,7 @@ def load_decoder(file: Path, folder: Path) -> Decoder:
             f"{file} cannot be read as ONNX ({type(error).__name__}: {reason}); export it again."
         ) from error
     _check_data(model, file)
+    _check_functions(model)
     _check_opset(model, file)
     _check_names(model.graph, file)
     info, notices = _describe(model.graph, folder)
@@ -57,8 +60,7 @@ def load_decoder(file: Path, folder: Path) -> Decoder:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; {} if there is no such file. Raises SourceError for anything else."""
     try:
-        with open_regular(path, follow=True) as stream:
-            data = json.loads(stream.read().decode("utf-8"))
+        data = json.loads(read_bounded(path, _MOST_JSON, follow=True).decode("utf-8"))
         json.dumps(data, ensure_ascii=False).encode("utf-8")  # lone surrogates cannot be exported
     except FileNotFoundError:
         return {}
@@ -109,12 +111,66 @@ def _object(data: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_data(model: ir.Model, file: Path) -> None:
+    for node in _nodes(model):
+        if any(isinstance(tensor, ir.ExternalTensor) for tensor in _attribute_tensors(node)):
+            raise SourceError(
+                f"{file} keeps an attribute of the node {node.name or node.op_type!r:.60} in another file, but only "
+                "weights may be there; do not use this model."
+            )
+    for tensor in tensors_of(model):
+        if isinstance(tensor, ir.ExternalTensor) and not isinstance(tensor.location, str):
+            raise SourceError(
+                f"{file} keeps weights at {tensor.location!r:.60}, a name that is not UTF-8; fetch it again."
+            )
     for location in external_files(model):
         if Path(location).is_absolute() or ".." in Path(location).parts:
             raise SourceError(f"{file} keeps weights at {location!r}, outside its folder; do not use this model.")
         if not (file.parent / location).is_file():
             folder = file.resolve().parent
             raise SourceError(f"{file} needs the data file {location}, which is missing from {folder}; fetch it again.")
+    sizes = {location: path.stat().st_size for location, path in external_files(model).items()}
+    for tensor in tensors_of(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            _check_place(tensor, sizes[str(tensor.location)], file)
+
+
+def _check_place(tensor: ir.ExternalTensor, size: int, file: Path) -> None:
+    start, needed = tensor.offset or 0, int(tensor.nbytes)
+    length = needed if tensor.length is None else tensor.length
+    if min(start, needed, *map(int, tensor.shape)) < 0 or length < needed or start + length > size:
+        raise SourceError(
+            f"{file} keeps the {needed} bytes of {tensor.name!r:.60} in {length} bytes from {start} on of "
+            f"{tensor.location}, which has {size}; fetch it again."
+        )
+
+
+def _check_functions(model: ir.Model) -> None:
+    """Refuse functions that call themselves, directly or not."""
+    calls = {
+        key: {node.op_identifier() for node in body.all_nodes()} & model.functions.keys()
+        for key, body in model.functions.items()
+    }
+    while calls:
+        finite = [key for key, called in calls.items() if not called & calls.keys()]
+        if not finite:
+            domain, name, _ = next(iter(calls))
+            raise UnsupportedModelError(f"the function {domain}.{name} calls itself; export the decoder again.")
+        for key in finite:
+            del calls[key]
+
+
+def _nodes(model: ir.Model) -> Iterator[ir.Node]:
+    yield from model.graph.all_nodes()
+    for function in model.functions.values():
+        yield from function.all_nodes()
+
+
+def _attribute_tensors(node: ir.Node) -> Iterator[object]:
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.TENSOR:
+            yield attribute.value
+        elif attribute.type == ir.AttributeType.TENSORS:
+            yield from attribute.value
 
 
 def _check_opset(model: ir.Model, file: Path) -> None:

@@ -73,6 +73,7 @@ def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound)
         opset=decoder.opset,
         with_mass=wanted.with_mass,
         with_keep_mask=wanted.with_keep_mask,
+        rules=wanted.rules,
     )
     editor = GraphEditor(graph, "topw")
     batch = _batch_dimension(graph)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.export.source.npy_files import mapped_array
 from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, tensor_files, tensors_in
 
 # Table names in transformers, without prefixes.
@@ -40,13 +41,7 @@ def embeddings_of_folder(folder: Path) -> np.ndarray:
 
 def embeddings_of_file(path: Path) -> np.ndarray:
     """Memory-map a .npy table [rows, hidden]. Raises SourceError for other files."""
-    try:
-        table = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise SourceError(f"{path} does not exist; give a .npy file with the embedding table.") from None
-    except (OSError, ValueError, EOFError) as error:
-        raise SourceError(f"{path} is not a .npy file of numbers ({error}); save the table with numpy.save.") from None
-    return _checked(table, str(path))
+    return _checked(mapped_array(path, "the embedding table"), str(path))
 
 
 def _checked(table: np.ndarray, name: str) -> np.ndarray:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from topw_deploy.errors import SourceError, one_line
 from topw_deploy.export.request import HubOptions
-from topw_deploy.files import open_regular, special_files
+from topw_deploy.files import read_bounded, special_files
 from topw_deploy.manifest import MANIFEST_NAME
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -17,6 +17,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _SECOND_COPIES = ["consolidated*", "original/*"]  # same weights, other layout
 _ENDINGS = {".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"}
 _ENDINGS |= {".bin", ".safetensors", ".onnx", ".data", ".onnx_data"}
+_MOST_JSON = 16 << 20  # bytes of a configuration
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 
 _DEFAULT_HUB = HubOptions()
@@ -135,8 +136,8 @@ def _is_file(path: Path) -> bool:
 def _named_by_genai(folder: Path) -> Path | None:
     """The decoder file that genai_config.json names, if it is in `folder` itself."""
     try:
-        with open_regular(folder / "genai_config.json", follow=True) as stream:
-            name = json.loads(stream.read().decode("utf-8"))["model"]["decoder"]["filename"]
+        data = read_bounded(folder / "genai_config.json", _MOST_JSON, follow=True)
+        name = json.loads(data.decode("utf-8"))["model"]["decoder"]["filename"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return folder / name if isinstance(name, str) and Path(name).name == name else None

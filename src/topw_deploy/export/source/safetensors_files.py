@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from topw_deploy.errors import SourceError
-from topw_deploy.safetensors_header import METADATA, read_entry, read_header
+from topw_deploy.files import open_regular, read_bounded
+from topw_deploy.safetensors_header import LARGEST_HEADER, METADATA, read_entry, read_header, refuse_overlap
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TORCH_INDEX, TORCH_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -65,7 +67,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 def _indexed(folder: Path, index: str) -> dict[str, Path]:
     try:
-        weight_map = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
+        data = read_bounded(folder / index, LARGEST_HEADER, follow=True)
+        weight_map = json.loads(data.decode("utf-8"))["weight_map"]
         return {str(name): folder / Path(str(file)).name for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError(f"{folder / index} is damaged ({error}); fetch it again.") from None
@@ -101,7 +104,18 @@ def tensors_in(path: Path, names: set[str]) -> dict[str, StoredTensor]:
     header, start = _header(path)
     _check_complete(path, names, header)
     size = path.stat().st_size
-    return {name: _stored(path, name, entry, start, size) for name, entry in header.items() if name in names}
+    try:
+        entries = {name: read_entry(name, given) for name, given in header.items() if name in names}
+        refuse_overlap(entries)
+        for name, entry in entries.items():
+            if start + entry.end > size:
+                raise ValueError(f"it has {size} bytes, but {name} ends at {start + entry.end}")
+    except ValueError as error:
+        raise SourceError(f"{path} is damaged ({error}); fetch it again.") from None
+    return {
+        name: StoredTensor(path, start + entry.begin, entry.dtype, entry.shape, entry.end - entry.begin)
+        for name, entry in entries.items()
+    }
 
 
 def _check_complete(path: Path, names: set[str], found: Mapping[str, Any]) -> None:
@@ -112,17 +126,7 @@ def _check_complete(path: Path, names: set[str], found: Mapping[str, Any]) -> No
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     try:
-        with path.open("rb") as stream:
-            return read_header(stream, path.stat().st_size)
+        with open_regular(path, follow=True) as stream:
+            return read_header(stream, os.fstat(stream.fileno()).st_size)
     except (OSError, ValueError) as error:
         raise SourceError(f"{path} is not a safetensors file ({error}); fetch it again.") from None
-
-
-def _stored(path: Path, name: str, given: Any, start: int, size: int) -> StoredTensor:
-    try:
-        entry = read_entry(name, given)
-        if start + entry.end > size:
-            raise ValueError(f"it has {size} bytes, but {name} ends at {start + entry.end}")
-    except ValueError as error:
-        raise SourceError(f"{path} is damaged ({error}); fetch it again.") from None
-    return StoredTensor(path, start + entry.begin, entry.dtype, entry.shape, entry.end - entry.begin)

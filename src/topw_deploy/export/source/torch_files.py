@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from topw_deploy.errors import SourceError, one_line
 from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, StoredTensor
 
+_LONGEST_ORDER = 16  # bytes of "little" or "big", and spaces
 _NAMES = {kind.name: name for name, kind in NUMPY_TYPES.items()}
 
 
@@ -44,14 +45,17 @@ def _check_archive(path: Path) -> None:
     """Raises SourceError unless the archive's records are uncompressed and little-endian."""
     try:
         with zipfile.ZipFile(path) as archive:
-            packed = [record.filename for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED]
-            orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+            records = archive.infolist()
+            packed = [record.filename for record in records if record.compress_type != zipfile.ZIP_STORED]
+            stated = [record for record in records if record.filename.endswith("/byteorder")]
+            # Unpacked, a record can have any size.
+            orders = [archive.read(record) for record in stated if not packed and record.file_size <= _LONGEST_ORDER]
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
         raise SourceError(
             f"{path} is not a file of PyTorch 1.6 or newer ({one_line(error)}); fetch it again, or save it with a "
             "newer version."
         ) from None
-    if packed or any(order.strip() != b"little" for order in orders):
+    if packed or len(orders) < len(stated) or any(order.strip() != b"little" for order in orders):
         what = f"compressed records ({packed[0]})" if packed else "bytes in big-endian order"
         raise SourceError(f"{path} has {what}; load and save it with PyTorch.")
 

@@ -2,67 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from topw_deploy.export.tail.candidates import Drawn, ShortPath, first_position, kept_candidates
+from topw_deploy.export.tail.candidates import (
+    Drawn,
+    Search,
+    ShortPath,
+    candidates_width,
+    first_position,
+    kept_candidates,
+)
 from topw_deploy.export.tail.dynamic import put_rows
 from topw_deploy.export.tail.inputs import Rows, padded_width
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.pool import Pool
+from topw_deploy.export.tail.rules.statistics import Statistics
 from topw_deploy.export.tail.spec import TailSpec
+
+TOKEN, LOGPROB, KEPT, CERTIFIED, MASS = range(5)
+"""Columns of `Answer.columns`."""
+
+RULE_COLUMNS = ("code", "v0", "v1", "valid", *(field.name for field in fields(Statistics)))
+"""What the first branch for other rules tells the second. Statistics of a whole vocabulary need many nodes, so only one
+branch computes them. float32; `valid` is 0 or 1.
+"""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One path's columns [batch, 1] and mask.
+    """One path's answer.
 
-    certified: bool.
-    crop_mass: float32, the crop's weight at Ts relative to the largest logit.
-    keep_mask: bool [batch, padded].
+    columns: float32 [batch, n], in one tensor because each output of a branch costs time. Token and kept are whole
+        numbers below 2^24, certified is 0 or 1. MASS, the crop's weight at Ts relative to the largest logit, is there
+        with `with_mass`. `RULE_COLUMNS` follow in the form that has them.
+    keep_mask: bool [batch, padded], or None.
     """
 
-    drawn: Drawn
-    certified: Tensor
-    crop_mass: Tensor | None
+    columns: Tensor
     keep_mask: Tensor | None
+
+    def column(self, op: Ops, place: int) -> Tensor:
+        """A column, float32 [batch, 1]."""
+        return op.Gather(self.columns, op.constant([place], np.int64), axis=1)
+
+
+@scope
+def answer_columns(
+    op: Ops, spec: TailSpec, drawn: Drawn, certified: Tensor, mass: Tensor | None, further: Sequence[Tensor] = ()
+) -> Tensor:
+    """`Answer.columns`.
+
+    certified: 0 or 1, float32 [batch, 1]; mass: for `with_mass`.
+    further: tensors of together `rule_columns(spec)` columns; without them, these columns hold anything.
+    """
+    parts = [op.Cast(drawn.token, to=1), drawn.logprob, op.Cast(drawn.kept, to=1), certified]
+    if mass is not None:
+        parts.append(mass)
+    return op.Concat(*parts, *(further or [certified] * rule_columns(spec)), axis=1)
+
+
+def own_columns(spec: TailSpec) -> int:
+    """The number of columns before `RULE_COLUMNS`."""
+    return MASS + int(spec.with_mass)
+
+
+def rule_columns(spec: TailSpec) -> int:
+    """The number of columns behind the own ones: 0 in the forms in which no branch tells a later one about rules.
+
+    As many as there are candidates, whose logits can then stand in for `RULE_COLUMNS` without further nodes.
+    """
+    return candidates_width(spec.vocab_size) if spec.form == "portable" and spec.carries_rules else 0
+
+
+def no_answer(spec: TailSpec, token: float) -> np.ndarray:
+    """A row's columns: the token and zeros."""
+    return np.array([token, *[0.0] * (own_columns(spec) + rule_columns(spec) - 1)])
 
 
 def parts_of(answer: Answer) -> list[Tensor]:
     """The answer as branch outputs."""
-    drawn = answer.drawn
-    parts = (drawn.token, drawn.logprob, drawn.kept, answer.certified, answer.crop_mass, answer.keep_mask)
-    return [part for part in parts if part is not None]
+    return [part for part in (answer.columns, answer.keep_mask) if part is not None]
 
 
-def answer_of(spec: TailSpec, parts: Sequence[Tensor]) -> Answer:
+def answer_of(parts: Sequence[Tensor]) -> Answer:
     """Inverse of `parts_of`."""
-    token, logprob, kept, certified, *further = parts
-    crop_mass = further.pop(0) if spec.with_mass else None
-    return Answer(Drawn(token, logprob, kept), certified, crop_mass, further.pop() if spec.with_keep_mask else None)
+    columns, *mask = parts
+    return Answer(columns, mask[0] if mask else None)
 
 
 @scope
-def fast_answer(op: Ops, spec: TailSpec, path: ShortPath, sure: Tensor) -> Answer:
-    """The answer of the candidate path."""
-    candidates, scan = path.candidates, path.scan
-    mask = None
-    if spec.with_keep_mask:
-        mask = scattered(op, spec, candidates.ids, kept_candidates(op, candidates, scan.last))
-    crop_mass = op.GatherElements(scan.mass, scan.last, axis=1) if spec.with_mass else None
-    return Answer(path.drawn, sure, crop_mass, mask)
+def fast_answer(op: Ops, spec: TailSpec, path: ShortPath, search: Search) -> Answer:
+    """The answer of the candidate path, which certifies settled rows."""
+    mask = _fast_mask(op, spec, path) if spec.with_keep_mask else None
+    mass = _fast_mass(op, path) if spec.with_mass else None
+    further = [search.candidates.logits] if rule_columns(spec) else []
+    return Answer(answer_columns(op, spec, path.drawn, path.settled, mass, further), mask)
+
+
+def _fast_mask(op: Ops, spec: TailSpec, path: ShortPath) -> Tensor:
+    candidates = path.candidates
+    return scattered(op, spec, candidates.ids, kept_candidates(op, candidates, path.scan.last))
+
+
+def _fast_mass(op: Ops, path: ShortPath) -> Tensor:
+    return op.GatherElements(path.scan.mass, path.scan.last, axis=1)
 
 
 @scope
 def member_answer(op: Ops, spec: TailSpec, pool: Pool, members: Tensor, sure: Tensor, rows: Rows) -> Answer:
-    crop_mass = None
+    """The answer from the pool. sure: 1 for certified rows, else 0, float32 [batch, 1]."""
+    mass = None
     if spec.with_mass:
         weight = op.Where(members, pool.weight, op.constant(0.0, np.float64))
-        crop_mass = op.Cast(op.ReduceSum(weight, op.constant([1], np.int64), keepdims=1), to=1)
+        mass = op.Cast(op.ReduceSum(weight, op.constant([1], np.int64), keepdims=1), to=1)
     mask = scattered(op, spec, pool.ids, members) if spec.with_keep_mask else None
-    return Answer(draw_member(op, pool, members, rows), sure, crop_mass, mask)
+    return Answer(answer_columns(op, spec, draw_member(op, pool, members, rows), sure, mass), mask)
 
 
 @scope
@@ -93,60 +150,54 @@ def scattered(op: Ops, spec: TailSpec, ids: Tensor, flags: Tensor) -> Tensor:
 
 @scope
 def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
-    """`one` where `first`, else `other`."""
-
-    def choose(a: Tensor, b: Tensor) -> Tensor:
-        return op.Where(first, a, b)
-
-    drawn = Drawn(*(choose(getattr(one.drawn, f), getattr(other.drawn, f)) for f in ("token", "logprob", "kept")))
+    """`one` for the rows where `first`, bool [batch, 1], is true, else `other`."""
     mask = None
     if one.keep_mask is not None:
         mask = op.Or(op.And(first, one.keep_mask), op.And(op.Not(first), other.keep_mask))
-    crop_mass = None if one.crop_mass is None else choose(one.crop_mass, other.crop_mass)
-    return Answer(drawn, op.Or(first, other.certified), crop_mass, mask)
+    return Answer(op.Where(first, one.columns, other.columns), mask)
 
 
 @scope
 def put_answer(op: Ops, answer: Answer, index: Tensor, part: Answer) -> Answer:
     """Replace rows `index` of `answer` by those of `part`."""
-
-    def put(whole: Tensor | None, rows: Tensor | None) -> Tensor | None:
-        return None if whole is None else put_rows(op, whole, index, rows)
-
-    drawn = Drawn(*(put(getattr(answer.drawn, f), getattr(part.drawn, f)) for f in ("token", "logprob", "kept")))
-    certified = put_rows(op, answer.certified, index, part.certified)
-    return Answer(drawn, certified, put(answer.crop_mass, part.crop_mass), put(answer.keep_mask, part.keep_mask))
+    mask = None if answer.keep_mask is None else put_rows(op, answer.keep_mask, index, part.keep_mask)
+    return Answer(put_rows(op, answer.columns, index, part.columns), mask)
 
 
 @scope
-def invalidate(op: Ops, answer: Answer, valid: Tensor) -> Answer:
+def invalidate(op: Ops, spec: TailSpec, answer: Answer, valid: Tensor) -> Answer:
     """Give invalid rows token -1 and zeros."""
-    nothing = op.constant(0, np.int64)
-    drawn = Drawn(
-        op.Where(valid, answer.drawn.token, op.constant(-1, np.int64)),
-        op.Where(valid, answer.drawn.logprob, op.constant(0.0)),
-        op.Where(valid, answer.drawn.kept, nothing),
-    )
     mask = None if answer.keep_mask is None else op.And(valid, answer.keep_mask)
-    crop_mass = None if answer.crop_mass is None else op.Where(valid, answer.crop_mass, op.constant(0.0))
-    return Answer(drawn, op.And(valid, answer.certified), crop_mass, mask)
+    return Answer(op.Where(valid, answer.columns, op.constant(no_answer(spec, -1.0))), mask)
 
 
 @scope
 def finish(op: Ops, spec: TailSpec, answer: Answer, share: Tensor | None) -> list[Tensor]:
     """The node's outputs."""
-    axis = op.constant([1], np.int64)
-    outputs = [
-        op.Squeeze(answer.drawn.token, axis),
-        op.Squeeze(answer.drawn.logprob, axis),
-        op.Cast(op.Squeeze(answer.drawn.kept, axis), to=6),
-        op.Squeeze(answer.certified, axis),
-    ]
+    token, logprob, kept, certified, *mass = (
+        op.Gather(answer.columns, op.constant(place, np.int64), axis=1) for place in range(own_columns(spec))
+    )
+    outputs = [op.Cast(token, to=7), logprob, op.Cast(kept, to=6), op.Cast(certified, to=9)]
+    return [*outputs, *_on_request(op, spec, mass[0] if mass else None, answer.keep_mask, share)]
+
+
+@scope
+def finish_fast(op: Ops, spec: TailSpec, path: ShortPath, share: Tensor | None) -> list[Tensor]:
+    """The node's outputs if the candidates settle all rows: `finish` of `fast_answer`, with fewer nodes."""
+    axis, drawn = op.constant([1], np.int64), path.drawn
+    token, logprob, kept, sure = (op.Squeeze(x, axis) for x in (drawn.token, drawn.logprob, drawn.kept, path.settled))
+    mass = op.Squeeze(_fast_mass(op, path), axis) if spec.with_mass else None
+    mask = _fast_mask(op, spec, path) if spec.with_keep_mask else None
+    return [token, logprob, op.Cast(kept, to=6), op.Cast(sure, to=9), *_on_request(op, spec, mass, mask, share)]
+
+
+def _on_request(
+    op: Ops, spec: TailSpec, mass: Tensor | None, keep_mask: Tensor | None, share: Tensor | None
+) -> Iterator[Tensor]:
     if share is not None:
-        product = op.Mul(answer.crop_mass, share)
-        greedy_share = op.Min(answer.crop_mass, op.constant(1.0))
-        outputs.append(op.Squeeze(op.Where(op.IsNaN(share), greedy_share, product), axis))
-    if answer.keep_mask is not None:
+        share = op.Squeeze(share, op.constant([1], np.int64))
+        greedy_share = op.Min(mass, op.constant(1.0))
+        yield op.Where(op.IsNaN(share), greedy_share, op.Mul(mass, share))
+    if keep_mask is not None:
         start, end = op.constant([0], np.int64), op.constant([spec.vocab_size], np.int64)
-        outputs.append(op.Slice(answer.keep_mask, start, end, axis))
-    return outputs
+        yield op.Slice(keep_mask, start, end, op.constant([1], np.int64))

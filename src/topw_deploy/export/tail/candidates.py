@@ -6,11 +6,11 @@ A certified crop is proven to be the K most probable tokens (docs/contract/graph
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from topw_deploy.export.tail.inputs import BLOCK, LARGEST, SMALLEST, Bounded, Rows, padded_width, within
+from topw_deploy.export.tail.inputs import BLOCK, LARGEST, SMALLEST, Bounded, Rows, all_numbers, padded_width, within
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.spec import TailSpec
 
@@ -32,12 +32,19 @@ class Blocks:
 
     logits: float32 [batch, n, BLOCK].
     index: int64 [batch, n].
-    total: float32 [batch, 1], sums of whole rows, to detect NaN and +inf.
     """
 
     logits: Tensor
     index: Tensor
-    total: Tensor
+
+
+def padded_count(count: int) -> int:
+    return -(-count // _VECTOR) * _VECTOR
+
+
+def candidates_width(vocab_size: int) -> int:
+    """The width of all candidates of a vocabulary."""
+    return padded_count(min(CANDIDATES, vocab_size))
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,23 @@ class Candidates:
 
     @property
     def width(self) -> int:
-        return -(-self.count // _VECTOR) * _VECTOR
+        return padded_count(self.count)
+
+    def largest(self, op: Ops) -> Tensor:
+        """float32 [batch, 1]"""
+        return op.Gather(self.logits, op.constant([0], np.int64), axis=1)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is found in whole rows.
+
+    candidates: up to `CANDIDATES` largest logits.
+    total: float32 [batch, 1], the sum, which shows NaN and +inf.
+    """
+
+    candidates: Candidates
+    total: Tensor
 
 
 @dataclass(frozen=True)
@@ -87,7 +110,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class ShortPath:
-    """Crop and draw of the candidate path; final in rows where all of `settled`, bool [batch, n], hold."""
+    """Crop and draw of the candidate path; final in rows where `settled`, float32 [batch, 1], is 1 and not 0."""
 
     candidates: Candidates
     scan: ShortScan
@@ -99,27 +122,49 @@ class ShortPath:
 def largest_blocks(op: Ops, logits: Tensor, width: int) -> Blocks:
     """Blocks of logits [batch, width] with the `CANDIDATES` largest."""
     blocks = width // BLOCK
-    grid = op.Reshape(logits, op.constant([-1, blocks, BLOCK], np.int64))
+    grid = op.Reshape(logits, op.constant([0, blocks, BLOCK], np.int64))
     maxima = op.ReduceMax(grid, op.constant([2], np.int64), keepdims=0)
     _, index = op.TopK(maxima, op.constant([min(CANDIDATES, blocks)], np.int64), axis=1, sorted=0)
     chosen = op.GatherND(grid, op.Unsqueeze(index, op.constant([2], np.int64)), batch_dims=1)
-    return Blocks(chosen, index, op.ReduceSum(logits, op.constant([1], np.int64), keepdims=1))
+    return Blocks(chosen, index)
+
+
+@scope
+def search(op: Ops, logits: Tensor, width: int, vocab_size: int) -> Search:
+    """logits: [batch, width], padded or not."""
+    candidates = block_candidates(op, largest_blocks(op, logits, width), vocab_size, vocab_size)
+    return Search(candidates, op.ReduceSum(logits, op.constant([1], np.int64), keepdims=1))
 
 
 @scope
 def block_candidates(op: Ops, blocks: Blocks, vocab_size: int, top_m: int) -> Candidates:
     searched = min(CANDIDATES, padded_width(vocab_size) // BLOCK)
     count = min(CANDIDATES, vocab_size, top_m)
-    flat = op.Reshape(blocks.logits, op.constant([-1, searched * BLOCK], np.int64))
-    values, place = op.TopK(flat, op.constant([-(-count // _VECTOR) * _VECTOR], np.int64), axis=1)
+    flat = op.Reshape(blocks.logits, op.constant([0, searched * BLOCK], np.int64))
+    values, place = op.TopK(flat, op.constant([padded_count(count)], np.int64), axis=1)
     size = op.constant(BLOCK, np.int64)
     offset = op.Mul(op.Sub(blocks.index, op.constant(np.arange(searched), np.int64)), size)
     ids = op.Add(place, op.GatherElements(offset, op.Div(place, size), axis=1))
     found = Candidates(values, ids, count)
-    if count == vocab_size or count == found.width:
-        return found  # other columns are the logits' own padding
-    inside = op.constant(np.arange(found.width) < count, np.bool_)
-    return Candidates(op.Where(inside, values, op.constant(-np.inf)), ids, count)
+    return found if count == vocab_size else _padded(op, found)  # other columns are the logits' own padding
+
+
+def _padded(op: Ops, found: Candidates) -> Candidates:
+    """The candidates, with -inf in the columns behind them."""
+    if found.count == found.width:
+        return found
+    inside = op.constant(np.arange(found.width) < found.count, np.bool_)
+    return replace(found, logits=op.Where(inside, found.logits, op.constant(-np.inf)))
+
+
+@scope
+def first_candidates(op: Ops, candidates: Candidates, count: int) -> Candidates:
+    """The first `count` candidates, at most all."""
+    if count >= candidates.count:
+        return candidates
+    start, end, axis = (op.constant([place], np.int64) for place in (0, padded_count(count), 1))
+    logits, ids = (op.Slice(values, start, end, axis) for values in (candidates.logits, candidates.ids))
+    return _padded(op, Candidates(logits, ids, count))
 
 
 @scope
@@ -184,23 +229,23 @@ def certificate(
 
 
 @scope
-def short_path(op: Ops, spec: TailSpec, blocks: Blocks, rows: Rows) -> ShortPath:
-    candidates = block_candidates(op, blocks, spec.vocab_size, spec.pool_size)
-    largest = op.Gather(candidates.logits, op.constant([0], np.int64), axis=1)
+def short_path(op: Ops, spec: TailSpec, search: Search, rows: Rows) -> ShortPath:
+    candidates = first_candidates(op, search.candidates, spec.pool_size)
+    largest = candidates.largest(op)
     drop = op.Sub(candidates.logits, largest)
     scan = short_scan(op, drop, candidates.width, rows)
     proof = certificate(op, candidates, drop, scan, rows, spec)
-    settled = settled_flags(op, blocks, largest, proof, rows)
+    settled = all_numbers(op, settled_flags(op, search, largest, proof, rows))
     return ShortPath(candidates, scan, draw_candidate(op, candidates, drop, scan.last, rows), settled)
 
 
 @scope
-def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
+def settled_flags(op: Ops, search: Search, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
     """Whether rows are valid and, by `proof`, certified: bool [batch, n].
 
     Row sums reveal NaN and +inf, but a valid row's sum may overflow; then `valid_rows` decides.
     """
-    finite = [(largest, -LARGEST, LARGEST), (blocks.total, -np.inf, LARGEST)]
+    finite = [(largest, -LARGEST, LARGEST), (search.total, -np.inf, LARGEST)]
     return within(op, rows, [*finite, *proof])
 
 

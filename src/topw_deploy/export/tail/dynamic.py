@@ -32,7 +32,8 @@ def places_of(op: Ops, flags: Tensor) -> Tensor:
 
 @scope
 def take_rows(op: Ops, rows: Rows, index: Tensor) -> Rows:
-    taken = {f.name: op.Gather(getattr(rows, f.name), index, axis=0) for f in fields(rows) if f.name != "given"}
+    columns = {f.name: getattr(rows, f.name) for f in fields(rows) if f.name != "given"}
+    taken = {name: None if column is None else op.Gather(column, index, axis=0) for name, column in columns.items()}
     return Rows(given=tuple(op.Gather(column, index, axis=0) for column in rows.given), **taken)
 
 

@@ -9,14 +9,17 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.tail.answer import (
+    CERTIFIED,
     Answer,
     answer_of,
     fast_answer,
     finish,
+    finish_fast,
+    merge,
     parts_of,
     put_answer,
 )
-from topw_deploy.export.tail.candidates import Blocks, ShortPath, short_path
+from topw_deploy.export.tail.candidates import Search, ShortPath, short_path
 from topw_deploy.export.tail.dynamic import places_of, take_rows
 from topw_deploy.export.tail.inputs import (
     PARAMETERS,
@@ -27,16 +30,11 @@ from topw_deploy.export.tail.inputs import (
 )
 from topw_deploy.export.tail.literal import compact_answer, literal_answer, moved_answer, pool_answer
 from topw_deploy.export.tail.logits import Logits
-from topw_deploy.export.tail.ops import Ops, Recorder, Tensor
-from topw_deploy.export.tail.rules.answer import (
-    candidate_answer,
-    is_pending,
-    join,
-    pending,
-    ruled_rows,
-    vocabulary_answer,
-)
-from topw_deploy.export.tail.rules.inputs import only_top_w, take_rules
+from topw_deploy.export.tail.ops import Ops, Recorder, Tensor, remove_unused
+from topw_deploy.export.tail.rules.answer import candidate_answer, is_pending, pending, vocabulary_answer
+from topw_deploy.export.tail.rules.columns import from_columns
+from topw_deploy.export.tail.rules.inputs import RuleRows, only_top_w, rule_rows, take_rules
+from topw_deploy.export.tail.rules.statistics import row_statistics, take_statistics
 from topw_deploy.export.tail.spec import DOMAIN, OP_TYPE, TailSpec, tail_inputs, tail_outputs
 
 
@@ -54,6 +52,7 @@ def build_tail(spec: TailSpec) -> ir.Function:
         opset_imports={domain: 1 if domain else spec.opset for domain in recorder.domains},
         name=OP_TYPE,
     )
+    remove_unused(graph)
     return ir.Function(DOMAIN, OP_TYPE, graph=graph, attributes=())
 
 
@@ -62,20 +61,20 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
 
     A row's answer depends neither on `spec.form` nor on other rows.
     """
-    rows = row_parameters(op, [inputs[name] for name in PARAMETERS])
+    rows = row_parameters(op, [inputs[name] for name in PARAMETERS], None if spec.carries_rules else inputs["rule"])
     logits = Logits(op, spec, inputs)
-    blocks = logits.blocks()
-    path = short_path(op, spec, blocks, rows)
+    found = logits.search()
+    path = short_path(op, spec, found, rows)
     share = logits.top_share(path.candidates, rows) if spec.with_mass else None
-    call = Call(op, spec, inputs, rows, logits, blocks, path)
+    call = Call(op, spec, inputs, rows, logits, found, path)
     if spec.form == "static":
         return finish(op, spec, call.everything(), share)
-    top_w = only_top_w(op, inputs["rule"])
     if spec.form == "portable":
-        return _branches(call, top_w, share)
-    settled = op.And(top_w, all_true(op, path.settled))
+        return finish(op, spec, _branches(call), share)
     return op.branch(
-        settled, lambda: finish(op, spec, call.fast(), share), lambda: finish(op, spec, call.nested(top_w), share)
+        call.all_settled(),
+        lambda: finish_fast(op, spec, path, share),
+        lambda: finish(op, spec, call.nested(), share),
     )
 
 
@@ -88,89 +87,108 @@ class Call:
     inputs: Mapping[str, Tensor]
     rows: Rows
     logits: Logits
-    blocks: Blocks
+    search: Search
     path: ShortPath
 
     def fast(self) -> Answer:
-        """The candidates' answer if all rows are settled: then all uniform numbers are >= 0."""
-        return fast_answer(self.op, self.spec, self.path, self._always())
+        """The candidates' answer, final in rows of Top-W that they settle."""
+        return fast_answer(self.op, self.spec, self.path, self.search)
 
-    def settled(self) -> Tensor:
-        """Whether the candidates settle a row of Top-W: bool [batch, 1]."""
-        return all_true(self.op, self.path.settled, axis=1)
+    def only_top_w(self) -> Tensor:
+        """Whether all rows use Top-W, bool scalar."""
+        return only_top_w(self.op, self.inputs["rule"])
 
-    def by_candidates(self) -> Answer:
-        """The candidates' answer; rows of other rules that they do not prove are pending."""
-        op = self.op
-        ruled = ruled_rows(op, self.inputs, self.rows)
-        found, proven = candidate_answer(op, self.spec, self.logits.masked(), self.blocks, self.path, ruled, self.rows)
-        return pending(op, join(op, ruled.other, found, self.fast()), op.Or(op.Not(ruled.other), proven))
+    def all_settled(self) -> Tensor:
+        """Whether all rows use Top-W and are settled, bool scalar."""
+        settled = all_true(self.op, self.path.settled)
+        return self.op.And(self.only_top_w(), settled) if self.spec.carries_rules else settled
 
-    def by_vocabulary(self, answer: Answer) -> Answer:
-        """Answer the pending rows."""
-        op = self.op
-        ruled = ruled_rows(op, self.inputs, self.rows)
-        found = vocabulary_answer(op, self.spec, self.logits.masked(), ruled, self.rows)
-        return join(op, is_pending(op, answer), found, answer)
+    def ruled(self) -> RuleRows:
+        return rule_rows(self.op, self.spec.rules, self.inputs["rule"], self.inputs["rule_values"], self.rows)
 
     def answered(self) -> Tensor:
         """Whether a row is settled or has another rule: bool [batch, 1]."""
-        other = self.op.Unsqueeze(self.op.Cast(self.inputs["rule"], to=9), self.op.constant([1], np.int64))
-        return self.op.Or(other, self.settled())
+        op = self.op
+        settled = op.Cast(self.path.settled, to=9)
+        return op.Or(self.other(), settled) if self.spec.carries_rules else settled
 
-    def pooled(self, answer: Answer) -> tuple[Answer, Tensor]:
+    def other(self) -> Tensor:
+        """Whether a row has another rule than Top-W: bool [batch, 1]."""
+        return self.op.Cast(self.op.Unsqueeze(self.inputs["rule"], self.op.constant([1], np.int64)), to=9)
+
+    def by_candidates(self, before: Answer) -> Answer:
+        """The candidates' answers for rows with other rules, pending where they are not proven."""
+        op, ruled = self.op, self.ruled()
+        found = row_statistics(op, self.logits.masked(), self.search.candidates.largest(op), self.rows)
+        answer = candidate_answer(op, self.spec, self.search, ruled, found, self.rows)
+        return merge(op, self.other(), answer, before)
+
+    def by_vocabulary(self, before: Answer) -> Answer:
+        """Answer the pending rows."""
+        op = self.op
+        ruled, found = from_columns(op, self.spec, before.columns)
+        answer = vocabulary_answer(op, self.spec, self.logits.masked(), ruled, found, self.rows)
+        return merge(op, is_pending(op, before), answer, before)
+
+    def pooled(self, before: Answer) -> tuple[Answer, Tensor]:
         """Answer the other rows without distances. Also returns the final rows, bool [batch, 1]."""
         op, answered = self.op, self.answered()
         found, final = pool_answer(op, self.spec, self.logits.narrow(), self.rows)
-        return join(op, answered, answer, found), op.Or(answered, final)
+        return merge(op, answered, before, found), op.Or(answered, final)
 
-    def literal(self, answer: Answer) -> Answer:
+    def literal(self, before: Answer) -> Answer:
         """Answer the other rows, without control flow."""
         found = literal_answer(self.op, self.spec, self.logits.narrow(), self.rows, self.inputs)
-        return join(self.op, self.answered(), answer, found)
+        return merge(self.op, self.answered(), before, found)
 
     def everything(self) -> Answer:
         """Everything, without control flow: other rules always over the whole vocabulary."""
-        op = self.op
-        ruled = ruled_rows(op, self.inputs, self.rows)
-        found = vocabulary_answer(op, self.spec, self.logits.masked(), ruled, self.rows)
-        return self.literal(join(op, ruled.other, found, self.fast()))
+        op, answer = self.op, self.fast()
+        if self.spec.carries_rules:
+            logits = self.logits.masked()
+            largest = op.ReduceMax(logits, op.constant([1], np.int64), keepdims=1)
+            found = row_statistics(op, logits, largest, self.rows)
+            other = vocabulary_answer(op, self.spec, logits, self.ruled(), found, self.rows)
+            answer = merge(op, self.other(), other, answer)
+        return self.literal(answer)
 
-    def nested(self, top_w: Tensor) -> Answer:
+    def nested(self) -> Answer:
         """Everything, with branches inside branches that skip rows."""
         op, spec = self.op, self.spec
-
-        answer = answer_of(spec, op.branch(top_w, lambda: parts_of(self.fast()), self._other_rules))
+        logits = self.logits.masked()  # recorded before the branches, which then share it
+        answer = self.fast()
+        if spec.carries_rules:
+            fast = answer
+            answer = answer_of(
+                op.branch(self.only_top_w(), lambda: parts_of(fast), lambda: self._other_rules(logits, fast))
+            )
         answered = self.answered()
 
         def by_pool() -> list[Tensor]:
             index = places_of(op, op.Not(answered))
-            others = without_padding(op, op.Gather(self.logits.masked(), index, axis=0), spec.vocab_size)
-            rows = take_rows(op, self.rows, index)
-            found = compact_answer(op, spec, others, rows, self.inputs)
+            others = without_padding(op, op.Gather(logits, index, axis=0), spec.vocab_size)
+            found = compact_answer(op, spec, others, take_rows(op, self.rows, index), self.inputs)
             return parts_of(put_answer(op, answer, index, found))
 
-        return answer_of(spec, op.branch(all_true(op, answered), lambda: parts_of(answer), by_pool))
+        return answer_of(op.branch(all_true(op, answered), lambda: parts_of(answer), by_pool))
 
-    def _other_rules(self) -> list[Tensor]:
-        op, answer = self.op, self.by_candidates()
-        ruled = ruled_rows(op, self.inputs, self.rows)
+    def _other_rules(self, logits: Tensor, before: Answer) -> list[Tensor]:
+        op, spec, ruled = self.op, self.spec, self.ruled()
+        found = row_statistics(op, logits, self.search.candidates.largest(op), self.rows)
+        answer = candidate_answer(op, spec, self.search, ruled, found, self.rows)
+        answer = merge(op, self.other(), answer, before)
         waiting = is_pending(op, answer)
 
         def by_vocabulary() -> list[Tensor]:
             index = places_of(op, waiting)
-            rows = take_rows(op, self.rows, index)
-            logits = op.Gather(self.logits.masked(), index, axis=0)
-            found = vocabulary_answer(op, self.spec, logits, take_rules(op, ruled, index), rows)
-            return parts_of(put_answer(op, answer, index, found))
+            taken = take_rules(op, ruled, index), take_statistics(op, found, index), take_rows(op, self.rows, index)
+            others = vocabulary_answer(op, spec, op.Gather(logits, index, axis=0), *taken)
+            return parts_of(put_answer(op, answer, index, others))
 
         return op.branch(all_true(op, op.Not(waiting)), lambda: parts_of(answer), by_vocabulary)
 
-    def _always(self) -> Tensor:
-        return self.op.GreaterOrEqual(self.rows.uniform, self.op.constant(0.0))
 
-
-def _branches(call: Call, top_w: Tensor, share: Tensor | None) -> list[Tensor]:
+def _branches(call: Call) -> Answer:
     """The `portable` form: consecutive branches, of which each answers rows that those before it do not.
 
     1. the candidates' answers, without the work for other rules unless a row has one;
@@ -182,41 +200,53 @@ def _branches(call: Call, top_w: Tensor, share: Tensor | None) -> list[Tensor]:
     rebuilds the pool, which is cheap.
     """
     op, spec = call.op, call.spec
+    if spec.carries_rules:
+        no_pool, answer = _rules(call)
+    else:
+        no_pool, answer = call.all_settled(), call.fast()
+    if not spec.has_geometry:
+        before = answer
+        return answer_of(op.branch(no_pool, lambda: parts_of(before), lambda: parts_of(call.literal(before))))
+    return _with_geometry(call, answer, no_pool)
+
+
+def _rules(call: Call) -> tuple[Tensor, Answer]:
+    """(Whether the pool is not needed, bool scalar; the answers of settled rows and rows with other rules)."""
+    op, top_w = call.op, call.only_top_w()
+    fast = call.fast()
 
     def by_candidates() -> list[Tensor]:
-        return [top_w, all_true(op, call.path.settled), *parts_of(call.fast())]
+        return [top_w, all_true(op, call.path.settled), *parts_of(fast)]
 
     def by_rules() -> list[Tensor]:
-        answer = call.by_candidates()
+        answer = call.by_candidates(fast)
         proven = all_true(op, op.Not(is_pending(op, answer)))
         return [proven, all_true(op, call.answered()), *parts_of(answer)]
 
-    no_rules, no_pool, *parts = op.branch(top_w, by_candidates, by_rules)
-    answer = answer_of(spec, parts)
-    answer = answer_of(
-        spec, op.branch(no_rules, lambda: parts_of(answer), lambda: parts_of(call.by_vocabulary(answer)))
+    no_vocabulary, no_pool, *parts = op.branch(top_w, by_candidates, by_rules)
+    answer = answer_of(parts)
+    parts = op.branch(
+        no_vocabulary,
+        lambda: parts_of(answer),
+        lambda: parts_of(call.by_vocabulary(answer)),
     )
-    if not spec.has_geometry:
-        return op.branch(
-            no_pool, lambda: finish(op, spec, answer, share), lambda: finish(op, spec, call.literal(answer), share)
-        )
-    return _with_geometry(call, answer, no_pool, share)
+    return no_pool, answer_of(parts)
 
 
-def _with_geometry(call: Call, answer: Answer, no_pool: Tensor, share: Tensor | None) -> list[Tensor]:
+def _with_geometry(call: Call, before: Answer, no_pool: Tensor) -> Answer:
+    """Branches 3 and 4."""
     op, spec = call.op, call.spec
-    before = answer
 
     def by_pool() -> list[Tensor]:
         found, final = call.pooled(before)
-        return [all_true(op, final), *parts_of(pending(op, found, final))]
+        return [all_true(op, final), *parts_of(pending(op, spec, found, final))]
 
     answered, *parts = op.branch(no_pool, lambda: [no_pool, *parts_of(before)], by_pool)
-    answer = answer_of(spec, parts)
+    answer = answer_of(parts)
 
     def by_distances() -> list[Tensor]:
-        waiting = is_pending(op, answer)
-        found = moved_answer(op, spec, call.logits.narrow(), call.rows, call.inputs, answer.certified)
-        return finish(op, spec, join(op, waiting, found, answer), share)
+        sure = answer.column(op, CERTIFIED)
+        found = moved_answer(op, spec, call.logits.narrow(), call.rows, call.inputs, sure)
+        return parts_of(merge(op, is_pending(op, answer), found, answer))
 
-    return op.branch(answered, lambda: finish(op, spec, answer, share), by_distances)
+    return answer_of(op.branch(answered, lambda: parts_of(answer), by_distances))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
+from topw_deploy.export.tail.spec import TailSpec
 from topw_deploy.sampling.mask import WORD_BITS, mask_words
 from topw_deploy.sampling.parameters import GREEDY_BELOW
 
@@ -44,6 +45,7 @@ class Rows:
     lam, beta: weights of entropy and log mass.
     reward: beta - lam.
     warm_mass, scale: init_top_p, geom_scale.
+    only_rule: the code of the row's rule where the function carries only Top-W; other codes are invalid. Else None.
     """
 
     given: tuple[Tensor, ...]
@@ -56,10 +58,12 @@ class Rows:
     warm_mass: Tensor
     scale: Tensor
     uniform: Tensor
+    only_rule: Tensor | None = None
 
 
 @scope
-def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
+def row_parameters(op: Ops, inputs: Sequence[Tensor], only_rule: Tensor | None = None) -> Rows:
+    """inputs: in the order of `PARAMETERS`, float32 [batch]; only_rule: int32 [batch], see `Rows`."""
     axis = op.constant([1], np.int64)
     given = tuple(op.Unsqueeze(value, axis) for value in inputs)
     temperature, selection, lam, beta, warm_mass, scale, uniform = given
@@ -77,15 +81,18 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
         warm_mass=warm_mass,
         scale=op.Where(greedy, zero, scale),
         uniform=uniform,
+        only_rule=None if only_rule is None else op.Cast(op.Unsqueeze(only_rule, axis), to=1),
     )
 
 
 @scope
 def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
-    """Whether columns are in their intervals: bool [batch, 7 + further].
+    """Whether columns are in their intervals: bool [batch, n].
 
     All are compared at once, because each node of the graph costs time.
     """
+    if rows.only_rule is not None:
+        further = [*further, (rows.only_rule, 0.0, 0.0)]
     bounds = [*_INTERVALS.values(), *((low, high) for _, low, high in further)]
     columns = op.Concat(*rows.given, *(column for column, _, _ in further), axis=1)
     lowest = op.constant([low for low, _ in bounds])
@@ -96,10 +103,15 @@ def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
 @scope
 def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
     """Whether all `flags` are true, over everything or over one axis, which is kept."""
-    numbers = op.Cast(flags, to=1)
     if axis is None:
-        return op.Cast(op.ReduceMin(numbers, keepdims=0), to=9)
-    return op.Cast(op.ReduceMin(numbers, op.constant([axis], np.int64), keepdims=1), to=9)
+        return op.Cast(op.ReduceMin(op.Cast(flags, to=1), keepdims=0), to=9)
+    return op.Cast(all_numbers(op, flags, axis), to=9)
+
+
+@scope
+def all_numbers(op: Ops, flags: Tensor, axis: int = 1) -> Tensor:
+    """1 where all `flags` over the axis are true, else 0: float32, the axis is kept."""
+    return op.ReduceMin(op.Cast(flags, to=1), op.constant([axis], np.int64), keepdims=1)
 
 
 def padded_width(vocab_size: int) -> int:
@@ -130,24 +142,41 @@ def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Ten
 
 
 @scope
-def apply_mask(op: Ops, logits: Tensor, words: Tensor, vocab_size: int) -> Tensor:
+def apply_mask(op: Ops, spec: TailSpec, logits: Tensor, words: Tensor, like: Tensor) -> Tensor:
     """Set tokens that are not allowed to -inf in padded logits [batch, padded] (docs/contract/graph.md, section 6).
 
     words: int32 [batch, ceil(vocab / 32)], or [batch, 0] to allow all.
+    like: int32 [batch].
 
-    Without words, every tensor but the last two has no rows, and the cost is two copies of the logits. (ScatterND would
-    need only one copy, but the forms for TensorRT avoid it.)
+    Without words, no word is unpacked and all rows take the row of flags behind the k = 0 unpacked ones. Gather gives
+    that row for each of `like`, because its result then has the batch's own dimension. onnxruntime reuses only buffers
+    whose dimensions have the same names, and to compare thousands of nodes with buffers that it cannot reuse takes most
+    of the time in which a session opens.
     """
-    width, given = padded_width(vocab_size), mask_words(vocab_size)
+    width, given = padded_width(spec.vocab_size), mask_words(spec.vocab_size)
     whole = op.Reshape(words, op.constant([-1, given], np.int64))  # [k, given], k = batch or 0
     # The padding is -inf, masked or not, so its words do not matter. (CUDA has no kernel for Pad with int32.)
-    repeated = op.constant(np.minimum(np.arange(width // WORD_BITS), given - 1), np.int64)
-    flags = allowed_tokens(op, op.Gather(whole, repeated, axis=1), width)
-    zero = op.constant([0], np.int64)
-    count = op.Shape(flags, start=0, end=1)
-    masked = op.Where(flags, op.Slice(logits, zero, count, zero), op.constant(-np.inf))
-    others = op.Slice(logits, count, op.constant([np.iinfo(np.int64).max], np.int64), zero)
-    return op.Concat(masked, others, axis=0)
+    missing = width // WORD_BITS - given
+    if missing:
+        padding = op.Gather(whole, op.constant([given - 1] * missing, np.int64), axis=1)
+        whole = op.Concat(whole, padding, axis=1)
+    flags = allowed_tokens(op, whole, width)
+    everything = op.Expand(op.constant(True, np.bool_), op.constant([1, width], np.int64))
+    numbers = op.CumSum(op.Cast(op.Equal(like, like), to=7), op.constant(0, np.int64), exclusive=1)
+    row = op.Min(numbers, _computed_length(op, whole) if spec.form == "static" else op.Shape(flags, start=0, end=1))
+    allowed = op.Gather(op.Concat(flags, everything, axis=0), row, axis=0)
+    return op.Where(allowed, logits, op.constant(-np.inf))
+
+
+@scope
+def _computed_length(op: Ops, rows: Tensor) -> Tensor:
+    """k as int64 [1], of int32 [k, n].
+
+    CUDA captures only steps that copy nothing from the CPU, where the result of Shape is.
+    """
+    column, zero = op.Gather(rows, op.constant(0, np.int64), axis=1), op.constant([0], np.int64)
+    ones = op.Concat(zero, op.Cast(op.Equal(column, column), to=7), axis=0)
+    return op.Gather(op.CumSum(ones, op.constant(0, np.int64)), op.constant([-1], np.int64), axis=0)
 
 
 @scope
@@ -156,11 +185,11 @@ def allowed_tokens(op: Ops, words: Tensor, width: int) -> Tensor:
 
     The bits are looked up by octet, because NVIDIA's parser has no bitwise operators. Only the highest octet is signed.
     """
-    halves = op.Reshape(low_and_high(op, words, 1 << 16), op.constant([-1, width // 16], np.int64))
+    halves = op.Reshape(low_and_high(op, words, 1 << 16), op.constant([0, width // 16], np.int64))
     values = np.arange(-128, 256)
     table = op.constant(values[:, None] >> np.arange(8) & 1, np.bool_)
     octets = op.Add(low_and_high(op, halves, 1 << 8), op.constant(-values[0], np.int32))
-    return op.Reshape(op.Gather(table, octets, axis=0), op.constant([-1, width], np.int64))
+    return op.Reshape(op.Gather(table, octets, axis=0), op.constant([0, width], np.int64))
 
 
 @scope

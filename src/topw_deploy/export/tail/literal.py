@@ -9,7 +9,7 @@ import numpy as np
 from topw_deploy.export.tail.answer import Answer, invalidate, member_answer
 from topw_deploy.export.tail.dynamic import settled_or_moved
 from topw_deploy.export.tail.geometry import Metric, closeness, distance_to_set, recompute_nearest, token_features
-from topw_deploy.export.tail.inputs import LARGEST, Rows, all_true, within
+from topw_deploy.export.tail.inputs import LARGEST, Rows, all_numbers, all_true, within
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.pool import (
     Distances,
@@ -27,12 +27,9 @@ from topw_deploy.export.tail.spec import TailSpec
 @scope
 def valid_rows(op: Ops, logits: Tensor, rows: Rows) -> Tensor:
     """Parameters in range, a finite logit, no NaN or +inf: bool [batch, 1]."""
-    axis = op.constant([1], np.int64)
-    largest = op.ReduceMax(logits, axis, keepdims=1)
-    broken = op.Or(op.IsNaN(logits), op.Equal(logits, op.constant(np.inf)))
-    none_broken = op.Less(op.ReduceMax(op.Cast(broken, to=1), axis, keepdims=1), op.constant(0.5))
-    in_range = all_true(op, within(op, rows, [(largest, -LARGEST, LARGEST)]), axis=1)
-    return op.And(none_broken, in_range)
+    largest = op.ReduceMax(logits, op.constant([1], np.int64), keepdims=1)
+    whole = all_numbers(op, op.LessOrEqual(logits, op.constant(LARGEST)))  # false for NaN
+    return all_true(op, within(op, rows, [(largest, -LARGEST, LARGEST), (whole, 1.0, 1.0)]), axis=1)
 
 
 @scope
@@ -42,15 +39,15 @@ def pool_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows) -> tuple[An
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     start = warm_start(op, pool, rows)
     sure = certified(op, start, rows)
-    answer = member_answer(op, spec, pool, up_to(op, start.base, pool.positions), sure, rows)
-    return invalidate(op, answer, valid), op.Or(sure, op.Not(valid))
+    answer = member_answer(op, spec, pool, up_to(op, start.base, pool.positions), op.Cast(sure, to=1), rows)
+    return invalidate(op, spec, answer, valid), op.Or(sure, op.Not(valid))
 
 
 @scope
 def moved_answer(
     op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: Mapping[str, Tensor], sure: Tensor
 ) -> Answer:
-    """The alternation's answer, with `sure` as its certificate."""
+    """The alternation's answer, with `sure`, 0 or 1, as its certificate."""
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     warm = warm_end(op, pool, rows)
     moved = alternate(op, pool, warm, rows, _distances(op, spec, pool, inputs), spec.options.alt_iters)
@@ -67,7 +64,7 @@ def literal_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: 
     moved = alternate(op, pool, start.warm, rows, _distances(op, spec, pool, inputs), spec.options.alt_iters)
     settled = up_to(op, start.base, pool.positions)
     members = op.Or(op.And(sure, settled), op.And(op.Not(sure), moved))
-    return invalidate(op, member_answer(op, spec, pool, members, sure, rows), valid)
+    return invalidate(op, spec, member_answer(op, spec, pool, members, op.Cast(sure, to=1), rows), valid)
 
 
 @scope
@@ -78,7 +75,7 @@ def compact_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: 
     start = warm_start(op, pool, rows)
     sure = certified(op, start, rows)
     members = settled_or_moved(op, spec, pool, start, sure, valid, rows, inputs)
-    return invalidate(op, member_answer(op, spec, pool, members, sure, rows), valid)
+    return invalidate(op, spec, member_answer(op, spec, pool, members, op.Cast(sure, to=1), rows), valid)
 
 
 def _distances(op: Ops, spec: TailSpec, pool: Pool, inputs: Mapping[str, Tensor]) -> Distances:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from topw_deploy.export.tail.candidates import CANDIDATES, Blocks, Candidates, largest_blocks
+from topw_deploy.export.tail.candidates import CANDIDATES, Candidates, Search, search
 from topw_deploy.export.tail.inputs import BLOCK, Rows, apply_edits, apply_mask, padded_width, without_padding
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.spec import TailSpec
@@ -45,35 +45,37 @@ class Logits:
         """Edited and masked: [batch, padded]."""
         if self._masked is not None:
             return self._masked
-        return apply_mask(self._op, self.edited(), self._inputs["allowed"], self._spec.vocab_size)
+        words, like = self._inputs["allowed"], self._inputs["rule"]
+        return apply_mask(self._op, self._spec, self.edited(), words, like)
 
     def narrow(self) -> Tensor:
         """Edited and masked: [batch, vocab]."""
         return without_padding(self._op, self.masked(), self._spec.vocab_size)
 
-    def blocks(self) -> Blocks:
-        """The largest blocks, of the input itself if there are neither edits nor masks.
+    def search(self) -> Search:
+        """The candidates, from the input itself if there are neither edits nor masks.
 
         The two branches are consecutive, as in `function.py`. The first is cheap, and wasted on masked rows.
         """
-        op, spec = self._op, self._spec
-        width = padded_width(spec.vocab_size)
+        op, spec, inputs = self._op, self._spec, self._inputs
+        wide, count = padded_width(spec.vocab_size), min(CANDIDATES, spec.vocab_size)
         if self._masked is not None:
-            return largest_blocks(op, self._masked, width)
+            return search(op, self._masked, wide, spec.vocab_size)
 
-        def parts(logits: Tensor, width: int = width) -> list[Tensor]:
-            blocks = largest_blocks(op, logits, width)
-            return [blocks.logits, blocks.index, blocks.total]
+        def parts(logits: Tensor, width: int = wide) -> list[Tensor]:
+            found = search(op, logits, width, spec.vocab_size)
+            return [found.candidates.logits, found.candidates.ids, found.total]
 
-        with op.named("search"):
-            if self._edited is not None:
-                found = parts(self._edited)
-            else:
-                plain = self._inputs["logits"]
-                found = op.branch(
-                    self._has_no("edit_ids"), lambda: parts(plain, spec.vocab_size), lambda: parts(self.edited())
-                )
-            return Blocks(*op.branch(self._has_no("allowed"), lambda: found, lambda: parts(self.masked())))
+        if self._edited is not None:
+            found = parts(self._edited)
+        else:
+            found = op.branch(
+                self._has_no("edit_ids"),
+                lambda: parts(inputs["logits"], spec.vocab_size),
+                lambda: parts(self.edited()),
+            )
+        logits, ids, total = op.branch(self._has_no("allowed"), lambda: found, lambda: parts(self.masked()))
+        return Search(Candidates(logits, ids, count), total)
 
     def top_share(self, candidates: Candidates, rows: Rows) -> Tensor:
         """Softmax of the largest logit at Ts: float32 [batch, 1]; NaN for greedy rows."""

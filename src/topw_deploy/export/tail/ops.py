@@ -7,7 +7,7 @@ passes dataclasses of tensors, and evaluates its own `if` and `for` while record
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -57,9 +57,23 @@ def scope(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Op
     return recorded
 
 
-class Recorder:
+class _Scope:
+    """A graph while it is recorded: its nodes, and the results by what they are computed from."""
+
     def __init__(self) -> None:
-        self._scopes: list[tuple[list[ir.Node], dict[bytes, ir.Value]]] = [([], {})]
+        self.nodes: list[ir.Node] = []
+        self.known: dict[Hashable, Sequence[ir.Value]] = {}
+
+
+class Recorder:
+    """Records nodes.
+
+    An operation on the same tensors is recorded once in a graph and its subgraphs, so the sampler's code may repeat
+    itself.
+    """
+
+    def __init__(self) -> None:
+        self._scopes = [_Scope()]
         self._path: list[str] = []
         self._counter = 0
         self.domains: set[str] = {""}
@@ -69,28 +83,23 @@ class Recorder:
             raise AttributeError(op_type)
 
         def record(*inputs: Tensor | None, **attributes: Any) -> Any:
-            node = self._add("", op_type, inputs, attributes, _OUTPUTS.get(op_type, 1))
-            return node.outputs[0] if len(node.outputs) == 1 else tuple(node.outputs)
+            outputs = self._once("", op_type, inputs, attributes, _OUTPUTS.get(op_type, 1))
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
         return record
 
     @property
     def nodes(self) -> list[ir.Node]:
-        return self._scopes[0][0]
+        return self._scopes[0].nodes
 
     def constant(self, value: Any, dtype: type = np.float32) -> ir.Value:
         array: np.ndarray = np.asarray(value, dtype=dtype)
-        key = repr((array.dtype, array.shape)).encode() + array.tobytes()
-        for _, constants in self._scopes:  # branches see constants of enclosing graphs
-            if key in constants:
-                return constants[key]
-        tensor = self._add("", "Constant", (), {"value": ir.tensor(array)}, 1).outputs[0]
-        self._scopes[-1][1][key] = tensor
-        return tensor
+        key = (str(array.dtype), array.shape, array.tobytes())
+        return self._known(key, lambda: self._add("", "Constant", (), {"value": ir.tensor(array)}, 1))[0]
 
     def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> ir.Value:
         self.domains.add(domain)
-        return self._add(domain, op_type, inputs, attributes, 1).outputs[0]
+        return self._once(domain, op_type, inputs, attributes, 1)[0]
 
     def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
         sides = {"then_branch": self._subgraph("then", then), "else_branch": self._subgraph("otherwise", otherwise)}
@@ -112,14 +121,32 @@ class Recorder:
         self._path.pop()
 
     def _subgraph(self, name: str, body: Side, inputs: Sequence[ir.Value] = ()) -> ir.Graph:
-        nodes: list[ir.Node] = []
-        self._scopes.append((nodes, {}))
+        scope = _Scope()
+        self._scopes.append(scope)
+        outputs: list[ir.Value] = []
         with self.named(name):
-            # A branch must produce its outputs itself, so tensors from outside get an Identity.
-            outputs = [value if value.producer() in nodes else self.Identity(value) for value in body()]
+            for value in body():
+                # A branch must produce each of its outputs itself, so tensors from outside get an Identity.
+                own = value.producer() in scope.nodes and value not in outputs
+                outputs.append(value if own else self._add("", "Identity", (value,), {}, 1).outputs[0])
         self._scopes.pop()
         self._counter += 1
-        return ir.Graph(inputs, outputs, nodes=nodes, name=f"{name}_{self._counter}")
+        return ir.Graph(inputs, outputs, nodes=scope.nodes, name=f"{name}_{self._counter}")
+
+    def _known(self, key: Hashable, add: Callable[[], ir.Node]) -> Sequence[ir.Value]:
+        """The outputs of the node with this key in the current graph or one around it, or else of a new one."""
+        for scope in self._scopes:
+            if key in scope.known:
+                return scope.known[key]
+        outputs = add().outputs
+        self._scopes[-1].known[key] = outputs
+        return outputs
+
+    def _once(
+        self, domain: str, op_type: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int
+    ) -> Sequence[ir.Value]:
+        key = (domain, op_type, tuple(map(id, inputs)), repr(sorted(attributes.items())))
+        return self._known(key, lambda: self._add(domain, op_type, inputs, attributes, outputs))
 
     def _add(
         self, domain: str, op_type: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int
@@ -129,10 +156,23 @@ class Recorder:
         node = ir.Node(
             domain, op_type, inputs, ir.convenience.convert_attributes(attributes), num_outputs=outputs, name=name
         )
+        # Values have short names: onnxruntime hashes and compares them many times when it opens a file.
         for position, value in enumerate(node.outputs):
-            value.name = name if outputs == 1 else f"{name}:{position}"
-        self._scopes[-1][0].append(node)
+            value.name = f"{op_type}_{self._counter}" if outputs == 1 else f"{op_type}_{self._counter}:{position}"
+        self._scopes[-1].nodes.append(node)
         return node
+
+
+def remove_unused(graph: ir.Graph) -> None:
+    """Remove nodes that no output depends on, also in subgraphs."""
+    results = {id(value) for value in graph.outputs}
+    for node in list(reversed(graph)):
+        if not any(id(value) in results or value.uses() for value in node.outputs):
+            graph.remove(node, safe=True)
+            continue
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                remove_unused(attribute.as_graph())
 
 
 class Eager:

@@ -9,12 +9,15 @@ import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.sampling.parameters import TopWOptions
+from topw_deploy.sampling.rules import RULES, carried_rules
 
 DOMAIN = "topw"
 OP_TYPE = "TopWSample"
 DOMAIN_VERSION = 1
 FORMS = ("portable", "onnxruntime", "static")
 OLDEST_OPSET, NEWEST_OPSET = 18, 24
+MOST_TOKENS = 1 << 24
+"""The largest vocabulary: the function passes token ids as float32, which holds every integer up to it."""
 
 TAIL_INPUTS = (
     "logits",
@@ -100,6 +103,7 @@ class TailSpec:
     form: `portable` (consecutive branches, static shapes), `onnxruntime` (nested, dynamic) or `static` (no branches).
     opset: 18 to 24.
     with_mass, with_keep_mask: add these outputs.
+    rules: names of the sampling rules that the function carries, Top-W among them. A row with another rule is invalid.
 
     Raises ParameterError for a value out of range.
     """
@@ -112,10 +116,14 @@ class TailSpec:
     opset: int = 23
     with_mass: bool = False
     with_keep_mask: bool = False
+    rules: tuple[str, ...] = tuple(RULES)
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 1:
-            raise ParameterError(f"vocab_size is {self.vocab_size}, but must be an integer >= 1.", "vocab_size")
+        if not 1 <= self.vocab_size <= MOST_TOKENS:
+            raise ParameterError(
+                f"vocab_size is {self.vocab_size}, but must be an integer in 1..{MOST_TOKENS}.", "vocab_size"
+            )
+        object.__setattr__(self, "rules", carried_rules(self.rules))
         if self.form not in FORMS:
             raise ParameterError(f"tail is {self.form!r}, but must be one of {', '.join(FORMS)}.", "tail")
         if not OLDEST_OPSET <= self.opset <= NEWEST_OPSET:
@@ -136,6 +144,11 @@ class TailSpec:
     def lookup(self) -> EmbeddingForm | None:
         """`embedding` if the metric needs it, else None."""
         return self.embedding if self.has_geometry else None
+
+    @property
+    def carries_rules(self) -> bool:
+        """Whether the function carries rules other than Top-W."""
+        return len(self.rules) > 1
 
     @cached_property
     def pool_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Text for measuring perplexity.
+"""Text for measuring perplexity and distances.
 
 For the demo model, its held-out documents; for others, prose and Python's reference manual, which is part of most
 installations.
@@ -14,31 +14,11 @@ import numpy as np
 from topw_deploy.errors import TokenizerError
 from topw_deploy.export.verification.quantised_checks import Text
 from topw_deploy.manifest import DecoderManifest, Manifest, open_listed
+from topw_deploy.sampling.likely_text import PAGE, ends_of, start_and_body
 
 _COLUMNS = 256  # tokens in a row
 _MOST, _FEWEST = 8192, 1024  # tokens of text
 _MOST_WORK = 4 * 10**12  # multiply-adds per pass: under a minute on a few cores
-
-_PAGE = """The river had been rising since noon. By four o'clock it had covered the stepping stones below the mill, and
-the children who crossed there on their way home from school were sent round by the bridge. Nobody was alarmed: it
-rose every spring when the snow went, and every spring it fell again within a week. Old Martha, who had kept a record
-of the height in chalk on the wall of her cellar for thirty-one years, said that it had been higher in eleven of them.
-
-What was different this time was the sound. Water that runs over stones makes a bright, broken noise; this was one low
-note, steady as an organ pipe, and it came from somewhere under the embankment. The engineer whom the county sent
-listened to it for a long time. He measured 2.4 metres at the gauge, then 2.6 an hour later, wrote both numbers down,
-and asked for sandbags.
-
-To sort a list of records by two keys, sort by the second key first and then by the first, because the sort is stable:
-
-def by_name_then_age(records):
-    records = sorted(records, key=lambda r: r.age)
-    return sorted(records, key=lambda r: r.name)
-
-The same can be written with one key function that returns a tuple. If an exception is raised while a key is computed,
-the list is left unchanged. The function returns None for an empty sequence and raises ValueError if the size of the
-step is zero or negative.
-"""
 
 
 def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) -> Text | None:
@@ -61,23 +41,15 @@ def page_ends(folder: Path, manifest: DecoderManifest, columns: int) -> list[np.
     """The first and the last tokens of a page of prose and code, each int64 [at most `columns`], behind the tokenizer's
     leading special tokens; [] without tokenizer.json.
     """
-    found = _encoding(folder, manifest, _PAGE)
+    found = _encoding(folder, manifest, PAGE)
     if found is None:
         return []
-    start, body = _start_and_body(found, manifest.sampler.vocab_size)
-    length = min(columns, manifest.decoder.context_length) - len(start)
-    if length < 1 or not len(body):
-        return []
-    ends = [body[:length], body[-length:]] if len(body) > length else [body]
-    return [np.concatenate([start, end]) for end in ends]
+    length = min(columns, manifest.decoder.context_length)
+    return ends_of(*_start_and_body(found, manifest.sampler.vocab_size), length)
 
 
 def _start_and_body(found: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The leading special tokens and the others, without ids outside the vocabulary."""
-    prefix = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
-    ids = np.asarray(found.ids, dtype=np.int64)
-    start, body = ids[:prefix], ids[prefix:]
-    return start[start < vocab_size], body[body < vocab_size]
+    return start_and_body(found.ids, found.special_tokens_mask, vocab_size)
 
 
 def tokens_for(parameters: int) -> int:
@@ -124,5 +96,5 @@ def _general() -> tuple[str, str]:
     try:
         manual = "\n\n".join(topic_sections())
     except ImportError:
-        return _PAGE, "prose and code"
-    return f"{_PAGE}\n\n{manual}", "prose, code and Python's reference manual"
+        return PAGE, "prose and code"
+    return f"{PAGE}\n\n{manual}", "prose, code and Python's reference manual"

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from topw_deploy.errors import SourceError, VerificationError
 from topw_deploy.export.job import Job
@@ -19,6 +19,7 @@ from topw_deploy.export.verification.results import LEFT_PADDED, RIGHT_PADDED, O
 from topw_deploy.manifest import Check, DecoderManifest, Manifest, NotCompared, Verification
 from topw_deploy.progress import Progress
 
+_ENDING = 5.0  # seconds
 _EQUAL_LENGTHS = "so the prompts of a batch must have equal lengths"
 
 
@@ -115,9 +116,8 @@ def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
 
 def _lines(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The worker's lines of JSON. Raises VerificationError if it dies."""
-    command = [sys.executable, "-m", "topw_deploy.export.verification.worker", json.dumps(task)]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as last_words:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=last_words, text=True, encoding="utf-8")
+        process = start(json.dumps(task), last_words)
         try:
             assert process.stdout is not None
             reported = False
@@ -134,5 +134,20 @@ def _lines(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 )
         finally:
             if process.poll() is None:
-                process.kill()
+                _end(process)
             process.wait()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Let the worker remove its temporary files, which may be as large as the model."""
+    process.terminate()
+    try:
+        process.wait(_ENDING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def start(task: str, errors: IO[str]) -> subprocess.Popen[str]:
+    """Start the worker on `task` (JSON) with a pipe for its output."""
+    command = [sys.executable, "-m", "topw_deploy.export.verification.worker", task]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8")

@@ -6,6 +6,7 @@ JSON is the task (see `in_subprocess.run_checks`); prints JSON lines.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_mani
 from topw_deploy.memory import peak_bytes
 from topw_deploy.runtime.ort.native_sampler import operator_library
 from topw_deploy.sampling import Geometry, median_distance
+from topw_deploy.sampling.likely_text import LIKELY_COLUMNS
 
 _TEXT = (
     "def parse(text):\n    return text.split()\nThe quick brown fox jumps over the lazy dog. In 1815 it was 3.14159, "
@@ -38,7 +40,6 @@ _TEXT = (
 _TORCH_TYPES = {"float": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 _LONGEST = 64  # tokens; more for a sliding window
 _LONGEST_WINDOW = 512
-_LIKELY_COLUMNS = 64  # tokens of each text whose likely pairs are measured
 
 
 def main(argument: str) -> int:
@@ -84,7 +85,7 @@ def _checks(
     else:
         sampler = SamplerProbe(folder)
         yield from sampler_checks(sampler, manifest.sampler, manifest.defaults, geometry, logits)
-        yield from rule_checks(sampler, manifest.defaults, logits)
+        yield from rule_checks(sampler, manifest.defaults, logits, names=manifest.sampler.rules)
         if task.get("native"):
             yield from _native(folder, manifest, geometry, logits)
     if task.get("measure") and reference is not None and manifest.sampler.options.metric != "uniform":
@@ -124,7 +125,7 @@ def _cost_of_quantisation(
 def _pair_distance(
     folder: Path, manifest: DecoderManifest, reference: Reference, geometry: Geometry
 ) -> Iterator[PairDistance]:
-    texts = page_ends(folder, manifest, _LIKELY_COLUMNS)
+    texts = page_ends(folder, manifest, LIKELY_COLUMNS)
     median = median_distance(geometry, (row for ids in texts for row in reference.logits(ids)))
     if median is not None:
         yield PairDistance(median)
@@ -138,7 +139,7 @@ def _native(folder: Path, manifest: DecoderManifest, geometry: Geometry, logits:
         return
     probe = SamplerProbe(folder, library.path)
     yield from sampler_checks(probe, manifest.sampler, manifest.defaults, geometry, logits, "native sampler")
-    yield from rule_checks(probe, manifest.defaults, logits, "native sampler")
+    yield from rule_checks(probe, manifest.defaults, logits, "native sampler", manifest.sampler.rules)
 
 
 def _reference(task: dict[str, Any], manifest: DecoderManifest) -> Reference | None:
@@ -212,4 +213,5 @@ def _print(line: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises, so that temporary files are removed
     sys.exit(main(sys.argv[1]))

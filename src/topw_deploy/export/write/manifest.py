@@ -126,6 +126,7 @@ def _facts(
             options=spec.options,
             outputs=tuple(output.name for output in outputs if not output.name.startswith("present.")),
             neighbour_bound=sampler.neighbour_bound,
+            rules=spec.rules,
         ),
         "defaults": sampler.defaults,
         "default_beta": sampler.default_beta,

@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from topw_deploy.errors import ExportError
+from topw_deploy.export.write.replace import PARTIAL, fill, is_being_filled, replace_export, undo_fill
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.sizes import decimal_size
 
@@ -33,7 +34,6 @@ Progress = Callable[[int], object]
 
 SPARE = 16 << 20
 """Bytes that must stay free."""
-_PARTIAL = ".topw-partial-"  # in hidden folder names
 _LOCK = "lock"
 _UNLOCKED_FOR = 3600  # seconds after which a folder without a lock file counts as abandoned
 _COPY_PART = 64 << 20
@@ -64,6 +64,7 @@ class StagedFolder:
     def __enter__(self) -> Self:
         check_free(self.output, self._overwrite)
         try:
+            undo_fill(self.output)
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self.workspace = self._resumed() or self._made()
             self.path = self.workspace / self.output.name
@@ -78,7 +79,7 @@ class StagedFolder:
         return self
 
     def _made(self) -> Path:
-        made = Path(tempfile.mkdtemp(prefix=f".{self.output.name}{_PARTIAL}", dir=_place(self.output)))
+        made = Path(tempfile.mkdtemp(prefix=f".{self.output.name}{PARTIAL}", dir=_place(self.output)))
         self._lock = _lock(made)
         return made
 
@@ -89,7 +90,7 @@ class StagedFolder:
             if self._resume and found is None:
                 found, self._lock = workspace, lock
             else:
-                shutil.rmtree(workspace, ignore_errors=True)
+                _remove(workspace)
                 _unlock(lock)
         return found
 
@@ -104,7 +105,7 @@ class StagedFolder:
                 if file.is_file():
                     _sync(file)
             _sync(self.path)
-            _replace(self.path, self.output)
+            _put(self.path, self.output)
             _sync(self.output.parent)
         except OSError as error:
             raise write_error(self.output, error) from error
@@ -120,7 +121,7 @@ class StagedFolder:
             if self._keep_failed and not self._committed and isinstance(error, Exception):
                 self.kept = _free_name(self.output)
                 shutil.move(self.path, self.kept)
-            shutil.rmtree(self.workspace, ignore_errors=True)
+            _remove(self.workspace)
         _unlock(self._lock)
         if isinstance(error, OSError):
             raise write_error(self.output, error, stays) from error
@@ -133,8 +134,8 @@ def _place(output: Path) -> Path:
 
 def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
     """Hidden folders of ended processes, newest first, locked for the caller."""
-    prefix = f".{output.name}{_PARTIAL}"
-    found = [path for path in _place(output).iterdir() if path.name.startswith(prefix) and path.is_dir()]
+    prefix = f".{output.name}{PARTIAL}"
+    found = [path for path in _place(output).iterdir() if path.name.startswith(prefix) and _is_own_folder(path)]
     for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
         if _locks is None:
             return
@@ -146,6 +147,20 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
             yield path, _lock(path)
         except BlockingIOError:  # in use
             continue
+
+
+def _remove(workspace: Path) -> None:
+    """The lock file last: if this is interrupted, the next export finds it, and removes the rest at once."""
+    for path in workspace.iterdir():
+        if path.name != _LOCK:
+            shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(workspace, ignore_errors=True)
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Whether this user made it: others may write into the parent, as in /tmp, and plant folders and links."""
+    about = path.lstat()
+    return stat.S_ISDIR(about.st_mode) and (not hasattr(os, "geteuid") or about.st_uid == os.geteuid())
 
 
 def _lock(workspace: Path) -> int | None:
@@ -217,7 +232,7 @@ def _is_taken(output: Path) -> bool:
         return False
     if not output.is_dir() or output.is_symlink():
         raise ExportError(f"{output} is not a folder; choose another output.")
-    return any(_PARTIAL not in entry.name for entry in output.iterdir())
+    return not is_being_filled(output) and any(PARTIAL not in entry.name for entry in output.iterdir())
 
 
 def require_space(folder: Path, needed: int) -> None:
@@ -290,38 +305,13 @@ def write_error(output: Path, error: OSError, stays: bool = False) -> ExportErro
     return ExportError(f"writing {output} failed ({error.strerror or error}); {rest}.")
 
 
-def _replace(staged: Path, output: Path) -> None:
-    """Replace an earlier export: it is moved aside first, and back on failure."""
+def _put(staged: Path, output: Path) -> None:
     if not output.exists():
         staged.rename(output)
-        return
-    if not _is_taken(output):
-        _fill(output, staged)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.topw-old-", dir=output.parent))
-    try:
-        output.rename(aside / output.name)
-        try:
-            staged.rename(output)
-        except BaseException:
-            (aside / output.name).rename(output)
-            raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _fill(output: Path, staged: Path) -> None:
-    """Move all of `staged` into the empty `output`, manifest last, or nothing."""
-    entries = sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST_NAME)
-    try:
-        for entry in entries:
-            entry.rename(output / entry.name)
-    except BaseException:
-        for entry in reversed(entries):
-            if (output / entry.name).exists():
-                (output / entry.name).rename(entry)  # removed there by the context manager
-        raise
-    staged.rmdir()
+    elif _is_taken(output):
+        replace_export(staged, output)
+    else:
+        fill(output, staged)
 
 
 def _free_name(output: Path) -> Path:

@@ -54,11 +54,11 @@ class List:
 
     def sums(self, op: Ops, values: Tensor) -> Tensor:
         """Inclusive prefix sums."""
-        return op.CumSum(op.Cast(values, to=self.dtype), op.constant(1, np.int64))
+        return op.CumSum(self.exact(op, values), op.constant(1, np.int64))
 
-    def exact(self, op: Ops, column: Tensor) -> Tensor:
-        """A column, cast to the type of the sums."""
-        return op.Cast(column, to=self.dtype)
+    def exact(self, op: Ops, values: Tensor) -> Tensor:
+        """float32 values, in the type of the sums."""
+        return op.Cast(values, to=self.dtype) if self.sorted else values
 
 
 @dataclass(frozen=True)
@@ -115,24 +115,24 @@ def as_list(op: Ops, candidates: Candidates, found: Statistics, rows: Rows, voca
 def rule_path(op: Ops, best: List, ruled: RuleRows, found: Statistics, rows: Rows) -> RulePath:
     one = op.constant(1, np.int64)
     size, proven = _prefix(op, best, ruled, found, rows)
-    typical = ruled.has(op, "typical")
-    near, near_proven = _typical_if_any(op, best, ruled, found, typical)
+    chosen = op.Less(best.positions, size)
+    kept = chosen if best.sorted else kept_candidates(op, _candidates(best), op.Sub(size, one))
+    if ruled.carries("typical"):
+        typical = ruled.has(op, "typical")
+        near, near_proven = _typical_if_any(op, best, ruled, found, typical)
 
-    def either(of_typical: Tensor, of_others: Tensor) -> Tensor:
-        return op.Or(op.And(typical, of_typical), op.And(op.Not(typical), of_others))
+        def either(of_typical: Tensor, of_others: Tensor) -> Tensor:
+            return op.Or(op.And(typical, of_typical), op.And(op.Not(typical), of_others))
 
-    chosen = either(near, op.Less(best.positions, size))
-    kept = chosen
-    if not best.sorted:
-        kept = either(near, kept_candidates(op, _candidates(best), op.Sub(size, one)))
-    weight = op.Cast(op.Where(chosen, best.weight, op.constant(0.0)), to=best.dtype)
+        chosen, kept, proven = either(near, chosen), either(near, kept), either(near_proven, proven)
+    weight = best.exact(op, op.Where(chosen, best.weight, op.constant(0.0)))
     last = op.ReduceMax(_places(op, best, chosen), op.constant([1], np.int64), keepdims=1)
     return RulePath(
         drawn=_draw(op, best, chosen, last, rows),
         crop_mass=op.Cast(op.ReduceSum(weight, op.constant([1], np.int64), keepdims=1), to=1),
         kept=kept,
         certified=op.Less(last, op.constant(CANDIDATES, np.int64)),
-        proven=either(near_proven, proven),
+        proven=proven,
     )
 
 
@@ -161,25 +161,18 @@ def _prefix(op: Ops, best: List, ruled: RuleRows, found: Statistics, rows: Rows)
     """(Length of the kept prefix, at least 1, int64 [batch, 1]; whether it is proven)."""
     one = op.constant(1, np.int64)
     kept = op.And(best.finite, op.GreaterOrEqual(best.drop, lowest_drop(op, ruled, found, rows)))
-    by_mass, sure_mass = _nucleus(op, best, ruled, found)
-    by_entropy, sure_entropy = _top_h(op, best, ruled, found)
-    by_cliff, sure_cliff = _min_k(op, best, ruled, found)
-    count = op.Cast(ruled.v0, to=7)
-    asked = ruled.choose(
-        op,
-        _number(op, kept),
-        top_k=lambda: count,
-        top_p=lambda: by_mass,
-        top_h=lambda: by_entropy,
-        min_k=lambda: by_cliff,
-    )
+    asked = ruled.choose(op, _number(op, kept), top_k=lambda: op.Cast(ruled.v0, to=7))
+    unsure = []
+    for name, prefix in (("top_p", _nucleus), ("top_h", _top_h), ("min_k", _min_k)):
+        if ruled.carries(name):
+            own, (length, sure) = ruled.has(op, name), prefix(op, best, ruled, found)
+            asked = op.Where(own, length, asked)
+            unsure.append(op.And(own, op.Not(sure)))
     size = op.Max(op.Min(asked, best.size), one)
-    apart = op.Greater(op.GatherElements(best.logits, op.Sub(size, one), axis=1), best.last)
-    unsure = op.Or(
-        op.Or(op.And(ruled.has(op, "top_p"), op.Not(sure_mass)), op.And(ruled.has(op, "top_h"), op.Not(sure_entropy))),
-        op.And(ruled.has(op, "min_k"), op.Not(sure_cliff)),
-    )
-    return size, op.Or(best.complete, op.And(apart, op.Not(unsure)))
+    proven = op.Greater(op.GatherElements(best.logits, op.Sub(size, one), axis=1), best.last)
+    for flags in unsure:
+        proven = op.And(proven, op.Not(flags))
+    return size, op.Or(best.complete, proven)
 
 
 @scope

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from topw_deploy.export.tail.inputs import BLOCK, LARGEST, Rows
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.rules.inputs import RuleRows
+
+THRESHOLD_RULES = ("min_p", "epsilon", "eta", "p_less", "top_n_sigma")
+"""The rules that keep all tokens above a threshold."""
 
 LEAST = -1e4
 """The lower bound of a weight's logarithm; its weight is already 0."""
@@ -95,6 +98,18 @@ def vocabulary(op: Ops, logits: Tensor, largest: Tensor, rows: Rows) -> Vocabula
 
 
 @scope
+def row_statistics(op: Ops, logits: Tensor, largest: Tensor, rows: Rows) -> Statistics:
+    """`statistics` of logits [batch, padded]."""
+    return statistics(op, vocabulary(op, logits, largest, rows), largest)
+
+
+@scope
+def take_statistics(op: Ops, found: Statistics, index: Tensor) -> Statistics:
+    """The rows with these indices, int64 [n]."""
+    return Statistics(*(op.Gather(getattr(found, f.name), index, axis=0) for f in fields(found)))
+
+
+@scope
 def statistics(op: Ops, words: Vocabulary, largest: Tensor) -> Statistics:
     zero, one = op.constant(0.0), op.constant(1.0)
     total = total_of(op, words.weight)
@@ -136,6 +151,8 @@ def lowest_drop(op: Ops, ruled: RuleRows, found: Statistics, rows: Rows) -> Tens
     eta and p_less it is Ts times ln of the threshold in units of the largest probability.
     """
     none = op.constant(-LARGEST)
+    if not ruled.carries(*THRESHOLD_RULES):
+        return none
     log_value = op.Log(ruled.v0)
     scaled = ruled.choose(
         op,
@@ -145,6 +162,9 @@ def lowest_drop(op: Ops, ruled: RuleRows, found: Statistics, rows: Rows) -> Tens
         eta=lambda: op.Min(op.Add(log_value, found.log_total), op.Add(op.Mul(log_value, op.constant(0.5)), found.mean)),
         p_less=lambda: op.Log(op.Div(found.squares, found.total)),
     )
-    sigma = op.Neg(op.Mul(ruled.v0, found.deviation))
-    limit = op.Where(ruled.has(op, "top_n_sigma"), sigma, op.Mul(scaled, rows.selection))
+    limit = ruled.choose(
+        op,
+        op.Mul(scaled, rows.selection),
+        top_n_sigma=lambda: op.Neg(op.Mul(ruled.v0, found.deviation)),
+    )
     return op.Max(limit, none)

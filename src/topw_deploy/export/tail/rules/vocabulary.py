@@ -9,11 +9,12 @@ import numpy as np
 from topw_deploy.export.tail.candidates import CANDIDATES, Drawn
 from topw_deploy.export.tail.inputs import Rows
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
-from topw_deploy.export.tail.rules.candidates import List, entropy_of_pool, flat_size
+from topw_deploy.export.tail.rules.candidates import LONGEST, List, entropy_of_pool, flat_size, sorted_list
 from topw_deploy.export.tail.rules.cliff import cliff
-from topw_deploy.export.tail.rules.inputs import RuleRows
+from topw_deploy.export.tail.rules.inputs import GREEDY, RuleRows
 from topw_deploy.export.tail.rules.search import largest_threshold
 from topw_deploy.export.tail.rules.statistics import (
+    THRESHOLD_RULES,
     Statistics,
     Vocabulary,
     count_of,
@@ -23,8 +24,11 @@ from topw_deploy.export.tail.rules.statistics import (
     sums_of,
     total_of,
 )
+from topw_deploy.export.tail.spec import TailSpec
 
 _ALMOST = 1 - 2.0**-24
+_LISTED = ("top_k", "top_p", "top_h", "typical", "min_k")
+"""Rules that keep a list of tokens up to a mass or number; the others keep all above a threshold."""
 
 
 @dataclass(frozen=True)
@@ -80,30 +84,50 @@ def listed(op: Ops, keys: Tensor, terms: Tensor, limit: Tensor, beyond: Tensor) 
 
 
 @scope
-def kept_tokens(op: Ops, words: Vocabulary, best: List, ruled: RuleRows, found: Statistics, rows: Rows) -> Kept:
-    """The kept set of each row. best: the largest logits."""
+def _listed_tokens(
+    op: Ops, spec: TailSpec, words: Vocabulary, pool: Tensor, ruled: RuleRows, found: Statistics, rows: Rows
+) -> Tensor:
+    """The tokens of `pool`, bool [batch, 1, blocks, BLOCK], that are in the row's list; without one, all of them."""
     whole = op.GreaterOrEqual(ruled.v0, op.constant(1.0))
-    top_h, typical = ruled.has(op, "top_h"), over_blocks(op, ruled.has(op, "typical"))
-    counted = op.Or(ruled.has(op, "top_k", "min_k"), op.And(top_h, whole))
-    lowest = over_blocks(op, lowest_drop(op, ruled, found, rows))
-    pool = op.And(words.finite, op.GreaterOrEqual(words.drop, lowest))
-    distance = op.Neg(op.Abs(op.Sub(words.a, over_blocks(op, found.mean))))
-    keys = op.Where(pool, op.Where(typical, distance, words.logits), op.constant(-np.inf))
-    entropy = op.Mul(words.weight, op.Sub(over_blocks(op, found.log_total), words.a))
-    terms = op.Where(over_blocks(op, top_h), entropy, words.weight)
+    keys, terms, beyond = words.logits, words.weight, op.Less(ruled.v0, ruled.v0)  # beyond: false
+    counted = ruled.has(op, *(name for name in (GREEDY, "min_k") if name == GREEDY or ruled.carries(name)))
+    if ruled.carries("typical"):
+        distance = op.Neg(op.Abs(op.Sub(words.a, over_blocks(op, found.mean))))
+        keys = op.Where(over_blocks(op, ruled.has(op, "typical")), distance, keys)
+    if ruled.carries("top_h"):
+        top_h = ruled.has(op, "top_h")
+        entropy = op.Mul(words.weight, op.Sub(over_blocks(op, found.log_total), words.a))
+        terms = op.Where(over_blocks(op, top_h), entropy, terms)
+        counted, beyond = op.Or(counted, op.And(top_h, whole)), op.And(top_h, op.Not(whole))
     terms = op.Where(over_blocks(op, counted), op.constant(1.0), terms)
-    infinite = op.constant(np.inf)
-    share = op.Mul(ruled.v0, found.total)
+    infinite, share = op.constant(np.inf), op.Mul(ruled.v0, found.total)
+
+    def best() -> List:
+        return sorted_list(op, flat(op, words.logits), found, rows, spec.vocab_size, LONGEST)
+
     limit = ruled.choose(
         op,
         infinite,
         top_k=lambda: ruled.v0,
         top_p=lambda: op.Where(whole, infinite, share),
         typical=lambda: share,
-        top_h=lambda: op.Where(whole, ruled.v1, op.Mul(ruled.v0, entropy_of_pool(op, best, ruled, found))),
-        min_k=lambda: op.Max(cliff(op, words, best), op.Cast(flat_size(op, ruled, found), to=1)),
+        top_h=lambda: op.Where(whole, ruled.v1, op.Mul(ruled.v0, entropy_of_pool(op, best(), ruled, found))),
+        min_k=lambda: op.Max(cliff(op, words, best()), op.Cast(flat_size(op, ruled, found), to=1)),
     )
-    flags = listed(op, keys, terms, limit, op.And(top_h, op.Not(whole)))
+    return listed(op, op.Where(pool, keys, op.constant(-np.inf)), terms, limit, beyond)
+
+
+@scope
+def kept_tokens(op: Ops, spec: TailSpec, words: Vocabulary, ruled: RuleRows, found: Statistics, rows: Rows) -> Kept:
+    """The kept set of each row."""
+    lowest = lowest_drop(op, ruled, found, rows)
+    if ruled.carries(*THRESHOLD_RULES):
+        lowest = over_blocks(op, lowest)
+    flags = op.And(words.finite, op.GreaterOrEqual(words.drop, lowest))
+    if ruled.carries(*_LISTED):
+        flags = _listed_tokens(op, spec, words, flags, ruled, found, rows)
+    else:
+        flags = op.And(flags, op.Not(over_blocks(op, ruled.has(op, GREEDY))))
     none = op.Equal(count_of(op, flags), op.constant(0.0))  # then a rule keeps the first token
     first = op.And(op.Equal(words.drop, op.constant(0.0)), over_blocks(op, none))
     flags = op.Or(flags, op.And(first, op.Equal(number_among(op, first), op.constant(1.0))))
@@ -143,6 +167,6 @@ def crop_mass(op: Ops, words: Vocabulary, kept: Tensor) -> Tensor:
 
 
 @scope
-def flat_mask(op: Ops, kept: Tensor) -> Tensor:
-    """bool [batch, 1, blocks, BLOCK] -> [batch, padded]"""
-    return op.Reshape(kept, op.constant([0, -1], np.int64))
+def flat(op: Ops, values: Tensor) -> Tensor:
+    """[batch, 1, blocks, BLOCK] -> [batch, padded]"""
+    return op.Reshape(values, op.constant([0, -1], np.int64))

@@ -1,0 +1,60 @@
+"""Random changes of a file: of its bytes, or of one value where it is JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+
+from tests.support.mutations import VALUES, places, with_value
+
+LONGEST = 1 << 16
+"""Bytes of an input."""
+_NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
+_WORDS = (
+    b"..", b"/", b"\0", b"\xff", b"NaN", b"1e999", b"-1", b"null", b"{{", b"{%", b"}}", b"[" * 60, b'{"a":' * 60,
+    b"9" * 400, b"\\ud800", b"/dev/zero", b"(a+)+", b"\n",
+)  # fmt: skip
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """`data` with one to eight changes, at most LONGEST bytes."""
+    if data[:1] in (b"{", b"[") and rng.random() < 0.5:
+        changed = _other_value(data, rng)
+        if changed is not None:
+            return changed[:LONGEST]
+    found = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4, 8))):
+        _change(found, rng)
+    return bytes(found[:LONGEST])
+
+
+def _other_value(data: bytes, rng: random.Random) -> bytes | None:
+    """The JSON with another value at a random place."""
+    try:
+        whole = json.loads(data)
+        where = rng.choice(list(places(whole)))
+        return with_value(whole, where, rng.choice(VALUES)).encode("utf-8", "surrogatepass")
+    except (ValueError, RecursionError):
+        return None
+
+
+def _change(found: bytearray, rng: random.Random) -> None:
+    at = rng.randrange(len(found) + 1)
+    size = rng.choice((1, 2, 4, 8, 64, 1024))
+    match rng.randrange(7):
+        case 0 if found:
+            found[at % len(found)] ^= 1 << rng.randrange(8)
+        case 1:
+            del found[at : at + size]
+        case 2:
+            found[at:at] = rng.randbytes(size)
+        case 3:
+            found[at:at] = found[rng.randrange(len(found) + 1) :][:size]
+        case 4:
+            width = rng.choice((1, 2, 4, 8))
+            value = rng.choice(_NUMBERS) & (1 << 8 * width) - 1
+            found[at : at + width] = value.to_bytes(width, "little")
+        case 5:
+            found[at:at] = rng.choice(_WORDS)
+        case _:
+            found[at:at] = found[at : at + size] * rng.choice((1, 2, 16))

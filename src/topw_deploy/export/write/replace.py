@@ -1,0 +1,111 @@
+"""Put a finished folder in its place, so that a killed process leaves the old one or the new one.
+
+A new folder is renamed, and an earlier export exchanged with it, in one step each. An empty folder, which may be a
+working directory or mount point, is filled: until the manifest, moved last, is there, it holds a list of what is moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.files import read_bounded
+from topw_deploy.manifest import MANIFEST_NAME
+
+PARTIAL = ".topw-partial-"
+"""In the names of hidden folders and files, which do not count as contents."""
+_MOVED = f"{PARTIAL}moved"
+_MOST_LIST = 1 << 20  # bytes
+_AT_FDCWD, _EXCHANGE = -100, 2  # of Linux' renameat2
+
+
+def replace_export(staged: Path, output: Path) -> None:
+    """Replace the earlier export in `output` by `staged`. The earlier one is removed, or stays where `staged` was."""
+    if exchange(staged, output):
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.topw-old-", dir=output.parent))
+    old = aside / output.name
+    try:
+        output.rename(old)
+        staged.rename(output)
+    except BaseException:  # also Ctrl-C right after a rename
+        if old.exists() and not output.exists():
+            old.rename(output)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step. False where the system or file system cannot; Linux' usual ones can."""
+    if sys.platform != "linux":
+        return False
+    try:
+        renameat2: Any = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):  # glibc before 2.28
+        return False
+    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0)
+
+
+def fill(output: Path, staged: Path) -> None:
+    """Move all of `staged` into the empty `output`, manifest last, or nothing."""
+    entries = sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST_NAME)
+    (output / _MOVED).unlink(missing_ok=True)
+    with (output / _MOVED).open("xb") as stream:
+        stream.write(json.dumps([entry.name for entry in entries]).encode())
+    try:
+        for entry in entries:
+            entry.rename(output / entry.name)
+    except BaseException:
+        for entry in reversed(entries):
+            if (output / entry.name).exists():
+                (output / entry.name).rename(entry)  # removed there by the context manager
+        (output / _MOVED).unlink()
+        raise
+    (output / _MOVED).unlink()
+    staged.rmdir()
+
+
+def is_being_filled(output: Path) -> bool:
+    """Whether a process was killed while it filled `output`, before the manifest was there."""
+    return _moved(output) is not None and not (output / MANIFEST_NAME).exists()
+
+
+def undo_fill(output: Path) -> None:
+    """Empty a folder that a killed process was filling, or remove the list in a complete one.
+
+    Raises OSError if that fails.
+    """
+    names = _moved(output)
+    if names is None:
+        return
+    if not (output / MANIFEST_NAME).exists():
+        for name in names:
+            _remove(output / name)
+    (output / _MOVED).unlink()
+
+
+def _moved(output: Path) -> list[str] | None:
+    """The list that `fill` leaves while it works; None without one of ours."""
+    try:
+        names = json.loads(read_bounded(output / _MOVED, _MOST_LIST))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(names, list) or MANIFEST_NAME not in names:
+        return None
+    return names if all(isinstance(name, str) and name and name == Path(name).name for name in names) else None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()

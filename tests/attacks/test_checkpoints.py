@@ -1,0 +1,159 @@
+"""Checkpoints that must be refused, and code in them that must not run.
+
+Pipes, sockets and devices: tests/export/source/test_source_files.py. Pickles: tests/export/source/test_torch_files.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.attacks import many_names, refused, safetensors, sparse
+from tests.support.samples import broad
+from topw_deploy.errors import SourceError, TopWError
+from topw_deploy.export.source.safetensors_files import stored_tensors
+
+pytestmark = pytest.mark.slow
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def tensor(begin: int, end: int, shape: list[int] | None = None, dtype: str = "U8") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+FILES: dict[str, tuple[bytes, str]] = {
+    "two tensors in the same bytes": (
+        safetensors({"a": tensor(0, 8), "b": tensor(0, 8)}, bytes(8)),
+        "'b' begins at 0, within 'a', which ends at 8",
+    ),
+    "a tensor that begins within another": (
+        safetensors({"a": tensor(0, 8), "b": tensor(7, 15)}, bytes(15)),
+        "'b' begins at 7, within 'a', which ends at 8",
+    ),
+    "a tensor beyond the file": (safetensors({"a": tensor(0, 8)}, bytes(7)), "but a ends at"),
+    "a tensor at 2**62": (
+        safetensors({"a": tensor(1 << 62, (1 << 62) + 1)}, bytes(8)),
+        "but a ends at 4611686018427388009",
+    ),
+    "axes whose product overflows": (
+        safetensors({"a": tensor(0, 0, [1 << 32, 1 << 32])}),
+        "'a' has the shape .* of more than 9223372036854775807 bytes",
+    ),
+    "an empty axis beside a huge one": (safetensors({"a": tensor(0, 0, [0, 1 << 70])}), "'a' has the shape"),
+    "33 axes": (safetensors({"a": tensor(0, 1, [1] * 33)}, b"1"), "'a' has 33 axes, more than 32"),
+    "a type of nobody": (safetensors({"a": tensor(0, 1, dtype="os.system")}, b"1"), "'a' has 1 bytes for 'os.system'"),
+    "many names, one twice": (safetensors(many_names(100_000)), "'99999' is given twice"),
+    "lists in lists": (safetensors(b"[" * 1_000_000), "nested too deeply"),
+    "a header of 2**64 - 1 bytes": (safetensors(b"{}", length=(1 << 64) - 1), "claims 18446744073709551615 bytes"),
+    "nothing": (b"", "it has 0 bytes"),
+    "a pickle": (b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix.", "its header claims"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_reaches_out_or_overflows_is_refused(tmp_path: Path, name: str) -> None:
+    content, reason = FILES[name]
+    (tmp_path / SINGLE).write_bytes(content)
+    with refused(SourceError, reason):
+        stored_tensors(tmp_path)
+
+
+def test_a_header_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
+    sparse(tmp_path / SINGLE, 1 << 40)
+    with (tmp_path / SINGLE).open("r+b") as stream:
+        stream.write((1 << 39).to_bytes(8, "little"))
+    with refused(SourceError, "its header claims 549755813888 bytes"):
+        stored_tensors(tmp_path)
+
+
+INDEXES: dict[str, tuple[bytes, str]] = {
+    "a file outside": (b'{"weight_map": {"a": "../../../etc/passwd"}}', "passwd is not a safetensors file"),
+    "an absolute path": (b'{"weight_map": {"a": "/dev/zero"}}', "zero is not a safetensors file"),
+    "the folder above": (b'{"weight_map": {"a": ".."}}', r"is not a safetensors file|Is a directory"),
+    "a zero byte": (b'{"weight_map": {"a": "a\\u0000b"}}', "is not a safetensors file"),
+    "a pipe": (b'{"weight_map": {"a": "pipe"}}', "it is a named pipe, not a regular file"),
+    "a device": (b'{"weight_map": {"a": "device"}}', "it is a device, not a regular file"),
+    "lists in lists": (b"[" * 1_000_000, "is damaged"),
+    "a list of names": (b'{"weight_map": ["a"]}', "is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_an_index_that_names_another_file_is_refused(tmp_path: Path, name: str) -> None:
+    content, reason = INDEXES[name]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / INDEX).write_bytes(content)
+    os.mkfifo(folder / "pipe")
+    (folder / "device").symlink_to("/dev/zero")
+    with refused(SourceError, reason):
+        stored_tensors(folder)
+
+
+def test_an_index_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
+    sparse(tmp_path / INDEX, 1 << 40)
+    with refused(SourceError, "it has more than 104857600 bytes"):
+        stored_tensors(tmp_path)
+
+
+def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:
+    """A zip bomb: a few kilobytes that unpack to a thousand times as much, here a little one."""
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(8 << 20))
+    with refused(SourceError, "compressed records"):
+        stored_tensors(tmp_path)
+
+
+def test_an_archive_of_an_unknown_version_or_with_a_huge_byte_order_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/byteorder", b"little" + b" " * 100)
+    with refused(SourceError, "bytes in big-endian order"):
+        stored_tensors(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\1\2") + 6] = 255  # version needed to extract
+    path.write_bytes(content)
+    with refused(SourceError, "is not a file of PyTorch 1.6 or newer"):
+        stored_tensors(tmp_path)
+
+
+MODULE = "open({witness!r}, 'w').close()\nraise RuntimeError('the code ran')\n"
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["config.json", pytest.param("tokenizer_config.json", marks=pytest.mark.long), broad("generation_config.json")],
+)  # fmt: skip
+def test_code_of_a_checkpoint_does_not_run(checkpoint: Callable[[str], Path], tmp_path: Path, part: str) -> None:
+    """auto_map, custom_generate and modules with names that transformers uses; only --trust-remote-code runs them."""
+    from topw_deploy.export import export_model
+    from topw_deploy.export.request import export_request
+
+    folder, witness = Path(shutil.copytree(checkpoint("llama_tied"), tmp_path / "model")), tmp_path / "witness"
+    for name in ("evil.py", "generate.py", "custom_generate/generate.py", "modeling_llama.py", "sitecustomize.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(MODULE.format(witness=str(witness)))
+    path = folder / part
+    data = json.loads(path.read_text()) if path.exists() else {}
+    auto = {
+        f"Auto{kind}": "evil.Evil" for kind in ("Config", "ModelForCausalLM", "Model", "GenerationConfig", "Processor")
+    }
+    data |= {"auto_map": {**auto, "AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "custom_generate": "evil"}
+    data |= {"custom_pipelines": {"text-generation": {"impl": "evil.Evil", "pt": ["AutoModelForCausalLM"]}}}
+    if part == "config.json":
+        data["model_type"] = "evil"
+    path.write_text(json.dumps(data))
+    request = export_request(model=str(folder), output=tmp_path / "out", verify=False)
+    if part == "config.json":
+        with refused(TopWError, "trust|not recogni[sz]e|unknown|evil"):
+            export_model(request)
+    else:
+        export_model(request)
+    assert not witness.exists()

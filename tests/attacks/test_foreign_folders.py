@@ -1,0 +1,145 @@
+"""Other exporters' decoders that must be refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from tests.support.attacks import call, function, nested_if, refused, sparse
+from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError
+from topw_deploy.export import export_model
+from topw_deploy.export.request import export_request
+
+pytestmark = pytest.mark.slow
+Change = Callable[[onnx.ModelProto], object]
+
+
+def place(**fields: str) -> Change:
+    """Change where the largest weight is said to be."""
+
+    def change(model: onnx.ModelProto) -> None:
+        tensor = max(
+            (each for each in model.graph.initializer if each.data_location == TensorProto.EXTERNAL),
+            key=lambda each: each.dims[0],
+        )
+        for name, value in fields.items():
+            for entry in [entry for entry in tensor.external_data if entry.key == name]:
+                tensor.external_data.remove(entry)
+            tensor.external_data.add(key=name, value=value)
+
+    return change
+
+
+def constant(location: str) -> Change:
+    """A Constant node whose value is in another file."""
+
+    def change(model: onnx.ModelProto) -> None:
+        value = TensorProto(name="c", dims=[4], data_type=1, data_location=TensorProto.EXTERNAL)
+        value.external_data.add(key="location", value=location)
+        node = model.graph.node.add(op_type="Constant", output=["attacker"])
+        attribute = node.attribute.add(name="value", type=onnx.AttributeProto.TENSOR)
+        attribute.t.CopyFrom(value)
+
+    return change
+
+
+def shape(*sizes: int) -> Change:
+    def change(model: onnx.ModelProto) -> None:
+        tensor = next(each for each in model.graph.initializer if each.data_location == TensorProto.EXTERNAL)
+        del tensor.dims[:]
+        tensor.dims.extend(sizes)
+
+    return change
+
+
+GRAPHS: dict[str, tuple[Change, str]] = {
+    "data above the folder": (place(location="../secret"), "keeps weights at '../secret', outside its folder"),
+    "data at an absolute path": (place(location="/etc/passwd"), "keeps weights at '/etc/passwd', outside its folder"),
+    "data in a device": (place(location="zero"), "needs the data file zero, which is missing"),
+    "data that is not there": (place(location="gone"), "needs the data file gone, which is missing"),
+    "data in the folder itself": (place(location="."), "which is missing"),
+    "data before the file": (place(offset="-8"), "cannot be read as ONNX|bytes from -8 on of model.onnx.data"),
+    "data beyond the file": (place(offset=str(1 << 40)), "bytes from 1099511627776 on of model.onnx.data, which has"),
+    "less data than the shape needs": (place(length="4"), "in 4 bytes from"),
+    "an offset that is no number": (place(offset="os.system"), "cannot be read as ONNX"),
+    "a shape that overflows": (shape(1 << 32, 1 << 32, 1 << 32), "cannot be read as ONNX|keeps the .* bytes"),
+    "a negative size": (shape(-4), "cannot be read as ONNX|keeps the .* bytes"),
+    "a constant in another file": (
+        constant("/etc/passwd"),
+        "keeps an attribute of the node 'Constant' in another file",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_weights_outside_their_file_are_refused(decoder: Path, name: str) -> None:
+    change, reason = GRAPHS[name]
+    model = onnx.load(decoder / "model.onnx", load_external_data=False)
+    change(model)
+    (decoder / "model.onnx").write_bytes(model.SerializeToString())
+    (decoder / "zero").symlink_to("/dev/zero")
+    refuse(decoder, SourceError, reason)
+
+
+def test_a_data_file_whose_name_is_not_utf_8_is_refused(decoder: Path) -> None:
+    path = decoder / "model.onnx"
+    path.write_bytes(path.read_bytes().replace(b"model.onnx.data", b"model.onnx.dat\xff"))
+    refuse(decoder, SourceError, r"keeps weights at b'model.onnx.dat\\xff', a name that is not UTF-8")
+
+
+APPENDED = {
+    "If within If": nested_if(300),
+    "a number that does not end": b"\xff" * 100,
+    "a field longer than the file": b"\x3a\xff\xff\xff\xff\x07",
+}
+
+
+@pytest.mark.parametrize("name", APPENDED)
+def test_an_endless_graph_is_refused(decoder: Path, name: str) -> None:
+    path = decoder / "model.onnx"
+    path.write_bytes(path.read_bytes() + APPENDED[name])
+    refuse(decoder, SourceError, "cannot be read as ONNX")
+
+
+@pytest.mark.parametrize("functions", [function("f", ["f"]), function("f", ["g"]) + function("g", ["f"])])
+def test_functions_that_call_each_other_are_refused(decoder: Path, functions: bytes) -> None:
+    path = decoder / "model.onnx"
+    path.write_bytes(path.read_bytes() + functions + call("f"))
+    refuse(decoder, UnsupportedModelError, "the function evil.f calls itself")
+
+
+def test_an_unknown_operator_is_refused(decoder: Path) -> None:
+    model = onnx.load(decoder / "model.onnx", load_external_data=False)
+    model.graph.node.append(helper.make_node("Run", ["input_ids"], ["attacker"], domain="evil"))
+    model.opset_import.append(helper.make_opsetid("evil", 1))
+    (decoder / "model.onnx").write_bytes(model.SerializeToString())
+    refuse(decoder, TopWError, "evil", verify=True)
+
+
+@pytest.mark.parametrize("name", ["config.json", "genai_config.json"])
+def test_a_configuration_that_is_a_bomb_is_refused(decoder: Path, name: str) -> None:
+    (decoder / name).write_text("[" * 1_000_000)
+    refuse(decoder, SourceError, rf"{name} cannot be read as JSON")
+    sparse(decoder / name, 1 << 40)
+    refuse(decoder, SourceError, rf"{name} cannot be read as JSON .*it has more than 16777216 bytes")
+
+
+@pytest.mark.parametrize("name", ["../model.onnx", "/etc/passwd", "a\0b", "x" * 5000])
+def test_a_graph_named_outside_the_folder_is_not_opened(decoder: Path, name: str) -> None:
+    """genai_config.json may name the decoder's file."""
+    from topw_deploy.export.source.resolve import resolve
+
+    (decoder / "genai_config.json").write_text(json.dumps({"model": {"decoder": {"filename": name}}}))
+    assert resolve(str(decoder)).onnx == decoder / "model.onnx"
+
+
+def refuse(decoder: Path, kind: type[TopWError], reason: str, verify: bool = False) -> None:
+    output = decoder.parent / "out"
+    with refused(kind, reason):
+        export_model(export_request(model=str(decoder), output=output, verify=verify))
+    assert sorted(path.name for path in decoder.parent.iterdir()) == [decoder.name]

@@ -1,0 +1,105 @@
+"""Processes killed at any moment: what they wrote is the old state or the new one, and the next run succeeds.
+
+Kills at the stages of an export with all of its options: tests/export/resume/test_resume.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.test_session_file import FORM, TOKENS, states_of
+from tests.support.samples import broad
+from topw_deploy.engine.session_file import read_session, write_session
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and limits the size of files")
+
+
+def run_worker(name: str, *arguments: object) -> dict[str, Any]:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", f"tests.attacks.{name}", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("situation", "share"),
+    [("new", 30), ("replace", 30), ("fill", 30), broad("new", 1), broad("replace", 1), broad("fill", 1)],
+)  # fmt: skip
+def test_an_export_killed_before_any_file_operation(foreign: Path, tmp_path: Path, situation: str, share: int) -> None:
+    found = run_worker("kill_export", foreign, tmp_path, situation, share)
+    assert not found["wrong"], "\n".join(found["wrong"])
+    assert found["operations"] > 30
+    assert found["killed"] >= len(range(0, found["operations"], share))
+
+
+@pytest.mark.broad
+def test_an_export_of_a_checkpoint_killed_before_any_file_operation(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    found = run_worker("kill_export", checkpoint("llama_tied"), tmp_path, "replace", 7)
+    assert not found["wrong"], "\n".join(found["wrong"])
+    assert found["killed"] > 10
+
+
+KILLED = """
+import os, resource, signal, sys
+from tests.engine.test_session_file import FORM, TOKENS, states_of, write_session
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel ends the process at the limit
+for size in map(int, sys.argv[2:]):
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        write_session(sys.argv[1], FORM, TOKENS, states_of(5, 1))
+        os._exit(0)
+    print(size, os.waitpid(child, 0)[1], flush=True)
+    for name in os.listdir(os.path.dirname(sys.argv[1])):
+        if name != "session":
+            assert name.startswith(".session-"), name
+            os.unlink(os.path.join(os.path.dirname(sys.argv[1]), name))
+    print(open(sys.argv[1], "rb").read().hex(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("step", [pytest.param(97, marks=pytest.mark.slow), broad(1)])
+def test_a_session_killed_after_any_number_of_bytes_leaves_the_old_file(tmp_path: Path, step: int) -> None:
+    """Before the rename at fsync and at the rename: tests/engine/test_session_file.py."""
+    path = tmp_path / "session"
+    size = write_session(path, FORM, TOKENS, states_of(5)).bytes
+    before = path.read_bytes()
+    sizes = [*range(0, size, step), size - 1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", KILLED, str(path), *map(str, sizes)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.split("\n")
+    for number, limit in enumerate(sizes):
+        assert lines[2 * number] == f"{limit} {signal.SIGXFSZ.value}"
+        assert lines[2 * number + 1] == before.hex()
+    assert read_session(path, FORM)[0].tolist() == TOKENS.tolist()
+    write_session(path, FORM, TOKENS, states_of(5, 1))  # as the next try does
+    assert path.read_bytes() != before
+
+
+@pytest.mark.long
+def test_a_server_killed_under_load_leaves_nothing_and_starts_again(whole: Path, tmp_path: Path) -> None:
+    before = {path.name: path.read_bytes() for path in whole.iterdir()}
+    found = run_worker("kill_server", whole, tmp_path)
+    assert not found["wrong"], "\n".join(found["wrong"])
+    assert found["whole"] > 0
+    assert found["cut"] == found["clients"]
+    assert found["left"] == []
+    assert {path.name: path.read_bytes() for path in whole.iterdir()} == before
