@@ -32,6 +32,13 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 )
 
 
+class TooLargeError(OSError):
+    """The file has more bytes than its reader allows."""
+
+    def __init__(self, path: str | Path, most: int) -> None:
+        super().__init__(errno.EFBIG, f"it has more than {most} bytes", str(path))
+
+
 class NotRegularError(OSError):
     """The path is not a regular file. kind: `a named pipe`, `a symbolic link`, ..."""
 
@@ -55,6 +62,15 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     Raises NotRegularError for links (without `follow`), folders, pipes, sockets and devices; OSError like `open`.
     """
     return os.fdopen(_opened(path, None, stat.S_ISREG, follow), "rb")
+
+
+def read_bounded(path: Path, most: int, *, follow: bool = False) -> bytes:
+    """The whole file. Raises TooLargeError above `most` bytes, and the errors of `open_regular`."""
+    with open_regular(path, follow=follow) as stream:
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise TooLargeError(path, most)
+    return data
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -10,6 +11,8 @@ from topw_deploy.manifest.fields import decoded, shown
 
 LARGEST_HEADER = 100 << 20  # bytes, safetensors' own limit
 METADATA = "__metadata__"
+_MOST_AXES = 32  # NumPy's bound before version 2
+_MOST_BYTES = (1 << 63) - 1
 ELEMENT_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
@@ -54,13 +57,28 @@ def read_entry(name: str, given: Any) -> Entry:
     dtype, shape, offsets = given["dtype"], given["shape"], given["data_offsets"]
     if not isinstance(dtype, str) or not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
         raise ValueError(f"the entry of {shown(name)} is {shown(given)}")
+    if len(shape) > _MOST_AXES:
+        raise ValueError(f"{shown(name)} has {len(shape)} axes, more than {_MOST_AXES}")
     count = ELEMENT_BYTES.get(dtype, 0)
+    extent = max(count, 1)  # without empty axes, as NumPy checks it
     for dimension in shape:
         count *= dimension
+        extent *= max(dimension, 1)
+    if extent > _MOST_BYTES:
+        raise ValueError(f"{shown(name)} has the shape {shown(shape)}, of more than {_MOST_BYTES} bytes")
     begin, end = offsets
     if end - begin != count:
         raise ValueError(f"{shown(name)} has {end - begin} bytes for {shown(dtype)} of shape {shown(shape)}")
     return Entry(dtype, tuple(shape), begin, end)
+
+
+def refuse_overlap(entries: Mapping[str, Entry]) -> None:
+    """Raises ValueError if two tensors share bytes."""
+    end, last = 0, ""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin < end:
+            raise ValueError(f"{shown(name)} begins at {entry.begin}, within {shown(last)}, which ends at {end}")
+        end, last = entry.end, name
 
 
 def _counts(values: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Bar charts on a logarithmic axis.
+"""Bar charts from zero, or on a logarithmic axis where the bars differ too much.
 
 Okabe and Ito's colours suit every kind of colour vision, and their lightness differs in grey prints.
 """
@@ -22,7 +22,7 @@ INK, FAINT = "#1F2933", "#6B7580"
 _WIDTH, _BAR, _HEAD, _FOOT = 10.0, 0.34, 1.2, 0.8  # inches: figure width, bar, panel title, legend
 _DPI = 160
 _WRAP, _NOTE_WRAP = 84, 100  # characters per line
-_NARROW = 10.0  # ratio of the largest to the smallest tick
+_LINEAR = 20.0  # ratio of the longest to the shortest bar; above it the axis is logarithmic
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,13 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
     places = list(range(len(panel.bars)))[::-1]
     middles = [bar.spread.median for bar in panel.bars]
     shortest, longest = min(middles), max(middles)
-    ax.set_xscale("log")
-    # Leave room for the shortest bar (left) and the longest bar's label (right).
-    ax.set_xlim(shortest / 2.5, longest * (longest / shortest) ** 0.22 * 2.5)
+    logarithmic = longest > _LINEAR * shortest
+    if logarithmic:
+        ax.set_xscale("log")
+        # Leave room for the shortest bar (left) and the longest bar's label (right).
+        ax.set_xlim(shortest / 2.5, longest * (longest / shortest) ** 0.22 * 2.5)
+    else:
+        ax.set_xlim(0, longest * 1.4)
     ax.barh(places, middles, color=[COLOURS[bar.kind] for bar in panel.bars], height=0.7, zorder=2)
     below = [bar.spread.median - bar.spread.low for bar in panel.bars]
     above = [bar.spread.high - bar.spread.median for bar in panel.bars]
@@ -115,10 +119,9 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
     for label, bar in zip(ax.get_yticklabels(), panel.bars, strict=True):
         label.set_color(COLOURS["ours"] if bar.kind == "ours" else INK)
         label.set_fontweight("bold" if bar.kind == "ours" else "normal")
-    _title(ax, panel)
+    _title(ax, panel, "; logarithmic axis" if logarithmic else "")
     ax.xaxis.set_major_formatter(_in_units)
-    narrow = ax.get_xlim()[1] < _NARROW * ax.get_xlim()[0]  # at most a decade: label minor ticks too
-    ax.xaxis.set_minor_formatter(_in_units if narrow else "")
+    ax.xaxis.set_minor_formatter("")
     ax.grid(axis="x", which="major", color="#E4E7EB", linewidth=0.8, zorder=0)
     ax.tick_params(axis="x", which="both", colors=FAINT, labelsize=8, length=0)
     ax.tick_params(axis="y", length=0)
@@ -126,12 +129,12 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
         ax.spines[edge].set_visible(False)
 
 
-def _title(ax: Any, panel: Panel) -> None:
+def _title(ax: Any, panel: Panel, scale: str) -> None:
     from matplotlib.transforms import blended_transform_factory
 
     corner = blended_transform_factory(ax.figure.transFigure, ax.transAxes)
     title, placed = fill(panel.title, _WRAP), {"textcoords": "offset points", "va": "bottom", "xycoords": corner}
-    ax.annotate(panel.subtitle, (0.012, 1), xytext=(0, 5), fontsize=9, color=FAINT, **placed)
+    ax.annotate(panel.subtitle + scale, (0.012, 1), xytext=(0, 5), fontsize=9, color=FAINT, **placed)
     ax.annotate(title, (0.012, 1), xytext=(0, 20), fontsize=12.5, color=INK, fontweight="bold", **placed)
 
 
@@ -145,6 +148,8 @@ def _legend(figure: Any, kinds: Sequence[str]) -> None:
 
 
 def _in_units(value: float, _position: int) -> str:
+    if value == 0:
+        return "0"
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if value * factor >= 0.999:
             return f"{value * factor:g} {unit}"

@@ -23,10 +23,10 @@ def answer_options(command: Command) -> Command:
             "--json-schema", "-j", metavar="SCHEMA", help="Answer in JSON that matches this schema, or @FILE."
         ),
         click.option(
-            "--regex", metavar="EXPR", help="Answer with a text that matches this whole expression, or @FILE."
+            "--regex", metavar="EXPR", help="Answer with a text that fully matches this expression, or @FILE."
         ),
         click.option("--choice", metavar="TEXT", multiple=True, help="Answer with one of these texts. Repeatable."),
-        click.option("--grammar", metavar="TEXT", help="Answer in this Lark or GBNF grammar, or @FILE."),
+        click.option("--grammar", metavar="TEXT", help="Answer with a text of this Lark or GBNF grammar, or @FILE."),
         click.option(
             "--logprobs",
             type=click.IntRange(min=0),

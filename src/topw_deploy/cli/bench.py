@@ -10,7 +10,7 @@ import click
 
 from topw_deploy.cli.files import check_output, check_picture, write_json
 from topw_deploy.cli.flags import suggestion
-from topw_deploy.cli.options import CONTEXT
+from topw_deploy.cli.options import CONTEXT, quiet_option
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
@@ -77,7 +77,7 @@ def _common(threads: Any, rounds: int) -> Callable[[Command], Command]:
         ),
         click.option("--json", "json_file", metavar="FILE", help="Write all results as JSON; - is standard output."),
         click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the results as a PNG."),
-        click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr."),
+        quiet_option,
     )
 
     def decorate(function: Command) -> Command:
@@ -86,6 +86,23 @@ def _common(threads: Any, rounds: int) -> Callable[[Command], Command]:
         return function
 
     return decorate
+
+
+def _thread_counts(of: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--threads",
+        type=_Several(int, name="thread counts"),
+        default="1",
+        show_default=True,
+        help=f"Threads of {of}. Comma-separated: one run per value.",
+    )
+
+
+_peers_option = click.option(
+    "--peers",
+    type=_Several(str, name="sides"),
+    help="Run only these sides, separated by commas; each must be available.",
+)
 
 
 @command.command(name="sampler", context_settings=CONTEXT)
@@ -114,11 +131,7 @@ def _common(threads: Any, rounds: int) -> Callable[[Command], Command]:
 @click.option("--geom-scale", type=float, default=1.0, show_default=True, help="Factor on the distances.")
 @click.option("--neighbour-bound", is_flag=True, help="Compute the neighbour bound first, for the tokens of the pool.")
 @click.option("--logits", type=_FILE, help="Sample from the logits in this .npy file, [V] or [B, V].")
-@click.option(
-    "--peers",
-    type=_Several(str, name="sides"),
-    help="Run only these sides, separated by commas; each must be available.",
-)
+@_peers_option
 @click.option("--authors", type=_FILE, help="Also time this copy of the authors' logit_processor_w1.py.")
 @click.option("--genai-python", type=_FILE, metavar="PYTHON", help="Python of an environment with onnxruntime-genai.")
 @_common(
@@ -152,7 +165,7 @@ def sampler(
         peers=peers or (),
         **rest,
     )
-    _show(run(request, progress(quiet)), json_file, plot, "one step, logarithmic")
+    _show(run(request, progress(quiet)), json_file, plot, "one step")
 
 
 @command.command(name="decode", context_settings=CONTEXT)
@@ -169,19 +182,9 @@ def sampler(
 @click.option(
     "--authors", type=_FILE, help="Also time this copy of the authors' logit_processor_w1.py in transformers."
 )
-@click.option(
-    "--peers",
-    type=_Several(str, name="sides"),
-    help="Run only these sides, separated by commas; each must be available.",
-)
+@_peers_option
 @_common(
-    click.option(
-        "--threads",
-        type=_Several(int, name="thread counts"),
-        default="1",
-        show_default=True,
-        help="Threads of each side. Comma-separated: one run per value.",
-    ),
+    _thread_counts("each side"),
     9,
 )
 def decode(
@@ -201,7 +204,7 @@ def decode(
     from topw_deploy.cli.progress import progress
 
     request = DecodeRequest(peers=peers or (), **rest)
-    _show(run(request, progress(quiet)), json_file, plot, "one token after the first, logarithmic")
+    _show(run(request, progress(quiet)), json_file, plot, "one token after the first")
 
 
 @command.command(name="serve", context_settings=CONTEXT)
@@ -246,13 +249,7 @@ def decode(
     help="Run only these of engine, one-by-one, static and ideal, separated by commas.",
 )
 @_common(
-    click.option(
-        "--threads",
-        type=_Several(int, name="thread counts"),
-        default="1",
-        show_default=True,
-        help="Threads of the session. Comma-separated: one run per value.",
-    ),
+    _thread_counts("the session"),
     3,
 )
 def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | None, quiet: bool, **rest: Any) -> None:
@@ -268,7 +265,7 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     from topw_deploy.cli.progress import progress
 
     request = ServeRequest(peers=peers or (), **rest)
-    _show(run(request, progress(quiet)), json_file, plot, "all requests, or to the first text; logarithmic")
+    _show(run(request, progress(quiet)), json_file, plot, "all requests, or to the first text")
 
 
 @command.command(name="rules", context_settings=CONTEXT)
@@ -296,16 +293,10 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     type=click.IntRange(min=2),
     default=64,
     show_default=True,
-    help="Tokens to generate; no rule ends at EOS.",
+    help="Tokens to generate; EOS is ignored.",
 )
 @_common(
-    click.option(
-        "--threads",
-        type=_Several(int, name="thread counts"),
-        default="1",
-        show_default=True,
-        help="Threads of the session. Comma-separated: one run per value.",
-    ),
+    _thread_counts("the session"),
     20,
 )
 def bench_rules(
@@ -320,8 +311,8 @@ def bench_rules(
     """Time a token of the exported models in the folders OUT under every sampling rule and temperature, and the
     overhead of Top-W against the mean of the other rules.
 
-    All share one process and session per model. A round visits every rule and temperature once, in random order. The
-    shares of certified tokens explain differences.
+    The rules share one process and session per model. A round visits every rule and temperature once, in random order.
+    The shares of certified tokens explain differences.
     """
     _check_outputs(json_file, plot)
     from topw_deploy.bench.rules.picture import draw

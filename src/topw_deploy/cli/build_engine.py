@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT
+from topw_deploy.cli.options import CONTEXT, quiet_option
 from topw_deploy.cli.progress import phase
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.progress import SILENT, Advance, Progress
@@ -83,7 +83,7 @@ class _Size(click.ParamType):
     help="Implementation of the sampler: the plugin (from Python or a library), or the function in the file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the engine's stamp as JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress on stderr.")
+@quiet_option
 def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
     """Build a TensorRT engine of OUT into OUT/engines, on the machine that will run it.
 

@@ -10,7 +10,7 @@ import click
 
 from topw_deploy import install
 from topw_deploy.cli.files import check_output, read_source, write_json, write_text
-from topw_deploy.cli.options import CONTEXT, check_order
+from topw_deploy.cli.options import CONTEXT, check_order, quiet_option
 from topw_deploy.cli.prompt_lines import prompt_lines
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import PromptError
@@ -86,7 +86,7 @@ _OPENING = {"provider": "provider", "threads": "intra_op_num_threads", "allow_fa
     type=click.Path(path_type=Path),
     help="Write one self-contained page: plots, intervals, and the texts side by side.",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
+@quiet_option
 def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path | None, **values: Any) -> None:
     """Generate with several sampling rules from the exported model in the folder OUT, and compare the texts.
 

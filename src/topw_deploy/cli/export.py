@@ -21,6 +21,7 @@ from topw_deploy.cli.options import (
     parameter_options,
     quantisation_options,
     report_options,
+    rules_option,
     tail_option,
 )
 from topw_deploy.cli.progress import progress
@@ -73,6 +74,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 )
 @quantisation_options
 @tail_option
+@rules_option
 @baked_options
 @bound_option
 @parameter_options
@@ -92,6 +94,12 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     help="Maximum size of a data file, such as 500MB, 2GB or 2GiB.  [default: one file]",
 )
 @click.option("--hard-link", is_flag=True, help="Hard-link the data files of an ONNX decoder instead of copying them.")
+@click.option(
+    "--triton",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Also add the export to this model repository of Triton, as `topw triton` does.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be written, with sizes and memory; write nothing.")
 @click.option(
     "--resume", is_flag=True, help="Continue an interrupted export to OUT; if interrupted again, keep the files."
@@ -119,6 +127,7 @@ def command(
     from topw_deploy.export.pipeline import export_model
     from topw_deploy.export.request import DTYPE_ALIASES, export_request, with_preset
 
+    triton = values.pop("triton")
     as_json, quiet, verify = values.pop("as_json"), values.pop("quiet"), not values.pop("no_verify")
     values["dtype"] = DTYPE_ALIASES.get(values["dtype"], values["dtype"])
     parameters, baked = given(values, PARAMETER_NAMES), given(values, OPTION_NAMES)
@@ -130,6 +139,10 @@ def command(
         if values["resume"]:
             tell(f"The finished part is kept beside {out}; run the same command to continue.")
         raise
+    if triton is not None and not report.dry_run:
+        from topw_deploy.triton.repository import write_repository
+
+        tell(f"Note: {write_repository(report.output, triton)} is the model for Triton.")
     for notice in report.notices:
         tell(f"Note: {notice}.")
     if as_json:

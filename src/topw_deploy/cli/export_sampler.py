@@ -19,6 +19,7 @@ from topw_deploy.cli.options import (
     hub_options,
     parameter_options,
     report_options,
+    rules_option,
     tail_option,
 )
 from topw_deploy.cli.progress import progress
@@ -37,7 +38,13 @@ from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 @click.option(
     "--vocab-size", type=click.IntRange(min=1), help="Width of the logits.  [default: the number of embeddings]"
 )
+@click.option(
+    "--logits",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A .npy file with the model's logits [steps, vocab]; measures the unit of --geom-unit median.",
+)
 @tail_option
+@rules_option
 @baked_options
 @bound_option
 @parameter_options

@@ -19,6 +19,7 @@ from topw_deploy.manifest import (
     Verification,
     load_manifest,
 )
+from topw_deploy.sampling.rules import RULES
 from topw_deploy.sizes import binary_size
 from topw_deploy.tensorrt.engines import misplaced, stamps, unfinished
 from topw_deploy.tensorrt.stamp import FOLDER, read
@@ -56,6 +57,7 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
             ("vocabulary", sampler.vocab_size),
             ("embedding width", "none (uniform metric)" if sampler.hidden_size is None else sampler.hidden_size),
             ("tail", sampler.tail),
+            ("rules", "all" if len(sampler.rules) == len(RULES) else ", ".join(sampler.rules)),
             *((name, value) for name, value in asdict(sampler.options).items()),
             *([("table", sampler.table_form)] if sampler.table_form else []),
             ("neighbour bound", "stored" if sampler.neighbour_bound else "none"),

@@ -32,6 +32,8 @@ COMMANDS = {
     "build-engine": "Build a TensorRT engine of an exported model, for this machine.",
     "generate": "Generate text with an exported model.",
     "serve": "Serve exported models over HTTP, with the endpoints of OpenAI's API.",
+    "triton": "Add an exported model to a model repository of NVIDIA's Triton Inference Server.",
+    "web": "Write a static site that runs an exported model in the browser.",
     "stats": "Show what Top-W did to a text: crop sizes, and whether geometry acted.",
     "compare": "Compare texts of several sampling rules and temperatures.",
     "lm-eval": "Evaluate an exported model on tasks of lm-evaluation-harness.",

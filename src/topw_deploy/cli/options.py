@@ -90,11 +90,11 @@ def geom_unit_option(command: Command) -> Command:
 
 _RULE_HELP = {
     "top_k": (int, "Keep the k best tokens, >= 1."),
-    "top_p": (float, "Keep the fewest best tokens that have this probability together, in (0, 1]."),
+    "top_p": (float, "Keep the fewest best tokens with at least this probability in total, in (0, 1]."),
     "min_p": (float, "Keep tokens with at least this fraction of the best one's probability, in [0, 1]."),
     "top_h": (float, "Keep the best tokens up to this share of the pool's entropy, in (0, 1].  [default: 0.4]"),
     "top_h_pool": (int, "Number of best tokens in the pool, >= 1.  [default: 100]"),
-    "typical_p": (float, "Keep the tokens of most typical probability that have this probability together, in (0, 1)."),
+    "typical_p": (float, "Keep the most typical tokens with at least this probability in total, in (0, 1)."),
     "epsilon_cutoff": (float, "Keep tokens with at least this probability, in (0, 1)."),
     "eta_cutoff": (float, "Like epsilon, with a lower cutoff for flat distributions, in (0, 1)."),
     "top_n_sigma": (float, "Keep logits within this many standard deviations of the best one, >= 0.  [default: 1]"),
@@ -149,6 +149,21 @@ def tail_option(command: Command) -> Command:
         show_default=True,
         help="Form of the sampler's graph: for every runtime, fastest in onnxruntime, or without control flow.",
     )(command)
+
+
+def rules_option(command: Command) -> Command:
+    """Add --rules, the sampling rules that the function carries."""
+    return click.option(
+        "--rules",
+        metavar="RULE,...",
+        default=None,
+        callback=_names,
+        help="Sampling rules that requests may use; Top-W always. Fewer make --tail static faster.  [default: all]",
+    )(command)
+
+
+def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+    return tuple(RULES) if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
 
 
 def bound_option(command: Command) -> Command:
@@ -241,11 +256,14 @@ def hub_options(command: Command) -> Command:
     return _with_options(command, options)
 
 
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
+
+
 def report_options(command: Command) -> Command:
     """Add --json and --quiet."""
     options = (
         click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
-        click.option("-q", "--quiet", is_flag=True, help="Show no progress on stderr."),
+        quiet_option,
     )
     return _with_options(command, options)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT
+from topw_deploy.cli.options import CONTEXT, quiet_option
 from topw_deploy.cli.progress import phase, progress
 from topw_deploy.cli.terminal import rewrite_line, say, say_json
 from topw_deploy.sizes import decimal_size
@@ -68,7 +68,7 @@ class _Architectures(click.ParamType):
     metavar="FILE",
     help="Where to write the library.  [default: where this package looks for it]",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress on stderr.")
+@quiet_option
 def build(
     cuda: bool,
     tensorrt_root: Path | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from topw_deploy.errors import ParameterError, PromptError
@@ -42,7 +42,7 @@ class PromptLine:
     def request(self, limits: Mapping[str, Any]) -> str:
         """Digest of everything that determines the answer, except model and seed."""
         asked = [self.id, self.kind, self.prompt, self.parameters, limits]
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True, default=asdict).encode()).hexdigest()[:32]
 
 
 def prompt_lines(

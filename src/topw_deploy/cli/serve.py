@@ -19,9 +19,13 @@ _RUN = ("host", "port", "uds", "max_connections", "verbose")
 
 @click.command(name="serve", context_settings=CONTEXT)
 @click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
-@click.option("--uds", type=click.Path(path_type=Path), help="Listen at this Unix socket instead, for its owner only.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on; 0: any free one."
+)
+@click.option(
+    "--uds", type=click.Path(path_type=Path), help="Listen on this Unix socket instead; only its owner can connect."
+)
 @click.option(
     "--served-model-name",
     metavar="NAME",
@@ -29,23 +33,91 @@ _RUN = ("host", "port", "uds", "max_connections", "verbose")
     help="Name of a model in requests, one per OUT.  [default: the folder's name]",
 )
 @click.option("--api-key", metavar="KEY", multiple=True, help="Accept only requests with this key. Repeatable.")
-@click.option("--cors-origin", metavar="URL", multiple=True, help="Let pages of this origin call. Repeatable.")
-@click.option("--max-batch", type=int, default=8, show_default=True, help="Sequences that run at once, per model.")
-@click.option("--max-length", type=int, help="Tokens of a sequence, with its prompt.  [default: the model's context]")
-@click.option("--kv-bytes", metavar="SIZE", help="Most memory of a cache, as 2GiB; lowers --max-batch if necessary.")
-@click.option("--max-queue", type=int, default=256, show_default=True, help="Sequences that wait; more get 429.")
-@click.option("--prefill-budget", type=int, default=256, show_default=True, help="Prompt tokens per iteration.")
-@click.option("--prefix-bytes", metavar="SIZE", help="Host memory for earlier prompts.  [default: none]")
-@click.option("--reuse-prefixes/--no-reuse-prefixes", default=True, help="Reuse prompts' known beginnings (default).")
-@click.option("--max-body", metavar="SIZE", default="8MiB", show_default=True, help="Longest body; more gets 413.")
-@click.option("--body-timeout", type=float, default=30.0, show_default=True, help="Seconds for a body to arrive.")
-@click.option("--max-prompt-tokens", type=int, help="Longest prompt.  [default: what the context holds]")
-@click.option("--request-timeout", type=float, default=600.0, show_default=True, help="Seconds of a generation.")
-@click.option("--max-connections", type=click.IntRange(min=1), default=1024, show_default=True, help="More get 503.")
-@click.option("--ping-interval", type=float, default=15.0, show_default=True, help="Seconds between keep-alives.")
-@click.option("--send-timeout", type=float, default=60.0, show_default=True, help="Seconds a client may read nothing.")
-@click.option("--drain-timeout", type=float, default=30.0, show_default=True, help="Seconds to finish after SIGTERM.")
+@click.option(
+    "--cors-origin", metavar="URL", multiple=True, help="Allow calls from web pages of this origin. Repeatable."
+)
+@click.option(
+    "--max-batch",
+    type=int,
+    default=8,
+    show_default=True,
+    help="Maximum number of sequences that run at once, per model.",
+)
+@click.option(
+    "--max-length", type=int, help="Maximum tokens of a sequence, including its prompt.  [default: the model's context]"
+)
+@click.option(
+    "--kv-bytes", metavar="SIZE", help="Maximum memory of each cache, such as 2GiB; lowers --max-batch if necessary."
+)
+@click.option(
+    "--max-queue",
+    type=int,
+    default=256,
+    show_default=True,
+    help="Maximum number of sequences that wait, per model; more get 429.",
+)
+@click.option("--prefill-budget", type=int, default=256, show_default=True, help="Maximum prompt tokens per iteration.")
+@click.option("--prefix-bytes", metavar="SIZE", help="Host memory to keep earlier prompts for reuse.  [default: none]")
+@click.option(
+    "--reuse-prefixes/--no-reuse-prefixes",
+    default=True,
+    help="Read the common beginning of prompts only once (default).",
+)
+@click.option(
+    "--max-body",
+    metavar="SIZE",
+    default="8MiB",
+    show_default=True,
+    help="Maximum size of a request's body; larger ones get 413.",
+)
+@click.option(
+    "--header-timeout",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Seconds in which a request's headers must arrive.",
+)
+@click.option(
+    "--body-timeout", type=float, default=30.0, show_default=True, help="Seconds in which a request's body must arrive."
+)
+@click.option("--max-prompt-tokens", type=int, help="Maximum tokens of a prompt.  [default: what fits the context]")
+@click.option(
+    "--request-timeout",
+    type=float,
+    default=600.0,
+    show_default=True,
+    help="Maximum seconds of a generation, including the wait in the queue.",
+)
+@click.option(
+    "--max-connections",
+    type=click.IntRange(min=1),
+    default=1024,
+    show_default=True,
+    help="Maximum number of connections; more get 503.",
+)
+@click.option(
+    "--ping-interval",
+    type=float,
+    default=15.0,
+    show_default=True,
+    help="Seconds between comments that keep a stream's connection open.",
+)
+@click.option(
+    "--send-timeout",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds after which the connection of a client that reads nothing is closed.",
+)
+@click.option(
+    "--drain-timeout",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="Seconds in which running requests may finish after SIGTERM.",
+)
 @click.option("--tool-parser", metavar="FAMILY", help="Family of tool calls.  [default: that of the chat template]")
+@click.option("--page/--no-page", default=True, help="Serve a page at / to try the models (default).")
 @click.option("--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, ...")
 @click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
 @click.option(
@@ -57,8 +129,10 @@ _RUN = ("host", "port", "uds", "max_connections", "verbose")
 )
 @click.option("--allow-fallback", is_flag=True, help="Use another provider if this one does not start.")
 @click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
-@click.option("--log-format", type=click.Choice(("json", "text")), default="json", show_default=True)
-@click.option("-v", "--verbose", is_flag=True, help="Log GET requests, too.")
+@click.option(
+    "--log-format", type=click.Choice(("json", "text")), default="json", show_default=True, help="Format of the log."
+)
+@click.option("-v", "--verbose", is_flag=True, help="Also log GET requests.")
 def command(
     folders: tuple[Path, ...],
     served_model_name: tuple[str, ...],
@@ -69,8 +143,8 @@ def command(
 ) -> None:
     """Serve exported models over HTTP, with the endpoints of OpenAI's API.
 
-    Requests choose one of the models in the folders OUT by its name. Logs go to stderr, without prompts. SIGTERM ends
-    the server when the running requests have ended. See docs/guide/serve.md.
+    A request names one of the models in the folders OUT. Logs go to stderr, without prompts. After SIGTERM, running
+    requests are finished. See docs/guide/serve.md.
     """
     from topw_deploy import install
 
@@ -101,5 +175,5 @@ def _named(folders: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]
         raise click.UsageError(f"--served-model-name is given {len(names)} times for {len(folders)} models.")
     chosen = names or tuple(folder.resolve().name for folder in folders)
     if len(set(chosen)) < len(chosen):
-        raise click.UsageError(f"two models would be named alike in {', '.join(chosen)}; give --served-model-name.")
+        raise click.UsageError(f"two models have the same name in {', '.join(chosen)}; give --served-model-name.")
     return dict(zip(chosen, folders, strict=True))

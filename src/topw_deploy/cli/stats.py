@@ -18,9 +18,12 @@ from topw_deploy.cli.options import (
     given,
     parameter_options,
     preset_option,
+    quiet_option,
+    rule_options,
 )
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
+from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 
 if TYPE_CHECKING:
     from topw_deploy.stats.exact.summary import ExactSummary
@@ -50,16 +53,24 @@ if TYPE_CHECKING:
     help="Maximum number of tokens per prompt.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of each prompt's draws.")
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Texts of each prompt, by consecutive seeds.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts per batch.")
 @preset_option
 @parameter_options
 @geom_unit_option
+@rule_options
 @click.option(
     "--sweep",
     metavar="NAME=V1,V2,...",
     multiple=True,
-    help="Compare these values of a Top-W parameter. Repeat the option to compare every combination.",
+    help="Compare these values of a parameter. Repeat the option to compare every combination.",
 )
 @click.option(
     "--tokens", type=click.IntRange(min=0), default=10, show_default=True, help="Maximum number of tokens per list."
@@ -84,7 +95,7 @@ if TYPE_CHECKING:
     help="Compute --exact among this many likeliest tokens.  [default: the export's top_m]",
 )
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the report as .png, .svg or .pdf.")
-@click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
+@quiet_option
 def command(
     folder: Path,
     prompts: tuple[str, ...],
@@ -97,14 +108,15 @@ def command(
     plot: Path | None,
     **values: Any,
 ) -> None:
-    """Generate from prompts with the exported model in the folder OUT and report what Top-W did.
+    """Generate from prompts with the exported model in the folder OUT and report what Top-W, or another rule, did.
 
     Give prompts as PROMPT, --prompt-file or --prompts-jsonl. The report shows how many steps were certified, the crops'
     sizes, mass and entropy by position, how often token geometry changed the crop (compared with geom_scale 0 at the
     same logits), and which tokens it kept or dropped. The text is what `topw generate` produces for the seed.
 
-    With --exact, the report also shows how far the crops of Top-W and of other rules are from minimising the paper's
-    exact objective. The optimal transport in it is solved by linear programming. --plot then draws this comparison.
+    With --exact, the report also shows how far the crops of Top-W and of other rules, at the steps of these texts, are
+    from minimising the paper's exact objective with Top-W's parameters. The optimal transport in it is solved by linear
+    programming. --plot then draws this comparison.
     """
     check_order(folder, prompts)
     install.require("`topw stats`", "export")
@@ -113,7 +125,7 @@ def command(
     from topw_deploy.cli.progress import progress
     from topw_deploy.stats.request import settings_of
 
-    settings = settings_of(given(values, PARAMETER_NAMES), sweep)
+    settings = settings_of(given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), sweep)
     request = _exact(exact, values["exact_steps"], values["exact_pool"])
     check_output(json_file, "json_file")
     check_picture(plot, (".png", ".svg", ".pdf"))
@@ -127,19 +139,26 @@ def command(
     generation |= {name: values[name] for name in ("preset", "geom_unit") if values[name] is not None}
     batch_size, shown = values["batch_size"], progress(values["quiet"])
     collected = collect(
-        folder, asked, settings, batch_size=batch_size, generation=generation, exact=request, progress=shown
+        folder,
+        asked,
+        settings,
+        batch_size=batch_size,
+        generation=generation,
+        seeds=values["seeds"],
+        exact=request,
+        progress=shown,
     )
     summaries = summarise(collected)
     solved = summarise_exact(collected) if exact else None
     _write(summaries, solved, folder, values, json_file)
     if plot is not None:
-        from topw_deploy.reports import counted
-
-        name = f"{folder.resolve().name}, {counted(len(asked), 'prompt')}, seed {values['seed']}"
+        seeds = f"seed {values['seed']}" if values["seeds"] == 1 else f"{values['seeds']} seeds"
+        of = f"{folder.resolve().name}, {len(asked)} prompt{'s' * (len(asked) > 1)}, {seeds}"
         if solved is None:
-            save_plot(summaries, plot, f"What Top-W did: {name}")
+            rule = "Top-W" if summaries[0].rule == TOP_W.name else f"the rule {summaries[0].rule}"
+            save_plot(summaries, plot, f"What {rule} did: {of}")
         else:
-            save_exact_plot(solved, plot, f"Crops under the exact objective: {name}")
+            save_exact_plot(solved, plot, f"Crops under the exact objective: {of}")
 
 
 def _exact(exact: bool, steps: int | None, pool: int | None) -> ExactRequest | None:
@@ -184,7 +203,8 @@ def _write(
         if solved is not None:
             say("", *exact_lines(solved))
     if json_file is not None:
-        kept = {name: values[name] for name in ("max_new_tokens", "seed", "batch_size", "preset", "geom_unit")}
+        names = ("max_new_tokens", "seed", "seeds", "batch_size", "preset", "geom_unit")
+        kept = {name: values[name] for name in names}
         report = {"folder": str(folder), **kept, "settings": [summary.as_dict() for summary in summaries]}
         if solved is not None:
             report["exact"] = [asdict(summary) for summary in solved]

@@ -104,7 +104,7 @@ class Cell:
     """A rule at a temperature.
 
     samples: per prompt, its texts.
-    seconds: wall-clock time for all of them, with reading the prompts and computing log-probabilities.
+    seconds: wall-clock time for all of them, including reading the prompts and computing log-probabilities.
     """
 
     rule: RuleSetting

@@ -42,6 +42,9 @@ _NOT_HERE = frozenset({
 """Parameters that change what a request returns."""
 
 
+_MOST_DIGITS = 400  # of an integer; Python refuses to read more than 4300
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
     """Checked arguments.
@@ -127,7 +130,7 @@ def _rows(size: Any, most: Any) -> int:
 
 
 def _integer(name: str, value: Any, low: int = 1, high: int | None = None) -> int:
-    text = isinstance(value, str) and value.isdecimal()
+    text = isinstance(value, str) and value.isdecimal() and len(value) <= _MOST_DIGITS
     number = int(value) if text or (isinstance(value, int) and not is_boolean(value)) else None
     if number is None or number < low or (high is not None and number >= high):
         bound = f">= {low}" if high is None else f"in [{low}, {high})"
@@ -147,7 +150,7 @@ def _template(own: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ParameterError(

@@ -1,4 +1,4 @@
-"""The parameters of a harness's request, under our names, and its seed."""
+"""The parameters and the seed of a request of the harness, under this package's names."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -202,18 +203,28 @@ def compile_with_kernels(
     threads = max(1, cores // len(kernels))
     cu = [str(toolkit.nvcc), *nvcc_flags(), *code_flags(architectures), f"--threads={threads}", *defines, *includes]
     jobs = [(cu, source) for source in kernels] + [(cpp, source) for source in rest]  # longest first
+    interrupted = threading.Event()
+
+    def watch_all(state: nvcc.Compiling) -> None:
+        if interrupted.is_set():
+            raise compile_native.NotBuiltError("it was interrupted")
+        watch(state)
 
     def compile_one(job: tuple[list[str], Path]) -> str:
         command, source = job
         target = str(scratch / f"{source.parent.name}-{source.name}.o")
         if command is cu:
-            nvcc.run([*command, "-c", str(source), "-o", target], len(architectures), watch)
+            nvcc.run([*command, "-c", str(source), "-o", target], len(architectures), watch_all)
         else:
             compile_native.run([*command, str(source), "-o", target])
         return target
 
     with ThreadPoolExecutor(cores) as pool:
-        return list(pool.map(compile_one, jobs))
+        try:
+            return list(pool.map(compile_one, jobs))
+        except BaseException:  # such as Ctrl-C, which nvcc does not get
+            interrupted.set()
+            raise
 
 
 def nvcc_flags() -> list[str]:

@@ -6,11 +6,14 @@ output at its end.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeAlias
@@ -62,7 +65,12 @@ def run(command: Sequence[str], total: int, watch: Watch) -> None:
     started = time.perf_counter()
     try:
         process = subprocess.Popen(
-            [*command, "--verbose"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            [*command, "--verbose"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # for `_end`
         )
     except OSError as error:
         raise NotBuiltError(f"{command[0]} cannot be run ({error})") from None
@@ -78,13 +86,22 @@ def run(command: Sequence[str], total: int, watch: Watch) -> None:
                 if time.perf_counter() - started > TIMEOUT:
                     raise NotBuiltError(f"{command[0]} did not finish within {TIMEOUT} s")
         except BaseException:
-            process.terminate()
+            _end(process)
             raise
         reader.join()
     if process.returncode:
         raise NotBuiltError(complaint(command, "".join(reader.messages)))
     done += [number for number in reader.outputs if number not in done]
     watch(_state(reader, done, total, started))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End nvcc and the compilers that it started: they hold the pipe, which cannot be closed while it is read."""
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    else:
+        process.terminate()
 
 
 def _ended(process: subprocess.Popen[str]) -> bool:

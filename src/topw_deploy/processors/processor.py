@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any, TypedDict, Unpack
 from weakref import WeakKeyDictionary
@@ -22,7 +23,8 @@ from topw_deploy.sampling import (
     preset_values,
 )
 from topw_deploy.sampling.beta import depends_on_temperature
-from topw_deploy.sampling.parameters import canonical_names
+from topw_deploy.sampling.likely_pairs import with_raw_scale
+from topw_deploy.sampling.parameters import as_number, canonical_names
 from topw_deploy.sampling.torch import TensorCrop, TensorGeometry, crop_rows
 
 Source = Any
@@ -49,6 +51,12 @@ class Choices(TypedDict, total=False):
     knn_k: int
 
 
+_NO_MEDIAN = (
+    "the processor was given no median_distance; measure it with topw_deploy.processors.median_distance_of(model, "
+    "tokenizer), or give geom_scale with geom_unit raw"
+)
+
+
 class TopWLogitsProcessor(CropProcessor):
     """Set the score of every token outside the crop to -inf. For `generate(logits_processor=...)`:
 
@@ -70,6 +78,8 @@ class TopWLogitsProcessor(CropProcessor):
         *,
         preset: str | None = None,
         neighbour_bound: Tensor | None = None,
+        geom_unit: str = "raw",
+        median_distance: float | None = None,
         **choices: Unpack[Choices],
     ) -> None:
         """Raises ParameterError for an unknown name or preset, a number out of range and a model without embeddings.
@@ -78,6 +88,8 @@ class TopWLogitsProcessor(CropProcessor):
             `uniform`.
         preset: "paper" (default), "released", "creative" or "lively"; `choices` override it.
         neighbour_bound: float32 [V], see `crop_rows`.
+        geom_unit: "raw", or "median" for a `geom_scale` per `median_distance`.
+        median_distance: of likely pairs, > 0 (`median_distance_of`); 1 for `uniform`.
         beta: a number, or text that depends on `temperature` (`sampling.beta`).
         temperature: temperature of the draw; `generate` must get the same.
         selection_temperature: temperature for choosing the crop; default `temperature`. If only this one is given and
@@ -89,11 +101,12 @@ class TopWLogitsProcessor(CropProcessor):
         if name not in known:
             raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(known)}.")
         _, options = PRESETS.get(name, (None, TopWOptions()))
-        own = {key: value for key, value in given.items() if key in PARAMETER_NAMES}
         self.options = TopWOptions(
             **(asdict(options) | {key: value for key, value in given.items() if key in OPTION_NAMES})
         )
         self.geometry = geometry_of(model_or_embeddings, self.options.metric)
+        own = {key: value for key, value in given.items() if key in PARAMETER_NAMES}
+        own = _per_unit_of_the_metric(own, geom_unit, median_distance, self.options.metric)
         if name in PRESETS:
             values = preset_values(name) | own
         else:
@@ -112,6 +125,18 @@ class TopWLogitsProcessor(CropProcessor):
 
     def crop(self, scores: Tensor) -> TensorCrop:
         return crop_rows(scores, self.parameters, self.options, self.geometry, self.neighbour_bound)
+
+
+def _per_unit_of_the_metric(own: dict[str, Any], unit: str, median: float | None, metric: str) -> dict[str, Any]:
+    """`own` with its geom_scale, given in `unit`, per unit of the metric."""
+    if median is not None and not 0 < as_number("median_distance", median) < math.inf:
+        raise ParameterError(f"median_distance is {median!r}, but must be a finite number > 0.", "median_distance")
+    known = 1.0 if metric == "uniform" else median
+    if "geom_scale" in own:
+        as_number("geom_scale", own["geom_scale"])
+    stated = dict(with_raw_scale({**own, "geom_unit": unit}, known, _NO_MEDIAN))
+    del stated["geom_unit"]
+    return stated
 
 
 def geometry_of(source: Source, metric: str) -> TensorGeometry:

@@ -3,6 +3,7 @@
 model, sampler, results: public classes.
 prompts, parameters, bad_words, generation_config, request: request validation.
 loop, rows, record, draws, edits, allowed, logprobs, callbacks: generation.
+next_logits, token_geometry: what a step is recomputed from.
 structured: answers that match a schema or a grammar.
 text, tokenizer, token_bound, chat, template: text, tokens, chat templates.
 tools: tool calls.

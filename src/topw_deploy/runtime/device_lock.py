@@ -16,45 +16,48 @@ class DeviceLock:
 
     using: held for every run, copy, allocation and release. Reentrant, because garbage collection may close a session
         during a run.
+
+    Garbage collection may also close a session between any two operations of the methods here, and so enter again. What
+    a thread holds therefore changes by one operation on `_users`, `_openings` or `_capturing`, which hold the idents of
+    threads; and a thread that waits lets others go on first, as it may have interrupted itself before it did.
     """
 
     def __init__(self) -> None:
         self.using = Using(self)
         self._changed = threading.Condition()
-        self._users = self._openings = self._waiting = 0
-        self._capturing = False
+        self._users, self._openings, self._waiting = set[int](), set[int](), set[int]()
+        self._capturing: int | None = None
         self._here = _Here()
 
     def enter(self) -> None:
         """Acquire shared use."""
-        if not self._here.depth:
+        me = threading.get_ident()
+        first = not self._holds(me)
+        if first:
             with self._changed:
-                self._wait_for_captures()
-                self._users += 1
-        self._here.depth += 1
+                self._wait_for_captures(me)
+                self._users.add(me)
+        self._here.first.append(first)
 
     def leave(self) -> None:
         """Release shared use."""
-        self._here.depth -= 1
-        if not self._here.depth:
+        if self._here.first.pop():
             with self._changed:
-                self._users -= 1
+                self._users.discard(threading.get_ident())
                 if self._waiting:
                     self._changed.notify_all()
 
     @contextmanager
     def opening(self) -> Iterator[None]:
         """Hold while opening a session. As that may take minutes, captures do not wait: a later step is captured."""
+        me = threading.get_ident()
         with self._changed:
-            self._wait_for_captures()
-            self._openings += 1
-        self._here.depth += 1
+            self._wait_for_captures(me)
+            self._openings.add(me)
         try:
             yield
         finally:
-            self._here.depth -= 1
-            with self._changed:
-                self._openings -= 1
+            self._openings.discard(me)
 
     @contextmanager
     def capturing(self) -> Iterator[bool]:
@@ -62,35 +65,45 @@ class DeviceLock:
 
         While a session is opening, yields False and holds only shared use.
         """
-        alone = self._begin_capture()
-        if not alone:
+        if not self._begin_capture(threading.get_ident()):
             with self.using:
                 yield False
             return
-        self._here.depth += 1
         try:
             yield True
         finally:
-            self._here.depth -= 1
             with self._changed:
-                self._capturing = False
+                self._capturing = None
                 self._changed.notify_all()
 
-    def _begin_capture(self) -> bool:
+    def _holds(self, me: int) -> bool:
+        return me in self._users or me in self._openings or self._capturing == me
+
+    def _begin_capture(self, me: int) -> bool:
         with self._changed:
-            self._waiting += 1
+            self._waiting.add(me)
             try:
-                while (self._users or self._capturing) and not self._openings:
+                # `_capturing` comes first: while it is None, this thread does not wait in `enter`, which would let
+                # others in.
+                while not self._openings and (self._capturing is not None or self._users):
                     self._changed.wait()
-                self._capturing = not self._openings
-                return self._capturing
+                if self._openings:
+                    return False
+                self._capturing = me
+                return True
             finally:
-                self._waiting -= 1
+                self._waiting.discard(me)
                 self._changed.notify_all()
 
-    def _wait_for_captures(self) -> None:
-        while self._capturing or self._waiting:
+    def _wait_for_captures(self, me: int) -> None:
+        """Threads that wait to capture go first, but not before another one of them, which would wait for it."""
+        if self._comes_later(me):
+            self._changed.notify_all()
+        while self._comes_later(me):
             self._changed.wait()
+
+    def _comes_later(self, me: int) -> bool:
+        return self._capturing is not None or (bool(self._waiting) and me not in self._waiting)
 
 
 class Using:
@@ -107,7 +120,10 @@ class Using:
 
 
 class _Here(threading.local):
-    depth = 0
+    """first: for each `enter` without its `leave`, whether the thread held nothing before."""
+
+    def __init__(self) -> None:
+        self.first: list[bool] = []
 
 
 _locks: dict[tuple[str, int], DeviceLock] = {}

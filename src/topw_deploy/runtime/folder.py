@@ -11,6 +11,7 @@ from topw_deploy.errors import ManifestError
 from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, Manifest, load_manifest, open_listed
 
 MODEL_NAME = "model.onnx"
+_MOST_TEXT, _MOST_JSON = 256 << 20, 16 << 20  # bytes; published tokenizers have up to 35 MB, other JSON files up to 2
 
 M_co = TypeVar("M_co", bound=Manifest, covariant=True)
 
@@ -50,8 +51,13 @@ class ModelFolder(Generic[M_co]):
             raise ManifestError(f"{name} is not listed in {self.path / MANIFEST_NAME}; export the model again.")
         return open_listed(self.path, name, self.manifest.files[name])
 
-    def read_text(self, name: str) -> str:
-        """Raises ManifestError if the file is not listed or not UTF-8."""
+    def read_text(self, name: str, most: int = _MOST_TEXT) -> str:
+        """Raises ManifestError if the file is not listed, not UTF-8 or larger than `most` bytes."""
+        if self.has(name) and self.manifest.files[name].size > most:
+            raise ManifestError(
+                f"{self.path / name} has {self.manifest.files[name].size} bytes, but may have at most {most}; "
+                "do not use this folder."
+            )
         try:
             with TextIOWrapper(self.open(name), encoding="utf-8") as stream:
                 return stream.read()
@@ -65,7 +71,7 @@ class ModelFolder(Generic[M_co]):
         if not self.has(name):
             return {}
         try:
-            data = json.loads(self.read_text(name))
+            data = json.loads(self.read_text(name, _MOST_JSON))
         except (ValueError, RecursionError) as error:
             raise ManifestError(f"{self.path / name} is not JSON ({error}); export or copy the folder again.") from None
         if not isinstance(data, dict):

@@ -268,7 +268,7 @@ class RequestRun:
     def _piece(self, row: Row, text: str) -> Piece:
         result = None if row.finish_reason is None else self._result(row)
         entries = row.scores.next_piece(row.steps) if self._streaming and row.scores is not None else None
-        return Piece(text, row.index, result, entries, row.steps)
+        return Piece(text, row.index, result, entries, row.steps, row.next_tokens(row.steps))
 
     def _result(self, row: Row) -> GenerationResult:
         record, prefilled = self._generation.record, self._generation.prefilled_at

@@ -25,6 +25,7 @@ from topw_deploy.runtime.prompts import read_prompts, split_inputs
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_rows, check_text, resolve_for, split
 from topw_deploy.runtime.results import GenerationResult, Piece
+from topw_deploy.runtime.rules import longest_pool
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.runtime.structured.grammars import Grammars
 from topw_deploy.runtime.structured.guide import Guide
@@ -64,7 +65,7 @@ class TopWModel:
         decoder = folder.manifest.decoder
         cache.check_supported(decoder, session.inputs, session.outputs)
         cache.check_layout(decoder, (*folder.manifest.inputs, *folder.manifest.outputs))
-        self._limits = _limits(folder.manifest, max_length, max_batch, session.most_rows)
+        self._limits = _limits(folder.manifest, session, max_length, max_batch)
         _check_size("prefill_chunk", prefill_chunk)
         self.manifest = folder.manifest
         self.path = folder.path
@@ -198,6 +199,11 @@ class TopWModel:
                 "chat_template.jinja beside the tokenizer and export again."
             )
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it is a chat model: `chat` and `apply_chat_template` need a template."""
+        return self._template is not None
 
     @cached_property
     def tool_family(self) -> str | None:
@@ -346,9 +352,8 @@ class TopWModel:
         return self._session, self._caches
 
 
-def _limits(manifest: DecoderManifest, max_length: int | None, max_batch: int | None, built_for: int | None) -> Limits:
-    """built_for: the engine's maximum rows."""
-    context = manifest.decoder.context_length
+def _limits(manifest: DecoderManifest, session: Session, max_length: int | None, max_batch: int | None) -> Limits:
+    context, built_for = manifest.decoder.context_length, session.most_rows
     _check_size("max_length", max_length)
     _check_size("max_batch", max_batch)
     if max_length is not None and max_length > context:
@@ -361,7 +366,15 @@ def _limits(manifest: DecoderManifest, max_length: int | None, max_batch: int | 
             "with a higher --max-batch.",
             "max_batch",
         )
-    return Limits(context, manifest.sampler.vocab_size, max_length, max_batch or built_for)
+    sampler = manifest.sampler
+    return Limits(
+        context,
+        sampler.vocab_size,
+        max_length,
+        max_batch or built_for,
+        longest_pool=longest_pool(session.sampler, sampler),
+        rules=sampler.rules,
+    )
 
 
 def _check_size(name: str, value: object) -> None:

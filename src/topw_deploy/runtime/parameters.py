@@ -46,6 +46,10 @@ REQUEST_ALIASES: Mapping[str, str] = {
 """Names in vLLM, OpenAI's API and the authors' code -> ours."""
 
 
+MOST_SEQUENCES = 1 << 16
+"""The most sequences of a prompt: each takes memory before any of them runs."""
+
+
 def show(value: Any) -> str:
     """A shortened repr for messages."""
     try:
@@ -254,7 +258,7 @@ PARAMETERS: Mapping[str, Parameter] = {
 """Per-row parameters."""
 
 REQUEST_PARAMETERS: Mapping[str, Parameter] = {
-    "num_return_sequences": Parameter(_at_least(1), 1),
+    "num_return_sequences": Parameter(_at_least(1, MOST_SEQUENCES + 1), 1),
     "skip_special_tokens": Parameter(_flag, True),
     "add_special_tokens": Parameter(_flag, True),
     "generation_config": Parameter(_config, {}),

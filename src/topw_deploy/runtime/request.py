@@ -15,13 +15,13 @@ from topw_deploy.manifest import Manifest
 from topw_deploy.runtime.draws import fresh_seed
 from topw_deploy.runtime.generation_config import read_settings
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, spread
-from topw_deploy.runtime.rules import TOP_W, rule_of
+from topw_deploy.runtime.rules import TOP_W, check_carried, check_pool, rule_of
 from topw_deploy.runtime.structured.constraint import Constraint
 from topw_deploy.runtime.tokenizer import Tokenizer
-from topw_deploy.sampling.likely_pairs import raw_geom_scale
+from topw_deploy.sampling.likely_pairs import with_raw_scale
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters
-from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RuleParameters
+from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RULES, RuleParameters
 
 _QUICK = 8  # characters per context token: shorter texts are not checked before tokenizing
 CONFIG = "generation_config"
@@ -76,6 +76,8 @@ class Limits:
     context_length, max_length: maximum tokens per sequence.
     rows: maximum sequences per call.
     opened: what was opened with max_length, for messages.
+    longest_pool: see `rules.longest_pool`.
+    rules: names of the sampling rules that the folder carries.
     """
 
     context_length: int
@@ -83,6 +85,8 @@ class Limits:
     max_length: int | None = None
     rows: int | None = None
     opened: str = "model"
+    longest_pool: int | None = None
+    rules: tuple[str, ...] = tuple(RULES)
 
     @property
     def tokens(self) -> int:
@@ -132,7 +136,7 @@ def resolve(
     columns = {name: spread(name, value, len(prompts)) for name, value in given.items()}
 
     def settled(stated: Mapping[str, Any]) -> Mapping[str, Any]:
-        return _with_preset(_with_raw_scale(stated, median_distance), geometry)
+        return _with_preset(with_raw_scale(stated, median_distance), geometry)
 
     defaults = asdict(exported) if isinstance(exported, TopWParameters) else exported
     stated = settled(config or {}), settled(model)
@@ -172,19 +176,6 @@ def resolve_for(
 
 def _with_preset(stated: Mapping[str, Any], geometry: tuple[str, int | None]) -> Mapping[str, Any]:
     return {**preset_parameters(stated["preset"], *geometry), **stated} if "preset" in stated else stated
-
-
-def _with_raw_scale(stated: Mapping[str, Any], median_distance: float | None) -> Mapping[str, Any]:
-    """`stated` with geom_scale per unit of the metric. Its geom_unit applies to its own geom_scale only."""
-    if stated.get("geom_unit", "raw") == "raw":
-        return stated
-    if "geom_scale" not in stated:
-        raise ParameterError(
-            f"geom_unit is {stated['geom_unit']!r}, but geom_scale is not given with it; give both together.",
-            "geom_unit",
-            "geom_scale",
-        )
-    return {**stated, "geom_scale": raw_geom_scale(stated["geom_scale"], median_distance)}
 
 
 class _Sources:
@@ -242,7 +233,7 @@ def _row(
     return RowRequest(
         prompt=prompt,
         top_w=_top_w(sources, exported),
-        rule=_rule(sources),
+        rule=_rule(sources, limits),
         budget=_budget(len(prompt), sources, limits),
         min_new_tokens=max(value("min_new_tokens"), value("min_length") - len(prompt)),
         eos_token_ids=stop if value("ignore_eos") else eos | stop,
@@ -288,12 +279,15 @@ def _top_w(sources: _Sources, exported: Mapping[str, Any]) -> TopWParameters:
     return TopWParameters(**values)
 
 
-def _rule(sources: _Sources) -> RuleParameters:
+def _rule(sources: _Sources, limits: Limits) -> RuleParameters:
     """The rule of the first source that names or implies one."""
     for source in sources.all:
         own = {name: source[name] for name in RULE_PARAMETER_NAMES if name in source}
         if own:
-            return rule_of(sources.get, own)
+            rule = rule_of(sources.get, own)
+            check_carried(rule, limits.rules)
+            check_pool(rule, limits.longest_pool, limits.vocab_size)
+            return rule
     return TOP_W
 
 

@@ -149,6 +149,7 @@ class Piece:
     result: the row's result, in its last piece only.
     token_logprobs: with the parameter `logprobs`, the entries of the tokens drawn since the row's last piece.
     drawn: tokens of the row drawn so far.
+    token_ids: the tokens drawn since the row's last piece.
     """
 
     text: str
@@ -156,3 +157,4 @@ class Piece:
     result: GenerationResult | None = None
     token_logprobs: list[TokenLogprob] | None = None
     drawn: int = field(compare=False, default=0)
+    token_ids: tuple[int, ...] = field(compare=False, default=())

@@ -31,6 +31,7 @@ class Row:
     unread: tokens at the end of its prompt that are still to be read one by one. A run that another one precedes reads
         one of them, and what it draws does not count.
     skipped: number of runs whose draws do not count.
+    tokens: those drawn so far if `text` is not None, else empty.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class Row:
             self.read_one_by_one()
         self.steps = 0
         self.pieces: list[str] = []
+        self.tokens: list[int] = []
+        self._shown = 0  # tokens that pieces have had
         self.finish_reason: str | None = None
         self.stop: int | str | None = None
         self.finished_at = 0.0  # time.perf_counter()
@@ -105,6 +108,8 @@ class Row:
             self.scores.add(logits, token)
         self.steps += 1
         gained = ""
+        if self.text is not None:
+            self.tokens.append(token)
         if self.watch is not None:
             self.watch.take(token)
         if token in self.request.eos_token_ids:
@@ -134,6 +139,11 @@ class Row:
         if self.finish_reason != "stop" and text.found is not None:
             self.end("stop", text.found)
         return gained
+
+    def next_tokens(self, end: int) -> tuple[int, ...]:
+        """Those of `tokens` up to `end`, exclusive, that this has not returned before."""
+        start, self._shown = self._shown, end
+        return tuple(self.tokens[start:end])
 
     def interrupt(self, reason: str) -> str:
         """End it from outside. Returns the text that was held back."""
@@ -176,16 +186,20 @@ def result_of(
     started: float,
     prefilled: float,
     cached_tokens: int = 0,
+    text: str | None = None,
 ) -> GenerationResult:
     """The result of an ended row.
 
     recorded: function from the name of an output to its values, one per token; [] if the graph lacks it.
     cached_tokens: see GenerationResult.
     started, prefilled: when the request began and when it had its first token, by time.perf_counter().
+    text: the whole text if the caller has decoded it already.
     """
     tokens = recorded("next_token")
+    if row.text is not None:
+        text = "".join(row.pieces)
     return GenerationResult(
-        text="".join(row.pieces) if row.text is not None else _whole_text(row, tokens, follow),
+        text=_whole_text(row, tokens, follow) if text is None else text,
         token_ids=tokens,
         logprobs=recorded("logprob"),
         kept=recorded("kept"),

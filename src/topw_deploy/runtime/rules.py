@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 
+from topw_deploy.errors import ParameterError
+from topw_deploy.manifest import SamplerInfo
 from topw_deploy.runtime.protocols import Binding
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES, RuleParameters
 
 NAMES = ("rule", "rule_values")
 TOP_W = RuleParameters()
+
+
+LONGEST_LIST = 3840
+"""Tokens that the sampler's function sorts in the forms `portable` and `static` (docs/contract/graph.md, section 8)."""
+
+
+def longest_pool(sampler: str, info: SamplerInfo) -> int | None:
+    """The largest pool of Top-H, other than the whole vocabulary, that a session answers; None for any.
+
+    sampler: the session's "native", "plugin" or "graph".
+    """
+    searches = sampler == "graph" and info.tail != "onnxruntime" and info.vocab_size > LONGEST_LIST
+    return LONGEST_LIST if searches else None
+
+
+def check_pool(rule: RuleParameters, longest: int | None, vocab_size: int) -> None:
+    """Raises ParameterError for a pool of Top-H that is larger than `longest` but not the whole vocabulary."""
+    share, pool = rule.values
+    if longest is None or rule.chosen.name != "top_h" or share >= 1 or not longest < pool < vocab_size:
+        return
+    raise ParameterError(
+        f"top_h_pool is {pool:.0f}, but the sampler's function takes at most {longest}, or the whole vocabulary of "
+        f"{vocab_size}; give such a pool, open the model with the native sampler, or export with --tail onnxruntime.",
+        "top_h_pool",
+    )
 
 
 class Rules:
@@ -39,6 +66,16 @@ class Rules:
     def refresh(binding: Binding) -> None:
         for name in NAMES:
             binding.refresh(name)
+
+
+def check_carried(rule: RuleParameters, carried: Collection[str]) -> None:
+    """Raise ParameterError if `rule` is not among the rules that the folder carries."""
+    if rule.chosen.name not in carried:
+        raise ParameterError(
+            f"rule is {rule.chosen.name}, but this folder carries only {', '.join(carried)}; export it again with "
+            f"--rules {','.join((*carried, rule.chosen.name))}.",
+            "rule",
+        )
 
 
 def rule_of(get: Callable[[str], Any], own: Mapping[str, Any]) -> RuleParameters:

@@ -15,9 +15,10 @@ from topw_deploy.runtime.draws import SEED_BITS, uniforms
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.session import GraphSession
 from topw_deploy.runtime.parameters import show, spread
-from topw_deploy.runtime.rules import Rules, rule_of
+from topw_deploy.runtime.rules import Rules, check_carried, check_pool, longest_pool, rule_of
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.sampling.beta import coefficients
+from topw_deploy.sampling.likely_pairs import check_geom_unit, with_raw_scale
 from topw_deploy.sampling.mask import ALL, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
 from topw_deploy.sampling.presets import preset_parameters
@@ -34,6 +35,12 @@ _OUTPUTS: Mapping[str, Any] = {
     "mass": np.float32,
     "keep_mask": np.bool_,
 }
+
+
+_NO_MEDIAN = (
+    "this folder has no median distance of likely pairs; export the sampler again with the model's logits (--logits "
+    "FILE.npy), or give geom_scale with geom_unit raw"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,8 +135,8 @@ class TopWSampler:
         edit_penalty, edit_bias: float32 [B, N] (section 6).
         allowed: tokens that may be drawn, bool [B, V] or packed int32 [B, ceil(V / 32)] (section 6). None: all.
         preset: Top-W defaults (docs/lab/lively.md). None: the export's.
-        parameters: the sampling `rule` and its parameters (docs/contract/rules.md), and Top-W's; one value or one per
-            row.
+        parameters: the sampling `rule` and its parameters (docs/contract/rules.md), and Top-W's with `geom_unit`; one
+            value or one per row.
 
         Raises ParameterError for bad arguments, GenerationError for invalid logits.
         """
@@ -137,7 +144,7 @@ class TopWSampler:
         rows = len(logits)
         feeds = {"logits": logits, "uniform": _uniform(rows, uniform, seed, position, sample)}
         top_w, rule = _split(parameters)
-        feeds |= self._parameters(rows, top_w, preset) | _rules(rows, rule)
+        feeds |= self._parameters(rows, top_w, preset) | self._rules(rows, rule)
         feeds |= _edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
         feeds["allowed"] = self._mask(rows, allowed)
         if rows == 0:
@@ -174,7 +181,7 @@ class TopWSampler:
         return np.ascontiguousarray(pack_mask(given) if given.dtype == np.bool_ else given)
 
     def _parameters(self, rows: int, given: Mapping[str, Any], preset: str | None) -> dict[str, np.ndarray]:
-        named = canonical_names(given)
+        named = self._raw_scales(canonical_names(given, (*PARAMETER_NAMES, "geom_unit")), rows)
         if preset is not None:
             named = {**preset_parameters(preset, *self.manifest.sampler.geometry), **named}
         stated = {**self.manifest.stated_defaults, **named}
@@ -186,6 +193,31 @@ class TopWSampler:
                 TopWParameters(**{name: value})
             columns[name] = values
         return {name: columns[name] for name in PARAMETER_NAMES}
+
+    def _rules(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        columns = {name: spread(name, value, rows, "rows") for name, value in given.items()}
+        rules, longest = Rules(rows), longest_pool(self.sampler, self.manifest.sampler)
+        for row in range(rows):
+            rule = rule_of(lambda _: None, {name: each[row] for name, each in columns.items() if each[row] is not None})
+            check_carried(rule, self.manifest.sampler.rules)
+            check_pool(rule, longest, self.vocab_size)
+            rules.set(row, rule)
+        return rules.arrays
+
+    def _raw_scales(self, named: dict[str, Any], rows: int) -> dict[str, Any]:
+        """`named` without geom_unit, its geom_scale converted to the metric's own unit."""
+        unit = named.pop("geom_unit", None)
+        if unit is None:
+            return named
+        units = [check_geom_unit(unit)] * rows if isinstance(unit, str) else spread("geom_unit", unit, rows, "rows")
+        if "median" not in (units or [unit]):
+            return named
+        if "geom_scale" not in named:
+            with_raw_scale({"geom_unit": "median"}, None)  # raises
+        scales = _column("geom_scale", named["geom_scale"], rows, np.float64).tolist()
+        median = self.manifest.median_distance
+        stated = [{"geom_unit": unit, "geom_scale": scale} for unit, scale in zip(units, scales, strict=True)]
+        return {**named, "geom_scale": [with_raw_scale(each, median, _NO_MEDIAN)["geom_scale"] for each in stated]}
 
 
 def _betas(beta: Any, temperature: Any, rows: int) -> Any:
@@ -205,15 +237,6 @@ def _split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(Top-W's parameters, those of the rule)."""
     rule = {name: value for name, value in given.items() if name in RULE_PARAMETER_NAMES and value is not None}
     return {name: value for name, value in given.items() if name not in RULE_PARAMETER_NAMES}, rule
-
-
-def _rules(rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    columns = {name: spread(name, value, rows, "rows") for name, value in given.items()}
-    rules = Rules(rows)
-    for row in range(rows):
-        own = {name: column[row] for name, column in columns.items() if column[row] is not None}
-        rules.set(row, rule_of(lambda _: None, own))
-    return rules.arrays
 
 
 def _logits(given: Any, vocab: int) -> np.ndarray:

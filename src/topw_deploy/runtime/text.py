@@ -110,6 +110,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """Add text. Returns the part that cannot belong to a stop string."""
+        if not self._stops:
+            return text
         if self.found is not None or not text:
             return ""
         text = self._held + text
@@ -128,7 +130,7 @@ class StopStrings:
         return held
 
     def _possible_beginning(self, text: str) -> int:
-        longest = min(len(text), max(map(len, self._stops), default=1) - 1)
+        longest = min(len(text), max(map(len, self._stops)) - 1)
         for size in range(longest, 0, -1):
             end = text[-size:]
             if any(stop.startswith(end) for stop in self._stops):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from topw_deploy.errors import PromptError, TokenizerError, one_line
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.text import IncrementalDecoder
 from topw_deploy.runtime.token_bound import TokenBound, byte_level_bytes, token_bound
+from topw_deploy.runtime.token_growth import refuse_growth
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -36,8 +37,10 @@ class Tokenizer:
                 f"{folder.path} has no {TOKENIZER_FILE}; export the model again from a folder with a tokenizer."
             )
         self._file = folder.path / TOKENIZER_FILE
+        text = folder.read_text(TOKENIZER_FILE)
         try:
-            self._raw = RustTokenizer.from_str(folder.read_text(TOKENIZER_FILE))
+            self._raw = RustTokenizer.from_str(text)
+            refuse_growth(self._raw)
         except BaseException as error:  # noqa: BLE001  # the library raises a bare Exception, or panics in Rust
             raise self._typed(error, "read") from None
         # Truncation and padding would silently change prompts.
@@ -76,11 +79,12 @@ class Tokenizer:
         return self.decode([token], skip_special_tokens=False)
 
     def follow(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
+        of = self._bytes[skip_special_tokens]
 
         def decode(ids: Sequence[int]) -> str:
             return self.decode(ids, skip_special_tokens)
 
-        return IncrementalDecoder(decode, prompt, self._bytes[skip_special_tokens])
+        return IncrementalDecoder(of.joined if of.joins else decode, prompt, of)
 
     def token_bytes(self, size: int) -> tuple[list[bytes], list[int]]:
         """Returns (the text in UTF-8 of each token below `size`, as it is behind other text; ids of special tokens).
@@ -157,6 +161,7 @@ class TokenBytes:
     """Looks up the bytes of a token, because a character may span several tokens.
 
     skip_special: whether special tokens give no text.
+    joins: whether `joined` gives the text of tokens, because the decoder is byte-level and nothing else.
     """
 
     def __init__(self, raw: RustTokenizer, skip_special: bool) -> None:
@@ -164,6 +169,8 @@ class TokenBytes:
         decoder = raw.decoder
         kinds = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
         self._byte_level = "ByteLevel" in kinds
+        self.joins = kinds == {"ByteLevel"}
+        self._known = _Known(self)
         self._byte_fallback = "ByteFallback" in kinds
         added = raw.get_added_tokens_decoder()
         self._skipped = {token for token, entry in added.items() if entry.special} if skip_special else set()
@@ -177,6 +184,22 @@ class TokenBytes:
             return byte_level_bytes(text)
         found = _BYTE_TOKEN.fullmatch(text) if self._byte_fallback else None
         return bytes.fromhex(found[1]) if found else None
+
+    def joined(self, ids: Sequence[int]) -> str:
+        """The bytes of tokens as text, about ten times as fast as the library's decoder."""
+        return b"".join(map(self._known.__getitem__, ids)).decode("utf-8", "replace")
+
+
+class _Known(dict[int, bytes]):
+    """Bytes of the tokens that were looked up."""
+
+    def __init__(self, of: Callable[[int], bytes | None]) -> None:
+        super().__init__()
+        self._of = of
+
+    def __missing__(self, token: int) -> bytes:
+        found = self[token] = self._of(token) or b""
+        return found
 
 
 def _types(state: Any) -> set[str]:

@@ -6,14 +6,14 @@ Distances depend on the metric, the embedding width and the table. The median ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.geometry import Floats, Geometry
+from topw_deploy.sampling.geometry import Floats
 from topw_deploy.sampling.parameters import IN_FLOAT32
 
 GEOM_UNITS = ("raw", "median")
@@ -21,6 +21,18 @@ GEOM_UNITS = ("raw", "median")
 
 LIKELY_TOKENS = 64
 """The likeliest tokens of a step whose pairs count."""
+
+_NOT_MEASURED = (
+    "this export has no median distance of likely pairs, which its verification measures; export the model again "
+    "without --no-verify, or give geom_scale with geom_unit raw"
+)
+
+
+class Distances(Protocol):
+    """What `median_distance` needs of a `Geometry`."""
+
+    def distances(self, rows: ArrayLike, cols: ArrayLike) -> Floats:
+        """Distances [n, m] between token ids [n] and [m]."""
 
 
 def check_geom_unit(unit: object) -> str:
@@ -30,17 +42,33 @@ def check_geom_unit(unit: object) -> str:
     return unit
 
 
-def raw_geom_scale(geom_scale: float, median: float | None) -> float:
+def with_raw_scale(stated: Mapping[str, Any], median: float | None, unknown: str = _NOT_MEASURED) -> Mapping[str, Any]:
+    """`stated` with geom_scale per unit of the metric. Its geom_unit applies to its own geom_scale only.
+
+    stated: parameters by name, from one source.
+    median: the median distance, None if it is not known; `unknown` then says why, and the next step.
+
+    Raises ParameterError for an unknown unit, a geom_unit without geom_scale, and as `raw_geom_scale`.
+    """
+    unit = stated.get("geom_unit")
+    if unit is None or check_geom_unit(unit) == "raw":
+        return stated
+    if "geom_scale" not in stated:
+        raise ParameterError(
+            f"geom_unit is {unit!r}, but geom_scale is not given with it; give both together.",
+            "geom_unit",
+            "geom_scale",
+        )
+    return {**stated, "geom_scale": raw_geom_scale(stated["geom_scale"], median, unknown)}
+
+
+def raw_geom_scale(geom_scale: float, median: float | None, unknown: str = _NOT_MEASURED) -> float:
     """`geom_scale`, given per `median` distance, per unit of the metric: geom_scale / median.
 
-    Raises ParameterError without a median, and for a result beyond float32.
+    Raises ParameterError without a median, with the reason `unknown`, and for a result beyond float32.
     """
     if median is None:
-        raise ParameterError(
-            "geom_unit is 'median', but this export has no median distance of likely pairs, which its verification "
-            "measures; export the model again without --no-verify, or give geom_scale with geom_unit raw.",
-            "geom_unit",
-        )
+        raise ParameterError(f"geom_unit is 'median', but {unknown}.", "geom_unit")
     raw = geom_scale / median
     if not abs(raw) <= float(np.finfo(np.float32).max):
         raise ParameterError(
@@ -51,7 +79,7 @@ def raw_geom_scale(geom_scale: float, median: float | None) -> float:
     return raw
 
 
-def median_distance(geometry: Geometry, logits: Iterable[NDArray[Any]]) -> float | None:
+def median_distance(geometry: Distances, logits: Iterable[NDArray[Any]]) -> float | None:
     """The median distance of two independent draws at one step, given that they are different tokens.
 
     A pair (i, j) of a step counts with the weight p_i p_j, p the softmax at temperature 1: pairs of likely tokens count
@@ -74,7 +102,7 @@ def median_distance(geometry: Geometry, logits: Iterable[NDArray[Any]]) -> float
     return median if median > 0 else None
 
 
-def _pairs(geometry: Geometry, row: NDArray[Any]) -> tuple[Floats, Floats]:
+def _pairs(geometry: Distances, row: NDArray[Any]) -> tuple[Floats, Floats]:
     """Distances and weights of the step's pairs, each [n (n - 1) / 2]."""
     weights = np.exp(row.astype(np.float64) - row.max())
     weights /= weights.sum()

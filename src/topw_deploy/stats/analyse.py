@@ -1,8 +1,9 @@
-"""One step: its crop, the crop without distances, and their probabilities."""
+"""One step: its crop, Top-W's crop without distances, and their probabilities."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,13 +11,14 @@ from numpy.typing import NDArray
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 from topw_deploy.sampling.fast.crop import fast_crop
 from topw_deploy.sampling.parameters import GREEDY_BELOW
+from topw_deploy.sampling.rules import TOP_W, RuleParameters, kept_set
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One Top-W step.
+    """One step. Under a rule other than Top-W, no distance is measured, and `stage` is "greedy" or "rule".
 
     kept: crop size.
     mass: the crop's softmax probability, at the selection temperature.
@@ -52,18 +54,22 @@ class Analyser:
     geometry: Geometry
     neighbour_bound: NDArray[np.float32] | None = None
 
-    def analyse(self, logits: NDArray[np.float32], parameters: TopWParameters) -> Step:
-        """Analyse one row of edited logits [V]. parameters: rounded to float32."""
+    def analyse(
+        self, logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters | None = None
+    ) -> Step:
+        """Analyse one row of edited logits [V].
+
+        parameters: rounded to float32; the temperatures apply to every rule.
+        rule: of the row; None for Top-W.
+        """
+        if rule is not None and rule.chosen is not TOP_W:
+            return _other_rule(logits, parameters, rule)
         found = fast_crop(logits, parameters, self.options, self.geometry, self.neighbour_bound)
         # Scale does not change a certified crop (docs/contract/theory.md, T2).
         plain = found.kept if found.certified else self._without_distances(logits, parameters)
-        selection = parameters.selection_temperature or parameters.temperature
         return Step(
-            kept=len(found.kept),
             certified=found.certified,
-            mass=float(softmax(logits, selection)[found.kept].sum()),
-            entropy=entropy(softmax(logits, parameters.temperature)),
-            crop_entropy=entropy(softmax(logits[found.kept], parameters.temperature)),
+            **_probabilities(logits, found.kept, parameters),
             added=tuple(np.setdiff1d(found.kept, plain).tolist()),
             dropped=tuple(np.setdiff1d(plain, found.kept).tolist()),
             stage=found.stage,
@@ -73,6 +79,31 @@ class Analyser:
 
     def _without_distances(self, logits: NDArray[np.float32], parameters: TopWParameters) -> NDArray[np.int64]:
         return fast_crop(logits, replace(parameters, geom_scale=0.0), self.options, self.geometry).kept
+
+
+def _other_rule(logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters) -> Step:
+    temperatures = {name: getattr(parameters, name) for name in ("temperature", "selection_temperature")}
+    found = kept_set(logits, rule.chosen, rule.values, **temperatures)
+    return Step(
+        certified=found.certified,
+        **_probabilities(logits, found.kept, parameters),
+        added=(),
+        dropped=(),
+        stage="greedy" if parameters.greedy else "rule",
+        distances=0,
+        distances_avoided=0,
+    )
+
+
+def _probabilities(logits: NDArray[np.float32], kept: NDArray[np.int64], parameters: TopWParameters) -> dict[str, Any]:
+    """The fields of a Step that depend on the crop `kept` alone."""
+    selection = parameters.selection_temperature or parameters.temperature
+    return {
+        "kept": len(kept),
+        "mass": float(softmax(logits, selection)[kept].sum()),
+        "entropy": entropy(softmax(logits, parameters.temperature)),
+        "crop_entropy": entropy(softmax(logits[kept], parameters.temperature)),
+    }
 
 
 def softmax(logits: NDArray[np.float32], temperature: float) -> Floats:

@@ -28,7 +28,7 @@ from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolve_for
-from topw_deploy.sampling import Geometry, TopWParameters, apply_edits, as_float32
+from topw_deploy.sampling import Geometry, RuleParameters, TopWParameters, apply_edits, as_float32
 from topw_deploy.stats.analyse import Analyser, Step
 from topw_deploy.stats.exact.analyse import ExactAnalyser, ExactStep, check, sample
 from topw_deploy.stats.request import ExactRequest, Prompt, Setting
@@ -60,12 +60,14 @@ class Analysed:
 class Collected:
     """Result of `collect`.
 
-    runs: each setting with its sequences, in prompt order.
+    runs: each setting with its sequences: the prompts in order, once for each seed.
     texts: the texts of added and dropped tokens, by id.
+    prompts: number of prompts; None if every sequence has its own.
     """
 
     runs: list[tuple[Setting, list[Analysed]]]
     texts: dict[int, str]
+    prompts: int | None = None
 
 
 def collect(
@@ -75,6 +77,7 @@ def collect(
     *,
     batch_size: int = 1,
     generation: Mapping[str, Any] | None = None,
+    seeds: int = 1,
     exact: ExactRequest | None = None,
     progress: Progress = SILENT,
 ) -> Collected:
@@ -83,22 +86,25 @@ def collect(
     folder: an exported model.
     batch_size: prompts per batch; batching can change the last bits of logits.
     generation: further parameters of `TopWModel.generate`.
+    seeds: texts of each prompt, with consecutive seeds from that of `generation`.
     exact: also analyse steps under the exact objective; needs the extra `exact`.
 
     Raises ManifestError for a folder without a decoder, PromptError for a prompt longer than the context,
     ParameterError for settings or a pool that the exact objective does not allow, and the errors of `TopWModel`.
     """
-    batches = [range(start, min(start + batch_size, len(prompts))) for start in range(0, len(prompts), batch_size)]
+    n = len(prompts)
+    batches = [range(start, min(start + batch_size, n)) for start in range(0, n, batch_size)]
     with TopWModel.from_pretrained(folder) as model:
         ids = [_ids(model, prompt) for prompt in prompts]
         manifest, tokenizer = model.manifest, model.tokenizer
         analyser, asked = analyser_of(folder, manifest), [{**(generation or {}), **s.parameters} for s in settings]
-        solver = None if exact is None else _solver(exact, analyser, model, ids, asked)
-        progress.say(f"Generating from {counted(len(prompts), 'prompt')} under {counted(len(settings), 'setting')}")
+        firsts = [_requests(model, ids[:1], parameters)[0] for parameters in asked]  # refuse wrong ones early
+        solver = None if exact is None else _solver(exact, analyser, firsts)
+        progress.say(f"Generating from {counted(n, 'prompt')} under {counted(len(settings), 'setting')}")
         written = []
-        with progress.bar(len(prompts) * len(settings), "prompts") as advance:
+        with progress.bar(n * len(settings) * seeds, "prompts") as advance:
             for parameters in asked:
-                written.append(_generate(model, ids, batches, parameters, advance))
+                written.append(_generate(model, ids, batches, _by_seed(parameters, seeds), advance))
     progress.say("Analysing every step")
     probe = LogitsProbe(folder, manifest.decoder)
     total = sum(len(one.result.token_ids) for run in written for one in run)
@@ -107,12 +113,13 @@ def collect(
         for setting, run in zip(settings, written, strict=True):
             chosen = sample([len(one.result.token_ids) for one in run], exact.steps if exact is not None else 0)
             rows: list[Analysed] = []
-            for batch in batches:
+            for batch in (range(b.start + n * s, b.stop + n * s) for s in range(seeds) for b in batches):
                 solved = [_Solved(solver, chosen[i]) for i in batch]
                 rows += _analyse(probe, analyser, [run[i] for i in batch], solved, advance)
             runs.append((setting, rows))
     moved = {token for _, run in runs for one in run for step in one.steps for token in (*step.added, *step.dropped)}
-    return Collected(runs, {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(moved)})
+    texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(moved)}
+    return Collected(runs, texts, n)
 
 
 def analyser_of(folder: Path, manifest: DecoderManifest) -> Analyser:
@@ -157,33 +164,37 @@ def _requests(model: TopWModel, ids: Sequence[list[int]], parameters: Mapping[st
     return resolve_for(model.manifest, ids, parameters, model.defaults, limits)
 
 
-def _solver(
-    exact: ExactRequest,
-    analyser: Analyser,
-    model: TopWModel,
-    ids: Sequence[list[int]],
-    asked: Sequence[Mapping[str, Any]],
-) -> ExactAnalyser:
+def _solver(exact: ExactRequest, analyser: Analyser, firsts: Sequence[RowRequest]) -> ExactAnalyser:
     """Raises ParameterError for a pool or settings that the exact objective does not allow."""
     top_m = analyser.options.top_m
     solver = ExactAnalyser(analyser.options, analyser.geometry, top_m if exact.pool is None else exact.pool)
-    for parameters in asked:
-        check(_requests(model, ids[:1], parameters)[0].top_w)
+    for request in firsts:
+        check(request.top_w)
     return solver
+
+
+def _by_seed(parameters: Mapping[str, Any], seeds: int) -> list[Mapping[str, Any]]:
+    """`parameters` once for each of `seeds` consecutive seeds."""
+    if seeds == 1:
+        return [parameters]
+    return [{**parameters, "seed": parameters.get("seed", 0) + more} for more in range(seeds)]
 
 
 def _generate(
     model: TopWModel,
     ids: Sequence[list[int]],
     batches: Sequence[range],
-    parameters: Mapping[str, Any],
+    runs: Sequence[Mapping[str, Any]],
     advance: Advance,
 ) -> list[Generated]:
-    requests = _requests(model, ids, parameters)
+    """Generate from all prompts, once with each of the parameters `runs`."""
+    requests: list[RowRequest] = []
     results: list[GenerationResult] = []
-    for batch in batches:
-        results += model.generate([ids[i] for i in batch], **parameters)
-        advance(len(batch))
+    for parameters in runs:
+        requests += _requests(model, ids, parameters)
+        for batch in batches:
+            results += model.generate([ids[i] for i in batch], **parameters)
+            advance(len(batch))
     return [Generated(request, result) for request, result in zip(requests, results, strict=True)]
 
 
@@ -195,9 +206,11 @@ class _Solved:
     chosen: set[int]
     steps: dict[int, ExactStep] = field(default_factory=dict)
 
-    def analyse(self, position: int, logits: NDArray[np.float32], parameters: TopWParameters) -> None:
+    def analyse(
+        self, position: int, logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters
+    ) -> None:
         if self.solver is not None and position in self.chosen:
-            self.steps[position] = self.solver.analyse(logits, parameters)
+            self.steps[position] = self.solver.analyse(logits, parameters, rule)
 
 
 def _analyse(
@@ -215,8 +228,8 @@ def _analyse(
             if position >= len(one.result.token_ids):
                 continue
             edited, parameters = edits[row].apply(logits[row]), as_float32(one.request.top_w)
-            step = analyser.analyse(edited, parameters)
-            solved[row].analyse(position, edited, parameters)
+            step = analyser.analyse(edited, parameters, one.request.rule)
+            solved[row].analyse(position, edited, parameters, one.request.rule)
             edits[row].accept(one.result.token_ids[position])
             reported = one.result.kept[position], one.result.certified[position]
             agreed[row] += reported == (step.kept, step.certified)

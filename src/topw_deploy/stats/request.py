@@ -12,6 +12,9 @@ from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.plain_text import numbered_lines
 from topw_deploy.sampling.beta import depends_on_temperature
 from topw_deploy.sampling.parameters import ALIASES, PARAMETER_NAMES, check_range, unknown_name
+from topw_deploy.sampling.rules import RULE_OF_VALUE, RuleParameters
+
+_SWEPT = (*PARAMETER_NAMES, *RULE_OF_VALUE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def _not_empty(prompts: list[Prompt], where: str) -> list[Prompt]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Top-W parameters of one run.
+    """Parameters of one run: Top-W's, the rule and the rule's.
 
     label: the parameters that differ between settings.
     """
@@ -103,8 +106,8 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
     name, equals, values = text.partition("=")
     name = name.strip().replace("-", "_")
     name = ALIASES.get(name, name)
-    if equals and name not in PARAMETER_NAMES:
-        error = unknown_name(name, PARAMETER_NAMES)
+    if equals and name not in _SWEPT:
+        error = unknown_name(name, _SWEPT)
         raise ParameterError(str(error), "sweep")
     try:
         found = list(dict.fromkeys(_swept(name, value) for value in values.split(",")))
@@ -115,7 +118,10 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
         ) from None
     for value in found:
         try:
-            if not isinstance(value, str):
+            if name in RULE_OF_VALUE:
+                given: dict[str, Any] = {name: value}
+                RuleParameters(**given)
+            elif not isinstance(value, str):
                 check_range(name, value)
         except ParameterError as error:
             raise ParameterError(str(error), "sweep") from None

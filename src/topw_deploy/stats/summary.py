@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from topw_deploy.runtime.request import RowRequest
+from topw_deploy.sampling.rules import TOP_W
 from topw_deploy.stats.analyse import Step
 from topw_deploy.stats.collect import Analysed, Collected
 
@@ -61,9 +63,11 @@ class MovedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Top-W under one setting.
+    """A rule under one setting.
 
-    parameters: the Top-W parameters used.
+    rule: its name.
+    parameters: Top-W's, or the rule's and the temperatures.
+    prompts, sequences: numbers of prompts and of texts.
     agreed: steps whose crop has the reported size and certificate.
     changed: steps whose crop differs from the crop for geom_scale 0.
     added, dropped: tokens put into or out of a crop by distances, most frequent first.
@@ -75,7 +79,9 @@ class Summary:
     """
 
     label: str
+    rule: str
     parameters: dict[str, float]
+    prompts: int
     sequences: int
     steps: int
     agreed: int
@@ -106,15 +112,27 @@ class Summary:
 
 
 def summarise(collected: Collected) -> list[Summary]:
-    return [_summary(setting.label, sequences, collected.texts) for setting, sequences in collected.runs]
+    return [_summary(setting.label, sequences, collected) for setting, sequences in collected.runs]
 
 
-def _summary(label: str, sequences: Sequence[Analysed], texts: dict[int, str]) -> Summary:
+def parameters_of(request: RowRequest) -> dict[str, float]:
+    """The parameters that determine the crops of a request's rule."""
+    top_w = asdict(request.top_w)
+    rule = request.rule.chosen
+    if rule is TOP_W:
+        return top_w
+    values = dict(zip((value.name for value in rule.values), request.rule.values, strict=False))
+    return {**values, **{name: top_w[name] for name in ("temperature", "selection_temperature")}}
+
+
+def _summary(label: str, sequences: Sequence[Analysed], collected: Collected) -> Summary:
     by_position = _by_position(sequences)
     steps = [step for one in sequences for step in one.steps]
     return Summary(
         label=label,
-        parameters=asdict(sequences[0].generated.request.top_w),
+        rule=sequences[0].generated.request.rule.chosen.name,
+        parameters=parameters_of(sequences[0].generated.request),
+        prompts=len(sequences) if collected.prompts is None else collected.prompts,
         sequences=len(sequences),
         steps=len(steps),
         agreed=sum(one.agreed for one in sequences),
@@ -129,8 +147,8 @@ def _summary(label: str, sequences: Sequence[Analysed], texts: dict[int, str]) -
         positions=tuple(_place(at, at, found) for at, found in enumerate(by_position, 1)),
         ranges=_places(by_position, ranges(len(by_position))),
         windows=_places(by_position, windows(len(by_position))),
-        added=_moved(steps, lambda step: step.added, texts),
-        dropped=_moved(steps, lambda step: step.dropped, texts),
+        added=_moved(steps, lambda step: step.added, collected.texts),
+        dropped=_moved(steps, lambda step: step.dropped, collected.texts),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from topw_deploy.reports import aligned, counted
+from topw_deploy.sampling.rules import TOP_W
 from topw_deploy.stats.summary import Distribution, MovedToken, Place, Summary
 
 _UNREADABLE = "�"  # replaces bytes that are not UTF-8
@@ -24,6 +25,8 @@ def verdict(summary: Summary) -> str:
     """One sentence on whether distances mattered."""
     if not summary.steps:
         return "There were no steps: every prompt fills the context, or no tokens were requested."
+    if summary.rule != TOP_W.name:
+        return f"The rule {summary.rule} uses no distances."
     if summary.changed:
         per_step = (summary.added_total + summary.dropped_total) / summary.changed
         return (
@@ -50,7 +53,7 @@ def _side_by_side(summaries: Sequence[Summary]) -> Iterator[str]:
     rows = []
     for summary in summaries:
         whole = summary.whole
-        shares = (_share(summary.certified, summary.steps), _share(summary.changed, summary.steps))
+        shares = (_share(summary.certified, summary.steps), _acted(summary, summary))
         numbers = _numbers(whole) if whole is not None else ["-"] * 7
         rows.append([summary.label or "as given", str(summary.steps), *shares, *numbers])
     yield from aligned(header, rows)
@@ -68,8 +71,10 @@ def _numbers(place: Place) -> list[str]:
 
 
 def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
-    yield ", ".join(f"{name} {value:g}" for name, value in summary.parameters.items())
-    yield f"{counted(summary.sequences, 'prompt')}, {counted(summary.steps, 'step')}"
+    named = [] if summary.rule == TOP_W.name else [f"rule {summary.rule}"]
+    yield ", ".join([*named, *(f"{name} {value:g}" for name, value in summary.parameters.items())])
+    texts = "" if summary.sequences == summary.prompts else f" with {counted(summary.sequences, 'text')}"
+    yield f"{counted(summary.prompts, 'prompt')}{texts}, {counted(summary.steps, 'step')}"
     yield verdict(summary)
     if summary.whole is None:
         return
@@ -79,15 +84,16 @@ def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
             "last bits of the logits differ, at a near-tie."
         )
     yield f"certified  {_share(summary.certified, summary.steps)}"
-    stages = ", ".join(f"{name} {_share(count, summary.steps)}" for name, count in summary.stages.items())
-    yield f"settled by {stages}"
+    if summary.rule == TOP_W.name:
+        stages = ", ".join(f"{name} {_share(count, summary.steps)}" for name, count in summary.stages.items())
+        yield f"settled by {stages}"
     avoided = summary.distances + summary.distances_avoided
     if avoided:
         yield f"distances  {summary.distances:,} measured, {_share(summary.distances_avoided, avoided)} avoided"
     yield ""
     header = ("position", "steps", "certified", "geometry acted", "one token", "kept", "mass", "entropy", "of crop")
-    rows = [_place(place) for place in summary.ranges] if len(summary.ranges) > 1 else []
-    yield from aligned(header, [*rows, ["all", *_place(summary.whole)[1:]]])
+    rows = [_place(place, summary) for place in summary.ranges] if len(summary.ranges) > 1 else []
+    yield from aligned(header, [*rows, ["all", *_place(summary.whole, summary)[1:]]])
     for title, tokens in (
         ("kept only because of geometry", summary.added),
         ("dropped only because of geometry", summary.dropped),
@@ -99,9 +105,15 @@ def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
             yield f"{title} (steps): {shown}{rest}"
 
 
-def _place(place: Place) -> list[str]:
+def _acted(part: Place | Summary, summary: Summary) -> str:
+    """The share of the steps at which geometry acted; "-" under a rule without distances."""
+    return _share(part.changed, part.steps) if summary.rule == TOP_W.name else "-"
+
+
+def _place(place: Place, summary: Summary) -> list[str]:
     name = f"{place.first}" if place.first == place.last else f"{place.first}-{place.last}"
-    shares = [_share(count, place.steps) for count in (place.certified, place.changed, place.single)]
+    certified, single = (_share(count, place.steps) for count in (place.certified, place.single))
+    shares = [certified, _acted(place, summary), single]
     kept = f"{place.kept.median:g} ({place.kept.p10:g}-{place.kept.p90:g})"
     others = [_middle(numbers) for numbers in (place.mass, place.entropy, place.crop_entropy)]
     return [name, str(place.steps), *shares, kept, *others]

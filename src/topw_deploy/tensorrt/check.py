@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from topw_deploy.errors import EngineError, ParameterError, PluginError
+from topw_deploy.errors import EngineError, ParameterError, PluginError, one_line
 from topw_deploy.manifest import TARGETS, DecoderManifest, Manifest, load_manifest
 from topw_deploy.plugins.tensorrt import tensorrt_module
 from topw_deploy.plugins.tensorrt.node import INPUTS, TABLE_INPUTS, NodeAttributes
@@ -32,6 +32,7 @@ VERDICTS = ("native", "plugin", "inlined", "unsupported")
 _NAMES = {"tensorrt": "TensorRT", "onnxruntime": "onnxruntime"}
 _ONNXRUNTIME_SINCE = {"GroupQueryAttention": (1, 23), "Attention": (1, 23), "TensorScatter": (1, 26)}
 _WINDOWS_SINCE = (1, 24)  # before 1.24, GroupQueryAttention's windows were a token too long
+_MOST_NODES, _MOST_CALLS = 1 << 20, 16
 Refusal = Callable[[Node, Scope], str | None]
 
 
@@ -90,9 +91,14 @@ def check(out: Path, target: str, *, ask: bool = True) -> CheckReport:
         raise ParameterError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}.", "target")
     manifest = load_manifest(out)
     model = read_model(out / MODEL_NAME)
-    nodes = tuple(sort_nodes(model, target))
+    try:
+        nodes = tuple(_bounded(sort_nodes(model, target)))
+        needs, objections = _needs(model, target), tuple(_objections(model, target))
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise EngineError(
+            f"{out / MODEL_NAME} has a node that is not valid in ONNX ({one_line(error, 100)}); export the model again."
+        ) from None
     answer, not_asked = _ask(out / MODEL_NAME) if ask and target == "tensorrt" else (None, "not wanted")
-    needs, objections = _needs(model, target), tuple(_objections(model, target))
     report = CheckReport(str(out), target, nodes, needs, objections, answer, not_asked if answer is None else "", "")
     return replace(report, next_step=_next_step(report, manifest, out))
 
@@ -112,7 +118,7 @@ def sort_nodes(model: Model, target: str) -> Iterator[NodeVerdict]:
 
 def _sampler(node: Node, scope: Scope, model: Model, refusal: Refusal) -> Iterator[NodeVerdict]:
     body = model.functions.get(SAMPLER)
-    inlined = list(_inlined(node, scope, model, refusal)) if body is not None else []
+    inlined = list(_bounded(_inlined(node, scope, model, refusal))) if body is not None else []
     refused = [each for each in inlined if each.verdict == "unsupported"]
     unserved = _plugin_refusal(node, scope) if refusal is operators.refusal else None
     if body is not None and not refused:
@@ -153,6 +159,8 @@ def _inlined(
         raise EngineError(
             f"the function {node.operator} calls itself, so it cannot be inlined; export the model again."
         )
+    if len(callers) == _MOST_CALLS:
+        raise EngineError(f"functions call each other more than {_MOST_CALLS} deep; export the model again.")
     given = list(zip((value.name for value in body.inputs), node.inputs, strict=False))
     inside = Scope(
         {mine: scope.constants[name] for mine, name in given if name in scope.constants},
@@ -167,6 +175,14 @@ def _inlined(
             yield from _inlined(inner, around, model, refusal, (*callers, node.operator))
         else:
             yield _verdict(inner, where, refusal(inner, around), "inlined")
+
+
+def _bounded(verdicts: Iterator[NodeVerdict]) -> Iterator[NodeVerdict]:
+    """A few functions that call each other twice can stand for any number of nodes."""
+    for number, verdict in enumerate(verdicts):
+        if number == _MOST_NODES:
+            raise EngineError(f"inlined, the graph has more than {_MOST_NODES} nodes; export the model again.")
+        yield verdict
 
 
 def _verdict(node: Node, where: str, reason: str | None, otherwise: str) -> NodeVerdict:

@@ -24,6 +24,8 @@ DATA_TYPES = {element.number: element.numpy or name for name, element in ELEMENT
 """TensorProto.DataType -> NumPy's name of the type, or ONNX's where NumPy has none."""
 
 _SMALL = 64  # bytes: read tensors up to this size, as they may be shapes or axes
+_MOST_PARTS = 1 << 21  # nodes, values and numbers of a file; a layer of 128 experts of 10 nodes has about 10,000
+_MOST_NESTED = 64  # graphs within graphs; protobuf's own readers allow 100 messages
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,44 @@ class Model:
     functions: Mapping[tuple[str, str], Graph]
 
 
+class _Budget:
+    """Bounds the parts of one file, so that a small file cannot fill the memory or the stack."""
+
+    def __init__(self) -> None:
+        self._left, self._nested = _MOST_PARTS, 0
+
+    def take(self, count: int = 1) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise protobuf.ProtobufError(f"it has more than {_MOST_PARTS} nodes, values and numbers")
+
+    def integers(self, value: Field) -> Iterator[int]:
+        for number in protobuf.integers(value):
+            self.take()
+            yield number
+
+    @contextmanager
+    def inner_graph(self) -> Iterator[None]:
+        self._nested += 1
+        if self._nested > _MOST_NESTED:
+            raise protobuf.ProtobufError(f"its graphs are nested more than {_MOST_NESTED} deep")
+        yield
+        self._nested -= 1
+
+
 def read_model(path: Path) -> Model:
-    """Read the model at `path`. Raises EngineError if unreadable or not ONNX."""
+    """Read the model at `path`. Raises EngineError if unreadable, not ONNX, or larger than any published graph."""
     with _bytes_of(path) as data:
-        graph, opsets, functions = None, {}, {}
+        graph, opsets, functions, budget = None, {}, {}, _Budget()
         for number, value, *_ in protobuf.fields(data):
+            budget.take()
             if number == 7:
-                graph = _graph(protobuf.inner(value))
+                graph = _graph(protobuf.inner(value), budget)
             elif number == 8:
                 domain, version = _opset(protobuf.inner(value))
                 opsets["" if domain == "ai.onnx" else domain] = version
             elif number == 25:
-                key, body = _function(protobuf.inner(value))
+                key, body = _function(protobuf.inner(value), budget)
                 functions[key] = body
         if graph is None:
             raise protobuf.ProtobufError("it has no graph")
@@ -145,20 +173,20 @@ def _opset(message: memoryview) -> tuple[str, int]:
     return domain, version
 
 
-def _graph(message: memoryview) -> Graph:
+def _graph(message: memoryview, budget: _Budget) -> Graph:
     nodes, inputs, outputs, constants, values = [], [], [], {}, {}
     for number, value, *_ in protobuf.fields(message):
         if number == 1:
-            nodes.append(_node(protobuf.inner(value)))
+            nodes.append(_node(protobuf.inner(value), budget))
         elif number == 5:
-            constant = _tensor(protobuf.inner(value))
+            constant = _tensor(protobuf.inner(value), budget)
             constants[constant.name] = constant
         elif number == 11:
-            inputs.append(_value(protobuf.inner(value)))
+            inputs.append(_value(protobuf.inner(value), budget))
         elif number == 12:
-            outputs.append(_value(protobuf.inner(value)))
+            outputs.append(_value(protobuf.inner(value), budget))
         elif number == 13:
-            described = _value(protobuf.inner(value))
+            described = _value(protobuf.inner(value), budget)
             values[described.name] = described
     return Graph(tuple(nodes), tuple(inputs), tuple(outputs), constants, values)
 
@@ -173,38 +201,41 @@ def _function_name(message: memoryview) -> tuple[str, str]:
     return domain, name
 
 
-def _function(message: memoryview) -> tuple[tuple[str, str], Graph]:
+def _function(message: memoryview, budget: _Budget) -> tuple[tuple[str, str], Graph]:
     nodes, inputs, outputs, values = [], [], [], {}
     for number, value, *_ in protobuf.fields(message):
+        budget.take()
         if number == 4:
             inputs.append(Value(protobuf.text(value)))
         elif number == 5:
             outputs.append(Value(protobuf.text(value)))
         elif number == 7:
-            nodes.append(_node(protobuf.inner(value)))
+            nodes.append(_node(protobuf.inner(value), budget))
         elif number == 12:
-            described = _value(protobuf.inner(value))
+            described = _value(protobuf.inner(value), budget)
             values[described.name] = described
     return _function_name(message), Graph(tuple(nodes), tuple(inputs), tuple(outputs), {}, values)
 
 
-def _node(message: memoryview) -> Node:
+def _node(message: memoryview, budget: _Budget) -> Node:
     inputs, outputs, attributes = [], [], {}
     texts = {3: "", 4: "", 7: ""}
+    budget.take()
     for number, value, *_ in protobuf.fields(message):
+        budget.take()
         if number == 1:
             inputs.append(protobuf.text(value))
         elif number == 2:
             outputs.append(protobuf.text(value))
         elif number == 5:
-            name, given = _attribute(protobuf.inner(value))
+            name, given = _attribute(protobuf.inner(value), budget)
             attributes[name] = given
         elif number in texts:
             texts[number] = protobuf.text(value)
     return Node(texts[4], texts[7], texts[3], tuple(inputs), tuple(outputs), attributes)
 
 
-def _attribute(message: memoryview) -> tuple[str, Any]:
+def _attribute(message: memoryview, budget: _Budget) -> tuple[str, Any]:
     name = ""
     given: Any = None
     many: list[Any] = []
@@ -219,38 +250,46 @@ def _attribute(message: memoryview) -> tuple[str, Any]:
             case 4:
                 given = protobuf.text(value)
             case 5:
-                given = _tensor(protobuf.inner(value))
+                given = _tensor(protobuf.inner(value), budget)
             case 6:
-                given = _graph(protobuf.inner(value))
+                given = _inner_graph(value, budget)
             case 8:
-                many.extend(protobuf.integers(value))
+                many.extend(budget.integers(value))
             case 9:
+                budget.take()
                 many.append(protobuf.text(value))
             case 11:
-                many.append(_graph(protobuf.inner(value)))
+                many.append(_inner_graph(value, budget))
     return name, tuple(many) if many else given
 
 
-def _value(message: memoryview) -> Value:
+def _inner_graph(value: Field, budget: _Budget) -> Graph:
+    with budget.inner_graph():
+        return _graph(protobuf.inner(value), budget)
+
+
+def _value(message: memoryview, budget: _Budget) -> Value:
     name, dtype, shape = "", None, None
+    budget.take()
     for number, value, *_ in protobuf.fields(message):
         if number == 1:
             name = protobuf.text(value)
         elif number == 2:
             for kind, tensor, *_ in protobuf.fields(protobuf.inner(value)):
                 if kind == 1:
-                    dtype, shape = _tensor_type(protobuf.inner(tensor))
+                    dtype, shape = _tensor_type(protobuf.inner(tensor), budget)
     return Value(name, dtype, shape)
 
 
-def _tensor_type(message: memoryview) -> tuple[str | None, tuple[int | str, ...] | None]:
+def _tensor_type(message: memoryview, budget: _Budget) -> tuple[str | None, tuple[int | str, ...] | None]:
     dtype, shape = None, None
     for number, value, *_ in protobuf.fields(message):
         if number == 1:
             dtype = _dtype(protobuf.integer(value))
         elif number == 2:
-            sizes = protobuf.fields(protobuf.inner(value))
-            shape = tuple(_size(protobuf.inner(size)) for part, size, *_ in sizes if part == 1)
+            sizes = [size for part, size, *_ in protobuf.fields(protobuf.inner(value)) if part == 1]
+            budget.take(len(sizes))
+            shape = tuple(_size(protobuf.inner(size)) for size in sizes)
     return dtype, shape
 
 
@@ -263,17 +302,18 @@ def _size(message: memoryview) -> int | str:
     return "?"
 
 
-def _tensor(message: memoryview) -> Constant:
+def _tensor(message: memoryview, budget: _Budget) -> Constant:
     name, dtype, raw = "", "", None
+    budget.take()
     shape: list[int] = []
     listed: list[int] = []
     for number, value, *_ in protobuf.fields(message):
         if number == 1:
-            shape.extend(protobuf.integers(value))
+            shape.extend(budget.integers(value))
         elif number == 2:
             dtype = _dtype(protobuf.integer(value))
         elif number in (5, 7) and (isinstance(value, int) or len(value) <= _SMALL):
-            listed.extend(protobuf.integers(value))
+            listed.extend(budget.integers(value))
         elif number == 8:
             name = protobuf.text(value)
         elif number == 9:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from topw_deploy.tensorrt.onnx_file import DATA_TYPES, Constant, Graph, Node
 
@@ -34,9 +35,10 @@ def walk(graph: Graph, scope: Scope | None = None) -> Iterator[tuple[Node, Scope
     Types missing in the file are those of the node's inputs, which most operators keep.
     """
     outer = scope or Scope()
-    constants: ChainMap[str, Constant] = ChainMap({}, dict(outer.constants))
-    types: ChainMap[str, str] = ChainMap({}, dict(outer.types))
-    shapes: ChainMap[str, tuple[int | str, ...]] = ChainMap({}, dict(outer.shapes))
+    # Not copied, as a graph can have any number of branches. ChainMap writes into its first mapping only.
+    constants: ChainMap[str, Constant] = ChainMap({}, cast(dict[str, Constant], outer.constants))
+    types: ChainMap[str, str] = ChainMap({}, cast(dict[str, str], outer.types))
+    shapes: ChainMap[str, tuple[int | str, ...]] = ChainMap({}, cast(dict[str, Any], outer.shapes))
     for value in (*graph.inputs, *graph.outputs, *graph.values.values()):
         if value.dtype is not None:
             types[value.name] = value.dtype

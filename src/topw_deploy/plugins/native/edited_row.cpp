@@ -131,7 +131,7 @@ bool EditedRow::measure() {
   for (int64_t i = 0; i < patch_count_; ++i)
     if (maxima_of(patches_.data() + i * kBlock, patched_block_[i], 1)) return false;
   std::fill(maxima_.data() + blocks_, maxima_.data() + padded_blocks_, -INFINITY);
-  top_ = *std::max_element(maxima_.data(), maxima_.data() + blocks_);
+  top_ = hot().highest_of(maxima_.data(), padded_blocks_);
   return top_ > -INFINITY && top_ < INFINITY;
 }
 

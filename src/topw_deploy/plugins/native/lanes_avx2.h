@@ -23,6 +23,17 @@ inline float highest(Floats v) {
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_shuffle_ps(half, half, 1)));
 }
+// The larger of neighbours, those of `a` and `b` by turns.
+inline __m256 larger_pairs(__m256 a, __m256 b) {
+  return _mm256_max_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+}
+// out[i] = highest(v[i]) for four vectors.
+inline void store_highest(float *out, const Floats *v) {
+  const __m256d first = _mm256_castps_pd(larger_pairs(v[0], v[1])), second = _mm256_castps_pd(larger_pairs(v[2], v[3]));
+  const Floats all_four = _mm256_max_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(first, second)),
+                                        _mm256_castpd_ps(_mm256_unpackhi_pd(first, second)));
+  _mm_storeu_ps(out, _mm_max_ps(_mm256_castps256_ps128(all_four), _mm256_extractf128_ps(all_four, 1)));
+}
 // -inf where a bit of `word` is 0; bit `first` is the first lane's. The blend reads the sign bits.
 inline Floats allow(Floats v, uint32_t word, int first) {
   const __m256i to_sign = _mm256_sub_epi32(_mm256_set1_epi32(31 - first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -36,6 +47,17 @@ inline Flags unordered(Floats a, Floats b, Flags before) {
 inline bool any(Flags flags) { return _mm256_movemask_ps(flags) != 0; }
 inline unsigned not_less(Floats v, Floats bound) {
   return static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(v, bound, _CMP_NLT_UQ)));
+}
+// Per lane, how many values were not less than a bound.
+using Counts = __m256i;
+inline Counts no_counts() { return _mm256_setzero_si256(); }
+inline Counts count_not_less(Floats v, Floats bound, Counts before) {
+  return _mm256_sub_epi32(before, _mm256_castps_si256(_mm256_cmp_ps(v, bound, _CMP_NLT_UQ)));
+}
+inline int64_t total(Counts counts) {
+  alignas(32) int32_t lanes[8];
+  _mm256_store_si256(reinterpret_cast<__m256i *>(lanes), counts);
+  return int64_t{lanes[0]} + lanes[1] + lanes[2] + lanes[3] + lanes[4] + lanes[5] + lanes[6] + lanes[7];
 }
 
 struct Doubles {

@@ -19,6 +19,21 @@ inline Floats scaled(Floats v, Floats shifted) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), exponent));
 }
 inline float highest(Floats v) { return _mm512_reduce_max_ps(v); }
+// The larger of neighbours, those of `a` and `b` by turns.
+inline __m256 larger_pairs(__m256 a, __m256 b) {
+  return _mm256_max_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+}
+// out[i] = highest(v[i]) for four vectors.
+inline void store_highest(float *out, const Floats *v) {
+  __m256 half[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) half[i] = _mm256_max_ps(_mm512_castps512_ps256(v[i]), _mm512_extractf32x8_ps(v[i], 1));
+  const __m256d first = _mm256_castps_pd(larger_pairs(half[0], half[1]));
+  const __m256d second = _mm256_castps_pd(larger_pairs(half[2], half[3]));
+  const __m256 all_four = _mm256_max_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(first, second)),
+                                        _mm256_castpd_ps(_mm256_unpackhi_pd(first, second)));
+  _mm_storeu_ps(out, _mm_max_ps(_mm256_castps256_ps128(all_four), _mm256_extractf128_ps(all_four, 1)));
+}
 // -inf where a bit of `word` is 0; bit `first` is the first lane's.
 inline Floats allow(Floats v, uint32_t word, int first) {
   return _mm512_mask_mov_ps(all(-__builtin_inff()), static_cast<__mmask16>(word >> first), v);
@@ -29,6 +44,13 @@ inline Flags unordered(Floats a, Floats b, Flags before) {
 }
 inline bool any(Flags flags) { return flags != 0; }
 inline unsigned not_less(Floats v, Floats bound) { return _mm512_cmp_ps_mask(v, bound, _CMP_NLT_UQ); }
+// How many values were not less than a bound.
+using Counts = int64_t;
+inline Counts no_counts() { return 0; }
+inline Counts count_not_less(Floats v, Floats bound, Counts before) {
+  return before + __builtin_popcount(not_less(v, bound));
+}
+inline int64_t total(Counts counts) { return counts; }
 
 struct Doubles {
   __m512d v;

@@ -32,6 +32,10 @@ inline float highest(Floats v) {
   const float left = v[0] > v[1] ? v[0] : v[1], right = v[2] > v[3] ? v[2] : v[3];
   return left > right ? left : right;
 }
+// out[i] = highest(v[i]) for four vectors.
+inline void store_highest(float *out, const Floats *v) {
+  for (int i = 0; i < 4; ++i) out[i] = highest(v[i]);
+}
 constexpr float kNo = -__builtin_inff(), kYes = __builtin_inff();
 // Four bits of a mask as upper bounds.
 const Floats kMost[16] = {
@@ -52,6 +56,11 @@ inline unsigned not_less(Floats v, Floats bound) {
   const Flags bits = ~less & Flags{1, 2, 4, 8};
   return static_cast<unsigned>(bits[0] | bits[1] | bits[2] | bits[3]);
 }
+// Per lane, how many values were not less than a bound.
+using Counts = Flags;
+inline Counts no_counts() { return no_flags(); }
+inline Counts count_not_less(Floats v, Floats bound, Counts before) { return before - ~(v < bound); }
+inline int64_t total(Counts counts) { return int64_t{counts[0]} + counts[1] + counts[2] + counts[3]; }
 
 struct Doubles {
   Pair part[4];

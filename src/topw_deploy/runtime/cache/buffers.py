@@ -167,7 +167,8 @@ class MemoryPool:
         if length is not None:
             length = max(length, self._least)
         self._length, self._rows = length, rows or 1
-        self._lock = threading.Lock()
+        # Reentrant: garbage collection may close a forgotten generation, and so give back its block, in `borrow`.
+        self._lock = threading.RLock()
         self._kept: Memory | None = None
         self._lent = 0  # bytes
         if length is not None:

@@ -9,8 +9,8 @@ Tested with test doubles of the device and the CUDA runtime; not run on a GPU.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -77,37 +77,36 @@ class Graph:
 class BufferPool:
     """A session's StepBuffers and CUDA graphs.
 
+    It has no lock, which garbage collection would need a second time in one thread, as it may close a binding anywhere:
+    a list's `pop` and `append` are atomic, and only `thread` uses the graphs.
+
     thread: the thread that runs a session with CUDA graphs, or None.
     """
 
     def __init__(self, device: tuple[str, int], *, graphs: bool) -> None:
         self._device, self._free = device, list[StepBuffers]()
         self._graphs: dict[object, Graph] = {}
-        self._free_lock = threading.Lock()
         self.lock = device_lock(device)
         self.thread = RunThread() if graphs else None
         self.uncaptured = Graph(_run_options(_NOT_CAPTURED) if graphs else None, captured=True)
 
     def borrow(self) -> StepBuffers:
-        with self._free_lock:
-            if self._free:
-                return self._free.pop()
+        with suppress(IndexError):
+            return self._free.pop()
         with self.lock.using:
             return StepBuffers(self._device)
 
     def give_back(self, buffers: StepBuffers) -> None:
         buffers.loaded = None  # otherwise it would keep the session open
-        with self._free_lock:
-            self._free.append(buffers)
+        self._free.append(buffers)
 
     def graph(self, bound: object) -> Graph:
         """The CUDA graph for these names, addresses and shapes; its first run captures it."""
         if self.thread is None:
             return self.uncaptured
-        with self._free_lock:
-            if bound not in self._graphs and len(self._graphs) < _MOST_GRAPHS:
-                self._graphs[bound] = Graph(_run_options(str(len(self._graphs) + 1)))
-            return self._graphs.get(bound, self.uncaptured)
+        if bound not in self._graphs and len(self._graphs) < _MOST_GRAPHS:
+            self._graphs[bound] = Graph(_run_options(str(len(self._graphs) + 1)))
+        return self._graphs.get(bound, self.uncaptured)
 
 
 def _run_options(graph: str) -> ort.RunOptions:

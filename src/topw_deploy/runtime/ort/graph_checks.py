@@ -15,6 +15,8 @@ This exporter avoids the last two; others may not.
 from __future__ import annotations
 
 import math
+import mmap
+import os
 import re
 from dataclasses import dataclass
 
@@ -24,13 +26,14 @@ from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import ManifestError
 from topw_deploy.files import mapped
 from topw_deploy.manifest import DecoderManifest, Manifest
-from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.folder import MODEL_NAME, ModelFolder
 from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.ort.graph_file import Initializer, Node, read_graph
 
 _MOST_OPSET = 23  # newest opset before onnxruntime 1.24
 # Matches the encoded attribute unless its value is -1 (no window).
 _WINDOW = re.compile(rb"local_window_size\x18(?!\xff{9}\x01)")
+_COMPILED = b"EPContext"
 _LOOKUP = "GatherBlockQuantized"
 _ZERO_POINTS = 3  # input index
 _READS_PAIRS = (1, 24)  # first to read two weights per byte
@@ -42,6 +45,24 @@ def check_before_opening(folder: ModelFolder[Manifest]) -> None:
     if is_older():
         _check_older(folder)
     _check_version(folder)
+
+
+def refuse_compiled(folder: ModelFolder[Manifest]) -> None:
+    """Refuse EPContext nodes, through which a provider loads compiled code that the folder brings.
+
+    The CPU's provider has no such operator. Raises ManifestError.
+    """
+    with folder.open(MODEL_NAME) as stream:
+        if not os.fstat(stream.fileno()).st_size:
+            return  # cannot be mapped; onnxruntime refuses it
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as graph:
+            found = graph.find(_COMPILED) >= 0
+    if found:
+        raise ManifestError(
+            f"{folder.model} has an {_COMPILED.decode()} node, which runs code compiled elsewhere; do not use this "
+            "folder, or use provider='cpu'.",
+            "provider",
+        )
 
 
 def _check_older(folder: ModelFolder[Manifest]) -> None:

@@ -17,7 +17,8 @@ _GRAPH = 7  # ModelProto field
 _NODE, _INITIALIZER = 1, 5  # GraphProto
 _INPUT, _OUTPUT, _OPERATOR, _ATTRIBUTE = 1, 2, 4, 5  # NodeProto
 _ATTRIBUTE_NAME, _INTEGER = 1, 3  # AttributeProto
-_SIZES, _TYPE, _TENSOR_NAME = 1, 2, 8  # TensorProto
+_SIZES, _TYPE, _TENSOR_NAME, _RAW, _EXTERNAL = 1, 2, 8, 9, 13  # TensorProto
+_KEY, _VALUE = 1, 2  # StringStringEntryProto
 
 
 @dataclass
@@ -32,11 +33,17 @@ class Node:
 
 @dataclass
 class Initializer:
-    """dtype: a TensorProto.DataType."""
+    """dtype: a TensorProto.DataType.
+
+    raw: where its bytes are in this file, or None.
+    external: where they are in another one: `location`, `offset`, `length`.
+    """
 
     name: str = ""
     dtype: int = 0
     shape: list[int] = field(default_factory=list)
+    raw: Span | None = None
+    external: dict[str, str] = field(default_factory=dict)
 
 
 def read_graph(file: mmap) -> tuple[list[Node], dict[str, Initializer]]:
@@ -86,6 +93,13 @@ def _initializer(file: mmap, span: Span) -> Initializer:
             tensor.dtype = value
         elif number == _TENSOR_NAME and isinstance(value, tuple):
             tensor.name = _text(file, value)
+        elif number == _RAW and isinstance(value, tuple):
+            tensor.raw = value
+        elif number == _EXTERNAL and isinstance(value, tuple):
+            entry = dict(_fields(file, value))
+            key, text = entry.get(_KEY), entry.get(_VALUE)
+            if isinstance(key, tuple) and isinstance(text, tuple):
+                tensor.external[_text(file, key)] = _text(file, text)
     return tensor
 
 

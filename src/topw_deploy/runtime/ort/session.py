@@ -109,6 +109,8 @@ class GraphSession(OrtSession):
         if graphs:
             _check_captures(folder)
         graph_checks.check_before_opening(folder)
+        if wanted != providers.CPU:
+            graph_checks.refuse_compiled(folder)
         self._profile = cpu_nodes.record(settings) if wanted != providers.CPU else None
         self._lenient = options.allow_fallback or options.provider == "auto"
         try:

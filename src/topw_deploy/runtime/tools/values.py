@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _WORD = re.compile(r"[-+.\w]*")
 _BARE_KEY = re.compile(r"""[^\s:,{}\[\]"'<]*""")
 _PYTHON_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
-_PYTHON_LETTERS = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "\n": ""}
+_PYTHON_LETTERS = {"\\": "\\", "'": "'", '"': '"', "\n": ""} | dict(zip("abfnrtv", "\a\b\f\n\r\t\v", strict=True))
 NAMES = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 
 

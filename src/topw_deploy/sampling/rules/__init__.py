@@ -2,7 +2,15 @@
 
 from topw_deploy.sampling.rules.parameters import RULE_PARAMETER_NAMES, RuleParameters, take_rule
 from topw_deploy.sampling.rules.reference import CANDIDATES, RuleCrop, kept_set
-from topw_deploy.sampling.rules.registry import RULE_OF_VALUE, RULES, RULES_BY_CODE, TOP_W, Rule, RuleValue
+from topw_deploy.sampling.rules.registry import (
+    RULE_OF_VALUE,
+    RULES,
+    RULES_BY_CODE,
+    TOP_W,
+    Rule,
+    RuleValue,
+    carried_rules,
+)
 
 __all__ = [
     "CANDIDATES",
@@ -15,6 +23,7 @@ __all__ = [
     "RuleCrop",
     "RuleParameters",
     "RuleValue",
+    "carried_rules",
     "kept_set",
     "take_rule",
 ]

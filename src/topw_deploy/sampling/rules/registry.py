@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.rules.min_k import min_k
 from topw_deploy.sampling.rules.nucleus import top_p
 from topw_deploy.sampling.rules.rank import keep_all, top_k
@@ -106,3 +107,15 @@ RULES_BY_CODE: Mapping[int, Rule] = {rule.code: rule for rule in ALL_RULES}
 
 RULE_OF_VALUE: Mapping[str, Rule] = {value.name: rule for rule in ALL_RULES for value in rule.values}
 """The name of a parameter -> its rule."""
+
+
+def carried_rules(names: Iterable[str]) -> tuple[str, ...]:
+    """`names` and Top-W, in the order of the codes.
+
+    Raises ParameterError for an unknown rule.
+    """
+    given = {TOP_W.name, *names}
+    unknown = sorted(given - RULES.keys())
+    if unknown:
+        raise ParameterError(f"rules has {unknown[0]!r:.60}, but must hold only {', '.join(RULES)}.", "rules")
+    return tuple(name for name in RULES if name in given)

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT, first_maximiser, objective, pool, warm_start
-from topw_deploy.sampling.rules import kept_set
+from topw_deploy.sampling.rules import RuleParameters, kept_set
 from topw_deploy.stats.exact.objective import Best, Objective, Places, Value
-from topw_deploy.stats.exact.rules import COMPARED, EVERY, TOP_W
+from topw_deploy.stats.exact.rules import COMPARED, EVERY, TOP_W, compared_with
 from topw_deploy.stats.exact.transport import Floats, Mask
 
 
@@ -57,8 +57,14 @@ class ExactAnalyser:
                 "exact_pool",
             )
 
-    def analyse(self, logits: NDArray[np.float32], parameters: TopWParameters) -> ExactStep:
-        """Analyse one row of edited logits [V]. parameters: rounded to float32; see `check`."""
+    def analyse(
+        self, logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters | None = None
+    ) -> ExactStep:
+        """Analyse one row of edited logits [V].
+
+        parameters: rounded to float32; see `check`. They define F, whatever rule wrote the text.
+        rule: the row's, which is then among the compared ones; None for Top-W.
+        """
         row = logits.astype(np.float64)
         Ts = parameters.selection_temperature or parameters.temperature
         tokens, _ = pool(row, self.most)
@@ -71,8 +77,8 @@ class ExactAnalyser:
         F = Objective(w / w.sum(), distance, parameters.lam, parameters.beta, metric)
         kept, order = last_step(log_w[: self.options.top_m], distance, parameters, self.options)
         crops, cut = {TOP_W: F(_among(len(tokens), kept))}, []
-        for name, (rule, values) in COMPARED.items():
-            members = np.isin(tokens, found := kept_set(row, rule, values, selection_temperature=Ts).kept)
+        for name, (other, values) in (COMPARED if rule is None else compared_with(rule)).items():
+            members = np.isin(tokens, found := kept_set(row, other, values, selection_temperature=Ts).kept)
             crops[name] = F(members)
             if name != EVERY and members.sum() < len(found):
                 cut.append(name)

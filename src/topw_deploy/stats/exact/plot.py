@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.stats.exact.rules import TOP_W
-from topw_deploy.stats.exact.summary import NAMES, ExactSummary
+from topw_deploy.stats.exact.summary import ExactSummary
 from topw_deploy.stats.style import COLOURS, MUTED, TEXT, colours, drawable, heading, new_figure, plain, save
 
 _LINEAR_BELOW = 0.01  # the axis of F is linear up to this, then logarithmic
-_RULE_COLOURS = (*COLOURS, TEXT)
+_RULE_COLOURS = (*COLOURS, TEXT, MUTED)  # Top-W, six compared rules, and perhaps that of the texts
 _SPREAD = 0.76  # width of the markers of one setting or rule, in units of the distance to the next
 
 
@@ -29,8 +29,9 @@ def save_exact_plot(summaries: Sequence[ExactSummary], path: Path, title: str) -
 
 
 def _excess(axes: Any, summaries: Sequence[ExactSummary]) -> None:
-    for place, (name, colour) in enumerate(zip(NAMES, _RULE_COLOURS, strict=True)):
-        shift = _SPREAD * ((place + 0.5) / len(NAMES) - 0.5)
+    names = _names(summaries)
+    for place, (name, colour) in enumerate(zip(names, _RULE_COLOURS, strict=False)):
+        shift = _SPREAD * ((place + 0.5) / len(names) - 0.5)
         for at, summary in enumerate(summaries):
             gaps = [step.crops[name].total - step.likeliest.value.total for _, _, step in summary.rows]
             low, median, high = np.quantile(gaps, [0.05, 0.5, 0.95])
@@ -43,7 +44,7 @@ def _excess(axes: Any, summaries: Sequence[ExactSummary]) -> None:
     axes.set_ylabel("F above the best prefix", fontsize=9)
     heading(axes, "F of each rule's crop above the best prefix of the probability order (median, 5 to 95 %)", pad=24)
     axes.legend(
-        frameon=False, fontsize=8, ncols=len(NAMES), loc="lower left", bbox_to_anchor=(-0.01, 0.985), handlelength=1
+        frameon=False, fontsize=8, ncols=len(names), loc="lower left", bbox_to_anchor=(-0.01, 0.985), handlelength=1
     )
     plain(axes, grid="y")
 
@@ -58,8 +59,9 @@ def _optimal(axes: Any, summaries: Sequence[ExactSummary]) -> None:
                 axes.plot([100 * share.low, 100 * share.high], [row + shift] * 2, color=colour, lw=2, alpha=0.5)
             label = _label(summary) if row == 0 else None
             axes.plot(100 * share.value, row + shift, "o", color=colour, ms=5, label=label)
-    axes.set_yticks(range(len(NAMES)), NAMES, fontsize=8)
-    axes.set_ylim(len(NAMES) - 0.4, -0.6)
+    names = _names(summaries)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(-2, 102)
     axes.set_xlabel("share of the steps, % (line: 95 % interval)", fontsize=9)
     heading(axes, "Where the crop is the best prefix", pad=24 if len(summaries) > 1 else 6)
@@ -85,6 +87,10 @@ def _sizes(axes: Any, summaries: Sequence[ExactSummary]) -> None:
     axes.set_ylabel("tokens of the best prefix", fontsize=9)
     heading(axes, "Sizes of Top-W's crop and of the best prefix")
     plain(axes, grid="both")
+
+
+def _names(summaries: Sequence[ExactSummary]) -> list[str]:
+    return [crop.name for crop in summaries[0].crops]
 
 
 def _label(summary: ExactSummary) -> str:

@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 from topw_deploy.stats.collect import Analysed, Collected
 from topw_deploy.stats.exact.analyse import ExactStep
 from topw_deploy.stats.exact.objective import TOLERANCE, Best, Value
-from topw_deploy.stats.exact.rules import COMPARED, TOP_W
+from topw_deploy.stats.exact.rules import TOP_W
 
 Floats = NDArray[np.float64]
 
 RESAMPLES = 1000
 """Bootstrap samples per interval."""
-
-NAMES = (TOP_W, *COMPARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +109,8 @@ class BestPrefix:
 class ExactSummary:
     """The exact objective under one setting.
 
+    rule: the rule that wrote the texts.
+    prompts, sequences: numbers of prompts and texts with analysed steps.
     steps: number of analysed steps.
     of: number of steps of the run.
     tokens, mass: mean number and probability of the tokens among which F is computed.
@@ -123,8 +123,10 @@ class ExactSummary:
     """
 
     label: str
+    rule: str
     steps: int
     of: int
+    prompts: int
     sequences: int
     lam: float
     beta: float
@@ -143,20 +145,26 @@ class ExactSummary:
 def summarise_exact(collected: Collected) -> list[ExactSummary]:
     """One summary for each setting that has analysed steps."""
     return [
-        _summary(setting.label, sequences) for setting, sequences in collected.runs if any(s.exact for s in sequences)
+        _summary(setting.label, sequences, collected.prompts)
+        for setting, sequences in collected.runs
+        if any(s.exact for s in sequences)
     ]
 
 
-def _summary(label: str, sequences: Sequence[Analysed]) -> ExactSummary:
+def _summary(label: str, sequences: Sequence[Analysed], prompts: int | None) -> ExactSummary:
     rows = tuple((i, at + 1, one.exact[at]) for i, one in enumerate(sequences, 1) for at in sorted(one.exact))
-    parameters = sequences[0].generated.request.top_w
+    request = sequences[0].generated.request
+    parameters, rule = request.top_w, request.rule
     steps = [step for _, _, step in rows]
-    over = _Resampled([i for i, _, _ in rows])
+    groups = [(i - 1) % (prompts or len(sequences)) for i, _, _ in rows]  # prompts
+    over = _Resampled(groups)
     top_w = [step.crops[TOP_W] for step in steps]
     return ExactSummary(
         label=label,
+        rule=" ".join([rule.chosen.name, *(f"{value:g}" for value in rule.values[: len(rule.chosen.values)])]),
         steps=len(steps),
         of=sum(len(one.steps) for one in sequences),
+        prompts=len(set(groups)),
         sequences=len({i for i, _, _ in rows}),
         lam=parameters.lam,
         beta=parameters.beta,
@@ -168,7 +176,7 @@ def _summary(label: str, sequences: Sequence[Analysed]) -> ExactSummary:
         likeliest=_best([step.likeliest for step in steps], steps, over),
         phi=_best([step.phi for step in steps], steps, over),
         in_phi=_standing(top_w, [step.phi for step in steps], over),
-        crops=tuple(_crop(name, steps, over) for name in NAMES),
+        crops=tuple(_crop(name, steps, over) for name in steps[0].crops),
         rows=rows,
     )
 

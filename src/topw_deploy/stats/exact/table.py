@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from topw_deploy.reports import aligned, counted
+from topw_deploy.sampling.rules import TOP_W as TOP_W_RULE
 from topw_deploy.stats.exact.summary import Estimate, ExactSummary, Standing
 
 _COLUMNS = ("median (95 %)", "p95", "most", "relative", "p95", "most")
@@ -37,10 +38,14 @@ def _top_w(summary: ExactSummary) -> Iterator[list[str]]:
 def _rules(summary: ExactSummary) -> Iterator[str]:
     if summary.label:
         yield f"{summary.label}:"
+    texts = "" if summary.sequences == summary.prompts else f" with {counted(summary.sequences, 'text')}"
+    if summary.rule != TOP_W_RULE.name:
+        yield f"texts by the rule {summary.rule}; F has Top-W's parameters"
     yield (
         f"lam {summary.lam:g}, beta {summary.beta:g}, geom_scale {summary.geom_scale:g}, selection temperature "
         f"{summary.selection_temperature:g}; {summary.steps:,} of {counted(summary.of, 'step')}, "
-        f"{counted(summary.sequences, 'prompt')}; {summary.tokens:,.0f} tokens with mass {summary.mass:.3f} on average"
+        f"{counted(summary.prompts, 'prompt')}{texts}; {summary.tokens:,.0f} tokens with mass {summary.mass:.3f} on "
+        "average"
     )
     if not summary.metric:
         yield "The distance is not a metric (cosine): W1 is the least transport cost, and Top-W's J does not bound F."

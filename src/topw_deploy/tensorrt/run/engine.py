@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ class Engine:
         self.cuda, self._trt, self._logger = cuda, trt, api.new_logger(trt)
         self._profiles = stamp.profiles
         self._results = [spec for spec in outputs if not spec.name.startswith("present.")]
-        self._lock = threading.Lock()
         with cuda.lock.opening():
             self._runtime = api.create(trt, "Runtime", self._logger)  # must outlive the engine
             self._raw = _deserialize(self._runtime, path)
@@ -54,23 +53,20 @@ class Engine:
 
     def borrow(self) -> EngineStream:
         """An unused stream, to be returned later."""
-        with self._lock:
-            stream = self._free.pop() if self._free else None
-        if stream is None:
-            with self.cuda.lock.using:
-                self.cuda.use()
-                stream = self._new_stream()
-        return stream
+        with suppress(IndexError):
+            return self._free.pop()
+        with self.cuda.lock.using:
+            self.cuda.use()
+            return self._new_stream()
 
     def give_back(self, stream: EngineStream) -> None:
-        with self._lock:
-            self._free.append(stream)
+        self._free.append(stream)  # atomic: garbage collection, which may give back anywhere, needs no lock
 
     @property
     def why_no_graph(self) -> str:
         """Why steps are not launched as a CUDA graph, or ""."""
-        with self._lock:
-            return next((c.why_no_graph for stream in self._free for c in stream.contexts if c.why_no_graph), "")
+        free = tuple(self._free)  # a copy, as other threads change it
+        return next((c.why_no_graph for stream in free for c in stream.contexts if c.why_no_graph), "")
 
     def profile_for(self, batch: int, sequence: int, edits: int) -> int:
         """The profile's number for this shape. Raises GenerationError if none fits."""

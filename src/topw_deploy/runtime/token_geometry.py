@@ -1,0 +1,163 @@
+"""Distances between a model's tokens, from the embedding table and statistics of its sampler node.
+
+onnxruntime reports neither, so they are read from the graph's file (docs/contract/graph.md, section 8). Rows of a table
+are read on demand: it is never loaded whole.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.dtypes import ELEMENT_TYPES
+from topw_deploy.errors import ManifestError
+from topw_deploy.manifest import Manifest, open_listed
+from topw_deploy.runtime.folder import MODEL_NAME
+from topw_deploy.runtime.ort.graph_file import Initializer, Node, read_graph
+from topw_deploy.sampling import Geometry
+
+_OPERATOR = "TopWSample"
+_MEAN, _INVERSE_STD, _TABLE = 14, 15, 17  # inputs of the node
+_BFLOAT16 = ELEMENT_TYPES["bfloat16"].number
+_TYPES = {each.number: each.numpy for each in ELEMENT_TYPES.values() if each.numpy} | {_BFLOAT16: "uint16"}
+_GATHER = "Gather(axis=0)"
+_QUANTISED = re.compile(
+    r"com\.microsoft\.GatherBlockQuantized\(bits=(4|8),block_size=(\d+),gather_axis=0,quantize_axis=1\)"
+)
+
+Read = Callable[[np.ndarray], np.ndarray]
+"""From ids int64 [n] to rows float32 [n, d]."""
+
+
+def read_geometry(folder: Path, manifest: Manifest) -> Geometry:
+    """The geometry of an opened export's sampler, with its float32 statistics.
+
+    Tables of `Gather`, plain or transposed, in float32, float16 or bfloat16, and of `GatherBlockQuantized` in uint8
+    are read. Raises ManifestError for others, and for files that changed.
+    """
+    sampler = manifest.sampler
+    if sampler.options.metric == "uniform" or sampler.hidden_size is None:
+        return Geometry.uniform()
+    tensors = _Tensors.read(folder, manifest)
+    node = next((each for each in tensors.nodes if each.operator == _OPERATOR), None)
+    if node is None or len(node.inputs) <= _TABLE:
+        raise ManifestError(f"{folder / MODEL_NAME} has no sampler node with an embedding table; export it again.")
+    mean, inverse_std = (tensors.array(node.inputs[place]) for place in (_MEAN, _INVERSE_STD))
+    shape = (sampler.vocab_size, sampler.hidden_size)
+    table: Any = TokenTable(shape, tensors.rows(node, sampler.table_form))
+    return Geometry.from_embeddings(table, sampler.options.metric, (mean, inverse_std))
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """An embedding table as an array-like [V, d] whose rows are read on demand."""
+
+    shape: tuple[int, int]
+    read: Read
+
+    def __getitem__(self, ids: Any) -> np.ndarray:
+        """float32 [n, d] for ids int64 [n]."""
+        return self.read(np.asarray(ids, np.int64))
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """A graph's nodes, and arrays of its file and data files, mapped into memory."""
+
+    folder: Path
+    manifest: Manifest
+    nodes: list[Node]
+    initializers: Mapping[str, Initializer]
+
+    @classmethod
+    def read(cls, folder: Path, manifest: Manifest) -> _Tensors:
+        nodes, initializers = read_graph(_mapped(folder, manifest, MODEL_NAME))
+        return cls(folder, manifest, nodes, initializers)
+
+    def array(self, name: str) -> np.ndarray:
+        """The array of an initializer; bfloat16 as uint16. Raises ManifestError if it is not stored as bytes."""
+        tensor = self.initializers.get(name)
+        if tensor is None or tensor.dtype not in _TYPES:
+            raise self._unreadable(name)
+        dtype = np.dtype(_TYPES[tensor.dtype])
+        count = int(np.prod(tensor.shape, dtype=np.int64))
+        if tensor.raw is not None:
+            file, start = MODEL_NAME, tensor.raw[0]
+        elif "location" in tensor.external:
+            file, start = tensor.external["location"], int(tensor.external.get("offset", "0"))
+        else:
+            raise self._unreadable(name)
+        data = _mapped(self.folder, self.manifest, file)
+        if not 0 <= start <= len(data) - count * dtype.itemsize:
+            raise self._unreadable(name)
+        return np.frombuffer(data, dtype, count, start).reshape(tensor.shape)
+
+    def rows(self, node: Node, form: str) -> Read:
+        """Reads rows of the node's table, which the operator `form` looks up."""
+        if form == _GATHER:
+            return self._plain(node.inputs[_TABLE])
+        quantised = _QUANTISED.fullmatch(form)
+        if quantised is None:
+            raise ManifestError(
+                f"the token distances of {self.folder} cannot be read: its table is looked up by {form}."
+            )
+        return self._quantised(node.inputs[_TABLE:], int(quantised[1]), int(quantised[2]))
+
+    def _plain(self, name: str) -> Read:
+        made_by = next((each for each in self.nodes if name in each.outputs), None)
+        if made_by is not None and made_by.operator == "Transpose":
+            return _as_floats(self.array(made_by.inputs[0]).T)
+        return _as_floats(self.array(name))
+
+    def _quantised(self, inputs: list[str], bits: int, block: int) -> Read:
+        codes, scales = self.array(inputs[0]), self.array(inputs[1])
+        zeros = self.array(inputs[2]) if len(inputs) > 2 and inputs[2] else None
+        if codes.dtype != np.uint8:
+            raise self._unreadable(inputs[0])
+        middle = 1 << (bits - 1)
+
+        def read(ids: np.ndarray) -> np.ndarray:
+            values = _unpacked(codes[ids], bits).astype(np.float32)  # [n, d]
+            factors = scales[ids].astype(np.float32)  # [n, blocks]
+            start = middle if zeros is None else _unpacked(zeros[ids], bits)[:, : factors.shape[1]].astype(np.float32)
+            columns = np.arange(values.shape[1]) // block
+            offsets = start if zeros is None else np.asarray(start)[:, columns]
+            return np.asarray((values - offsets) * factors[:, columns])
+
+        return read
+
+    def _unreadable(self, name: str) -> ManifestError:
+        return ManifestError(f"the token distances of {self.folder} cannot be read: {name} is not stored as an array.")
+
+
+def _mapped(folder: Path, manifest: Manifest, name: str) -> mmap.mmap:
+    """Map a listed file. Raises ManifestError for one that is not listed or changed."""
+    if name not in manifest.files:
+        raise ManifestError(
+            f"{folder} has weights in {name[:80]!r}, which its manifest does not list; export it again."
+        )
+    with open_listed(folder, name, manifest.files[name]) as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _as_floats(table: np.ndarray) -> Read:
+    def read(ids: np.ndarray) -> np.ndarray:
+        rows = np.asarray(table[ids])
+        if rows.dtype == np.uint16:  # bfloat16: the upper half of a float32
+            return (rows.astype(np.uint32) << 16).view(np.float32)
+        return rows.astype(np.float32)
+
+    return read
+
+
+def _unpacked(codes: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 [n, d] of codes [n, d * bits / 8], the low half of a byte first."""
+    if bits == 8:
+        return codes
+    return np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)

@@ -1,0 +1,94 @@
+"""Refuse tokenizers whose steps multiply a text: thirty that double it turn one character into a gigabyte.
+
+Bounds are on the file's steps, not on a text, so they hold for every prompt. Published tokenizers have at most 10 steps
+of a kind, and grow a text at most fourfold.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+MOST_STEPS = 64
+MOST_GROWTH = 1024
+"""Characters that one character may become."""
+MOST_ADDED = 4096
+"""Tokens that a post-processor may add."""
+_UTF8 = 4  # most bytes of a character, each of which ByteLevel makes a character
+_CHILDREN = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "decoder": "decoders",
+    "post_processor": "processors",
+}
+
+
+def refuse_growth(raw: RustTokenizer) -> None:
+    """Raises ValueError naming the part, its size and the bound."""
+    for part, children in _CHILDREN.items():
+        steps = _steps(getattr(raw, part), children)
+        if len(steps) > MOST_STEPS:
+            raise ValueError(f"its {part} has {len(steps)} steps, more than {MOST_STEPS}")
+        if part == "post_processor":
+            _check_added(steps)
+            continue
+        growth = 1
+        for step in steps:
+            growth *= _growth(step)
+        if growth > MOST_GROWTH:
+            raise ValueError(f"its {part} can make {growth} characters of one, more than {MOST_GROWTH}")
+
+
+def _steps(part: Any, children: str) -> list[dict[str, Any]]:
+    waiting: list[Any] = [] if part is None else [json.loads(part.__getstate__())]
+    found: list[dict[str, Any]] = []
+    while waiting:
+        state = waiting.pop()
+        if state.get("type") == "Sequence":
+            waiting += state[children]
+        else:
+            found.append(state)
+    return found
+
+
+def _growth(step: dict[str, Any]) -> int:
+    """The most characters that the step makes of one."""
+    if step["type"] == "ByteLevel":
+        return _UTF8
+    if step["type"] == "Replace":
+        old, new = step["pattern"].get("String"), step["content"]
+        if old is None:  # an expression, which may match the empty text beside each character
+            return 1 + len(new)
+        return max(1, -(-len(new) // max(1, len(old))))
+    if step["type"] == "Precompiled":
+        return max(1, _longest_replacement(step.get("precompiled_charsmap")))
+    return 1  # case and Unicode forms, which grow a text once, however often they are applied
+
+
+def _longest_replacement(charsmap: Any) -> int:
+    """SentencePiece's format: the bytes of a trie, little-endian, the trie, then texts that end with zero bytes."""
+    data = base64.b64decode(charsmap) if isinstance(charsmap, str) else bytes(charsmap or b"")
+    if len(data) < 4:
+        return 0
+    (trie,) = struct.unpack("<I", data[:4])
+    texts = data[4 + trie :].split(b"\0")
+    return max(len(text.decode("utf-8", "replace")) for text in texts)
+
+
+def _check_added(steps: list[dict[str, Any]]) -> None:
+    added = 0
+    for step in steps:
+        if step["type"] != "TemplateProcessing":
+            continue  # the others add two tokens at most
+        sizes = {name: len(token["ids"]) for name, token in step["special_tokens"].items()}
+        pieces = step["single"]
+        texts = sum("Sequence" in piece for piece in pieces)
+        if texts > 1:
+            raise ValueError(f"its post_processor repeats a text {texts} times, not once")
+        added += sum(sizes.get(piece["SpecialToken"]["id"], 0) for piece in pieces if "SpecialToken" in piece)
+    if added > MOST_ADDED:
+        raise ValueError(f"its post_processor adds {added} tokens to a text, more than {MOST_ADDED}")
