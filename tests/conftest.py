@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import re
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -15,14 +17,19 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.shared import made_once, root_of_run
+
+# There is a worker for each core already. Libraries read this when they are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Tests must not depend on the clock: machines can be slow.
-settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("without a clock")
+settings.register_profile("all", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("all"), max_examples=20)
 
 # A shell ignores the signal in what it starts in the background, and tests and their processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(slow|long|broad)$", re.MULTILINE)
+_WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(slow|long|broad)(?: +#.*)?$", re.MULTILINE)
 _WEIGHTS = {"slow": 1, "long": 2, "broad": 2}
 REPORTED = ("numpy", "onnxruntime", "tokenizers", "onnx", "onnx-ir", "torch", "transformers")
 
@@ -32,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--quick", action="store_true", help="leave out what is marked slow, long or broad: `make quick`")
     group.addoption("--long", action="store_true", help="run what is marked long, too, as CI does")
     group.addoption("--broad", action="store_true", help="run everything, also what is marked broad")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples Hypothesis tries, before test modules are imported."""
+    settings.load_profile("quick" if config.option.quick else "all")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -54,6 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         weight = max((_WEIGHTS.get(mark.name, 0) for mark in item.iter_markers()), default=0)
         weights[item.path] = max(weights.get(item.path, 0), weight)
     items.sort(key=lambda item: -weights[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of later garbage collections, each of which would walk through all of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 def _unwanted(config: pytest.Config) -> set[str]:
@@ -98,11 +116,32 @@ def _refuse(*arguments: Any, **_: Any) -> Any:
     raise OSError(f"a test tried to use the network: {arguments[1:]!r}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def repeated_work_shared(isolated: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Trace each model once and import torch for verifications once, if the collected tests import the exporter."""
+    if "topw_deploy.export.trace.trace" not in sys.modules:
+        yield
+        return
+    from tests.support import traces, warm_process
+    from topw_deploy.export.trace import decoder
+    from topw_deploy.export.verification import in_subprocess
+
+    folder = root_of_run(tmp_path_factory) / "traces"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traces, "folder", folder)
+        patch.setattr(decoder, "trace", traces.trace)
+        if sys.platform != "win32":
+            patch.setattr(in_subprocess, "start", warm_process.start)
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model, exported once."""
     from topw_deploy.export import ExportRequest, export_model
 
-    output = tmp_path_factory.mktemp("demo") / "export"
-    export_model(ExportRequest(model="demo", output=output, verify=False))
-    return output
+    def make(folder: Path) -> None:
+        export_model(ExportRequest(model="demo", output=folder, verify=False))
+
+    return made_once(tmp_path_factory, "demo", make)

@@ -8,9 +8,10 @@ import re
 import shlex
 from pathlib import Path
 
+import click
 import pytest
 
-from topw_deploy.cli.main import COMMANDS
+from topw_deploy.cli.main import COMMANDS, topw
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -110,6 +111,44 @@ def test_every_topw_command_exists(page: Path) -> None:
         words = shlex.split(line, comments=True)
         if words[:1] == ["topw"]:
             assert words[1] in COMMANDS or words[1].startswith("-"), line
+
+
+def topw_lines(page: Path) -> list[list[str]]:
+    """The words of every `topw` command on a page, in blocks and in the text."""
+    joined = text(page).replace("\\\n", " ")
+    blocks = "".join(SHELL.findall(joined)).splitlines()
+    inline = [code.replace("\n", " ") for code in re.findall(r"`(topw[ -][^`]+)`", BLOCK.sub("", joined))]
+    found = [shlex.split(line, comments=True) for line in (*blocks, *inline) if line.startswith("topw")]
+    return [["topw", "export", *words[1:]] if words[0] == "topw-export" else words for words in found if words]
+
+
+def options(words: list[str]) -> set[str] | None:
+    """The options of the command that `words` begin with; None if it passes unknown ones on."""
+    context = click.Context(topw)
+    command = topw.get_command(context, words[1]) if len(words) > 1 else topw
+    if isinstance(command, click.Group) and len(words) > 2:
+        command = command.get_command(context, words[2])
+    if command is None or isinstance(command, click.Group) or command.context_settings.get("ignore_unknown_options"):
+        return None
+    return {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help"}
+
+
+@pages
+def test_every_option_of_a_topw_command_exists(page: Path) -> None:
+    for words in topw_lines(page):
+        known = options(words)
+        given = {word.split("=")[0] for word in words if re.match(r"--[a-z]", word)}
+        assert known is None or given <= known, f"{' '.join(words)}: unknown {sorted(given - known)}"
+
+
+def test_an_option_that_does_not_exist_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Use `topw serve out --max-rows 3` or\n\n```sh\ntopw-export demo out --dtipe int4\n```\n")
+    with pytest.raises(AssertionError, match="--dtipe"):
+        test_every_option_of_a_topw_command_exists(page)
+    page.write_text("Use `topw serve out\n--max-rows 3`.\n")
+    with pytest.raises(AssertionError, match="--max-rows"):
+        test_every_option_of_a_topw_command_exists(page)
 
 
 def test_the_readme_begins_with_the_commands_that_ci_runs() -> None:

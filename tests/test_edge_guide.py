@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.cuda import tools
+from tests.support.shared import made_once
 
 PAGE = (Path(__file__).parents[1] / "docs" / "guide" / "edge.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"<!-- runs on a CPU(?P<needs>[^>]*) -->\n```sh\n(?P<commands>.*?)```", re.DOTALL)
@@ -47,10 +48,25 @@ def test_trtexec_is_told_to_ask_the_library_for_its_plugin() -> None:
     assert "--staticPlugins" not in PAGE
 
 
+def exported(command: str, folder: Path, factory: pytest.TempPathFactory) -> Path:
+    """Link in `folder` to what the page's `topw-export` writes, once for all tests."""
+    name = shlex.split(command)[2]
+
+    def make(place: Path) -> None:
+        place.mkdir()
+        run(command, place)
+
+    (folder / name).symlink_to(made_once(factory, f"edge-{name}", make) / name)
+    return folder / name
+
+
 @pytest.mark.long
-def test_the_commands_for_a_cpu_work(tmp_path: Path) -> None:
+def test_the_commands_for_a_cpu_work(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     for command in commands(""):
-        run(command, tmp_path)
+        if command.startswith("topw-export"):
+            assert exported(command, tmp_path, tmp_path_factory).is_dir()
+        else:
+            run(command, tmp_path)
 
 
 @pytest.mark.long

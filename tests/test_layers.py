@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 
 from tests.support import import_graph
 from tests.support.import_graph import MODULES, imports
+from tests.support.samples import slow
 from topw_deploy import install
 
 # Parts that each part may import.
@@ -35,6 +37,8 @@ ALLOWED = {
     "runtime": LEAVES | {"install", "telemetry", "sizes", "plugins", "tensorrt"},
     "engine": LEAVES | {"sizes", "safetensors_header", "runtime"},
     "serve": {"errors", "sampling", "runtime", "engine"},
+    "triton": {"errors", "manifest", "runtime", "engine"},
+    "web": {"errors", "files", "manifest", "sizes"},
     "export": LEAVES | {"memory", "install", "sizes", "safetensors_header", "runtime", "demo"},
     "stats": LEAVES | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
     "bench": LEAVES | {"install", "printable", "reports", "plugins", "runtime", "engine", "export", "processors"},
@@ -42,7 +46,7 @@ ALLOWED = {
     "harness": {"errors", "install", "manifest", "sampling", "runtime", "engine"},
     "cli": LEAVES
     | {"install", "telemetry", "plain_text", "printable", "sizes", "reports", "plugins", "tensorrt", "runtime"}
-    | {"export", "demo", "stats", "bench", "compare", "harness", "serve"},
+    | {"export", "demo", "stats", "bench", "compare", "harness", "serve", "triton", "web"},
     "__main__": {"cli"},
 }
 
@@ -57,8 +61,9 @@ NAMED = {
     "tensorrt": {"numpy"},
     "runtime": RUNTIME,
     "engine": {"numpy"},
-    "serve": SERVER,
-    "processors": {"torch", "transformers"},
+    "triton": {"numpy", "triton_python_backend_utils"},
+    "serve": SERVER | {"numpy"},
+    "processors": {"numpy", "torch", "transformers"},
     "export": EXPORTER | {"numpy", "onnxruntime", "tokenizers", "huggingface_hub", "sentencepiece"},
     "stats": {"numpy", "onnx_ir", "matplotlib", "ot"},
     "bench": {"numpy", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "optimum"}
@@ -76,6 +81,7 @@ LOADED = {
     "runtime": RUNTIME,
     "engine": RUNTIME,
     "serve": RUNTIME | SERVER,
+    "triton": RUNTIME | {"triton_python_backend_utils"},
     "processors": {"numpy", "torch", "transformers"},
     "export": EXPORTER | RUNTIME,
     "stats": RUNTIME | {"onnx", "onnx_ir", "onnxscript", "ml_dtypes"},
@@ -85,6 +91,7 @@ LOADED = {
     "cli": {"click", "numpy"},
     "harness": RUNTIME | {"lm_eval", "tqdm"},
     "reports": set(),
+    "web": {"numpy"},
     "__main__": {"click", "numpy"},
 }
 # Subpackages with more libraries; nothing imports them unasked.
@@ -92,6 +99,7 @@ WITHIN = {
     "sampling/torch": {"numpy", "torch"},
     "sampling/torch/rules": {"numpy", "torch"},
     "runtime/structured": RUNTIME | {"llguidance"},
+    "serve/ray": RUNTIME | SERVER | {"ray"},
 }
 
 
@@ -104,35 +112,44 @@ def libraries(names: set[str]) -> set[str]:
     return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {import_graph.PACKAGE}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_one_way(module: str) -> None:
-    part = part_of(module)
-    parts = {part_of(found.name) for found in imports(module) if found.name in MODULES}
-    assert parts - {part, "__init__"} <= ALLOWED.get(part, set())
+ROOMS: dict[str, list[str]] = defaultdict(list)
+"""Modules by folder."""
+for name in MODULES:
+    ROOMS[import_graph.room_of(name)].append(name)
+rooms = pytest.mark.parametrize("room", ROOMS)
+
+
+@rooms
+def test_imports_point_one_way(room: str) -> None:
+    for module in ROOMS[room]:
+        part = part_of(module)
+        parts = {part_of(found.name) for found in imports(module) if found.name in MODULES}
+        assert parts - {part, "__init__"} <= ALLOWED.get(part, set()), module
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not import_graph.cycle()
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_each_part_names_only_its_own_libraries(module: str) -> None:
-    allowed = WITHIN.get(import_graph.room_of(module), NAMED.get(part_of(module), set()))
-    assert libraries({found.name for found in imports(module)}) <= allowed
+@rooms
+def test_each_part_names_only_its_own_libraries(room: str) -> None:
+    for module in ROOMS[room]:
+        allowed = WITHIN.get(room, NAMED.get(part_of(module), set()))
+        assert libraries({found.name for found in imports(module)}) <= allowed, module
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_importing_a_module_loads_only_its_part_s_libraries(module: str) -> None:
-    part = part_of(module)
-    allowed = WITHIN.get(import_graph.room_of(module), LOADED.get(part, NAMED.get(part, set())))
-    assert libraries(import_graph.loaded_by(module)) <= allowed
+@rooms
+def test_importing_a_module_loads_only_its_part_s_libraries(room: str) -> None:
+    for module in ROOMS[room]:
+        part = part_of(module)
+        allowed = WITHIN.get(room, LOADED.get(part, NAMED.get(part, set())))
+        assert libraries(import_graph.loaded_by(module)) <= allowed, module
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) == "export"])
-def test_the_exporter_runs_models_only_to_verify_them(module: str) -> None:
-    runs = any(found.name.startswith("topw_deploy.runtime") for found in imports(module))
-    assert not runs or import_graph.room_of(module) == "export/verification"
+def test_the_exporter_runs_models_only_to_verify_them() -> None:
+    for module in MODULES:
+        if part_of(module) == "export" and import_graph.room_of(module) != "export/verification":
+            assert not any(found.name.startswith("topw_deploy.runtime") for found in imports(module)), module
 
 
 def test_the_graph_sees_through_packages() -> None:
@@ -170,7 +187,9 @@ def test_importing_the_reference_loads_numpy_alone() -> None:
     assert not loaded_by("import topw_deploy.sampling") & (HEAVY | {"onnxruntime", "click", "tokenizers", "jinja2"})
 
 
-@pytest.mark.parametrize("arguments", ["['-h']", "['generate', '--help']", "['inspect', '--help']", "['--version']"])
+@pytest.mark.parametrize(
+    "arguments", ["['-h']", "['generate', '--help']", *map(slow, ("['inspect', '--help']", "['--version']"))]
+)
 def test_help_loads_neither_torch_nor_onnxruntime(arguments: str) -> None:
     statement = f"""
 import contextlib, io

@@ -39,6 +39,7 @@ def test_the_table_goes_to_stdout_and_progress_to_stderr(bench: Invoke, tmp_path
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_with_quiet_and_json_to_stdout_nothing_else_is_printed(bench: Invoke) -> None:
     done = bench("sampler", *SMALL, "--quiet", "--json", "-", "--temperature", "1.5")
     assert done.stderr == ""
@@ -110,6 +111,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_timed(
         assert done.stdout == done.stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "value"), [("--temperature", "1e+300"), ("--geom-scale", "-1e+39")])
 def test_a_number_that_float32_cannot_hold_is_refused(bench: Invoke, option: str, value: str) -> None:
     done = bench("sampler", *SMALL, f"{option}={value}")

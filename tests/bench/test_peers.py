@@ -13,8 +13,6 @@ from topw_deploy.bench.decode.run import run
 from topw_deploy.bench.process import Worker
 from topw_deploy.errors import BenchmarkError
 
-pytestmark = pytest.mark.slow
-
 GENAI = '''
 import json
 import numpy as np
@@ -106,6 +104,8 @@ def test_genai_decodes_as_many_tokens_as_are_asked_for() -> None:
     assert found["rest"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_the_folders_generation_config_does_not_change_transformers_decoding(tmp_path: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -131,6 +131,7 @@ def test_the_folders_generation_config_does_not_change_transformers_decoding(tmp
     assert min(side.per_token) > 0
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_model_is_named_in_the_error(tmp_path: Path) -> None:
     settings = {"library": "transformers", "folder": str(tmp_path), "search": {}, "processor": None, "threads": 1}
     with pytest.raises(BenchmarkError, match=r"^transformers, greedy failed: .*Error: .*omit it or repair it\.$"):

@@ -47,19 +47,21 @@ def test_one_bar_alone_can_be_drawn(tmp_path: Path) -> None:
 def test_every_tick_has_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
-    seen: list[str] = []
+    seen: dict[str, list[str]] = {}
     save = Figure.savefig
 
     def kept(figure: Any, *arguments: Any, **options: Any) -> None:
         save(figure, *arguments, **options)
         (ax,) = figure.axes
-        seen.extend(label.get_text() for label in ax.get_xticklabels(which="both") if label.get_text())
+        seen[ax.get_xscale()] = [label.get_text() for label in ax.get_xticklabels(which="both") if label.get_text()]
 
     monkeypatch.setattr(Figure, "savefig", kept)
     draw(tmp_path / "narrow.png", [panel(1)], "one step", "")
     draw(tmp_path / "wide.png", [panel(6)], "one step", "")
-    assert {"600 ns", "1 us", "2 us", "10 us"} < set(seen)
-    assert all(text.endswith(("s", "ms", "us", "ns")) for text in seen)
+    assert seen["linear"][0] == "0"
+    assert {"200 ns", "1 us"} < set(seen["linear"])
+    assert {"1 us", "10 us"} < set(seen["log"])
+    assert all(text.endswith(("s", "ms", "us", "ns")) for text in [*seen["linear"][1:], *seen["log"]])
 
 
 def test_ours_and_the_others_differ_in_lightness_too() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.samples import slow
 from topw_deploy import install
 from topw_deploy.bench.sampler import samplers, worker
 from topw_deploy.bench.sampler.genai_model import write_model
@@ -58,6 +59,7 @@ def test_a_report_has_every_side_of_every_case(small: SamplerRequest) -> None:
     assert "the reference's set on every row: numpy" in text
 
 
+@pytest.mark.slow
 def test_a_report_is_plain_json_with_all_samples_and_the_machine(small: SamplerRequest) -> None:
     document = json.loads(json.dumps(run(small).as_dict()))
     assert document["benchmark"] == "sampler"
@@ -72,7 +74,7 @@ def test_a_report_is_plain_json_with_all_samples_and_the_machine(small: SamplerR
     assert document["cases"][0]["agreement"]["sides"]["numpy"] == {"rows": 2, "same": 2, "ties": 0}
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", [name if name == METRICS[0] else slow(name) for name in METRICS])
 @pytest.mark.parametrize("regime", ["certified", "uncertified"])
 def test_all_our_implementations_keep_the_same_set(metric: str, regime: str, tmp_path: Path) -> None:
     sent = as_sent(
@@ -153,6 +155,7 @@ def test_more_threads_than_any_machine_has_are_refused() -> None:
         SamplerRequest(threads=99_999)
 
 
+@pytest.mark.slow
 def test_a_greedy_row_is_timed_like_any_other(small: SamplerRequest) -> None:
     (found,) = run(replace(small, temperatures=(0.0,))).cases
     assert "numpy" in found.samples
@@ -203,6 +206,7 @@ def test_the_rows_of_a_regime_are_certified_or_not_as_it_says(regime: str) -> No
         assert (found.base_size > 64) == (regime != "certified")
 
 
+@pytest.mark.slow
 def test_logits_come_from_a_file_if_one_is_given(tmp_path: Path) -> None:
     np.save(tmp_path / "row.npy", bell_logits(300)[0].astype(np.float16))
     asked = SamplerRequest(logits=tmp_path / "row.npy", hidden=4, rounds=1, peers=("numpy", "max"))

@@ -95,6 +95,7 @@ def test_intervals_are_those_of_wilson_and_of_paired_differences() -> None:
     assert difference(one, other) == pytest.approx((0.5, 1.959964 * 0.5 / 2))
 
 
+@pytest.mark.slow
 def test_texts_fit_the_context_and_digits_are_tokens() -> None:
     from benchmarks.sums.tokenizer import train_tokenizer
 
@@ -139,6 +140,7 @@ def test_accuracy_can_be_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_toy_model_trains_resumes_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch = pytest.importorskip("torch")
     from benchmarks.sums.train import Recipe, Training, evaluate, write_model

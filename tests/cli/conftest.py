@@ -1,30 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
+from tests.support.invoking import invoke  # noqa: F401  # a fixture
 from tests.support.toy_model import EOS, Toy, byte_ids, export
-from topw_deploy.cli.main import topw
 
 ANSWER = "hello 😀 world."
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}>"
-Invoke = Callable[..., Result]
-
-
-@pytest.fixture
-def invoke() -> Invoke:
-    """Takes arguments, then standard input and environment."""
-
-    def run(*arguments: object, stdin: str | bytes | None = None, env: dict[str, str] | None = None) -> Result:
-        words = [str(argument) for argument in arguments]
-        settings: dict[str, Any] = {"auto_envvar_prefix": "TOPW", "catch_exceptions": False}
-        return CliRunner().invoke(topw, words, input=stdin, env=env, **settings)
-
-    return run
 
 
 @pytest.fixture(scope="session")

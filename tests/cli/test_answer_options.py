@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.invoking import Invoke
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import GrammarError
-
-from .conftest import Invoke
 
 pytest.importorskip("llguidance")
 

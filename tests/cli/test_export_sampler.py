@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.invoking import Invoke
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import MANIFEST_NAME, load_manifest
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.sampling import Geometry, TopWParameters, sample_row
-
-from .conftest import Invoke
 
 LOGITS = (np.random.default_rng(3).standard_normal((4, 60)) * 3).astype(np.float32)
 

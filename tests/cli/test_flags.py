@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import ManifestError
 
@@ -47,6 +48,7 @@ def test_a_wrong_value_names_its_option_and_exits_with_2(random_model: Path, wor
     assert done.stderr.startswith("Usage: topw generate [OPTIONS] OUT [PROMPT]\n")
 
 
+@pytest.mark.slow
 def test_a_wrong_value_of_a_variable_names_the_variable(random_model: Path) -> None:
     done = run("generate", random_model, "x", TOPW_GENERATE_LAM="-1")
     assert (done.returncode, error(done)) == (2, "TOPW_GENERATE_LAM is -1.0, but must be a finite number >= 0.")
@@ -63,6 +65,7 @@ def test_a_wrong_value_of_the_models_own_exits_with_1(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_an_error_that_is_no_wrong_value_names_the_option_and_exits_with_1(random_model: Path) -> None:
     done = run("generate", random_model, "abcdef", "--max-context", 5)
     assert done.returncode == 1
@@ -123,12 +126,12 @@ def test_wrong_values_of_the_other_commands_name_their_options(
     ("words", "suggested"),
     [
         (["exprot", "demo", "out"], "export"),
-        (["bench", "samper"], "sampler"),
-        (["plugins", "buidl"], "build"),
+        slow(["bench", "samper"], "sampler"),
+        slow(["plugins", "buidl"], "build"),
         (["generate", "out", "x", "--temprature", "1"], "--temperature"),
-        (["generate", "out", "x", "--sampler", "natve"], "native"),
-        (["export", "demo", "out", "--preset", "papr"], "paper"),
-        (["bench", "sampler", "--regime", "certifed"], "certified"),
+        slow(["generate", "out", "x", "--sampler", "natve"], "native"),
+        slow(["export", "demo", "out", "--preset", "papr"], "paper"),
+        slow(["bench", "sampler", "--regime", "certifed"], "certified"),
     ],
 )
 def test_near_misses_are_suggested(words: list[str], suggested: str) -> None:
@@ -161,6 +164,7 @@ def test_the_exporters_own_program_says_its_version() -> None:
     assert run("export", "--version").returncode == 2
 
 
+@pytest.mark.slow
 def test_exchanged_arguments_are_recognised(random_model: Path) -> None:
     for command in ("generate", "stats"):
         done = run(command, "x", random_model)
@@ -176,6 +180,7 @@ def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path: Path) -> None:
     assert "Permission denied" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_name_that_is_too_long_is_one_sentence() -> None:
     done = run("generate", "x" * 5000, "x")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.invoking import Invoke
 from tests.support.toy_model import byte_ids
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import preset_parameters
 
-from .conftest import ANSWER, Invoke
+from .conftest import ANSWER
 
 
 def test_stdout_carries_the_text_and_nothing_else(invoke: Invoke, scripted: Path) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from tests.support.invoking import Invoke
+from tests.support.samples import slow
 from tests.support.toy_model import CONTEXT, byte_ids
 from topw_deploy.cli import answer_lines, generate_many
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.draws import prompt_seed
-
-from .conftest import Invoke
 
 PROMPTS = [
     "ab",
@@ -85,7 +85,7 @@ def test_tokens_do_not_depend_on_the_batch(invoke: Invoke, random_model: Path, s
     assert same_tokens(answers(invoke(*command, "--batch-size", size).stdout), alone)
 
 
-@pytest.mark.parametrize("seed", [(), ("--seed", 4)])
+@pytest.mark.parametrize("seed", [slow(()), ("--seed", 4)])
 def test_a_run_that_ended_anywhere_goes_on_to_the_same_lines(
     invoke: Invoke, random_model: Path, source: Path, tmp_path: Path, seed: tuple[Any, ...]
 ) -> None:

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
+from tests.support.invoking import Invoke
 from topw_deploy import install
 from topw_deploy.cli import doctor
 from topw_deploy.errors import ManifestError
@@ -25,8 +26,6 @@ from topw_deploy.manifest import (
     load_manifest,
     save_manifest,
 )
-
-from .conftest import Invoke
 
 
 def test_inspect_shows_what_the_folder_holds(invoke: Invoke, random_model: Path) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.invoking import Invoke
 from topw_deploy.cli.judge_files import Question, judged_text, read_questions, texts_of, turn_prompts
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.draws import prompt_seed
-
-from .conftest import Invoke
 
 ALPACA: list[Any] = [
     {"instruction": "ab", "dataset": "koala", "output": "a reference", "generator": "other"},

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from topw_deploy import install
 
@@ -35,6 +36,7 @@ def test_success_is_0_and_text_on_stdout(scripted: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, ANSWER + "\n", "")
 
 
+@pytest.mark.slow
 def test_output_that_cannot_show_a_character_shows_another(scripted: Path) -> None:
     done = run("generate", scripted, "x", PYTHONIOENCODING="latin-1")
     assert (done.returncode, done.stdout) == (0, "hello ? world.\n")
@@ -67,6 +69,7 @@ def test_help_lists_every_command_and_is_0() -> None:
     assert run("--version").stdout.startswith("topw ")
 
 
+@pytest.mark.slow
 def test_both_spellings_of_the_exporter_read_the_same_variables() -> None:
     for program, words in ((TOPW, ("export", "demo", "out")), (EXPORT, ("demo", "out"))):
         done = run(*words, program=program, TOPW_EXPORT_METRIC="nonsense")
@@ -84,8 +87,8 @@ def test_a_missing_extra_names_the_command_that_installs_it(scripted: Path) -> N
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [(("export", "demo", "out"), "exporting"), (("export-sampler", "demo", "out"), "exporting"),
-     (("stats", "out", "x"), "`topw stats`")],
+    [(("export", "demo", "out"), "exporting"), slow(("export-sampler", "demo", "out"), "exporting"),
+     slow(("stats", "out", "x"), "`topw stats`")],
 )  # fmt: skip
 def test_a_command_without_its_extra_names_what_was_asked_for_and_all_that_is_missing(
     words: tuple[str, ...], what: str
@@ -132,6 +135,7 @@ def test_interruption_is_130_and_leaves_no_traceback(endless: Path) -> None:
     assert b"Traceback" not in errors
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
 def test_a_closed_pipe_ends_quietly(random_model: Path) -> None:
     process = subprocess.Popen(
@@ -147,6 +151,7 @@ def test_a_closed_pipe_ends_quietly(random_model: Path) -> None:
     assert errors == b""
 
 
+@pytest.mark.slow
 def test_notices_are_one_line_on_stderr(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.random(0), generation_config={"top_p": 0.9})
     done = run("generate", folder, "x", "--max-new-tokens", 1)

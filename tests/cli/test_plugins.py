@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.invoking import Invoke
 from topw_deploy.cli import doctor, plugins
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import compile_cuda, compile_tensorrt, driver, status
 from topw_deploy.plugins.compile_cuda import CompiledLibrary
 from topw_deploy.plugins.nvcc import Compiling
-
-from .conftest import Invoke
 
 
 @pytest.fixture

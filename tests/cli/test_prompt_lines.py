@@ -99,7 +99,8 @@ def test_a_file_without_prompts_is_refused(data: bytes) -> None:
 def test_a_request_tells_apart_everything_that_decides_its_answer() -> None:
     lines = read(
         '{"prompt": "1"}\n{"prompt": "1", "id": 1}\n{"prompt": "1", "lam": 1}\n{"prompt_ids": [1]}\n"2"\n'
-        '{"prompt": "1", "logit_bias": {"5": 1}}\n{"prompt": "1", "stop_strings": "."}'
+        '{"prompt": "1", "logit_bias": {"5": 1}}\n{"prompt": "1", "stop_strings": "."}\n'
+        '{"prompt": "1", "structured_outputs": {"regex": "a"}}\n{"prompt": "1", "structured_outputs": {"regex": "b"}}'
     )
     requests = [line.request({}) for line in lines]
     assert len(set(requests)) == len(lines)

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 import topw_deploy.cli
+from tests.support.invoking import Invoke
 from tests.support.toy_model import EOS, Toy, byte_ids, export
 from topw_deploy.cli import terminal
 from topw_deploy.manifest import load_manifest, save_manifest
 from topw_deploy.printable import printable
-
-from .conftest import Invoke
 
 COMMANDS = sorted(Path(topw_deploy.cli.__file__).parent.glob("*.py"))
 EVIL = "\x1b]0;owned\x07\x9b2J\u202e"
@@ -155,6 +154,7 @@ def test_generated_text_in_a_pipe_is_what_the_model_wrote(tmp_path: Path) -> Non
     assert json.loads(printed)["text"] == answer
 
 
+@pytest.mark.slow
 def test_json_loses_no_character_where_stdout_takes_ascii_only(scripted: Path) -> None:
     done = program("generate", str(scripted), "x", "--json", PYTHONIOENCODING="ascii")
     assert json.loads(done.stdout)["text"] == "hello 😀 world."

@@ -5,23 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
+from tests.support.invoking import invoke  # noqa: F401  # a fixture
 from tests.support.toy_model import Toy, export
-from topw_deploy.cli.main import topw
 from topw_deploy.compare.collect import Cell, CompareRequest, Comparison, Prompt, Sample
 from topw_deploy.runtime.rule_settings import RuleSetting, read_rules
-
-Invoke = Callable[..., Result]
-
-
-@pytest.fixture
-def invoke() -> Invoke:
-    def run(*arguments: object, stdin: str | bytes | None = None) -> Result:
-        extra: dict[str, Any] = {"auto_envvar_prefix": "TOPW", "catch_exceptions": False}
-        return CliRunner().invoke(topw, [str(argument) for argument in arguments], input=stdin, **extra)
-
-    return run
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.invoking import Invoke
 from topw_deploy import install
 from topw_deploy.errors import MissingPackageError, ParameterError, PromptError
-
-from .conftest import Invoke
 
 SHORT = ("--max-new-tokens", 4, "--samples", 2, "--temperatures", "0.5,1", "--rules", "top_w,min_p")
 

@@ -6,6 +6,7 @@ import onnxruntime as ort
 import pytest
 
 from tests.examples.cpp_host import FORMS, HERE, Host, compiled, host_of, library_of
+from tests.support.shared import made_once
 from tests.support.toy_model import Toy, export
 from topw_deploy.sampling import TopWOptions
 
@@ -15,10 +16,18 @@ def ort_library() -> Path:
     return library_of(Path(ort.__file__).parent)
 
 
+def compiled_once(factory: pytest.TempPathFactory, name: str, *flags: str, source: Path | None = None) -> Path:
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        compiled(folder / name, *flags, source=source)
+
+    return made_once(factory, f"cpp-{name}", make) / name
+
+
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the project's own declarations."""
-    return compiled(tmp_path_factory.mktemp("host") / "topw_host", "-O2")
+    return compiled_once(tmp_path_factory, "topw_host", "-O2")
 
 
 @pytest.fixture(scope="session")
@@ -29,8 +38,8 @@ def host(program: Path, ort_library: Path) -> Host:
 @pytest.fixture(scope="session")
 def tokenizers_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The C interface, over the Python package."""
-    output = tmp_path_factory.mktemp("tokenizers") / "libtokenizers_c.so"
-    return compiled(output, "-O1", "-shared", "-fPIC", source=HERE / "tokenizers_stand_in.cpp")
+    flags = ("-O1", "-shared", "-fPIC")
+    return compiled_once(tmp_path_factory, "libtokenizers_c.so", *flags, source=HERE / "tokenizers_stand_in.cpp")
 
 
 @pytest.fixture(scope="session")

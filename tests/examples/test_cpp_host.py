@@ -30,6 +30,7 @@ def test_tokens_equal_the_python_runtimes(form: str, sampler: str, host: Host, f
         compare(host, model, folders[form], ["a", "some longer prompt than that"], *library)
 
 
+@pytest.mark.long
 def test_the_bundled_model_draws_the_same_tokens_with_both_caches(
     host: Host, demo_export: Path, tmp_path: Path
 ) -> None:

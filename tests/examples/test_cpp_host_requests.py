@@ -13,7 +13,7 @@ from tests.examples.cpp_host import FORMS, Host, answers_of, fails, ids_of, line
 from tests.support.toy_model import EOS, VOCAB, Toy, export
 from topw_deploy.runtime import TopWModel
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 EDITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logit_bias",
          "suppress_tokens", "bad_words_ids", "min_new_tokens")  # fmt: skip

@@ -8,14 +8,17 @@ import pytest
 
 from benchmarks.gpu.packing import command
 from benchmarks.gpu.unpack import unpack
+from tests.support.shared import made_once
 
 
 @pytest.fixture(scope="session")
 def packed_demo(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The float16 bundled model with the CPU's tokens."""
-    into = tmp_path_factory.mktemp("pack")
-    assert command.main(["--only", "folders", "--limit", "2MiB", "--into", str(into), "--rehearse"]) == 0
-    return sorted(into.glob("*.tar.xz"))
+
+    def make(into: Path) -> None:
+        assert command.main(["--only", "folders", "--limit", "2MiB", "--into", str(into), "--rehearse"]) == 0
+
+    return sorted(made_once(tmp_path_factory, "packed-demo", make).glob("*.tar.xz"))
 
 
 @pytest.fixture(scope="session")

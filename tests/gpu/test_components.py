@@ -155,7 +155,7 @@ def nvcc() -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("nvcc")
 def test_flashinfers_samplers_are_compiled_and_their_sources_left_out(
     serve: Serve, tmp_path: Path, scratch: Path

@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,12 +25,24 @@ from .test_pack import HOST, LIMIT, refuse, stage_tree, write_tree
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+PACKAGES = {"onnxruntime": stage_tree, "tensorrt": refuse}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A component with a sliced file; another that could not be packed."""
-    monkeypatch.setattr(command, "_PACKAGES", {"onnxruntime": stage_tree, "tensorrt": refuse})
-    command.pack(tmp_path / "pack", ["onnxruntime", "tensorrt"], LIMIT, HOST)
-    return sorted((tmp_path / "pack").glob("*.tar.xz"))
+    folder = tmp_path_factory.mktemp("packed") / "pack"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "_PACKAGES", PACKAGES)
+        command.pack(folder, ["onnxruntime", "tensorrt"], LIMIT, HOST)
+    return folder
+
+
+@pytest.fixture
+def pack(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The archives of a copy."""
+    monkeypatch.setattr(command, "_PACKAGES", PACKAGES)
+    return sorted(Path(shutil.copytree(packed, tmp_path / "pack")).glob("*.tar.xz"))
 
 
 def test_unpacking_restores_the_packed_files(pack: list[Path], tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 LONG = ("llama-static", "llama-half", "llama-copied-cache", "qwen3-moe", "gemma-half", "inkling2", "demo")
 """The others are broad."""
+INLINED = ("llama-static", "llama-half", "demo")
+"""Of these, those that are also built with the function's 2,000 nodes; each takes ten seconds."""
 
 
 @pytest.fixture(scope="session")
@@ -54,8 +56,9 @@ def decoders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 
 @pytest.fixture(scope="session")
-def inlined(nvidia: Ask, decoders: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    return _built(nvidia, decoders, None)
+def inlined(nvidia: Ask, decoders: dict[str, Path], request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    names = MODELS if request.config.option.broad else INLINED
+    return _built(nvidia, {name: decoders[name] for name in names}, None)
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +71,7 @@ def _built(nvidia: Ask, decoders: dict[str, Path], plugin: str | None) -> dict[s
     return dict(zip(decoders, nvidia(tasks, plugin=plugin), strict=True))
 
 
-@pytest.mark.parametrize("name", sampled(MODELS, LONG, ()))
+@pytest.mark.parametrize("name", sampled(MODELS, INLINED, ()))
 def test_a_decoder_with_its_sampler_inlined_is_built(inlined: dict[str, dict[str, Any]], name: str) -> None:
     assert_built(inlined[name], plugins=0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_edge_guide import PAGE, commands, run
+from tests.test_edge_guide import PAGE, commands, exported
 from topw_deploy.cli.build_engine import command
 
 from .conftest import HERE, ROOT
@@ -18,10 +18,12 @@ from .make_environment import environment
 pytestmark = pytest.mark.long
 
 
-def test_the_page_s_export_is_built_by_the_page_s_command(tmp_path: Path) -> None:
+def test_the_page_s_export_is_built_by_the_page_s_command(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     (export,) = (line for line in commands("") if line.startswith("topw-export") and "--target tensorrt" in line)
     assert "--max-length" not in export
-    run(export, tmp_path)
+    exported(export, tmp_path, tmp_path_factory)
     (line,) = (line for line in PAGE.splitlines() if line.startswith("topw build-engine"))
     request = command.make_context("build-engine", shlex.split(line)[2:]).params
     for name in ("as_json", "quiet"):

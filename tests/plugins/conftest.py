@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.native_cases import instruction_sets, opened
+from tests.support.samples import slow
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.plugins.kernel import Kernel
 from topw_deploy.plugins.shared_library import library_path
@@ -24,7 +25,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     return opened(tmp_path_factory.mktemp("native"))
 
 
-@pytest.fixture(params=("avx512", "avx2", "generic"))
+@pytest.fixture(params=("avx512", "avx2", slow("generic")))
 def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
     sets = instruction_sets(kernel)
     name = sets[-1] if request.param == "generic" else request.param

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins import compile_cuda, compile_native, driver, status
+from topw_deploy.plugins import compile_cuda, compile_native, driver, nvcc, status
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.plugins.tensorrt import kernels
 
@@ -250,3 +253,26 @@ def test_the_report_says_why_a_library_serves_no_gpu_here(
     pretended.architectures = (80, 87)
     assert status.look().cuda.why_unused == ""
     assert kernels.installed_kernels() == tmp_path / "other.so"
+
+
+def test_ctrl_c_ends_nvcc(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not get the terminal's signals itself, and may take minutes."""
+    install(tmp_path / "usual")
+    ended = threading.Event()
+
+    def run(command: list[str], total: int, watch: nvcc.Watch) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            try:
+                watch(nvcc.Compiling((), (), total, 0.0))
+            except compile_native.NotBuiltError:
+                ended.set()
+                raise
+            time.sleep(0.01)
+
+    monkeypatch.setattr(nvcc, "run", run)
+    monkeypatch.setattr(compile_native, "run", lambda command: None)
+    with pytest.raises(KeyboardInterrupt):
+        compile_cuda.compile_cuda(tmp_path / "made.so", (87,))
+    assert ended.wait(30)

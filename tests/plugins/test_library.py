@@ -68,6 +68,7 @@ def needs_a_compiler() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_compiler_gives_a_library_that_needs_no_other_than_the_systems(tmp_path: Path) -> None:
     needs_a_compiler()
     compile_native.compile_native(tmp_path / compile_native.LIBRARY_NAME)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,24 @@ def test_what_interrupts_the_watcher_ends_the_compiler(script: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         nvcc.run([str(script)], 2, watch)
+
+
+def test_and_the_compilers_that_nvcc_started(script: Path) -> None:
+    """They have nvcc's output open, whose end is waited for."""
+    started = script.parent / "started"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\ntouch {started}\nwait\n")
+    ended: list[bool] = []
+
+    def watch(state: Compiling) -> None:
+        if started.exists():
+            raise KeyboardInterrupt
+
+    def run() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            nvcc.run([str(script)], 1, watch)
+        ended.append(True)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert ended

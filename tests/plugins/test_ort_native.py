@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.sampler_models import Wanted, clear_rows, open_model, run
+from tests.support.samples import slow
 from tests.support.tail_cases import NATIVE, Scenario, Tally, compare, embedding_table, feeds, graph, random_case
 from topw_deploy.sampling import Geometry, apply_edits, sample_row
 from topw_deploy.sampling.parameters import METRICS, PARAMETER_NAMES, TopWOptions
@@ -84,7 +85,7 @@ def test_tables_of_half_precision_are_read_as_they_are(native_library: Path, dty
         np.testing.assert_array_equal(np.flatnonzero(found["keep_mask"][index]), np.sort(row.kept_ids))
 
 
-@pytest.mark.parametrize("edits", [1, 3, 17])
+@pytest.mark.parametrize("edits", [slow(1), 3, slow(17)])
 def test_edits_change_the_logits_as_the_contract_says(native_library: Path, edits: int) -> None:
     wanted = Wanted(mass=True, keep_mask=True)
     rng = np.random.default_rng(edits)
@@ -154,6 +155,7 @@ def test_no_rows_give_empty_outputs(native_library: Path) -> None:
     assert found["keep_mask"].shape == (0, wanted.vocab_size)
 
 
+@pytest.mark.slow
 def test_one_session_serves_several_threads_at_once(native_library: Path) -> None:
     wanted = Wanted(vocab_size=1000, keep_mask=True)
     rng = np.random.default_rng(5)

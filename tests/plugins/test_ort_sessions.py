@@ -15,6 +15,7 @@ import onnxruntime as ort
 import pytest
 
 from tests.support.sampler_models import Wanted, node_of, open_model, set_attribute
+from tests.support.samples import slow
 from tests.support.tail_cases import feeds, random_case
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError
@@ -106,9 +107,9 @@ def foreign(patch: pytest.MonkeyPatch, _: Path) -> None:
     ("absence", "reason"),
     [
         (switched_off, "TOPW_NATIVE=0 disables it"),
-        (not_built, "this installation was built without it"),
-        (missing, "TOPW_NATIVE_LIBRARY is .*nowhere.so, which is not a file"),
-        (broken, r"the native library that TOPW_NATIVE_LIBRARY='.*broken\.so' names does not load"),
+        slow(not_built, "this installation was built without it"),
+        slow(missing, "TOPW_NATIVE_LIBRARY is .*nowhere.so, which is not a file"),
+        slow(broken, r"the native library that TOPW_NATIVE_LIBRARY='.*broken\.so' names does not load"),
         (foreign, "that TOPW_NATIVE_LIBRARY='.*_ctypes.* names does not load .*is not a library of topw_deploy"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -148,6 +149,7 @@ def load_manifest_of(folder: Path) -> Manifest:
     return replace(manifest, files={**manifest.files, **describe_files(folder, ["model.onnx"])})
 
 
+@pytest.mark.slow
 def test_a_node_that_the_operator_refuses_is_opened_again_with_the_function(
     native_library: Path, toy_folder: Path, tmp_path: Path
 ) -> None:

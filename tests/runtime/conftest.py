@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.samples import slow
 from tests.support.toy_model import Load, Toy, export
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
 
 
-@pytest.fixture(scope="session", params=["graph", "native"])
+@pytest.fixture(scope="session", params=["graph" if library.why_absent() else slow("graph"), "native"])
 def sampler_choice(request: pytest.FixtureRequest) -> str:
     """Parametrizes tests over both samplers."""
     if request.param == "native" and library.why_absent():

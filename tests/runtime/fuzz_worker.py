@@ -21,6 +21,7 @@ from tests.support.mutations import VALUES, mutations
 from topw_deploy.errors import TopWError
 from topw_deploy.manifest import MANIFEST_NAME, manifest_from_json
 from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.ort import session as sessions
 
 MEMORY = 8 << 30  # bytes, for the same MemoryError on all machines
 HANG = 240  # seconds per folder
@@ -33,6 +34,8 @@ def main(folder: Path, name: str, within: str) -> None:
     warnings.simplefilter("ignore")
     original = (folder / MANIFEST_NAME).read_text("utf-8")
     wrong, loaded = [], 0
+    if name != MANIFEST_NAME:
+        _open_the_graph_once()
     for what, put in (
         _manifests(folder, original, within) if name == MANIFEST_NAME else _side_files(folder, name, original)
     ):
@@ -47,6 +50,18 @@ def main(folder: Path, name: str, within: str) -> None:
         except BaseException as error:  # noqa: BLE001  # Rust panics are not Exceptions
             wrong.append(f"{what}: {error!r:.300}")
     sys.stdout.write(json.dumps({"wrong": wrong, "loaded": loaded}) + "\n")
+
+
+def _open_the_graph_once() -> None:
+    """Keep one session: the graph does not depend on the fuzzed files, and opening it takes most of the time."""
+    new, opened = sessions._new_session, list[Any]()
+
+    def session(*arguments: Any) -> Any:
+        if not opened:
+            opened.append(new(*arguments))
+        return opened[0]
+
+    sessions._new_session = session
 
 
 def _use(model: TopWModel) -> None:

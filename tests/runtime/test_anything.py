@@ -89,6 +89,7 @@ class FakeFolder:
         return self.config if name == "generation_config.json" else {}
 
 
+@pytest.mark.slow
 def test_any_generation_config_is_read_or_refused(model: TopWModel) -> None:
     tokenizer: Tokenizer = model.tokenizer
 

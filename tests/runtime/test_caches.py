@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.samples import slow
 from tests.support.toy_graph import FORMS
 from tests.support.toy_model import BOS, CONTEXT, PAD, Toy, byte_ids, export
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.cache.buffers import Buffers
+from topw_deploy.runtime.cache.buffers import Buffers, MemoryPool
 from topw_deploy.runtime.ort.host_binding import HostBinding
 from topw_deploy.sampling import TopWOptions, TopWParameters
 
@@ -51,7 +53,7 @@ def tokens(model: TopWModel, prompts: Any, **settings: Any) -> list[list[int]]:
     return [result.token_ids for result in (results if isinstance(results, list) else [results])]
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 3, 5, 16])
+@pytest.mark.parametrize("chunk", [None, slow(1), 3, slow(5), slow(16)])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_token_equals_the_reference_in_whatever_pieces_the_prompt_goes_in(
     opened: Open, toy: Toy, form: str, chunk: int | None
@@ -61,7 +63,7 @@ def test_every_token_equals_the_reference_in_whatever_pieces_the_prompt_goes_in(
     assert found == [row.next_token for row in expected]
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4, 40])  # 40: middle rows share a run
+@pytest.mark.parametrize("chunk", [slow(None), slow(1), 4, slow(40)])  # 40: middle rows share a run
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_different_lengths_equal_those_run_alone(opened: Open, form: str, chunk: int | None) -> None:
     model = opened(form, prefill_chunk=chunk)
@@ -94,7 +96,7 @@ def test_total_sequence_length_is_that_of_the_prompt_then_of_the_buffer(
 
 
 @pytest.mark.parametrize("padding", [True, False])
-@pytest.mark.parametrize("chunk", [None, 4, 20])
+@pytest.mark.parametrize("chunk", [slow(None), 4, slow(20)])
 def test_rows_of_equal_lengths_equal_those_run_alone_in_a_foreign_graph(
     toy: Toy, tmp_path: Path, chunk: int | None, padding: bool
 ) -> None:
@@ -314,6 +316,34 @@ def test_a_stream_holds_its_buffers_until_it_ends_or_is_given_up(opened: Open, f
     del first
     assert model.cache_bytes == kept
     assert tokens(model, "same", max_new_tokens=60) == whole
+
+
+def test_garbage_collection_may_close_a_forgotten_stream_while_another_one_begins(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs in any thread that allocates, and so in one that holds the lock of the buffers."""
+    model, new = opened("grouped"), MemoryPool._new
+    whole = tokens(model, "same")
+    stream: list[Any] = [model.stream("same", **HOT, seed=5, max_new_tokens=60)]
+    next(stream[0])
+    stream.append(stream)  # a cycle
+    found, collected = list[Any](), list[int]()
+
+    def collecting(pool: MemoryPool, batch: int, length: int) -> Any:
+        collected.append(gc.collect())
+        return new(pool, batch, length)
+
+    monkeypatch.setattr(MemoryPool, "_new", collecting)
+    gc.disable()
+    try:
+        del stream
+        thread = threading.Thread(target=lambda: found.append(tokens(model, "same")), daemon=True)
+        thread.start()
+        thread.join(60)
+    finally:
+        gc.enable()
+    assert collected
+    assert found == [whole], "the thread waits for itself"
 
 
 @pytest.mark.parametrize("form", FORMS)

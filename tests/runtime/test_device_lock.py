@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -135,6 +138,44 @@ def test_a_failed_capture_releases_the_lock() -> None:
         raise RuntimeError
     assert ends(in_a_thread(lambda: use(lock)))
     assert ends(in_a_thread(lambda: capture(lock)))
+
+
+def test_garbage_collection_may_use_the_device_amid_the_lock_s_own_code() -> None:
+    """It may close a session between any two operations: here it does between all of them, in three threads."""
+    lock = DeviceLock()
+    capturing, uses, wrong = list[int](), list[int](), list[str]()
+
+    def collect() -> None:
+        with lock.using:
+            uses.append(1)
+            if capturing not in ([], [threading.get_ident()]):
+                wrong.append("a use during another thread's capture")
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != DeviceLock.enter.__code__.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            collect()
+        return trace
+
+    def work() -> None:
+        sys.settrace(trace)
+        for _ in range(30):
+            use(lock)
+            with lock.capturing() as alone:
+                if alone:
+                    capturing.append(threading.get_ident())
+                    time.sleep(0)
+                    capturing.remove(threading.get_ident())
+            open_a_session(lock)
+
+    threads = [in_a_thread(work) for _ in range(3)]
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "they wait for each other, or for themselves"
+    assert len(uses) > 1000
+    assert not wrong
 
 
 def test_a_device_has_one_lock_in_the_process() -> None:

@@ -1,4 +1,4 @@
-"""Opening reads only the folder, gives one clear error, and uses the requested provider."""
+"""Opening reads only the folder, and gives one clear error."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
 from tests.support.toy_model import Toy, export, export_sampler
-from topw_deploy.errors import ManifestError, ParameterError, ProviderError, TokenizerError, TopWError
+from topw_deploy.errors import ManifestError, TokenizerError, TopWError
 from topw_deploy.manifest import MANIFEST_NAME, describe_files
 from topw_deploy.runtime import TopWModel, TopWSampler
-from topw_deploy.runtime.ort import providers, session
 
 
 @pytest.fixture
@@ -237,126 +235,6 @@ def test_the_two_kinds_of_folders_are_told_apart(toy_folder: Path, tmp_path: Pat
         TopWSampler.from_pretrained(toy_folder)
     with pytest.raises(ManifestError, match="holds a 'sampler' model; load it with TopWSampler"):
         TopWModel.from_pretrained(export_sampler(tmp_path / "sampler", Toy.random(0)))
-
-
-def test_the_provider_asked_for_is_the_one_used(folder: Path) -> None:
-    model = load(folder)
-    assert model.provider == "CPUExecutionProvider"
-    assert TopWModel.from_pretrained(folder, provider="CPUExecutionProvider").provider == "CPUExecutionProvider"
-
-
-@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this onnxruntime has CUDA")
-def test_a_provider_that_is_not_built_in_is_an_error_with_the_remedy(folder: Path) -> None:
-    with pytest.raises(ProviderError, match=r"built without 'cuda': it has .*cpu; .* && .* install .*\[gpu\]'"):
-        TopWModel.from_pretrained(folder, provider="cuda")
-    with pytest.raises(ProviderError, match="provider is 'nonsense', which is not an execution provider"):
-        TopWModel.from_pretrained(folder, provider="nonsense")
-
-
-@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this onnxruntime has CUDA")
-def test_a_provider_that_is_not_built_in_may_be_fallen_back_from_but_nonsense_may_not(folder: Path) -> None:
-    message = "cuda could not start, running on cpu: .* was built without 'cuda': .*pip install"
-    with pytest.warns(RuntimeWarning, match=message):
-        model = TopWModel.from_pretrained(folder, provider="cuda", allow_fallback=True)
-    assert model.provider == "CPUExecutionProvider"
-    with pytest.raises(ProviderError, match="provider is 'nonsense', which is not an execution provider"):
-        TopWModel.from_pretrained(folder, provider="nonsense", allow_fallback=True)
-
-
-@pytest.mark.parametrize("provider", ["cpu", "auto", "cuda", "tensorrt"])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("abc", "provider_options is 'abc', but must be a mapping"),
-        ([("device_id", 0)], r"provider_options is \[\('device_id', 0\)\], but must be a mapping"),
-        ({1: 2}, "provider_options is {1: 2}, but must be a mapping"),
-        ({"device_id": "x"}, "device_id is 'x', but must be the number of a GPU"),
-        ({"device_id": -1}, "device_id is '-1', but must be the number of a GPU"),
-    ],
-)
-def test_options_of_providers_are_checked_before_anything_is_opened(
-    folder: Path, provider: str, options: Any, message: str
-) -> None:
-    with pytest.raises(ParameterError, match=message):
-        TopWModel.from_pretrained(folder, provider=provider, provider_options=options)
-
-
-@pytest.mark.parametrize("provider", [None, 3, ["cuda", "cpu"]])
-def test_a_provider_is_a_name(folder: Path, provider: Any) -> None:
-    with pytest.raises(ParameterError, match=r"provider is .*, but must be a name such as 'auto'"):
-        TopWModel.from_pretrained(folder, provider=provider)
-
-
-@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this onnxruntime has CUDA")
-def test_cuda_graphs_that_nobody_captures_are_not_passed_over(folder: Path) -> None:
-    graphs = {"provider_options": {"enable_cuda_graph": "1"}}
-    with pytest.raises(ParameterError, match="enable_cuda_graph is for provider='cuda', but provider is 'cpu'"):
-        TopWModel.from_pretrained(folder, provider="cpu", **graphs)
-    with pytest.warns(RuntimeWarning, match="enable_cuda_graph is not used: running on cpu"):
-        assert TopWModel.from_pretrained(folder, **graphs).provider == "CPUExecutionProvider"
-
-
-def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An onnxruntime whose CUDA provider does not start, with a silent fallback to the CPU."""
-    built = ort.get_available_providers()
-    monkeypatch.setattr(providers.ort, "get_available_providers", lambda: ["CUDAExecutionProvider", *built])
-    opened = session._new_session
-
-    def without_cuda(folder: Any, chain: list[Any], options: Any) -> Any:
-        return opened(folder, [item for item in chain if item[0] != "CUDAExecutionProvider"], options)
-
-    monkeypatch.setattr(session, "_new_session", without_cuda)
-
-
-def test_a_silent_fall_back_to_the_cpu_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_cuda(monkeypatch)
-    with pytest.raises(ProviderError, match="provider is cuda, but onnxruntime could not start it and would run on"):
-        TopWModel.from_pretrained(folder, provider="cuda")
-
-
-def test_a_fall_back_that_was_allowed_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_cuda(monkeypatch)
-    for settings in ({"provider": "cuda", "allow_fallback": True}, {"provider": "auto"}):
-        with pytest.warns(RuntimeWarning, match="cuda could not start, running on cpu"):
-            model = TopWModel.from_pretrained(folder, **settings)
-        assert model.provider == "CPUExecutionProvider"
-        assert model.generate("a", max_new_tokens=1).token_ids
-
-
-def test_a_provider_that_raises_is_named_and_the_graph_is_not_blamed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = ort.get_available_providers()
-    monkeypatch.setattr(providers.ort, "get_available_providers", lambda: ["CUDAExecutionProvider", *built])
-    opened = session._new_session
-
-    def broken(folder: Any, chain: list[Any], options: Any) -> Any:
-        if chain[0][0] == "CUDAExecutionProvider":
-            raise RuntimeError("CUDA failure 100: no CUDA-capable device")
-        return opened(folder, chain, options)
-
-    monkeypatch.setattr(session, "_new_session", broken)
-    with pytest.raises(ProviderError, match=r"cuda could not open .*no CUDA-capable device"):
-        TopWModel.from_pretrained(folder, provider="cuda")
-    with pytest.warns(RuntimeWarning, match=r"cuda could not start, running on cpu: .*no CUDA-capable device"):
-        TopWModel.from_pretrained(folder, provider="cuda", allow_fallback=True)
-
-
-def test_session_and_thread_options_reach_onnxruntime(folder: Path) -> None:
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    model = load(folder, session_options=options, intra_op_num_threads=1, inter_op_num_threads=2)
-    used = model._session.raw.get_session_options()  # type: ignore[union-attr]
-    assert used.graph_optimization_level == ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    assert (used.intra_op_num_threads, used.inter_op_num_threads) == (1, 2)
-
-
-@pytest.mark.parametrize("threads", [-1, 1.5, True, "2", 100_000])
-def test_thread_counts_out_of_range_are_parameter_errors(folder: Path, threads: Any) -> None:
-    with pytest.raises(ParameterError, match="intra_op_num_threads is"):
-        load(folder, intra_op_num_threads=threads)
-    with pytest.raises(ParameterError, match="session_options is a dict"):
-        load(folder, session_options={})
 
 
 def test_a_graph_may_lack_positions_and_mask(toy: Toy, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_every_step_draws_a_number_of_its_own(load: Load) -> None:
     assert ((counts - mean) ** 2 / mean).sum() < 333.0  # chi-square, 258 degrees of freedom, p = 0.001
 
 
+@pytest.mark.slow
 def test_token_frequencies_are_the_softmax_over_the_crop(load: Load) -> None:
     toy = Toy.random(3, options=TopWOptions(top_m=VOCAB, metric="uniform"), factor=0.06)
     toy.follow[:, [BOS, EOS, PAD]] = 0

@@ -155,7 +155,7 @@ def test_end_of_sequence_and_padding() -> None:
         ("bad_words_ids", [[1, VOCAB]], f"names the token id {VOCAB}"),
         ("eos_token_id", VOCAB, f"names the token id {VOCAB}"),
         ("suppress_tokens", [-1], "must be an integer >= 0"),
-        ("num_return_sequences", 0, "must be an integer >= 1"),
+        ("num_return_sequences", 0, "must be an integer in \\[1, 65537\\)"),
         ("no_repeat_ngram_size", -2, "must be an integer >= 0"),
     ],
 )

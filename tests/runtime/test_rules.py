@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.toy_model import Load, Toy, byte_ids, export_sampler
+from tests.support.toy_model import VOCAB, Load, Toy, byte_ids, export_sampler
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel, TopWSampler
-from topw_deploy.runtime.rules import Rules
+from topw_deploy.runtime.request import Limits, resolve
+from topw_deploy.runtime.rules import LONGEST_LIST, Rules, longest_pool
 from topw_deploy.sampling import RULES, RuleParameters, TopWParameters, sample_row
 
 HOT: dict[str, Any] = {"temperature": 3.0, "seed": 4, "max_new_tokens": 8, "ignore_eos": True}
@@ -126,3 +128,25 @@ def test_external_logits_take_rules_per_row(tmp_path: Path, sampler_choice: str)
         sampler.sample(logits, uniform=0.5, top_k=0)
     with pytest.raises(ParameterError, match="top_k has 2 values for 3 rows"):
         sampler.sample(logits, uniform=0.5, top_k=[1, 2])
+
+
+def test_a_pool_of_top_h_that_the_function_would_cut_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = TopWSampler.from_pretrained(export_sampler(tmp_path / "out", Toy.random(0)), provider="cpu")
+    info = replace(sampler.manifest.sampler, vocab_size=5000, tail="static")
+    assert longest_pool("graph", info) == LONGEST_LIST
+    exact = (("native", info), ("plugin", info), ("graph", replace(info, tail="onnxruntime")))
+    assert {longest_pool(*each) for each in (*exact, ("graph", replace(info, vocab_size=LONGEST_LIST)))} == {None}
+    monkeypatch.setattr("topw_deploy.runtime.sampler.longest_pool", lambda *_: 100)
+    logits = np.zeros(VOCAB, np.float32)
+    for allowed in ({"top_h_pool": 100}, {"top_h_pool": VOCAB}, {"top_h": 1.0, "top_h_pool": 200}, {"top_k": 200}):
+        sampler.sample(logits, uniform=0.5, **allowed)
+    with pytest.raises(
+        ParameterError, match=f"top_h_pool is 200, but .* at most 100, or the whole vocabulary of {VOCAB}"
+    ):
+        sampler.sample(logits, uniform=0.5, top_h_pool=200)
+    limits = Limits(10, VOCAB, longest_pool=100)
+    with pytest.raises(ParameterError, match="top_h_pool is 200, but"):
+        resolve([[5]], {"top_h_pool": 200}, {}, TopWParameters(), limits)
+    assert resolve([[5]], {"top_h_pool": 100}, {}, TopWParameters(), limits)[0].rule.values[1] == 100

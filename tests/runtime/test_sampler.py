@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support.toy_model import VOCAB, Toy, export_sampler
 from topw_deploy.errors import GenerationError, ParameterError, TopWError
+from topw_deploy.manifest import Verification
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.sampling import Geometry, TopWParameters, pack_mask, preset_parameters, sample_row, uniform_for
 
@@ -75,6 +77,30 @@ def test_beta_may_depend_on_each_rows_temperature(sampler: TopWSampler) -> None:
         sampler.sample(LOGITS[:0], uniform=0.5, beta="1.5+T")
     with pytest.raises(ParameterError, match="must be one number or one for each of the"):
         sampler.sample(LOGITS, uniform=0.5, beta=["1+1*T"] * (ROWS + 1))
+
+
+def test_a_scale_may_be_per_median_distance_for_some_rows(tmp_path: Path) -> None:
+    folder = export_sampler(tmp_path / "out", Toy.random(0), with_keep_mask=True)
+    sampler = TopWSampler.from_pretrained(folder, provider="cpu")
+    shared: dict[str, Any] = {"uniform": 0.5, "lam": 0.4, "init_top_p": 0.3, "geom_scale": 1.0}
+    raw = sampler.sample(LOGITS, **shared).kept.tolist()
+    assert sampler.sample(LOGITS, geom_unit="median", **shared).kept.tolist() == raw  # 1 under the uniform metric
+    info = replace(sampler.manifest.sampler, options=replace(sampler.manifest.sampler.options, metric="cosine"))
+    sampler.manifest = replace(sampler.manifest, sampler=info)
+    with pytest.raises(ParameterError, match=r"this folder has no median distance.* export the sampler again with"):
+        sampler.sample(LOGITS, geom_unit="median", **shared)
+    sampler.manifest = replace(sampler.manifest, verification=Verification(status="passed", median_distance=4.0))
+    quarter = sampler.sample(LOGITS, **{**shared, "geom_scale": 0.25}).kept.tolist()
+    assert quarter != raw
+    assert sampler.sample(LOGITS, geom_unit="median", **shared).kept.tolist() == quarter
+    units = ["median", None, "raw", *["median"] * (ROWS - 3)]
+    mixed = sampler.sample(LOGITS, geom_unit=units, **shared).kept.tolist()
+    assert mixed == [quarter[0], *raw[1:3], *quarter[3:]]
+    for wrong, message in (({"geom_unit": "mean"}, "must be one of raw"), ({"geom_unit": ["raw"]}, "has 1 values for")):
+        with pytest.raises(ParameterError, match=message):
+            sampler.sample(LOGITS, **shared, **wrong)
+    with pytest.raises(ParameterError, match="geom_scale is not given with it"):
+        sampler.sample(LOGITS[:0], uniform=0.5, geom_unit="median")
 
 
 def test_edits_are_applied_and_one_row_may_come_alone(sampler: TopWSampler) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.support.samples import slow
 from tests.support.special_files import OTHERS, SPECIAL, no_hang
 from topw_deploy.cli.build_engine import command as build_engine
 from topw_deploy.cli.check import command as check
@@ -25,6 +26,7 @@ from topw_deploy.tensorrt.stamp import read
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
 EVERY = {**SPECIAL, **OTHERS}
+QUICK = [kind if kind in ("a named pipe", "a link to a file inside") else slow(kind) for kind in EVERY]
 READ = (
     "tokenizer.json", "config.json", "generation_config.json", "chat_template.jinja", "tokenizer_config.json",
     "special_tokens_map.json", "model.onnx_data",
@@ -68,7 +70,7 @@ def test_a_link_to_the_manifest_itself_is_refused_and_one_to_the_folder_is_not(f
         TopWModel.from_pretrained(folder, provider="cpu")
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", QUICK)
 @pytest.mark.parametrize("name", [*READ, "model.onnx"])
 def test_a_listed_file_is_a_regular_file(folder: Path, name: str, kind: str) -> None:
     put(kind, folder / name)
@@ -94,7 +96,7 @@ def test_a_link_or_folder_that_is_not_listed_is_not_read(folder: Path, kind: str
         assert TopWModel.from_pretrained(folder, provider="cpu").generate("a", max_new_tokens=1).token_ids
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", QUICK)
 @pytest.mark.parametrize("name", [MANIFEST_NAME, "tokenizer.json", "model.onnx"])
 @pytest.mark.parametrize(
     ("command", "options"),

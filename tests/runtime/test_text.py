@@ -56,6 +56,21 @@ def test_any_bytes_come_out_as_a_decoder_replaces_them(data: bytes, prompt: str)
         piece.encode("utf-8")
 
 
+@given(ids=st.lists(st.integers(0, len(SPECIAL) + len(BYTES) + 2), max_size=12), skip_special=st.booleans())
+def test_joined_bytes_are_the_text_that_the_library_decodes(ids: list[int], skip_special: bool) -> None:
+    """Also of special tokens, unknown ids and invalid UTF-8."""
+    of = TokenBytes(BYTE_LEVEL, skip_special)
+    assert of.joins
+    assert of.joined(ids) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip_special)
+
+
+def test_only_a_byte_level_decoder_joins_bytes() -> None:
+    assert not TokenBytes(SENTENCEPIECE, True).joins
+    stripping = byte_tokenizer()
+    stripping.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    assert not TokenBytes(stripping, True).joins
+
+
 @given(st.text(alphabet="aé€😀👩‍🚀", max_size=20))
 def test_a_piece_comes_as_soon_as_its_character_is_whole(text: str) -> None:
     pieces = iter(pieces_of(BYTE_LEVEL, [], byte_ids(text)))

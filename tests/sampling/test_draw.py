@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.samples import examples
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import TopWOptions, TopWParameters, crop, draw, uniform_for
 
@@ -97,7 +98,7 @@ def plain_uniform(seed: int, position: int, sample: int) -> float:
 words64 = st.integers(0, 2**64 - 1)
 
 
-@settings(derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=examples(300))
 @given(words64, words64, words64)
 def test_the_uniform_is_philox_4x64_10_written_in_plain_integers(seed, position, sample):
     assert uniform_for(seed, position, sample) == plain_uniform(seed, position, sample)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.samples import examples
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import apply_edits
 
@@ -43,7 +44,7 @@ def test_a_penalty_that_is_not_positive_makes_its_logit_nan(penalty):
     assert np.isnan(edited).tolist() == [True, True, False]
 
 
-@settings(derandomize=True, max_examples=100)
+@settings(derandomize=True, max_examples=examples(100))
 @given(st.data())
 def test_edits_of_different_tokens_can_be_applied_in_any_order_or_one_by_one(data):
     logits = np.array(data.draw(st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=8)), dtype=np.float32)

@@ -48,6 +48,7 @@ def test_under_the_uniform_metric_the_crop_is_found_from_masses_alone(potential)
     assert acted > 20  # rows whose crop differs from that without distances
 
 
+@pytest.mark.slow
 def test_the_uniform_metric_only_shrinks_crops_and_its_steps_grow_towards_the_crop_without_distances():
     grown = 0
     for case, row in rows(61, 500, alt_iters=9):
@@ -61,6 +62,7 @@ def test_the_uniform_metric_only_shrinks_crops_and_its_steps_grow_towards_the_cr
     assert grown > 20
 
 
+@pytest.mark.slow
 def test_without_an_entropy_term_the_uniform_metric_gives_top_p_or_the_whole_pool():
     both = {True: 0, False: 0}
     for case, row in rows(62, 600, lam=0.0, top_m=1200):
@@ -74,6 +76,7 @@ def test_without_an_entropy_term_the_uniform_metric_gives_top_p_or_the_whole_poo
     assert min(both.values()) > 20
 
 
+@pytest.mark.slow
 def test_with_a_small_mass_reward_and_no_entropy_term_it_is_the_rule_top_p():
     compared = 0
     for share in (0.3, 0.8, 0.95):

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
+from tests.support.invoking import Invoke
 from tests.support.toy_model import EOS, VOCAB, Toy, byte_ids, export
 from topw_deploy.export.graft.neighbour_bound import neighbour_bound
 from topw_deploy.export.verification.probe import LogitsProbe
@@ -21,7 +22,7 @@ from topw_deploy.stats.collect import Collected, analyser_of, collect
 from topw_deploy.stats.request import Prompt, Setting
 from topw_deploy.stats.summary import summarise
 
-from .conftest import GEOMETRY, Invoke
+from .conftest import GEOMETRY
 
 TEXTS = ("abc", "hello", "x y")
 
@@ -66,6 +67,7 @@ def test_every_step_agrees_with_the_reference_over_logits_computed_by_hand(folde
     assert certified < 36
 
 
+@pytest.mark.slow
 def test_a_batch_of_prompts_of_different_lengths_has_the_steps_of_each_alone(folder: Path) -> None:
     alone, together = (collected(folder, *TEXTS, batch_size=size, **GEOMETRY).runs[0][1] for size in (1, 3))
     assert [found.steps for found in together] == [found.steps for found in alone]

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.invoking import Invoke
 from tests.support.toy_model import Toy, export_sampler
 from topw_deploy.errors import ManifestError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import preset_parameters
 from topw_deploy.stats.request import Setting, prompts_of_json_lines, prompts_of_lines, settings_of
 
-from .conftest import GEOMETRY, Invoke
+from .conftest import GEOMETRY
 
 GIVEN = [f"--{name.replace('_', '-')}={value}" for name, value in GEOMETRY.items()]
 SHORT = ("--max-new-tokens", 4)
@@ -28,6 +29,7 @@ def test_the_report_goes_to_stdout_and_progress_to_stderr(folder: Path, invoke: 
     assert invoke("stats", folder, "abc", *SHORT, "-q").stderr == ""
 
 
+@pytest.mark.slow
 def test_prompts_come_from_arguments_lines_json_lines_or_standard_input(
     folder: Path, invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -41,6 +43,7 @@ def test_prompts_come_from_arguments_lines_json_lines_or_standard_input(
     assert "1 prompt, 4 steps" in one
 
 
+@pytest.mark.slow
 def test_json_holds_every_number_and_replaces_the_table_on_stdout(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
     printed = invoke("stats", folder, "abc", *SHORT, *GIVEN, "-q", "--json", "-").stdout
     invoke("stats", folder, "abc", *SHORT, *GIVEN, "-q", "--json", tmp_path / "s.json")

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling import TopWParameters
+from topw_deploy.sampling import RuleParameters, TopWParameters
 from topw_deploy.stats import plot
 from topw_deploy.stats.analyse import Step
 from topw_deploy.stats.collect import Analysed, Collected
@@ -38,7 +38,7 @@ def moved(kept: int, added: tuple[int, ...] = (), dropped: tuple[int, ...] = ())
 
 
 def summaries(*sequences: list[Step], label: str = "") -> list[Summary]:
-    generated: Any = SimpleNamespace(request=SimpleNamespace(top_w=TopWParameters()))
+    generated: Any = SimpleNamespace(request=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
     found = [Analysed(generated, steps, len(steps)) for steps in sequences]
     return summarise(Collected([(Setting(label, {}), found)], TEXTS))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tests.support.shared import locked
 from topw_deploy.plugins import compile_native
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import (
@@ -58,14 +59,14 @@ def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -
         if source.is_file():
             digest.update(source.read_bytes())
     path = folder / f"lib{sources[0].stem}_{digest.hexdigest()[:16]}.so"
-    if path.is_file():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    made = path.with_suffix(f".{os.getpid()}")
-    done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, errors="replace")
-    if done.returncode != 0:
-        raise compile_native.NotBuiltError(f"the emulated kernels do not compile: {done.stderr.strip()[-2000:]}")
-    made.replace(path)
+    with locked(path.with_suffix(".lock")):  # another worker may need it too
+        if path.is_file():
+            return path
+        made = path.with_suffix(f".{os.getpid()}")
+        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, errors="replace")
+        if done.returncode != 0:
+            raise compile_native.NotBuiltError(f"the emulated kernels do not compile: {done.stderr.strip()[-2000:]}")
+        made.replace(path)
     return path
 
 

@@ -53,4 +53,6 @@ def driver_of(decoder: TracedDecoder, form: Lowered, kv_dtype: str = "float") ->
         most_columns=form.most_columns,
     )
     model = ir.to_proto(decoder.model).SerializeToString()
-    return cache_driver(ort.InferenceSession(model, providers=["CPUExecutionProvider"]), info, "last")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1  # there is a worker for each core; idle threads of a session spin
+    return cache_driver(ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]), info, "last")

@@ -47,6 +47,11 @@ def mutations(data: Any, values: tuple[str, ...] = VALUES) -> Iterator[tuple[str
                 yield f"{where} {what}", changed
 
 
+def with_value(data: Any, path: Path, value: str) -> str:
+    """The JSON of `data` with the text `value` at a place."""
+    return json.dumps(_replaced(data, path, _MARK)).replace(json.dumps(_MARK), value)
+
+
 def _replaced(data: Any, path: Path, value: Any) -> Any:
     if not path:
         return value

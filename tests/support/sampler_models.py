@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ class Wanted:
         return Geometry.from_embeddings(self.table.astype(np.float32), self.options.metric)
 
     def model(self) -> onnx.ModelProto:
+        """A copy to change."""
+        copied = onnx.ModelProto()
+        copied.CopyFrom(self._built())
+        return copied
+
+    @cache  # noqa: B019  # few are made
+    def _built(self) -> onnx.ModelProto:
         uniform, table = self.options.metric == "uniform", self.table
         spec = TailSpec(
             options=self.options,

@@ -13,6 +13,18 @@ def broad(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.broad)
 
 
+def slow(*values: Any) -> Any:
+    """A case that `make quick` leaves out, as another of its kind is there."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def examples(count: int) -> int:
+    """`count` examples of a property, for its `@settings`; `make quick` tries a fifth of them."""
+    from hypothesis import settings  # takes longer than processes that need the rest
+
+    return max(1, count * settings().max_examples // 100)
+
+
 def sampled(names: Iterable[str], sample: Collection[str], long: Collection[str] | None = None) -> list[Any]:
     """`names` as parameters of a test. Those outside `sample` are marked long, or broad if they are not in `long`."""
 

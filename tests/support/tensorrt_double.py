@@ -6,6 +6,7 @@ one for a cache and its update, enough scratch memory, and no launch of a graph 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from enum import IntEnum, IntFlag
 from pathlib import Path
@@ -245,10 +246,7 @@ class Engine:
 
     def __init__(self, trt: TensorRT, path: str, profiles: list[dict[str, list[list[int]]]]) -> None:
         self.trt, self.profiles = trt, profiles
-        graph = onnx.load(path, load_external_data=False).graph
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = 1, 3
-        self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self.session, graph = _opened(path)
         self.inputs = {
             value.name: value.type.tensor_type.elem_type for value in graph.input if value.name not in trt.pruned
         }
@@ -272,6 +270,23 @@ class Engine:
         assert strategy == self.trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
         self.trt.contexts.append(Context(self))
         return self.trt.contexts[-1]
+
+
+_OPENED: dict[bytes, ort.InferenceSession] = {}
+"""Sessions by their files' contents: opening takes longer than a test's runs."""
+
+
+def _opened(path: str) -> tuple[ort.InferenceSession, onnx.GraphProto]:
+    content = Path(path).read_bytes()
+    graph = onnx.load_from_string(content).graph
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    if any(tensor.external_data for tensor in graph.initializer):
+        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"]), graph
+    key = hashlib.sha256(content).digest()
+    if key not in _OPENED:
+        _OPENED[key] = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return _OPENED[key], graph
 
 
 class Context:

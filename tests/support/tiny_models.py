@@ -24,10 +24,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.support.traces import trace
 from topw_deploy.export import ExportReport, export_model
 from topw_deploy.export.lowering.concat import lower
 from topw_deploy.export.request import export_request
-from topw_deploy.export.trace.trace import trace
 
 VOCAB = 320
 WINDOW = 8

@@ -34,6 +34,7 @@ def reversals(probes: ctypes.CDLL, with_barrier: bool) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_missing_barrier_shows_as_answers_that_change_with_the_seed(probes: ctypes.CDLL) -> None:
     right = list(range(THREADS))[::-1]
     assert all(answer == right for answer in reversals(probes, True))

@@ -15,6 +15,7 @@ from tests.support.emulated import EmulatedKernel
 from tests.support.native_cases import columns, scenario_cases
 from tests.support.quantised_tables import Form, quantised_table
 from tests.support.sampler_cases import SMALL, Size
+from tests.support.samples import slow
 from tests.support.tail_cases import Case, Scenario
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.cuda_kernel import CudaShape
@@ -147,7 +148,7 @@ def test_a_repulsive_row_that_never_comes_to_rest_ends_where_the_reference_does(
     assert (again.reports["steps"] < 100_000).all()
 
 
-@pytest.mark.parametrize(("top_m", "metric"), [(1278, "cosine"), (4096, "uniform")])
+@pytest.mark.parametrize(("top_m", "metric"), [slow(1278, "cosine"), (4096, "uniform")])
 def test_large_pools_are_scanned_where_shared_memory_ends(kernel: EmulatedKernel, top_m: int, metric: str) -> None:
     options = TopWOptions(top_m=top_m, metric=metric)
     table, geometry, cases = open_rows(options, 4500, 5, 1)

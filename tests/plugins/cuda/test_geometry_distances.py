@@ -142,6 +142,7 @@ def test_the_short_types_are_read_wherever_a_row_begins(geometry_probes: ctypes.
         np.testing.assert_allclose(found, to_set(geometry, outside, members, 0), rtol=RELATIVE, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_no_bit_depends_on_who_measures(geometry_probes: ctypes.CDLL) -> None:
     """On threads, blocks, the split of coordinates, or execution order."""
     for hidden in (48, 700, 1100):

@@ -16,8 +16,9 @@ from topw_deploy.plugins import compile_cuda, compile_native
 HERE = Path(__file__).parent
 ROOT = Path(os.environ.get("TOPW_CUDA_TOOLS", HERE.parents[2] / ".cuda"))
 # CUDA 12: code for Jetson Orin, PTX (a fifth of the time) for the oldest and newest.
-CUDA12 = ("compute_75", "sm_87", "compute_90")
-# Read before tests clear them; empty: all, which takes minutes.
+JETSON = "sm_87"
+CUDA12 = ("compute_75", JETSON, "compute_90")
+# Read before tests clear them; empty: all, which takes minutes. With a sample, CUDA 12 compiles for Jetson alone.
 ARCHITECTURES = tuple(int(number) for number in os.environ.get("TOPW_TEST_ARCHITECTURES", "").split())
 
 

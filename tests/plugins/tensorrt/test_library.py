@@ -18,7 +18,7 @@ from topw_deploy.plugins.compile_tensorrt import SOURCE, find_headers
 
 from .test_plugin import BATCH, UNIFORM, VOCAB, arrays, cpus_answer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -255,6 +255,22 @@ def test_a_failed_run_says_where_and_gives_its_memory_back(folders: dict[str, Pa
     assert len(model._session._buffers._free) == 1  # type: ignore[union-attr]
 
 
+def test_garbage_collection_may_close_a_generation_while_a_graph_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, made = BufferPool(("cpu", 0), graphs=True), device_binding._run_options
+    buffers = pool.borrow()
+
+    def collecting(graph: str) -> ort.RunOptions:
+        pool.give_back(buffers)
+        return made(graph)
+
+    monkeypatch.setattr(device_binding, "_run_options", collecting)
+    thread = threading.Thread(target=pool.graph, args=("a step",), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert pool.borrow() is buffers
+
+
 class Logged(DeviceLock):
     """Logs calls to DeviceLock."""
 

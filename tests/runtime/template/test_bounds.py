@@ -169,6 +169,7 @@ def test_the_error_gives_the_bound() -> None:
         render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
 
 
+@pytest.mark.slow
 def test_steps_cannot_be_given_back() -> None:
     loop = "{% for j in range(99999) %}{% endfor %}{{ [-10**9]|map(' step')|list|length }}"
     with pytest.raises(TokenizerError, match="steps"):

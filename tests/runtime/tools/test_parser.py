@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.samples import examples
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.tools import FAMILIES, Content, Parsed, Reasoning, ToolCall, ToolCallParser, parse
 
@@ -163,7 +164,7 @@ FRAGMENTS = sorted(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_any_split_gives_the_same_result(family: str, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=8)))
@@ -173,14 +174,14 @@ def test_any_split_gives_the_same_result(family: str, data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=st.text(st.sampled_from('ab é\n{[(<|`"')))
 def test_text_without_markers_is_all_content(family: str, text: str) -> None:
     assert simple(parse(text, family, TOOLS)) == (text, None, [])
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "harmony"])  # its headers are no content
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=8))
 def test_an_output_without_calls_is_all_content(family: str, parts: list[str]) -> None:
     text = "".join(parts)
@@ -232,6 +233,7 @@ def test_arguments_are_json_whatever_the_model_wrote() -> None:
     assert call.arguments.encode()
 
 
+@pytest.mark.slow
 def test_a_model_that_repeats_itself_is_parsed_in_linear_time() -> None:
     for text in ('<tool_call>{"a": "' * 3000, '<tool_call>{"name": "f", "arguments": {"s": "' + "x\\n" * 30_000):
         assert in_pieces("hermes", [text[i : i + 4] for i in range(0, len(text), 4)]).content == text  # else minutes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +16,10 @@ from topw_deploy.runtime.tools import parse, required_calls
 
 HERMES = """\
 start: call ("\\n" call)*
-call: "<tool_call>" "\\n" (tool_0 | tool_1) "\\n" "</tool_call>"
-tool_0: "{\\"name\\": \\"f\\", \\"arguments\\": " arguments_0 "}"
+call: tool_0 | tool_1
+tool_0: "<tool_call>" "\\n{\\"name\\": \\"f\\", \\"arguments\\": " arguments_0 "}\\n" "</tool_call>"
 arguments_0: %json {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"type": "integer"}}}
-tool_1: "{\\"name\\": \\"g\\", \\"arguments\\": " arguments_1 "}"
+tool_1: "<tool_call>" "\\n{\\"name\\": \\"g\\", \\"arguments\\": " arguments_1 "}\\n" "</tool_call>"
 arguments_1: %json {"type": "object", "properties": {}}
 """
 SCHEMA = {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"type": "integer"}}}
@@ -32,20 +34,29 @@ def test_the_grammar_of_llama_has_no_markers() -> None:
     lines = required_calls(TWO, "llama", name="g").splitlines()
     assert lines[:3] == [
         'start: call ("; " call)*',
-        "call: (tool_0)",
+        "call: tool_0",
         'tool_0: "{\\"name\\": \\"g\\", \\"parameters\\": " arguments_0 "}"',
     ]
 
 
 def test_one_call_of_one_tool_with_special_tokens() -> None:
-    found = required_calls(TWO, "hermes", name="g", parallel=False, special_tokens=["<tool_call>", "</tool_call>"])
-    assert found.splitlines()[:2] == ["start: call", 'call: <tool_call> "\\n" (tool_0) "\\n" </tool_call>']
+    special = {"<tool_call>": 3, "</tool_call>": 4}
+    found = required_calls(TWO, "hermes", name="g", parallel=False, special_tokens=special).splitlines()
+    assert found[0] == "start: call"
+    assert found[2] == 'tool_0: <[3]> "\\n{\\"name\\": \\"g\\", \\"arguments\\": " arguments_0 "}\\n" <[4]>'
+
+
+def test_mistral_is_asked_for_the_form_of_its_tokenizer() -> None:
+    assert required_calls(TWO, "mistral").startswith('start: "[TOOL_CALLS]" "[" call (", " call)* "]"\n')
+    named = required_calls(TWO, "mistral", special_tokens={"[TOOL_CALLS]": 5, "[ARGS]": 32}).splitlines()
+    assert named[0] == "start: call (call)*"
+    assert named[2] == 'tool_0: <[5]> "f" <[32]> arguments_0'
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ((TWO, "gemma"), "family is 'gemma', but grammars exist for hermes and llama only"),
+        ((TWO, "deepseek"), "family is 'deepseek', but grammars exist for .*, harmony, gemma, pythonic only"),
         (([], "hermes"), "tools is empty"),
         ((TWO, "hermes", "h"), "name is 'h', but the tools are f, g"),
     ],
@@ -56,6 +67,105 @@ def test_what_cannot_be_required(arguments: Any, match: str) -> None:
         required_calls(tools, family, name=name[0] if name else None)
 
 
+@pytest.mark.parametrize("family", ["gemma", "pythonic"])
+@pytest.mark.parametrize(
+    ("name", "schema", "what"),
+    [
+        ("f", {"type": "string", "pattern": "a+"}, "'pattern'"),
+        ("f", {"type": "date"}, "the type 'date'"),
+        ("f", {"$ref": "#/$defs/absent"}, "the reference '#/\\$defs/absent'"),
+        ("f", {"enum": [[1]]}, r"the constant \[1\]"),
+        ("f", {"enum": "ab"}, "enum without a list"),
+        ("f", {"properties": {"a b": True}}, "the name 'a b'"),
+        ("f", {"properties": {"a": True}, "required": ["b"]}, ".* with the required"),
+        ("f", {"properties": [1]}, "the properties"),
+        ("a b", {"type": "string"}, "the name"),
+    ],
+)
+def test_schemas_that_no_grammar_of_literals_expresses(family: str, name: str, schema: Any, what: str) -> None:
+    tool = {"name": name, "parameters": {"type": "object", "properties": {"x": schema}}}
+    with pytest.raises(ParameterError, match=f"cannot express {what}.* of the tool '{name}'; leave it out"):
+        required_calls([tool], family)
+
+
+RICH = {
+    "name": "f",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "kind": {"type": "string", "enum": ["a", "it's\f", ""], "description": "which"},
+            "many": {"type": "array", "items": {"$ref": "#/$defs/Node"}},
+            "some": {"anyOf": [{"type": "integer"}, {"type": "null"}], "title": "Some"},
+            "size": {"type": ["number", "boolean"], "nullable": True},
+            "free": {},
+            "of": {"type": "object", "additionalProperties": {"const": 1.5}},
+        },
+        "required": ["many"],
+        "$defs": {
+            "Node": {"type": "object", "properties": {"on": {"$ref": "#/$defs/Node"}, "to": {"type": "string"}}},
+        },
+    },
+}
+ARGUMENTS: list[dict[str, Any]] = [
+    {"many": []},
+    {"kind": "it's\f", "many": [{"on": {"on": {}, "to": 'x"y\\z\n'}}, {"to": ""}], "some": None, "size": True},
+    {"kind": "", "many": [{}], "some": -12, "size": 2.5, "free": [1, {"a": None}, "é"], "of": {"p": 1.5, "q": 1.5}},
+    {"many": [], "size": None, "of": {}},
+]
+WRONG: list[dict[str, Any]] = [
+    {},
+    {"kind": "a"},
+    {"some": 1},
+    {"kind": "b", "many": []},
+    {"many": [{"to": 1}]},
+    {"many": [], "kind": "a"},
+    {"many": [], "some": 1.5},
+    {"many": [], "of": {"p": 2}},
+    {"many": [], "other": 1},
+]
+
+
+def _python(value: dict[str, Any]) -> str:
+    def written(value: Any) -> str:
+        if isinstance(value, str):
+            return json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list):
+            return f"[{', '.join(map(written, value))}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{written(key)}: {written(item)}' for key, item in value.items())}}}"
+        return repr(value)
+
+    return f"[f({', '.join(f'{key}={written(item)}' for key, item in value.items())})]"
+
+
+def _gemma(value: dict[str, Any]) -> str:
+    def written(value: Any) -> str:
+        if isinstance(value, str):
+            return f"<escape>{value}<escape>"
+        if isinstance(value, list):
+            return f"[{','.join(map(written, value))}]"
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{key}:{written(item)}' for key, item in value.items())}}}"
+        return json.dumps(value)
+
+    return f"<start_function_call>call:f{written(value)}<end_function_call>"
+
+
+@pytest.mark.parametrize(("family", "write"), [("pythonic", _python), ("gemma", _gemma)])
+def test_arguments_that_are_not_json_match_the_schema(family: str, write: Callable[[dict[str, Any]], str]) -> None:
+    tokenizer, matcher = _matcher(family, ("<escape>",), [RICH])
+    for arguments in ARGUMENTS:
+        text = write(arguments)
+        assert matcher.consume_tokens(tokenizer.encode(text).ids), text
+        assert matcher.is_accepting(), text
+        matcher.reset()
+        (call,) = parse(text, family, [RICH]).tool_calls
+        assert json.loads(call.arguments) == arguments
+    for arguments in WRONG:
+        ids = tokenizer.encode(write(arguments)).ids
+        assert matcher.validate_tokens(ids) < len(ids), arguments
+
+
 GOOD = {
     "hermes": [
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "B"}}\n</tool_call>',
@@ -63,23 +173,78 @@ GOOD = {
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     ],
     "llama": ['{"name": "now", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "B"}}'],
+    "mistral": [
+        '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "get_weather", "arguments": {"city": "B"}}]',
+    ],
+    "harmony": ['<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "B"}'],
+    "gemma": [
+        "<start_function_call>call:get_weather{city:<escape>B\nC<escape>,days:2,where:{a:[1.5,null]}}<end_function_call>"
+        "<start_function_call>call:now{}<end_function_call>",
+    ],
+    "pythonic": ['[get_weather(city="B", exact=True), now()]'],
 }
 BAD = {
     "hermes": ['<tool_call>\n{"name": "other', '<tool_call>\n{"name": "get_weather", "arguments": {"days', "Hello"],
     "llama": ['{"name": "get_weather", "parameters": {"city": 1', '{"parameters'],
+    "mistral": ["[TOOL_CALLS][]", '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "na'],
+    "harmony": ["<|channel|>final", "<|channel|>commentary to=functions.other"],
+    "gemma": ["<start_function_call>call:get_weather{days:2", "<start_function_call>call:get_weather{city:B", "Hello"],
+    "pythonic": ["[]", "[get_weather(city=1", "[get_weather(days=2", "[now(a", "now()"],
 }
 
 
-def test_llguidance_takes_special_tokens_where_the_grammar_names_them() -> None:
+def _matcher(family: str, markers: Sequence[str], tools: Sequence[Any] = TOOLS) -> tuple[Any, Any]:
     llguidance = pytest.importorskip("llguidance")
-    markers = ("<tool_call>", "</tool_call>")
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in markers])
-    ids = tokenizer.encode(GOOD["hermes"][1]).ids
-    for special, taken in (((), 0), (markers, len(ids))):
-        grammar = llguidance.grammar_from("lark", required_calls(TOOLS, "hermes", special_tokens=special))
-        matcher = llguidance.LLMatcher(llguidance.LLTokenizer(tokenizer.to_str()), grammar)
-        assert matcher.validate_tokens(ids) == taken
+    special = {marker: tokenizer.token_to_id(marker) for marker in markers}
+    grammar = llguidance.grammar_from("lark", required_calls(tools, family, special_tokens=special))
+    return tokenizer, llguidance.LLMatcher(llguidance.LLTokenizer(tokenizer.to_str()), grammar)
+
+
+HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>")
+SPECIAL = {
+    "hermes": (("<tool_call>", "</tool_call>"), GOOD["hermes"][1]),
+    "mistral": (("[TOOL_CALLS]", "[ARGS]"), '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather[ARGS]{"city": "B"}'),
+    "harmony": (
+        HARMONY,
+        "<|channel|>analysis<|message|>It asks\nfor <the> time.<|end|><|start|>assistant"
+        "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
+    ),
+    "gemma": (
+        ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+        '<|channel>thought\nIt <asks>.<channel|><|tool_call>call:get_weather{city:<|"|>a<b"<|"|>}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+    ),
+    "pythonic": (
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+        '<|tool_call_start|>[get_weather(city="B", days=2), now()]<|tool_call_end|>',
+    ),
+}
+
+
+@pytest.mark.parametrize("family", SPECIAL)
+def test_llguidance_takes_special_tokens(family: str) -> None:
+    markers, text = SPECIAL[family]
+    tokenizer, matcher = _matcher(family, markers)
+    ids = tokenizer.encode(text).ids
+    assert matcher.consume_tokens(ids)
+    assert matcher.is_accepting()
+    found = parse(text, family, TOOLS)
+    assert [call.name for call in found.tool_calls][-1] in ("now", "get_weather")
+    assert not found.content
+
+
+def test_a_marker_that_is_a_special_token_is_not_written_as_text() -> None:
+    tokenizer, matcher = _matcher("hermes", ("<tool_call>", "</tool_call>"))
+    plain = byte_tokenizer().encode("<tool_call>").ids
+    assert matcher.validate_tokens(plain) == 0
+    assert tokenizer.encode("<tool_call>").ids != plain
+
+
+def test_harmony_without_special_tokens_has_no_reasoning() -> None:
+    assert "reasoning" not in required_calls(TOOLS, "harmony")
+    assert "reasoning?" in required_calls(TOOLS, "harmony", special_tokens=dict.fromkeys(HARMONY, 1))
 
 
 @pytest.mark.parametrize("family", GOOD)

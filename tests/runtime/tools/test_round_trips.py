@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.tools.forms import FORMS, TOKENS, TOOLS, USER, Form
+from tests.support.samples import examples
 from topw_deploy.runtime.chat import ChatTemplate
 from topw_deploy.runtime.tools import Parsed, detect, parse
 
@@ -84,7 +85,7 @@ def test_an_answer_without_calls_is_its_own_text(form: Form) -> None:
 
 
 @forms
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     arguments=st.fixed_dictionaries(
         {},

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.samples import examples
 from topw_deploy.runtime.tools.cursor import Mismatch
 from topw_deploy.runtime.tools.function_tags import typed
 from topw_deploy.runtime.tools.values import JSON, PYTHON, whole_value
@@ -33,7 +34,7 @@ def test_a_literal_is_read_as_python_reads_it(value: Any) -> None:
     assert whole_value(repr(value), PYTHON) == value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=st.text(st.sampled_from('{}[]",:\\ntrue0123.eE+-u\n ')))
 def test_what_is_no_json_is_refused(text: str) -> None:
     try:

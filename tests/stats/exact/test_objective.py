@@ -64,6 +64,7 @@ def test_the_potentials_of_one_set_bound_the_transport_to_every_other_set() -> N
     assert tight > 10
 
 
+@pytest.mark.slow
 def test_only_removed_mass_moves_under_a_metric_and_all_mass_may_under_cosine() -> None:
     gains = []
     for p, distance, metric in rows(2, 24, n=7):

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.stats.conftest import Invoke
+from tests.support.invoking import Invoke
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy import install
 from topw_deploy.errors import ManifestError, MissingPackageError, ParameterError
-from topw_deploy.sampling import TopWParameters
+from topw_deploy.sampling import RuleParameters, TopWParameters
 from topw_deploy.stats.collect import Analysed, Collected
 from topw_deploy.stats.exact.analyse import ExactStep
 from topw_deploy.stats.exact.objective import Best, Value
@@ -40,7 +40,7 @@ def step(
 
 
 def summary(*sequences: list[ExactStep], label: str = "") -> ExactSummary:
-    generated: Any = SimpleNamespace(request=SimpleNamespace(top_w=TopWParameters()))
+    generated: Any = SimpleNamespace(request=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
     runs = [Analysed(generated, [None] * 7, 7, dict(enumerate(steps, 2))) for steps in sequences]  # type: ignore[list-item]
     (found,) = summarise_exact(Collected([(Setting(label, {}), runs)], {}))
     return found
@@ -62,6 +62,7 @@ def test_steps_are_counted_and_ties_of_f_are_optimal() -> None:
     assert [(sequence, position) for sequence, position, _ in found.rows] == [(1, 3), (1, 4), (1, 5), (2, 3), (2, 4)]
 
 
+@pytest.mark.slow
 def test_intervals_resample_prompts_and_hold_the_estimate() -> None:
     mixed = summary(*[[step(2.0, 2.0 - number % 2)] * 4 for number in range(10)]).crops[0].standing.optimal
     assert mixed.value == 0.5
@@ -95,6 +96,7 @@ def test_the_picture_shows_every_rule_of_every_setting(tmp_path: Path) -> None:
         save_exact_plot(both[:1], tmp_path / "none" / "p.svg", "title")
 
 
+@pytest.mark.slow
 def test_the_command_prints_writes_and_draws_the_comparison(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
     files = ("--json", tmp_path / "r.json", "--plot", tmp_path / "p.png")
     result = invoke("stats", folder, "abc", "de", *SHORT, *ACTING, "--exact-steps", 5, "--exact-pool", 60, *files)

@@ -23,7 +23,8 @@ Open = Callable[..., TopWModel]
 def exported_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder for --target tensorrt, with geometry, a cache of 128 tokens and the mass output."""
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
-    return export(tmp_path_factory.mktemp("toy") / "out", toy, form="scatter", max_length=CACHE, with_mass=True)
+    settings: dict[str, Any] = {"form": "scatter", "max_length": CACHE, "with_mass": True, "rules": ("top_w",)}
+    return export(tmp_path_factory.mktemp("toy") / "out", toy, **settings)
 
 
 @pytest.fixture

@@ -1,0 +1,135 @@
+"""The simulation of many replicas, and the formulas of their size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import sizing
+from benchmarks.fleet.compare import compare
+from benchmarks.fleet.costs import Costs
+from benchmarks.fleet.replica import Replica, Sequence
+from benchmarks.fleet.simulate import ROUTINGS, simulate
+from benchmarks.fleet.workload import Requests, Workload, draw
+from tests.support.toy_model import Toy, export
+
+COSTS = Costs(step=(1.0, 1.5), chunk_fixed=0.5, chunk_token=0.01, chunk=100, model="", machine="")
+SMALL = Costs(step=(0.01, 0.011, 0.012, 0.013), chunk_fixed=0.005, chunk_token=1e-4, chunk=256, model="", machine="")
+
+
+def requests(*rows: tuple[float, int, int, int, int]) -> Requests:
+    arrival, group, shared, prompt, new = (np.array(column) for column in zip(*rows, strict=True))
+    return Requests(arrival, group, shared, prompt, new)
+
+
+def ends(replica: Replica) -> list[Sequence]:
+    found = []
+    while replica.until < float("inf"):
+        found += replica.finish()
+    return found
+
+
+def test_one_request_takes_its_chunks_and_steps() -> None:
+    replica = Replica(COSTS)
+    replica.arrive(Sequence(2.0, -1, 0, 150, 4))
+    (done,) = ends(replica)
+    # Chunks of 100 and 50 tokens, which draws the first token; then three steps.
+    assert done.first == pytest.approx(2 + 1.5 + 1.0)
+    assert done.end == pytest.approx(done.first + 3 * 1.0)
+    assert replica.load == 0
+
+
+def test_a_request_joins_after_the_current_iteration() -> None:
+    replica = Replica(COSTS)
+    first, second, third = Sequence(0.0, -1, 0, 50, 5), Sequence(2.5, -1, 0, 50, 2), Sequence(2.6, -1, 0, 50, 1)
+    replica.arrive(first)
+    assert replica.finish() == []  # the chunk, 1.0, and the step with the first row, 1.0
+    replica.arrive(second)
+    replica.arrive(third)  # both rows are in use
+    ends(replica)
+    assert first.first == pytest.approx(1.0)
+    # At 3.0, the second reads: 1.0; then a step of both, 1.5, its last; the first has one more.
+    assert second.first == pytest.approx(4.0)
+    assert second.end == pytest.approx(5.5)
+    assert third.first == pytest.approx(6.5)  # a chunk, and the first row's last step
+    assert first.end == pytest.approx(7.5)
+    assert third.end == third.first
+
+
+def test_a_prompt_of_the_same_group_is_read_from_where_it_differs() -> None:
+    replica = Replica(COSTS)
+    one, two = Sequence(0.0, 7, 80, 90, 1), Sequence(5.0, 7, 80, 90, 1)
+    for each in (one, two):
+        replica.arrive(each)
+        ends(replica)
+    assert (one.reused, two.reused) == (0, 80)
+    assert two.first == pytest.approx(5.0 + 0.5 + 0.1)
+
+
+def test_the_simulation_is_deterministic_and_loses_nothing() -> None:
+    drawn = draw(replace(Workload(), groups=20), 400, seed=3)
+    rate = 3 / SMALL.request(float(drawn.prompt.mean()), float(drawn.new.mean()))
+    for routing in ROUTINGS:
+        one, two = (simulate(SMALL, drawn.at_rate(rate), 4, routing, seed=1) for _ in range(2))
+        assert np.array_equal(one.first, two.first)
+        assert len(one.first) == 320
+        assert np.all(np.isfinite(one.whole))
+        assert np.all(one.whole >= one.first)
+        assert np.all(one.first > 0)
+
+
+def test_routing_by_load_beats_chance_and_routing_by_prefix_reuses_more() -> None:
+    drawn = draw(replace(Workload(), groups=200), 3000, seed=0)
+    rate = 20 * 0.85 / SMALL.request(float(drawn.prompt.mean()), float(drawn.new.mean()))
+    found = {routing: simulate(SMALL, drawn.at_rate(rate), 20, routing) for routing in ROUTINGS}
+    p99 = {routing: np.percentile(each.first, 99) for routing, each in found.items()}
+    assert p99["random"] > p99["two choices"] >= p99["least loaded"]
+    assert found["prefix"].reused > 1.5 * found["random"].reused
+
+
+def test_the_simulation_is_the_engine_on_a_virtual_clock(tmp_path: Path) -> None:
+    """The bound is for tokens that prompts share by chance, as the vocabulary has only 259; the seeds are fixed."""
+    folder = export(tmp_path / "toy", Toy.random(3), form="grouped")
+    drawn = draw(Workload(prompt=12, new=10, shared=20, groups=6, most=90), 60, seed=0)
+    found = compare(folder, replace(SMALL, chunk=16), drawn, load=0.9, virtual=True)
+    assert found.measured["prompt tokens reused"] > 0.1
+    for name, measured in found.measured.items():
+        assert found.simulated[name] == pytest.approx(measured, rel=0.12), name
+
+
+def test_beyond_the_capacity_the_wait_grows() -> None:
+    drawn = draw(replace(Workload(), groups=0), 1000, seed=0)
+    capacity = 4 / SMALL.request(float(drawn.prompt.mean()), float(drawn.new.mean()))
+    low, high = (simulate(SMALL, drawn.at_rate(load * capacity), 4, "least loaded") for load in (0.5, 1.5))
+    assert np.median(high.first) > 10 * np.median(low.first)
+
+
+def test_the_memory_is_that_of_the_engine(tmp_path: Path) -> None:
+    from topw_deploy.engine import Engine
+    from topw_deploy.runtime import TopWModel
+
+    folder = export(tmp_path / "toy", Toy.random(3), form="grouped")
+    found = sizing.memory(folder, 3, 64)
+    with (
+        TopWModel.from_pretrained(folder, provider="cpu") as model,
+        Engine(model, max_batch=3, max_length=64) as engine,
+    ):
+        assert engine.stats().cache_bytes == pytest.approx(3 * found.row, rel=0.01)
+    assert found.total == found.weights + 3 * found.row
+
+
+def test_the_formula_predicts_the_stored_rates() -> None:
+    """Four callers, from one and from 16; the largest error is stated in docs/guide/scale.md."""
+    checks = sizing.stored_rates(sizing.STORED.read_text("utf-8"))
+    assert len(checks) == 6
+    for each in checks:
+        for width, rate in each.predicted().items():
+            assert rate == pytest.approx(each.stored[each.callers.index(width)], rel=0.14), each.name
+
+
+def test_the_number_of_replicas() -> None:
+    assert sizing.replicas(100, 0.05, 0.7) == 8
+    assert COSTS.request(150, 4) == pytest.approx(2 * 0.5 + 1.5 + 3 * 1.5 / 2)

@@ -1,0 +1,116 @@
+"""Helpers of tests/attacks: hostile files, and bounds on what refusing them may cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import resource
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.special_files import no_hang
+from topw_deploy.errors import TopWError
+from topw_deploy.manifest import MANIFEST_NAME
+
+MEMORY = 1 << 30
+"""Bytes that refusing a small file may add to the process. Unbounded, each of these attacks takes far more."""
+_LONGEST = 1000  # characters of a message; one lists all parameters
+SENTENCE = re.compile(r"[^\n]+")
+
+
+@contextmanager
+def refused(kind: type[TopWError], match: str) -> Iterator[None]:
+    """The block raises `kind` with a message of one line, neither hangs nor fills the memory."""
+    before = _peak()
+    with no_hang(), pytest.raises(kind, match=match) as caught:
+        yield
+    said = str(caught.value)
+    assert SENTENCE.fullmatch(said), said
+    assert len(said) <= _LONGEST, said
+    assert _peak() - before < MEMORY
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def put(folder: Path, name: str, data: bytes | str) -> Path:
+    """Write a file of an export and list it in the manifest, as an attacker would."""
+    data = data.encode("utf-8") if isinstance(data, str) else data
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data)
+    return claim(folder, name, len(data), hashlib.sha256(data).hexdigest())
+
+
+def claim(folder: Path, name: str, size: int, sha256: str = "0" * 64) -> Path:
+    """List a file in the manifest."""
+    manifest = json.loads((folder / MANIFEST_NAME).read_text("utf-8"))
+    manifest["files"][name] = {"sha256": sha256, "size": size}
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest), "utf-8")
+    return folder
+
+
+def sparse(path: Path, size: int) -> None:
+    """A file of `size` zero bytes that takes no space."""
+    with path.open("wb") as stream:
+        stream.truncate(size)
+
+
+def safetensors(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    """header: JSON values or bytes. length: what the file states, if not the truth."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def many_names(count: int) -> bytes:
+    """An object of `count` different names, the last of which is given twice."""
+    names = b",".join(b'"%d":0' % number for number in range(count))
+    return b"{" + names + b',"%d":0}' % (count - 1)
+
+
+def varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes(found + bytes([number]))
+
+
+def field(number: int, value: bytes | int) -> bytes:
+    """A field of a Protocol Buffers message."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def nested_if(levels: int) -> bytes:
+    """A ModelProto's graph whose only node is an If within an If. Protobuf merges it with a model before it."""
+    body = field(1, field(1, b"input_ids") + field(2, b"deep") + field(4, b"Identity"))
+    for level in range(levels):
+        branch = field(5, field(1, b"then_branch") + field(6, body) + field(20, 5))
+        body = field(1, field(1, b"input_ids") + field(2, b"out%d" % level) + field(4, b"If") + branch)
+    return field(7, body)
+
+
+def function(name: str, calls: list[str], domain: str = "evil") -> bytes:
+    """A ModelProto's function that calls others."""
+    nodes = b"".join(
+        field(7, field(1, b"x") + field(2, b"y%d" % place) + field(4, called.encode()) + field(7, domain.encode()))
+        for place, called in enumerate(calls)
+    )
+    opset = field(9, field(1, domain.encode()) + field(2, 1))
+    return field(
+        25, field(1, name.encode()) + field(4, b"x") + field(5, b"y0") + nodes + opset + field(10, domain.encode())
+    )
+
+
+def call(name: str, domain: str = "evil") -> bytes:
+    """A ModelProto's graph that calls a function."""
+    node = field(1, b"input_ids") + field(2, b"called") + field(4, name.encode()) + field(7, domain.encode())
+    return field(7, field(1, node)) + field(8, field(1, domain.encode()) + field(2, 1))

@@ -1,0 +1,44 @@
+"""Folders that all workers of a test run share: the first that needs one makes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+try:
+    import fcntl
+except ImportError:  # Windows: each worker makes its own
+    fcntl = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def root_of_run(factory: pytest.TempPathFactory) -> Path:
+    """The temporary folder of the whole run; a worker's own is inside it."""
+    own = factory.getbasetemp()
+    return own.parent if fcntl is not None and "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, which one process can at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder `name`, which `make` has filled; tests only read it."""
+    folder = root_of_run(factory) / "shared" / name
+    with locked(folder.with_name(f"{name}.lock")):
+        if not folder.exists():
+            unfinished = folder.with_name(f"{name}.{os.getpid()}")
+            make(unfinished)
+            unfinished.rename(folder)
+    return folder

@@ -1,0 +1,84 @@
+"""What no engine is built of: exports, bounds and machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tensorrt_double import TensorRT
+from tests.support.toy_model import Toy, export, export_sampler
+from tests.tensorrt.conftest import CACHE, build
+from topw_deploy.errors import EngineError, ManifestError, ParameterError
+from topw_deploy.manifest import State, Verification, load_decoder_manifest, load_manifest, save_manifest
+from topw_deploy.plugins import driver
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_batch": 0}, "max_batch is 0, but must be an integer >= 1"),
+        ({"max_sequence": CACHE + 1}, "max_sequence is 129, but the cache of this export holds 128 tokens"),
+        ({"max_edits": 0}, "max_edits is 0, but must be an integer >= 1"),
+        ({"profile": "all"}, "profile is 'all', but must be one of both, decode, prefill"),
+        ({"workspace": 0}, "workspace is 0, but must be at least 1 byte"),
+        ({"timing_cache": Path("/absent/timings")}, "timing_cache is /absent/timings, but /absent is not a folder"),
+    ],
+)
+def test_bounds_are_checked_before_tensorrt_is_asked(out: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        build(out, **settings)
+
+
+def test_folders_that_no_engine_can_be_built_of(tmp_path: Path) -> None:
+    toy = Toy.random(1)
+    for name, settings, message in (
+        ("concat", {}, "exported for onnxruntime with a concat cache; export with --target tensorrt"),
+        ("scatter", {"form": "scatter"}, "exported for onnxruntime with a static cache"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            build(export(tmp_path / name, toy, **settings))
+    with pytest.raises(EngineError, match="holds only a sampler"):
+        build(export_sampler(tmp_path / "sampler", toy))
+    with pytest.raises(ManifestError, match=r"has no topw_manifest\.json"):
+        build(tmp_path)
+
+
+def test_exports_that_are_unfinished_or_leave_the_caches_length_open(out: Path) -> None:
+    manifest = load_manifest(out)
+    save_manifest(out, replace(manifest, verification=Verification(status="provisional")))
+    with pytest.raises(EngineError, match="verification did not finish; export the model again"):
+        build(out)
+    inputs = [
+        replace(i, shape=(*i.shape[:2], "max_length", i.shape[3])) if len(i.shape) == 4 else i for i in manifest.inputs
+    ]
+    save_manifest(out, replace(manifest, inputs=tuple(inputs)))
+    with pytest.raises(EngineError, match="has no fixed length; export for TensorRT without --max-length 0"):
+        build(out)
+
+
+def test_an_export_with_recurrent_states_is_left_to_onnxruntime(out: Path) -> None:
+    manifest = load_decoder_manifest(out)
+    state = State(layer=0, kind="recurrent", past="past_s", present="present_s", dtype="float", shape=(1, 2, 3))
+    decoder = replace(manifest.decoder, states=(*manifest.decoder.states, state))
+    save_manifest(out, replace(manifest, decoder=decoder))
+    with pytest.raises(EngineError, match="recurrent states, which an engine cannot update in place"):
+        build(out)
+
+
+def test_what_is_missing_on_the_machine_is_named(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "look", lambda: driver.Driver("13.0", (), "the NVIDIA driver sees no GPU"))
+    with pytest.raises(EngineError, match="no engine can be built or run here: the NVIDIA driver sees no GPU"):
+        build(out)
+    trt.module.__version__ = "10.14.1"
+    with pytest.raises(EngineError, match=r"TensorRT 10.14.1, but a cache .* needs 10.15 or later"):
+        build(out)
+
+
+def test_without_tensorrt_the_command_to_install_it_is_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorrt", "tensorrt_bindings"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    with pytest.raises(EngineError, match=r" install .*\[tensorrt\]'"):
+        build(out)
