@@ -5,12 +5,14 @@
 #   GPU_FLAGS  options of `python3 -m benchmarks.gpu` for `make gpu`
 #   PYTEST_FLAGS  more options for `make test` and `make quick`; --long runs what CI runs
 #   SECONDS    length of `make soak`
+#   LOADER_SECONDS  length of `make fuzz-loaders`, for each loader
 #   PIP_FLAGS  more options for pip; on Linux without a GPU, name PyTorch's index of CPU wheels here,
 #              otherwise pip brings several gigabytes of CUDA packages along
 
 PYTHON    ?= python3
 PIP_FLAGS ?=
 SECONDS   ?= 3600
+LOADER_SECONDS ?= 60
 VENV      := .venv
 WHEELS    := .venv-wheels
 PEERS     := .peers
@@ -18,11 +20,17 @@ CUDA      := .cuda
 NVIDIA    := .nvidia
 HOST      := .venv-host
 OLDEST    := .venv-310
+BROWSER   := .browser
+RAY       := .venv-ray
+TRITON    := .triton
+CLIENTS   := .venv-clients
 BIN       := $(VENV)/bin
 PYTEST    := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
-INSTALL   := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+# Modules are compiled when they are first used; most of torch's and transformers' never are.
+PIP       := pip install --quiet --disable-pip-version-check --no-compile
+INSTALL   := $(BIN)/$(PIP) -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test quick lint peers cuda-tools nvidia host python310 fuzz fuzz-native fuzz-cuda soak bench gpu wheels clean help
+.PHONY: demo test quick lint peers peers-serve cuda-tools nvidia host python310 browser ray triton fuzz fuzz-native fuzz-cuda fuzz-loaders soak bench gpu wheels clean help
 
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -34,7 +42,7 @@ demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text fr
 test: $(VENV)/dev.stamp     ## install and run the tests on all cores, without the long ones
 	$(PYTEST) $(PYTEST_FLAGS)
 
-quick: $(VENV)/dev.stamp    ## the same without the slow ones: every module, in about four minutes
+quick: $(VENV)/dev.stamp    ## the same without the slow ones: every module, in about two minutes
 	$(PYTEST) --quick $(PYTEST_FLAGS)
 
 lint: $(VENV)/dev.stamp     ## ruff and mypy
@@ -43,6 +51,9 @@ lint: $(VENV)/dev.stamp     ## ruff and mypy
 
 peers: $(PEERS)/folders.stamp  ## folders by optimum, mobius and onnxruntime-genai's builder for `make test` to graft onto
 
+peers-serve: $(VENV)/dev.stamp $(CLIENTS)/ready.stamp  ## litellm, langchain, llama-benchy, guidellm call `topw serve`
+	$(BIN)/python -m pytest -n0 --long tests/serve_clients
+
 cuda-tools: $(CUDA)/tools.stamp $(CUDA)/onnxruntime.stamp  ## NVIDIA's compilers and onnxruntime-gpu, for `make test`
 
 nvidia: $(NVIDIA)/ready.stamp  ## NVIDIA's ONNX parser and builder as pip packages, for `make test`; they need no GPU
@@ -50,6 +61,13 @@ nvidia: $(NVIDIA)/ready.stamp  ## NVIDIA's ONNX parser and builder as pip packag
 host: $(HOST)/ready.stamp  ## the Python and the packages of a GPU host, in which `make test` rehearses `make gpu`
 
 python310: $(OLDEST)/ready.stamp  ## Python 3.10 with onnxruntime 1.23, as on JetPack 6, for `make test`
+
+browser: $(BROWSER)/ready.stamp  ## a headless Chromium and onnxruntime for browsers and Node, from npm, for `make test`
+
+ray: $(RAY)/ready.stamp  ## Ray Serve, for `make test`
+
+triton: $(TRITON)/ready.stamp $(VENV)/export.stamp  ## the Triton repository in a real server, from nvidia-pytriton (1 GB)
+	$(TRITON)/bin/python -m tests.scale.triton_server
 
 fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, against the reference (about an hour)
 	$(BIN)/python -m fuzz.sampler --rows 250000
@@ -62,6 +80,10 @@ fuzz-native: $(VENV)/dev.stamp  ## the native sampler under address and undefine
 fuzz-cuda: $(VENV)/dev.stamp  ## random rows through the CUDA kernels in emulation, against the reference
 	$(BIN)/python -m fuzz.cuda --rows 50000
 	$(BIN)/python -m fuzz.cuda_rules
+
+fuzz-loaders: $(VENV)/dev.stamp  ## random files and requests through every loader, a minute each; LOADER_SECONDS=600 for more
+	$(INSTALL) atheris || echo "atheris cannot be had: inputs are random"
+	$(BIN)/python -m fuzz.loaders --seconds $(LOADER_SECONDS)
 
 soak: $(VENV)/dev.stamp     ## random callers, faults and restarts of the batching engine, an hour; SECONDS=600 for less
 	$(BIN)/python -m fuzz.engine --seconds $(SECONDS)
@@ -86,7 +108,7 @@ wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampl
 	for wheel in dist/*manylinux*.whl; do $(WHEELS)/bin/auditwheel show $$wheel || exit 1; done
 
 clean:           ## remove the environments, the wheels and what demo wrote
-	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) $(OLDEST) out-demo dist build
+	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) $(OLDEST) $(BROWSER) $(RAY) $(TRITON) $(CLIENTS) out-demo dist build
 
 # The compiler for both processors, linking against glibc 2.17 (manylinux2014), and what checks that.
 $(WHEELS)/tools.stamp: constraints.txt
@@ -109,11 +131,10 @@ $(VENV)/dev.stamp: $(VENV)/export.stamp
 	$(INSTALL) -e '.[dev]'
 	@touch $@
 
-# Other exporters, every package pinned: optimum in one environment, onnxruntime-genai and mobius in the other. Modules
-# are compiled when they are first used; most never are.
+# Other exporters, every package pinned: optimum in one environment, onnxruntime-genai and mobius in the other.
 $(PEERS)/%.stamp: tests/peers/%.txt
 	$(PYTHON) -m venv --clear $(PEERS)/$*
-	$(PEERS)/$*/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -r $<
+	$(PEERS)/$*/bin/$(PIP) $(PIP_FLAGS) -r $<
 	@touch $@
 
 $(PEERS)/folders.stamp: $(VENV)/dev.stamp $(PEERS)/optimum.stamp $(PEERS)/genai.stamp \
@@ -124,13 +145,13 @@ $(PEERS)/folders.stamp: $(VENV)/dev.stamp $(PEERS)/optimum.stamp $(PEERS)/genai.
 # CUDA 13's nvcc and CUDA 12's run-time compiler. An nvcc on PATH goes before the former.
 $(CUDA)/tools.stamp: tests/plugins/cuda/tools.txt
 	$(PYTHON) -m venv --clear $(CUDA)/tools
-	$(CUDA)/tools/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps $(PIP_FLAGS) -r $<
+	$(CUDA)/tools/bin/$(PIP) --no-deps $(PIP_FLAGS) -r $<
 	@touch $@
 
 # onnxruntime's CUDA provider, which tests open over a stand-in for CUDA's runtime.
 $(CUDA)/onnxruntime.stamp: tests/cuda_provider/requirements.txt
 	$(PYTHON) -m venv --clear $(CUDA)/onnxruntime
-	$(CUDA)/onnxruntime/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps $(PIP_FLAGS) -r $<
+	$(CUDA)/onnxruntime/bin/$(PIP) --no-deps $(PIP_FLAGS) -r $<
 	@touch $@
 
 # Where these packages cannot be had, the folder says why and the tests are skipped with that reason.
@@ -141,11 +162,40 @@ $(NVIDIA)/ready.stamp: $(VENV)/dev.stamp tests/nvidia/requirements.txt tests/nvi
 # The versions that a GPU host has, with nothing of this project.
 $(HOST)/ready.stamp: tests/gpu/host.txt .ci/find-python
 	"$$(.ci/find-python 3.12)" -m venv --clear $(HOST)
-	$(HOST)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -r $<
+	$(HOST)/bin/$(PIP) $(PIP_FLAGS) -r $<
 	@touch $@
 
-# The runtime alone, in the oldest Python and onnxruntime that it supports.
-$(OLDEST)/ready.stamp: tests/python310/requirements.txt pyproject.toml setup.py .ci/find-python
+# The runtime alone, in the oldest Python and onnxruntime that it supports. Both environments build the native sampler
+# in this checkout, so one after the other.
+$(OLDEST)/ready.stamp: tests/python310/requirements.txt pyproject.toml setup.py .ci/find-python | $(VENV)/dev.stamp
 	"$$(.ci/find-python 3.10)" -m venv --clear $(OLDEST)
-	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $< -e '.[cpu]'
+	$(OLDEST)/bin/$(PIP) $(PIP_FLAGS) -c $< -e '.[cpu]'
+	@touch $@
+
+# Clients of the server, with nothing of this project. guidellm needs torch.
+$(CLIENTS)/ready.stamp: tests/serve_clients/requirements.txt
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/$(PIP) $(PIP_FLAGS) -r $<
+	@touch $@
+
+# The packages' own scripts would download CUDA and other browsers. Where npm cannot be had, the folder says so and the
+# tests are skipped with that reason.
+$(BROWSER)/ready.stamp: $(addprefix tests/browser/,package.json package-lock.json unpack.mjs)
+	rm -rf $(BROWSER)
+	mkdir -p $(BROWSER)
+	cp $^ $(BROWSER)
+	cd $(BROWSER) && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error && TMPDIR="$$PWD" node unpack.mjs \
+	  || echo "npm or node failed" > unavailable
+	@touch $@
+
+# Ray, and what it needs beside the packages of the environment above.
+$(RAY)/ready.stamp: $(VENV)/dev.stamp tests/scale/make_environment.py
+	$(BIN)/python -m tests.scale.make_environment $(RAY) -c constraints.txt $(PIP_FLAGS)
+	@touch $@
+
+# A Triton server, for `make triton`.
+$(TRITON)/ready.stamp: tests/scale/triton.txt
+	$(PYTHON) -m venv --clear $(TRITON)
+	$(TRITON)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -r $<
+	TOPW_BUILD_NATIVE=0 $(TRITON)/bin/pip install --quiet --disable-pip-version-check --no-deps $(PIP_FLAGS) -e .
 	@touch $@

@@ -122,21 +122,26 @@ def llama_files(worker: Worker, model: Path, kinds: list[str], work: Path) -> di
     """The checkpoint's GGUF files by kind."""
     files = {kind: work / f"{model.name}-{kind}.gguf" for kind in ("F32", *kinds)}
     if not files["F32"].exists():
-        from safetensors.numpy import load_file
-
-        tensors: dict[str, np.ndarray] = {}
-        for shard in sorted(model.glob("*.safetensors")):
-            tensors |= load_file(shard)
-        config = json.loads((model / "config.json").read_text())
-        with tempfile.TemporaryDirectory(dir=work) as scratch:
-            np.savez(Path(scratch) / "weights.npz", **tensors)
-            worker.call(
-                "write", weights=str(Path(scratch) / "weights.npz"), config=config, target=str(files["F32"].absolute())
-            )
+        write_float32(worker, model, files["F32"])
     for kind, file in files.items():
         if not file.exists():
             worker.call("quantise", source=str(files["F32"].absolute()), kind=kind, target=str(file.absolute()))
     return files
+
+
+def write_float32(worker: Worker, model: Path, target: Path, *, texts: bool = False) -> None:
+    """The checkpoint as GGUF in float32. texts: with its vocabulary, so that llama.cpp can read and write texts."""
+    from safetensors.numpy import load_file
+
+    tensors: dict[str, np.ndarray] = {}
+    for shard in sorted(model.glob("*.safetensors")):
+        tensors |= load_file(shard)
+    config = json.loads((model / "config.json").read_text())
+    vocabulary = {"tokenizer": json.loads((model / "tokenizer.json").read_text())} if texts else {}
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        weights = Path(scratch) / "weights.npz"
+        np.savez(weights, **tensors)
+        worker.call("write", weights=str(weights), config=config, target=str(target.absolute()), **vocabulary)
 
 
 @contextmanager

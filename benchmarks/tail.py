@@ -1,6 +1,6 @@
 """Time of one sampling step in onnxruntime, against its own TopK and ArgMax. Figures: docs/lab/benchmarks.md.
 
-    python -m benchmarks.tail [--rounds 400] [--steps certified|geometry|rules|all]
+    python -m benchmarks.tail [--rounds 400] [--steps certified|geometry|rules|static|opening|all]
 
 One thread, inputs and outputs bound once, all sides in turn.
 """
@@ -8,8 +8,9 @@ One thread, inputs and outputs bound once, all sides in turn.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from time import process_time
 
 import numpy as np
 import onnx
@@ -24,7 +25,7 @@ from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
 from topw_deploy.runtime.rules import Rules
 from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
-from topw_deploy.sampling.rules import RuleParameters
+from topw_deploy.sampling.rules import RULES, RuleParameters
 
 VOCAB, NARROW = 151_936, 16  # narrow: certified steps do not read the table
 GEOMETRY_VOCAB, HIDDEN = 32_000, 2_048  # fewer tokens, so that several tables fit into memory
@@ -68,10 +69,14 @@ def masked(logits: np.ndarray) -> Feeds:
 
 
 def session(model: onnx.ModelProto) -> ort.InferenceSession:
+    return _opened(model.SerializeToString())
+
+
+def _opened(data: bytes) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
 def bound(opened: ort.InferenceSession, inputs: Feeds) -> Callable[[], None]:
@@ -90,7 +95,9 @@ def random_table(vocab: int, hidden: int) -> tuple[np.ndarray, Geometry]:
     return embeddings, Geometry.from_embeddings(embeddings, TopWOptions().metric)
 
 
-def tail(form: str, vocab: int, hidden: int, with_mass: bool = False) -> onnx.ModelProto:
+def tail(
+    form: str, vocab: int, hidden: int, with_mass: bool = False, rules: tuple[str, ...] = tuple(RULES)
+) -> onnx.ModelProto:
     """The sampler-only model over a random table [vocab, hidden]."""
     embeddings, geometry = random_table(vocab, hidden)
     spec = TailSpec(
@@ -100,6 +107,7 @@ def tail(form: str, vocab: int, hidden: int, with_mass: bool = False) -> onnx.Mo
         hidden_size=hidden,
         form=form,
         with_mass=with_mass,
+        rules=rules,
     )
     return ir.to_proto(sampler_model(spec, embeddings, geometry))
 
@@ -186,16 +194,62 @@ def rule_steps(rounds: int) -> str:
     return measure(sides, rounds, "TopK 1200")
 
 
+def static_steps(rounds: int) -> str:
+    """Time steps of the form `static`, exported with different `--rules`. All rows use Top-W."""
+    logits = likely_logits(VOCAB)
+    sides = {"TopK 1200": bound(session(peer("TopK", np.array([1200]), outputs=2, axis=1)), {"logits": logits})}
+    for rules in ((), *((name,) for name in RULES if name != "top_w"), tuple(RULES)):
+        name = ", ".join(rules) if len(rules) < len(RULES) else "all"
+        sides[f"Top-W and {name}" if rules else "Top-W alone"] = bound(
+            session(tail("static", VOCAB, NARROW, rules=rules)), feeds(logits)
+        )
+    return measure(sides, rounds, "TopK 1200")
+
+
+def opening(rounds: int) -> str:
+    """Nodes and bytes of the function, and processor time to open a session of the sampler-only model."""
+    lines = []
+    for form in FORMS:
+        for carried in (tuple(RULES), ()):
+            model = tail(form, VOCAB, NARROW, rules=carried)
+            (function,) = model.functions
+            data, times = model.SerializeToString(), []
+            for _ in range(rounds):
+                started = process_time()
+                _opened(data)
+                times.append(process_time() - started)
+            kind = f"{form}, {'all rules' if carried else 'Top-W alone'}"
+            lines.append(
+                (kind, _nodes(function.node), f"{function.ByteSize():,}", Spread.of(times).format(1e3, 0),
+                 f"{min(times) * 1e3:.0f}")
+            )  # fmt: skip
+    return table(("function", "nodes", "bytes", "median (quartiles), ms", "best"), lines)
+
+
+def _nodes(nodes: Iterable[onnx.NodeProto]) -> int:
+    """The number of nodes, also in subgraphs, without constants."""
+    inner = sum(_nodes(attribute.g.node) for node in nodes for attribute in node.attribute if attribute.HasField("g"))
+    return inner + sum(node.op_type != "Constant" for node in nodes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--steps", choices=("certified", "geometry", "rules", "all"), default="all")
+    parser.add_argument(
+        "--steps", choices=("certified", "geometry", "rules", "static", "opening", "all"), default="all"
+    )
     given = parser.parse_args()
     print(machine() + "; 1 thread\n")
     if given.steps in ("certified", "all"):
         print(f"Certified steps, vocabulary {VOCAB:,}:\n\n" + certified_steps(given.rounds) + "\n", flush=True)
     if given.steps in ("rules", "all"):
         print(f"Other rules, vocabulary {VOCAB:,}:\n\n" + rule_steps(max(5, given.rounds // 20)) + "\n", flush=True)
+    if given.steps in ("static", "all"):
+        print(
+            f"The form static, vocabulary {VOCAB:,}:\n\n" + static_steps(max(5, given.rounds // 20)) + "\n", flush=True
+        )
+    if given.steps in ("opening", "all"):
+        print(f"Opening, vocabulary {VOCAB:,}:\n\n" + opening(max(5, given.rounds // 40)) + "\n", flush=True)
     if given.steps in ("geometry", "all"):
         title = f"Steps that the candidates do not settle, mahalanobis, vocabulary {GEOMETRY_VOCAB:,}, d = {HIDDEN:,}:"
         print(f"{title}\n\n" + geometry_steps(max(5, given.rounds // 20)))

@@ -87,7 +87,7 @@ def _stage(name: str, tree: Path, scratch: Path, host: Host, rehearse: bool) -> 
     if name != "folders":
         return _PACKAGES[name](tree, scratch, host)
     if rehearse:
-        return folders.stage(tree, ["float16-gqa"], verify=False, seeds=1)
+        return folders.stage(tree, ["float16-gqa"], verify=False, seeds=1, new_tokens=16)
     return folders.stage(tree, list(folders.FORMS))
 
 

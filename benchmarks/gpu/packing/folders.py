@@ -22,10 +22,13 @@ FORMS = {
 precision only."""
 
 
-def stage(tree: Path, names: Sequence[str], *, verify: bool = True, seeds: int = 3) -> Packed:
+def stage(
+    tree: Path, names: Sequence[str], *, verify: bool = True, seeds: int = 3, new_tokens: int = tokens.TOKENS
+) -> Packed:
     """Export the named forms into `tree` and record the CPU's tokens of each.
 
     verify: verify the exports.
+    seeds, new_tokens: of the recorded requests.
 
     Raises BenchmarkError with the exporter's message.
     """
@@ -33,7 +36,7 @@ def stage(tree: Path, names: Sequence[str], *, verify: bool = True, seeds: int =
     for name in names:
         _export(tree / name, [*FORMS[name], *([] if verify else ["--no-verify"])])
         try:
-            tokens.record(tree / name, tokens.requests(seeds))
+            tokens.record(tree / name, tokens.requests(seeds, new_tokens))
         except TopWError as error:
             raise BenchmarkError(f"the packed folder {name} does not run on this CPU: {error}") from None
     return Packed(f"topw-deploy {__version__}", notes=() if verify else ("These exports were not verified.",))
