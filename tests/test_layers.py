@@ -37,7 +37,7 @@ ALLOWED = {
     "runtime": LEAVES | {"install", "telemetry", "sizes", "plugins", "tensorrt"},
     "engine": LEAVES | {"sizes", "safetensors_header", "runtime"},
     "serve": {"errors", "sampling", "runtime", "engine"},
-    "triton": {"errors", "manifest", "runtime", "engine"},
+    "triton": {"errors", "files", "manifest", "runtime", "engine"},
     "web": {"errors", "files", "manifest", "sizes"},
     "export": LEAVES | {"memory", "install", "sizes", "safetensors_header", "runtime", "demo"},
     "stats": LEAVES | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import ExportError, ParameterError
+from topw_deploy.files import sigterm_raises
 from topw_deploy.manifest import DecoderManifest, load_manifest
 
 EXPORT = "export"
@@ -77,9 +78,10 @@ def write_repository(
         repository.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".topw-", dir=repository))
         try:
-            _fill(work, export, configuration(name, engine or {}, opening or {}), hard_link)
-            work.chmod(0o755)
-            work.rename(target)
+            with sigterm_raises():
+                _fill(work, export, configuration(name, engine or {}, opening or {}), hard_link)
+                work.chmod(0o755)
+                work.rename(target)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from topw_deploy.errors import ExportError
+from topw_deploy.files import sigterm_raises
 
 MARKER = "topw_site.json"
 """The file that marks a folder as a site, written last."""
@@ -21,7 +22,7 @@ MARKER = "topw_site.json"
 
 @contextmanager
 def staged(output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A folder that becomes `output` at the end. After an error, `output` is as before.
+    """A folder that becomes `output` at the end. After an error or SIGTERM, `output` is as before.
 
     overwrite: replace an earlier site.
 
@@ -35,11 +36,12 @@ def staged(output: Path, *, overwrite: bool) -> Iterator[Path]:
     except OSError as error:
         raise _write_error(output, error) from error
     try:
-        made = workspace / output.name
-        made.mkdir()
-        yield made
-        check_free(output, overwrite=overwrite)  # another process may have written it
-        _replace(made, output, workspace / "old")
+        with sigterm_raises():
+            made = workspace / output.name
+            made.mkdir()
+            yield made
+            check_free(output, overwrite=overwrite)  # another process may have written it
+            _replace(made, output, workspace / "old")
     except OSError as error:
         raise _write_error(output, error) from error
     finally:

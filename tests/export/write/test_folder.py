@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.toy_model import Toy, export
 from topw_deploy.errors import ExportError
 from topw_deploy.export.write import replace
 from topw_deploy.export.write import staging as folder_module
@@ -203,15 +204,41 @@ def test_a_hard_link_falls_back_to_a_copy(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "copied").read_bytes() == b"weights"
 
 
+WAITING = """
+import sys, time
+from pathlib import Path
+place, model = map(Path, sys.argv[1:])
+def wait(folder):
+    (folder / "file").write_text("x")
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+EXPORT = """
+from topw_deploy.export.write.staging import StagedFolder
+with StagedFolder(place / "out") as staged:
+    wait(staged.path)
+"""
+SITE = """
+from topw_deploy.web.staging import staged
+with staged(place / "out", overwrite=False) as folder:
+    wait(folder)
+"""
+REPOSITORY = """
+from topw_deploy.triton import repository
+repository._fill = lambda work, *_: wait(work)
+repository.write_repository(model, place, name="out")
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_terminated_process_cleans_up(tmp_path: Path, number: int) -> None:
-    code = (
-        "import sys, time\nfrom pathlib import Path\nfrom topw_deploy.export.write.staging import StagedFolder\n"
-        f"with StagedFolder(Path({str(tmp_path / 'out')!r})) as staged:\n"
-        "    (staged.path / 'file').write_text('x')\n    print('ready', flush=True)\n    time.sleep(60)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+@pytest.mark.parametrize("code", [EXPORT, SITE, REPOSITORY], ids=["export", "site", "repository"])
+def test_a_terminated_process_cleans_up(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, code: str, number: int
+) -> None:
+    model = export(tmp_path_factory.mktemp("model") / "out", Toy.random(1))
+    command = [sys.executable, "-c", WAITING + code, str(tmp_path), str(model)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(number)

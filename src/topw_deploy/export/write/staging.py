@@ -9,18 +9,18 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import stat
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from topw_deploy.errors import ExportError
 from topw_deploy.export.write.replace import PARTIAL, fill, is_being_filled, replace_export, undo_fill
+from topw_deploy.files import sigterm_raises
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.sizes import decimal_size
 
@@ -59,7 +59,7 @@ class StagedFolder:
         self._overwrite, self._keep_failed, self._resume = overwrite, keep_failed, resume
         self._committed = False
         self._lock: int | None = None
-        self._old_handler: Any = None
+        self._signals = ExitStack()
 
     def __enter__(self) -> Self:
         check_free(self.output, self._overwrite)
@@ -74,8 +74,7 @@ class StagedFolder:
                 self.path.mkdir()
         except OSError as error:
             raise write_error(self.output, error) from error
-        if threading.current_thread() is threading.main_thread():
-            self._old_handler = signal.signal(signal.SIGTERM, _terminate)
+        self._signals.enter_context(sigterm_raises())
         return self
 
     def _made(self) -> Path:
@@ -114,8 +113,7 @@ class StagedFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._old_handler is not None:
-            signal.signal(signal.SIGTERM, self._old_handler)
+        self._signals.close()
         stays = self._resume and not self._committed and isinstance(error, _INTERRUPTIONS)
         if not stays:
             if self._keep_failed and not self._committed and isinstance(error, Exception):
@@ -327,8 +325,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> None:
-    """Raise SystemExit, so that context managers clean up."""
-    raise SystemExit(143)
