@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.conftest import HOT, Gate, NewEngine
@@ -97,8 +99,12 @@ def test_a_reader_whose_loop_is_gone_loses_its_request(model: TopWModel, engine_
     gate = Gate()
     loop = asyncio.new_event_loop()
 
+    def slow(ids: np.ndarray) -> bool:
+        time.sleep(0.01)  # events are delivered by another thread
+        return False
+
     async def begin() -> Any:
-        stream = engine.stream("a", stopping_criteria=gate, max_new_tokens=90, **HOT)
+        stream = engine.stream("a", stopping_criteria=[gate, slow], max_new_tokens=90, **HOT)
         task = asyncio.ensure_future(stream.__anext__())
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         while not gate.reached.is_set():

@@ -40,14 +40,17 @@ def test_a_request_can_be_cancelled_while_it_waits_and_while_its_prompt_is_read(
     model: TopWModel, engine_of: NewEngine, gate: Gate
 ) -> None:
     engine = engine_of(model, max_batch=2, prefill_budget=1)
-    blocking = engine.submit("a", max_new_tokens=3, seed=1, stopping_criteria=gate, **HOT)
+    later = Gate(after=5)
+    blocking = engine.submit("a", max_new_tokens=9, seed=1, stopping_criteria=[gate, later], **HOT)
     assert gate.reached.wait(60)
     reading = engine.submit([5] * 60, **HOT)
     waiting = engine.submit("b", **HOT)
     waiting.cancel()
     gate.opened.set()
-    blocking.result(60)
+    assert later.reached.wait(60)
     reading.cancel()
+    later.opened.set()
+    blocking.result(60)
     for request in (reading, waiting):
         result = request.result(60)
         assert (result.token_ids, result.text, result.finish_reason) == ([], "", "cancelled")
