@@ -20,9 +20,8 @@ from benchmarks.geometry_share import held_out_logits
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, preset_parameters
 from topw_deploy.sampling.reference import pool
 from topw_deploy.stats.exact.analyse import last_step
-from topw_deploy.stats.exact.objective import Objective
+from topw_deploy.stats.exact.objective import Floats, Objective
 from topw_deploy.stats.exact.summary import same
-from topw_deploy.stats.exact.transport import Floats
 
 METRIC, WIDTH = "mahalanobis", 256  # of the bundled model
 LIVELY = TopWParameters(**preset_parameters("lively", METRIC, WIDTH))

@@ -16,7 +16,7 @@ from tests.support.samples import slow
 from topw_deploy.errors import ExportError, ParameterError, SourceError, UnsupportedModelError, VerificationError
 from topw_deploy.export import sampler_only
 from topw_deploy.export.sampler_only import SamplerRequest, export_sampler, sampler_request
-from topw_deploy.export.source.embedding_table import embeddings_of_file, embeddings_of_folder
+from topw_deploy.export.source.arrays import embeddings_of_file, embeddings_of_folder
 from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.manifest import check_hashes, load_manifest
 from topw_deploy.sampling import Geometry, median_distance

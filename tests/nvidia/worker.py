@@ -37,8 +37,7 @@ def load_plugin(plugin: str | None, kernels: str | None) -> None:
         assert trt.get_plugin_registry().load_library(plugin)
         return
     from topw_deploy.plugins.tensorrt import plugin as python_plugin
-    from topw_deploy.plugins.tensorrt.control import ControlMemory
-    from topw_deploy.plugins.tensorrt.kernels import Kernels
+    from topw_deploy.plugins.tensorrt.kernels import ControlMemory, Kernels
 
     class Watched(Kernels):
         """Give plugins control memory at once: a builder without a GPU announces no shapes."""

@@ -15,7 +15,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import RuleParameters
 from topw_deploy.sampling.rules import kept_set
 from topw_deploy.stats.analyse import softmax
-from topw_deploy.stats.exact.rules import COMPARED, TOP_W, compared_with
+from topw_deploy.stats.exact.analyse import COMPARED, TOP_W, compared_with
 from topw_deploy.stats.request import settings_of
 
 SHORT = ("--max-new-tokens", 6, "-q")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from statistics import fmean
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy.compare.collect import Cell, Comparison, Sample
-from topw_deploy.compare.metrics import REPEATED, distinct, repetition, self_bleu
 
+REPEATED = 4
+"""The n of `repetition`."""
 LEVEL = 0.95
 RESAMPLES = 1000
 
@@ -239,3 +241,48 @@ def _cell(summary: Summary) -> dict[str, Any]:
             for number, one in enumerate(samples)
         ],
     }
+
+
+def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
+    """All n-grams in order; none if the text is shorter."""
+    return list(zip(*(tokens[start:] for start in range(n)), strict=False))
+
+
+def distinct(texts: Sequence[Sequence[int]], n: int) -> float | None:
+    """The share of different n-grams among all n-grams of `texts`; None if there are none.
+
+    Source: distinct-n of Li et al. 2016 (arXiv 1510.03055), but divided by the number of n-grams, not of tokens. It
+    falls with the length of the texts.
+    """
+    found = [gram for text in texts for gram in ngrams(text, n)]
+    return len(set(found)) / len(found) if found else None
+
+
+def repetition(tokens: Sequence[int], n: int = REPEATED) -> float | None:
+    """The share of a text's n-grams that repeat an earlier one: 1 - distinct n-grams / n-grams; None if it has none.
+
+    Source: seq-rep-n of Welleck et al. 2020 (arXiv 1908.04319).
+    """
+    different = distinct([tokens], n)
+    return None if different is None else 1 - different
+
+
+def self_bleu(texts: Sequence[Sequence[int]]) -> float | None:
+    """The mean BLEU-4 of each text against all others, in [0, 1]; None for fewer than two texts with tokens.
+
+    Source: Self-BLEU of Zhu et al. 2018 (arXiv 1802.01886). BLEU is sacrebleu's sentence BLEU over token ids, with its
+    default smoothing, and with the orders that a text of fewer than four tokens has. A text without tokens is left out.
+    """
+    lines = [" ".join(map(str, text)) for text in texts if len(text)]
+    if len(lines) < 2:
+        return None
+    bleu = _bleu()
+    scores = (bleu.sentence_score(line, lines[:i] + lines[i + 1 :]).score for i, line in enumerate(lines))
+    return fmean(scores) / 100
+
+
+@cache
+def _bleu() -> Any:
+    from sacrebleu.metrics import BLEU
+
+    return BLEU(tokenize="none", effective_order=True)

@@ -15,9 +15,8 @@ from topw_deploy.export.graft.neighbour_bound import Measure, measure_for, no_bo
 from topw_deploy.export.graft.sampler_node import add_sampler_node, install_function, sampler_inputs
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, HubOptions, SamplerOptions, grouped
-from topw_deploy.export.source.embedding_table import embeddings_of_file, embeddings_of_folder
+from topw_deploy.export.source.arrays import embeddings_of_file, embeddings_of_folder, median_of_file
 from topw_deploy.export.source.resolve import Source, resolve
-from topw_deploy.export.source.step_logits import median_of_file
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TailSpec, plain_gather
 from topw_deploy.export.write.manifest import sampler_manifest, sampler_report, sizes_in
 from topw_deploy.export.write.staging import StagedFolder, check_free, require_space

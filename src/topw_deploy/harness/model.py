@@ -11,10 +11,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from topw_deploy.errors import ParameterError, TokenizerError
+from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.harness.arguments import read_arguments
 from topw_deploy.harness.asked import Seeds, parameters_of
-from topw_deploy.harness.chat import continued
 from topw_deploy.harness.running import Asked, Runner
 from topw_deploy.harness.scoring import Scorer
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
@@ -246,3 +245,20 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
 
 def _bar(values: Iterable[T], total: int, what: str, hidden: bool) -> Iterator[T]:
     return iter(tqdm(values, total=total, desc=what, disable=hidden))
+
+
+def continued(rendered: str, last: str) -> str:
+    """Cut `rendered` after the last message's text, so that the answer continues this text.
+
+    Raises PromptError if the rendered chat does not contain that text.
+    """
+    place = rendered.rfind(last) if last.strip() else -1
+    if place < 0:
+        last = last.strip()
+        place = rendered.rfind(last) if last else -1
+    if place < 0:
+        raise PromptError(
+            f"the rendered chat does not contain the beginning of the answer, {last!r:.60}; evaluate without "
+            "--apply_chat_template, or with another template."
+        )
+    return rendered[: place + len(last)]

@@ -13,13 +13,11 @@ from topw_deploy.runtime import GenerationResult, Piece
 from topw_deploy.runtime.tools import Content, Parsed, Reasoning, ToolCallParser
 from topw_deploy.runtime.tools.calls import Event, ToolCall
 from topw_deploy.serve.chat_plan import ChatPlan, planned
-from topw_deploy.serve.choices import ending
+from topw_deploy.serve.choices import chat_logprobs, ending
 from topw_deploy.serve.events import DONE, EventStream, event, failed
-from topw_deploy.serve.logprobs import chat_logprobs
 from topw_deploy.serve.requests import read, service_of
 from topw_deploy.serve.run import Run
-from topw_deploy.serve.schemas.chat import ChatRequest
-from topw_deploy.serve.schemas.common import StreamOptions
+from topw_deploy.serve.schemas.generation import ChatRequest, StreamOptions
 from topw_deploy.serve.served import Pieces
 
 

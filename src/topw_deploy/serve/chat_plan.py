@@ -11,7 +11,7 @@ from topw_deploy.runtime.tools import ToolCallParser
 from topw_deploy.runtime.tools.declared import parameter_schemas
 from topw_deploy.runtime.tools.required import required_calls
 from topw_deploy.serve.failures import invalid
-from topw_deploy.serve.schemas.chat import ChatRequest, Message, NamedTool
+from topw_deploy.serve.schemas.generation import ChatRequest, Message, NamedTool
 from topw_deploy.serve.served import Served
 
 _OWN_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")

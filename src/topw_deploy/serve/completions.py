@@ -11,14 +11,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from topw_deploy.runtime import GenerationResult
-from topw_deploy.serve.choices import ending
+from topw_deploy.serve.choices import completion_logprobs, ending
 from topw_deploy.serve.events import DONE, EventStream, event, failed
 from topw_deploy.serve.failures import invalid
-from topw_deploy.serve.logprobs import completion_logprobs
 from topw_deploy.serve.requests import read, service_of
 from topw_deploy.serve.run import Run
-from topw_deploy.serve.schemas.common import StreamOptions
-from topw_deploy.serve.schemas.completions import CompletionRequest
+from topw_deploy.serve.schemas.generation import CompletionRequest, StreamOptions
 from topw_deploy.serve.served import Pieces, Served
 
 NEW_TOKENS = 16

@@ -19,7 +19,7 @@ from topw_deploy.serve.events import EventStream, event, failed
 from topw_deploy.serve.output_items import OutputItems
 from topw_deploy.serve.requests import read, service_of
 from topw_deploy.serve.run import Run
-from topw_deploy.serve.schemas.chat import ChatRequest
+from topw_deploy.serve.schemas.generation import ChatRequest
 from topw_deploy.serve.schemas.responses import ResponsesRequest
 from topw_deploy.serve.served import Pieces
 

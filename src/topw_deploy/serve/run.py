@@ -19,7 +19,7 @@ from topw_deploy.serve.access import record_of
 from topw_deploy.serve.choices import usage_of
 from topw_deploy.serve.failures import TOO_LONG, RequestError, expected, failure_of, invalid
 from topw_deploy.serve.parameters import named_as_given
-from topw_deploy.serve.schemas.common import Generating, StreamOptions
+from topw_deploy.serve.schemas.generation import Generating, StreamOptions
 from topw_deploy.serve.served import Pieces, begun, check_whole, unless_gone
 from topw_deploy.serve.service import Service
 

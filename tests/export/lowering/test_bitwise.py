@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from topw_deploy.export.lowering.bitwise import spell_out_exclusive_or
+from topw_deploy.export.lowering.rewrites import spell_out_exclusive_or
 from topw_deploy.tensorrt.operators import NATIVE
 
 LARGEST = 2**63 - 1

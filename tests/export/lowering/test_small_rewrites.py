@@ -8,8 +8,7 @@ import onnxruntime as ort
 import pytest
 
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.lowering.reshapes import merge_reshapes
-from topw_deploy.export.lowering.softplus import drop_softplus_thresholds
+from topw_deploy.export.lowering.rewrites import drop_softplus_thresholds, merge_reshapes
 
 FLOAT = ir.DataType.FLOAT
 X = np.array([-200.0, -3.0, 0.0, 16.9, 17.0, 19.99, 20.0, 21.0, 90.0, 3e38], np.float32)

@@ -14,7 +14,7 @@ from tests.support.tail_cases import FORMS, Case, by_hand, feeds, opened, random
 from topw_deploy.export.tail import TailSpec, build_tail
 from topw_deploy.export.tail.ops import Eager
 from topw_deploy.export.tail.rules.inputs import INTERVALS
-from topw_deploy.export.tail.rules.search import largest_threshold
+from topw_deploy.export.tail.rules.vocabulary import largest_threshold
 from topw_deploy.runtime.rules import LONGEST_LIST
 from topw_deploy.sampling import apply_mask
 from topw_deploy.sampling.parameters import TopWOptions

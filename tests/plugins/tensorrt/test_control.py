@@ -210,7 +210,7 @@ def test_memory_is_freed_when_a_plugin_is_collected_that_nobody_deleted(
 def test_memory_that_is_left_at_exit_is_the_drivers_to_free() -> None:
     """Waiting for a failed device could hang."""
     program = """
-from topw_deploy.plugins.tensorrt.control import ControlMemory
+from topw_deploy.plugins.tensorrt.kernels import ControlMemory
 
 class Kernel:
     def allocate(self, size):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from topw_deploy.runtime.ort.run_thread import RunThread
+from topw_deploy.runtime.ort.device_binding import RunThread
 
 
 def test_calls_run_on_one_thread_in_order() -> None:

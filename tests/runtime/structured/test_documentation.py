@@ -11,7 +11,7 @@ import pytest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.structured.constraint import MOST_CHARACTERS
 from topw_deploy.runtime.structured.grammars import SECONDS
-from topw_deploy.runtime.structured.schema_limits import MOST_MULTIPLE, MOST_PATTERNS
+from topw_deploy.runtime.structured.lark import MOST_MULTIPLE, MOST_PATTERNS
 
 PAGE = Path(__file__).parents[3] / "docs" / "guide" / "runtime.md"
 SECTION = PAGE.read_text(encoding="utf-8").split("### Structured output\n")[1].split("\n## ")[0]

@@ -14,7 +14,7 @@ from topw_deploy import install
 from topw_deploy.engine import Engine
 from topw_deploy.errors import GenerationError, GrammarError, MissingPackageError, ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.structured import deep_stack, grammars
+from topw_deploy.runtime.structured import grammars
 
 BROKEN: list[tuple[dict[str, Any], str, tuple[int | None, int | None]]] = [
     ({"regex": "a(b"}, "the expression does not compile: unclosed group (column 2).", (1, 2)),
@@ -227,5 +227,5 @@ def test_without_address_space_for_the_stack_the_error_says_so(
 def test_the_deep_stack_leaves_other_threads_theirs() -> None:
     before = threading.stack_size()
     with pytest.raises(ZeroDivisionError):
-        deep_stack.call_deep(lambda: 1 // 0, 10)
+        grammars.call_deep(lambda: 1 // 0, 10)
     assert threading.stack_size() == before

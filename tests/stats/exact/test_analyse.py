@@ -17,8 +17,7 @@ from tests.sampling.brute_force import (
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions, TopWParameters, as_float32, crop
 from topw_deploy.sampling.reference import pool
-from topw_deploy.stats.exact.analyse import ExactAnalyser, check, last_step, sample
-from topw_deploy.stats.exact.rules import COMPARED, EVERY, TOP_W
+from topw_deploy.stats.exact.analyse import COMPARED, EVERY, TOP_W, ExactAnalyser, check, last_step, sample
 
 ROW = np.random.default_rng(1).normal(size=40).astype(np.float32) * 2
 TABLE = np.random.default_rng(2).normal(size=(40, 5))

@@ -15,10 +15,9 @@ from topw_deploy import install
 from topw_deploy.errors import ManifestError, MissingPackageError, ParameterError
 from topw_deploy.sampling import RuleParameters, TopWParameters
 from topw_deploy.stats.collect import Analysed, Collected
-from topw_deploy.stats.exact.analyse import ExactStep
+from topw_deploy.stats.exact.analyse import COMPARED, TOP_W, ExactStep
 from topw_deploy.stats.exact.objective import Best, Value
 from topw_deploy.stats.exact.plot import save_exact_plot
-from topw_deploy.stats.exact.rules import COMPARED, TOP_W
 from topw_deploy.stats.exact.summary import ExactSummary, summarise_exact
 from topw_deploy.stats.exact.table import exact_lines
 from topw_deploy.stats.request import Setting

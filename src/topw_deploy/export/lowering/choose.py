@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
-from topw_deploy.export.lowering.bitwise import spell_out_exclusive_or
 from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.lowering.fused_projections import fuse_gate_up
 from topw_deploy.export.lowering.mixers import SINCE as MIXERS_SINCE
 from topw_deploy.export.lowering.mixers import has_mixers, most_columns
 from topw_deploy.export.lowering.norms import cast_rows_of_norms
-from topw_deploy.export.lowering.reshapes import merge_reshapes
+from topw_deploy.export.lowering.rewrites import drop_softplus_thresholds, merge_reshapes, spell_out_exclusive_or
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
-from topw_deploy.export.lowering.softplus import drop_softplus_thresholds
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 

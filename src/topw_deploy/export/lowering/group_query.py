@@ -21,7 +21,6 @@ import onnx_ir as ir
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering.attended_keys import LATENT_OPSET, AttendedKeys, lower_latent
 from topw_deploy.export.lowering.fused_projections import fuse_qkv
-from topw_deploy.export.lowering.head_width import narrow_heads, operator_width, pad_heads
 from topw_deploy.export.lowering.heads import merge_heads
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
@@ -31,6 +30,7 @@ from topw_deploy.export.lowering.static_cache import StaticCache
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
+_MULTIPLE = 8  # of the operator's head sizes
 PREFIX = "topw.attention"
 DOMAIN = "com.microsoft"
 OPERATOR = "GroupQueryAttention"
@@ -198,3 +198,35 @@ def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value
                 shape = editor.constant(np.array([0, 0, layer.heads, layer.value_dim]))
                 separate = editor.op("Reshape", [output, shape], dtype=output.dtype)
             node.replace_input_with(place, separate)
+
+
+# Heads are widened for GroupQueryAttention, which needs keys and values of one width, a multiple of 8. Zeros at the end
+# of each head change neither scores nor values.
+
+
+def operator_width(layer: AttentionLayer) -> int:
+    """The head size in the operator and its states."""
+    return -(-max(layer.head_dim, layer.value_dim) // _MULTIPLE) * _MULTIPLE
+
+
+def pad_heads(editor: GraphEditor, merged: ir.Value, heads: int, width: int) -> ir.Value:
+    """[batch, sequence, heads * dim] -> [batch, sequence, heads * width]."""
+    op, constant = editor.op, editor.constant
+    assert merged.shape is not None
+    dim = int(merged.shape[-1]) // heads
+    if dim == width:
+        return merged
+    separate = op("Reshape", [merged, constant(np.array([0, 0, heads, dim]))])
+    padded = op("Pad", [separate, constant(np.array([0, 0, 0, 0, 0, 0, 0, width - dim]))])
+    shape: list[int | str | None] = ["batch_size", "sequence_length", heads * width]
+    return op("Reshape", [padded, constant(np.array([0, 0, heads * width]))], dtype=merged.dtype, shape=shape)
+
+
+def narrow_heads(editor: GraphEditor, merged: ir.Value, layer: AttentionLayer, width: int) -> ir.Value:
+    """[batch, sequence, heads * width] -> [batch, sequence, heads, value_dim]."""
+    op, constant = editor.op, editor.constant
+    separate = op("Reshape", [merged, constant(np.array([0, 0, layer.heads, width]))])
+    ends = (constant(np.array([number])) for number in (0, layer.value_dim, 3))
+    narrow = op("Slice", [separate, *ends], dtype=merged.dtype)
+    narrow.shape = layer.output.shape
+    return narrow

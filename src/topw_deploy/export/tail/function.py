@@ -31,8 +31,7 @@ from topw_deploy.export.tail.inputs import (
 from topw_deploy.export.tail.literal import compact_answer, literal_answer, moved_answer, pool_answer
 from topw_deploy.export.tail.logits import Logits
 from topw_deploy.export.tail.ops import Ops, Recorder, Tensor, remove_unused
-from topw_deploy.export.tail.rules.answer import candidate_answer, is_pending, pending, vocabulary_answer
-from topw_deploy.export.tail.rules.columns import from_columns
+from topw_deploy.export.tail.rules.answer import candidate_answer, from_columns, is_pending, pending, vocabulary_answer
 from topw_deploy.export.tail.rules.inputs import RuleRows, only_top_w, rule_rows, take_rules
 from topw_deploy.export.tail.rules.statistics import row_statistics, take_statistics
 from topw_deploy.export.tail.spec import DOMAIN, OP_TYPE, TailSpec, tail_inputs, tail_outputs

@@ -7,10 +7,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from topw_deploy.errors import TokenizerError, one_line
 from topw_deploy.export.write.rank_files import TEKKEN, build_tokenizer, is_tiktoken, read_tekken, read_tiktoken
-from topw_deploy.export.write.sentencepiece_files import SENTENCEPIECE, difference
 
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_SAMPLES = (
+    "the lazy dog",
+    "a list of words",
+    "The quick brown fox jumps over the lazy dog; then it returns 42 words!",
+    "Wir fahren morgen nach München.",
+    "東京は日本の首都です",
+)
 COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -168,3 +177,27 @@ def _extract_chat_template(output: Path) -> None:
         )
     if isinstance(template, str):
         (output / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def difference(model: Path, converted: Path) -> str | None:
+    """Describe the first sample that `converted`, a tokenizer.json, splits differently from `model`; None if none.
+
+    transformers converts by the tokenizer's class, or by general rules if the folder names no class. Those rules ignore
+    some settings of a SentencePiece model, such as the space before a text.
+
+    Skips samples with pieces unknown to the model, and models that SentencePiece cannot read.
+    """
+    import sentencepiece
+
+    try:
+        reference = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    except (OSError, RuntimeError):
+        return None
+    tokenizer = Tokenizer.from_file(str(converted))
+    for sample in _SAMPLES:
+        ids = reference.encode(sample)
+        expected = [reference.id_to_piece(number) for number in ids]
+        found = tokenizer.encode(sample, add_special_tokens=False).tokens
+        if reference.unk_id() not in ids and found != expected:
+            return f"{sample!r} becomes {found[:6]} instead of {expected[:6]}"
+    return None

@@ -1,7 +1,7 @@
 """Inputs and outputs in device memory.
 
 Each step makes one upload of changed inputs and one download of results. Equal shapes get equal addresses, so that
-later generations can replay a step's CUDA graph. One thread runs it (run_thread.py), and nothing else uses the device
+later generations can replay a step's CUDA graph. One thread runs it (RunThread), and nothing else uses the device
 during its capture (device_lock.py).
 
 Tested with test doubles of the device and the CUDA runtime; not run on a GPU.
@@ -9,10 +9,13 @@ Tested with test doubles of the device and the CUDA runtime; not run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 
 import numpy as np
 import onnxruntime as ort
@@ -20,7 +23,6 @@ import onnxruntime as ort
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.runtime.ort.host_binding import HostBinding, RawSession
-from topw_deploy.runtime.ort.run_thread import RunThread
 
 _LEAST = {"changing": 4 << 10, "rest": 64 << 10, "results": 4 << 10}  # bytes; enough for most requests
 _MOST_GRAPHS = 64  # per session: each keeps device memory until it closes
@@ -248,3 +250,60 @@ def _places(
     for name, array in arrays.items():
         place = area.host[starts[name] : starts[name] + array.nbytes]
         yield name, place.view(array.dtype).reshape(array.shape)
+
+
+class RunThread:
+    """The thread that runs a session with CUDA graphs, started by the first call.
+
+    onnxruntime keeps handles and CUDA graphs per thread until the session closes, so each new thread would capture
+    again, without limit.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call `function` on the thread, wait, and raise its errors.
+
+        Interrupted callers wait too: `function` uses their objects.
+        """
+        if threading.current_thread() is self._started():  # garbage collection may close a generation here
+            function()
+            return
+        task = _Task(function)
+        self._tasks.put(task)
+        try:
+            task.ended.acquire()
+        except BaseException:
+            task.ended.acquire()
+            raise
+        if task.error is not None:
+            raise task.error
+
+    def _started(self) -> threading.Thread:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=_work, args=(self._tasks,), name="topw-cuda-graphs", daemon=True)
+                self._thread.start()
+                weakref.finalize(self, self._tasks.put, None)
+            return self._thread
+
+
+class _Task:
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+        self.error: BaseException | None = None
+        self.ended = threading.Lock()
+        self.ended.acquire()
+
+
+def _work(tasks: SimpleQueue[_Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        try:
+            task.function()
+        except BaseException as error:  # noqa: BLE001  # raised in the caller
+            task.error = error
+        task.ended.release()
+        del task  # it refers to the session

@@ -10,7 +10,7 @@ from typing import Any
 from topw_deploy.errors import GrammarError
 
 MOST_CHARACTERS = 2**16
-"""Longest schema or grammar. See also STACK in deep_stack.py."""
+"""Longest schema or grammar. See also STACK in grammars.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from topw_deploy import install
-from topw_deploy.errors import GrammarError, TokenizerError, one_line
+from topw_deploy.errors import GenerationError, GrammarError, TokenizerError, one_line
 from topw_deploy.runtime.structured.compiler_errors import compile_error
 from topw_deploy.runtime.structured.constraint import Constraint
-from topw_deploy.runtime.structured.deep_stack import call_deep
 from topw_deploy.runtime.structured.guide import Guide, Vocabulary
 from topw_deploy.runtime.structured.lark import lark_of
 
@@ -26,7 +25,12 @@ SECONDS = 10.0
 LIMITS: Mapping[str, Any] = {"step_lexer_fuel": 50_000, "step_max_items": 20_000, "verbose_errors": False}
 """llguidance's limits on the work for a mask, lower than its defaults because all rows of an engine wait for a mask."""
 
+STACK = 256 * 2**20
+"""Bytes of the stack that compiles a grammar. Only the used part takes memory; the deepest grammars need a tenth."""
+
 _END = b"<|topw: end of the grammar|>"
+_starting = threading.Lock()
+Result = TypeVar("Result")
 
 
 class Grammars:
@@ -114,3 +118,40 @@ def compile_grammar(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
     if matcher.is_error():
         raise compile_error(constraint, matcher.get_error())
     return matcher
+
+
+class _Call(Generic[Result]):
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self._function = function
+        self.results: list[Result] = []
+        self.error: BaseException | None = None
+
+    def __call__(self) -> None:
+        try:
+            self.results.append(self._function())
+        except BaseException as error:  # noqa: BLE001  # raised in the caller's thread
+            self.error = error
+
+
+def call_deep(function: Callable[[], Result], seconds: float) -> Result | None:
+    """The function's result, or None if it takes longer than `seconds`. It then continues in the background.
+
+    Raises the function's errors, and GenerationError if there is no address space for the stack.
+    """
+    call = _Call(function)
+    thread = threading.Thread(target=call, name="topw-grammar", daemon=True)
+    with _starting:  # stack_size applies to the whole process
+        before = threading.stack_size(STACK)
+        try:
+            thread.start()
+        except RuntimeError:
+            raise GenerationError(
+                f"there is no address space for a stack of {STACK // 2**20} MiB to compile the grammar on; raise the "
+                "process's limit."
+            ) from None
+        finally:
+            threading.stack_size(before)
+    thread.join(seconds)
+    if call.error is not None:
+        raise call.error
+    return call.results[0] if call.results else None

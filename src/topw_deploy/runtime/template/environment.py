@@ -15,8 +15,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace, pass_context
 
 from topw_deploy.runtime.template import methods
-from topw_deploy.runtime.template.filters import bounded_filters, bounded_tests
-from topw_deploy.runtime.template.formatting import BoundedEscapeFormatter, BoundedFormatter, percent
+from topw_deploy.runtime.template.filters import (
+    BoundedEscapeFormatter,
+    BoundedFormatter,
+    bounded_filters,
+    bounded_tests,
+    percent,
+)
 from topw_deploy.runtime.template.meter import BITS, Meter, current
 from topw_deploy.runtime.template.rewrite import COUNTING, rewrite
 

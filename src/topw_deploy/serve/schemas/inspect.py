@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, StrictInt
 
-from topw_deploy.serve.schemas.common import Generating
+from topw_deploy.serve.schemas.generation import Generating
 
 Ids = list[Annotated[int, Field(strict=True, ge=0)]]
 

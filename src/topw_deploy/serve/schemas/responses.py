@@ -8,8 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from topw_deploy.serve.failures import invalid
-from topw_deploy.serve.schemas.chat import ChatRequest, Part
-from topw_deploy.serve.schemas.common import Generating
+from topw_deploy.serve.schemas.generation import ChatRequest, Generating, Part
 
 _OF_CHATS = (
     "messages", "response_format", "max_completion_tokens", "max_tokens", "logprobs", "top_logprobs",

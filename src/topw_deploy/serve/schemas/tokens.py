@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from topw_deploy.serve.schemas.chat import Message
+from topw_deploy.serve.schemas.generation import Message
 
 
 class TokenizeRequest(BaseModel):

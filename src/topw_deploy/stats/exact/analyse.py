@@ -11,10 +11,25 @@ from numpy.typing import NDArray
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT, first_maximiser, objective, pool, warm_start
+from topw_deploy.sampling.rules import TOP_W as TOP_W_RULE
 from topw_deploy.sampling.rules import RuleParameters, kept_set
-from topw_deploy.stats.exact.objective import Best, Objective, Places, Value
-from topw_deploy.stats.exact.rules import COMPARED, EVERY, TOP_W, compared_with
-from topw_deploy.stats.exact.transport import Floats, Mask
+from topw_deploy.stats.exact.objective import Best, Floats, Mask, Objective, Places, Value
+
+TOP_W = "Top-W"
+"""The name of the export's own crop."""
+
+EVERY = "every token"
+"""The name of plain sampling: every token among which F is computed."""
+
+COMPARED: Mapping[str, tuple[str, tuple[float, ...]]] = {
+    "Top-H 0.4": ("top_h", (0.4, 100)),
+    "min-p 0.05": ("min_p", (0.05,)),
+    "min-p 0.1": ("min_p", (0.1,)),
+    "top-p 0.9": ("top_p", (0.9,)),
+    "top-p 0.95": ("top_p", (0.95,)),
+    EVERY: ("none", ()),
+}
+"""Name in reports -> (rule, values) of `sampling.rules`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +165,13 @@ def sample(lengths: Sequence[int], most: int) -> list[set[int]]:
         found.append({place - start for place in places if start <= place < start + length})
         start += length
     return found
+
+
+def compared_with(rule: RuleParameters) -> Mapping[str, tuple[str, tuple[float, ...]]]:
+    """COMPARED, preceded by `rule` with its values, unless it is Top-W or already in COMPARED."""
+    chosen = rule.chosen
+    values = rule.values[: len(chosen.values)]
+    known = {(name, tuple(map(np.float32, given))) for name, given in COMPARED.values()}
+    if chosen is TOP_W_RULE or (chosen.name, tuple(map(np.float32, values))) in known:
+        return COMPARED
+    return {" ".join([chosen.name, *(f"{value:g}" for value in values)]): (chosen.name, values), **COMPARED}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.stats.exact.rules import TOP_W
+from topw_deploy.stats.exact.analyse import TOP_W
 from topw_deploy.stats.exact.summary import ExactSummary
 from topw_deploy.stats.style import COLOURS, MUTED, TEXT, colours, drawable, heading, new_figure, plain, save
 

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy.stats.collect import Analysed, Collected
-from topw_deploy.stats.exact.analyse import ExactStep
+from topw_deploy.stats.exact.analyse import TOP_W, ExactStep
 from topw_deploy.stats.exact.objective import TOLERANCE, Best, Value
-from topw_deploy.stats.exact.rules import TOP_W
 
 Floats = NDArray[np.float64]
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
-from topw_deploy.export.tail.answer import TOKEN, Answer, answer_columns, invalidate, no_answer, scattered
-from topw_deploy.export.tail.candidates import Search
+from topw_deploy.export.tail.answer import (
+    RULE_COLUMNS,
+    TOKEN,
+    Answer,
+    answer_columns,
+    invalidate,
+    no_answer,
+    own_columns,
+    rule_columns,
+    scattered,
+)
+from topw_deploy.export.tail.candidates import Candidates, Search
 from topw_deploy.export.tail.inputs import LARGEST, Rows, all_true, within
 from topw_deploy.export.tail.literal import valid_rows
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.rules.candidates import LONGEST, List, RulePath, as_list, rule_path, sorted_list
-from topw_deploy.export.tail.rules.columns import columns_of
 from topw_deploy.export.tail.rules.inputs import RuleRows
 from topw_deploy.export.tail.rules.statistics import Statistics, vocabulary
 from topw_deploy.export.tail.rules.vocabulary import crop_mass, draw_kept, flat, kept_tokens
@@ -75,4 +84,23 @@ def vocabulary_answer(
     return invalidate(op, spec, answer, op.And(ruled.valid, valid_rows(op, logits, rows)))
 
 
-__all__ = ["PENDING", "candidate_answer", "is_pending", "pending", "vocabulary_answer"]
+@scope
+def columns_of(op: Ops, spec: TailSpec, ruled: RuleRows, found: Statistics, candidates: Candidates) -> list[Tensor]:
+    """`RULE_COLUMNS` and some of the candidates' logits, together [batch, rule_columns(spec)]; [] if that is 0."""
+    width = rule_columns(spec)
+    if not width:
+        return []
+    start, end, axis = (op.constant([place], np.int64) for place in (0, width - len(RULE_COLUMNS), 1))
+    known = (getattr(found, field.name) for field in fields(found))
+    rest = op.Slice(candidates.logits, start, end, axis)
+    return [ruled.code, ruled.v0, ruled.v1, op.Cast(ruled.valid, to=1), *known, rest]
+
+
+@scope
+def from_columns(op: Ops, spec: TailSpec, columns: Tensor) -> tuple[RuleRows, Statistics]:
+    """Inverse of `columns_of`, for the columns of an answer."""
+    first = own_columns(spec)
+    code, v0, v1, valid, *known = (
+        op.Gather(columns, op.constant([first + place], np.int64), axis=1) for place in range(len(RULE_COLUMNS))
+    )
+    return RuleRows(code, v0, v1, op.Cast(valid, to=9), frozenset(spec.rules)), Statistics(*known)

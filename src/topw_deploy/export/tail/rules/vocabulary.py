@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from topw_deploy.export.tail.candidates import CANDIDATES, Drawn
-from topw_deploy.export.tail.inputs import Rows
+from topw_deploy.export.tail.inputs import LARGEST, Rows
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
-from topw_deploy.export.tail.rules.candidates import LONGEST, List, entropy_of_pool, flat_size, sorted_list
-from topw_deploy.export.tail.rules.cliff import cliff
+from topw_deploy.export.tail.rules.candidates import LONGEST, List, entropy_of_pool, flat_size, sorted_list, steepest
 from topw_deploy.export.tail.rules.inputs import GREEDY, RuleRows
-from topw_deploy.export.tail.rules.search import largest_threshold
 from topw_deploy.export.tail.rules.statistics import (
     THRESHOLD_RULES,
     Statistics,
@@ -26,6 +25,12 @@ from topw_deploy.export.tail.rules.statistics import (
 )
 from topw_deploy.export.tail.spec import TailSpec
 
+_MANTISSA = 23
+_EXPONENTS = range(-126, 128)
+_PER_ROUND = 3
+"""Thresholds per round: more need fewer rounds, but more time."""
+JUMPS = 3
+"""Jumps after the 3840 largest logits. Logits masked by large negative numbers need two."""
 _ALMOST = 1 - 2.0**-24
 _LISTED = ("top_k", "top_p", "top_h", "typical", "min_k")
 """Rules that keep a list of tokens up to a mass or number; the others keep all above a threshold."""
@@ -170,3 +175,75 @@ def crop_mass(op: Ops, words: Vocabulary, kept: Tensor) -> Tensor:
 def flat(op: Ops, values: Tensor) -> Tensor:
     """[batch, 1, blocks, BLOCK] -> [batch, padded]"""
     return op.Reshape(values, op.constant([0, -1], np.int64))
+
+
+@scope
+def cliff(op: Ops, words: Vocabulary, best: List) -> Tensor:
+    """The number of tokens before min-k's cliff, the steepest drop of the sorted logits: float32 [batch, 1].
+
+    The first one among equals, without a sort. Let g be the steepest (l_i - l_(i+1)) / i so far. A drop after token i
+    is steeper only if it exceeds i g, so there is no steeper drop within an interval of that length below token i.
+    Each jump passes over such an interval. The intervals grow, so a few jumps pass over a whole vocabulary.
+    """
+    least, zero = op.constant(-LARGEST), op.constant(0.0)
+    slope, size = steepest(op, best.logits)
+    slope, size = op.Max(slope, zero), op.Cast(size, to=1)
+    here = op.Max(best.last, least)
+    length = count_of(op, op.GreaterOrEqual(words.logits, over_blocks(op, here)))
+    for _ in range(JUMPS):
+        within = op.GreaterOrEqual(words.logits, over_blocks(op, op.Sub(here, op.Mul(slope, length))))
+        length = count_of(op, within)
+        lowest = op.Neg(largest_of(op, op.Where(within, op.Neg(words.logits), op.constant(-np.inf))))
+        following = largest_of(op, op.Where(within, op.constant(-np.inf), words.logits))
+        more = op.GreaterOrEqual(following, least)
+        drop = op.Where(more, op.Div(op.Sub(lowest, following), length), zero)
+        steeper = op.Greater(drop, slope)
+        slope, size = op.Where(steeper, drop, slope), op.Where(steeper, length, size)
+        here = op.Where(more, following, lowest)
+    return size
+
+
+def _octaves() -> tuple[np.ndarray, np.ndarray]:
+    """The first number of each run of equally spaced float32 numbers, ascending, and the run's spacing.
+
+    1024 entries; the last are infinite.
+    """
+    smallest = 2.0**-149
+    negative = [(-(2.0 ** (e + 1)) if e < 127 else -LARGEST, 2.0 ** (e - _MANTISSA)) for e in reversed(_EXPONENTS)]
+    tiny = [(-(2.0**-126), smallest), (0.0, smallest)]
+    positive = [(2.0**e, 2.0 ** (e - _MANTISSA)) for e in _EXPONENTS]
+    runs = [*negative, *tiny, *positive]
+    runs += [(np.inf, 1.0)] * (1024 - len(runs))
+    first, spacing = np.array(runs, np.float32).T
+    return first, spacing
+
+
+@scope
+def largest_threshold(op: Ops, sums: Callable[[Tensor], Tensor], limit: Tensor) -> Tensor:
+    """The largest t with sums(t) > limit: float32 [batch, 1, 1, 1].
+
+    TensorRT's TopK takes at most 3840 numbers, and sorting a vocabulary is not faster on a CPU. 17 rounds of three
+    thresholds each find the exact threshold of any row: five its exponent, twelve its mantissa.
+
+    sums: thresholds [batch, n, 1, 1] -> sums [batch, n, 1, 1] that do not rise with the threshold.
+    limit: float32 [batch, 1, 1, 1].
+
+    Returns -LARGEST, the lowest number, if the sum is not larger than `limit` even there.
+    """
+    first, spacing = (op.constant(values) for values in _octaves())
+    axis, multiples = op.constant([1], np.int64), np.arange(1, 1 + _PER_ROUND).reshape(1, -1, 1, 1)
+
+    def last(candidates: Tensor, thresholds: Tensor, otherwise: Tensor) -> Tensor:
+        """The last of the ascending candidates whose threshold meets the condition: [batch, 1, 1, 1]."""
+        reached = op.Greater(sums(thresholds), limit)
+        return op.ReduceMax(op.Where(reached, candidates, otherwise), axis, keepdims=1)
+
+    run = op.constant(np.zeros((1, 1, 1, 1)), np.int64)
+    for bit in range(8, -1, -2):
+        candidates = op.Add(run, op.constant(multiples << bit, np.int64))
+        run = last(candidates, op.Gather(first, candidates, axis=0), run)
+    found, unit = op.Gather(first, run, axis=0), op.Gather(spacing, run, axis=0)
+    for bit in range(_MANTISSA - 1, -1, -2):
+        candidates = op.Add(found, op.Mul(unit, op.constant(multiples << bit)))
+        found = last(candidates, candidates, found)
+    return found

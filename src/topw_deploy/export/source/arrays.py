@@ -1,4 +1,4 @@
-"""Memory-map input embeddings."""
+"""Arrays that `topw export-sampler` reads: input embeddings, and logits of a model that it does not run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
-from topw_deploy.export.source.npy_files import mapped_array
 from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, tensor_files, tensors_in
+from topw_deploy.sampling import Geometry, median_distance
 
+MOST_STEPS = 4096
+"""Rows of a file of logits: each takes 32 kB while the median is computed."""
 # Table names in transformers, without prefixes.
 _NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
 _TYPES = ("F64", "F32", "F16", "BF16")
@@ -51,3 +53,40 @@ def _checked(table: np.ndarray, name: str) -> np.ndarray:
             "[tokens, hidden]; give such a table."
         )
     return table
+
+
+def mapped_array(path: Path, content: str) -> np.ndarray:
+    """Memory-map the array in a .npy file. content: what it should hold, for the messages.
+
+    Raises SourceError if the file is missing or no such array.
+    """
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise ValueError("it is an archive of arrays")
+    except FileNotFoundError:
+        raise SourceError(f"{path} does not exist; give a .npy file with {content}.") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise SourceError(f"{path} is not a .npy file of numbers ({error}); save {content} with numpy.save.") from None
+    return array
+
+
+def median_of_file(path: Path, geometry: Geometry, vocab_size: int) -> float:
+    """The median distance of likely pairs (sampling.likely_pairs) at the steps whose logits are in the .npy `path`.
+
+    The file holds floating-point numbers [steps, vocab_size], with at most MOST_STEPS steps. Raises SourceError for
+    other files, and if there is no median.
+    """
+    rows = mapped_array(path, "the logits")
+    if rows.ndim != 2 or rows.shape[1] != vocab_size or not 1 <= len(rows) <= MOST_STEPS or rows.dtype.kind != "f":
+        raise SourceError(
+            f"{path} holds {rows.dtype} of shape {tuple(rows.shape)}, but must hold floating-point logits of shape "
+            f"[steps, {vocab_size}], with 1 to {MOST_STEPS} steps; give such logits."
+        )
+    found = median_distance(geometry, rows)
+    if found is None:
+        raise SourceError(
+            f"the logits in {path} have no two likely tokens at a distance > 0 in any row; give a model's logits at "
+            "steps of ordinary texts."
+        )
+    return found
