@@ -179,13 +179,13 @@ $(CLIENTS)/ready.stamp: tests/serve_clients/requirements.txt
 	@touch $@
 
 # The packages' own scripts would download CUDA and other browsers. Where npm cannot be had, the folder says so and the
-# tests are skipped with that reason.
+# tests are skipped with that reason; in CI this fails.
 $(BROWSER)/ready.stamp: $(addprefix tests/browser/,package.json package-lock.json unpack.mjs)
 	rm -rf $(BROWSER)
 	mkdir -p $(BROWSER)
 	cp $^ $(BROWSER)
 	cd $(BROWSER) && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error && TMPDIR="$$PWD" node unpack.mjs \
-	  || echo "npm or node failed" > unavailable
+	  || { [ "$$CI" != true ] && echo "npm or node failed" > unavailable; }
 	@touch $@
 
 # Ray, and what it needs beside the packages of the environment above.
