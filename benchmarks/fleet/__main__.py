@@ -25,7 +25,7 @@ from benchmarks.common import say, table
 from benchmarks.fleet.compare import compare
 from benchmarks.fleet.costs import Costs, measure, stored
 from benchmarks.fleet.simulate import ROUTINGS, simulate
-from benchmarks.fleet.workload import Workload, draw
+from benchmarks.fleet.workload import Requests, Workload, draw
 
 COLOURS = ("#B8BEC6", "#E69F00", "#0072B2", "#D55E00")
 COMPARED = (0.3, 0.6, 0.85)
@@ -86,19 +86,24 @@ def compared(folder: Path, args: argparse.Namespace, workload: Workload) -> str:
     return table(("load", "", "engine", "simulated", "ratio"), rows)
 
 
+def capacity(costs: Costs, requests: Requests, replicas: int) -> float:
+    """Requests per second that `replicas` can answer without reuse of prefixes."""
+    return replicas / costs.request(float(requests.prompt.mean()), float(requests.new.mean()))
+
+
 def simulated(args: argparse.Namespace, workload: Workload) -> list[dict[str, Any]]:
     """One result per load and routing. Seconds."""
     costs = chosen(args)
     requests = draw(workload, args.requests * args.replicas, args.seed)
-    capacity = args.replicas / costs.request(float(requests.prompt.mean()), float(requests.new.mean()))
+    most = capacity(costs, requests, args.replicas)
     found = []
     for load in args.loads:
-        timed = requests.at_rate(load * capacity)
+        timed = requests.at_rate(load * most)
         for routing in args.routings:
             say(f"load {load:g}, {routing}")
             outcome = simulate(costs, timed, args.replicas, routing, args.seed)
             first, whole = (np.percentile(values, (50, 99)).tolist() for values in (outcome.first, outcome.whole))
-            result = {"load": load, "routing": routing, "rate": load * capacity, "first": first, "whole": whole}
+            result = {"load": load, "routing": routing, "rate": load * most, "first": first, "whole": whole}
             found.append({**result, "reused": outcome.reused})
     return found
 

@@ -19,7 +19,7 @@ from topw_deploy.runtime import TopWModel
 
 STEPS, REPEATS = 96, 5
 STORED = Path(__file__).parents[2] / "docs" / "lab" / "benchmarks.md"
-_REQUESTS = r"(\d+) requests of ([\d,]+) prompt and (\d+) new tokens[\s\S]*?chunks of (\d+)"
+_REQUESTS = r"(\d+) requests with ([\d,]+) prompt tokens and (\d+) new tokens[\s\S]*?chunks of (\d+)"
 MODEL_OPTIONS: dict[str, Any] = {"provider": "cpu", "intra_op_num_threads": 1}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +11,15 @@ import numpy as np
 import pytest
 
 from benchmarks import sizing
+from benchmarks.fleet import __main__ as fleet
 from benchmarks.fleet.compare import compare
-from benchmarks.fleet.costs import Costs
+from benchmarks.fleet.costs import Costs, stored
 from benchmarks.fleet.replica import Replica, Sequence
 from benchmarks.fleet.simulate import ROUTINGS, simulate
 from benchmarks.fleet.workload import Requests, Workload, draw
 from tests.support.toy_model import Toy, export
 
+SCALE = Path(__file__).parents[2] / "docs" / "guide" / "scale.md"
 COSTS = Costs(step=(1.0, 1.5), chunk_fixed=0.5, chunk_token=0.01, chunk=100, model="", machine="")
 SMALL = Costs(step=(0.01, 0.011, 0.012, 0.013), chunk_fixed=0.005, chunk_token=1e-4, chunk=256, model="", machine="")
 
@@ -128,6 +132,38 @@ def test_the_formula_predicts_the_stored_rates() -> None:
     for each in checks:
         for width, rate in each.predicted().items():
             assert rate == pytest.approx(each.stored[each.callers.index(width)], rel=0.14), each.name
+
+
+def test_the_stored_costs_give_the_stored_figures() -> None:
+    """The figures from which they were solved: a request's share of the rate, and the time to the first text."""
+    costs = stored(4)
+    assert costs.chunk == 256
+    assert costs.reading(8) == pytest.approx(16.8e-3)
+    assert sum(costs.reading(tokens) for tokens in (256, 256, 256, 240)) == pytest.approx(70 * 16.8e-3)
+    # 976 new tokens of 16 requests, whose prompts have 5,383 tokens and take two chunks each.
+    reading = 32 * costs.chunk_fixed + 5383 * costs.chunk_token
+    for width, rate in ((1, 111), (4, 123)):
+        assert 976 / (reading + (976 - 16) * costs.step[width - 1] / width) == pytest.approx(rate)
+    assert stored(8).step[:4] == costs.step
+    assert np.diff(stored(8).step) == pytest.approx(costs.step[1] - costs.step[0])
+
+
+def test_the_rates_of_the_guide_are_those_of_the_stored_costs() -> None:
+    """In the table of docs/guide/scale.md, load 1 is the capacity of 1,000 replicas with 8 rows."""
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d,]+) \| (?:random|prefix) \|", SCALE.read_text("utf-8"), re.MULTILINE)
+    assert len(rows) == 8
+    capacity = fleet.capacity(stored(8), draw(Workload(), 40_000, 0), 1000)
+    for load, rate in rows:
+        assert f"{float(load) * capacity:,.0f}" == rate
+
+
+def test_the_command_simulates_with_the_stored_costs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fleet", "--replicas", "4", "--loads", "0.5", "--routings", "random", "prefix"])
+    fleet.main()
+    rows = [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [[cell.strip() for cell in row] for row in rows] == [["0.5", "random"], ["0.5", "prefix"]]
 
 
 def test_the_number_of_replicas() -> None:
