@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from topw_deploy.cli.main import run, topw
+from topw_deploy.errors import ParameterError
+from topw_deploy.serve.server import open_socket
 
 
 @pytest.fixture
@@ -73,9 +79,48 @@ def test_wrong_options(
 
 
 def test_a_port_in_use_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert serve(str(tmp_path), "--port", port) == 2
     assert f"127.0.0.1:{port}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def uds() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="topw") as place:  # short: a socket's path has at most 107 characters
+        yield Path(place) / "s"
+
+
+def test_the_socket_of_a_killed_server_is_replaced(uds: Path) -> None:
+    left, _ = open_socket("", 0, uds)
+    left.close()  # like a kill, it leaves the file
+    assert uds.exists()
+    listener, _ = open_socket("", 0, uds)
+    with listener, socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(uds))
+        listener.accept()[0].close()
+
+
+@pytest.mark.parametrize("backlog", [2048, 0])
+def test_the_socket_of_a_running_server_is_not_taken(uds: Path, backlog: int) -> None:
+    listener, _ = open_socket("", 0, uds)
+    with listener, contextlib.ExitStack() as waiting:
+        listener.listen(backlog)
+        if not backlog:  # so busy that it takes no more connections
+            waiting.enter_context(socket.socket(socket.AF_UNIX)).connect(str(uds))
+        with pytest.raises(ParameterError, match="another process listens at") as caught:
+            open_socket("", 0, uds)
+        assert caught.value.parameters == ("uds",)
+        assert uds.exists()
+
+
+def test_a_socket_of_another_kind_and_a_file_are_not_replaced(uds: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(uds))
+        with pytest.raises(ParameterError, match="cannot listen"):
+            open_socket("", 0, uds)
+    uds.unlink()
+    uds.write_text("a file")
+    with pytest.raises(ParameterError, match="cannot listen"):
+        open_socket("", 0, uds)
+    assert uds.read_text() == "a file"

@@ -157,9 +157,10 @@ def open_socket(host: str, port: int, uds: Path | None) -> tuple[socket.socket, 
 
 
 def _unix_socket(path: Path) -> socket.socket:
-    """Only its owner can connect. A socket that an earlier server left is replaced."""
+    """Only its owner can connect. A socket that a killed server left is replaced, one that still listens is not."""
     if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-        path.unlink()
+        _check_unused(path)
+        path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     try:
         old = os.umask(0o177)
@@ -172,6 +173,19 @@ def _unix_socket(path: Path) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _check_unused(path: Path) -> None:
+    """Raises ParameterError if a process listens at a socket, and OSError if that cannot be found out."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a full backlog is an error instead of a wait
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return
+        except BlockingIOError:
+            pass
+    raise ParameterError(f"another process listens at {path}; stop it, or give another uds.", "uds")
 
 
 def start_log(json_lines: bool, verbose: bool) -> LogWriter:
