@@ -280,3 +280,59 @@ def test_random_faults_change_no_other_request(
             else:
                 assert begins(result, whole)
     assert engine.stats().failed == failed
+
+
+COPIES = ("copy", "growing", "fixed", "restore", "restore_fixed", "exchange")
+
+
+@pytest.mark.parametrize("error", [GenerationError("the copy failed"), MemoryError()], ids=["typed", "no memory"])
+def test_failing_copies_of_states_fail_only_the_requests_that_need_them(
+    any_model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Prompts share beginnings, so that rows are copied, stored, restored and moved; each of that fails at random."""
+    rng = np.random.default_rng(5)
+    inject, injected = True, set[str]()
+
+    def failing(name: str) -> Callable[..., Any]:
+        real = getattr(Batch, name)
+
+        def copy(batch: Batch, *arguments: Any) -> Any:
+            if name != "exchange":
+                found = real(batch, *arguments)  # the states have changed when the error comes
+            if inject and rng.random() < 0.2:
+                injected.add(name)
+                raise error
+            return real(batch, *arguments) if name == "exchange" else found
+
+        return copy
+
+    for name in COPIES:
+        monkeypatch.setattr(Batch, name, failing(name))
+    engine = engine_of(any_model, max_batch=3, prefill_budget=7, prefix_bytes=1 << 20)
+    beginnings = [rng.integers(0, 90, 40).tolist() for _ in range(4)]
+    given = [
+        {
+            "prompt": [*beginnings[rng.integers(4)][: rng.integers(20, 41)], *rng.integers(0, 90, 3).tolist()],
+            "max_new_tokens": int(rng.integers(1, 20)), "seed": int(rng.integers(99)), **HOT,
+        }
+        for _ in range(120)
+    ]  # fmt: skip
+    requests = [engine.submit(**one) for one in given]
+    errors: list[str] = []
+    for request in requests:
+        try:
+            request.result(60)
+        except GenerationError as found:
+            errors.append(str(found))
+    inject = False
+    assert {"copy", "restore", "exchange"} <= injected
+    assert 5 < len(errors) < 100
+    assert all("the copy failed" in message or "no memory for a copy" in message for message in errors)
+    for one, request in zip(given, requests, strict=True):
+        (result,), whole = request.results(), any_model.generate(**one)
+        if request.error is None:
+            assert result.token_ids == whole.token_ids
+        else:
+            assert begins(result, whole)
+    last = engine.submit(**given[0]).result(60)
+    assert last.token_ids == any_model.generate(**given[0]).token_ids

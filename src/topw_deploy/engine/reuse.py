@@ -12,6 +12,7 @@ A row that takes part in a step without decoding writes one slot: the slot after
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -228,9 +229,11 @@ class Reuse:
     def _put(self, tokens: np.ndarray, states: Callable[[], list[np.ndarray]]) -> None:
         size = row_bytes(self._decoder, len(tokens)) - self._fixed_bytes + tokens.nbytes
         if self._grows and self._stored.takes(tokens, size):
-            self._stored.put(tokens.copy(), states(), size)
+            with contextlib.suppress(MemoryError):  # then these tokens are read again
+                self._stored.put(tokens.copy(), states(), size)
 
     def _put_point(self, tokens: np.ndarray, states: Callable[[], list[np.ndarray]]) -> None:
         size = self._fixed_bytes + tokens.nbytes
         if self._stores_points and self._stored.takes(tokens, size, point=True):
-            self._stored.put(tokens.copy(), states(), size, point=True)
+            with contextlib.suppress(MemoryError):
+                self._stored.put(tokens.copy(), states(), size, point=True)

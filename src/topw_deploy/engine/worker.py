@@ -144,19 +144,21 @@ class Worker(InboxThread):
                     self._scheduler.skip(job, self._reuse.start(job.row, job.prompt))
             except ParameterError as error:
                 self._fail(job, error)
+            except (TopWError, MemoryError) as error:
+                self._fail(job, _no_copy(error), spoilt=True)
 
     def _read(self, chunk: Chunk[Job]) -> None:
         job, row = chunk.task, chunk.task.row
-        if not job.begun:  # rows may hold more of its prompt now than when it got its own
-            job.begun, job.cached = True, self._reuse.start(row, job.prompt)
-            job.branch = self._reuse.branch(job.prompt, job.cached)
-            self.counts.cached_tokens += job.cached
-            chunk = self._scheduler.skip(job, job.cached)
         try:
+            if not job.begun:  # rows may hold more of its prompt now than when it got its own
+                job.begun, job.cached = True, self._reuse.start(row, job.prompt)
+                job.branch = self._reuse.branch(job.prompt, job.cached)
+                self.counts.cached_tokens += job.cached
+                chunk = self._scheduler.skip(job, job.cached)
             self._batch.wants_logits = job.generated.wants_logits
             token = self._batch.read(row, job.reads, chunk.start, chunk.end)
-        except TopWError as error:
-            self._fail(job, error, spoilt=True)
+        except (TopWError, MemoryError) as error:
+            self._fail(job, _no_copy(error), spoilt=True)
             return
         self.counts.chunks += 1
         self.counts.prompt_tokens += chunk.end - chunk.start
@@ -178,11 +180,24 @@ class Worker(InboxThread):
 
     def _exchange(self, pairs: Sequence[tuple[int, int]]) -> None:
         for pair in pairs:
-            self._batch.exchange(*pair)
+            try:
+                self._batch.exchange(*pair)
+            except (TopWError, MemoryError) as error:
+                self._lose(pair, _no_copy(error))
             self._reuse.exchange(*pair)
         for job in list(self._scheduler.decoding):
             if job.spans[-1][0] != job.row:
                 job.spans.append((job.row, self._batch.steps))
+
+    def _lose(self, rows: tuple[int, int], error: BaseException) -> None:
+        """Clear two rows, one of which holds the other's states or its own, and fail their requests."""
+        for row in rows:
+            job = self._scheduler.at(row)
+            if job is not None:
+                self._fail(job, error, spoilt=True)
+            else:
+                self._batch.clear(row, spoilt=True)
+                self._reuse.release(row, [])
 
     def _step(self) -> None:
         batch, jobs = self._batch, list(self._scheduler.decoding)
@@ -375,6 +390,15 @@ class Worker(InboxThread):
 
     def _retire(self) -> None:
         self._retiring = True
+
+
+def _no_copy(error: BaseException) -> BaseException:
+    """The request's error for one in the work before its run, which copies states."""
+    if isinstance(error, MemoryError):
+        return GenerationError(
+            "there is no memory for a copy of the request's states; end requests, or use fewer rows."
+        )
+    return error
 
 
 def _hand_over(passed: list[tuple[Job, int]]) -> None:
