@@ -30,7 +30,7 @@ PYTEST    := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reor
 PIP       := pip install --quiet --disable-pip-version-check --no-compile
 INSTALL   := $(BIN)/$(PIP) -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test quick lint peers peers-serve cuda-tools nvidia host python310 browser ray triton fuzz fuzz-native fuzz-cuda fuzz-loaders soak bench gpu wheels clean help
+.PHONY: demo test quick lint peers clients peers-serve cuda-tools nvidia host python310 browser ray triton fuzz fuzz-native fuzz-cuda fuzz-loaders soak bench gpu wheels clean help
 
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -51,7 +51,9 @@ lint: $(VENV)/dev.stamp     ## ruff and mypy
 
 peers: $(PEERS)/folders.stamp  ## folders by optimum, mobius and onnxruntime-genai's builder for `make test` to graft onto
 
-peers-serve: $(VENV)/dev.stamp $(CLIENTS)/ready.stamp  ## litellm, langchain, llama-benchy, guidellm call `topw serve`
+clients: $(CLIENTS)/ready.stamp  ## openai, litellm, langchain-openai and llama-benchy, for `make test` to call `topw serve`
+
+peers-serve: $(VENV)/dev.stamp $(CLIENTS)/guidellm.stamp  ## the same and guidellm, which needs torch, call `topw serve`
 	$(BIN)/python -m pytest -n0 --long tests/serve_clients
 
 cuda-tools: $(CUDA)/tools.stamp $(CUDA)/onnxruntime.stamp  ## NVIDIA's compilers and onnxruntime-gpu, for `make test`
@@ -172,9 +174,13 @@ $(OLDEST)/ready.stamp: tests/python310/requirements.txt pyproject.toml setup.py 
 	$(OLDEST)/bin/$(PIP) $(PIP_FLAGS) -c $< -e '.[cpu]'
 	@touch $@
 
-# Clients of the server, with nothing of this project. guidellm needs torch.
+# Clients of the server, with nothing of this project. guidellm needs torch, so it is added where it is wanted.
 $(CLIENTS)/ready.stamp: tests/serve_clients/requirements.txt
 	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/$(PIP) $(PIP_FLAGS) -r $<
+	@touch $@
+
+$(CLIENTS)/guidellm.stamp: tests/serve_clients/guidellm.txt $(CLIENTS)/ready.stamp
 	$(CLIENTS)/bin/$(PIP) $(PIP_FLAGS) -r $<
 	@touch $@
 

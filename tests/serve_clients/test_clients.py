@@ -1,4 +1,7 @@
-"""Other people's clients call `topw serve`: `make peers-serve`. Each runs in an environment without this package."""
+"""Other people's clients call `topw serve`, each in an environment without this package.
+
+`make clients` makes that environment. `make peers-serve` adds guidellm, which needs torch, and runs these tests.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ CALL = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
     if not (ENVIRONMENT / "ready.stamp").exists():
-        pytest.skip(f"{ENVIRONMENT.name} is missing: `make peers-serve` makes it and runs these tests")
+        reason = f"{ENVIRONMENT.name} is missing: `make clients` makes it"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
 
 
 @dataclass(frozen=True)
@@ -86,10 +92,37 @@ def answers(name: str, served: Served, home: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture
+def guidellm() -> None:
+    """Also in CI, only `make peers-serve` installs torch a second time."""
+    if not (ENVIRONMENT / "guidellm.stamp").exists():
+        pytest.skip("guidellm is missing: `make peers-serve` installs it and runs these tests")
+
+
 @pytest.fixture(scope="module")
 def chat_text(served: Served) -> str:
     with TopWModel.from_pretrained(served.folders["toy"], provider="cpu") as model:
         return model.generate(RENDERED, add_special_tokens=False, max_new_tokens=8, seed=5, **HOT).text
+
+
+def test_openai(served: Served, chat_text: str, tmp_path: Path) -> None:
+    found = answers("openai", served, tmp_path)
+    assert found["models"] == sorted(served.folders)
+    assert found["chat"] == found["stream"] == found["async_stream"] == chat_text
+    assert found["async"] == [chat_text] * 4
+    assert (found["usage"], found["stream_usage"]) == ([7, 8, 15], 8)
+    assert found["call"] == ["tool_calls", '{"n": 1}']
+    assert found["streamed_call"] == ["f", '{"n": 1}']
+    assert {"content.delta", "tool_calls.function.arguments.done"} <= set(found["streamed_kinds"])
+    assert json.loads(found["async_call"]) == {"n": 1}
+    assert found["structured"] == found["async_structured"] == found["parsed_response"] == 1
+    assert found["text"] == found["text_stream"] != ""
+    assert found["response_stream"] == [found["response"]] * 2
+    assert found["response_ending"] == "response.incomplete"  # for want of length, as OpenAI's own server says
+    assert found["unknown_model"][:3] == ["NotFoundError", 404, "model_not_found"]
+    assert found["unknown_field"] == ["BadRequestError", 400, "unknown_parameter", "tempreature"]
+    assert found["too_long"][:3] == ["BadRequestError", 400, "context_length_exceeded"]
+    assert found["wrong_key"][:3] == ["AuthenticationError", 401, "invalid_api_key"]
 
 
 def test_litellm(served: Served, chat_text: str, tmp_path: Path) -> None:
@@ -147,7 +180,7 @@ def test_llama_benchy(served: Served, tokenizer: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("path", "name"), [("/v1/chat/completions", "toy"), ("/v1/completions", "demo")])
-def test_guidellm(served: Served, tokenizer: Path, tmp_path: Path, path: str, name: str) -> None:
+def test_guidellm(guidellm: None, served: Served, tokenizer: Path, tmp_path: Path, path: str, name: str) -> None:
     report = tmp_path / "report.json"
     server = {"target": served.address.removesuffix("/v1"), "api_key": "sk-test", "request_format": path}
     options: dict[str, dict[str, Any]] = {
