@@ -114,11 +114,12 @@ def reads_slowly(engine: Engine, given: Given, rng: np.random.Generator) -> Outc
 
 
 @in_thread
-def stops_reading(engine: Engine, given: Given, rng: np.random.Generator) -> None:
-    """Nobody looks at the rest, and nobody cancels it."""
-    for count, _ in enumerate(engine.submit(**given)):
+def stops_reading(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
+    request = engine.submit(**given)
+    for count, _ in enumerate(request):
         if count == 2:
-            return
+            break
+    return finished(request, given)
 
 
 @in_thread

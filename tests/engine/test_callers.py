@@ -57,6 +57,22 @@ def test_a_request_can_be_cancelled_while_it_waits_and_while_its_prompt_is_read(
     assert engine.submit("c", seed=3, **HOT).result(60) == model.generate("c", seed=3, **HOT)
 
 
+def test_leaving_the_pieces_of_a_request_cancels_it_and_frees_its_row(model: TopWModel, engine_of: NewEngine) -> None:
+    engine, gate = engine_of(model, max_batch=1), Gate(after=10)
+    left = engine.submit("long", max_new_tokens=80, seed=1, stopping_criteria=gate, **HOT)
+    after = engine.submit("next", max_new_tokens=5, seed=2, **HOT)
+    for _ in left:
+        assert gate.reached.wait(60)
+        break
+    gate.opened.set()
+    assert left.result(60).finish_reason == "cancelled"
+    assert 0 < len(left.result().token_ids) < 80
+    alone = model.generate("next", max_new_tokens=5, seed=2, **HOT)
+    assert after.result(60) == alone
+    read = engine.submit("next", max_new_tokens=5, seed=2, **HOT)
+    assert [piece.result for piece in read][-1] == alone
+
+
 def test_a_deadline_ends_a_request_that_runs_or_waits(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=1)
 

@@ -119,7 +119,10 @@ class Request:
             self._cancel(self)
 
     def __iter__(self) -> Iterator[Piece]:
-        """Yield pieces of text as they are drawn, like `TopWModel.stream`. Can be done only once per request."""
+        """Yield pieces of text as they are drawn, like `TopWModel.stream`. Can be done only once per request.
+
+        Leaving the loop early, or dropping its iterator, cancels the request.
+        """
         if not self.done:
             self._check_caller("iteration")
         with self._lock:
@@ -127,10 +130,13 @@ class Request:
         if again:
             raise GenerationError("the pieces of a request can be read only once; use result() for the whole text.")
         reader = PieceReader(self)
-        while (event := self._events.get()) is not None:
-            piece = reader.piece(event)
-            if piece is not None:
-                yield piece
+        try:
+            while (event := self._events.get()) is not None:
+                piece = reader.piece(event)
+                if piece is not None:
+                    yield piece
+        finally:
+            self.cancel()  # without effect at its end
         self.raise_error()
 
     def raise_error(self) -> None:
