@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable
+from unittest.mock import patch
 
 import pytest
 
 from tests.engine.conftest import HOT, NewEngine
+from tests.engine.test_interleavings import Unstarted
+from topw_deploy.engine import Engine
 from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.delivery import Delivery, call_later
 from topw_deploy.engine.request import Request
@@ -53,6 +57,57 @@ def test_what_waits_for_the_calls_of_a_send_comes_after_them() -> None:
     assert made == ["0", "1", "later", "later", "ZeroDivisionError", "next"]
     call_later(lambda: made.append("at once"))
     assert made[-1] == "at once"
+
+
+def test_calls_that_may_wait_are_made_with_the_first_that_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    delivery = Delivery(lambda error: made.append(-1))
+    delivery.add(made.append, 0)
+    delivery.send_due()
+    monkeypatch.setattr("topw_deploy.engine.delivery.HOLD", math.inf)
+    delivery.add_soon(made.append, 1)
+    delivery.send_due()
+    assert delivery._added
+    monkeypatch.setattr("topw_deploy.engine.delivery.HOLD", 0.0)
+    delivery.send_due()
+    assert not delivery._added
+    monkeypatch.setattr("topw_deploy.engine.delivery.HOLD", math.inf)
+    delivery.add_soon(made.append, 2)
+    delivery.add(made.append, 3)
+    delivery.add_soon(made.append, 4)
+    delivery.send_due()
+    assert not delivery._added
+    delivery.add_soon(made.append, 5)
+    delivery.close()
+    assert made == [0, 1, 2, 3, 4, 5]
+
+
+def test_only_the_tokens_of_several_rows_wait_and_not_for_prompts_or_ends(
+    model: TopWModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with patch("topw_deploy.engine.inbox.threading.Thread", Unstarted):
+        engine = Engine(model, max_batch=2)
+    worker = engine._worker
+
+    def arrived(request: Request, iterations: int = 1) -> int:
+        """Its events after so many iterations."""
+        for _ in range(iterations):
+            worker._iterate()
+        while not worker._delivery._sent.empty():
+            worker._delivery._next()
+        return request._events.qsize()
+
+    monkeypatch.setattr("topw_deploy.engine.delivery.HOLD", math.inf)
+    first = engine.submit("a", max_new_tokens=20, seed=1, **HOT)
+    assert [arrived(first) for _ in range(3)] == [2, 3, 4], "alone; its first iteration draws two tokens"
+    second = engine.submit("b", max_new_tokens=8, seed=1, **HOT)
+    assert arrived(first) == 4
+    assert second._events.qsize() == 1, "its first token does not wait"
+    assert [arrived(first) for _ in range(3)] == [4, 4, 4]
+    engine.submit("c", seed=1)
+    assert arrived(first) == 8, "all but the last step's, before requests are started"
+    assert arrived(first, 2) == 11, "with the end of the other one"
+    assert second._events.qsize() == 10
 
 
 def test_an_error_while_tokens_are_delivered_fails_the_requests_instead_of_leaving_their_callers_waiting(

@@ -1,11 +1,18 @@
-"""Delivers events to callers in a thread, because waking callers is the slowest part of the work between two runs."""
+"""Delivers events to callers in a thread, because waking callers is the slowest part of the work between two runs.
+
+Waking that thread is slow too, so tokens of short steps are sent together.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
+
+HOLD = 2e-3
+"""Seconds by which `Delivery.send_due` may delay what `add_soon` added."""
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 
@@ -39,13 +46,20 @@ class Delivery:
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
         self._added: list[Call] = []
+        self._due = False  # whether `send_due` must not wait
+        self._sent_at = 0.0  # time.perf_counter()
         self._closed = False
         self._sent: SimpleQueue[list[Call] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="topw-delivery", daemon=True)
         self._thread.start()
 
     def add(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Make `send` call a function; after `close`, call it at once."""
+        """Make `send` and `send_due` call a function; after `close`, call it at once."""
+        self._due = True
+        self.add_soon(function, *arguments)
+
+    def add_soon(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Like `add`, but `send_due` may wait until HOLD seconds after the last calls were sent."""
         if self._closed:
             function(*arguments)
         else:
@@ -55,7 +69,12 @@ class Delivery:
         """Start the calls that were added."""
         if self._added:
             self._sent.put(self._added)
-            self._added = []
+            self._added, self._due, self._sent_at = [], False, time.perf_counter()
+
+    def send_due(self) -> None:
+        """`send`, unless the calls may wait for those of the next step."""
+        if self._due or (self._added and time.perf_counter() - self._sent_at >= HOLD):
+            self.send()
 
     def close(self) -> None:
         """Wait for all calls, and end the thread."""

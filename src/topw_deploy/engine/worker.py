@@ -104,15 +104,18 @@ class Worker(InboxThread):
     def _iterate(self) -> None:
         inbox = self._inbox
         if inbox.empty() and (self._scheduler.idle or self._broken):
+            self._delivery.send()
             inbox.get()()  # waits
         began = time.perf_counter()
+        if not inbox.empty():
+            self._delivery.send()  # starting requests may take longer than tokens may be held
         while not inbox.empty():
             inbox.get()()
         if self._deadlines:
             self._expire(time.perf_counter())
         if not self._broken:
             self._run()
-        self._delivery.send()
+        self._delivery.send_due()
         self.counts.busy_seconds += time.perf_counter() - began
 
     def _run(self) -> None:
@@ -122,6 +125,7 @@ class Worker(InboxThread):
             self._admit()
         chunk = scheduler.next_chunk()
         if chunk is not None:
+            self._delivery.send()  # before a run that may be long
             self._read(chunk)
             self._delivery.send()  # a first token, before the step
         if batch.edits.active:
@@ -228,10 +232,14 @@ class Worker(InboxThread):
         self._deliver(passed)
 
     def _deliver(self, passed: list[tuple[Job, int]]) -> list[tuple[Job, int]]:
-        """Deliver tokens of `Row.passes`. Returns an empty list."""
+        """Deliver tokens of `Row.passes`; if several rows are in use, together with those of the next short steps.
+
+        Returns an empty list.
+        """
         self.counts.new_tokens += len(passed)
         if passed:
-            self._delivery.add(_hand_over, passed)
+            add = self._delivery.add_soon if self._scheduler.used > 1 else self._delivery.add
+            add(_hand_over, passed)
         return []
 
     def _take(self, job: Job, token: int, feed: Callable[[int], None]) -> None:
