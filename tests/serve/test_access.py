@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.serve.conftest import HELLO, NewClient, refused
+from tests.support.toy_model import Toy, export
 from topw_deploy.serve.access import JsonLines, PlainLines
 
 CHAT = "/v1/chat/completions"
@@ -91,6 +92,18 @@ def test_prompts_and_answers_are_logged_on_request(
     line = lines(caplog)[-1]
     assert line["prompt"] == "u:Hi;a:"
     assert line["answers"] == [answer["choices"][0]["message"]["content"]]
+
+
+def test_the_log_says_why_the_page_cannot_show_the_choices(
+    serve: NewClient, folder: Any, toy: Toy, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    bare = export(tmp_path / "bare", toy, form="grouped")
+    for page in (True, False):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "topw_deploy.serve"):
+            serve({"full": folder, "bare": bare}, page=page)
+        hints = [each["model"] for each in lines(caplog) if "--with-logits" in each["event"]]
+        assert hints == (["bare"] if page else [])
 
 
 def test_an_unexpected_error_is_a_500_without_details(

@@ -223,7 +223,7 @@ def test_token_ids_of_a_chat(serve: NewClient, folder: Path) -> None:
     streamed = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
     assert streamed == whole["choices"][0]["token_ids"]
     assert len(streamed) == 9
-    refused(client.post("/v1/responses", json={"input": "a", "return_token_ids": True}), 400, "invalid_value",
+    refused(client.post("/v1/responses", json={"input": "a", "return_token_ids": True}), 400, "unsupported_parameter",
             "return_token_ids")  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from tests.serve.conftest import HELLO, NewClient, refused
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES, INSPECT = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/topw/inspect"
 
 
 def post(client: TestClient, url: str = CHAT, **fields: Any) -> Any:
@@ -178,12 +178,88 @@ def test_several_models_are_chosen_by_name(serve: NewClient, folder: Any) -> Non
     refused(post(client, model=None), 400, "missing_required_parameter", "model")
 
 
-def test_an_unknown_field_is_answered_with_those_that_requests_have(client: TestClient) -> None:
-    message = refused(post(client, tempereture=1.0), 400, "unknown_parameter", "tempereture")
-    assert "did you mean temperature?" in message
-    names = set(message.partition("known are ")[2].rstrip(".").split(", "))
-    assert names >= {"temperature", "lam", "max_tokens", "n", "stop", "response_format"}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO, "max_tokens": 1},
+    TEXT: {"prompt": "ab", "max_tokens": 1},
+    RESPONSES: {"input": "ab", "max_output_tokens": 1},
+    INSPECT: {"prompt_token_ids": [5], "token_ids": [6], "position": 0},
+    "/tokenize": {"prompt": "ab"},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+def known(message: str) -> set[str]:
+    """The names that the message for an unknown field offers."""
+    return set(message.partition("known are ")[2].rstrip(".").split(", "))
+
+
+@pytest.mark.parametrize(
+    ("url", "typed", "meant"),
+    [
+        (CHAT, "tempereture", "temperature"),
+        (CHAT, "streem", "stream"),
+        (CHAT, "tool", "tools"),
+        (CHAT, "metdata", "metadata"),
+        (TEXT, "echos", "echo"),
+        (TEXT, "max_token", "max_tokens"),
+        (RESPONSES, "instruction", "instructions"),
+        (RESPONSES, "max_output_token", "max_output_tokens"),
+        (INSPECT, "positon", "position"),
+        ("/tokenize", "promt", "prompt"),
+        ("/detokenize", "token", "tokens"),
+    ],
+)
+def test_an_unknown_field_is_answered_with_the_nearest_one(
+    client: TestClient, url: str, typed: str, meant: str
+) -> None:
+    message = refused(client.post(url, json={**BODIES[url], typed: 1}), 400, "unknown_parameter", typed)
+    assert f"did you mean {meant}?" in message
+
+
+@pytest.mark.parametrize("url", BODIES)
+def test_the_names_offered_for_an_unknown_field_are_those_of_the_endpoint(client: TestClient, url: str) -> None:
+    body = BODIES[url]
+    assert client.post(url, json=body).status_code == 200
+    names = known(refused(client.post(url, json={**body, "unheard": 1}), 400, "unknown_parameter", "unheard"))
+    assert names >= body.keys()
     assert names.isdisjoint({"streamer", "stopping_criteria", "generation_config"})
+    if url == CHAT:
+        assert names >= {"temperature", "lam", "max_tokens", "n", "stop", "response_format", "tools", "stream"}
     for name in sorted(names):
-        response = post(client, **{name: "x"})
-        assert response.json().get("error", {}).get("code") != "unknown_parameter", name
+        response = client.post(url, json={**body, name: "x"})
+        code = (response.json().get("error") or {}).get("code")
+        assert code not in ("unknown_parameter", "unsupported_parameter"), name
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "instead"),
+    [
+        (CHAT, {"prompt_logprobs": 0}, "/v1/completions with echo and logprobs"),
+        (RESPONSES, {"prompt_logprobs": 0}, "/v1/completions with echo and logprobs"),
+        (RESPONSES, {"max_tokens": 1}, "give max_output_tokens"),
+        (RESPONSES, {"max_completion_tokens": 1}, "give max_output_tokens"),
+        (RESPONSES, {"response_format": {"type": "json_object"}}, "give text.format"),
+        (RESPONSES, {"reasoning_effort": "low"}, "give reasoning.effort"),
+        (RESPONSES, {"messages": HELLO}, "give input"),
+        (RESPONSES, {"n": 2}, "one answer"),
+        (RESPONSES, {"num_return_sequences": 2}, "one answer"),
+        (RESPONSES, {"previous_response_id": "resp_1"}, "send the whole conversation"),
+        (INSPECT, {"stream": True}, "remove it"),
+        (INSPECT, {"max_time": 1}, "remove it"),
+        (INSPECT, {"structured_outputs": {"regex": "a"}}, "inspect an answer without it"),
+        (INSPECT, {"response_format": {"type": "json_object"}}, "inspect an answer without it"),
+    ],
+)
+def test_a_field_of_another_endpoint_is_refused_with_what_to_do(
+    client: TestClient, url: str, fields: dict[str, Any], instead: str
+) -> None:
+    (name,) = fields
+    message = refused(client.post(url, json={**BODIES[url], **fields}), 400, "unsupported_parameter", name)
+    assert instead in message
+    assert name not in known(refused(client.post(url, json={**BODIES[url], "y": 1}), 400, "unknown_parameter", "y"))
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": True}, {"logprobs": 0}])
+def test_log_probabilities_of_a_prompt_that_no_answer_would_show(client: TestClient, fields: dict[str, Any]) -> None:
+    response = client.post(TEXT, json={**BODIES[TEXT], "prompt_logprobs": 0, **fields})
+    assert "add both" in refused(response, 400, "invalid_value", "prompt_logprobs")

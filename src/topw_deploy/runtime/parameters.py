@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,19 +275,27 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = [*PARAMETERS, *REQUEST_PARAMETERS]
     for name in given:
-        if name in OTHER_SAMPLERS:
-            raise ParameterError(
-                f"{name} belongs to a sampler that is not available; remove it, or choose one of the rules "
-                f"{', '.join(RULES)}."
-            )
-        ours = REQUEST_ALIASES.get(name, name)
-        if ours in OPTION_NAMES:
-            raise ParameterError(
-                f"{ours} is built into the graph, so no request can change it; export the model again."
-            )
-        if ours not in known:
-            raise unknown_name(name, known)
+        if REQUEST_ALIASES.get(name, name) not in known:
+            raise unknown_parameter(name, known)
     return under_our_names({name: value for name, value in given.items() if value is not None})
+
+
+def unknown_parameter(name: str, known: Iterable[str]) -> ParameterError:
+    """The error for a name that is not in `known`, the names that are accepted."""
+    if name in OTHER_SAMPLERS:
+        return ParameterError(
+            f"{name} belongs to a sampler that is not available; remove it, or choose one of the rules "
+            f"{', '.join(RULES)}."
+        )
+    ours = REQUEST_ALIASES.get(name, name)
+    if ours in OPTION_NAMES:
+        return ParameterError(f"{ours} is built into the graph, so no request can change it; export the model again.")
+    return unknown_name(name, known)
+
+
+def with_aliases(names: Collection[str]) -> frozenset[str]:
+    """`names` of ours, and all others that requests may use for them."""
+    return frozenset({*names, *(alias for alias, ours in REQUEST_ALIASES.items() if ours in names)})
 
 
 def under_our_names(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from topw_deploy.serve.failures import INVALID, Failure, RequestError, invalid
+from topw_deploy.serve.parameters import check_fields
 
 Body = TypeVar("Body", bound=BaseModel)
 _LONGEST = 300  # characters of a message
@@ -40,7 +42,7 @@ def check(data: bytes, schema: type[Body]) -> Body:
     try:
         return schema.model_validate_json(data)
     except ValidationError as error:
-        raise refusal(error) from None
+        raise refusal(error, schema.model_fields) from None
 
 
 async def _read(request: Request, most: int) -> bytes:
@@ -60,12 +62,14 @@ def _too_large(most: int) -> RequestError:
     return invalid(f"the body has more than {most} bytes; send a shorter one.", code="body_too_large", status=413)
 
 
-def refusal(error: ValidationError) -> RequestError:
-    """The error for the first field that is wrong."""
+def refusal(error: ValidationError, known: Collection[str] = ()) -> RequestError:
+    """The error for the first field that is wrong. known: the fields of a schema that allows no others."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     message = str(found[0]["msg"])[:_LONGEST]
     if found[0]["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON: {message}.", code="invalid_json")
+    if found[0]["type"] == "extra_forbidden" and len(found[0]["loc"]) == 1:
+        check_fields([str(found[0]["loc"][0])], known, {})
     param = _common_path([each["loc"] for each in found])
     if found[0]["type"] == "missing":
         return invalid(f"{param} is missing.", param, "missing_required_parameter")

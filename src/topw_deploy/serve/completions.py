@@ -75,7 +75,7 @@ def _parameters(body: CompletionRequest) -> dict[str, Any]:
             raise invalid("a stream cannot echo with logprobs; omit echo, logprobs or stream.", "echo")
         parameters.setdefault("prompt_logprobs", parameters["logprobs"])
     elif "prompt_logprobs" in parameters:
-        raise invalid("prompt_logprobs is given without echo and logprobs, which show them.", "prompt_logprobs")
+        raise invalid("prompt_logprobs is given without echo and logprobs; add both to get them.", "prompt_logprobs")
     return parameters
 
 

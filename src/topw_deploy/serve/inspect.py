@@ -23,7 +23,6 @@ from topw_deploy.serve.run import Run
 from topw_deploy.serve.schemas.inspect import InspectRequest
 from topw_deploy.serve.served import Served
 
-_OF_ANSWERS = ("stream", "stream_options", "max_time", "cache_prompt")
 _WITHOUT_EFFECT = frozenset({*OF_REQUEST, "logprobs", "prompt_logprobs", "max_new_tokens", "max_length"})
 
 
@@ -77,18 +76,10 @@ async def inspect(request: Request) -> Response:
 
 def _step(body: InspectRequest, served: Served) -> Step:
     """Raises RequestError, ParameterError and PromptError for a step that cannot be recomputed."""
-    for name in _OF_ANSWERS:
-        if getattr(body, name) is not None:
-            raise invalid(f"{name} belongs to a request for text; remove it.", name)
+    parameters = {name: value for name, value in body.parameters().items() if name not in _WITHOUT_EFFECT}
     if body.position >= len(body.token_ids):
         raise invalid(
             f"position is {body.position}, but token_ids has {len(body.token_ids)} tokens; count from 0.", "position"
-        )
-    parameters = {name: value for name, value in body.parameters().items() if name not in _WITHOUT_EFFECT}
-    if "structured_outputs" in parameters:
-        raise invalid(
-            "a step under a grammar cannot be recomputed, because its mask is not; inspect one without.",
-            "structured_outputs",
         )
     drawn = body.token_ids[: body.position]
     vocab = served.model.manifest.sampler.vocab_size

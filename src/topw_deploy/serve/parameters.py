@@ -6,13 +6,11 @@ those of Top-W, of the other rules, penalties, limits and structured outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.generation_config import has_no_effect
-from topw_deploy.runtime.parameters import OTHER_SAMPLERS, PARAMETERS, REQUEST_ALIASES, check_names, show
-from topw_deploy.sampling.parameters import OPTION_NAMES, unknown_name
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, show, unknown_parameter, with_aliases
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.serve.failures import invalid
 
@@ -23,6 +21,8 @@ IGNORED = frozenset({
 
 OF_REQUEST = frozenset({"num_return_sequences", "skip_special_tokens", "add_special_tokens"})
 NAMES = frozenset({*PARAMETERS, *OF_REQUEST})
+FIELDS = with_aliases(NAMES) | IGNORED
+"""The undeclared fields that a request may have, unless its schema refuses them."""
 
 LONGEST_NAME = 64
 """Characters of an unknown field's name that an answer repeats."""
@@ -41,13 +41,27 @@ _QUICK = 1000  # entries
 _SAME = ("max_tokens", "max_completion_tokens")  # a client may send both
 
 
+def check_fields(given: Iterable[str], known: Collection[str], refused: Mapping[str, str]) -> None:
+    """Check the names of a request's fields.
+
+    refused: names of other endpoints' fields -> the reason, and what to do.
+
+    Raises RequestError naming the first one that is refused or not in `known`.
+    """
+    for name in given:
+        if name in refused:
+            raise invalid(f"{name} {refused[name]}.", name, "unsupported_parameter")
+        if name not in known:
+            raise invalid(_unknown(name, known), name[:LONGEST_NAME], "unknown_parameter")
+
+
 def read_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's parameters in `fields`, under their own names.
+    """The engine's parameters in `fields`, under their own names. All names must have been checked.
 
     A field that is null counts as absent. A value that switches another rule off, such as `top_p` 1 or `top_k` -1,
     chooses no rule unless `rule` is given, because many clients always send it.
 
-    Raises RequestError naming the field that is unknown, too long or has one value per prompt.
+    Raises RequestError naming the field that is given twice, too long or has one value per prompt.
     """
     given = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
     if all(name in given for name in _SAME) and given[_SAME[0]] == given[_SAME[1]]:
@@ -55,8 +69,6 @@ def read_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in given.items():
         ours = REQUEST_ALIASES.get(name, name)
-        if ours not in NAMES:
-            raise invalid(_unknown(name), name[:LONGEST_NAME], "unknown_parameter")
         if ours in found:
             raise invalid(f"{ours} is given twice, once as {name}; give it once.", name)
         if ours in PARAMETERS and PARAMETERS[ours].is_per_row(value):
@@ -85,16 +97,10 @@ def takes_long(parameters: Mapping[str, Any]) -> bool:
     return any(isinstance(value, (list, dict)) and len(value) > _QUICK for value in parameters.values())
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, known: Iterable[str]) -> str:
     if len(name) > LONGEST_NAME:
         return f"unknown parameter {name[:LONGEST_NAME]!r}..., of {len(name)} characters; remove it."
-    if name in OTHER_SAMPLERS or REQUEST_ALIASES.get(name, name) in OPTION_NAMES:
-        try:
-            check_names({name: None})
-        except ParameterError as error:
-            return str(error)
-    aliases = {alias for alias, ours in REQUEST_ALIASES.items() if ours in NAMES}
-    return str(unknown_name(name, NAMES | aliases))
+    return str(unknown_parameter(name, known))
 
 
 def named_as_given(param: str | None, fields: Mapping[str, Any]) -> str | None:

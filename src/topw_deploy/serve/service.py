@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from topw_deploy.errors import TopWError
+from topw_deploy.runtime.next_logits import gives_logits
 from topw_deploy.serve.failures import RequestError, invalid, unavailable
 from topw_deploy.serve.metrics import Metrics
 from topw_deploy.serve.served import Served
@@ -14,6 +15,7 @@ from topw_deploy.serve.settings import Settings
 
 LOG = logging.getLogger("topw_deploy.serve")
 _CANCELLED_SECONDS = 5.0  # for the answers to cancelled requests
+_NO_LOGITS = "the export has no logits, so the page cannot show which tokens it could draw; use --with-logits"
 
 
 class Service:
@@ -114,6 +116,8 @@ class Service:
             for name, folder in self.settings.models.items():
                 opened[name] = await asyncio.to_thread(Served.open, name, folder, self.settings)
                 LOG.info("opened", extra={"facts": {"model": name, "folder": str(folder)}})
+                if self.settings.page and not gives_logits(opened[name].model.manifest):
+                    LOG.info(_NO_LOGITS, extra={"facts": {"model": name}})
         except Exception as error:  # reported by the caller of `run`
             for each in opened.values():
                 await asyncio.to_thread(each.close)

@@ -12,10 +12,10 @@ import numpy as np
 from topw_deploy.engine import Engine
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import GenerationResult
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES
+from topw_deploy.runtime.parameters import PARAMETERS, unknown_parameter, with_aliases
 
 _OF_REQUEST = frozenset({"num_return_sequences", "skip_special_tokens", "add_special_tokens", "max_time"})
-NAMES = frozenset({*PARAMETERS, *_OF_REQUEST})
+NAMES = with_aliases({*PARAMETERS, *_OF_REQUEST})
 
 Read = Callable[[str], "np.ndarray | None"]
 """An input's values by name; None if the request has no such input."""
@@ -58,9 +58,9 @@ def _parameters(given: np.ndarray | None) -> dict[str, Any]:
         raise ParameterError(f"parameters is not valid JSON: {error}.") from None
     if not isinstance(found, dict):
         raise ParameterError(f"parameters is a JSON {type(found).__name__}, but must be an object.")
-    unknown = next((name for name in found if REQUEST_ALIASES.get(name, name) not in NAMES), None)
+    unknown = next((name for name in found if name not in NAMES), None)
     if unknown is not None:
-        raise ParameterError(f"unknown parameter {unknown[:80]!r}; remove it.")
+        raise unknown_parameter(unknown[:80], NAMES)
     return {name: value for name, value in found.items() if value is not None}
 
 

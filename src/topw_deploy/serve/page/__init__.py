@@ -16,16 +16,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from topw_deploy.runtime.rule_settings import USUAL
 from topw_deploy.sampling.rules import RULES, TOP_W
-from topw_deploy.serve.inspection import COMPARED
 from topw_deploy.serve.requests import service_of
 
 SCRIPTS = ("dom.js", "api.js", "settings.js", "crop.js", "plot.js", "runs.js", "main.js")
 """In the order of their use; together they are one script."""
-
-
-_USUAL = {"top_k": 50, "typical_p": 0.95, "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4}
-"""Values of rules that have no default and are not compared."""
 
 
 async def page(request: Request) -> Response:
@@ -77,12 +73,11 @@ def _hash(content: str) -> str:
 
 def _rules() -> list[dict[str, Any]]:
     """The sampling rules with their parameters, for the page's form."""
-    usual = _USUAL | {name: value for setting in COMPARED for name, value in setting.parameters.items()}
     return [
         {
             "name": rule.name,
             "values": [
-                {"name": each.name, "bound": each.bound, "value": usual.get(each.name, each.default)}
+                {"name": each.name, "bound": each.bound, "value": USUAL.get(each.name, each.default)}
                 for each in rule.values
             ],
         }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from topw_deploy.serve.failures import invalid
-from topw_deploy.serve.parameters import MOST_LOGPROBS, read_parameters
+from topw_deploy.serve.parameters import FIELDS, MOST_LOGPROBS, check_fields, read_parameters
+
+NO_PROMPT_LOGPROBS = "is not available here; send the prompt to /v1/completions with echo and logprobs"
 
 
 class StreamOptions(BaseModel):
@@ -25,12 +27,14 @@ class StreamOptions(BaseModel):
 class Generating(BaseModel):
     """A request for text.
 
+    refused: names of fields that only other endpoints have -> the rest of the error's sentence.
     model: may be absent if only one model is served.
     cache_prompt: whether the states of an earlier prompt with the same beginning may be reused.
     max_time: seconds, including the wait in the queue; the server's own limit also applies.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+    refused: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
     stream: StrictBool | None = None
@@ -43,8 +47,20 @@ class Generating(BaseModel):
         """The fields that are not declared."""
         return self.model_extra or {}
 
+    @classmethod
+    def known(cls) -> frozenset[str]:
+        """The names of the fields that a request may have."""
+        return (frozenset(cls.model_fields) | FIELDS) - cls.refused.keys()
+
+    def check_fields(self) -> None:
+        """Raises RequestError for a field that is unknown, or belongs to another endpoint."""
+        declared = {name: getattr(self, name) for name in type(self).model_fields}
+        given = [name for name, value in {**declared, **self.others}.items() if value is not None]
+        check_fields(given, self.known(), self.refused)
+
     def parameters(self) -> dict[str, Any]:
-        """The engine's parameters. Raises RequestError for an unknown field, or options of a stream without one."""
+        """The engine's parameters. Raises RequestError for a wrong field, or options of a stream without one."""
+        self.check_fields()
         if self.stream_options is not None and not self.stream:
             raise invalid('stream_options is given without stream; add "stream": true.', "stream_options")
         return read_parameters(self.others)
@@ -123,6 +139,8 @@ class ChatRequest(Generating):
     reasoning_effort: a variable of the chat template.
     return_token_ids: whether the answer has its token ids and the prompt's.
     """
+
+    refused: ClassVar[Mapping[str, str]] = {"prompt_logprobs": NO_PROMPT_LOGPROBS}
 
     messages: list[Message] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field, StrictInt
 
 from topw_deploy.serve.schemas.generation import Generating
 
+_OF_ANSWERS = "belongs to a request for text; remove it"
+_GRAMMAR = "cannot be inspected, because a grammar's mask is not recomputed; inspect an answer without it"
 Ids = list[Annotated[int, Field(strict=True, ge=0)]]
 
 
@@ -19,6 +22,11 @@ class InspectRequest(Generating):
     position: index of that token in `token_ids`, from 0.
     sample: index of the answer among the request's `n`.
     """
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("stream", "stream_options", "max_time", "cache_prompt"), _OF_ANSWERS),
+        **dict.fromkeys(("structured_outputs", "response_format"), _GRAMMAR),
+    }
 
     prompt_token_ids: Ids = Field(min_length=1)
     token_ids: Ids = Field(min_length=1)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from topw_deploy.serve.failures import invalid
-from topw_deploy.serve.schemas.generation import ChatRequest, Generating, Part
+from topw_deploy.serve.schemas.generation import NO_PROMPT_LOGPROBS, ChatRequest, Generating, Part
 
-_OF_CHATS = (
-    "messages", "response_format", "max_completion_tokens", "max_tokens", "logprobs", "top_logprobs",
-    "return_token_ids",
-)  # fmt: skip
+_OF_CHATS = "belongs to /v1/chat/completions; {}"
+_ONE = "is not available, because a response has one answer; remove it"
+_NOT_STORED = "is not available, because nothing is stored; send the whole conversation as input"
 
 
 class FunctionTool(BaseModel):
@@ -76,6 +75,22 @@ class Effort(BaseModel):
 class ResponsesRequest(Generating):
     """The body of /v1/responses."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        "messages": _OF_CHATS.format("give input"),
+        "max_tokens": _OF_CHATS.format("give max_output_tokens"),
+        "max_completion_tokens": _OF_CHATS.format("give max_output_tokens"),
+        "response_format": _OF_CHATS.format("give text.format"),
+        "reasoning_effort": _OF_CHATS.format("give reasoning.effort"),
+        "logprobs": _OF_CHATS.format("remove it"),
+        "top_logprobs": _OF_CHATS.format("remove it"),
+        "return_token_ids": _OF_CHATS.format("remove it"),
+        "prompt_logprobs": NO_PROMPT_LOGPROBS,
+        "n": _ONE,
+        "num_return_sequences": _ONE,
+        "previous_response_id": _NOT_STORED,
+        "conversation": _NOT_STORED,
+    }
+
     input: str | list[Item]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, strict=True)
@@ -90,9 +105,8 @@ class ResponsesRequest(Generating):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def as_chat(self) -> ChatRequest:
-        """The chat with the same answer. Raises RequestError for what a chat cannot express."""
-        if "n" in self.others or "num_return_sequences" in self.others:
-            raise invalid("a response has one answer; remove n.", "n", "unknown_parameter")
+        """The chat with the same answer. Raises RequestError for a wrong field, and for what a chat cannot express."""
+        self.check_fields()
         fields: dict[str, Any] = {
             "stream": self.stream,
             "messages": self._messages(),
@@ -104,9 +118,6 @@ class ResponsesRequest(Generating):
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._response_format(),
         }
-        clash = next((name for name in _OF_CHATS if name in self.others), None)
-        if clash is not None:
-            raise invalid(f"{clash} belongs to /v1/chat/completions; remove it.", clash)
         given = {name: value for name, value in fields.items() if value is not None}
         return ChatRequest.model_validate({**self.others, **given})
 
