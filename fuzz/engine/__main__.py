@@ -94,7 +94,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--replay", type=float, default=0.25, help="share of the requests that are compared")
+    parser.add_argument("--replay", type=float, default=1.0, help="share of the requests that are compared")
     parser.add_argument("--leak", type=int, default=0, help="bytes to leak per request, which must be found")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="topw-soak-") as scratch:

@@ -58,16 +58,16 @@ STEPS: dict[str, tuple[str, int, dict[str, Any], dict[int, Any]]] = {
     "5. the pool, of allowed tokens": ("A", 3, {"allowed_token_ids": [A, C, D, E]}, {A: 8, C: 2, D: 1}),
     "5. the pool, by biased logits: -1 + 5 = 4 bits": ("A", 3, {"logit_bias": {E: 5}}, {E: 16, A: 8, B: 4}),
     # With B and C left, p is 2/3 and 1/3: J = 2 ln 2/3 = -0.81 for B, 2/3 ln 2/3 + 1/3 ln 1/3 = -0.64 for both.
-    "6. the crop at selection_temperature 1, 7. the draw at 1/2 from 4^2 and 2^2": (
+    "5. the crop at selection_temperature 1, 6. the draw at 1/2 from 4^2 and 2^2": (
         "A", 8,
         {"lam": 1.0, "beta": 2.0, "temperature": 0.5, "selection_temperature": 1.0, "suppress_tokens": [A, D, E]},
         {B: 16, C: 4},
     ),
     # At temperature 1/2, p is 4/5 and 1/5: J = 2 ln 4/5 = -0.45 for B, 4/5 ln 4/5 + 1/5 ln 1/5 = -0.50 for both.
-    "6. the crop at temperature 1/2, without a selection_temperature": (
+    "5. the crop at temperature 1/2, without a selection_temperature": (
         "A", 8, {"lam": 1.0, "beta": 2.0, "temperature": 0.5, "suppress_tokens": [A, D, E]}, {B: 1},
     ),
-    "7. temperature 0 takes the largest edited logit": ("A", 8, {"temperature": 0.0, "logit_bias": {C: 3}}, {C: 1}),
+    "6. temperature 0 takes the largest edited logit": ("A", 8, {"temperature": 0.0, "logit_bias": {C: 3}}, {C: 1}),
 }  # fmt: skip
 
 # Where transformers' processors, in their order, give other weights.
