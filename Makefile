@@ -199,9 +199,10 @@ $(RAY)/ready.stamp: $(VENV)/dev.stamp tests/scale/make_environment.py
 	$(BIN)/python -m tests.scale.make_environment $(RAY) -c constraints.txt $(PIP_FLAGS)
 	@touch $@
 
-# A Triton server, for `make triton`.
+# A Triton server, for `make triton`. Its Python finds this package by a path file: installing it would build, or remove,
+# the native sampler in this checkout.
 $(TRITON)/ready.stamp: tests/scale/triton.txt
 	$(PYTHON) -m venv --clear $(TRITON)
 	$(TRITON)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -r $<
-	TOPW_BUILD_NATIVE=0 $(TRITON)/bin/pip install --quiet --disable-pip-version-check --no-deps $(PIP_FLAGS) -e .
+	echo "$(CURDIR)/src" > "$$($(TRITON)/bin/python -c 'import site; print(site.getsitepackages()[0])')/topw_deploy.pth"
 	@touch $@
