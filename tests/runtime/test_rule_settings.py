@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from topw_deploy.cli.compare import RULES
+from topw_deploy.bench.sides import MIN_P, TOP_K, TOP_P
+from topw_deploy.cli.compare import RULES as DEFAULT_RULES
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
+from topw_deploy.sampling.rules import RULES
 
 
 @pytest.mark.parametrize(
@@ -38,8 +40,23 @@ def test_a_rule_is_read_with_its_values_and_a_label(text: str, label: str, param
 
 
 def test_the_default_rules_are_the_paper_s_and_plain_sampling() -> None:
-    labels = [rule.label for rule in read_rules(RULES)]
+    labels = [rule.label for rule in read_rules(DEFAULT_RULES)]
     assert labels == ["top_w", "min_p 0.1", "top_p 0.9", "top_h 0.4", "top_k 50", "plain"]
+
+
+def test_all_stands_for_every_rule_at_its_usual_values() -> None:
+    found = read_rules(" all , top_w:preset=lively")
+    assert [rule.parameters["rule"] for rule in found] == [*RULES, "top_w"]
+    assert [rule.label for rule in found] == [
+        "top_w", "top_k 50", "top_p 0.9", "min_p 0.1", "top_h 0.4", "typical 0.95", "epsilon 0.0003", "eta 0.0002",
+        "top_n_sigma 1", "p_less", "min_k 3", "plain", "top_w preset=lively",
+    ]  # fmt: skip
+
+
+def test_the_benchmarks_baselines_have_the_values_of_a_comparison() -> None:
+    assert (TOP_K, TOP_P, MIN_P) == (50, 0.9, 0.1)
+    given = {name: value for rule in read_rules("top_k,top_p,min_p") for name, value in rule.parameters.items()}
+    assert (given["top_k"], given["top_p"], given["min_p"]) == (TOP_K, TOP_P, MIN_P)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +69,6 @@ def test_the_default_rules_are_the_paper_s_and_plain_sampling() -> None:
         ("top_k=1.5", "top_k is 1.5, but must be an integer"),
         ("top_w=3", "the rule top_w takes no value; write top_w:lam=2:beta=3"),
         ("plain=3", "the rule plain takes no value; write plain"),
-        ("typical", "the rule typical needs typical_p"),
         ("min_p=0.1:top_p=0.9", "unknown parameter 'top_p'"),
         ("min_p=0.1:lam=2", "unknown parameter 'lam'"),
         ("top_w:temperature=2", "unknown parameter 'temperature'"),
@@ -62,6 +78,8 @@ def test_the_default_rules_are_the_paper_s_and_plain_sampling() -> None:
         ("top_w:preset=dull", "preset is 'dull'"),
         ("min_p,min_p=0.1", "rules has 'min_p 0.1' twice"),
         ("plain,none", "rules has 'plain' twice"),
+        ("top_w,all", "rules has 'top_w' twice"),
+        ("all=2", "rules has 'all=2': rule is 'all'"),
     ],
 )
 def test_a_wrong_rule_is_refused_by_name(text: str, message: str) -> None:

@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from topw_deploy.errors import BenchmarkError, ParameterError
+from topw_deploy.runtime.rule_settings import USUAL
 
-TOP_P, TOP_K, MIN_P = 0.95, 50, 0.05  # parameters of the other samplers
+TOP_P, TOP_K, MIN_P = USUAL["top_p"], USUAL["top_k"], USUAL["min_p"]  # parameters of the other samplers
 
 
 @dataclass(frozen=True)

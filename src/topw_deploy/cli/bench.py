@@ -273,7 +273,7 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
 @click.option(
     "--rules",
     metavar="RULE[=VALUE],...",
-    default="top_k=50,top_p=0.95,min_p=0.05,top_h=0.4,top_w",
+    default="top_k=50,top_p=0.9,min_p=0.1,top_h=0.4,top_w",
     show_default=True,
     help="Rules and their values, as for `topw compare`; top_w and at least one other.",
 )

@@ -88,13 +88,14 @@ _OPENING = {"provider": "provider", "threads": "intra_op_num_threads", "allow_fa
 )
 @quiet_option
 def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path | None, **values: Any) -> None:
-    """Generate with several sampling rules from the exported model in the folder OUT, and compare the texts.
+    """Generate from the exported model in the folder OUT with each rule in --rules, and compare the texts.
 
     Every rule draws with the same random numbers at every temperature. The report shows perplexity under the model,
     distinct n-grams, self-BLEU, repetition, kept tokens, their probability mass, the certified share and speed.
 
-    RULE is top_w, top_k, top_p, min_p, top_h, typical, epsilon, eta, top_n_sigma, p_less, min_k or plain. VALUE is its
-    main parameter; without it, top_p is 0.9, min_p 0.1 and top_k 50. For example:
+    RULE is top_w, top_k, top_p, min_p, top_h, typical, epsilon, eta, top_n_sigma, p_less, min_k or plain; `all` stands
+    for all of them. VALUE is its main parameter; without it, top_k is 50, top_p 0.9, min_p 0.1, typical 0.95, epsilon
+    0.0003, eta 0.0002, and the others have their rule's default. For example:
     --rules top_w,top_w:preset=lively,min_p=0.05,top_h=0.4:top_h_pool=50
 
     Perplexity needs a folder exported with --with-logits, and mass one exported with --with-mass.

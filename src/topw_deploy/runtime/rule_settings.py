@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,15 @@ from topw_deploy.sampling.rules.parameters import unknown_rule
 PLAIN = "plain"
 """The label of the rule `none`."""
 
-_USUAL = {"top_p": 0.9, "min_p": 0.1, "top_k": 50}
-"""Values that a comparison takes where the rule itself has no default."""
+ALL = "all"
+"""Stands for every rule, each with its default or USUAL value."""
+
+USUAL = {"top_k": 50, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.95, "epsilon_cutoff": 3e-4, "eta_cutoff": 2e-4}
+"""Values that a comparison takes where the rule itself has no default.
+
+top_k, top_p, min_p and eta_cutoff are those of the Top-H paper (arXiv 2509.02510, section 6.1), which takes the best of
+10, 20 and 50 for top_k; epsilon_cutoff is the smallest value that transformers quotes from the rule's paper.
+"""
 
 _SELECTION = "selection_temperature"  # which every rule has
 _OF_TOP_W = frozenset({*PARAMETER_NAMES, "preset"} - {"temperature"})
@@ -35,15 +43,15 @@ class RuleSetting:
 
 
 def read_rules(text: str) -> list[RuleSetting]:
-    """The settings of `RULE[=VALUE][:NAME=VALUE]...`, separated by commas.
+    """The settings of `RULE[=VALUE][:NAME=VALUE]...`, separated by commas. `all` stands for every rule.
 
-    RULE is a name of a rule, the name of its parameter, or `plain`. VALUE is the rule's first parameter; top_p 0.9,
-    min_p 0.1 and top_k 50 if it is left out. NAME is another parameter of the rule, for Top-W also `preset`.
+    RULE is a name of a rule, the name of its parameter, or `plain`. VALUE is the rule's first parameter; if it is left
+    out, the rule's default, or its value in USUAL. NAME is another parameter of the rule, for Top-W also `preset`.
 
     Raises ParameterError for an unknown rule or name, an invalid value, and a setting given twice.
     """
     found: list[RuleSetting] = []
-    for item in (part.strip() for part in text.split(",")):
+    for item in itertools.chain.from_iterable(map(_items, text.split(","))):
         try:
             setting = _setting(item)
         except ParameterError as error:
@@ -70,6 +78,10 @@ def read_temperatures(text: str) -> list[float]:
     return sorted(numbers)
 
 
+def _items(part: str) -> Iterable[str]:
+    return RULES if part.strip() == ALL else (part.strip(),)
+
+
 def _setting(item: str) -> RuleSetting:
     head, *rest = item.split(":")
     name, value = _pair(head)
@@ -80,8 +92,8 @@ def _setting(item: str) -> RuleSetting:
         if first is None:
             raise ParameterError(f"the rule {name} takes no value; write {_example(rule)}.")
         own[first] = _parsed(first, value)
-    elif first in _USUAL:
-        own[first] = _USUAL[first]
+    elif first in USUAL:
+        own[first] = USUAL[first]
     allowed = (_OF_TOP_W if rule is TOP_W else frozenset({_SELECTION})) | {each.name for each in rule.values}
     for part in rest:
         extra, value = _pair(part)

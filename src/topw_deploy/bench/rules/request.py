@@ -22,7 +22,7 @@ from topw_deploy.sampling.parameters import check_range
 from topw_deploy.sampling.rules import TOP_W
 
 DEFAULT_RULES = f"top_k={TOP_K},top_p={TOP_P},min_p={MIN_P},top_h=0.4,top_w"
-DEFAULT_TEMPERATURES = (0.5, 1.0, 1.5, 2.0)  # the paper's
+DEFAULT_TEMPERATURES = (0.5, 1.0, 1.5, 2.0)  # the range of the paper's second version, which also has 0.7
 PROMPT_TOKENS = 128
 _FEWEST_NEW = 2  # the first token is not counted
 
