@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 
 from topw_deploy.errors import ParameterError
 
 from .conftest import Open
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -106,11 +111,44 @@ def test_the_class_is_found_by_name_like_the_harness_s_own() -> None:
     assert "hf" in model_registry
 
 
+def entry_point() -> EntryPoint:
+    """The model's, as pyproject.toml declares it."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
+    ((name, value),) = groups["lm_eval.models"].items()
+    return EntryPoint(name, value, "lm_eval.models")
+
+
+def test_the_entry_point_is_the_class_under_the_registered_name() -> None:
+    from topw_deploy.harness import NAME
+    from topw_deploy.harness.model import TopWHarness
+
+    assert entry_point().name == NAME
+    assert entry_point().load() is TopWHarness
+
+
+@pytest.mark.slow
+def test_a_harness_that_reads_entry_points_finds_the_class_once() -> None:
+    # In a new process, because importing the package has already registered the class in this one.
+    name, value, group = (getattr(entry_point(), field) for field in ("name", "value", "group"))
+    program = f"""
+from importlib.metadata import EntryPoint
+import lm_eval.models
+from lm_eval.api.registry import get_model, model_registry
+model_registry.register({name!r}, target=EntryPoint({name!r}, {value!r}, {group!r}))
+found = get_model({name!r})
+import topw_deploy.harness
+assert get_model({name!r}) is found
+print(found.__module__, found.__qualname__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == value.split(":"), done.stderr
+
+
 @pytest.mark.long
 def test_a_wrong_argument_is_one_sentence(scoring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from topw_deploy.cli import main
 
-    tasks = Path(__file__).parents[2] / "examples" / "lm_eval"
+    tasks = ROOT / "examples" / "lm_eval"
     words = ["--model_args", f"path={scoring},tempreature=1", "--tasks", "topw_demo_text", "--include_path", str(tasks)]
     assert main.run(main.topw, "topw", "TOPW", ["lm-eval", *words]) == 1
     assert "Error: unknown parameter 'tempreature': did you mean temperature?" in capsys.readouterr().err
