@@ -1,4 +1,4 @@
-"""Other implementations of the sampling rules: transformers' warpers, the authors' files, and direct formulas.
+"""Other implementations of the sampling rules: transformers' warpers, the authors' files, vLLM's, and direct formulas.
 
 A peer takes a tensor of logits [V], float32 or float64 and already divided by the temperature, and the rule's values.
 It returns the kept ids, ascending.
@@ -7,9 +7,12 @@ It returns the kept ids, ascending.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -89,6 +92,47 @@ def authors_top_n_sigma(path: Path) -> Peer:
     """TopNSigma of the authors' hf_nsigma.py."""
     made = _load(path).TopNSigma
     return lambda logits, values: _finite(made(values[0], "cpu")(_NO_IDS, logits[None])[0])
+
+
+def authors_p_less(path: Path) -> Peer:
+    """p_less_decode of the authors' p_less_samplers.py: the tokens with a probability when it draws.
+
+    None, if rounding puts all probabilities below the threshold: the code then draws from NaN.
+    """
+    made = _load(path)
+
+    def kept(logits: Tensor, _: tuple[float, float]) -> np.ndarray:
+        with mock.patch.object(torch, "multinomial", return_value=_NO_IDS) as multinomial:
+            made.p_less_decode(logits.softmax(0)[None])
+        return (multinomial.call_args.args[0][0] > 0).nonzero()[:, 0].numpy()
+
+    return kept
+
+
+_FROM_VLLM = {
+    "vllm": ("SamplingParams",),
+    "vllm.utils.torch_utils": ("async_tensor_h2d",),
+    "vllm.v1.sample.logits_processor.interface": ("BatchUpdate", "LogitsProcessor", "MoveDirectionality"),
+}
+"""The names that vLLM's builtin.py imports from vLLM, by module. MinKLogitsProcessor calls none of them here."""
+
+
+def vllm_min_k(path: Path) -> Peer:
+    """MinKLogitsProcessor of vLLM's logits_processor/builtin.py, which is loaded without vLLM."""
+    modules = {name: ModuleType(name) for name in _FROM_VLLM}
+    for name, module in modules.items():
+        vars(module).update({wanted: type(wanted, (), {}) for wanted in _FROM_VLLM[name]})
+    with mock.patch.dict(sys.modules, modules):
+        made = _load(path).MinKLogitsProcessor
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=1))
+
+    def kept(logits: Tensor, values: tuple[float, float]) -> np.ndarray:
+        processor = made(config, torch.device("cpu"), False)
+        request = (0, SimpleNamespace(min_k=True, min_k_tau=values[0]), None, [])
+        processor.update_state(SimpleNamespace(batch_size=1, added=[request], removed=[], moved=[]))
+        return _finite(processor.apply(logits[None].clone())[0])
+
+    return kept
 
 
 def _load(path: Path) -> Any:

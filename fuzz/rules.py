@@ -1,13 +1,16 @@
-"""Compare the sampling rules' definitions with the torch form, transformers' warpers and the authors' code.
+"""Compare the sampling rules' definitions with torch's form and processor, transformers' warpers and the authors' code.
 
     python -m fuzz.rules [--rows 20000] [--seed 0] [--rule min_p ...] [--top-h FILE] [--top-n-sigma FILE]
+        [--p-less FILE] [--min-k FILE]
 
-The definition is `sampling.rules.kept_set`, in float64. The torch form may differ only at float64 ties. The others run
-in float32 and treat ties in their own way; their differences are counted by cause. Exits 1 if a difference has no known
-cause.
+The definition is `sampling.rules.kept_set`, in float64. The torch form and `RuleLogitsProcessor` may differ only at
+float64 ties. The others run in float32 and treat ties in their own way; their differences are counted by cause. Exits 1
+if a difference has no known cause.
 
 --top-h: logit_processor.py of github.com/ErfanBaghaei/Top-H-Decoding.
 --top-n-sigma: src/hf/hf_nsigma.py of github.com/Tomorrowdawn/top_nsigma.
+--p-less: p_less_samplers.py of the authors.
+--min-k: vllm/v1/sample/logits_processor/builtin.py of vLLM's pull request 48142.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,8 +28,17 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.common import machine, table
-from fuzz.rule_peers import FORMULAS, TRANSFORMERS, Peer, authors_top_h, authors_top_n_sigma
+from fuzz.rule_peers import (
+    FORMULAS,
+    TRANSFORMERS,
+    Peer,
+    authors_p_less,
+    authors_top_h,
+    authors_top_n_sigma,
+    vllm_min_k,
+)
 from tests.support.rule_cases import GROUP, RuleCase, rule_cases
+from topw_deploy.processors import RuleLogitsProcessor
 from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES
 from topw_deploy.sampling.rules import RULES, RuleCrop, kept_set
 from topw_deploy.sampling.rules.row import OrderedRow
@@ -34,6 +46,13 @@ from topw_deploy.sampling.torch import rule_rows
 
 SAME = "same kept set"
 REST = tuple(name for name in RULES if name != "top_w")
+FILES: Mapping[str, tuple[str, Callable[[Path], Peer]]] = {
+    "top_h": ("authors", authors_top_h),
+    "top_n_sigma": ("authors", authors_top_n_sigma),
+    "p_less": ("authors", authors_p_less),
+    "min_k": ("vLLM", vllm_min_k),
+}
+"""Rule with a file on the command line -> (whose code it is, how to load it)."""
 
 
 @dataclass
@@ -56,7 +75,7 @@ def fuzz(
     rows: int, seed: int, rules: tuple[str, ...] = REST, authors: Mapping[str, Peer] | None = None,
     most_vocabulary: int = 151_936,
 ) -> Outcome:  # fmt: skip
-    """Compare `rows` rows of each rule. authors: rule -> the authors' code."""
+    """Compare `rows` rows of each rule. authors: rule -> the code of one of FILES."""
     outcome = Outcome()
     torch.set_num_threads(1)
     for rule in rules:
@@ -73,10 +92,24 @@ def _compare(cases: tuple[RuleCase, ...], outcome: Outcome, authors: Mapping[str
     for case, (kept, certified) in zip(cases, found, strict=True):
         wanted = kept_set(case.logits, case.rule, case.values, temperature=case.temperature)
         same = np.array_equal(kept, wanted.kept) and certified == wanted.certified
-        cause = SAME if same else "float64 tie" if wanted.ties.allow(FLOAT64_TIES) else None
-        outcome.add(case, "torch form", cause, wanted, kept)
+        outcome.add(case, "torch form", _exact_cause(same, wanted), wanted, kept)
+        masked = _processor(case)
+        same = np.array_equal(masked, np.sort(wanted.kept))
+        outcome.add(case, "processor", _exact_cause(same, wanted), wanted, masked)
         for name, peer in _peers(case.rule, authors):
             _compare_peer(case, name, peer, outcome)
+
+
+def _exact_cause(same: bool, wanted: RuleCrop) -> str | None:
+    return SAME if same else "float64 tie" if wanted.ties.allow(FLOAT64_TIES) else None
+
+
+def _processor(case: RuleCase) -> np.ndarray:
+    """The ids whose score RuleLogitsProcessor leaves finite."""
+    choices = dict(zip((value.name for value in RULES[case.rule].values), case.values, strict=False))
+    processor = RuleLogitsProcessor(rule=case.rule, temperature=case.temperature, **choices)
+    scores = processor(torch.zeros(1, 1, dtype=torch.int64), torch.from_numpy(case.logits)[None])[0]
+    return scores.isfinite().nonzero()[:, 0].numpy()
 
 
 def _torch_form(cases: tuple[RuleCase, ...]) -> list[tuple[np.ndarray, bool]]:
@@ -93,7 +126,7 @@ def _torch_form(cases: tuple[RuleCase, ...]) -> list[tuple[np.ndarray, bool]]:
 
 def _peers(rule: str, authors: Mapping[str, Peer]) -> Iterator[tuple[str, Peer]]:
     if rule in authors:
-        yield "authors", authors[rule]
+        yield FILES[rule][0], authors[rule]
     if rule in TRANSFORMERS:
         yield "transformers", TRANSFORMERS[rule]
     if rule in FORMULAS:
@@ -105,7 +138,7 @@ def _compare_peer(case: RuleCase, name: str, peer: Peer, outcome: Outcome) -> No
     wanted = kept_set(logits, case.rule, case.values)
     found = _answer(peer, logits, case.values)
     if found is None:
-        outcome.add(case, name, _authors_error(case, logits, name), wanted, "IndexError")
+        outcome.add(case, name, _index_error(case, logits, name), wanted, "IndexError")
         return
     cause = _cause(logits, wanted, found) or _definition(case, logits, name, found)
     if cause is None:  # perhaps its float32 sums
@@ -116,7 +149,7 @@ def _compare_peer(case: RuleCase, name: str, peer: Peer, outcome: Outcome) -> No
 
 
 def _answer(peer: Peer, logits: np.ndarray, values: tuple[float, float]) -> np.ndarray | None:
-    """The peer's kept ids; None where the authors' Top-H reads beyond its pool."""
+    """The peer's kept ids; None for an IndexError: the authors' Top-H beyond its pool, vLLM's min-k for one token."""
     try:
         return peer(torch.from_numpy(logits), values)
     except IndexError:
@@ -134,11 +167,15 @@ def _cause(logits: np.ndarray, wanted: RuleCrop, found: np.ndarray) -> str | Non
         return "keeps other ids of equal logits"
     if (torch.from_numpy(logits).softmax(0).numpy()[changed] == 0).all():
         return "probability 0 in float32"
-    return "within 1e-5 of the threshold" if wanted.ties.allow(FLOAT32_TIES) else None
+    if not wanted.ties.allow(FLOAT32_TIES):
+        return None
+    return "within 1e-5 of the threshold" if len(found) else "keeps nothing: all within 1e-5 of the threshold"
 
 
-def _authors_error(case: RuleCase, logits: np.ndarray, name: str) -> str | None:
-    """Why the authors' Top-H reads beyond its pool at this row; None if there is no known reason."""
+def _index_error(case: RuleCase, logits: np.ndarray, name: str) -> str | None:
+    """Why the peer raises IndexError at this row; None if there is no known reason."""
+    if case.rule == "min_k" and name == "vLLM":
+        return "raises: vocabulary of one token" if len(logits) == 1 else None
     if case.rule != "top_h" or name != "authors":
         return None
     if case.values[1] == 1:
@@ -166,7 +203,21 @@ def _definition(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray
         row = OrderedRow.of(logits.astype(np.float64), 1.0)
         sizes = _softmax_of_the_pool(row, case.values[0], int(case.values[1]))
         return "terms of the softmax over its pool" if len(found) in sizes else None
+    if case.rule == "min_k" and name == "vLLM":
+        return _vllm_range(logits, case.values[0], found)
     return None
+
+
+def _vllm_range(logits: np.ndarray, tau: float, found: np.ndarray) -> str | None:
+    """The cause if vLLM's range R explains its crop: infinite for a logit of -inf, and 1e-8 larger otherwise."""
+    if not np.isfinite(logits).all():
+        all_finite = np.array_equal(found, np.flatnonzero(np.isfinite(logits)))
+        return "keeps all finite tokens: a logit of -inf makes the range infinite" if all_finite else None
+    row = np.sort(logits.astype(np.float64))[::-1]
+    cliff = int(np.argmax((row[:-1] - row[1:]) / np.arange(1, len(row)))) + 1
+    fallback = int(min(tau / (row[0] - row[-1] + 1e-8), len(row)))
+    enlarged = np.array_equal(found, np.flatnonzero(logits >= row[max(cliff, fallback) - 1]))
+    return "range enlarged by 1e-8" if enlarged else None
 
 
 def _softmax_of_the_pool(row: OrderedRow, alpha: float, pool: int) -> set[int]:
@@ -208,14 +259,10 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rule", nargs="+", choices=REST, default=list(REST))
-    parser.add_argument("--top-h", type=Path)
-    parser.add_argument("--top-n-sigma", type=Path)
+    for rule in FILES:
+        parser.add_argument(f"--{rule.replace('_', '-')}", type=Path)
     given = parser.parse_args()
-    authors: dict[str, Peer] = {}
-    if given.top_h:
-        authors["top_h"] = authors_top_h(given.top_h)
-    if given.top_n_sigma:
-        authors["top_n_sigma"] = authors_top_n_sigma(given.top_n_sigma)
+    authors = {rule: load(path) for rule, (_, load) in FILES.items() if (path := getattr(given, rule))}
     print(machine() + "\n")
     outcome = fuzz(given.rows, given.seed, tuple(given.rule), authors)
     print(report(outcome))
