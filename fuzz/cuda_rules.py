@@ -7,14 +7,14 @@ block sizes, and a random thread order. The kernels decide in double, so a diffe
 quantity is within 1e-9 of its threshold, or the draw within 1e-12. Prints all other differences; exits 1 if there is
 one.
 
-`fuzz` accepts any `plugins.kernel.Kernel`, so `benchmarks.gpu` uses it on a real GPU.
+`fuzz` accepts any `plugins.kernel.Kernel`: `fuzz.native_rules` passes the native sampler, `benchmarks.gpu` a real GPU.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks.common import table
 from fuzz.emulation import arguments, emulated, exit_code
+from tests.support.rows import Case
 from tests.support.rule_rows import differences_from_rules, rule_case, rule_columns, rules_of
 from topw_deploy.plugins.kernel import STAGES
 from topw_deploy.sampling import TopWOptions
@@ -41,34 +42,37 @@ SIZES = (
 
 @dataclass
 class Found:
-    """Numbers of rows by rule and by (rule, stage that answered), and the differences."""
+    """Numbers of rows by rule, at a tie by rule, and by (rule, stage that answered); the differences."""
 
     rows: Counter[str] = field(default_factory=Counter)
+    tied: Counter[str] = field(default_factory=Counter)
     stages: Counter[tuple[str, str]] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
 
 
 def fuzz(
     kernel: Any, rows: int, seed: int, before: Callable[[int, int, int], None] | None = None,
-    after: Callable[[int], object] = lambda rows: None,
+    after: Callable[[int], object] = lambda rows: None, sizes: Sequence[tuple[int, int, int, int]] = SIZES,
+    make: Callable[[np.random.Generator, int, str], Case] = rule_case,
 ) -> Found:  # fmt: skip
     """Compare at least `rows` rows of `kernel` with the reference.
 
     before: called with each batch's number, threads and blocks.
     after: called with each batch's number of rows.
+    make: makes a row of a vocabulary and rule.
     """
     found, number = Found(), 0
     while sum(found.rows.values()) < rows:
-        vocab, top_m, threads, blocks = SIZES[number % len(SIZES)]
+        vocab, top_m, threads, blocks = sizes[number % len(sizes)]
         if before is not None:
             before(number, threads, blocks)
         rng = np.random.default_rng([seed, number])
-        cases = [rule_case(rng, vocab, OTHERS[n % len(OTHERS)]) for n in range(BATCH)]
+        cases = [make(rng, vocab, OTHERS[n % len(OTHERS)]) for n in range(BATCH)]
         answers = kernel.sample(
             np.stack([case.logits for case in cases]), rule_columns(cases), TopWOptions(metric="uniform", top_m=top_m),
             rules=rules_of(cases), mass=True, keep_mask=True,
         )  # fmt: skip
-        found.differences += differences_from_rules(answers, cases, tie=TIE, draw=DRAW)
+        found.differences += differences_from_rules(answers, cases, tie=TIE, draw=DRAW, tied=found.tied)
         for case, report in zip(cases, answers.reports, strict=True):
             name, stage = RULES_BY_CODE[case.rule].name, STAGES[report["stage"]]
             whole = stage == "pool" and report["candidates"] == vocab > top_m
@@ -80,10 +84,13 @@ def fuzz(
 
 
 def report(found: Found) -> str:
-    """A table: the rows of each rule, by the stage that answered them."""
+    """A table: the rows of each rule, those at a tie, and all by the stage that answered them."""
     columns = ("candidates", "pool", "whole row")
-    lines = [(name, found.rows[name], *(found.stages[name, column] for column in columns)) for name in OTHERS]
-    return table(("rule", "rows", *columns), lines)
+    lines = [
+        (name, found.rows[name], found.tied[name], *(found.stages[name, column] for column in columns))
+        for name in OTHERS
+    ]
+    return table(("rule", "rows", "at a tie", *columns), lines)
 
 
 def main() -> int:

@@ -103,11 +103,21 @@ def main() -> int:
         "--form", choices=(*FORMS, NATIVE), action="append", help="compare only this form (default: all)"
     )
     given = parser.parse_args()
-    forms = tuple(given.form) if given.form else (*FORMS, NATIVE) if library_path() else FORMS
+    tallies = fuzz(given.rows, given.seed, chosen_forms(parser, given.form))
+    print(report(tallies))
+    return verdict(tallies)
+
+
+def chosen_forms(parser: argparse.ArgumentParser, given: list[str] | None) -> tuple[str, ...]:
+    """The forms of the command line; without any, all that can run here."""
+    forms = tuple(given) if given else (*FORMS, NATIVE) if library_path() else FORMS
     if NATIVE in forms and not library_path():
         parser.error(f"no native sampler: {why_absent()}")
-    tallies = fuzz(given.rows, given.seed, forms)
-    print(report(tallies))
+    return forms
+
+
+def verdict(tallies: dict[str, Tally]) -> int:
+    """Print the first differences without an explanation. Returns 1 if there are any."""
     unexplained = [line for tally in tallies.values() for line in tally.unexplained]
     for line in unexplained[:20]:
         print(line)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from tests.support.rows import random_case
+from tests.support.rows import Case, random_case
+from topw_deploy.sampling.parameters import TopWParameters
 from topw_deploy.sampling.rules import RULES
 from topw_deploy.sampling.rules.row import OrderedRow
 
@@ -51,6 +52,16 @@ def _case(rng: np.random.Generator, rule: str, vocab: int) -> RuleCase:
             values, kind = (near, values[1]), f"near, {kind}"
     v0, v1 = (float(np.float32(value)) for value in values)
     return RuleCase(made.logits, rule, (v0, v1), temperature, kind)
+
+
+def sampler_case(rng: np.random.Generator, vocab: int, rule: str) -> Case:
+    """A row of `rule_cases` for a sampler: a quarter have a second temperature, for the draw."""
+    made = _case(rng, rule, vocab)
+    drawn_at = float(np.float32(rng.uniform(0.2, 3.0)))
+    temperatures = (drawn_at, made.temperature) if rng.random() < 0.25 else (made.temperature, 0.0)
+    parameters = asdict(TopWParameters(temperature=temperatures[0], selection_temperature=temperatures[1]))
+    uniform = int(rng.integers(0, 1 << 24)) * 2.0**-24
+    return Case(made.logits, parameters, uniform, f"{rule}, {made.kind}", RULES[rule].code, made.values)
 
 
 def _none(_: np.random.Generator) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -86,11 +87,14 @@ def rule_columns(cases: list[Case]) -> dict[str, np.ndarray]:
     return {**columns, "uniform": np.array([case.uniform for case in cases], np.float32)}
 
 
-def differences_from_rules(found: Any, cases: list[Case], *, tie: float, draw: float) -> list[str]:
+def differences_from_rules(
+    found: Any, cases: list[Case], *, tie: float, draw: float, tied: Counter[str] | None = None
+) -> list[str]:
     """Differences of a kernel's answers, with mass and keep_mask, that no tie of the reference explains. Not for Top-W.
 
     tie: largest margin of a rule that explains another kept set.
     draw: largest margin of a draw that explains another token.
+    tied: gets the number of rows by rule whose margin is at most `tie`; only their count and mask are compared.
     """
     lines = []
     for i, case in enumerate(cases):
@@ -99,6 +103,8 @@ def differences_from_rules(found: Any, cases: list[Case], *, tie: float, draw: f
             rule=case.rule, rule_values=case.rule_values,
         )  # fmt: skip
         name = RULES_BY_CODE[case.rule].name if case.rule in RULES_BY_CODE else str(case.rule)
+        if tied is not None and wanted.valid and wanted.ties.rule <= tie:
+            tied[name] += 1
         what = f"{name} {case.rule_values}, {case.regime}, V {len(case.logits)}, {case.parameters['temperature']}"
         lines += [f"{what}: {reason}" for reason in _reasons(found, i, wanted, tie, draw)]
     return lines

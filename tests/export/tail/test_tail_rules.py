@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fuzz.cuda_rules import OTHERS
+from fuzz.tail_rules import fuzz
+from tests.support import tail_cases
 from tests.support.masks import packed, some_allowed
 from tests.support.samples import slow
 from tests.support.tail_cases import FORMS, Case, by_hand, feeds, opened, random_case, run, unexplained
@@ -71,6 +74,22 @@ def test_many_mixed_batches_equal_the_definitions(form: str, vocab: int) -> None
     for _ in range(20):
         cases = [with_rule(rng, random_case(rng, vocab)) for _ in range(48)]
         assert wrong(form, vocab, cases) == []
+
+
+SMALL = ((SORTED, 20, 1), (SORTED, 20, 2))
+
+
+def test_the_long_comparison_tries_every_rule_and_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    tally = fuzz(44, 3, ("portable",), SMALL)["portable"]
+    assert tally.unexplained == []
+    assert tally.rows == dict.fromkeys(OTHERS, 2 * 4)
+
+    def shifted(session: Any, inputs: Any) -> dict[str, np.ndarray]:
+        found = run(session, inputs)
+        return found | {"next_token": (found["next_token"] + 1) % SORTED}
+
+    monkeypatch.setattr(tail_cases, "run", shifted)
+    assert len(fuzz(11, 3, ("portable",), SMALL)["portable"].unexplained) > 10
 
 
 @pytest.mark.parametrize("form", FORMS)
