@@ -75,9 +75,11 @@ fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, again
 	$(BIN)/python -m fuzz.sampler --rows 250000
 	$(BIN)/python -m fuzz.tail --rows 100000
 	$(BIN)/python -m fuzz.rules --rows 20000
+	$(BIN)/python -m fuzz.tail_rules --rows 20000
 
-fuzz-native: $(VENV)/dev.stamp  ## the native sampler under address and undefined-behaviour sanitizers, ten minutes
+fuzz-native: $(VENV)/dev.stamp  ## the native sampler under sanitizers, ten minutes, and its rules against the reference
 	$(BIN)/python -m fuzz.native --seconds 600
+	$(BIN)/python -m fuzz.native_rules --rows 20000
 
 fuzz-cuda: $(VENV)/dev.stamp  ## random rows through the CUDA kernels in emulation, against the reference
 	$(BIN)/python -m fuzz.cuda --rows 50000
