@@ -15,11 +15,11 @@ class Interleavings(RuleBasedStateMachine):
     """Random arrivals, ends and iterations, on a model of rows that remembers what was written where."""
 
     @initialize(
-        rows=st.integers(1, 5), chunk=st.integers(1, 4), dense=st.booleans(), moves=st.booleans(),
+        rows=st.integers(1, 5), chunk=st.integers(1, 4), dense=st.booleans(), moves=st.booleans(), steady=st.booleans(),
     )  # fmt: skip
-    def start(self, rows: int, chunk: int, dense: bool, moves: bool) -> None:
-        self.rows, self.chunk, self.dense = rows, chunk, dense
-        self.scheduler = Scheduler(rows, chunk, dense=dense, moves=moves)
+    def start(self, rows: int, chunk: int, dense: bool, moves: bool, steady: bool) -> None:
+        self.rows, self.chunk, self.dense, self.steady = rows, chunk, dense, steady and not dense
+        self.scheduler = Scheduler(rows, chunk, dense=dense, moves=moves, steady=steady)
         self.submitted: list[Task] = []
         self.admitted: list[Task] = []
         self.ended: list[Task] = []
@@ -64,8 +64,12 @@ class Interleavings(RuleBasedStateMachine):
             del held[chunk.start :]  # a step may have written one more slot
             held += [(task, position) for position in range(chunk.start, chunk.end)]
             scheduler.read(chunk)
-        for one, other in scheduler.arrange():
+        pairs = scheduler.arrange()
+        assert not (self.steady and pairs)
+        for one, other in pairs:
             self.cache[one], self.cache[other] = self.cache[other], self.cache[one]
+        if self.steady:
+            assert scheduler.width == (self.rows if scheduler.decoding else 0)
         for row in range(scheduler.width):
             self.step(row)
 

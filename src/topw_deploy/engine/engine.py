@@ -52,8 +52,8 @@ class Engine:
         ends where states were stored in `prefix_bytes`.
     prefix_bytes: maximum host memory for sequences whose rows were taken by others, for states of fixed size at the
         ends of chunks, and for loaded sessions. The least recently used is dropped first. Not used on devices.
-    exact: reuse only whole chunks of prompts, so that a prompt's states and first token have the same bits with and
-        without reuse; see docs/guide/engine.md.
+    exact: give a request the same bits whatever was reused and whatever runs beside it: reuse only whole chunks of
+        prompts, and run all rows in every step; see docs/guide/engine.md.
 
     Raises ParameterError for an invalid option or a cache of another form than `static`, EngineError for a TensorRT
     engine that is too small, GenerationError if there is no memory for the cache.
@@ -93,7 +93,7 @@ class Engine:
         self._model, self._session, self._options = model, session, options
         self._batch = Batch(session, decoder, options.rows, options.length, model._new_logits)
         self._scheduler: Scheduler[Job] = Scheduler(
-            options.rows, options.chunk, dense=decoder.evicts, moves=self._batch.copies_rows
+            options.rows, options.chunk, dense=decoder.evicts, moves=self._batch.copies_rows, steady=options.exact
         )
         self._form = session_form(model.manifest, options)
         self._room = Room(options.rows + options.queue)

@@ -66,10 +66,13 @@ class Scheduler(Generic[AnyTask]):
     dense: whether the rows of a step must all be decoding. If not, a step may include free rows and rows that read
         their prompt.
     moves: whether sequences may be moved merely to make a step narrower. `dense` moves them in any case.
+    steady: whether every step runs all rows, so that kernels round alike in all steps. `dense` rules it out.
     """
 
-    def __init__(self, rows: int, chunk: int, *, dense: bool = False, moves: bool = True) -> None:
-        self._chunk, self._dense, self._moves = chunk, dense, moves or dense
+    def __init__(self, rows: int, chunk: int, *, dense: bool = False, moves: bool = True, steady: bool = False) -> None:
+        self._chunk, self._dense = chunk, dense
+        self._steady = steady and not dense
+        self._moves = dense or (moves and not steady)
         self._waiting: deque[AnyTask] = deque()
         self._rows: list[AnyTask | None] = [None] * rows
         self._reading: list[AnyTask] = []  # in the order of admission
@@ -181,7 +184,7 @@ class Scheduler(Generic[AnyTask]):
             last = max((task.row for task in self.decoding), default=-1)
             target = next((row for row in range(last) if self._may_take(row)), None) if self._moves else None
             if target is None:
-                self.width = last + 1
+                self.width = len(self._rows) if self._steady and self.decoding else last + 1
                 return pairs
             self._exchange(last, target)
             pairs.append((last, target))
