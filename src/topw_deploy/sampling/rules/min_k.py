@@ -1,4 +1,7 @@
-"""Min-k (Ding et al. 2026): cuts at the steepest drop of the sorted logits; independent of the temperature."""
+"""Min-k (Ding et al. 2026): cuts at the steepest drop of the sorted logits; independent of the temperature.
+
+Section: docs/contract/rules.md#min-k.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Top-p (Holtzman et al. 2020)."""
+"""Top-p (Holtzman et al. 2020): docs/contract/rules.md#top-p."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Top-k (Fan et al. 2018), and plain sampling."""
+"""Top-k (Fan et al. 2018), and plain sampling: docs/contract/rules.md#top-k, docs/contract/rules.md#none."""
 
 from __future__ import annotations
 

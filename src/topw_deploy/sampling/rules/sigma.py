@@ -1,4 +1,7 @@
-"""Top-n-sigma (Tang et al. 2024): a threshold on logits, independent of the temperature."""
+"""Top-n-sigma (Tang et al. 2024), a threshold on logits, independent of the temperature.
+
+Section: docs/contract/rules.md#top-n-sigma.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Rules that keep every token whose probability reaches a threshold: min-p, epsilon, eta, p-less.
 
 Each keeps the first token. Probabilities are compared in units of the largest, w_i = p_i / p_1.
+Sections of docs/contract/rules.md: rules.md#min-p, rules.md#epsilon, rules.md#eta, rules.md#p-less.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ to both sides of its test, where it cancels, so it bounds a sum of terms of the 
 
     E_k = sum_{i <= k} -p_i ln p_i,    keep the longest prefix with E_k <= alpha E_n, at least one token,
 
-where n is the pool's size. The base of the logarithm cancels. Differences from transformers: docs/contract/rules.md.
+where n is the pool's size. The base of the logarithm cancels. Differences from transformers:
+docs/contract/rules.md#top-h.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Locally typical sampling (Meister et al. 2023). The kept set need not be a prefix."""
+"""Locally typical sampling (Meister et al. 2023): docs/contract/rules.md#typical. The kept set need not be a prefix."""
 
 from __future__ import annotations
 
