@@ -1,9 +1,13 @@
-"""Random changes of a file: of its bytes, or of one value where it is JSON."""
+"""Random changes of a file: of its bytes, or of one value where it is JSON.
+
+JSON is found after the byte with which some targets choose, and after the length that begins a safetensors file.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import struct
 
 from tests.support.mutations import VALUES, places, with_value
 
@@ -18,24 +22,40 @@ _WORDS = (
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
     """`data` with one to eight changes, at most LONGEST bytes."""
-    if data[:1] in (b"{", b"[") and rng.random() < 0.5:
-        changed = _other_value(data, rng)
-        if changed is not None:
-            return changed[:LONGEST]
+    if rng.random() < 0.5 and (changed := _other_json(data, rng)) is not None:
+        return changed[:LONGEST]
     found = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4, 8))):
         _change(found, rng)
     return bytes(found[:LONGEST])
 
 
+def _other_json(data: bytes, rng: random.Random) -> bytes | None:
+    """`data` with another value in its JSON, whose stated length stays right; None if there is no JSON."""
+    for start in (0, 1):
+        if data[start : start + 1] in (b"{", b"["):
+            changed = _other_value(data[start:], rng)
+            return None if changed is None else data[:start] + changed
+        length = int.from_bytes(data[start : start + 8], "little")
+        begin = start + 8
+        if data[begin : begin + 1] == b"{" and begin + length <= len(data):
+            changed = _other_value(data[begin : begin + length], rng)
+            if changed is not None:
+                return data[:start] + struct.pack("<Q", len(changed)) + changed + data[begin + length :]
+    return None
+
+
 def _other_value(data: bytes, rng: random.Random) -> bytes | None:
-    """The JSON with another value at a random place."""
+    """The JSON, or one of its lines, with another value at a random place."""
+    lines = data.splitlines(keepends=True)
+    whole = rng.choice((*lines, data)) if len(lines) > 1 else data
     try:
-        whole = json.loads(data)
-        where = rng.choice(list(places(whole)))
-        return with_value(whole, where, rng.choice(VALUES)).encode("utf-8", "surrogatepass")
+        values = json.loads(whole)
+        where = rng.choice(list(places(values)))
+        changed = with_value(values, where, rng.choice(VALUES)).encode("utf-8", "surrogatepass")
     except (ValueError, RecursionError):
         return None
+    return changed if whole is data else data.replace(whole, changed + b"\n", 1)
 
 
 def _change(found: bytearray, rng: random.Random) -> None:

@@ -1,13 +1,16 @@
-"""Files of prompts and questions, and arguments of evaluations, that must be refused."""
+"""Files of prompts, questions and answers, and arguments of evaluations, that must be refused."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.attacks import refused
+from topw_deploy.cli.answer_lines import read_finished
 from topw_deploy.cli.judge_files import read_questions
 from topw_deploy.cli.prompt_lines import prompt_lines
 from topw_deploy.errors import ParameterError, PromptError
@@ -57,6 +60,29 @@ def test_a_prompt_with_values_that_no_model_takes_is_refused_by_its_line(name: s
     line, reason = PROMPTS[name]
     with refused(PromptError, rf"line 1 of in\.jsonl.*{reason}"):
         READERS["prompts"](line)
+
+
+HEAD = {"index": 0, "request": "r", "model": "m", "run_seed": 3}
+ANSWERS: dict[str, tuple[Any, str]] = {
+    "lists in lists": ("[" * 1_000_000, "was not written by this command"),
+    "an integer of a million digits": ('{"index": 1' + "0" * 1_000_000 + "}", "was not written by this command"),
+    "a negative seed": ({**HEAD, "run_seed": -1}, r"has the run_seed -1, not an integer in \[0, 2\*\*64\)"),
+    "a seed of 2**64": ({**HEAD, "run_seed": 1 << 64}, "has the run_seed 18446744073709551616"),
+    "true as a seed": ({**HEAD, "run_seed": True}, "has the run_seed True"),
+    "another seed": ({**HEAD, "index": 1, "request": "s", "run_seed": 4}, "has another run_seed"),
+    "another model": ({**HEAD, "model": ["m"]}, "was made with another model"),
+    "a prompt beyond the last": ({**HEAD, "index": 2}, "answers another prompt"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_of_another_run_are_not_continued(tmp_path: Path, name: str) -> None:
+    line, reason = ANSWERS[name]
+    second = isinstance(line, dict) and line["index"] == 1
+    lines = ([json.dumps(HEAD)] if second else []) + [line if isinstance(line, str) else json.dumps(line)]
+    (tmp_path / "out.jsonl").write_text("\n".join(lines) + "\n")
+    with refused(ParameterError, f"line {len(lines)} of .*{reason}"):
+        read_finished(tmp_path / "out.jsonl", ["r", "s"], [1, 1], "m")
 
 
 def test_depth_alone_decides_nothing_but_a_typed_error() -> None:

@@ -170,7 +170,19 @@ def test_a_third_turn_shows_the_answers_to_both_others() -> None:
 
 def test_answers_are_trimmed(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text(lines([{"id": 0, "text": " one\n"}, {"id": "b", "text": "two words"}]))
-    assert texts_of(tmp_path / "lines") == {0: "one", "b": "two words"}
+    asked = [Question(0, ("x",)), Question("b", ("y",))]
+    assert texts_of(tmp_path / "lines", asked) == {0: "one", "b": "two words"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "{}", '{"id": 0}', '{"text": "a"}', '{"id": 1, "text": "a"}', '{"id": 0, "text": null}', "[" * 100_000,
+     '{"id": 0, "text": "\\ud800"}', "[0]"],
+)  # fmt: skip
+def test_a_resumed_run_refuses_lines_that_are_no_answers(tmp_path: Path, line: str) -> None:
+    (tmp_path / "lines").write_text(line)
+    with pytest.raises(PromptError, match=r"line 1 of .* is not the answer to question 0; start again"):
+        texts_of(tmp_path / "lines", [Question(0, ("x",))])
 
 
 def test_characters_outside_ascii_survive() -> None:

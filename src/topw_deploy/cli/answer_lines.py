@@ -21,6 +21,7 @@ from topw_deploy.errors import ParameterError
 _START = b'{"index": '  # first bytes of every line
 # Characters that some readers, such as str.splitlines, take for line breaks; json already escapes the others.
 _ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+_SEEDS = 1 << 64  # as runtime/draws.py has it, which would import onnxruntime
 _SYNC_SECONDS = 1.0  # minimum time between disk syncs
 
 
@@ -92,7 +93,10 @@ def _check(found: Any, place: str, index: int, requests: Sequence[str], model: s
         raise ParameterError(f"{place} answers a prompt that the input lacks, which has {len(requests)}; {advice}.")
     if found["index"] != index or found["request"] != requests[index]:
         raise ParameterError(f"{place} answers another prompt, or one with other parameters; {advice}.")
-    if not isinstance(found["run_seed"], int) or run_seed not in (None, found["run_seed"]):
+    seed = found["run_seed"]
+    if type(seed) is not int or not 0 <= seed < _SEEDS:
+        raise ParameterError(f"{place} has the run_seed {seed!r:.60}, not an integer in [0, 2**64); {advice}.")
+    if run_seed not in (None, seed):
         raise ParameterError(f"{place} has another run_seed than the lines before it; {advice}.")
 
 

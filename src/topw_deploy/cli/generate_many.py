@@ -199,7 +199,7 @@ def _answer_questions(open_model: Open, files: Files, options: RunOptions, stats
             check_answers(path, resume=files.resume, overwrite=files.overwrite)
             seed = _answer(model, prompts, replace(files, output=path), options, stats)
             options = replace(options, given={**options.given, "seed": seed})
-            answers.append(texts_of(path))
+            answers.append(texts_of(path, [question for question in questions if len(question.turns) > turn]))
         name = files.model_id or model.path.resolve().name
     with replacing(files.output) as stream:
         stream.write(judged_text(files.form, questions, answers, name, files.source.stem).encode())

@@ -116,10 +116,34 @@ def judged_text(
     return "".join(lines)
 
 
-def texts_of(path: Path) -> dict[str | int, str]:
-    """Read the answers of a finished run of `topw generate --prompts-jsonl`: prompt id -> text without outer spaces."""
-    lines = (json.loads(line) for line in path.read_bytes().split(b"\n") if line)
-    return {line["id"]: line["text"].strip() for line in lines}
+def texts_of(path: Path, questions: Sequence[Question]) -> dict[str | int, str]:
+    """Read the answers of a finished run of `topw generate --prompts-jsonl`: prompt id -> text without outer spaces.
+
+    questions: those that the run answered, in order. Raises PromptError for other lines: a resumed run keeps the lines
+    that it finds.
+    """
+    found: dict[str | int, str] = {}
+    lines = path.read_bytes().split(b"\n")
+    for number, question in enumerate(questions, 1):
+        text = _answer_in(lines[number - 1] if number <= len(lines) else b"", question)
+        if text is None:
+            raise PromptError(
+                f"line {number} of {path} is not the answer to question {question.id!r:.60}; start again with "
+                "--overwrite."
+            )
+        found[question.id] = text.strip()
+    return found
+
+
+def _answer_in(line: bytes, question: Question) -> str | None:
+    try:
+        given = json.loads(line)
+        if given["id"] != question.id or not isinstance(given["text"], str):
+            return None
+        given["text"].encode()  # half of a surrogate pair
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return str(given["text"])
 
 
 def _digest(value: Any) -> str:

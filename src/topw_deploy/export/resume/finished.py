@@ -10,6 +10,7 @@ is noticed; copying or hard-linking a file changes it too and restarts a stage n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable
@@ -92,7 +93,7 @@ class FinishedStages:
         """Call `write`, which writes the tokenizer and returns notices, unless that is done. Returns its notices."""
         inputs = [path for path in folder.iterdir() if path.suffix in (".json", ".txt", ".model", ".jinja", ".py")]
         stamp = stamp_of(stamp_of_files(inputs), library_versions())
-        found = self.journal.find(_TOKENIZER, stamp)
+        found = self.journal.find(_TOKENIZER, stamp, made=dict, notices=list)
         if found is not None and all(_is(output / name, digest) for name, digest in found["made"].items()):
             return list(found["notices"])
         for name in self.journal.last_note(_TOKENIZER).get("made", ()):
@@ -109,9 +110,10 @@ class FinishedStages:
         """The result of `verify` for `manifest`, computed once."""
         stage, files = "verification", [dataclasses.asdict(entry) for entry in manifest.files.values()]
         stamp = stamp_of(self.weights, files, dataclasses.asdict(manifest.defaults))
-        found = self.journal.find(stage, stamp)
+        found = self.journal.find(stage, stamp, verification=dict, may_pad=bool)
         if found is not None:
-            return verification_from_dict(found["verification"]), bool(found["may_pad"])
+            with contextlib.suppress(ValueError):  # written by another program: verify again
+                return verification_from_dict(found["verification"]), found["may_pad"]
         verification, may_pad = verify()
         self.journal.done(stage, stamp, verification=dataclasses.asdict(verification), may_pad=may_pad)
         return verification, may_pad

@@ -1,10 +1,12 @@
 """JSON lines of finished stages, beside the export's files.
 
-The file is append-only, so a crash damages only its last line. Stages are found by a stamp of their inputs.
+The file is append-only, so a crash damages only its last line. Stages are found by a stamp of their inputs. What
+cannot be read ends the journal, and a kept file that cannot be used starts its stage over: neither is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -13,9 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from topw_deploy.errors import SourceError
+from topw_deploy.export.source.arrays import mapped_array
+from topw_deploy.files import read_bounded
 from topw_deploy.manifest import sha256_of
+from topw_deploy.manifest.fields import decoded
 
 _FILE = "journal.jsonl"
+_MOST_BYTES = 256 << 20  # a line of a weight has about 150
 
 
 def stamp_of(*parts: object) -> str:
@@ -33,15 +40,18 @@ class Journal:
         self.say = say
         self._stages: dict[str, dict[str, Any]] = {}
         self._files: dict[str, dict[str, Any]] = {}
-        if folder is not None and (folder / _FILE).exists():
-            for line in (folder / _FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+        if folder is not None:
+            for line in _lines(folder / _FILE):
                 try:
-                    self._apply(json.loads(line))
-                except (ValueError, KeyError, TypeError, AttributeError):
+                    self._apply(decoded(line))
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                     break  # incomplete last line
 
-    def find(self, stage: str, stamp: str) -> dict[str, Any] | None:
-        """The note of `stage` under `stamp`, with its `file` as a path; None if it is missing or changed."""
+    def find(self, stage: str, stamp: str, **fields: type) -> dict[str, Any] | None:
+        """The note of `stage` under `stamp`, with its `file` as a path; None if it is missing or changed.
+
+        fields: what the note must have, by type.
+        """
         found = self._stages.get(stage)
         if found is None or self._folder is None:
             return None
@@ -49,9 +59,12 @@ class Journal:
         if found["stamp"] != stamp:
             self.say(f"Starting over: {stage} (its source, options or libraries have changed)")
             return None
+        if not all(isinstance(note.get(name), kind) for name, kind in fields.items()):
+            self.say(f"Starting over: {stage} (its line in the journal is damaged)")
+            return None
         if "file" in note:
             path = self._folder / note["file"]
-            if not (path.is_file() and sha256_of(path) == note["sha256"]):
+            if not (path.is_file() and not path.is_symlink() and sha256_of(path) == note["sha256"]):
                 self.say(f"Starting over: {stage} (the kept file is damaged)")
                 return None
             note = {**note, "file": path}
@@ -73,10 +86,11 @@ class Journal:
 
     def array(self, stage: str, stamp: str, make: Callable[[], np.ndarray]) -> np.ndarray:
         """The array that `make` returns, computed once."""
-        found = self.find(stage, stamp)
+        found = self.find(stage, stamp, file=str)
         if found is not None:
-            kept: np.ndarray = np.load(found["file"], allow_pickle=False)
-            return kept
+            with contextlib.suppress(SourceError):
+                return np.array(mapped_array(found["file"], "the kept array"))
+            self.say(f"Starting over: {stage} (the kept file is no array)")
         made = make()
         name = f"{stage.replace(' ', '-')}.npy"
         self.keep_file(stage, stamp, name, lambda path: np.save(path, made, allow_pickle=False))
@@ -95,12 +109,41 @@ class Journal:
             stream.write(json.dumps(line) + "\n")
 
     def _apply(self, line: dict[str, Any]) -> None:
+        """Raises ValueError, KeyError, TypeError or AttributeError for a line of another form."""
         if "stage" in line:
-            self._stages[line["stage"]] = {"stamp": line["stamp"], "note": dict(line["note"])}
+            note = dict(line["note"])
+            if "file" in note:
+                _require_name(note["file"])
+                _require_text(note["sha256"])
+            for name, digest in dict(note.get("made", {})).items():
+                _require_name(name)
+                _require_text(digest)
+            self._stages[_require_text(line["stage"])] = {"stamp": line["stamp"], "note": note}
         elif "began" in line:
-            self._files[line["began"]] = {"layout": line["layout"], "weights": []}
+            self._files[_require_text(line["began"])] = {"layout": line["layout"], "weights": []}
         else:
             self._files[line["wrote"]]["weights"].append((line["name"], line["sha256"]))
+
+
+def _lines(path: Path) -> list[str]:
+    """[] where there is no journal."""
+    try:
+        return read_bounded(path, _MOST_BYTES).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+
+
+def _require_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.60} is not a text")
+    return value
+
+
+def _require_name(value: object) -> None:
+    """Raises ValueError unless `value` names a file in the same folder."""
+    name = _require_text(value)
+    if name in ("", ".", "..") or not set(name).isdisjoint("/\\\0"):
+        raise ValueError(f"{name!r:.60} is not a file's name")
 
 
 class DataLog:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
 from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, tensor_files, tensors_in
 from topw_deploy.sampling import Geometry, median_distance
 
@@ -66,8 +66,10 @@ def mapped_array(path: Path, content: str) -> np.ndarray:
             raise ValueError("it is an archive of arrays")
     except FileNotFoundError:
         raise SourceError(f"{path} does not exist; give a .npy file with {content}.") from None
-    except (OSError, ValueError, EOFError) as error:
-        raise SourceError(f"{path} is not a .npy file of numbers ({error}); save {content} with numpy.save.") from None
+    except Exception as error:  # noqa: BLE001  # numpy parses the header as Python, so the tokenizer's errors, too
+        raise SourceError(
+            f"{path} is not a .npy file of numbers ({one_line(error, 200)}); save {content} with numpy.save."
+        ) from None
     return array
 
 

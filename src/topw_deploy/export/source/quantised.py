@@ -39,10 +39,9 @@ class QuantisedFormat:
     @property
     def blocks(self) -> tuple[int, int] | None:
         """Block size (rows, columns) of float8 weights with a scale per block, else None."""
-        groups = self.settings.get("config_groups")
-        weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-        stated = [self.settings.get("weight_block_size"), *(part.get("block_structure") for part in weights if part)]
-        for found in stated:
+        groups = _object(self.settings.get("config_groups"))
+        weights = [_object(_object(group).get("weights")) for group in groups.values()]
+        for found in (self.settings.get("weight_block_size"), *(part.get("block_structure") for part in weights)):
             if isinstance(found, list) and len(found) == 2 and all(isinstance(n, int) and n > 0 for n in found):
                 return found[0], found[1]
         return None
@@ -117,6 +116,10 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
         f"the checkpoint in {folder} is quantised by {method or 'an unnamed method'} ({bits} bits), but only "
         f"{_READ} are supported; export the unquantised one."
     )
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _stated_settings(config: dict[str, Any]) -> Any:

@@ -117,7 +117,7 @@ def _traced(model: PreTrainedModel, job: Job) -> TracedDecoder:
 
 def _overflow_notice(model: PreTrainedModel, job: Job) -> str:
     stage, journal, stamp = "overflow check", job.finished.journal, job.finished.trace
-    noted = journal.find(stage, stamp)
+    noted = journal.find(stage, stamp, found=list)
     if noted is None:
         try:
             with streamed(model):

@@ -81,7 +81,7 @@ def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, 
 
 def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDecoder | None:
     """The trace saved under `stamp`, with the model's parameters, or None."""
-    found = journal.find(_STAGE, stamp)
+    found = journal.find(_STAGE, stamp, file=str, num_layers=int)
     if found is None:
         return None
     graph_model = ir.load(found["file"])

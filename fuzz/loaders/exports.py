@@ -1,0 +1,187 @@
+"""Loaders of exported folders, and of what is saved beside them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from fuzz.loaders.loader import MESSAGES, TEMPLATE, Loader, exported
+from tests.support.attacks import call, function, nested_if, put
+from tests.support.toy_model import Toy, export_sampler
+from topw_deploy.manifest import (
+    MANIFEST_NAME,
+    DecoderManifest,
+    SamplerManifest,
+    load_decoder_manifest,
+    load_manifest,
+    manifest_from_json,
+)
+
+
+def manifest(scratch: Path) -> Loader:
+    folder = exported(scratch)
+
+    def read(data: bytes) -> None:
+        (folder / MANIFEST_NAME).write_bytes(data)
+        found = load_decoder_manifest(folder)
+        assert manifest_from_json(found.to_json()) == found
+
+    return Loader(read, ((folder / MANIFEST_NAME).read_bytes(),))
+
+
+def sampler_manifest(scratch: Path) -> Loader:
+    folder = export_sampler(scratch / "sampler", Toy.random(2))
+
+    def read(data: bytes) -> None:
+        (folder / MANIFEST_NAME).write_bytes(data)
+        found = load_manifest(folder)
+        assert isinstance(found, SamplerManifest)
+        assert manifest_from_json(found.to_json()) == found
+
+    return Loader(read, ((folder / MANIFEST_NAME).read_bytes(),))
+
+
+def folder(scratch: Path) -> Loader:
+    """The first byte chooses the file. onnxruntime does not run: it is no part of this package."""
+    from topw_deploy.runtime.chat import load_template
+    from topw_deploy.runtime.folder import ModelFolder
+    from topw_deploy.runtime.generation_config import bos_token, model_defaults
+    from topw_deploy.runtime.tokenizer import Tokenizer
+
+    place = exported(scratch)
+    names = ("generation_config.json", "config.json", "tokenizer_config.json", "special_tokens_map.json")
+    contents = {
+        "generation_config.json": {"eos_token_id": [1], "temperature": 0.5, "rule": "top_p", "top_p": 0.9, "beta": 2.5},
+        "config.json": {"model_type": "toy", "text_config": {"eos_token_id": [1], "bos_token_id": 0}},
+        "tokenizer_config.json": {"eos_token": {"content": "</s>"}, "chat_template": [
+            {"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "{{ tools }}"}]},
+        "special_tokens_map.json": {"bos_token": "<s>", "eos_token": {"content": "</s>"}},
+    }  # fmt: skip
+    original = (place / MANIFEST_NAME).read_bytes()
+
+    def read(data: bytes) -> None:
+        if not data:
+            return
+        (place / MANIFEST_NAME).write_bytes(original)
+        put(place, names[data[0] % len(names)], data[1:])
+        opened = ModelFolder(place, DecoderManifest)
+        tokenizer = Tokenizer(opened)
+        model_defaults(opened, tokenizer)
+        bos_token(opened, tokenizer)
+        template = load_template(opened, tokenizer)
+        if template is not None:
+            template.render(MESSAGES)
+
+    seeds = tuple(bytes([index]) + json.dumps(contents[name]).encode() for index, name in enumerate(names))
+    return Loader(read, seeds)
+
+
+def tokenizer(scratch: Path) -> Loader:
+    from tests.runtime.test_folder_fuzz import SMALL_TOKENIZER
+    from topw_deploy.runtime.folder import ModelFolder
+    from topw_deploy.runtime.tokenizer import Tokenizer
+
+    place = exported(scratch)
+    original = (place / MANIFEST_NAME).read_bytes()
+
+    def read(data: bytes) -> None:
+        (place / MANIFEST_NAME).write_bytes(original)
+        put(place, "tokenizer.json", data)
+        found = Tokenizer(ModelFolder(place, DecoderManifest))
+        ids = found.encode("Hello <s> ab\n\u00e9" + "a" * 200)
+        found.decode([*ids, 0, 1, 2, 999])
+        follow = found.follow(ids)
+        for token in (0, 1, 2, 3):
+            follow.push(token)
+        follow.flush()
+        assert found.bound.characters is None or found.bound.characters >= 0
+
+    normalizers = {"type": "Sequence", "normalizers": [
+        {"type": "Replace", "pattern": {"String": " "}, "content": "_"}, {"type": "NFKC"},
+        {"type": "Prepend", "prepend": "_"},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]}  # fmt: skip
+    unigram = {
+        "type": "Unigram",
+        "unk_id": 0,
+        "vocab": [["<unk>", 0.0], ["a", -1.0], ["ab", -2.5]],
+        "byte_fallback": False,
+    }
+    pieces = {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
+              "vocab": {"a": 0, "##b": 1}}  # fmt: skip
+    others = ({"normalizer": normalizers}, {"model": unigram}, {"model": pieces, "post_processor": None})
+    return Loader(read, tuple(json.dumps({**SMALL_TOKENIZER, **other}).encode() for other in ({}, *others)))
+
+
+def template(_scratch: Path) -> Loader:
+    from topw_deploy.runtime.chat import ChatTemplate
+
+    published = Path(__file__).parents[2] / "tests" / "runtime" / "template" / "templates"
+    seeds = [
+        path.read_bytes() for path in sorted(published.rglob("*")) if path.is_file() and path.stat().st_size < 20_000
+    ]
+
+    def read(data: bytes) -> None:
+        source = data.decode("utf-8", "replace")
+        made = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+        made.render(MESSAGES, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])
+
+    return Loader(read, (TEMPLATE.encode(), *seeds))
+
+
+def session(scratch: Path) -> Loader:
+    from tests.engine.test_session_file import FORM, TOKENS, states_of
+    from topw_deploy.engine.session_file import read_session, write_session
+
+    path = scratch / "session"
+    write_session(path, FORM, TOKENS, states_of(5))
+    seed = path.read_bytes()
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        read_session(path, FORM)
+
+    return Loader(read, (seed, _reheaded(seed)))
+
+
+def _reheaded(data: bytes) -> bytes:
+    """The header alone, whose length is right, for changes of its JSON."""
+    (length,) = struct.unpack("<Q", data[:8])
+    return data[: 8 + length]
+
+
+def graph(scratch: Path) -> Loader:
+    """`topw check` and the builder of engines read graphs without onnxruntime."""
+    from topw_deploy.tensorrt.check import check
+
+    place = exported(scratch)
+    original = (place / MANIFEST_NAME).read_bytes()
+    whole = (place / "model.onnx").read_bytes()
+    inner = whole + nested_if(3) + function("f", ["g"]) + function("g", []) + call("f")
+
+    def read(data: bytes) -> None:
+        (place / MANIFEST_NAME).write_bytes(original)
+        put(place, "model.onnx", data)
+        for target in ("tensorrt", "onnxruntime"):
+            check(place, target, ask=False)
+
+    return Loader(read, (inner[-30_000:], nested_if(3) + function("f", ["g"]) + function("g", []) + call("f")))
+
+
+def stamp(scratch: Path) -> Loader:
+    from topw_deploy.tensorrt.stamp import read as read_stamp
+
+    path = scratch / "gpu.json"
+    sizes = {"least": 1, "usual": 2, "most": 4}
+    whole = {
+        "engine": "gpu.engine", "size": 5, "sha256": "0" * 64, "manifest": "0" * 64, "tensorrt": "10.16", "gpu": "G",
+        "sm": 90, "plugin": "none", "plugin_version": "", "precision": "fp16", "cache_length": 64, "workspace": None,
+        "profiles": [{"name": "p", "batch": sizes, "sequence": sizes, "edits": sizes}], "topw_deploy": "0.1",
+        "format_version": 1,
+    }  # fmt: skip
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        assert read_stamp(path).most_batch >= 0
+
+    return Loader(read, (json.dumps(whole).encode(),))
