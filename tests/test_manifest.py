@@ -145,7 +145,7 @@ def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(fold
         ({"defaults__tempratur": 1}, "tempratur"),
         ({"decoder__num_layers": 0}, "num_layers is 0"),
         ({"decoder__states": []}, "states has 0 entries"),
-        ({"decoder__states": [{}]}, r"field 'shape' of decoder.states\[0\] is missing"),
+        ({"decoder__states": [{}]}, r"decoder.states\[0\].shape is missing"),
         ({"decoder__most_columns": -1}, "most_columns is -1"),
         ({"decoder__left_padding": "yes"}, "left_padding"),
         ({"decoder__right_padding": 1}, "right_padding"),
@@ -169,7 +169,7 @@ def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(fold
             r"not_compared\[0\] has the unknown field 'text'",
         ),
         ({"verification__notes": [{"name": "x", "text": 5}]}, r"notes\[0\].text is 5"),
-        ({"verification__notes": [{"name": "x"}]}, "'text' of verification.notes.* is missing"),
+        ({"verification__notes": [{"name": "x"}]}, r"verification.notes\[0\].text is missing"),
         ({"verification__note": []}, "verification has the unknown field 'note'"),
     ],
 )
@@ -205,13 +205,35 @@ def test_a_default_beta_that_disagrees_is_refused(folder: Path, text: object, re
         m.load_manifest(folder)
 
 
-def test_a_folder_written_without_the_newer_fields_loads_without_their_values(folder: Path) -> None:
-    path = folder / m.MANIFEST_NAME
-    data = json.loads(path.read_text())
-    del data["default_beta"], data["verification"]["median_distance"]
-    path.write_text(json.dumps(data))
-    loaded = m.load_manifest(folder)
-    assert (loaded.default_beta, loaded.median_distance) == ("", None)
+def fields_of(data: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """The path of every field, those of a list's first item included."""
+    if isinstance(data, list):
+        return fields_of(data[0], (*path, 0)) if data else []
+    if not isinstance(data, dict):
+        return []
+    return [found for name, value in data.items() for found in ((*path, name), *fields_of(value, (*path, name)))]
+
+
+KEYED = ("files", "libraries", "opset", "source", "weights")
+"""Objects of any names."""
+EVERY_FIELD = [
+    path
+    for path in fields_of(json.loads(a_manifest(files={"model.onnx": m.FileEntry("0" * 64, 5)}).to_json()))
+    if len(path) < 2 or path[-2] not in KEYED
+]
+
+
+@pytest.mark.parametrize("path", EVERY_FIELD, ids=lambda path: ".".join(map(str, path)))
+def test_a_manifest_without_one_of_its_fields_is_refused_by_name(folder: Path, path: tuple[str | int, ...]) -> None:
+    data = json.loads((folder / m.MANIFEST_NAME).read_text())
+    *outer, last = path
+    place = data
+    for part in outer:
+        place = place[part]
+    del place[last]
+    (folder / m.MANIFEST_NAME).write_text(json.dumps(data))
+    with pytest.raises(ManifestError, match=str(last).replace("_", "[_ ]")):
+        m.load_manifest(folder)
 
 
 def test_the_median_distance_is_a_positive_number_and_1_under_the_uniform_metric(folder: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 _MOST_TEXT = 1 << 16  # characters
 _MOST_DIGITS = 400  # of an integer; longer ones take quadratic time to parse and fit no field
 _SHOWN = 60
-_REQUIRED: Any = object()
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -95,15 +94,13 @@ class Fields:
                 raise ValueError(f"{self._name} has the unknown field {shown(name)}")
         return self
 
-    def given(self, known: Collection[str]) -> dict[str, Any]:
-        """The fields among `known` that the object has."""
-        return {name: self._data[name] for name in known if name in self._data}
+    def has(self, name: str) -> bool:
+        return name in self._data
 
-    def value(self, name: str, default: Any = _REQUIRED) -> Any:
-        found = self._data.get(name, default)
-        if found is _REQUIRED:
-            raise ValueError(f"field {name!r} of {self._name} is missing")
-        return found
+    def value(self, name: str) -> Any:
+        if name not in self._data:
+            raise ValueError(f"{self._full(name)} is missing")
+        return self._data[name]
 
     def inner(self, name: str) -> Fields:
         return Fields(self._full(name), self.value(name))

@@ -40,7 +40,7 @@ from topw_deploy.sampling.parameters import (
     TopWOptions,
     TopWParameters,
 )
-from topw_deploy.sampling.rules import RULES, carried_rules
+from topw_deploy.sampling.rules import carried_rules
 
 MOST_LAYERS = 4096
 MOST_STATE_SIZE = 1 << 24  # of an axis
@@ -88,14 +88,14 @@ def _manifest(data: Fields) -> DecoderManifest | SamplerManifest:
         "outputs": _tensors("outputs", data.listing("outputs")),
         "sampler": _sampler(data.inner("sampler")),
         "defaults": defaults,
-        "default_beta": _default_beta(data.value("default_beta", ""), defaults),
+        "default_beta": _default_beta(data.text("default_beta"), defaults),
         "verification": _verification(data.inner("verification")),
         "files": files,
     }
     kind = data.one_of("kind", ("decoder", "sampler"))
     if kind == "decoder":
         return DecoderManifest(decoder=_decoder(data.inner("decoder")), **shared)
-    if data.value("decoder", None) is not None:
+    if data.has("decoder"):
         raise ValueError("kind is 'sampler', but there is a decoder")
     return SamplerManifest(**shared)
 
@@ -145,9 +145,7 @@ def _sampler(data: Fields) -> SamplerInfo:
 
 
 def _rules(data: Fields) -> tuple[str, ...]:
-    """The carried rules; all in a manifest without the list."""
-    if "rules" not in data.given(_names(SamplerInfo)):
-        return tuple(RULES)
+    """The carried rules."""
     found = data.texts("rules")
     try:
         if found == carried_rules(found):
@@ -160,7 +158,7 @@ def _rules(data: Fields) -> tuple[str, ...]:
 def _defaults(data: Fields) -> TopWParameters:
     """The default parameters, which must be valid in float32, the graph's type."""
     data.only(PARAMETER_NAMES)
-    given = {name: data.real(name) for name in data.given(PARAMETER_NAMES)}
+    given = {name: data.real(name) for name in PARAMETER_NAMES}
     found = TopWParameters(**given)
     try:
         rounded = {name: struct.unpack("<f", struct.pack("<f", float(value)))[0] for name, value in given.items()}
@@ -170,9 +168,8 @@ def _defaults(data: Fields) -> TopWParameters:
     return found
 
 
-def _default_beta(given: object, defaults: TopWParameters) -> str:
+def _default_beta(found: str, defaults: TopWParameters) -> str:
     """The text of a default beta that depends on the temperature; it must agree with `defaults`."""
-    found = text("default_beta", given)
     if not found:
         return found
     if not depends_on_temperature(found):
@@ -256,7 +253,7 @@ def _verification(data: Fields) -> Verification:
             for given in data.objects("not_compared", _names(NotCompared))
         ),
         notes=tuple(Note(given.text("name"), given.text("text")) for given in data.objects("notes", _names(Note))),
-        median_distance=_median(data.value("median_distance", None)),
+        median_distance=_median(data.value("median_distance")),
     )
 
 
@@ -272,14 +269,11 @@ def _names(part: type) -> tuple[str, ...]:
 
 def _options(data: Fields) -> TopWOptions:
     data.only(OPTION_NAMES)
-    given = data.given(OPTION_NAMES)
-    for name, known in (("metric", METRICS), ("potential", POTENTIALS)):
-        if name in given:
-            data.one_of(name, known)
-    for name in ("top_m", "alt_iters", "knn_k"):
-        if name in given:
-            data.whole(name, 1, _INT32)
-    return TopWOptions(**given)
+    return TopWOptions(
+        metric=data.one_of("metric", METRICS),
+        potential=data.one_of("potential", POTENTIALS),
+        **{name: data.whole(name, 1, _INT32) for name in ("top_m", "alt_iters", "knn_k")},
+    )
 
 
 def _tensor(data: Fields) -> TensorSpec:

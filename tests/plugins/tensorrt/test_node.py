@@ -11,8 +11,10 @@ from topw_deploy.export.tail import TailSpec, plain_gather, tail_attributes, tai
 from topw_deploy.plugins.tensorrt.node import FIELDS, CallShape, NodeAttributes, Tensor, describe
 from topw_deploy.sampling.parameters import TopWOptions
 
-SETTINGS = NodeAttributes(top_m=64, alt_iters=3, metric="unit", knn_k=2, table_form="Gather(axis=0)", with_keep_mask=1)
-UNIFORM = NodeAttributes(top_m=64, alt_iters=3, metric="uniform")
+SETTINGS = NodeAttributes(
+    top_m=64, alt_iters=3, metric="unit", knn_k=2, table_form="Gather(axis=0)", with_mass=0, with_keep_mask=1
+)
+UNIFORM = NodeAttributes(top_m=64, alt_iters=3, metric="uniform", knn_k=0, with_mass=0, with_keep_mask=0)
 
 
 def tensors(
@@ -45,9 +47,8 @@ def test_an_engines_fields_give_the_attributes_back() -> None:
     assert NodeAttributes.from_fields(SETTINGS.to_fields()) == SETTINGS
 
 
-def test_a_node_of_an_older_export_has_neither_output_on_request() -> None:
-    fields = {name: value for name, value in UNIFORM.to_fields().items() if not name.startswith("with_")}
-    assert NodeAttributes.from_fields(fields).outputs == ("next_token", "logprob", "kept", "certified")
+def test_a_node_without_optional_outputs_has_four() -> None:
+    assert UNIFORM.outputs == ("next_token", "logprob", "kept", "certified")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_attributes_that_the_kernels_cannot_serve_are_refused(fields: dict[str, 
         NodeAttributes.from_fields({**SETTINGS.to_fields(), **fields})
 
 
-@pytest.mark.parametrize("missing", ["top_m", "alt_iters", "metric"])
+@pytest.mark.parametrize("missing", ["top_m", "alt_iters", "metric", "knn_k", "with_mass", "with_keep_mask"])
 def test_a_missing_attribute_is_named(missing: str) -> None:
     fields = {name: value for name, value in SETTINGS.to_fields().items() if name != missing}
     with pytest.raises(PluginError, match=f"the node has no {missing}"):

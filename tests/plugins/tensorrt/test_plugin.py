@@ -25,9 +25,9 @@ from topw_deploy.sampling.parameters import TopWOptions
 VOCAB, HIDDEN, BATCH = 300, 8, 4
 TABLE = np.random.default_rng(3).standard_normal((VOCAB, HIDDEN)).astype(np.float32)
 FULL = NodeAttributes(
-    top_m=64, alt_iters=3, metric="unit", table_form="Gather(axis=0)", with_mass=1, with_keep_mask=1
+    top_m=64, alt_iters=3, metric="unit", knn_k=0, table_form="Gather(axis=0)", with_mass=1, with_keep_mask=1
 )  # fmt: skip
-UNIFORM = NodeAttributes(top_m=64, alt_iters=3, metric="uniform")
+UNIFORM = NodeAttributes(top_m=64, alt_iters=3, metric="uniform", knn_k=0, with_mass=0, with_keep_mask=0)
 ANSWERS = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "certified": np.bool_, "mass": np.float32}
 
 
@@ -163,7 +163,7 @@ def test_every_other_tensor_has_one_type_and_lies_in_rows(plugin: Any, kernels: 
 def test_what_the_kernels_refuse_is_refused_while_the_engine_is_built(
     plugin: Any, kernels: Kernels, described: Any
 ) -> None:
-    node = plugin.TopWSamplePlugin(NodeAttributes(top_m=5000, alt_iters=3, metric="uniform"), kernels)
+    node = plugin.TopWSamplePlugin(replace(UNIFORM, top_m=5000), kernels)
     shapes = [(1, 9000), (1, 1), (1, 1), (1, 1), (1, 0), *[(1,)] * 8, (1, 2)]
     inputs = [described("int64" if place == 1 else "float32", shape) for place, shape in enumerate(shapes)]
     with pytest.raises(PluginError, match="4096"):

@@ -56,10 +56,10 @@ class NodeAttributes:
     top_m: int
     alt_iters: int
     metric: str
-    knn_k: int = 0
+    knn_k: int
+    with_mass: int
+    with_keep_mask: int
     table_form: str = ""
-    with_mass: int = 0
-    with_keep_mask: int = 0
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -84,11 +84,10 @@ class NodeAttributes:
         for name, value in known.items():
             if isinstance(value, str) != (name in _TEXTS):
                 raise PluginError(f"the node's {name} is {value!r}, which has the wrong type; export the model again.")
-        try:
-            return cls(**known)  # type: ignore[arg-type]
-        except TypeError:
-            missing = [name for name in ("top_m", "alt_iters", "metric") if name not in known]
-            raise PluginError(f"the node has no {', '.join(missing)}; export the model again.") from None
+        missing = [name for name in (*_NUMBERS, "metric") if name not in known]
+        if missing:
+            raise PluginError(f"the node has no {', '.join(missing)}; export the model again.")
+        return cls(**known)  # type: ignore[arg-type]
 
     def to_fields(self) -> dict[str, int | str]:
         """Attributes by name, in the order of FIELDS."""

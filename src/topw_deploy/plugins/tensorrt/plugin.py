@@ -137,7 +137,8 @@ class TopWSampleCreator(trt.IPluginCreatorV3One):
         trt.IPluginCreatorV3One.__init__(self)
         self.name, self.plugin_version, self.plugin_namespace = NAME, VERSION, NAMESPACE
         # Fields for the parser; the values are examples. TensorRT keeps the names' addresses.
-        self._known = _plugin_fields(NodeAttributes(top_m=1, alt_iters=1, metric="uniform").to_fields())
+        example = NodeAttributes(top_m=1, alt_iters=1, metric="uniform", knn_k=0, with_mass=0, with_keep_mask=0)
+        self._known = _plugin_fields(example.to_fields())
         self.field_names = trt.PluginFieldCollection(self._known)
         self.kernels = kernels
 

@@ -28,7 +28,7 @@ void complain(const char *format, ...);  // logs an error to TensorRT
 // ---- attributes
 
 struct Settings {
-  int32_t top_m = 0, alt_iters = 0, knn_k = 0, with_mass = 0, with_keep_mask = 0;
+  int32_t top_m = -1, alt_iters = -1, knn_k = -1, with_mass = -1, with_keep_mask = -1;  // -1: not given
   char metric[16] = "", table_form[128] = "";
 
   int32_t metric_number() const {
@@ -94,8 +94,13 @@ inline bool read_settings(const nvinfer1::PluginFieldCollection &fields, Setting
       complain("the attribute %s is of the wrong type or out of range", fields.fields[index].name);
       return false;
     }
-  if (settings->top_m < 1 || settings->alt_iters < 1 || settings->metric_number() < 0) {
-    complain("top_m, alt_iters or metric is missing or unknown (metric is '%s')", settings->metric);
+  for (const Number &number : kNumbers)
+    if (settings->*number.place < 0) {
+      complain("the attribute %s is missing", number.name);
+      return false;
+    }
+  if (settings->metric_number() < 0) {
+    complain("the metric is missing or unknown (it is '%s')", settings->metric);
     return false;
   }
   if (settings->has_table() ? strcmp(settings->table_form, kTableForm) != 0 : settings->table_form[0] != '\0') {

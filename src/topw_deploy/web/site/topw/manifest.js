@@ -87,19 +87,19 @@ export function parseManifest(text) {
 class Malformed extends Error {}
 
 function manifest(data) {
-  if (data.verification?.status === "provisional") {
+  const { status, median_distance: median } = object("verification", data.verification);
+  if (status === "provisional") {
     throw new ManifestError("the export was interrupted before its verification; export the model again.");
   }
   const found = {
     decoder: decoder(object("decoder", data.decoder)),
     sampler: sampler(object("sampler", data.sampler)),
-    defaults: defaults(object("defaults", data.defaults), data.default_beta ?? ""),
+    defaults: defaults(object("defaults", data.defaults), data.default_beta),
     inputs: new Map(list("inputs", data.inputs).map((each) => [text("a name in inputs", each?.name), each.shape])),
     outputs: list("outputs", data.outputs).map((each) => text("a name in outputs", each?.name)),
     files: new Map(Object.entries(object("files", data.files)).map(([name, entry]) => [safe(name), size(name, entry)])),
   };
   if (!found.files.has("model.onnx")) throw new Malformed("files does not list model.onnx");
-  const median = data.verification?.median_distance ?? null;
   if (median !== null && !(Number.isFinite(median) && median > 0)) {
     throw new Malformed(`verification.median_distance is ${show(median)}, not a number > 0`);
   }
@@ -153,7 +153,7 @@ function state(data, index) {
 }
 
 function sampler(data) {
-  const metric = object("sampler.options", data.options).metric ?? "mahalanobis";
+  const metric = object("sampler.options", data.options).metric;
   if (!METRICS.includes(metric)) throw new Malformed(`sampler.options.metric is ${show(metric)}`);
   const hidden = data.hidden_size;
   const vocabSize = whole("sampler.vocab_size", data.vocab_size, 1, MOST_VOCABULARY);
@@ -161,7 +161,7 @@ function sampler(data) {
     vocabSize,
     hiddenSize: hidden === null ? null : whole("sampler.hidden_size", hidden, 1, MOST_VOCABULARY),
     metric,
-    rules: list("sampler.rules", data.rules ?? [...RULES.keys()]).map(rule),
+    rules: list("sampler.rules", data.rules).map(rule),
     sortsAll: data.tail === "onnxruntime" || vocabSize <= LONGEST_LIST,
   };
 }
