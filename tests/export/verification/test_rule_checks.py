@@ -11,6 +11,7 @@ import pytest
 from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.export.verification.rule_checks import rule_checks
+from topw_deploy.manifest import Check, NotCompared
 from topw_deploy.sampling import TopWParameters
 from topw_deploy.sampling.parameters import TopWOptions
 
@@ -46,7 +47,8 @@ def spoil(name: str, row: int, change: float) -> Callable[[dict[str, Any]], None
 
 
 def passed(probe: SamplerProbe, change: Callable[[dict[str, Any]], None]) -> list[bool]:
-    return [check.passed for check in rule_checks(Changed(probe, change), TopWParameters(), LOGITS)]  # type: ignore[arg-type]
+    found = rule_checks(Changed(probe, change), TopWParameters(), LOGITS)  # type: ignore[arg-type]
+    return [check.passed for check in found if isinstance(check, Check)]
 
 
 def test_a_correct_sampler_passes(probe: SamplerProbe) -> None:
@@ -61,3 +63,16 @@ def test_a_wrong_answer_fails(probe: SamplerProbe, name: str) -> None:
 def test_wrong_log_probabilities_fail(probe: SamplerProbe) -> None:
     assert passed(probe, spoil("logprob", 13, 1e-3)) == [True, False]
     assert passed(probe, spoil("logprob", 13, np.nan)) == [True, False]
+
+
+def test_rows_that_all_tie_are_not_compared(probe: SamplerProbe) -> None:
+    (found,) = rule_checks(probe, TopWParameters(), np.zeros((4, VOCAB), np.float32), names=("top_k",))
+    assert found == NotCompared(
+        "sampler rules", "at least 12 rows without a tie are needed (24 rows, 1 rules, 24 on a tie)"
+    )
+
+
+def test_a_wrong_row_is_a_failure_however_few_there_are(probe: SamplerProbe) -> None:
+    changed = Changed(probe, spoil("kept", 0, 1))
+    found = list(rule_checks(changed, TopWParameters(), LOGITS[:1], names=("min_p",)))  # type: ignore[arg-type]
+    assert [isinstance(check, Check) and check.passed for check in found] == [False, True]

@@ -73,7 +73,7 @@ def results(
 def test_a_right_sampler_passes_whatever_the_models_logits_are(sampler: Sampler, logits: np.ndarray) -> None:
     found = results(sampler, logits)
     assert [(type(each), each.passed) for each in found] == [(Check, True)] * 4
-    assert ("constructed logits" in found[0].detail) == (logits is not ANY)
+    assert (", 0 of constructed logits" in found[0].detail) == (logits is ANY)
 
 
 @pytest.mark.parametrize(
@@ -97,17 +97,24 @@ def test_a_wrong_answer_fails_its_check(
 def test_a_sampler_that_does_not_read_masks_fails(sampler: Sampler) -> None:
     failed = [each for each in results(sampler, ANY, masks=False) if not each.passed]
     assert "sampler tokens" in {each.name for each in failed}
-    assert "masked" in failed[0].detail
+    assert "rows under a mask" in failed[0].detail
 
 
 def test_too_few_rows_are_not_compared(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "made_logits", lambda _vocab: PEAKED)
     (found,) = results(sampler, PEAKED)
     assert isinstance(found, NotCompared)
-    assert "12 decided by geometry are needed (56 rows" in found.reason
+    assert "12 without a certificate and 6 under a mask are needed (56 rows" in found.reason
     monkeypatch.setattr(module, "made_logits", lambda _vocab: FLAT)
     (found,) = results(sampler, FLAT)
     assert isinstance(found, NotCompared)
+
+
+def test_too_few_masked_rows_are_not_compared(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FEWEST_MASKED", 10_000)
+    (found,) = results(sampler, ANY)
+    assert isinstance(found, NotCompared)
+    assert "10000 under a mask are needed" in found.reason
 
 
 def test_a_wrong_row_is_a_failure_however_few_there_are(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:

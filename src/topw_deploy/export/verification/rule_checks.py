@@ -9,7 +9,7 @@ import numpy as np
 
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.export.verification.sampler_checks import LOGPROB_BOUND
-from topw_deploy.manifest import Check
+from topw_deploy.manifest import Check, NotCompared
 from topw_deploy.sampling import FLOAT32_TIES, Row, RuleParameters, TopWParameters, sample_row
 
 RULES = (
@@ -22,6 +22,8 @@ RULES = (
     RuleParameters(rule="top_n_sigma"),
     RuleParameters(rule="none"),
 )
+# Minimum number of rows without a tie: half of what four rows of logits give for a single rule.
+FEWEST_RULE_ROWS = 12
 _UNIFORM = (0.1, 0.5, 0.9)
 
 
@@ -31,10 +33,12 @@ def rule_checks(
     logits: np.ndarray,
     title: str = "sampler",
     names: Collection[str] | None = None,
-) -> Iterator[Check]:
+) -> Iterator[Check | NotCompared]:
     """Compare kept sizes, certificates, tokens and log-probabilities on `logits` [n, vocab], in batches of all rules.
 
     Temperatures are 1 and 1.7. Rows that rounding may decide (docs/contract/rules.md, section 2) are not compared.
+    With fewer than FEWEST_RULE_ROWS others, yields NotCompared.
+
     names: rules that the sampler carries, None for all. Yields nothing if it carries none of the compared ones.
     """
     carried = [rule for rule in RULES if names is None or rule.chosen.name in names]
@@ -60,6 +64,9 @@ def rule_checks(
             # np.maximum propagates NaN, and the check then fails
             worst = float(np.maximum(worst, abs(float(answer["logprob"]) - wanted.logprob)))
     detail = f"{len(logits) * len(cases)} rows, {len(carried)} rules, {ties} on a tie"
+    if len(logits) * len(cases) - ties < FEWEST_RULE_ROWS and not wrong:
+        yield NotCompared(f"{title} rules", f"at least {FEWEST_RULE_ROWS} rows without a tie are needed ({detail})")
+        return
     yield Check(f"{title} rules", wrong == 0, float(wrong), 0.0, detail)
     yield Check(f"{title} rules' log-probabilities", worst <= LOGPROB_BOUND, worst, LOGPROB_BOUND, detail)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from topw_deploy.manifest import Check, NotCompared, SamplerInfo
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, pack_mask, sample_row
 
 LOGPROB_BOUND = 1e-4
-# Minimum number of rows without a tie, and of those among them decided by geometry (not certified). Four rows of
-# logits give 28 or more.
-FEWEST_ROWS, FEWEST_BY_GEOMETRY = 20, 12
+# Minimum number of rows without a tie, and of those among them without a certificate, whose crops the pool's distances
+# give. Four rows of logits give 28 or more, and 8 or more under a mask.
+FEWEST_ROWS, FEWEST_UNCERTIFIED, FEWEST_MASKED = 20, 12, 6
 _MADE_ROWS = 4
 _MASKED_SETTINGS = 2  # the first of `_settings`
 _LARGEST_CROP_WALKED = 6  # tokens drawn per crop; all for smaller crops
@@ -35,7 +35,7 @@ _BLOCK = 2048
 class _Tally:
     rows: int = 0
     ties: int = 0
-    by_geometry: int = 0
+    uncertified: int = 0
     kept_sets: int = 0
     tokens: int = 0
     certificates: int = 0
@@ -43,21 +43,26 @@ class _Tally:
 
     @property
     def enough(self) -> bool:
-        return self.rows - self.ties >= FEWEST_ROWS and self.by_geometry >= FEWEST_BY_GEOMETRY
+        return self.compared >= FEWEST_ROWS and self.uncertified >= FEWEST_UNCERTIFIED
+
+    @property
+    def compared(self) -> int:
+        return self.rows - self.ties
 
     @property
     def wrong(self) -> dict[str, int]:
         return {"kept sets": self.kept_sets, "tokens": self.tokens, "certificates": self.certificates}
 
-    def described(self, what: str) -> str:
-        return f"{self.rows} rows{what}, {self.by_geometry} decided by geometry, {self.ties} on a tie"
+    def add_all(self, answers: Iterable[tuple[Row, dict[str, np.ndarray]]]) -> None:
+        for wanted, found in answers:
+            self.add(wanted, found)
 
     def add(self, wanted: Row, found: dict[str, np.ndarray]) -> None:
         self.rows += 1
         if wanted.ties.allow(FLOAT32_TIES):
             self.ties += 1
             return
-        self.by_geometry += not wanted.certified
+        self.uncertified += not wanted.certified
         self.kept_sets += bool(found["kept"] != wanted.kept)
         # A missing certificate only costs time.
         false_claim = bool(found["certified"]) and not wanted.certified
@@ -81,31 +86,33 @@ def sampler_checks(
     """Compare kept sets, tokens, certificates and log-probabilities on `logits` [n, vocab].
 
     Compares the size of each crop and draws its tokens (six of a large one), each at the middle of its uniform
-    interval. Rows that rounding may decide (docs/contract/graph.md, section 4) are not judged. Below FEWEST_ROWS or
-    FEWEST_BY_GEOMETRY, constructed rows are added; if there are still too few, yields NotCompared. Then each row of
-    `logits` is compared again under a mask that forbids its best token.
+    interval. Rows that rounding may decide (docs/contract/graph.md, section 4) are not judged. Each row of `logits` is
+    compared again under a mask that forbids its best token. Below FEWEST_ROWS or FEWEST_UNCERTIFIED, and under masks
+    below FEWEST_MASKED, constructed rows are added; if there are still too few, yields NotCompared.
 
     title: prefix of result names.
     """
-    tally = _Tally()
-    for wanted, found in _answers(probe, sampler, defaults, geometry, logits):
-        tally.add(wanted, found)
-    given = tally.rows
-    if not tally.enough:
-        for wanted, found in _answers(probe, sampler, defaults, geometry, made_logits(sampler.vocab_size)):
-            tally.add(wanted, found)
-    made = f", {tally.rows - given} of constructed logits" if tally.rows > given else ""
-    unmasked = replace(tally)
-    for wanted, found in _answers(probe, sampler, defaults, geometry, logits, made_masks(logits)):
-        tally.add(wanted, found)
-    if not unmasked.enough and not any(tally.wrong.values()):
-        least = f"{FEWEST_ROWS} rows without a tie and {FEWEST_BY_GEOMETRY} decided by geometry"
-        yield NotCompared(title, f"at least {least} are needed ({unmasked.described(made)})")
+    unmasked, masked = _Tally(), _Tally()
+    made = made_logits(sampler.vocab_size)
+    unmasked.add_all(_answers(probe, sampler, defaults, geometry, logits))
+    given = unmasked.rows
+    if not unmasked.enough:
+        unmasked.add_all(_answers(probe, sampler, defaults, geometry, made))
+    masked.add_all(_answers(probe, sampler, defaults, geometry, logits, made_masks(logits)))
+    if masked.compared < FEWEST_MASKED:
+        masked.add_all(_answers(probe, sampler, defaults, geometry, made, made_masks(made)))
+    wrong = {name: count + masked.wrong[name] for name, count in unmasked.wrong.items()}
+    detail = (
+        f"{unmasked.rows} rows, {unmasked.rows - given} of constructed logits, {unmasked.uncertified} without a "
+        f"certificate, {unmasked.ties} on a tie; {masked.rows} rows under a mask, {masked.ties} on a tie"
+    )
+    if not (unmasked.enough and masked.compared >= FEWEST_MASKED) and not any(wrong.values()):
+        least = f"{FEWEST_ROWS} rows without a tie, {FEWEST_UNCERTIFIED} without a certificate and {FEWEST_MASKED}"
+        yield NotCompared(title, f"at least {least} under a mask are needed ({detail})")
         return
-    detail = tally.described(f"{made}, {tally.rows - unmasked.rows} masked")
-    for name, count in tally.wrong.items():
+    for name, count in wrong.items():
         yield Check(f"{title} {name}", count == 0, float(count), 0.0, detail)
-    worst = tally.worst_logprob
+    worst = float(np.maximum(unmasked.worst_logprob, masked.worst_logprob))  # np.maximum keeps NaN
     yield Check(f"{title} log-probabilities", worst <= LOGPROB_BOUND, worst, LOGPROB_BOUND, detail)
 
 
