@@ -89,8 +89,22 @@ def test_a_deadline_ends_a_request_that_runs_or_waits(model: TopWModel, engine_o
     assert len(result.token_ids) < 90
     assert waiting.result(60).finish_reason == "timeout"
     assert waiting.result().token_ids == []
+    assert waiting.result().timings.queue_seconds >= 0.01
     early = engine.submit("c", max_time=1000, max_new_tokens=2, **HOT).result(60)
     assert early.finish_reason == "length"
+
+
+def test_a_result_says_how_long_its_prompt_waited(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+    engine = engine_of(model, max_batch=1)
+    first = engine.submit("a", max_new_tokens=2, stopping_criteria=gate)
+    assert gate.reached.wait(60)
+    second = engine.submit("b", max_new_tokens=2)
+    time.sleep(0.05)
+    gate.opened.set()
+    times = second.result(60).timings
+    assert 0.05 <= times.queue_seconds < times.prefill_seconds
+    assert first.result(60).timings.queue_seconds < first.result().timings.prefill_seconds
+    assert model.generate("b", max_new_tokens=2).timings.queue_seconds == 0
 
 
 def test_a_full_queue_is_an_error(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:

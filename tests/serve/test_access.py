@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from starlette.testclient import TestClient
 from tests.serve.conftest import HELLO, NewClient, refused
 from tests.support.toy_model import Toy, export
 from topw_deploy.serve.access import JsonLines, PlainLines
+from topw_deploy.serve.app import PAGE_ROUTES, ROUTES
+from topw_deploy.serve.metrics import PATHS
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": HELLO, "max_tokens": 3, "seed": 1}
@@ -145,9 +148,40 @@ def test_metrics(serve: NewClient, folder: Any) -> None:
         "topw:e2e_request_latency_seconds_count": 3,
         "topw:kept_tokens_count": 9,
         "topw:request_generation_tokens_sum": 9,
+        "topw:request_queue_time_seconds_count": 3,
+        "topw:request_prefill_time_seconds_count": 3,
+        "topw:request_decode_time_seconds_count": 3,
     }
     assert {name: metric(client, name) for name in wanted} == wanted
     assert metric(client, "topw:inter_token_latency_seconds_count") >= 2
     assert metric(client, "topw:prefix_cache_hits_total") > 0
     assert 0 <= metric(client, "topw:certified_tokens_total") <= 9
     assert 'model_name="toy"' in client.get("/metrics").text
+    parts = ("queue", "prefill", "decode")
+    whole = sum(metric(client, f"topw:request_{part}_time_seconds_sum") for part in parts)
+    assert whole == pytest.approx(metric(client, "topw:e2e_request_latency_seconds_sum"))
+
+
+def test_answers_are_counted_by_path_and_status(serve: NewClient, folder: Any) -> None:
+    client = serve(folder, api_keys=("k",), max_body=300, headers={"Authorization": "Bearer k"})
+    client.post(CHAT, json=ASK)
+    client.post(CHAT, content=b"{")
+    client.post(CHAT, content=b" " * 400)
+    client.post(CHAT, json=ASK, headers={"Authorization": "no"})
+    client.get("/v1/models/a")
+    client.get("/v1/models/org/b")
+    client.get("/nowhere")
+    client.post("/made/up")
+    found = set(re.findall(r"^topw:http_responses_total(\{.*)", client.get("/metrics").text, re.MULTILINE))
+    assert {each for each in found if "/health" not in each} == {
+        '{path="/v1/chat/completions",status="200"} 1.0',
+        '{path="/v1/chat/completions",status="400"} 1.0',
+        '{path="/v1/chat/completions",status="413"} 1.0',
+        '{path="/v1/chat/completions",status="401"} 1.0',
+        '{path="/v1/models/NAME",status="404"} 2.0',
+        '{path="other",status="404"} 2.0',
+    }
+
+
+def test_every_path_has_a_label() -> None:
+    assert {route.path.replace("{name:path}", "NAME") for route in (*ROUTES, *PAGE_ROUTES)} == PATHS

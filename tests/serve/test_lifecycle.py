@@ -15,7 +15,7 @@ import pytest
 from starlette.applications import Starlette
 
 from tests.serve.conftest import CPU, HELLO, Gate, NewClient, refused
-from topw_deploy.errors import ManifestError, ParameterError
+from topw_deploy.errors import LogitsError, ManifestError, ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.serve.app import create_app
 from topw_deploy.serve.served import PREPARING, Served
@@ -23,7 +23,7 @@ from topw_deploy.serve.server import new_server
 from topw_deploy.serve.service import Service
 from topw_deploy.serve.settings import Settings
 
-CHAT = "/v1/chat/completions"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDLESS = {"messages": HELLO, "ignore_eos": True, "seed": 1}
 
 
@@ -95,6 +95,23 @@ def in_use(service: Service) -> int:
     return served.engine.stats().in_use
 
 
+def by_label(service: Service, name: str, label: str, **others: str) -> dict[str, float]:
+    """The values of a metric, by one of its labels. others: the other labels' values."""
+    samples = (sample for family in service.metrics.registry.collect() for sample in family.samples)
+    found = [each for each in samples if each.name == name and others.items() <= each.labels.items()]
+    return {each.labels[label]: each.value for each in found}
+
+
+def ended(service: Service) -> dict[str, float]:
+    """Number of sequences that ended, by reason."""
+    return by_label(service, "topw:request_success_total", "finished_reason")
+
+
+def counted(service: Service, path: str) -> dict[str, float]:
+    """Number of answers, by status."""
+    return by_label(service, "topw:http_responses_total", "status", path=path)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_row(folder: Path, gate: Gate, stream: bool) -> None:
     async def test(app: Starlette, service: Service) -> None:
@@ -108,11 +125,49 @@ def test_a_client_that_goes_away_frees_its_row(folder: Path, gate: Gate, stream:
         await until(lambda: in_use(service) == 0)
         (served,) = service.served()
         assert served.engine.stats().new_tokens <= 2
+        assert ended(service) == {"abort": 1}
+        assert counted(service, CHAT) == {"200": 1} if stream else {"499": 1}
         other = Call(app, CHAT, {**ENDLESS, "max_tokens": 2})
         await asyncio.wait_for(other.task, 30)
         assert other.status == 200
+        assert ended(service) == {"abort": 1, "length": 1}
 
     with_service(folder, test, engine={"max_batch": 1})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_sequences_of_a_client_that_goes_away_count_as_aborted(folder: Path, gate: Gate, stream: bool) -> None:
+    async def test(app: Starlette, service: Service) -> None:
+        call = Call(app, TEXT, {"prompt": ["a", "b"], "n": 3, "ignore_eos": True, "stream": stream})
+        await until(lambda: in_use(service) > 0)
+        call.gone.set()
+        await asyncio.wait_for(call.task, 30)
+        assert ended(service) == {"abort": 6}
+
+    with_service(folder, test, engine={"max_batch": 2})
+
+
+def test_a_stream_that_the_engine_fails_ends_with_its_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = TopWModel._requests
+
+    def fails(ids: Any) -> bool:
+        raise LogitsError("there is no token left to draw; relax the constraints.")
+
+    def failing(model: TopWModel, prompt: Any, parameters: Any, limits: Any) -> Any:
+        return requests(model, prompt, {**parameters, "stopping_criteria": [fails]}, limits)
+
+    monkeypatch.setattr(TopWModel, "_requests", failing)
+    monkeypatch.setattr("topw_deploy.serve.served.FIRST_PIECE", 0.0)
+
+    async def test(app: Starlette, service: Service) -> None:
+        call = Call(app, TEXT, {"prompt": "a", "n": 2, "ignore_eos": True, "stream": True})
+        await asyncio.wait_for(call.task, 30)
+        last = json.loads(call.text.split("data: ")[-2])
+        assert last["error"]["code"] == "no_token_to_draw"
+        assert ended(service) == {}
+        assert by_label(service, "topw:failed_requests_total", "model_name") == {"toy": 1}
+
+    with_service(folder, test)
 
 
 def test_a_stream_that_was_never_read_frees_its_row(folder: Path, gate: Gate) -> None:
@@ -169,6 +224,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(folder: Path) -> None:
         call = Call(app, CHAT, ENDLESS, whole=False)
         await asyncio.wait_for(call.task, 30)
         assert call.status == 408
+        assert counted(service, CHAT) == {"408": 1}
         assert json.loads(call.text)["error"]["code"] == "request_timeout"
 
     with_service(folder, test, body_timeout=0.05)
@@ -184,6 +240,7 @@ def test_a_full_queue_is_a_429_also_for_streams(folder: Path, gate: Gate) -> Non
             assert second.status == 429
             assert json.loads(second.text)["error"]["code"] == "queue_full"
             assert (b"retry-after", b"1") in second.sent[0]["headers"]
+        assert counted(service, CHAT) == {"429": 2}
         gate.opened.set()
         await asyncio.wait_for(first.task, 30)
         assert first.status == 200
@@ -245,6 +302,7 @@ def test_what_does_not_end_in_time_is_cancelled_with_an_error(folder: Path, gate
         await asyncio.wait_for(call.task, 30)
         assert '"code":"draining"' in call.text
         assert call.status == (200 if stream else 503)
+        assert ended(service) == {"abort": 1}
 
     with_service(folder, test, drain_timeout=0.05)
 

@@ -23,7 +23,7 @@ class Job(Task):
     """One sequence of a request.
 
     prompt: int64 [n].
-    begun: whether its first chunk was begun, after `cached` tokens that were not read again.
+    begun_at: when its first chunk was begun, after `cached` tokens that were not read again; None before.
     columns: the outputs of its first token.
     spans: (row, first step) for each row that it decoded in, in order.
     reads: the request to use while the prompt is read. Steps that read a prompt token by token are greedy and unedited.
@@ -34,7 +34,8 @@ class Job(Task):
         self.request, self.generated = request, generated
         self.reads = reading(generated.request) if generated.unread else generated.request
         self.prompt = np.array(self.reads.prompt, np.int64)
-        self.begun, self.cached = False, 0
+        self.begun_at: float | None = None
+        self.cached = 0
         self.columns: dict[str, list[Any]] = {}
         self.spans: list[tuple[int, int]] = []
         self.first_at = request.started
@@ -43,7 +44,8 @@ class Job(Task):
     def end(self, columns: dict[str, list[Any]]) -> None:
         """Hand the result to the request."""
         self.ended = True
-        self.request.end_sequence(self.generated.index, Ended(self.generated, columns, self.first_at, self.cached))
+        ended = Ended(self.generated, columns, self.begun_at, self.first_at, self.cached)
+        self.request.end_sequence(self.generated.index, ended)
 
 
 @dataclass

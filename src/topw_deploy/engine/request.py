@@ -30,12 +30,14 @@ class Ended:
     """An ended sequence.
 
     columns: the sampler's outputs, one value per token.
+    begun_at: when the first chunk of its prompt was begun; None if it ended before.
     first_at: time of its first token.
     cached_tokens: see GenerationResult.
     """
 
     row: Row
     columns: Mapping[str, list[Any]]
+    begun_at: float | None
     first_at: float
     cached_tokens: int
 
@@ -180,6 +182,7 @@ class Request:
             self._on_end()
 
     def _new_result(self, ended: Ended, text: str | None) -> GenerationResult:
+        begun_at = ended.row.finished_at if ended.begun_at is None else ended.begun_at
         return result_of(
             ended.row,
             lambda name: ended.columns[name],
@@ -188,6 +191,7 @@ class Request:
             load_seconds=self._source.load_seconds,
             started=self.started,
             prefilled=ended.first_at,
+            queued=max(0.0, begun_at - self.started),
             cached_tokens=ended.cached_tokens,
             text=text,
         )

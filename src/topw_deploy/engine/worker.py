@@ -154,8 +154,9 @@ class Worker(InboxThread):
     def _read(self, chunk: Chunk[Job]) -> None:
         job, row = chunk.task, chunk.task.row
         try:
-            if not job.begun:  # rows may hold more of its prompt now than when it got its own
-                job.begun, job.cached = True, self._reuse.start(row, job.prompt)
+            if job.begun_at is None:  # rows may hold more of its prompt now than when it got its own
+                job.begun_at = time.perf_counter()
+                job.cached = self._reuse.start(row, job.prompt)
                 job.branch = self._reuse.branch(job.prompt, job.cached)
                 self.counts.cached_tokens += job.cached
                 chunk = self._scheduler.skip(job, job.cached)

@@ -20,12 +20,15 @@ class Timings:
     prefill_seconds: the batch's prompts and first tokens; from an Engine, from the call to the request's first token.
     decode_seconds: later steps, up to this row's last token.
     decode_steps: number of those steps.
+    queue_seconds: from the call to an Engine until it began to read this prompt, or until the end if it never did; 0
+        otherwise.
     """
 
     load_seconds: float
     prefill_seconds: float
     decode_seconds: float
     decode_steps: int
+    queue_seconds: float = 0.0
 
     @property
     def seconds_per_token(self) -> float:

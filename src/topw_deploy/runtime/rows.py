@@ -185,6 +185,7 @@ def result_of(
     load_seconds: float,
     started: float,
     prefilled: float,
+    queued: float = 0.0,
     cached_tokens: int = 0,
     text: str | None = None,
 ) -> GenerationResult:
@@ -193,6 +194,7 @@ def result_of(
     recorded: function from the name of an output to its values, one per token; [] if the graph lacks it.
     cached_tokens: see GenerationResult.
     started, prefilled: when the request began and when it had its first token, by time.perf_counter().
+    queued: seconds; see Timings.
     text: the whole text if the caller has decoded it already.
     """
     tokens = recorded("next_token")
@@ -220,6 +222,7 @@ def result_of(
             prefill_seconds=prefilled - started,
             decode_seconds=max(0.0, row.finished_at - prefilled),
             decode_steps=max(0, row.steps - 1),
+            queue_seconds=queued,
         ),
     )
 

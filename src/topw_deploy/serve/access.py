@@ -51,10 +51,11 @@ class AccessLog:
     """Gives each request an id, writes its line to the log, and answers 500 if the application fails.
 
     on_request: called with 1 when a POST request begins and with -1 when it ends.
+    on_answer: called with the path and the status of each request when it ends.
     """
 
-    def __init__(self, app: ASGIApp, on_request: Callable[[int], None]) -> None:
-        self._app, self._on_request = app, on_request
+    def __init__(self, app: ASGIApp, on_request: Callable[[int], None], on_answer: Callable[[str, int], None]) -> None:
+        self._app, self._on_request, self._on_answer = app, on_request, on_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,6 +80,7 @@ class AccessLog:
                 await JSONResponse(failure.as_dict(), failure.status)(scope, receive, send_with_id)
         finally:
             self._on_request(-counted)
+            self._on_answer(scope["path"].removeprefix(scope.get("root_path", "")), record.status or _GONE)
             _write(scope, record)
 
 

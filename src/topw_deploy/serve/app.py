@@ -60,7 +60,8 @@ def create_app(settings: Settings) -> Starlette:
         finally:
             await service.stop()
 
-    middleware = [Middleware(AccessLog, on_request=service.count), Middleware(Framing)]
+    log = Middleware(AccessLog, on_request=service.count, on_answer=service.metrics.answered)
+    middleware = [log, Middleware(Framing)]
     if settings.cors_origins:
         origins = list(settings.cors_origins)
         middleware.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from typing import Any
 
 from sse_starlette import ServerSentEvent
@@ -31,7 +32,7 @@ async def chat_completions(request: Request) -> Response:
     if run.streams:
         pieces = await run.begin(ids, plan.parameters)
         events = _events(run, plan, prompt, ids, pieces, body.stream_options or StreamOptions())
-        return EventStream(events, pieces.aclose, run.settings)
+        return EventStream(events, partial(run.close, pieces), run.settings)
     results = await run.whole(ids, plan.parameters)
     choices = [_choice(index, result, plan, prompt, run.returns_ids) for index, result in enumerate(results)]
     given = {"prompt_token_ids": ids} if run.returns_ids else {}

@@ -1,10 +1,10 @@
-"""Metrics for Prometheus. They have vLLM's names with the prefix `topw:`, and the label `model_name`."""
+"""Metrics for Prometheus. They have vLLM's names with the prefix `topw:`, and all but one the label `model_name`."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,7 +16,15 @@ from topw_deploy.runtime import GenerationResult
 if TYPE_CHECKING:
     from topw_deploy.serve.served import Served
 
-_MODEL = "model_name"
+MODEL = "model_name"
+_MODELS = "/v1/models/"
+PATHS = frozenset({
+    "/", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", f"{_MODELS}NAME", "/tokenize",
+    "/detokenize", "/topw/inspect", "/health", "/live", "/metrics",
+})  # fmt: skip
+"""The label `path` of an answer; "other" for all others, of which clients can think of any number."""
+
+ABORT = "abort"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 Read: TypeAlias = Callable[[EngineStats], float]
@@ -44,26 +52,36 @@ class Metrics:
     def __init__(self, served: Callable[[], Iterable[Served]]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Engines(served))
-
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            return Histogram(f"topw:{name}", text, [_MODEL], registry=self.registry, buckets=tuple(buckets))
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"topw:{name}", text, [_MODEL, *labels], registry=self.registry)
-
+        histogram, counter = self._histogram, self._counter
         self._first = histogram("time_to_first_token_seconds", "From the engine's call to the first token.", _SECONDS)
         self._gap = histogram("inter_token_latency_seconds", "Between tokens.", _SECONDS)
         self._whole = histogram("e2e_request_latency_seconds", "From the engine's call to the last token.", _SECONDS)
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._drawn = histogram("request_generation_tokens", "Tokens drawn for a sequence.", _TOKENS)
         self._kept = histogram("kept_tokens", "Tokens that the sampler kept at a step.", _TOKENS)
+        self._queue = histogram("request_queue_time_seconds", "Until the engine began to read the prompt.", _SECONDS)
+        self._prefill = histogram("request_prefill_time_seconds", "From then to the first token.", _SECONDS)
+        self._decode = histogram("request_decode_time_seconds", "From the first to the last token.", _SECONDS)
         self._certified = counter("certified_tokens", "Tokens whose kept set was proven without distances.")
         self._success = counter("request_success", "Sequences that ended.", "finished_reason")
+        text = "Answers, by path and status; 499 if the client left before."
+        self._answers = Counter("topw:http_responses", text, ["path", "status"], registry=self.registry)
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an answer."""
+        if path.startswith(_MODELS):
+            path = f"{_MODELS}NAME"
+        self._answers.labels(path if path in PATHS else "other", status).inc()
+
+    def aborted(self, model: str, sequences: int) -> None:
+        """Count sequences whose client left before their end."""
+        if sequences > 0:
+            self._success.labels(model, ABORT).inc(sequences)
 
     def ended(self, model: str, result: GenerationResult, *, streamed: bool) -> None:
         """Add an ended sequence. streamed: whether `gap` was called for its tokens."""
         timings, drawn = result.timings, len(result.token_ids)
-        self._success.labels(model, result.finish_reason).inc()
+        self._success.labels(model, ABORT if result.finish_reason == "cancelled" else result.finish_reason).inc()
         self._prompt.labels(model).observe(result.prompt_tokens)
         self._drawn.labels(model).observe(drawn)
         self._certified.labels(model).inc(sum(result.certified))
@@ -71,14 +89,23 @@ class Metrics:
         for size in result.kept:
             kept.observe(size)
         self._whole.labels(model).observe(timings.prefill_seconds + timings.decode_seconds)
+        self._queue.labels(model).observe(timings.queue_seconds)
         if drawn:
             self._first.labels(model).observe(timings.prefill_seconds)
+            self._prefill.labels(model).observe(timings.prefill_seconds - timings.queue_seconds)
+            self._decode.labels(model).observe(timings.decode_seconds)
         if timings.decode_steps and not streamed:
             self._gap.labels(model).observe(timings.seconds_per_token)
 
     def gap(self, model: str, seconds: float) -> None:
         """Add the time between two tokens of a streamed sequence."""
         self._gap.labels(model).observe(seconds)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
+        return Histogram(f"topw:{name}", text, [MODEL], registry=self.registry, buckets=tuple(buckets))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        return Counter(f"topw:{name}", text, [MODEL, *labels], registry=self.registry)
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -93,8 +120,8 @@ class _Engines(Collector):
 
     def collect(self) -> Iterator[Metric]:
         found = [(each.name, each.engine.stats()) for each in self._served()]
-        gauges = [(GaugeMetricFamily(f"topw:{name}", text, labels=[_MODEL]), of) for name, text, of in GAUGES]
-        counters = [(CounterMetricFamily(f"topw:{name}", text, labels=[_MODEL]), of) for name, text, of in COUNTERS]
+        gauges = [(GaugeMetricFamily(f"topw:{name}", text, labels=[MODEL]), of) for name, text, of in GAUGES]
+        counters = [(CounterMetricFamily(f"topw:{name}", text, labels=[MODEL]), of) for name, text, of in COUNTERS]
         for family, of in itertools.chain(gauges, counters):
             for name, stats in found:
                 family.add_metric([name], of(stats))

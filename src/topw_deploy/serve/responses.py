@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -34,7 +35,7 @@ async def responses(request: Request) -> Response:
     output = OutputItems(run.record.id)
     if run.streams:
         pieces = await run.begin(ids, plan.parameters)
-        return EventStream(_events(run, body, plan, prompt, pieces, output), pieces.aclose, run.settings)
+        return EventStream(_events(run, body, plan, prompt, pieces, output), partial(run.close, pieces), run.settings)
     (result,) = await run.whole(ids, plan.parameters)
     for found in _found(result, plan, prompt):
         for _ in output.add(found):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from topw_deploy.errors import PromptError, TopWError
 from topw_deploy.runtime import GenerationResult, Piece
@@ -43,6 +43,7 @@ class Run:
         self.record.facts["model"] = self.served.name
         self._request, self._metrics, self._body = request, service.metrics, body
         self._prompt_field = prompt_field
+        self._sequences, self._failed = 0, False
         self._drawn: dict[int, int] = {}
         self._results: dict[int, GenerationResult] = {}
         if body.cache_prompt is False and self.settings.reuses_prefixes:
@@ -85,26 +86,34 @@ class Run:
             return await unless_gone(self._request, self.served.logits(tokens))
 
     async def whole(self, prompt: Any, parameters: Mapping[str, Any]) -> list[GenerationResult]:
-        """All results, in order. If the client disconnects, the rows are freed."""
-        self.samples = parameters.get("num_return_sequences", 1)
-        with self.naming():
+        """All results, in order. If the client disconnects, the rows are freed. Raises RequestError as `watch` does."""
+        self._count(prompt, parameters)
+        with self.naming(), self._leaving():
             work = self.served.generate(prompt, parameters, self._body.max_time)
             results = await unless_gone(self._request, work)
         for row, result in enumerate(results):
             self._end(row, result, streamed=False)
+        for result in results:
+            check_whole(result)
         return results
 
     async def begin(self, prompt: Any, parameters: Mapping[str, Any]) -> Pieces:
         """Start a stream. Raises errors that occur before its first piece, or in its first second."""
-        self.samples = parameters.get("num_return_sequences", 1)
-        with self.naming():
+        self._count(prompt, parameters)
+        with self.naming(), self._leaving():
             return await unless_gone(self._request, self._begun(prompt, parameters))
+
+    async def close(self, pieces: Pieces) -> None:
+        """End a stream. What has not ended is cancelled, and counts as aborted."""
+        await pieces.aclose()
+        if not self._failed:
+            self._abort()
 
     async def watch(self, pieces: Pieces) -> AsyncIterator[Piece]:
         """The pieces, counted. Raises RequestError if the server stops."""
         last: dict[int, tuple[float, int]] = {}
         with self.naming():
-            async for piece in pieces:
+            async for piece in self._whole_pieces(pieces):
                 now = time.perf_counter()
                 before, drawn = last.get(piece.row, (now, piece.drawn))
                 if piece.drawn > drawn:
@@ -139,6 +148,33 @@ class Run:
     def log_prompt(self, prompt: Any) -> None:
         if self.settings.log_prompts:
             self.record.facts["prompt"] = prompt
+
+    async def _whole_pieces(self, pieces: Pieces) -> AsyncIterator[Piece]:
+        """The pieces of a request. If the engine fails it, the error, without the results that say so first."""
+        try:
+            async for piece in pieces:
+                if piece.result is None or piece.result.finish_reason != "error":
+                    yield piece
+        except Exception:
+            self._failed = True
+            raise
+
+    def _count(self, prompt: Any, parameters: Mapping[str, Any]) -> None:
+        self.samples = parameters.get("num_return_sequences", 1)
+        several = bool(prompt) and isinstance(prompt[0], list)
+        self._sequences = self.samples * (len(prompt) if several else 1)
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Count the sequences of a client that disconnects."""
+        try:
+            yield
+        except ClientDisconnect:
+            self._abort()
+            raise
+
+    def _abort(self) -> None:
+        self._metrics.aborted(self.served.name, self._sequences - len(self._results))
 
     async def _begun(self, prompt: Any, parameters: Mapping[str, Any]) -> Pieces:
         return await begun(await self.served.stream(prompt, parameters, self._body.max_time))

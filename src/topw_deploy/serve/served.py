@@ -62,7 +62,9 @@ class Served:
 
         chat: whether it has a chat template. logits: whether log-probabilities and inspections are available.
         defaults, presets: Top-W's parameters; a `beta` that depends on the temperature is text.
+        median_distance: of likely pairs, for `geom_unit` median; None if it was not measured.
         penalties: the export's repetition, presence and frequency penalty.
+        limits: the export's other defaults of the page's form.
         """
         sampler = self.model.manifest.sampler
         default = self.resolve([0], {"seed": 0})
@@ -70,11 +72,17 @@ class Served:
             "chat": self.model.has_chat_template,
             "logits": gives_logits(self.model.manifest),
             "metric": sampler.options.metric,
+            "median_distance": self.model.manifest.median_distance,
             "top_m": sampler.options.top_m,
             "vocab_size": sampler.vocab_size,
             "rule": default.rule.chosen.name,
             "defaults": asdict(default.top_w),
             "penalties": {name: getattr(default, name) for name in PENALTIES},
+            "limits": {
+                "min_tokens": default.min_new_tokens,
+                "no_repeat_ngram_size": default.no_repeat_ngram_size,
+                "stop": list(default.stop_strings),
+            },
             "presets": {name: preset_parameters(name, *sampler.geometry) for name in REQUEST_PRESETS},
         }
 
@@ -153,7 +161,7 @@ class Served:
     ) -> list[GenerationResult]:
         """Whole results, in the order of prompts and samples. Cancelling the task frees the rows.
 
-        Raises the errors of `Engine.generate`, RequestError (503) if the engine was shut down.
+        Raises the errors of `Engine.generate`.
         """
         if takes_long(parameters):  # to prepare, which `stream` does in one of our threads
             pieces = await self.stream(prompt, parameters, max_time)
@@ -163,8 +171,6 @@ class Served:
         else:
             found = await self.engine.generate(prompt, max_time=self._seconds(max_time), **parameters)
             results = found if isinstance(found, list) else [found]
-        for result in results:
-            check_whole(result)
         return results
 
     async def stream(
