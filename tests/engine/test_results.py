@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.engine.conftest import Gate, NewEngine
+from tests.engine.conftest import HOT, Gate, NewEngine
 from tests.support.samples import slow
 from tests.support.toy_model import CONTEXT, VOCAB, Toy
 from topw_deploy.engine import Engine, Request
@@ -87,10 +88,11 @@ def test_rows_join_and_leave_a_running_batch(any_model: TopWModel, engine_of: Ne
     hot = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True}
     prompts = [[5, 6, 7] * (1 + n % 5) for n in range(9)]
     budgets = [60, 3, 20, 1, 40, 7, 13, 2, 50]
-    requests = []
+    requests, readers = [], []
     for seed, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
         requests.append(engine.submit(prompt, max_new_tokens=budget, seed=seed, **hot))
-        next(iter(requests[-1]))  # its first piece: it decodes
+        readers.append(iter(requests[-1]))
+        next(readers[-1])  # its first piece: it decodes
     for seed, (prompt, budget, request) in enumerate(zip(prompts, budgets, requests, strict=True)):
         assert request.result(60) == any_model.generate(prompt, max_new_tokens=budget, seed=seed, **hot)
 
@@ -152,6 +154,17 @@ def test_the_model_generates_beside_its_engine(model: TopWModel, engine_of: NewE
     hot: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "seed": 4, "max_new_tokens": 80}
     request = engine.submit("prompt", **hot)
     assert model.generate("prompt", **hot) == request.result(60)
+
+
+def test_engines_and_threads_share_one_model(model: TopWModel, engine_of: NewEngine) -> None:
+    given = [{"prompt": text, "seed": seed, "max_new_tokens": 30, **HOT} for seed in range(6) for text in ("ab", "cd")]
+    alone = [model.generate(**one) for one in given]
+    engines = [engine_of(model, max_batch=2), engine_of(model, max_batch=3, prefill_budget=1)]
+    with ThreadPoolExecutor(3) as pool:
+        threads = [pool.submit(model.generate, **one) for one in given]
+        requests = [engine.submit(**one) for one in given for engine in engines]
+        assert [request.result(60) for request in requests] == [one for one in alone for _ in engines]
+        assert [thread.result(60) for thread in threads] == alone
 
 
 @pytest.mark.parametrize("more", [{}, {"stop_strings": ["never"]}, {"num_return_sequences": 2}])

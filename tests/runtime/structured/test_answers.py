@@ -245,3 +245,20 @@ def test_padding_rows_of_the_embedding_and_special_tokens_are_never_allowed(load
         assert allowed.max() < VOCAB - 30
         assert 0 not in allowed or "grammar" in stated
         assert EOS in allowed
+
+
+def test_the_last_grammars_are_not_compiled_again(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    compile_grammar = grammars.compile_grammar
+
+    def counted(constraint: Any, tokens: Any) -> Any:
+        compiled.append(constraint.text)
+        return compile_grammar(constraint, tokens)
+
+    monkeypatch.setattr(grammars, "compile_grammar", counted)
+    monkeypatch.setattr(grammars, "KEPT", 2)
+    model = load(Toy.random(1))
+    for regex in ("a{9}", "b{9}", "a{9}", "c{9}", "a{9}", "b{9}"):  # c takes the place of b, b of c
+        answer = model.generate("x", structured_outputs={"regex": regex}, max_new_tokens=20).text
+        assert answer == 9 * regex[0]
+    assert compiled == ["a{9}", "b{9}", "c{9}", "b{9}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -28,6 +29,9 @@ LIMITS: Mapping[str, Any] = {"step_lexer_fuel": 50_000, "step_max_items": 20_000
 STACK = 256 * 2**20
 """Bytes of the stack that compiles a grammar. Only the used part takes memory; the deepest grammars need a tenth."""
 
+KEPT = 64
+"""Compiled grammars that a model keeps for later requests. The least recently used is dropped first."""
+
 _END = b"<|topw: end of the grammar|>"
 _starting = threading.Lock()
 Result = TypeVar("Result")
@@ -43,24 +47,24 @@ class Grammars:
         self._tokenizer, self._size = tokenizer, vocab_size
         self._lock = threading.Lock()
         self._made: tuple[LLTokenizer, Vocabulary] | None = None
+        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()  # at the start of their grammars
 
     def guides(self, rows: Sequence[RowRequest]) -> list[Guide | None]:
-        """A started guide for each row with a constraint, None for the others. Equal constraints are compiled once.
+        """A started guide for each row with a constraint, None for the others.
+
+        The last KEPT constraints are not compiled again.
 
         The first call with a constraint reads the vocabulary, which takes about a second for 150,000 tokens.
 
         Raises GrammarError for a grammar that is invalid, matches nothing or is too complex, and MissingPackageError
         without llguidance.
         """
-        compiled: dict[Constraint, LLMatcher] = {}
-        return [None if row.constraint is None else self._guide(row, row.constraint, compiled) for row in rows]
+        return [None if row.constraint is None else self._guide(row, row.constraint) for row in rows]
 
-    def _guide(self, row: RowRequest, constraint: Constraint, compiled: dict[Constraint, LLMatcher]) -> Guide:
+    def _guide(self, row: RowRequest, constraint: Constraint) -> Guide:
         tokens, vocabulary = self._prepared()
         try:
-            if constraint not in compiled:
-                compiled[constraint] = compile_grammar(constraint, tokens)
-            guide = Guide(compiled[constraint].deep_copy(), vocabulary, row.eos_token_ids)
+            guide = Guide(self._matcher(constraint, tokens), vocabulary, row.eos_token_ids)
             guide.start()
         except GrammarError as error:
             raise GrammarError(
@@ -70,6 +74,20 @@ class Grammars:
                 column=error.column,
             ) from None
         return guide
+
+    def _matcher(self, constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
+        """A new matcher at the start of the grammar."""
+        with self._lock:
+            found = self._compiled.get(constraint)
+            if found is not None:
+                self._compiled.move_to_end(constraint)
+        if found is None:
+            found = compile_grammar(constraint, tokens)  # without the lock: it may take seconds
+            with self._lock:
+                self._compiled[constraint] = found
+                while len(self._compiled) > KEPT:
+                    self._compiled.popitem(last=False)
+        return found.deep_copy()
 
     def _prepared(self) -> tuple[LLTokenizer, Vocabulary]:
         with self._lock:
