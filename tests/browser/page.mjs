@@ -20,6 +20,7 @@ try {
   await inspected(page);
   await sideBySide(page);
   await stopped(page);
+  await form(page);
   await sliders(page);
   await phone(page);
   await looks(page);
@@ -194,7 +195,7 @@ async function sliders(page) {
     };
     for (const rule of [...document.getElementById("rule-A").options].map((option) => option.value)) {
       choose(rule);
-      found[rule] = [...document.querySelectorAll(".pair")].filter((pair) => {
+      found[rule] = [...document.querySelectorAll("#settings .pair")].filter((pair) => {
         const [range, number] = pair.children;
         range.value = range.max;
         range.dispatchEvent(new Event("input"));
@@ -205,6 +206,63 @@ async function sliders(page) {
     document.getElementById("preset-A").dispatchEvent(new Event("change")); // which resets Top-W's
     return found;
   });
+}
+
+// Every field of the form reaches the request, and an answer under all of them can be explained.
+async function form(page) {
+  const sent = [];
+  const note = (request) => request.url().endsWith("v1/completions") && sent.push(JSON.parse(request.postData()));
+  page.on("request", note);
+  const value = (id) => page.$eval(`#${id}`, (field) => field.value);
+  const beta = () => page.$eval("#beta-A", (field) => [field.value, Number(field.previousSibling.value)]);
+  const reads = async (id, text) => {
+    await page.focus(`#${id}`);
+    await page.keyboard.down("Control");
+    await page.keyboard.press("a");
+    await page.keyboard.up("Control");
+    await page.keyboard.type(text);
+  };
+  await page.select("#preset-A", "creative");
+  await reads("temperature-A", "2");
+  seen.creative = await beta();
+  await page.select("#preset-A", "lively");
+  const raw = Number(await value("geom_scale-A"));
+  await page.select("#geom_unit-A", "median");
+  const perMedian = Number(await value("geom_scale-A"));
+  await page.select("#geom_unit-A", "raw");
+  seen.scales = [raw, perMedian, Number(await value("geom_scale-A"))];
+  await page.select("#geom_unit-A", "median");
+  await reads("beta-A", "2x");
+  await page.click("#go");
+  seen.badBeta = [await problem(page), await page.evaluate(() => document.activeElement.id)];
+  await reads("beta-A", "1.5 + .5*T");
+  await reads("temperature-A", "1.5");
+  seen.beta = await beta();
+  const summaries = await page.$$("#settings details > summary");
+  for (const summary of summaries.slice(-2)) {
+    await summary.focus();
+    await page.keyboard.press("Enter");
+  }
+  await reads("min_tokens-A", "6");
+  await page.$eval("#no_repeat_ngram_size-A", (field) => field.previousSibling.focus());
+  for (let presses = 0; presses < 3; presses++) await page.keyboard.press("ArrowRight");
+  await reads("stop-A", "zz\\nz\nqq\\\\");
+  await page.focus("#max-tokens-slider");
+  await page.keyboard.press("ArrowRight");
+  seen.length = [await value("max-tokens"), await value("max-tokens-slider")];
+  await page.click("#go");
+  await settled(page);
+  seen.sent = sent.at(-1);
+  seen.limited = await text(page, ".answer h3");
+  await page.click(".token");
+  await explained(page);
+  await page.select("#preset-A", "");
+  await page.select("#preset-A", "lively"); // which resets Top-W's
+  seen.reset = await page.$eval("#geom_unit-A", (field) => field.value);
+  for (const id of ["min_tokens-A", "no_repeat_ngram_size-A"]) await reads(id, "0");
+  await reads("stop-A", " ");
+  await page.keyboard.press("Backspace");
+  page.off("request", note);
 }
 
 async function phone(page) {

@@ -153,6 +153,8 @@ def test_an_export_without_logits_says_how_to_get_them(serve: NewClient, tmp_pat
     assert (abilities["logits"], abilities["chat"], abilities["metric"]) == (False, False, "uniform")
     assert abilities["presets"]["creative"]["beta"] == "1.5+1.5*T"
     assert abilities["penalties"] == {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    assert abilities["limits"] == {"min_tokens": 0, "no_repeat_ngram_size": 0, "stop": []}
+    assert abilities["median_distance"] == 1, "that of the uniform metric"
 
 
 def test_points_of_a_plane_keep_their_distances() -> None:

@@ -17,20 +17,25 @@ from tests.support.browser import needs_browser, run_node
 from tests.support.toy_model import Toy, export
 from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.request import SamplerOptions
+from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.sampling.rules import RULES
 
 pytestmark = pytest.mark.long
 
 KEY = "sk-page"
+MEDIAN = 20.0
 SCRIPT = Path(__file__).parents[1] / "browser" / "page.mjs"
 
 
 @pytest.fixture(scope="module")
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with logits."""
+    """The bundled model with logits, and a median distance in place of the one that a verification measures."""
     place = tmp_path_factory.mktemp("page") / "demo"
     sampler = SamplerOptions(with_logits=True)
     export_model(ExportRequest(model="demo", output=place, verify=False, sampler=sampler))
+    manifest = json.loads((place / MANIFEST_NAME).read_text("utf-8"))
+    manifest["verification"]["median_distance"] = MEDIAN
+    (place / MANIFEST_NAME).write_text(json.dumps(manifest), "utf-8")
     return place
 
 
@@ -84,10 +89,40 @@ def test_the_page_as_its_users_see_it(address: str, tmp_path: Path) -> None:
     assert seen["texts"][0] != seen["texts"][1]
     assert "certified" in seen["certified"]
     assert all(facts.startswith("stopped after ") for facts in seen["stopped"])
-    penalties = 3
+    penalties, limits = 3, 2
     assert seen["sliders"] == {
-        name: (6 if name == "top_w" else 2 + len(rule.values)) + penalties for name, rule in RULES.items()
+        name: (6 if name == "top_w" else 2 + len(rule.values)) + penalties + limits for name, rule in RULES.items()
     }
+    assert seen["creative"] == ["1.5+1.5*T", 4.5], "the slider shows beta at temperature 2"
+    raw, per_median, again = seen["scales"]
+    assert per_median / raw == pytest.approx(MEDIAN, rel=1e-3)
+    assert again == pytest.approx(raw, rel=1e-3)
+    assert seen["badBeta"][0].startswith('beta is "2x"; give a number, or A+B*T')
+    assert seen["badBeta"][1] == "beta-A"
+    assert seen["beta"] == ["1.5 + .5*T", 2.25]
+    assert seen["length"] == ["49", "49"], "an arrow key moves the slider from 48"
+    assert seen["sent"] == {
+        "model": "demo",
+        "prompt": "class Path",
+        "seed": 2,
+        "max_tokens": 49,
+        "preset": "lively",
+        "temperature": 1.5,
+        "beta": "1.5 + .5*T",
+        "geom_scale": per_median,
+        "geom_unit": "median",
+        "min_tokens": 6,
+        "no_repeat_ngram_size": 3,
+        "stop": ["zz\nz", "qq\\"],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    assert sorted(seen["limited"].split(", ")) == sorted([
+        "Top-W lively", "geom_scale 1.326 per median distance", "beta 1.5 + .5*T", "temperature 1.5", "min_tokens 6",
+        "no_repeat_ngram_size 3", r'stop "zz\nz" "qq\\"',
+    ])  # fmt: skip
+    assert seen["reset"] == "raw", "a preset brings its own"
 
     assert seen["widths"] == [360, 640], "nothing is wider than a phone, or than a window at 200 %"
     assert seen["inSight"]

@@ -12,6 +12,7 @@ const state = {
   long: false, // whether the user chose a length
 };
 const CHAT_TOKENS = 256;
+const MOST_TOKENS = 1024; // on the slider
 const SEEDS = 1e6; // so that the field shows all digits
 
 function several() {
@@ -79,6 +80,7 @@ function fit() {
   byId("mode-chat").disabled = !topw.chat;
   byId("no-chat").hidden = topw.chat;
   byId("max-tokens").max = max_model_len;
+  byId("max-tokens-slider").max = Math.min(max_model_len, MOST_TOKENS);
   if (chat() && !topw.chat) document.querySelector("input[value=prompt]").checked = true;
   for (const { settings } of sides) settings.use(model());
 }
@@ -93,6 +95,7 @@ function mode() {
   if (chat() && text.value === example) text.value = "";
   else if (!chat() && !text.value) text.value = example;
   if (!state.long) length.value = Math.min(chat() ? CHAT_TOKENS : length.defaultValue, length.max || Infinity);
+  byId("max-tokens-slider").value = length.value;
   forget();
 }
 
@@ -251,7 +254,12 @@ byId("new-chat").addEventListener("click", () => {
   byId("prompt").focus();
 });
 byId("new-seed").addEventListener("click", newSeed);
-byId("max-tokens").addEventListener("input", () => (state.long = true));
+for (const [from, to] of [["max-tokens", "max-tokens-slider"], ["max-tokens-slider", "max-tokens"]]) {
+  byId(from).addEventListener("input", () => {
+    byId(to).value = byId(from).value;
+    state.long = true;
+  });
+}
 byId("compare").addEventListener("change", arrange);
 byId("model").addEventListener("change", chosen);
 for (const button of document.querySelectorAll("input[name=mode]")) {

@@ -1,4 +1,4 @@
-// The settings of one side: a preset, a rule, and a slider with a number for each parameter.
+// The settings of one side: a preset, a rule, and a slider with a field for each parameter.
 const RULES = JSON.parse(byId("rules").textContent);
 const TEMPERATURES = ["temperature", "selection_temperature"];
 
@@ -6,16 +6,24 @@ const TEMPERATURES = ["temperature", "selection_temperature"];
 const TOP_W = {
   temperature: ["Flattens the probabilities of the draw. 0: always the likeliest.", 0, 3, 0.05],
   lam: ["Weight of the entropy: higher keeps fewer tokens.", 0, 5, 0.05],
-  beta: ["Weight of the probability kept: higher keeps more tokens.", 0, 8, 0.05],
+  beta: ["Weight of the probability kept: higher keeps more tokens. A number, or text such as 1.5+1.5*T with the "
+    + "temperature T.", 0, 8, 0.05],
   selection_temperature: ["Temperature for choosing the set. 0: as temperature.", 0, 3, 0.05],
   init_top_p: ["Probability of the set that the search starts from.", 0.01, 1, 0.001],
   geom_scale: ["Weight of the distances between tokens. 0: none.", 0, 2, 0.0001],
 };
+const PER_MEDIAN = ["Weight of the distances, per median distance. 0: none.", 0, 4, 0.01];
+const UNITS = [["raw", "the metric's own unit"], ["median", "the median distance of likely tokens"]];
 const PENALTIES = {
   repetition_penalty: ["Above 1: tokens of the text so far get less likely.", 0.5, 2, 0.01],
   presence_penalty: ["Above 0: tokens that were drawn get less likely.", -2, 2, 0.05],
   frequency_penalty: ["As presence_penalty, for each time that they were drawn.", -2, 2, 0.05],
 };
+const LIMITS = {
+  min_tokens: ["Before this many tokens, neither the model nor a stop text ends the answer.", 0, 200, 1],
+  no_repeat_ngram_size: ["So many tokens in a row do not occur twice. 0: off.", 0, 10, 1],
+};
+const STOP = "One text per line, \\n for a line end. The answer ends before the first one that occurs.";
 
 // Of the other rules' parameters: [least, most on the slider, step]
 const RANGES = {
@@ -29,9 +37,12 @@ class Settings {
     this.side = side;
     this.preset = preset;
     this.rule = "top_w";
+    this.unit = "raw"; // of geom_scale
     this.model = null;
-    this.fields = {};
+    this.fields = {}; // inputs by name
+    this.ranges = {}; // sliders by name
     this.changed = new Set();
+    this.folds = {}; // groups by name
     this.body = el("div");
     this.summary = el("summary");
     const open = matchMedia("(min-width: 52rem)").matches; // a phone shows the answer sooner
@@ -41,17 +52,31 @@ class Settings {
   // model: an entry of /v1/models. Keeps what the user changed.
   use(model) {
     this.model = model;
+    if (this.unit === "median" && model.topw.median_distance === null) this.reset("geom_scale");
     this.render();
+  }
+
+  // Forget what the user changed. The unit belongs to the number.
+  reset(...names) {
+    for (const name of names) this.changed.delete(name);
+    if (names.includes("geom_scale")) this.unit = "raw";
   }
 
   name(several) {
     const preset = this.preset ? ` ${this.preset}` : ", the export's defaults";
     const first = this.rule === "top_w" ? `Top-W${preset}` : this.rule.replaceAll("_", "-");
-    const words = [...this.changed].filter((name) => this.fields[name]).map((name) => `${name} ${this.number(name)}`);
+    const words = [...this.changed].filter((name) => this.fields[name]).map((name) => this.told(name));
     return (several ? `${this.side}: ` : "") + [first, ...words].join(", ");
   }
 
-  number(name) {
+  // A changed parameter in words.
+  told(name) {
+    if (name === "stop") return `stop ${this.stops().map((text) => JSON.stringify(text)).join(" ") || "off"}`;
+    const unit = name === "geom_scale" && this.unit === "median" ? " per median distance" : "";
+    return `${name} ${this.written(name)}${unit}`;
+  }
+
+  written(name) {
     return this.fields[name].value.trim();
   }
 
@@ -70,20 +95,29 @@ class Settings {
       if (this.model.topw.rule !== "top_w") found.rule = "top_w";
       if (this.preset) found.preset = this.preset;
     }
-    for (const name of [...Object.keys(TOP_W), ...Object.keys(PENALTIES)]) {
+    for (const name of [...Object.keys(TOP_W), ...Object.keys(PENALTIES), ...Object.keys(LIMITS)]) {
       if (this.changed.has(name) && this.fields[name]) found[name] = this.parsed(name);
     }
+    if ("geom_scale" in found && this.unit !== "raw") found.geom_unit = this.unit;
+    if (this.changed.has("stop")) found.stop = this.stops();
     return found;
   }
 
+  // A number, or the text of a beta that depends on the temperature.
   parsed(name) {
-    const number = Number(this.number(name));
-    if (this.number(name) === "" || !Number.isFinite(number)) {
-      unfold(this.fields[name]);
-      this.fields[name].focus();
-      throw new Error(`${name} has no number; give one.`);
-    }
-    return number;
+    const written = this.written(name);
+    const number = Number(written);
+    if (written !== "" && Number.isFinite(number)) return number;
+    if (name === "beta" && linear(written)) return written;
+    unfold(this.fields[name]);
+    this.fields[name].focus();
+    throw new Error(name === "beta" ? `beta is ${JSON.stringify(written)}; give a number, or A+B*T with two numbers `
+      + "and the temperature T, such as 1.5+1.5*T." : `${name} has no number; give one.`);
+  }
+
+  stops() {
+    const lines = this.fields.stop.value.split("\n").filter((line) => line !== "");
+    return lines.map((line) => line.replace(/\\([nt\\])/g, (_, letter) => ({ n: "\n", t: "\t" })[letter] || "\\"));
   }
 
   values() {
@@ -91,48 +125,87 @@ class Settings {
     return rule ? rule.values : [];
   }
 
-  defaults() {
-    const { defaults, presets } = this.model.topw;
-    return this.preset ? presets[this.preset] : defaults;
-  }
-
-  // A default as a number: a beta such as "1.5+1.5*T" depends on the temperature.
+  // The export's or the preset's value.
   standard(name) {
     const own = this.values().find((each) => each.name === name);
-    const value = own ? own.value : { ...this.model.topw.penalties, ...this.defaults() }[name];
-    if (typeof value !== "string") return value;
-    const [constant, slope] = value.split("+").map(parseFloat);
-    return constant + slope * Number(this.fields.temperature ? this.number("temperature") : 1);
+    if (own) return own.value;
+    const { defaults, presets, penalties, limits, median_distance: median } = this.model.topw;
+    const value = { ...penalties, ...limits, ...(this.preset ? presets[this.preset] : defaults) }[name];
+    return name === "geom_scale" && this.unit === "median" ? value * median : value;
   }
 
   render() {
-    const kept = Object.fromEntries([...this.changed].map((name) => [name, this.fields[name] && this.number(name)]));
+    const given = [...this.changed].filter((name) => this.fields[name]);
+    const kept = Object.fromEntries(given.map((name) => [name, this.fields[name].value]));
     this.fields = {};
+    this.ranges = {};
     const own = this.values().map(({ name, bound }) => [name, [`${bound}.`, ...RANGES[name]]]);
     const names = this.rule === "top_w" ? Object.keys(TOP_W) : TEMPERATURES;
-    const shown = [...own, ...names.map((name) => [name, TOP_W[name]])];
-    const known = [...shown.map(([name]) => name), ...Object.keys(PENALTIES)];
-    this.changed = new Set([...this.changed].filter((name) => known.includes(name)));
+    const shown = [...own, ...names.map((name) => [name, this.about(name)])];
+    const known = [...shown.map(([name]) => name), ...Object.keys(PENALTIES), ...Object.keys(LIMITS), "stop"];
+    this.reset(...[...this.changed].filter((name) => !known.includes(name)));
     this.body.replaceChildren(this.choice("preset", "Preset"), this.choice("rule", "Sampling rule"));
     if (this.rule !== "top_w") this.body.firstChild.hidden = true;
     const sliders = (of) => of.map(([name, about]) => this.slider(name, about, kept[name]));
     this.body.append(...sliders(shown));
-    const open = this.penalties ? this.penalties.open : false;
-    this.penalties = el("details", { open }, el("summary", {}, "Penalties"), ...sliders(Object.entries(PENALTIES)));
-    this.body.append(this.penalties);
+    if (this.rule === "top_w") this.body.append(this.units());
+    this.body.append(this.fold("Penalties", sliders(Object.entries(PENALTIES))),
+      this.fold("Limits", [...sliders(Object.entries(LIMITS)), this.stopping(kept.stop)]));
     this.label(this.several);
   }
 
+  about(name) {
+    return name === "geom_scale" && this.unit === "median" ? PER_MEDIAN : TOP_W[name];
+  }
+
+  // A group, open if it was.
+  fold(name, fields) {
+    const open = Boolean(this.folds[name] && this.folds[name].open);
+    this.folds[name] = el("details", { open }, el("summary", {}, name), ...fields);
+    return this.folds[name];
+  }
+
   choice(name, label) {
-    const id = `${name}-${this.side}`;
     const options = name === "preset"
       ? [["", "the export's defaults"], ...Object.keys(this.model.topw.presets).map((each) => [each, each])]
       : [["top_w", "Top-W"], ...RULES.map((rule) => [rule.name, rule.name.replaceAll("_", "-")])];
+    return this.select(name, label, options, this[name], (value) => {
+      this[name] = value;
+      if (name === "preset") this.reset(...Object.keys(TOP_W));
+    });
+  }
+
+  // The unit of geom_scale. Another one converts the number, so that the request means the same.
+  units() {
+    const median = this.model.topw.median_distance;
+    const field = this.select("geom_unit", "geom_unit", UNITS, this.unit, (unit) => {
+      const scale = this.parsed("geom_scale") * (unit === "median" ? median : 1 / median);
+      this.fields.geom_scale.value = shortened(scale);
+      this.changed.add("geom_scale");
+      this.unit = unit;
+    });
+    if (median === null) {
+      field.querySelector("option[value=median]").disabled = true;
+      const id = `geom_unit-${this.side}-note`;
+      field.lastChild.setAttribute("aria-describedby", id);
+      field.append(el("p", { class: "note", id }, "This export's verification measured no median distance."));
+    }
+    return field;
+  }
+
+  // act: takes the chosen value.
+  select(name, label, options, value, act) {
+    const id = `${name}-${this.side}`;
     const select = el("select", { id }, ...options.map(([value, text]) => el("option", { value }, text)));
-    select.value = this[name];
+    select.value = value;
     select.addEventListener("change", () => {
-      this[name] = select.value;
-      if (name === "preset") for (const changed of Object.keys(TOP_W)) this.changed.delete(changed);
+      try {
+        act(select.value);
+      } catch (error) {
+        select.value = value;
+        show(error.message);
+        return;
+      }
       this.render();
       byId(id).focus();
     });
@@ -141,29 +214,59 @@ class Settings {
 
   slider(name, [note, least, most, step], kept) {
     const id = `${name}-${this.side}`;
-    const start = kept || Number(this.standard(name).toPrecision(4));
-    const number = el("input", { id, type: "number", step: "any", value: start, "aria-describedby": `${id}-note` });
-    const label = { "aria-label": `${name}, slider` };
-    const range = el("input", { type: "range", min: least, max: most, step, value: start, ...label });
-    this.fields[name] = number;
-    const change = (from, to) => from.addEventListener("input", () => {
-      to.value = from.value;
-      this.changed.add(name);
-      if (name === "temperature") this.follow(range);
-    });
-    change(number, range);
-    change(range, number);
-    return el("div", { class: "field" }, el("label", { for: id }, name), el("div", { class: "pair" }, range, number),
+    const standard = this.standard(name);
+    const start = kept || (typeof standard === "string" ? standard : shortened(standard));
+    const kind = name === "beta" ? { type: "text", autocapitalize: "off", spellcheck: "false" }
+      : { type: "number", step: "any" };
+    const field = el("input", { id, ...kind, value: start, "aria-describedby": `${id}-note` });
+    const range = el("input", { type: "range", min: least, max: most, step, "aria-label": `${name}, slider` });
+    this.fields[name] = field;
+    this.ranges[name] = range;
+    this.follow(name);
+    for (const [from, to] of [[field, () => this.follow(name)], [range, () => (field.value = range.value)]]) {
+      from.addEventListener("input", () => {
+        this.changed.add(name);
+        to();
+        if (name === "temperature") this.follow("beta");
+      });
+    }
+    return el("div", { class: "field" }, el("label", { for: id }, name), el("div", { class: "pair" }, range, field),
       el("p", { class: "note", id: `${id}-note` }, note));
   }
 
-  // A beta that depends on the temperature moves with it.
-  follow() {
-    if (!this.fields.beta || this.changed.has("beta") || typeof this.defaults().beta !== "string") return;
-    const beta = Number(this.standard("beta").toPrecision(4));
-    this.fields.beta.value = beta;
-    this.fields.beta.parentElement.querySelector("input[type=range]").value = beta;
+  // Move a slider to its field's number: a beta such as "1.5+1.5*T" depends on the temperature.
+  follow(name) {
+    if (!this.fields[name]) return;
+    const written = this.written(name);
+    const terms = linear(written);
+    this.ranges[name].value = terms ? terms[0] + terms[1] * Number(this.written("temperature")) : written;
   }
+
+  stopping(kept) {
+    const id = `stop-${this.side}`;
+    const note = { "aria-describedby": `${id}-note` };
+    const field = el("textarea", { id, rows: 2, spellcheck: "false", autocapitalize: "off", ...note });
+    field.value = kept === undefined ? this.standard("stop").map(escaped).join("\n") : kept;
+    field.addEventListener("input", () => this.changed.add("stop"));
+    this.fields.stop = field;
+    return el("div", { class: "field" }, el("label", { for: id }, "stop"), field,
+      el("p", { class: "note", id: `${id}-note` }, STOP));
+  }
+}
+
+function shortened(number) {
+  return Number(number.toPrecision(4));
+}
+
+function escaped(text) {
+  return text.replaceAll("\\", "\\\\").replaceAll("\n", "\\n").replaceAll("\t", "\\t");
+}
+
+// [a, b] of a text a + b T; null for any other text.
+function linear(text) {
+  const number = "((?:\\d+\\.?\\d*|\\.\\d+)(?:[eE][+-]?\\d+)?)";
+  const found = new RegExp(`^(?:${number}\\s*([+-])\\s*)?${number}\\s*\\*\\s*T$`).exec(text);
+  return found && [Number(found[1] || 0), Number(found[3]) * (found[2] === "-" ? -1 : 1)];
 }
 
 // Open whatever hides a field.
