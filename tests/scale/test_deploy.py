@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -58,6 +61,22 @@ def test_the_image_s_packages_are_pinned() -> None:
     assert re.search(r"python:\d+\.\d+\.\d+-", CONTAINER)
     pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().split()}
     assert {"onnxruntime", "onnxruntime-gpu", "starlette", "uvicorn", "tokenizers", "ray"} <= pinned
+
+
+@pytest.mark.parametrize("kind", [each["kind"] for each in DOCUMENTS])
+def test_the_manifest_fits_the_schemas_of_kubernetes(kind: str) -> None:
+    """Of the version that docs/guide/scale.md names; strict ones, which refuse unknown fields."""
+    kubernetes_validate.validate(document(kind), "1.37", strict=True)
+    wrong = copy.deepcopy(document(kind))
+    wrong["metadata"]["nmae"] = "topw"
+    with pytest.raises(kubernetes_validate.ValidationError, match="nmae"):
+        kubernetes_validate.validate(wrong, "1.37", strict=True)
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "deploy").glob("*.sh")))
+def test_the_scripts_have_no_syntax_errors(script: str) -> None:
+    done = subprocess.run(["bash", "-n", script], cwd=ROOT / "deploy", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_pod_s_options_and_variables_exist() -> None:
