@@ -111,12 +111,15 @@ void say(const char *name, long long value) { printf("%s %lld\n", name, value); 
 
 // From an engine built with this kernel interface and `fewer` fields fewer. NULL if refused.
 nvinfer1::IPluginV3 *created(int32_t kernels = TOPW_CUDA_ABI_VERSION, int32_t fewer = 0) {
-  const int32_t top_m = 64, alt_iters = 3;
+  const int32_t top_m = 64, alt_iters = 3, zero = 0;
   const PluginField fields[] = {PluginField("top_m", &top_m, PluginFieldType::kINT32, 1),
                                 PluginField("alt_iters", &alt_iters, PluginFieldType::kINT32, 1),
+                                PluginField("knn_k", &zero, PluginFieldType::kINT32, 1),
+                                PluginField("with_mass", &zero, PluginFieldType::kINT32, 1),
+                                PluginField("with_keep_mask", &zero, PluginFieldType::kINT32, 1),
                                 PluginField("metric", "uniform", PluginFieldType::kCHAR, 8),
                                 PluginField("kernels", &kernels, PluginFieldType::kINT32, 1)};
-  const nvinfer1::PluginFieldCollection collection = {4 - fewer, fields};
+  const nvinfer1::PluginFieldCollection collection = {7 - fewer, fields};
   int32_t count = 0;
   auto *const creator = static_cast<nvinfer1::IPluginCreatorV3One *>(getCreators(count)[0]);
   return creator->createPlugin("node", &collection, nvinfer1::TensorRTPhase::kRUNTIME);
