@@ -150,6 +150,8 @@ def test_bad_requests_are_refused_in_the_callers_thread(model: TopWModel, engine
         engine.submit("a", temperature=-1)
     with pytest.raises(ParameterError, match="max_time is 0, but must be a finite number of seconds > 0"):
         engine.submit("a", max_time=0)
+    with pytest.raises(ParameterError, match="reuse_prefix is 0, but must be True or False"):
+        engine.submit("a", reuse_prefix=0)  # type: ignore[arg-type]
     with pytest.raises(PromptError, match="has 21 tokens, but the engine was opened with max_length 20"):
         engine.submit([5] * 21)
     assert engine.stats().ended == 0

@@ -55,8 +55,8 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def ask(engine: Engine | TopWModel, prompt: list[int], new: int = 5) -> GenerationResult:
-    given = {"max_new_tokens": new, "seed": 3, **HOT}
+def ask(engine: Engine | TopWModel, prompt: list[int], new: int = 5, **more: Any) -> GenerationResult:
+    given = {"max_new_tokens": new, "seed": 3, **HOT, **more}
     return engine.submit(prompt, **given).result(60) if isinstance(engine, Engine) else engine.generate(prompt, **given)
 
 
@@ -69,6 +69,8 @@ def test_prompts_with_one_beginning_reuse_its_chunks(hybrid: TopWModel, engine_o
         assert found.token_ids == ask(hybrid, prompt).token_ids
         cached.append(found.cached_tokens)
     assert cached == [0, 24, 24]
+    again = ask(engine, [*SYSTEM, 60, 61], reuse_prefix=False)
+    assert (again.cached_tokens, again.token_ids) == (0, ask(hybrid, [*SYSTEM, 60, 61]).token_ids)
 
 
 def test_a_chunk_ends_where_a_prompt_leaves_another(

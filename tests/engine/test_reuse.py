@@ -85,6 +85,28 @@ def test_samples_of_a_prompt_read_it_once(model: TopWModel, engine_of: NewEngine
     assert chunks == [(0, 16), (16, 30), (29, 30), (29, 30), (29, 30)]
 
 
+def test_a_request_can_read_its_prompt_whole(any_model: TopWModel, engine_of: NewEngine, chunks: list) -> None:
+    engine = engine_of(any_model, max_batch=3, prefix_bytes=10**6)
+    whole, usual = alone(any_model, SYSTEM), ask(engine, SYSTEM)
+    chunks.clear()
+    found = engine.submit(SYSTEM, n=2, max_new_tokens=5, seed=3, reuse_prefix=False, **HOT).result(60)
+    assert chunks == [(0, 30), (0, 30)]
+    assert [result.cached_tokens for result in found] == [0, 0]
+    assert found == alone(any_model, SYSTEM, n=2)
+    assert usual == whole
+    again = ask(engine, [*SYSTEM, 77])
+    assert (again.cached_tokens, again) == (30, alone(any_model, [*SYSTEM, 77])), "later prompts reuse it"
+
+
+def test_a_whole_prompt_takes_the_row_that_was_free_longest(model: TopWModel, engine_of: NewEngine) -> None:
+    """Not the one that holds its beginning, which a later prompt may need."""
+    engine = engine_of(model, max_batch=2)
+    ask(engine, [90, 91, 92] * 10)
+    ask(engine, SYSTEM)
+    ask(engine, [*SYSTEM[:20], 7], reuse_prefix=False)
+    assert ask(engine, [*SYSTEM, 77]).cached_tokens == 30
+
+
 def test_a_prompt_shares_that_of_a_running_sequence_and_what_it_drew(
     any_model: TopWModel, engine_of: NewEngine, gate: Gate
 ) -> None:

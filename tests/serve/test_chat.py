@@ -195,5 +195,19 @@ def test_fields_that_say_nothing_about_the_text_are_ignored(client: TestClient) 
     assert ask(client, max_tokens=2, max_completion_tokens=2, cache_prompt=True, **fields).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"stream": True, "stream_options": {"include_usage": True}}, {"bad_words": ["x"]}]
+)
+def test_a_prompt_is_read_whole_on_request(client: TestClient, more: dict[str, Any]) -> None:
+    fields = {"messages": [{"role": "user", "content": "a prompt of this test"}], "max_tokens": 1, "seed": 1, **more}
+    cached = []
+    for given in ({}, {"cache_prompt": True}, {"cache_prompt": False}, {}):
+        response = client.post(URL, json={"model": "toy", **fields, **given})
+        usage = (events_of(response)[-1] if "stream" in more else response.json())["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    whole = usage["prompt_tokens"] - 1
+    assert cached[1:] == [whole, 0, whole]
+
+
 def test_the_model_may_be_left_out(client: TestClient) -> None:
     assert client.post(URL, json={"messages": HELLO, "max_tokens": 1}).status_code == 200

@@ -51,7 +51,7 @@ def post(client: TestClient, url: str = CHAT, **fields: Any) -> Any:
         ({"stream": "yes"}, "invalid_type", "stream"),
         ({"max_time": 0}, "invalid_type", "max_time"),
         ({"model": 5}, "invalid_type", "model"),
-        ({"cache_prompt": False}, "invalid_value", "cache_prompt"),
+        ({"cache_prompt": 0}, "invalid_type", "cache_prompt"),
     ],
 )
 def test_wrong_fields(client: TestClient, url: str, fields: Any, code: str, param: str | None) -> None:

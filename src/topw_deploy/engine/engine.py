@@ -104,17 +104,21 @@ class Engine:
         self._bell: Bell | None = None
         self._forgotten = weakref.finalize(self, self._worker.retire)  # which finishes its requests
 
-    def submit(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Request:
+    def submit(
+        self, prompt: Any = None, *, max_time: float | None = None, reuse_prefix: bool = True, **parameters: Any
+    ) -> Request:
         """Queue a request. Its result is that of `TopWModel.generate` with the same arguments.
 
         prompt, parameters: those of `TopWModel.generate`. Callbacks run in the engine's thread and must be quick.
         max_time: seconds, including queueing, after which it ends with what it drew (finish_reason "timeout").
+        reuse_prefix: whether its prompts may start after tokens that the engine holds. If not, they are read whole, and
+            later prompts may still reuse them.
 
         Raises ParameterError and PromptError at once, QueueFullError if the queue is full, GenerationError after
         `drain` or `shutdown`.
         """
         with ending(parameters.get("streamer")):
-            submission = self._intake.submission(self._intake.draft(prompt, parameters, max_time))
+            submission = self._intake.submission(self._intake.draft(prompt, parameters, max_time, reuse_prefix))
             with self._accepting(submission):
                 if not self._takes(submission):
                     self._worker.check_caller("submit")
@@ -127,14 +131,16 @@ class Engine:
                 self._worker.start(submission)
         return submission.request
 
-    async def generate(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> Any:
+    async def generate(
+        self, prompt: Any = None, *, max_time: float | None = None, reuse_prefix: bool = True, **parameters: Any
+    ) -> Any:
         """Like `submit(...).result()`, for asyncio. Cancelling the task cancels the request.
 
         A grammar is compiled in a thread of the loop's executor; everything else runs in the loop's thread.
         """
         ended = Signal(self._running_bell())
         with ending(parameters.get("streamer")):
-            draft = self._intake.draft(prompt, parameters, max_time)
+            draft = self._intake.draft(prompt, parameters, max_time, reuse_prefix)
             submission = await self._intake.submission_aside(draft, on_end=ended.send)
             await self._start(submission)
         try:
@@ -143,7 +149,9 @@ class Engine:
             submission.request.cancel()
         return submission.request.result()
 
-    def stream(self, prompt: Any = None, *, max_time: float | None = None, **parameters: Any) -> AsyncIterator[Piece]:
+    def stream(
+        self, prompt: Any = None, *, max_time: float | None = None, reuse_prefix: bool = True, **parameters: Any
+    ) -> AsyncIterator[Piece]:
         """Like iterating over `submit(...)`, for asyncio. Closing the iterator or cancelling the task cancels the
         request.
 
@@ -152,7 +160,7 @@ class Engine:
         """
         events = Events()
         with ending(parameters.get("streamer")):
-            draft = self._intake.draft(prompt, parameters, max_time)
+            draft = self._intake.draft(prompt, parameters, max_time, reuse_prefix)
             wait = draft.compiles and _in_loop()
             submission = None if wait else self._intake.submission(draft, put=events.put)
         return self._pieces(draft, submission, events)

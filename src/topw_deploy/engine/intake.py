@@ -15,9 +15,11 @@ from topw_deploy.engine.request import Event, Request, Source
 from topw_deploy.engine.room import Place, Room
 from topw_deploy.engine.seconds import read_max_time
 from topw_deploy.engine.worker import Worker
+from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.callbacks import Streamer, Watch
-from topw_deploy.runtime.logprobs import new_scores
+from topw_deploy.runtime.logprobs import Scores
 from topw_deploy.runtime.model import TopWModel
+from topw_deploy.runtime.parameters import show
 from topw_deploy.runtime.request import Limits, RowRequest
 from topw_deploy.runtime.rows import Row, new_text
 from topw_deploy.runtime.rules import longest_pool
@@ -32,6 +34,7 @@ class Draft:
     alone: whether it has one result, not a list.
     asked: when the caller asked, by time.perf_counter().
     max_time: seconds from then.
+    reuses: whether its prompts may start after known prefixes.
     """
 
     rows: Sequence[RowRequest]
@@ -39,6 +42,7 @@ class Draft:
     alone: bool
     asked: float
     max_time: float | None
+    reuses: bool
 
     @property
     def compiles(self) -> bool:
@@ -68,14 +72,18 @@ class Intake:
             rules=sampler.rules,
         )
 
-    def draft(self, prompt: Any, parameters: Mapping[str, Any], max_time: float | None) -> Draft:
+    def draft(
+        self, prompt: Any, parameters: Mapping[str, Any], max_time: float | None, reuse_prefix: bool = True
+    ) -> Draft:
         """Raises ParameterError and PromptError, and GenerationError if the engine is closed or in another process."""
         asked = time.perf_counter()
         self._worker.check_process("submit")
         seconds = read_max_time(max_time)
+        if not isinstance(reuse_prefix, bool):
+            raise ParameterError(f"reuse_prefix is {show(reuse_prefix)}, but must be True or False.", "reuse_prefix")
         self._room.check()
         rows, whole, alone = self._model._requests(prompt, parameters, self.limits)
-        return Draft(rows, whole, alone, asked, seconds)
+        return Draft(rows, whole, alone, asked, seconds, reuse_prefix)
 
     def submission(
         self,
@@ -94,7 +102,8 @@ class Intake:
             watched = whole["streamer"] is not None or bool(whole["stopping_criteria"])
             watch = Watch(row.prompt, row.budget, whole["streamer"], whole["stopping_criteria"]) if watched else None
             text = new_text(row, follow) if row.stop_strings else None
-            return Row(index, row, text, watch, new_scores(row, tokenizer.text_of), guides[index])
+            scores = Scores(row, tokenizer.text_of) if row.scored else None
+            return Row(index, row, text, watch, scores, guides[index] if guides else None)
 
         generated = [new_row(index, row) for index, row in enumerate(draft.rows)]
         source = Source(self._session, follow, self._model.load_seconds)
@@ -103,7 +112,7 @@ class Intake:
         request = Request(
             generated, draft.alone, source, cancel, put, on_end, worker.check_caller, worker.deliver, draft.asked
         )
-        jobs = [Job(request, row) for row in generated]
+        jobs = [Job(request, row, draft.reuses) for row in generated]
         deadline = None if draft.max_time is None else draft.asked + draft.max_time
         return Submission(request, jobs, Place(len(jobs)), deadline, draft.streamer)
 

@@ -23,17 +23,19 @@ class Job(Task):
     """One sequence of a request.
 
     prompt: int64 [n].
+    reuses: whether its prompt may start after a known prefix.
     begun_at: when its first chunk was begun, after `cached` tokens that were not read again; None before.
     columns: the outputs of its first token.
     spans: (row, first step) for each row that it decoded in, in order.
     reads: the request to use while the prompt is read. Steps that read a prompt token by token are greedy and unedited.
     """
 
-    def __init__(self, request: Request, generated: Row) -> None:
+    def __init__(self, request: Request, generated: Row, reuses: bool = True) -> None:
         super().__init__(len(generated.given))
         self.request, self.generated = request, generated
         self.reads = reading(generated.request) if generated.unread else generated.request
         self.prompt = np.array(self.reads.prompt, np.int64)
+        self.reuses = reuses
         self.begun_at: float | None = None
         self.cached = 0
         self.columns: dict[str, list[Any]] = {}

@@ -61,16 +61,17 @@ class Reuse:
         self._rows = RowPrefixes(options.rows, self._rule)
         self._stored: Snapshots[list[np.ndarray]] = Snapshots(options.prefix_bytes, self._rule)
 
-    def choose(self, prompt: np.ndarray, free: Sequence[int]) -> int:
-        """The free row for a prompt."""
-        return self._rows.choose(prompt[:-1], free, self._stored.points(prompt[:-1]))
+    def choose(self, prompt: np.ndarray, free: Sequence[int], *, reuses: bool = True) -> int:
+        """The free row for a prompt. reuses: see `start`."""
+        wanted = prompt[:-1] if reuses else NOTHING
+        return self._rows.choose(wanted, free, self._stored.points(wanted))
 
-    def start(self, row: int, prompt: np.ndarray) -> int:
-        """Put the longest known prefix of a prompt into its row. Returns its length."""
+    def start(self, row: int, prompt: np.ndarray, *, reuses: bool = True) -> int:
+        """Put the longest known prefix of a prompt into its row, none unless `reuses`. Returns its length."""
         if not self._on:
             return 0
         held = self._rows.held[row]
-        found = self._longest(prompt[:-1], row)
+        found = self._longest(prompt[:-1] if reuses else NOTHING, row)
         tokens = found.tokens
         if common(held, prompt[:tokens]) < len(held):
             self._store(row)

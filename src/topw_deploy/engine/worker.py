@@ -140,12 +140,12 @@ class Worker(InboxThread):
         first = self._scheduler.first
         if first is not None and not self._scheduler.used:
             self._reuse.rest(first.prompt)
-        for job in self._scheduler.admit(lambda job, free: self._reuse.choose(job.prompt, free)):
+        for job in self._scheduler.admit(lambda job, free: self._reuse.choose(job.prompt, free, reuses=job.reuses)):
             try:
                 if not job.ended:  # with another sequence of its request
                     self._batch.set(job.row, job.reads)
                     self._allow(job)
-                    self._scheduler.skip(job, self._reuse.start(job.row, job.prompt))
+                    self._scheduler.skip(job, self._reuse.start(job.row, job.prompt, reuses=job.reuses))
             except ParameterError as error:
                 self._fail(job, error)
             except (TopWError, MemoryError) as error:
@@ -156,8 +156,8 @@ class Worker(InboxThread):
         try:
             if job.begun_at is None:  # rows may hold more of its prompt now than when it got its own
                 job.begun_at = time.perf_counter()
-                job.cached = self._reuse.start(row, job.prompt)
-                job.branch = self._reuse.branch(job.prompt, job.cached)
+                job.cached = self._reuse.start(row, job.prompt, reuses=job.reuses)
+                job.branch = self._reuse.branch(job.prompt, job.cached) if job.reuses else 0
                 self.counts.cached_tokens += job.cached
                 chunk = self._scheduler.skip(job, job.cached)
             self._batch.wants_logits = job.generated.wants_logits

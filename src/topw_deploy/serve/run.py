@@ -17,7 +17,7 @@ from topw_deploy.runtime import GenerationResult, Piece
 from topw_deploy.runtime.next_logits import Logits
 from topw_deploy.serve.access import record_of
 from topw_deploy.serve.choices import usage_of
-from topw_deploy.serve.failures import TOO_LONG, RequestError, expected, failure_of, invalid
+from topw_deploy.serve.failures import TOO_LONG, RequestError, expected, failure_of
 from topw_deploy.serve.parameters import named_as_given
 from topw_deploy.serve.schemas.generation import Generating, StreamOptions
 from topw_deploy.serve.served import Pieces, begun, check_whole, unless_gone
@@ -46,12 +46,7 @@ class Run:
         self._sequences, self._failed = 0, False
         self._drawn: dict[int, int] = {}
         self._results: dict[int, GenerationResult] = {}
-        if body.cache_prompt is False and self.settings.reuses_prefixes:
-            raise invalid(
-                "cache_prompt is false, but the server reuses prefixes for all requests; start it with "
-                "--no-reuse-prefixes.",
-                "cache_prompt",
-            )
+        self._reuses = body.cache_prompt is not False
 
     @property
     def streams(self) -> bool:
@@ -89,7 +84,7 @@ class Run:
         """All results, in order. If the client disconnects, the rows are freed. Raises RequestError as `watch` does."""
         self._count(prompt, parameters)
         with self.naming(), self._leaving():
-            work = self.served.generate(prompt, parameters, self._body.max_time)
+            work = self.served.generate(prompt, parameters, self._body.max_time, self._reuses)
             results = await unless_gone(self._request, work)
         for row, result in enumerate(results):
             self._end(row, result, streamed=False)
@@ -177,7 +172,7 @@ class Run:
         self._metrics.aborted(self.served.name, self._sequences - len(self._results))
 
     async def _begun(self, prompt: Any, parameters: Mapping[str, Any]) -> Pieces:
-        return await begun(await self.served.stream(prompt, parameters, self._body.max_time))
+        return await begun(await self.served.stream(prompt, parameters, self._body.max_time, self._reuses))
 
     def _end(self, row: int, result: GenerationResult, *, streamed: bool) -> None:
         self._drawn[row], self._results[row] = len(result.token_ids), result

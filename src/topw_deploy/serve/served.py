@@ -157,27 +157,29 @@ class Served:
         return {} if stated else {"max_new_tokens": self.length}
 
     async def generate(
-        self, prompt: Any, parameters: Mapping[str, Any], max_time: float | None
+        self, prompt: Any, parameters: Mapping[str, Any], max_time: float | None, reuse_prefix: bool = True
     ) -> list[GenerationResult]:
         """Whole results, in the order of prompts and samples. Cancelling the task frees the rows.
 
         Raises the errors of `Engine.generate`.
         """
         if takes_long(parameters):  # to prepare, which `stream` does in one of our threads
-            pieces = await self.stream(prompt, parameters, max_time)
+            pieces = await self.stream(prompt, parameters, max_time, reuse_prefix)
             async with aclosing(pieces):
                 ended = {piece.row: piece.result async for piece in pieces if piece.result is not None}
             results = [ended[row] for row in sorted(ended)]
         else:
-            found = await self.engine.generate(prompt, max_time=self._seconds(max_time), **parameters)
+            seconds = self._seconds(max_time)
+            found = await self.engine.generate(prompt, max_time=seconds, reuse_prefix=reuse_prefix, **parameters)
             results = found if isinstance(found, list) else [found]
         return results
 
     async def stream(
-        self, prompt: Any, parameters: Mapping[str, Any], max_time: float | None
+        self, prompt: Any, parameters: Mapping[str, Any], max_time: float | None, reuse_prefix: bool = True
     ) -> AsyncGenerator[Piece, None]:
         """Pieces. Closing the generator frees the rows. Raises what `Engine.stream` raises at once."""
-        start = partial(self.engine.stream, prompt, max_time=self._seconds(max_time), **parameters)
+        seconds = self._seconds(max_time)
+        start = partial(self.engine.stream, prompt, max_time=seconds, reuse_prefix=reuse_prefix, **parameters)
         # An async generator by its definition, though annotated as an iterator.
         return cast("AsyncGenerator[Piece, None]", await self.prepare(start))
 

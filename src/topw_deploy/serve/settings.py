@@ -72,10 +72,6 @@ class Settings:
                 f"tool_parser is {self.tool_parser!r}, but must be one of {', '.join(FAMILIES)}.", "tool_parser"
             )
 
-    @property
-    def reuses_prefixes(self) -> bool:
-        return bool(self.engine.get("reuse_prefixes", True))
-
 
 def _check_text(what: str, value: object) -> None:
     if not isinstance(value, str) or not value or not value.isprintable() or value.strip() != value:

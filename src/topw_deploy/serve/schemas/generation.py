@@ -29,7 +29,7 @@ class Generating(BaseModel):
 
     refused: names of fields that only other endpoints have -> the rest of the error's sentence.
     model: may be absent if only one model is served.
-    cache_prompt: whether the states of an earlier prompt with the same beginning may be reused.
+    cache_prompt: whether the states of an earlier prompt with the same beginning may be reused; default true.
     max_time: seconds, including the wait in the queue; the server's own limit also applies.
     """
 
