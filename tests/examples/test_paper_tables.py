@@ -19,7 +19,7 @@ from topw_deploy.sampling.rules import RuleParameters
 
 CREATIVE = Path(paper_tables.__file__).with_name("creative.json")
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}>"
-CELLS = len(paper_tables.RULES) * len(paper_tables.TEMPERATURES)
+CELLS = len(paper_tables.PAPER) * len(paper_tables.TEMPERATURES)
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +124,45 @@ def test_the_harness_takes_each_printed_command(capsys: pytest.CaptureFixture[st
         rule, others = take_rule(read_arguments(given.model_args).parameters)
         assert others["temperature"] in paper_tables.TEMPERATURES
         assert ({"lam", "beta"} <= others.keys()) == (rule.chosen.name == "top_w")
-        assert given.num_fewshot == 8
-    tasks = (Path(lm_eval.tasks.__file__).parent / benchmark).rglob("*.yaml")
-    assert any(f"task: {paper_tables.TASKS[benchmark]}\n" in task.read_text("utf-8") for task in tasks)
+        assert given.num_fewshot == paper_tables.TASKS[benchmark].examples
+    tasks = Path(given.include_path or Path(lm_eval.tasks.__file__).parent / benchmark).rglob("*.yaml")
+    assert any(f"task: {paper_tables.TASKS[benchmark].name}\n" in task.read_text("utf-8") for task in tasks)
+
+
+def test_the_table_has_the_mean_over_the_seeds_that_have_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for cell, names, scores in (
+        ("top_w-t1-s1", ["results_2026-01-01.json", "results_2026-01-02.json"], [0.1, 0.5]),  # the later run counts
+        ("top_w-t1-s2", ["results_2026-01-01.json"], [0.7]),
+        ("min_p-t2-s2", ["results_2026-01-01.json"], [0.25]),
+    ):
+        for name, score in zip(names, scores, strict=True):
+            path = tmp_path / "gsm8k" / cell / "a__model" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"results": {"gsm8k_cot": {"exact_match,flexible-extract": score}}}))
+    words = [
+        "out",
+        "--only",
+        "gsm8k",
+        "--rules",
+        "top_w",
+        "min_p",
+        "--temperatures",
+        "1",
+        "2",
+        "--seeds",
+        "1",
+        "2",
+        "3",
+    ]
+    paper_tables.main([*words, "--results", str(tmp_path), "--table"])
+    assert capsys.readouterr().out.splitlines() == [
+        "| gsm8k | T = 1 | T = 2 |",
+        "|---|---|---|",
+        "| top_w | 60.0 ± 14.1 |  |",
+        "| min_p |  | 25.0 |",
+    ]
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def results(folder: Path) -> dict[str, Any]:
         model="topw_deploy",
         model_args=f"path={folder},provider=cpu,intra_op_num_threads=1",
         tasks=["topw_demo_complete", "topw_demo_choose", "topw_demo_text"],
-        task_manager=TaskManager(include_path=str(TASKS)),
+        task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
         batch_size=4,
         bootstrap_iters=0,
     )
