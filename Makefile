@@ -64,7 +64,7 @@ host: $(HOST)/ready.stamp  ## the Python and the packages of a GPU host, in whic
 
 python310: $(OLDEST)/ready.stamp  ## Python 3.10 with onnxruntime 1.23, as on JetPack 6, for `make test`
 
-browser: $(BROWSER)/ready.stamp  ## a headless Chromium and onnxruntime for browsers and Node, from npm, for `make test`
+browser: $(BROWSER)/ready.stamp  ## a headless Chromium, axe-core, and onnxruntime for browsers and Node, from npm, for `make test`
 
 ray: $(RAY)/ready.stamp  ## Ray Serve, for `make test`
 

@@ -1,4 +1,5 @@
-// Opens the headless Chromium that `make browser` installed. TOPW_BROWSER is its folder.
+// Opens the headless Chromium that `make browser` installed, and checks pages. TOPW_BROWSER is its folder.
+import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import path from "node:path";
 
@@ -12,5 +13,23 @@ export async function openBrowser(flags = []) {
     executablePath: path.join(folder, "chromium"),
     headless: "shell",
     args: ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", ...flags],
+  });
+}
+
+/**
+ * What axe-core finds in a page: {violations: [{rule, help, impact, places: selectors}], passed: the rules that checked
+ * something and found nothing wrong}. All its rules count, also those for best practice and the experimental ones, but
+ * not those of WCAG's level AAA.
+ */
+export async function audited(page) {
+  await page.evaluate(readFileSync(require.resolve("axe-core/axe.min.js"), "utf8"));
+  return page.evaluate(async () => {
+    const wanted = window.axe.getRules().filter((rule) => !rule.tags.includes("wcag2aaa"));
+    const rules = Object.fromEntries(wanted.map((rule) => [rule.ruleId, { enabled: true }]));
+    const { violations, passes } = await window.axe.run(document, { rules });
+    const told = ({ id, help, impact, nodes }) => {
+      return { rule: id, help, impact, places: nodes.slice(0, 5).map((node) => node.target.join(" ")) };
+    };
+    return { violations: violations.map(told), passed: passes.map((rule) => rule.id) };
   });
 }

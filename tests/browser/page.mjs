@@ -1,11 +1,11 @@
 // Drives the page of `topw serve` as its users do. Arguments: its address, a key, a folder for screenshots.
 // Prints what it saw as one line of JSON; tests/serve/test_page_browser.py judges it.
 import path from "node:path";
-import { openBrowser } from "./open_browser.mjs";
+import { audited, openBrowser } from "./open_browser.mjs";
 
 const [address, key, folder] = process.argv.slice(2);
 const NAMED = ["button", "textbox", "combobox", "slider", "spinbutton", "checkbox", "radio", "link"];
-const seen = { errors: [], outside: [], unnamed: [] };
+const seen = { errors: [], outside: [], unnamed: [], audits: {} };
 let refusing = false; // whether requests should fail now, which the console reports
 
 const browser = await openBrowser();
@@ -60,6 +60,14 @@ async function explained(page, words = ".lead") {
   await page.waitForSelector(`#crop-body:not([aria-busy]) ${words}`);
 }
 
+// What axe-core finds wrong, with every group of the form open.
+async function audit(page, name) {
+  const folds = await page.$$("details:not([open])");
+  for (const fold of folds) await fold.evaluate((one) => (one.open = true));
+  seen.audits[name] = await audited(page);
+  for (const fold of folds) await fold.evaluate((one) => (one.open = false));
+}
+
 function problem(page) {
   return page.waitForSelector("#problem:not([hidden])").then((node) => node.evaluate((words) => words.textContent));
 }
@@ -79,6 +87,7 @@ async function entry(page) {
     seen.wrong.push([await problem(page), await page.evaluate(() => document.activeElement.id)]);
   }
   refusing = false;
+  await audit(page, "key");
   await page.type("#key", key);
   await page.keyboard.press("Enter");
   await page.waitForSelector("#go:not(:disabled)");
@@ -147,6 +156,7 @@ async function inspected(page) {
   seen.rules = await page.$$eval("#crop tbody th", (all) => all.slice(0, 5).map((one) => one.textContent));
   seen.axes = await page.$$eval("svg .axis", (all) => all.map((one) => one.textContent));
   seen.shown = await page.$$eval(".tokens tbody tr", (rows) => rows.length);
+  await audit(page, "desktop");
   await shot(page, "desktop");
   await shot(page, "whole");
 }
@@ -163,6 +173,7 @@ async function sideBySide(page) {
   await (await page.$$(".answer"))[1].$eval(".token", (token) => token.click());
   await explained(page);
   seen.certified = await text(page, ".lead");
+  await audit(page, "compare");
   await shot(page, "compare");
   await page.click("#compare");
 }
@@ -271,6 +282,7 @@ async function phone(page) {
   await explained(page);
   await page.waitForSelector("#crop svg circle");
   seen.inSight = await page.$eval("#crop-title", (title) => title.getBoundingClientRect().top < innerHeight);
+  await audit(page, "phone");
   await shot(page, "phone");
   seen.widths = [];
   for (const width of [360, 640]) { // 640: a window of 1280 at 200 %
@@ -287,6 +299,7 @@ async function looks(page) {
     await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: scheme }]);
     seen.contrast[scheme] = await page.evaluate(contrasts);
   }
+  await audit(page, "dark");
   await shot(page, "dark");
   await page.emulateMediaFeatures([{ name: "prefers-reduced-motion", value: "reduce" }]);
   seen.motion = await page.$eval(".token", (token) => getComputedStyle(token).transitionDuration);
@@ -329,6 +342,7 @@ async function chats(page) {
   await page.click(".token");
   await explained(page, "pre");
   seen.without = await text(page, "#crop-body");
+  await audit(page, "chat");
   await shot(page, "chat");
   seen.turns.push(await send("Yo"));
   await page.$eval("#seed", (field) => (field.value = 2));

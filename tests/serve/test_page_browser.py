@@ -62,6 +62,10 @@ def test_the_page_as_its_users_see_it(address: str, tmp_path: Path) -> None:
     assert seen["outside"] == []
     assert seen["unnamed"] == []
     assert seen["duplicates"] == 0
+    assert set(seen["audits"]) == {"key", "desktop", "compare", "phone", "dark", "chat"}
+    for name, audit in seen["audits"].items():
+        assert audit["violations"] == [], name
+        assert {"color-contrast", "label", "target-size", "heading-order"} <= set(audit["passed"]), name
 
     assert seen["asks"]
     (bad, where), (wrong, here) = seen["wrong"]
