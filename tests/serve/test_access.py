@@ -86,6 +86,31 @@ def test_a_line_of_the_log_has_counts_but_no_text(
     assert "status=200 " in PlainLines().format(caplog.records[-1]) + " "
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (CHAT, b'{"messages": [{"role": "user", "content": "s3cret', 400),
+        (CHAT, {"messages": [{"role": "s3cret", "content": "s3cret"}]}, 400),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "s3cret", "text": "s3cret"}]}]}, 400),
+        ("/v1/completions", {"prompt": "s3cret " * 40}, 400),
+        ("/v1/completions", {"prompt": "s3cret", "stop": ["s3cret"], "response_format": "s3cret"}, 400),
+        ("/v1/completions", {"prompt": "a", "s3cret": "s3cret"}, 400),
+        ("/v1/completions", {"prompt": "a", "model": "s3cret"}, 404),
+        ("/v1/responses", {"input": "s3cret", "max_output_tokens": 1}, 200),
+        ("/tokenize", {"prompt": "s3cret"}, 200),
+    ],
+)
+def test_the_log_has_no_text_of_other_requests(
+    client: TestClient, caplog: pytest.LogCaptureFixture, path: str, body: Any, status: int
+) -> None:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with caplog.at_level(logging.DEBUG, "topw_deploy.serve"):
+        assert client.post(path, content=data).status_code == status
+    (line,) = [each for each in lines(caplog) if each["event"] == "request"]
+    assert line["status"] == status
+    assert "s3cret" not in json.dumps(lines(caplog))
+
+
 def test_prompts_and_answers_are_logged_on_request(
     serve: NewClient, folder: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

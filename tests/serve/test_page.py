@@ -181,6 +181,9 @@ def test_the_page_is_one_document_that_the_policy_lets_run(serve: NewClient, fol
     assert all(f"{name}: [" in response.text for name in RULE_OF_VALUE), "a slider needs a range"
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
+    assert "connect-src 'self'" in policy
+    runs = r"(inner|outer|Adjacent)HTML\b|document\.write|\beval\b|\bFunction\(|srcdoc"
+    assert not re.search(runs, response.text), "texts are shown as text"
     assert set(re.findall(r"https?://[^\s\"']*", response.text)) == {"http://www.w3.org/2000/svg"}
     assert set(SCRIPTS) == {path.name for path in Path("src/topw_deploy/serve/page").glob("*.js")}
     for path, body in (("/v1/models", None), (INSPECT, {})):
