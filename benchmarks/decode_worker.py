@@ -26,7 +26,7 @@ from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, prefill
 from topw_deploy.runtime.ort.session import SAMPLER_INPUTS, OrtSession
-from topw_deploy.runtime.rules import Rules
+from topw_deploy.runtime.row_inputs import Rules
 from topw_deploy.sampling import TopWParameters
 
 CHOICE = "argmax"  # input, bool

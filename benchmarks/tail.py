@@ -20,9 +20,10 @@ from onnx import TensorProto, helper
 
 from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
 from topw_deploy.bench.sampler.inputs import likely_logits
+from topw_deploy.export.graph.embedding import plain_gather
 from topw_deploy.export.sampler_only import sampler_model
-from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
-from topw_deploy.runtime.rules import Rules
+from topw_deploy.export.tail import FORMS, TailSpec
+from topw_deploy.runtime.row_inputs import Rules
 from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES, RuleParameters

@@ -14,7 +14,7 @@ from benchmarks.decode_worker import CHOICE, write_either
 from tests.support.toy_graph import FORMS, HEAD_DIMS
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.bench.process import Worker
-from topw_deploy.runtime.rules import Rules
+from topw_deploy.runtime.row_inputs import Rules
 from topw_deploy.sampling import TopWParameters
 
 pytestmark = pytest.mark.slow

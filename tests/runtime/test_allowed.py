@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.allowed import Allowed
+from topw_deploy.runtime.row_inputs import Allowed
 
 
 class Recorder:

@@ -13,7 +13,8 @@ from tests.support.toy_model import VOCAB, Load, Toy, byte_ids, export_sampler
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.request import Limits, resolve
-from topw_deploy.runtime.rules import LONGEST_LIST, Rules, longest_pool
+from topw_deploy.runtime.row_inputs import Rules
+from topw_deploy.runtime.rules import LONGEST_LIST, longest_pool
 from topw_deploy.sampling import RULES, RuleParameters, TopWParameters, sample_row
 
 HOT: dict[str, Any] = {"temperature": 3.0, "seed": 4, "max_new_tokens": 8, "ignore_eos": True}

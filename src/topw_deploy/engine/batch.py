@@ -11,25 +11,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.allowed import NAME as ALLOWED
-from topw_deploy.runtime.allowed import Allowed
 from topw_deploy.runtime.cache.buffers import MemoryPool
+<<<<<<< /tmp/engm/mine.py
 from topw_deploy.runtime.cache.in_place import bind_static_chunk, bind_total
-from topw_deploy.runtime.cache.prefill import greedy
 from topw_deploy.runtime.draws import Draws, uniforms
+=======
+from topw_deploy.runtime.cache.in_place import bind_total
+from topw_deploy.runtime.cache.prefill import greedy
+from topw_deploy.runtime.draws import Draws
+>>>>>>> /tmp/eng_new/src/topw_deploy/engine/batch.py
 from topw_deploy.runtime.edits import NAMES, Edits
 from topw_deploy.runtime.logprobs import Logits
 from topw_deploy.runtime.memory import HostMemory
 from topw_deploy.runtime.protocols import Binding, Session
-from topw_deploy.runtime.record import Record
+from topw_deploy.runtime.record import Record, Values
 from topw_deploy.runtime.request import RowRequest
-from topw_deploy.runtime.rules import NAMES as RULE_INPUTS
-from topw_deploy.runtime.rules import Rules
+from topw_deploy.runtime.row_inputs import ALLOWED, Allowed, Rules, greedy
+from topw_deploy.runtime.row_inputs import RULE as RULE_INPUTS
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 
 
@@ -73,13 +75,16 @@ class Batch:
         self._pool = MemoryPool(session, decoder, length, rows)
         self._buffers = self._pool.borrow(rows, length, 1)
         self._base = session.bind()
+        self._chunk_start, self._chunk_length = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._ids = np.zeros((rows, 1), np.int64)
         self._written = np.zeros(rows, np.int64)  # slot that the next run writes first
         self._unused = 0 if decoder.recurs else 1  # row_lengths of rows that do not decode
         self._lengths = np.full(rows, self._unused, np.int64)
         self._uniform = np.zeros(rows, np.float32)
         greedily = TopWParameters(temperature=0.0)
-        self._parameters = {name: np.full(rows, getattr(greedily, name), np.float32) for name in PARAMETER_NAMES}
+        values = [[getattr(greedily, name)] * rows for name in PARAMETER_NAMES]
+        self._parameter_rows = np.array(values, np.float32)  # [parameters, rows]
+        self._parameters = dict(zip(PARAMETER_NAMES, self._parameter_rows, strict=True))
         self._rules = Rules(rows)
         self._ids_view, self._written_view = self._ids.reshape(-1).data, self._written.data
         self._uniform_view = self._uniform.data
@@ -199,24 +204,25 @@ class Batch:
         last = end == len(request.prompt)
         if last:
             self.edits.write(row)
-            self._uniform[row] = uniforms(request.seed, end, request.sample, 1)[0]
+            self._uniform[row] = self._draws.begin(row, request.seed, request.sample, end, self.steps)
         binding = self._drawer(row, self.wants_logits) if last else self._filler(row)
-        bind_static_chunk(self._session, binding, ids, np.array([start]), np.array([end - start]))
+        self._chunk_start[0], self._chunk_length[0] = start, end - start
+        binding.bind_array("input_ids", ids)
+        bind_total(self._session, binding, end)
         self._written[row] = end
         self._run(binding, 0 if last else None)
         return self._first.keep(0)[0] if last else None
 
-    def first(self, name: str) -> list[Any]:
-        """Output `name` of the last chunk's run; [] if the graph lacks it."""
-        return self._first.of(name, 0, 1)
+    def first(self) -> Values:
+        """The outputs of the last chunk's run."""
+        return self._first.copy(0, 0, 1)
 
-    def begin(self, row: int, request: RowRequest, token: int) -> None:
-        """Start decoding a row with the next step, after its first token.
+    def begin(self, row: int, token: int) -> None:
+        """Start decoding a row with the next step, after the first token, which the last `read` drew.
 
         Raises ParameterError for too many edits.
         """
         self._ids[row], self._lengths[row] = token, 1
-        self._draws.set(row, request.seed, request.sample, len(request.prompt) + 1, self.steps)
         self.edits.add(row, token)
         self._version += 1
 
@@ -247,27 +253,37 @@ class Batch:
         if self.edits.active:
             self.edits.add(row, token)
 
-    def recorded(self, name: str, row: int, start: int, end: int) -> list[Any]:
-        """Output `name` of a row in the steps `start` to `end`, exclusive. Only the last `length` steps are kept."""
+    def recorded(self, row: int, start: int, end: int) -> list[Values]:
+        """The outputs of a row in the steps `start` to `end`, exclusive, in parts. Only the last `length` steps are
+        kept.
+        """
         if start == end:
             return []
         first, last = start % self._length, end % self._length
         if first < last:
-            return self._record.of(name, row, last, first)
-        return self._record.of(name, row, self._length, first) + self._record.of(name, row, last)
+            return [self._record.copy(row, first, last)]
+        return [self._record.copy(row, first, self._length), self._record.copy(row, 0, last)]
 
-    def exchange(self, one: int, other: int) -> None:
-        """Exchange two rows with their states."""
+    def exchange(self, one: int, other: int, saves: bool = True) -> None:
+        """Exchange two rows with their states.
+
+        saves: whether the states of `other` are needed. If not, only those of `one` move.
+        """
         buffers, tokens = self._buffers, self._written.tolist()
-        saved = buffers.snapshot(other, tokens[other])
+        saved = buffers.snapshot(other, tokens[other]) if saves else None
         buffers.copy_row(one, other, tokens[one])
-        buffers.restore(one, saved)
-        arrays: list[np.ndarray] = [self._ids, self._written, self._lengths]
-        arrays += [*self._parameters.values(), *self._rules.arrays.values()]
-        pair = [one, other]
+        unchecked = self._unchecked.pop(other, 0)
+        if unchecked:
+            buffers.clear_row(other, unchecked, first=tokens[one])
+        if saved is not None:
+            buffers.restore(one, saved)
+            if unchecked:
+                self._unchecked[one] = unchecked
+        pair, swapped = [one, other], [other, one]
+        arrays: list[np.ndarray] = [self._ids, self._written, self._lengths, *self._rules.arrays.values()]
         for array in arrays:
-            array[pair] = array[pair[::-1]]
-        self._unchecked = {{one: other, other: one}.get(row, row): slots for row, slots in self._unchecked.items()}
+            array[pair] = array[swapped]
+        self._parameter_rows[:, pair] = self._parameter_rows[:, swapped]
         self.edits.swap(one, other)
         self.allowed.swap(one, other)
         self._draws.swap(one, other)
@@ -300,6 +316,7 @@ class Batch:
         if binding is None:
             binding = self._fillers[row] = greedy(self._session, self._base.another(), 1)
             self._buffers.bind(binding, range(row, row + 1))
+            self._bind_chunk(binding)
         return binding
 
     def _drawer(self, row: int, logits: bool) -> Binding:
@@ -308,8 +325,14 @@ class Batch:
         if bound is None:
             bound = self._drawers[row, logits] = self._bind_sampler(slice(row, row + 1), logits)
             self._first.bind(bound.binding)
+            self._bind_chunk(bound.binding)
         self._update(bound, slice(row, row + 1))
         return bound.binding
+
+    def _bind_chunk(self, binding: Binding) -> None:
+        """Bind the inputs of a chunk that have the same shape for all."""
+        binding.bind_changing("write_indices", self._chunk_start)
+        binding.bind_changing("row_lengths", self._chunk_length)
 
     def _bind_step(self, width: int, logits: bool) -> _Bound:
         bound = self._steps[width, logits] = self._bind_sampler(slice(width), logits)

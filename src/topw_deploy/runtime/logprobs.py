@@ -137,15 +137,6 @@ class Scores:
         ]
 
 
-def asks(request: RowRequest) -> bool:
-    """Whether a request asks for log-probabilities under the model."""
-    return request.logprobs is not None or request.prompt_logprobs is not None
-
-
-def new_scores(request: RowRequest, text_of: TextOf) -> Scores | None:
-    return Scores(request, text_of) if asks(request) else None
-
-
 class Logits:
     """The graph's output `logits` for a batch, on the host.
 
@@ -186,10 +177,8 @@ def logits_output(manifest: DecoderManifest) -> TensorSpec | None:
 
 
 def check_output(requests: Sequence[RowRequest], spec: TensorSpec | None, path: object) -> None:
-    """Raises ParameterError if a request asks for log-probabilities that the graph in `path` cannot give."""
-    name = next(("prompt_logprobs" if r.logprobs is None else "logprobs" for r in requests if asks(r)), None)
-    if name is None:
-        return
+    """Raises ParameterError if the graph in `path` cannot give the log-probabilities of `requests`, which need some."""
+    name = "prompt_logprobs" if requests[0].logprobs is None else "logprobs"
     if spec is None:
         raise ParameterError(
             f"{name} needs the graph's output logits, which {path} lacks; export it again with --with-logits, or omit "

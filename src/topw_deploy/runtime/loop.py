@@ -10,18 +10,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from topw_deploy.runtime.allowed import Allowed
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.callbacks import Criterion, Streamer, Watch
 from topw_deploy.runtime.draws import Draws
 from topw_deploy.runtime.edits import Edits
-from topw_deploy.runtime.logprobs import Logits, TextOf, new_scores
+from topw_deploy.runtime.logprobs import Logits, Scores, TextOf
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.record import Record
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Piece
+from topw_deploy.runtime.row_inputs import Allowed, Rules
 from topw_deploy.runtime.rows import Follow, Row, new_text, result_of
-from topw_deploy.runtime.rules import Rules
 from topw_deploy.runtime.structured.guide import Guide
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
@@ -236,7 +235,7 @@ class RequestRun:
                 request,
                 new_text(request, follow) if streaming or request.stop_strings else None,
                 Watch(request.prompt, request.budget, streamer, criteria) if watched else None,
-                new_scores(request, text_of),
+                Scores(request, text_of) if request.scored else None,
                 guides[index] if guides else None,
             )
             for index, request in enumerate(requests)

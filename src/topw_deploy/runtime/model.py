@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any, overload
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import cache, loop
-from topw_deploy.runtime.allowed import NAME as ALLOWED
-from topw_deploy.runtime.bad_words import as_ids
 from topw_deploy.runtime.callbacks import ending
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.generation_config import bos_token, model_defaults
-from topw_deploy.runtime.logprobs import Logits, asks, check_output, logits_output
+from topw_deploy.runtime.logprobs import Logits, check_output, logits_output
 from topw_deploy.runtime.open_session import open_session
 from topw_deploy.runtime.ort.providers import short_name
-from topw_deploy.runtime.prompts import read_prompts, split_inputs
+from topw_deploy.runtime.prompts import read_prompts, split_inputs, with_banned_ids
 from topw_deploy.runtime.protocols import Session
-from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_rows, check_text, resolve_for, split
+from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_rows, check_text, resolver, split
 from topw_deploy.runtime.results import GenerationResult, Piece
+from topw_deploy.runtime.row_inputs import ALLOWED
 from topw_deploy.runtime.rules import longest_pool
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.runtime.structured.grammars import Grammars
@@ -72,6 +71,7 @@ class TopWModel:
         self.tokenizer = Tokenizer(folder)
         self._grammars = Grammars(self.tokenizer, folder.manifest.sampler.vocab_size)
         self.defaults = model_defaults(folder, self.tokenizer)
+        self._resolve = resolver(folder.manifest, self.defaults)
         self.provider = session.provider
         self.sampler, self.why_graph = session.sampler, session.why_graph
         self._decoder, self._logits_output = decoder, logits_output(folder.manifest)
@@ -281,9 +281,9 @@ class TopWModel:
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split(parameters)
         samples = whole["num_return_sequences"]
-        named, config = (as_ids(given, self.tokenizer) for given in (named, whole["generation_config"]))
+        named, config = (with_banned_ids(given, self.tokenizer) for given in (named, whole["generation_config"]))
         prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"], samples, limits)
-        rows = resolve_for(self.manifest, prompts, named, self.defaults, limits, samples, config)
+        rows = self._resolve(prompts, named, limits=limits, samples=samples, config=config)
         if not cache.takes_ragged_batches(self._decoder) and len({len(p) for p in prompts}) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "
@@ -294,7 +294,9 @@ class TopWModel:
                 f"a streamer follows one sequence, but the request has {len(rows)}; generate them one by one, or use "
                 "model.stream, whose pieces name their row."
             )
-        check_output(rows, self._logits_output, self.path)
+        scored = [row for row in rows if row.scored]
+        if scored:
+            check_output(scored, self._logits_output, self.path)
         return rows, whole, alone and samples == 1
 
     def _prompts(
@@ -315,8 +317,10 @@ class TopWModel:
         ], alone
 
     def _guides(self, rows: Sequence[RowRequest]) -> list[Guide | None]:
-        """See `Grammars.guides`. Raises ParameterError if the graph cannot mask tokens."""
-        if any(row.constraint is not None for row in rows) and ALLOWED not in self._opened()[0].inputs:
+        """See `Grammars.guides`; [] without constraints. Raises ParameterError if the graph cannot mask tokens."""
+        if all(row.constraint is None for row in rows):
+            return []
+        if ALLOWED not in self._opened()[0].inputs:
             raise ParameterError(
                 f"structured_outputs needs a graph with the input {ALLOWED!r}, which this one lacks; export the model "
                 "again.",
@@ -337,7 +341,7 @@ class TopWModel:
             streamer=whole["streamer"],
             criteria=whole["stopping_criteria"],
             guides=self._guides(requests),
-            logits=self._new_logits(len(requests)) if any(map(asks, requests)) else None,
+            logits=self._new_logits(len(requests)) if any(request.scored for request in requests) else None,
             text_of=self.tokenizer.text_of,
         ).pieces()
 

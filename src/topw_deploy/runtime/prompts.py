@@ -1,4 +1,4 @@
-"""Read prompts: texts, token ids, arrays, tensors and tokenizer outputs.
+"""Read prompts: texts, token ids, arrays, tensors and tokenizer outputs; and words to ban, vLLM's `bad_words`.
 
 Tensors are read with their method `tolist`, without an import of their library.
 """
@@ -12,12 +12,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from tokenizers import Encoding
 
-from topw_deploy.errors import PromptError
-from topw_deploy.runtime.parameters import is_boolean, show
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.runtime.parameters import PARAMETERS, is_boolean, show
+from topw_deploy.runtime.tokenizer import Tokenizer
 
 Prompt: TypeAlias = "str | list[int]"
 Check: TypeAlias = "Callable[[int, str], None]"
 
+_WORDS, _WORD_IDS = "bad_words", "bad_words_ids"
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _DESCRIPTIONS = frozenset({"special_tokens_mask", "offset_mapping", "length"})  # no effect on tokens
 
@@ -171,3 +173,34 @@ def _holds_one(value: Any) -> bool:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float, np.generic)) or getattr(value, "ndim", None) == 0
+
+
+def with_banned_ids(given: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Replace `bad_words` among a request's parameters by `bad_words_ids`.
+
+    A word is banned as the tokenizer spells it at the start of a text, and behind a space.
+
+    Raises ParameterError for other values than texts, a text without tokens, or both names.
+    """
+    if _WORDS not in given:
+        return dict(given)
+    if _WORD_IDS in given:
+        raise ParameterError(f"{_WORDS} and {_WORD_IDS} are both given; give one of them.", _WORDS)
+    others = {name: value for name, value in given.items() if name != _WORDS}
+    value, parameter = given[_WORDS], PARAMETERS[_WORDS]
+    if parameter.is_per_row(value):
+        rows = [None if v is None else _spelled(parameter.parse(_WORDS, v), tokenizer) for v in value]
+        return {**others, _WORD_IDS: rows}
+    return {**others, _WORD_IDS: _spelled(parameter.parse(_WORDS, value), tokenizer)}
+
+
+def _spelled(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    found: dict[tuple[int, ...], None] = {}  # ordered
+    for word in words:
+        bare = word.lstrip(" ")
+        for text in (bare, f" {bare}") if bare else (word,):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if not ids:
+                raise ParameterError(f"{_WORDS} has {show(word)}, which has no tokens; remove it.", _WORDS)
+            found[ids] = None
+    return tuple(found)

@@ -6,8 +6,9 @@ export's defaults (Top-W only), this package's defaults.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from topw_deploy.errors import ParameterError, PromptError
@@ -67,6 +68,11 @@ class RowRequest:
     seed: int
     sample: int
     rule: RuleParameters = TOP_W
+
+    @property
+    def scored(self) -> bool:
+        """Whether it asks for log-probabilities under the model."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,8 @@ def resolve(
     columns = {name: spread(name, value, len(prompts)) for name, value in given.items()}
 
     def settled(stated: Mapping[str, Any]) -> Mapping[str, Any]:
-        return _with_preset(with_raw_scale(stated, median_distance), geometry)
+        scaled = with_raw_scale(stated, median_distance) if "geom_unit" in stated else stated
+        return _with_preset(scaled, geometry)
 
     defaults = asdict(exported) if isinstance(exported, TopWParameters) else exported
     stated = settled(config or {}), settled(model)
@@ -151,24 +158,12 @@ def resolve(
     return rows
 
 
-def resolve_for(
-    manifest: Manifest,
-    prompts: Sequence[Sequence[int]],
-    given: Mapping[str, Any],
-    model: Mapping[str, Any],
-    limits: Limits,
-    samples: int = 1,
-    config: Mapping[str, Any] | None = None,
-) -> list[RowRequest]:
-    """`resolve` with the defaults, geometry and distances of an export's `manifest`."""
-    return resolve(
-        prompts,
-        given,
-        model,
-        manifest.stated_defaults,
-        limits,
-        samples,
-        config=config,
+def resolver(manifest: Manifest, model: Mapping[str, Any]) -> Callable[..., list[RowRequest]]:
+    """`resolve` with the defaults of a model and of its export, whose manifest is read only here."""
+    return partial(
+        resolve,
+        model=model,
+        exported=manifest.stated_defaults,
         geometry=manifest.sampler.geometry,
         median_distance=manifest.median_distance,
     )

@@ -1,18 +1,14 @@
-"""Sampling rules of a batch (docs/contract/rules.md): the graph's inputs `rule` and `rule_values`."""
+"""Which sampling rule a request names or implies, and what a folder and its sampler can do (docs/contract/rules.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import numpy as np
-
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import SamplerInfo
-from topw_deploy.runtime.protocols import Binding
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES, RuleParameters
 
-NAMES = ("rule", "rule_values")
 TOP_W = RuleParameters()
 
 
@@ -39,33 +35,6 @@ def check_pool(rule: RuleParameters, longest: int | None, vocab_size: int) -> No
         f"{vocab_size}; give such a pool, open the model with the native sampler, or export with --tail onnxruntime.",
         "top_h_pool",
     )
-
-
-class Rules:
-    """The rule of each row, initially Top-W.
-
-    arrays: the inputs by name; `rule` int32 [rows], `rule_values` float32 [rows, 2].
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.arrays = {"rule": np.zeros(rows, np.int32), "rule_values": np.zeros((rows, 2), np.float32)}
-
-    def set(self, row: int, rule: RuleParameters) -> None:
-        self.arrays["rule"][row] = rule.code
-        self.arrays["rule_values"][row] = rule.values
-
-    def clear(self, row: int) -> None:
-        self.set(row, TOP_W)
-
-    def bind(self, binding: Binding, rows: slice = slice(None)) -> None:
-        """Bind the arrays of adjacent `rows`."""
-        for name, array in self.arrays.items():
-            binding.bind_array(name, array[rows])
-
-    @staticmethod
-    def refresh(binding: Binding) -> None:
-        for name in NAMES:
-            binding.refresh(name)
 
 
 def check_carried(rule: RuleParameters, carried: Collection[str]) -> None:

@@ -15,7 +15,8 @@ from topw_deploy.runtime.draws import SEED_BITS, uniforms
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.session import GraphSession
 from topw_deploy.runtime.parameters import show, spread
-from topw_deploy.runtime.rules import Rules, check_carried, check_pool, longest_pool, rule_of
+from topw_deploy.runtime.row_inputs import Rules
+from topw_deploy.runtime.rules import check_carried, check_pool, longest_pool, rule_of
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.sampling.beta import coefficients
 from topw_deploy.sampling.likely_pairs import check_geom_unit, with_raw_scale

@@ -16,9 +16,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from topw_deploy.errors import ManifestError, PromptError
-from topw_deploy.export.graft.embedding_node import find_embedding
 from topw_deploy.export.graft.sampler_node import sampler_node
-from topw_deploy.export.graft.table import EmbeddingTable, stored_array
+from topw_deploy.export.graph.embedding import find_embedding
+from topw_deploy.export.graph.table import EmbeddingTable, stored_array
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.export.write.weights import MODEL_FILE
@@ -27,7 +27,7 @@ from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.edits import Edits
-from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolve_for
+from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolver
 from topw_deploy.sampling import Geometry, RuleParameters, TopWParameters, apply_edits, as_float32
 from topw_deploy.stats.analyse import Analyser, Step
 from topw_deploy.stats.exact.analyse import ExactAnalyser, ExactStep, check, sample
@@ -161,7 +161,7 @@ def _ids(model: TopWModel, prompt: Prompt) -> list[int]:
 
 def _requests(model: TopWModel, ids: Sequence[list[int]], parameters: Mapping[str, Any]) -> list[RowRequest]:
     limits = Limits(model.manifest.decoder.context_length, model.manifest.sampler.vocab_size)
-    return resolve_for(model.manifest, ids, parameters, model.defaults, limits)
+    return resolver(model.manifest, model.defaults)(ids, parameters, limits=limits)
 
 
 def _solver(exact: ExactRequest, analyser: Analyser, firsts: Sequence[RowRequest]) -> ExactAnalyser:

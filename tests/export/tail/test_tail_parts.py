@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.samples import slow
-from topw_deploy.export.tail import plain_gather
+from topw_deploy.export.graph.embedding import plain_gather
 from topw_deploy.export.tail.answer import draw_member
 from topw_deploy.export.tail.candidates import (
     Candidates,
@@ -30,7 +30,7 @@ from topw_deploy.export.tail.inputs import BLOCK, PARAMETERS, Rows, apply_edits,
 from topw_deploy.export.tail.ops import Eager
 from topw_deploy.export.tail.pool import alternate, best_prefix, candidate_pool, certified, potential, warm_start
 from topw_deploy.export.tail.spec import FORMS, TailSpec
-from topw_deploy.runtime.rules import Rules
+from topw_deploy.runtime.row_inputs import Rules
 from topw_deploy.sampling import Geometry, crop, sample_row
 from topw_deploy.sampling import apply_edits as reference_edits
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters

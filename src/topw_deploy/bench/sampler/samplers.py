@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from topw_deploy.bench.sampler.inputs import TABLE, Case, Inputs, Logits
 from topw_deploy.errors import ProviderError
-from topw_deploy.runtime.rules import Rules
+from topw_deploy.runtime.row_inputs import Rules
 from topw_deploy.sampling import draw
 from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
@@ -197,8 +197,9 @@ def sampler_file(inputs: Inputs, form: str, *, with_keep_mask: bool) -> Path:
     import onnx_ir as ir
 
     from topw_deploy.export.graft.sampler_node import BOUND_NAME
+    from topw_deploy.export.graph.embedding import plain_gather
     from topw_deploy.export.sampler_only import sampler_model
-    from topw_deploy.export.tail import TailSpec, plain_gather
+    from topw_deploy.export.tail import TailSpec
 
     vocab, table = inputs.logits[0].shape[1], inputs.embeddings
     spec = TailSpec(

@@ -15,12 +15,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.graft.sampler_node import NODE_NAME, sampler_node
-from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor, external_files
 from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.export.verification.cache_drivers import cache_driver
-from topw_deploy.export.write.weights import MODEL_FILE, external_files
+from topw_deploy.export.write.weights import MODEL_FILE
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.rules import Rules
+from topw_deploy.runtime.row_inputs import Rules
 from topw_deploy.sampling.rules import RuleParameters
 
 LOGITS = "topw.probe.logits"

@@ -29,6 +29,7 @@ class Layout:
 
     fixed: number of states whose size does not depend on the tokens.
     all, fixed_ones, growing: all states, those of fixed size, and the others.
+    evicts, recurs: as of DecoderInfo.
     """
 
     all = slice(None)
@@ -37,13 +38,30 @@ class Layout:
         self.states = sorted(decoder.states, key=lambda state: state.grows)
         self.fixed = sum(not state.grows for state in self.states)
         self.fixed_ones, self.growing = slice(self.fixed), slice(self.fixed, None)
+        self.evicts, self.recurs = decoder.evicts, decoder.recurs
+        self._of_row = [state.row_bytes(0) for state in self.states]  # bytes without tokens
+        self._of_token = [state.row_bytes(1) if state.grows else 0 for state in self.states]
+        self._shapes = [state.shape for state in self.states]  # 0: tokens
+        self._numbers = [ELEMENT_TYPES[state.dtype].number for state in self.states]
+        self._names = [(state.past, state.present) for state in self.states]
+
+    def row_bytes(self, length: int) -> list[int]:
+        """Bytes of a row of each state."""
+        return [own + length * token for own, token in zip(self._of_row, self._of_token, strict=True)]
 
     def starts(self, batch: int, length: int) -> list[int]:
         """The states' byte offsets, then the total size."""
         offsets = [0]
-        for state in self.states:
-            offsets.append(offsets[-1] + _round_up(batch * state.row_bytes(length), ALIGNMENT))
+        for size in self.row_bytes(length):
+            offsets.append(offsets[-1] + _round_up(batch * size, ALIGNMENT))
         return offsets
+
+    def bind(self, binding: Binding, block: int, starts: Sequence[int], length: int, rows: range) -> None:
+        """Bind each state's `rows` as past and present. block: address. starts: `self.starts` of all rows."""
+        parts = zip(self._names, self._shapes, self._numbers, self.row_bytes(length), starts, strict=False)
+        for (past, present), shape, number, size, start in parts:
+            sized = [len(rows), *(axis or length for axis in shape)]
+            binding.bind_memory(past, present, number, sized, block + start + rows.start * size)
 
     def size(self, batch: int, length: int) -> int:
         return self.starts(batch, length)[-1]
@@ -59,11 +77,8 @@ class Buffers:
 
     def bind(self, binding: Binding, rows: range | None = None) -> None:
         """Bind each state as past and present, optionally of `rows` only."""
-        count, first = (self.batch, 0) if rows is None else (len(rows), rows.start)
-        for state, start in zip(self.layout.states, self._starts, strict=False):
-            pointer = self.block.pointer + start + first * state.row_bytes(self.length)
-            shape = [count, *state.sized(self.length)]
-            binding.bind_memory(state.past, state.present, ELEMENT_TYPES[state.dtype].number, shape, pointer)
+        rows = range(self.batch) if rows is None else rows
+        self.layout.bind(binding, self.block.pointer, self._starts, self.length, rows)
 
     def clear(self, *, all_states: bool) -> None:
         """Zero the states of fixed size, or all: some operators multiply masked values, and 0 * NaN is NaN."""
@@ -161,7 +176,7 @@ class MemoryPool:
         length: int | None = None,
         rows: int | None = None,
     ) -> None:
-        self._layout, self._memory = Layout(decoder), session.memory
+        self.layout, self._memory = Layout(decoder), session.memory
         self._step, self._limit = decoder.buffer_step, decoder.context_length
         self._least = decoder.buffer_least
         if length is not None:
@@ -183,7 +198,7 @@ class MemoryPool:
         """Buffers for `batch` rows of up to `tokens` tokens, with room for `first` of them at once."""
         tokens, first = max(tokens, self._least), max(first, self._least)
         capacity = self._length or min(_round_up(tokens, _ROUND), max(self._limit, tokens))
-        size = self._layout.size(batch, capacity)
+        size = self.layout.size(batch, capacity)
         with self._lock:
             block, self._kept = self._kept, None
             if block is None or block.size < size:
@@ -192,7 +207,7 @@ class MemoryPool:
                 block = self._new(rows, capacity)
             self._lent += block.size
         length = capacity if self._step == 0 else min(_round_up(first, self._step), capacity)
-        buffers = Buffers(self._layout, block, batch, capacity, length)
+        buffers = Buffers(self.layout, block, batch, capacity, length)
         try:
             buffers.clear(all_states=self._step > 0)
         except GenerationError:
@@ -216,7 +231,7 @@ class MemoryPool:
         buffers.grow(min(_round_up(tokens + tokens // _GROWTH, self._step), buffers.capacity))
 
     def _new(self, batch: int, length: int) -> Memory:
-        return self._memory(self._layout.size(batch, length))
+        return self._memory(self.layout.size(batch, length))
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -8,10 +8,10 @@ import numpy as np
 
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.cache.prefill import greedy
 from topw_deploy.runtime.memory import zeroed
 from topw_deploy.runtime.ort.host_binding import HostBinding
 from topw_deploy.runtime.protocols import Memory, Session
+from topw_deploy.runtime.row_inputs import greedy
 
 
 class ConcatCache:

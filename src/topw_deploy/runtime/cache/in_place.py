@@ -10,8 +10,8 @@ import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import MemoryPool
-from topw_deploy.runtime.cache.prefill import greedy
 from topw_deploy.runtime.protocols import Binding, Session
+from topw_deploy.runtime.row_inputs import greedy
 
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(ids [b, s], starts [b], lengths [b]): append lengths[r] ids to row r, which has starts[r] tokens.
@@ -47,9 +47,9 @@ class InPlaceCache(ABC):
         width = int(self._lengths.max())
         self._most_columns = min(session.most_columns or chunk, decoder.most_columns or chunk)
         self._columns_per_run = max(1, min(chunk // len(prompts), self._most_columns))
-        may_pad = self._ends_rows_anywhere and not decoder.evicts
+        may_pad = self._ends_rows_anywhere and not pool.layout.evicts
         in_one_run = width <= self._columns_per_run and (may_pad or int(self._lengths.min()) == width)
-        may_repeat = self._takes_ragged_chunks and not decoder.recurs  # see `_chunks`
+        may_repeat = self._takes_ragged_chunks and not pool.layout.recurs  # see `_chunks`
         self._together = len(prompts) == 1 or in_one_run or may_repeat
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
@@ -120,7 +120,7 @@ class InPlaceCache(ABC):
             binding = greedy(self._session, self._binding.another(), len(rows))
             self._buffers.bind(binding, rows)
             bodies = [self._prompts[row][:-1] for row in rows]
-            if not self._decoder.recurs:  # a row needs at least one token; the last run overwrites it
+            if not self._pool.layout.recurs:  # a row needs at least one token; the last run overwrites it
                 bodies = [body or self._prompts[row] for body, row in zip(bodies, rows, strict=True)]
             if len(rows) > 1:
                 lengths = np.array([len(body) for body in bodies], np.int64)
@@ -141,7 +141,7 @@ class InPlaceCache(ABC):
         for row, prompt in enumerate(self._prompts):
             wider = max(width, len(prompt) - 1, 1)
             too_many = (row - first + 1) * wider > self._chunk or wider > self._most_columns
-            other_length = self._decoder.evicts and len(prompt) != len(self._prompts[first])
+            other_length = self._pool.layout.evicts and len(prompt) != len(self._prompts[first])
             if row > first and (too_many or other_length):
                 yield range(first, row)
                 first, wider = row, max(len(prompt) - 1, 1)

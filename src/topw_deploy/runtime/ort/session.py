@@ -19,7 +19,7 @@ from topw_deploy.runtime.ort import cpu_nodes, graph_checks, native_sampler, pro
 from topw_deploy.runtime.ort.device_binding import BufferPool, DeviceBinding
 from topw_deploy.runtime.ort.host_binding import HostBinding
 from topw_deploy.runtime.protocols import CpuNode, Memory, Sampler
-from topw_deploy.runtime.rules import NAMES as RULE_INPUTS
+from topw_deploy.runtime.row_inputs import RULE as RULE_INPUTS
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.sampling.mask import mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES

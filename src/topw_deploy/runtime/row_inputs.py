@@ -1,16 +1,24 @@
-"""Masks of allowed tokens as the graph's input `allowed` (docs/contract/graph.md section 6)."""
+"""The sampler's inputs that differ by row: masks of allowed tokens and sampling rules (docs/contract/graph.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import numpy as np
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.protocols import Binding
+from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.sampling.mask import ALL, WORD_BITS, pack_mask
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
+from topw_deploy.sampling.rules import RuleParameters
 
-NAME = "allowed"
+ALLOWED = "allowed"
+RULE = ("rule", "rule_values")
+
+_TOP_W = RuleParameters()
+_NO_EDIT = {"edit_ids": (np.int64, -1), "edit_penalty": (np.float32, 1), "edit_bias": (np.float32, 0)}
+AnyBinding = TypeVar("AnyBinding", bound=Binding)
 
 
 class Allowed:
@@ -81,7 +89,7 @@ class Allowed:
 
     def bind(self, binding: Binding, rows: slice = slice(None)) -> None:
         """Bind the masks of adjacent `rows`."""
-        binding.bind_array(NAME, self.array[rows])
+        binding.bind_array(ALLOWED, self.array[rows])
         self._bound = (self.array, self.version)
 
     def prepare(self, binding: Binding) -> None:
@@ -90,10 +98,55 @@ class Allowed:
         if self.array is not array:
             self.bind(binding)
         elif self.version != version:
-            binding.refresh(NAME)
+            binding.refresh(ALLOWED)
             self._bound = (array, self.version)
 
     def _grown(self) -> np.ndarray:
         if self._all is None:
             self._all = np.full((len(self._none), self.words), ALL, np.int32)
         return self._all
+
+
+class Rules:
+    """The rule of each row, initially Top-W.
+
+    arrays: the inputs by name; `rule` int32 [rows], `rule_values` float32 [rows, 2].
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.arrays = {"rule": np.zeros(rows, np.int32), "rule_values": np.zeros((rows, 2), np.float32)}
+
+    def set(self, row: int, rule: RuleParameters) -> None:
+        self.arrays["rule"][row] = rule.code
+        self.arrays["rule_values"][row] = rule.values
+
+    def clear(self, row: int) -> None:
+        self.set(row, _TOP_W)
+
+    def bind(self, binding: Binding, rows: slice = slice(None)) -> None:
+        """Bind the arrays of adjacent `rows`."""
+        for name, array in self.arrays.items():
+            binding.bind_array(name, array[rows])
+
+    @staticmethod
+    def refresh(binding: Binding) -> None:
+        for name in RULE:
+            binding.refresh(name)
+
+
+def greedy(session: Session, binding: AnyBinding, batch: int) -> AnyBinding:
+    """Bind greedy sampling without edits and masks, the cheapest inputs. Returns `binding`."""
+    parameters = TopWParameters(temperature=0.0)
+    for name in (*PARAMETER_NAMES, "uniform"):
+        if name in session.inputs:
+            binding.bind_array(name, np.full(batch, getattr(parameters, name, 0.0), np.float32))
+    for name, (dtype, value) in _NO_EDIT.items():
+        if name in session.inputs:
+            binding.bind_array(name, np.full((batch, session.fixed_edits or 0), value, dtype))
+    if ALLOWED in session.inputs:
+        words = session.mask_words if session.always_masked else 0
+        binding.bind_array(ALLOWED, np.full((batch, words), ALL, np.int32))
+    for name, array in Rules(batch).arrays.items():
+        if name in session.inputs:
+            binding.bind_array(name, array)
+    return binding
