@@ -184,6 +184,17 @@ def test_random_schedules_draw_what_requests_draw_alone(model: TopWModel, form: 
     assert stepped.cached or (stepped.worker._reuse._exact and form in ("recurrent", "growing recurrent", "window"))
 
 
+def test_a_row_that_moves_to_unchecked_states_draws_what_it_draws_alone(model: TopWModel) -> None:
+    stepped = Stepped(model, "growing", max_batch=2, max_queue=2, prefill_budget=6)
+    stepped.submit({"prompt": [FIRST] * 5 + [INVALID] + [FIRST] * 12, "max_new_tokens": 2, "seed": 1})
+    stepped.submit({"prompt": [FIRST], "max_new_tokens": 6, "seed": 1})
+    stepped.iterate()
+    stepped.iterate()
+    stepped.running[0][1].cancel()
+    stepped.finish()
+    assert stepped.engine.stats().failed == 0
+
+
 class Interleavings(RuleBasedStateMachine):
     """Fewer operations than above, but failures shrink to the shortest ones."""
 

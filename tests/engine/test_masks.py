@@ -37,7 +37,7 @@ class Rows:
         token = self.batch.read(row, request, 1, len(request.prompt))
         assert token is not None
         self.tokens[row].append(token)
-        self.batch.begin(row, request, token)
+        self.batch.begin(row, token)
 
     def step(self, times: int) -> None:
         for _ in range(times):

@@ -41,7 +41,8 @@ def test_rows_are_set_and_exchanged_alone() -> None:
     for step in range(600):
         if step in (0, 7, 255, 256, 300, 511):
             row = step % 3
-            draws.set(row, seed=step, sample=2, position=1000 + step, step=step)
+            first = draws.begin(row, seed=step, sample=2, position=999 + step, step=step)
+            assert first == uniform_for(step, 999 + step, 2)
             positions[row] = step, 2, 1000
         if step in (100, 400):
             draws.swap(0, 1)

@@ -16,14 +16,8 @@ import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import MemoryPool
-<<<<<<< /tmp/engm/mine.py
-from topw_deploy.runtime.cache.in_place import bind_static_chunk, bind_total
-from topw_deploy.runtime.draws import Draws, uniforms
-=======
 from topw_deploy.runtime.cache.in_place import bind_total
-from topw_deploy.runtime.cache.prefill import greedy
 from topw_deploy.runtime.draws import Draws
->>>>>>> /tmp/eng_new/src/topw_deploy/engine/batch.py
 from topw_deploy.runtime.edits import NAMES, Edits
 from topw_deploy.runtime.logprobs import Logits
 from topw_deploy.runtime.memory import HostMemory

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,30 @@ from topw_deploy.engine.room import Place
 from topw_deploy.engine.scheduler import Task
 from topw_deploy.engine.seconds import waitable
 from topw_deploy.runtime.callbacks import Streamer
+from topw_deploy.runtime.record import Values
 from topw_deploy.runtime.request import reading
 from topw_deploy.runtime.rows import Row
 
-OUTPUTS = ("next_token", "logprob", "kept", "certified", "mass")
+
+@dataclass(frozen=True)
+class Drawn:
+    """The sampler's outputs for a sequence's tokens, as they were recorded: only a reader of the result joins them.
+
+    parts: in order.
+    counted: which of them are of the sequence's tokens.
+    """
+
+    parts: Sequence[Values] = ()
+    counted: slice = field(default_factory=lambda: slice(0))
+
+    def array(self, name: str) -> np.ndarray:
+        """Output `name`, [tokens]; empty if the graph lacks it."""
+        found = [part[name] for part in self.parts if name in part]
+        return np.concatenate(found)[self.counted] if found else np.zeros(0, np.int64)
+
+    def values(self, name: str) -> list[Any]:
+        """Output `name`, one value per token; [] if the graph lacks it."""
+        return list(self.array(name).tolist())
 
 
 class Job(Task):
@@ -25,7 +46,7 @@ class Job(Task):
     prompt: int64 [n].
     reuses: whether its prompt may start after a known prefix.
     begun_at: when its first chunk was begun, after `cached` tokens that were not read again; None before.
-    columns: the outputs of its first token.
+    first: the outputs of its first run; None before it.
     spans: (row, first step) for each row that it decoded in, in order.
     reads: the request to use while the prompt is read. Steps that read a prompt token by token are greedy and unedited.
     """
@@ -38,15 +59,15 @@ class Job(Task):
         self.reuses = reuses
         self.begun_at: float | None = None
         self.cached = 0
-        self.columns: dict[str, list[Any]] = {}
+        self.first: Values | None = None
         self.spans: list[tuple[int, int]] = []
         self.first_at = request.started
         self.ended = False
 
-    def end(self, columns: dict[str, list[Any]]) -> None:
+    def end(self, drawn: Drawn) -> None:
         """Hand the result to the request."""
         self.ended = True
-        ended = Ended(self.generated, columns, self.begun_at, self.first_at, self.cached)
+        ended = Ended(self.generated, drawn.values, self.begun_at, self.first_at, self.cached)
         self.request.end_sequence(self.generated.index, ended)
 
 
@@ -70,7 +91,7 @@ class Submission:
         self.end_streamer()
         for job in self.jobs:
             job.generated.interrupt(reason)
-            job.end({name: [] for name in OUTPUTS})
+            job.end(Drawn())
 
     def end_streamer(self) -> None:
         if self.streamer is not None:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -29,14 +29,14 @@ sequences."""
 class Ended:
     """An ended sequence.
 
-    columns: the sampler's outputs, one value per token.
+    drawn: function from the name of a sampler's output to its values, one per token.
     begun_at: when the first chunk of its prompt was begun; None if it ended before.
     first_at: time of its first token.
     cached_tokens: see GenerationResult.
     """
 
     row: Row
-    columns: Mapping[str, list[Any]]
+    drawn: Callable[[str], list[Any]]
     begun_at: float | None
     first_at: float
     cached_tokens: int
@@ -185,7 +185,7 @@ class Request:
         begun_at = ended.row.finished_at if ended.begun_at is None else ended.begun_at
         return result_of(
             ended.row,
-            lambda name: ended.columns[name],
+            ended.drawn,
             self._source.session,
             self._source.follow,
             load_seconds=self._source.load_seconds,

@@ -46,13 +46,14 @@ class Reuse:
     """Which tokens are held where, and how prompts reuse them. Used only by the engine's thread.
 
     running: row -> all tokens that it holds if it is decoding, else None.
+    on: whether prompts reuse tokens.
     """
 
     def __init__(
         self, batch: Batch, decoder: DecoderInfo, options: Options, running: Callable[[int], np.ndarray | None]
     ) -> None:
         self._batch, self._decoder, self._running = batch, decoder, running
-        self._exact, self._on = options.exact, options.reuses
+        self._exact, self.on = options.exact, options.reuses
         self._grows = any(state.grows for state in decoder.states)
         # A row of an exact engine goes past the last multiple of a chunk, so its states are not known at a multiple.
         self._rule = Rule(options.chunk if options.exact else 1, whole=decoder.recurs, own=not options.exact)
@@ -68,7 +69,7 @@ class Reuse:
 
     def start(self, row: int, prompt: np.ndarray, *, reuses: bool = True) -> int:
         """Put the longest known prefix of a prompt into its row, none unless `reuses`. Returns its length."""
-        if not self._on:
+        if not self.on:
             return 0
         held = self._rows.held[row]
         found = self._longest(prompt[:-1] if reuses else NOTHING, row)
@@ -93,7 +94,7 @@ class Reuse:
         There the prompt first differs from another sequence, whose states of fixed size are not known at that position.
         Once stored, they serve the next prompt with the same beginning.
         """
-        if not (self._on and self._stores_points) or self._exact:
+        if not (self.on and self._stores_points) or self._exact:
             return 0
         wanted = prompt[:-1]
         rows = (common(self._held_now(row, wanted), wanted) for row in range(len(self._rows.held)))
@@ -102,18 +103,22 @@ class Reuse:
 
     def read(self, row: int, tokens: np.ndarray, *, sound: bool = True) -> None:
         """Record that a row holds the beginning of its prompt. sound: whether its states can be stored."""
-        if self._on:
+        if self.on:
             cut = self._rule.cut(len(tokens))
             self._rows.held[row] = tokens[:cut]
             if sound and cut == len(tokens):
                 self._put_point(tokens, lambda: self._batch.fixed(row))
 
-    def release(self, row: int, tokens: Sequence[int] | None) -> None:
+    def release(self, row: int, tokens: np.ndarray | None) -> None:
         """Record that a row is free. tokens: the tokens that it holds; None for those given to `read`."""
-        if tokens is not None and self._on and not (self._exact and len(tokens)):
-            self._rows.held[row] = np.array(tokens, np.int64)
+        if tokens is not None and self.on and not (self._exact and len(tokens)):
+            self._rows.held[row] = tokens
         self._rows.release(row)
         self._batch.keep(row, len(self._rows.held[row]))
+
+    def holds(self, row: int) -> bool:
+        """Whether a row holds tokens that a prompt may reuse."""
+        return len(self._rows.held[row]) > 0
 
     def exchange(self, one: int, other: int) -> None:
         self._rows.exchange(one, other)

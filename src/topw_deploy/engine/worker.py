@@ -16,8 +16,9 @@ from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.deadlines import Deadlines
 from topw_deploy.engine.delivery import Delivery
 from topw_deploy.engine.inbox import InboxThread
-from topw_deploy.engine.job import OUTPUTS, Counts, Job, Submission
+from topw_deploy.engine.job import Counts, Drawn, Job, Submission
 from topw_deploy.engine.options import Options
+from topw_deploy.engine.prefixes import NOTHING
 from topw_deploy.engine.request import Request
 from topw_deploy.engine.reuse import Reuse
 from topw_deploy.engine.room import Room
@@ -171,9 +172,9 @@ class Worker(InboxThread):
         self._scheduler.read(chunk)
         if token is None:
             return
-        job.columns = {name: self._batch.first(name) for name in OUTPUTS}
+        job.first = self._batch.first()
         job.spans = [(row, self._batch.steps)]
-        self._take(job, token, partial(self._batch.begin, row, job.reads))
+        self._take(job, token, partial(self._batch.begin, row))
 
     def _write_edits(self) -> None:
         for job in list(self._scheduler.decoding):
@@ -186,7 +187,8 @@ class Worker(InboxThread):
     def _exchange(self, pairs: Sequence[tuple[int, int]]) -> None:
         for pair in pairs:
             try:
-                self._batch.exchange(*pair)
+                saves = self._scheduler.at(pair[0]) is not None or self._reuse.holds(pair[1])
+                self._batch.exchange(*pair, saves)
             except (TopWError, MemoryError) as error:
                 self._lose(pair, _no_copy(error))
             self._reuse.exchange(*pair)
@@ -202,7 +204,7 @@ class Worker(InboxThread):
                 self._fail(job, error, spoilt=True)
             else:
                 self._batch.clear(row, spoilt=True)
-                self._reuse.release(row, [])
+                self._reuse.release(row, NOTHING)
 
     def _step(self) -> None:
         batch, jobs = self._batch, list(self._scheduler.decoding)
@@ -343,13 +345,13 @@ class Worker(InboxThread):
 
     def _end(self, job: Job, *, spoilt: bool = False) -> None:
         """Free the row of an ended sequence and hand over its result."""
-        columns, row = self._columns(job), job.row
+        drawn, row = self._drawn(job), job.row
         if not self._broken:
             self._scheduler.end(job)
             if row != WAITING:
                 unchecked = 0 < job.read < job.prompt_tokens
                 self._batch.clear(row, spoilt=spoilt, unchecked=unchecked)
-                self._reuse.release(row, self._held(job, columns["next_token"]))
+                self._reuse.release(row, self._held(job, drawn) if self._reuse.on else None)
         self.counts.ended += 1
         submission = self._alive[job.request]
         if sum(not other.ended for other in submission.jobs) == 1:
@@ -357,34 +359,31 @@ class Worker(InboxThread):
             submission.end_streamer()
         self._room.give(submission.place)
         job.ended = True
-        self._delivery.add(job.end, columns)
+        self._delivery.add(job.end, drawn)
 
-    def _held(self, job: Job, drawn: list[int]) -> list[int] | None:
+    def _held(self, job: Job, drawn: Drawn) -> np.ndarray | None:
         """The tokens in the row of an ended sequence; None for the part of its prompt that was read.
 
         The last drawn token was not read. After an error the row may have read one more token than its results show.
         """
         if job.generated.finish_reason == "error":
-            return []
-        return [*job.generated.given, *drawn][:-1] if job.decoding else None
+            return NOTHING
+        return _tokens(job, drawn) if job.decoding else None
 
     def _running(self, row: int) -> np.ndarray | None:
         """The tokens in a decoding row."""
         job = self._scheduler.at(row)
-        if job is None or not job.decoding:
-            return None
-        drawn = self._columns(job, ("next_token",))["next_token"]
-        return np.array([*job.generated.given, *drawn][:-1], np.int64)
+        return None if job is None or not job.decoding else _tokens(job, self._drawn(job))
 
-    def _columns(self, job: Job, names: Sequence[str] = OUTPUTS) -> dict[str, list[Any]]:
-        """Outputs of a sequence, one value per token."""
-        columns = {name: list(job.columns.get(name, [])) for name in names}
+    def _drawn(self, job: Job) -> Drawn:
+        """A copy of the outputs of a sequence."""
+        if job.first is None:
+            return Drawn()
+        parts = [job.first]
         ends = [start for _, start in job.spans[1:]] + [self._batch.steps]
         for (row, start), end in zip(job.spans, ends, strict=False):
-            for name, values in columns.items():
-                values += self._batch.recorded(name, row, start, end)
-        counted = slice(job.generated.skipped, job.generated.skipped + job.generated.steps)
-        return {name: values[counted] for name, values in columns.items()}
+            parts += self._batch.recorded(row, start, end)
+        return Drawn(parts, slice(job.generated.skipped, job.generated.skipped + job.generated.steps))
 
     def _break(self, error: BaseException) -> None:
         """Fail all requests after an error that none of them caused."""
@@ -408,6 +407,12 @@ def _no_copy(error: BaseException) -> BaseException:
             "there is no memory for a copy of the request's states; end requests, or use fewer rows."
         )
     return error
+
+
+def _tokens(job: Job, drawn: Drawn) -> np.ndarray:
+    """The tokens in the row of a decoding sequence: all but the last drawn one, int64 [n]."""
+    given = np.array(job.generated.given, np.int64) if job.generated.skipped else job.prompt
+    return np.concatenate([given, drawn.array("next_token")])[:-1]
 
 
 def _hand_over(passed: list[tuple[Job, int]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,9 @@ _RECORDED: dict[str, type[Any]] = {
     "certified": np.bool_,
 }
 
+Values: TypeAlias = dict[str, np.ndarray]
+"""Outputs of a row by name, [steps]; without those that the graph lacks."""
+
 
 class Record:
     """The sampler's outputs per step, each [B], for `steps` steps.
@@ -28,17 +31,18 @@ class Record:
     """
 
     def __init__(self, outputs: Collection[str], batch: int, steps: int) -> None:
-        self._columns: dict[str, slice] = {}  # byte ranges
+        columns: dict[str, slice] = {}  # byte ranges
         end = 0
         for name, dtype in _RECORDED.items():
             if name in outputs:
-                self._columns[name] = slice(end, end := end + batch * np.dtype(dtype).itemsize)
+                columns[name] = slice(end, end := end + batch * np.dtype(dtype).itemsize)
         latest = np.zeros(end, np.uint8)
-        self._outputs = {name: latest[column].view(_RECORDED[name]) for name, column in self._columns.items()}
+        self._outputs = {name: latest[column].view(_RECORDED[name]) for name, column in columns.items()}
         self._size = end
-        self._latest, self._tokens = latest.data, latest[self._columns["next_token"]].view(np.int64).data
-        self._steps = zeroed("the record of the steps", (steps, end), np.uint8)
-        self._kept = self._steps.reshape(-1).data
+        self._latest, self._tokens = latest.data, self._outputs["next_token"].data
+        kept = zeroed("the record of the steps", (steps, end), np.uint8)
+        self._kept = kept.reshape(-1).data
+        self._values = {name: kept[:, column].view(_RECORDED[name]) for name, column in columns.items()}  # [steps, B]
 
     def bind(self, binding: Binding, rows: int | None = None) -> None:
         """Make runs of `binding` write the outputs of the first `rows` rows; None: of all."""
@@ -54,7 +58,8 @@ class Record:
 
     def of(self, name: str, row: int, end: int, start: int = 0) -> list[Any]:
         """Output `name` of a row over the steps from `start` to `end`, exclusive; [] if the graph lacks it."""
-        if name not in self._columns:
-            return []
-        values = np.ascontiguousarray(self._steps[start:end, self._columns[name]]).view(_RECORDED[name])  # [steps, B]
-        return list(values[:, row].tolist())
+        return list(self._values[name][start:end, row].tolist()) if name in self._values else []
+
+    def copy(self, row: int, start: int, end: int) -> Values:
+        """Copies of all outputs of a row over the steps from `start` to `end`, exclusive."""
+        return {name: values[start:end, row].copy() for name, values in self._values.items()}

@@ -56,7 +56,7 @@ def _read(batch: Batch, scheduler: Scheduler[_Job]) -> list[_Job]:
     scheduler.read(chunk)
     if token is None:
         return []
-    return _accept(scheduler, [job], lambda job: batch.begin(job.row, job.request, token))
+    return _accept(scheduler, [job], lambda job: batch.begin(job.row, token))
 
 
 def _step(batch: Batch, scheduler: Scheduler[_Job]) -> list[_Job]:
