@@ -17,15 +17,35 @@ from topw_deploy.bench.report import table
 from topw_deploy.bench.sides import load_processor
 from topw_deploy.errors import BenchmarkError
 
-__all__ = ["UNCOUNTED", "Spread", "interleave", "machine", "ratio", "released_processor", "say", "seconds", "table"]
+__all__ = [
+    "UNCOUNTED",
+    "Spread",
+    "chip",
+    "interleave",
+    "machine",
+    "ratio",
+    "released_processor",
+    "say",
+    "seconds",
+    "table",
+]
 
 
 UNCOUNTED = 2  # warm-up steps in each turn
+_CHIP = {"cpu family": "family", "model": "model", "CPU implementer": "implementer", "CPU part": "part"}
 
 
 def machine() -> str:
     """The machine on one line."""
     return str(this_machine())
+
+
+def chip(path: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's family and model, which names like `AMD EPYC` leave out; "unknown chip" if Linux gives none."""
+    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+    fields = {name.strip(): value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
+    numbers = [f"{label} {fields[name]}" for name, label in _CHIP.items() if name in fields]
+    return ", ".join(numbers) or "unknown chip"
 
 
 def say(text: str) -> None:

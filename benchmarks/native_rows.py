@@ -1,20 +1,22 @@
 """Time of one row in the native sampler, through ctypes on one thread. Results: docs/lab/benchmarks.md.
 
     python -m benchmarks.native_rows [--native PATH] [--processor PATH/TO/logit_processor_w1.py] [--rounds 100]
+        [--rows certified|masked|rules|trained|shapes|uncertified|all] [--count 64]
 
 Compares, with warm caches (ten consecutive calls):
 
 - certified rows, and rows with rules other than Top-W, with numpy.max;
+- rows of a trained model, under every rule, with numpy.max;
 - masked rows with the same row without a mask;
 - uncertified rows (lam 1, init_top_p 0.5, T = 2, normal logits) with the authors' processor.
 
-Embeddings are random normal.
+Embeddings are random normal. The trained model is the bundled one, whose 4,096 tokens are extended by less likely
+variants of them (benchmarks/trained_rows.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import interleave, machine, released_processor, say, seconds, table
+from benchmarks.common import chip, machine, released_processor, say
+from benchmarks.native_rules import mean_entropy, rule_table, time_rules
 from benchmarks.tail import VOCAB, flat_logits, measure
+from benchmarks.trained_rows import logits_of, trained_model
 from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelCall, KernelTable
 from topw_deploy.plugins.shared_library import library_path, why_absent
@@ -32,6 +36,7 @@ from topw_deploy.sampling import Geometry, TopWOptions, pack_mask
 HIDDEN, GEOMETRY_VOCAB = 2_048, 32_000
 UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
 RELEASED = TopWOptions(metric="cosine", alt_iters=9)
+TRAINED_TEMPERATURES = (0.5, 1.0)
 Sides = dict[str, Callable[[], Any]]
 
 
@@ -81,23 +86,6 @@ def masked_rows(kernel: Kernel, rounds: int) -> str:
     return measure(sides, rounds, "no mask", in_a_row=10)
 
 
-RULES: dict[str, tuple[int, tuple[float, float]]] = {
-    "top_k 50": (1, (50, 0)),
-    "top_p 0.9": (2, (0.9, 0)),
-    "top_p 0.95": (2, (0.95, 0)),
-    "min_p 0.05": (3, (0.05, 0)),
-    "top_h 0.4": (4, (0.4, 100)),
-    "typical 0.9": (5, (0.9, 0)),
-    "epsilon 0.001": (6, (1e-3, 0)),
-    "eta 0.002": (7, (2e-3, 0)),
-    "top_n_sigma 1": (8, (1, 0)),
-    "p_less": (9, (0, 0)),
-    "min_k 3": (10, (3, 0)),
-    "none": (11, (0, 0)),
-}
-"""Label -> (code, values)."""
-
-
 def model_rows(rows: int = 12, seed: int = 0) -> np.ndarray:
     """Logits like a model's, float32 [rows, VOCAB], with entropies from 1.5 to 3.
 
@@ -113,33 +101,19 @@ def model_rows(rows: int = 12, seed: int = 0) -> np.ndarray:
 
 
 def ruled_rows(kernel: Kernel, rounds: int) -> str:
-    """A table of every rule's time on `model_rows` at T = 1, relative to numpy.max: median and range over rows."""
-    rows, options = model_rows(), TopWOptions(metric="uniform")
-    ratios: dict[str, list[float]] = {name: [] for name in ("Top-W", *RULES)}
-    kept: dict[str, list[int]] = {name: [] for name in ratios}
-    certified = dict.fromkeys(ratios, 0)
-    for row in rows:
-        calls = {"Top-W": kernel.prepare(row[None], {"temperature": 1.0, "uniform": 0.5}, options)}
-        for name, rule in RULES.items():
-            calls[name] = kernel.prepare(row[None], {"temperature": 1.0, "uniform": 0.5}, options, rules=rule)
-        timed = {"numpy.max": lambda row=row: seconds(row.max, 10)}
-        timed |= {name: (lambda call=call: seconds(call, 10)) for name, call in calls.items()}
-        times = interleave(timed, max(3, rounds // 10))
-        for name, call in calls.items():
-            ratios[name].append(statistics.median(times[name]) / statistics.median(times["numpy.max"]))
-            kept[name].append(int(call.samples.kept[0]))
-            certified[name] += bool(call.samples.certified[0])
-    lines = [
-        (
-            name,
-            f"{statistics.median(found):.2f}",
-            f"{min(found):.2f} to {max(found):.2f}",
-            f"{certified[name]} of {len(rows)}",
-            f"{min(kept[name]):,} to {max(kept[name]):,}",
-        )
-        for name, found in ratios.items()
-    ]
-    return table(("rule", "ratio to numpy.max, median", "range over rows", "certified", "tokens kept"), lines)
+    """Every rule's time on `model_rows` at T = 1, relative to numpy.max."""
+    return rule_table(time_rules(kernel, model_rows(), 1.0, max(3, rounds // 10)))
+
+
+def trained_rows(kernel: Kernel, rounds: int, count: int) -> str:
+    """Every rule's time on a trained model's rows at two temperatures, relative to numpy.max."""
+    say(f"computing {count} rows of the trained model")
+    rows, parts = logits_of(trained_model(VOCAB), count), []
+    for temperature in TRAINED_TEMPERATURES:
+        found = time_rules(kernel, rows, temperature, max(3, rounds // 10))
+        title = f"T = {temperature:g}, mean entropy {mean_entropy(rows, temperature):.2f} nats:"
+        parts.append(f"{title}\n\n{rule_table(found)}")
+    return "\n\n".join(parts)
 
 
 def shapes() -> dict[str, np.ndarray]:
@@ -213,8 +187,9 @@ def main() -> None:
     parser.add_argument("--instruction-set", help="default: the best")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument(
-        "--rows", choices=("certified", "masked", "rules", "shapes", "uncertified", "all"), default="all"
+        "--rows", choices=("certified", "masked", "rules", "trained", "shapes", "uncertified", "all"), default="all"
     )
+    parser.add_argument("--count", type=int, default=64, help="rows of the trained model")
     given = parser.parse_args()
     torch.set_num_threads(1)
     path = given.native or library_path()
@@ -223,13 +198,16 @@ def main() -> None:
     kernel = Kernel(path)
     if given.instruction_set:
         kernel.use_instruction_set(given.instruction_set)
-    print(f"{machine()}; 1 thread, {kernel.instruction_set}\n")
+    print(f"{machine()}; {chip()}; 1 thread, {kernel.instruction_set}\n")
     if given.rows in ("certified", "all"):
         print(f"Certified rows, vocabulary {VOCAB:,}:\n\n{certified_rows(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("masked", "all"):
         print(f"Masked rows, vocabulary {VOCAB:,}, T = 1:\n\n{masked_rows(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("rules", "all"):
         print(f"Rules, vocabulary {VOCAB:,}, T = 1:\n\n{ruled_rows(kernel, given.rounds)}\n", flush=True)
+    if given.rows in ("trained", "all"):
+        title = f"Rows of the trained model, vocabulary {VOCAB:,}"
+        print(f"{title}:\n\n{trained_rows(kernel, given.rounds, given.count)}\n", flush=True)
     if given.rows in ("shapes", "all"):
         print(f"Other shapes, vocabulary {VOCAB:,}:\n\n{shaped_rows(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("uncertified", "all"):

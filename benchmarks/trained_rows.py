@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -66,6 +67,17 @@ def last_states(model: Any, tokenizer: Tokenizer) -> torch.Tensor:
     with torch.inference_mode():
         states = model.model(input_ids=ids).last_hidden_state
     return states.flatten(0, 1).clone()
+
+
+def logits_of(folder: Path, count: int) -> np.ndarray:
+    """Logits float32 [count, V] of a folder's model, at evenly spaced tokens of the texts of `last_states`."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    hidden = last_states(model, Tokenizer.from_file(str(folder / "tokenizer.json")))
+    chosen = hidden[torch.linspace(0, len(hidden) - 1, count).long()]
+    with torch.inference_mode():
+        return np.asarray(model.get_output_embeddings()(chosen).numpy())
 
 
 def extend(model: Any, vocab_size: int, hidden: torch.Tensor) -> None:

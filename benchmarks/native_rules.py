@@ -1,0 +1,98 @@
+"""Time of the sampling rules in the native sampler, row by row: certified rows apart from all rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.common import interleave, seconds, table
+from topw_deploy.plugins.kernel import Kernel
+from topw_deploy.sampling import TopWOptions
+
+RULES: dict[str, tuple[int, tuple[float, float]]] = {
+    "top_k 50": (1, (50, 0)),
+    "top_p 0.9": (2, (0.9, 0)),
+    "top_p 0.95": (2, (0.95, 0)),
+    "min_p 0.05": (3, (0.05, 0)),
+    "min_p 0.1": (3, (0.1, 0)),
+    "top_h 0.4": (4, (0.4, 100)),
+    "typical 0.9": (5, (0.9, 0)),
+    "epsilon 0.001": (6, (1e-3, 0)),
+    "eta 0.002": (7, (2e-3, 0)),
+    "top_n_sigma 1": (8, (1, 0)),
+    "p_less": (9, (0, 0)),
+    "min_k 3": (10, (3, 0)),
+    "none": (11, (0, 0)),
+}
+"""Label -> (code, values)."""
+
+
+@dataclass(frozen=True)
+class TimedRow:
+    """One row under one rule.
+
+    ratio: its median time relative to numpy.max over the same row.
+    """
+
+    ratio: float
+    certified: bool
+    kept: int
+
+
+def time_rules(kernel: Kernel, rows: np.ndarray, temperature: float, rounds: int) -> dict[str, list[TimedRow]]:
+    """Time Top-W and all RULES on logits float32 [N, V], ten calls in a row and all sides of a row in turn."""
+    options = TopWOptions(metric="uniform")
+    columns = {"temperature": temperature, "uniform": 0.5}
+    found: dict[str, list[TimedRow]] = {name: [] for name in ("Top-W", *RULES)}
+    for row in rows:
+        calls = {"Top-W": kernel.prepare(row[None], columns, options)}
+        calls |= {name: kernel.prepare(row[None], columns, options, rules=rule) for name, rule in RULES.items()}
+        timed = {"numpy.max": lambda row=row: seconds(row.max, 10)}
+        timed |= {name: (lambda call=call: seconds(call, 10)) for name, call in calls.items()}
+        times = {name: statistics.median(samples) for name, samples in interleave(timed, rounds).items()}
+        for name, call in calls.items():
+            samples = call.samples
+            ratio = times[name] / times["numpy.max"]
+            found[name].append(TimedRow(ratio, bool(samples.certified[0]), int(samples.kept[0])))
+    return found
+
+
+def rule_table(found: dict[str, list[TimedRow]]) -> str:
+    """A table of the rules: certified rows, and the ratios (median and range) over those and over all rows."""
+    lines = []
+    for name, rows in found.items():
+        certified, kept = [row for row in rows if row.certified], [row.kept for row in rows]
+        lines.append(
+            (
+                name,
+                f"{len(certified)} of {len(rows)}",
+                _spread(certified),
+                _spread(rows),
+                f"{min(kept):,} to {max(kept):,}",
+            )
+        )
+    return table(("rule", "certified", "ratio to numpy.max, certified rows", "all rows", "tokens kept"), lines)
+
+
+def _spread(rows: Sequence[TimedRow]) -> str:
+    """1.29 (1.21-81.3); a dash without rows."""
+    if not rows:
+        return "-"
+    ratios = [row.ratio for row in rows]
+    return f"{_digits(statistics.median(ratios))} ({_digits(min(ratios))}-{_digits(max(ratios))})"
+
+
+def _digits(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
+
+
+def mean_entropy(rows: np.ndarray, temperature: float) -> float:
+    """Mean entropy in nats of logits [N, V]."""
+    y = rows.astype(np.float64) / temperature
+    y -= y.max(1, keepdims=True)
+    weights = np.exp(y)
+    total = weights.sum(1)
+    return float((np.log(total) - (weights * y).sum(1) / total).mean())

@@ -1,0 +1,78 @@
+"""The tables of `python -m benchmarks.native_rows --rows rules|trained`: what they count, not what they time."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.common import chip
+from benchmarks.native_rules import RULES, TimedRow, mean_entropy, rule_table, time_rules
+from tests.support.native_cases import opened
+from topw_deploy.sampling.rules import RULES_BY_CODE, kept_set
+
+
+def cells(text: str, label: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith(f"| {label} "))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_slow_rows_without_a_certificate_are_kept_out_of_the_certified_ratio() -> None:
+    rows = [TimedRow(1.2, True, 10), TimedRow(435.0, False, 900), TimedRow(1.4, True, 30), TimedRow(1.3, True, 2)]
+    text = rule_table({"top_p 0.95": rows, "none": [TimedRow(80.25, False, 151_936)]})
+    assert cells(text, "top_p 0.95") == ["top_p 0.95", "3 of 4", "1.30 (1.20-1.40)", "1.35 (1.20-435)", "2 to 900"]
+    assert cells(text, "none") == ["none", "0 of 1", "-", "80.2 (80.2-80.2)", "151,936 to 151,936"]
+
+
+def test_the_timed_calls_are_those_of_the_named_rules(tmp_path: Path) -> None:
+    rows = (np.random.default_rng(0).standard_normal((2, 300)) * 3).astype(np.float32)
+    found = time_rules(opened(tmp_path), rows, 0.5, 1)
+    assert list(found) == ["Top-W", *RULES]
+    for label, (code, values) in RULES.items():
+        assert label.split()[0] == RULES_BY_CODE[code].name
+        for row, timed in zip(rows, found[label], strict=True):
+            wanted = kept_set(row, code, values, temperature=0.5)
+            assert (timed.kept, timed.certified) == (len(wanted.kept), wanted.certified), label
+            assert timed.ratio > 0
+
+
+def test_the_entropy_is_that_of_the_softmax_at_the_temperature() -> None:
+    assert mean_entropy(np.array([[5.0, 5.0, 5.0, 5.0], [90.0, 0.0, 0.0, 0.0]]), 1.0) == pytest.approx(math.log(4) / 2)
+    p = np.array([0.7, 0.2, 0.1])
+    assert mean_entropy(2 * np.log(p)[None] + 3, 2.0) == pytest.approx(-(p * np.log(p)).sum())
+
+
+def test_the_chip_is_named_by_its_family_and_model(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(
+        "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nmodel\t\t: 17\n", "utf-8"
+    )
+    assert chip(file) == "family 25, model 17"
+    assert chip(tmp_path / "absent") == "unknown chip"
+
+
+@pytest.mark.slow
+def test_rows_of_the_trained_model_are_its_logits_over_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pydoc_data.topics import topics
+
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks import trained_rows
+    from topw_deploy.demo import demo_model_path
+
+    monkeypatch.setattr(trained_rows, "_TEXTS", 2)
+    monkeypatch.setattr(trained_rows, "_TOKENS", 12)
+    folder = demo_model_path()
+    first, *_, last = trained_rows.logits_of(folder, 3)
+    longest = sorted(topics.values(), key=len, reverse=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text, place, row in ((longest[0], 0, first), (longest[1], 11, last)):
+        with torch.inference_mode():
+            wanted = model(torch.tensor([tokenizer.encode(text).ids[:12]])).logits[0, place].numpy()
+        assert row.dtype == np.float32
+        np.testing.assert_allclose(row, wanted, atol=1e-3)
