@@ -1,9 +1,12 @@
-"""A server killed while clients read streams, and the one that follows at the same port.
+"""Servers killed at one moment after another, each followed by the next one at the same address.
 
-    python -m tests.attacks.kill_server FOLDER SCRATCH
+    python -m tests.attacks.kill_server FOLDER SCRATCH ADDRESS MOMENT...
 
-Prints JSON: {"clients": count, "whole": answers that arrived whole, "cut": clients whose connection was closed, "left":
-files that the server left, "wrong": complaints}.
+ADDRESS: a port, 0 for any, or the path of a Unix socket. MOMENT: a key of MOMENTS.
+
+Prints JSON: {"clients": count, "moments": {moment: {"whole": answers that arrived whole, "cut": clients whose
+connection was closed, "begun": those of them with some text, "refused": answers with 503, by code}}, "left": files that
+the servers left, "wrong": complaints}.
 """
 
 from __future__ import annotations
@@ -12,28 +15,53 @@ import atexit
 import http.client
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CLIENTS, BEFORE = 8, 16  # BEFORE: whole answers until the server is killed
+CLIENTS, BEFORE = 8, 8  # BEFORE: whole answers until a server that streams is killed
 _STUCK = 60.0  # seconds
+
+MOMENTS = {"loading": "Served.open", "reading": "Batch.read", "streaming": "Batch.step", "draining": "Batch.step"}
+"""A moment -> what the server does slowly, so that it is certainly killed meanwhile. `reading`: long prompts."""
+
+SLOWLY = """
+import sys, time
+from topw_deploy.cli.main import main
+from topw_deploy.engine.batch import Batch
+from topw_deploy.serve.served import Served
+seconds = {"Served.open": 600, "Batch.read": 0.2, "Batch.step": 0.01}[sys.argv[1]]
+owner, name = sys.argv[1].split(".")
+owner = {"Served": Served, "Batch": Batch}[owner]
+real = getattr(owner, name)
+def slowly(*arguments, **options):
+    time.sleep(seconds)
+    return real(*arguments, **options)
+setattr(owner, name, slowly)
+main(sys.argv[2:])
+"""
 
 
 class Server:
     """`topw serve` in a process, with a home and a folder of temporary files of its own."""
 
-    def __init__(self, folder: str, scratch: Path, port: int = 0) -> None:
+    def __init__(self, folder: str, scratch: Path, address: str, slow: str | None = None) -> None:
         places = {name: str(scratch / name.lower()) for name in ("HOME", "TMPDIR")}
         for place in places.values():
             Path(place).mkdir(exist_ok=True)
-        words = ["serve", folder, "--port", str(port), "--provider", "cpu", "--threads", "1", "--max-batch", "4"]
+        program = ["-m", "topw_deploy"] if slow is None else ["-c", SLOWLY, slow]
+        where = ["--port" if address.isdecimal() else "--uds", address]
+        options = ["--provider", "cpu", "--threads", "1", "--max-batch", "4", "--prefill-budget", "8"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "topw_deploy", *words],
+            [sys.executable, *program, "serve", folder, *where, *options],
             stdout=subprocess.DEVNULL,  # not our own, which would stay open if we fail before it ends
             stderr=subprocess.PIPE,
             text=True,
@@ -42,107 +70,183 @@ class Server:
         )
         atexit.register(self.process.kill)
         assert self.process.stderr is not None
-        line = next(line for line in self.process.stderr if "http://" in line)
-        self.port = int(line.partition("http://127.0.0.1:")[2].partition('"')[0])
+        listening = next((line for line in self.process.stderr if '"listening"' in line), None)
+        assert listening is not None, "the server does not listen"
+        self.address = re.sub("^(unix:|http://127.0.0.1:)", "", json.loads(listening)["address"])
         threading.Thread(target=self.process.stderr.read, daemon=True).start()
-        self._until_ready()
 
-    def _until_ready(self) -> None:
-        until = time.monotonic() + _STUCK
-        while time.monotonic() < until:
-            try:
-                if get(self.port, "/health") == 200:
-                    return
-            except OSError:
-                pass
-            time.sleep(0.05)
-        raise AssertionError("the server is not ready")
+    def wait(self, status: int) -> None:
+        """Wait until /health has a status."""
+        until(lambda: get(self.address, "/health")[0] == status)
+
+    def counts(self, name: str) -> float:
+        """A metric of the model."""
+        text = get(self.address, "/metrics")[1]
+        return sum(float(value) for value in re.findall(rf"^topw:{name}{{.*}} (.*)$", text, re.MULTILINE))
 
 
-def get(port: int, path: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_STUCK)
+class Connection(http.client.HTTPConnection):
+    """A connection to a port or a Unix socket."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__("127.0.0.1", int(address) if address.isdecimal() else 0, timeout=_STUCK)
+        self._address = address
+
+    def connect(self) -> None:
+        if self._address.isdecimal():
+            super().connect()
+            return
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(_STUCK)
+        self.sock.connect(self._address)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + _STUCK
+    while not holds():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def get(address: str, path: str) -> tuple[int, str]:
+    """Returns (status, text)."""
+    connection = Connection(address)
     connection.request("GET", path)
-    return connection.getresponse().status
+    response = connection.getresponse()
+    return response.status, response.read().decode()
 
 
-def stream(port: int, seed: int) -> tuple[str, bool]:
-    """Returns (text, whether all of the answer arrived). Raises AssertionError for an event that is damaged."""
-    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "seed": seed, "temperature": 2.0,
-            "ignore_eos": True}  # fmt: skip
-    text, found = "", False
-    try:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_STUCK)
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        assert response.status == 200, response.status
-        for line in response:
-            if not line.endswith(b"\n"):
-                break  # cut within a line
-            if line.startswith(b"data: [DONE]"):
-                found = True
-            elif line.startswith(b"data: "):
-                choices = json.loads(line[6:])["choices"]
-                text += "".join(choice["delta"].get("content") or "" for choice in choices)
-    except (ConnectionError, http.client.HTTPException):
-        return text, False
-    return text, found
+class Load:
+    """Clients that ask for streams, one after the other, until their connection is cut or the server drains.
 
+    answers: whole texts by seed. cut: those that broke off. refused: error codes of answers with 503.
+    begun: number of streams that had some text.
+    """
 
-def main(folder: str, scratch: Path) -> None:
-    server, wrong = Server(folder, scratch), list[str]()
-    answers: dict[int, str] = {}
-    cut: dict[int, str] = {}
-    enough = threading.Event()
+    def __init__(self, address: str, moment: str) -> None:
+        self.answers: dict[int, str] = {}
+        self.cut: dict[int, str] = {}
+        self.refused: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.begun = 0
+        self._address, self._moment = address, moment
+        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(CLIENTS)]
+        for thread in self._threads:
+            thread.start()
 
-    def client(number: int) -> None:
-        seed = number
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(_STUCK)
+        if any(thread.is_alive() for thread in self._threads):
+            self.wrong.append("a client waits for a server that is gone")
+
+    def _ask(self, seed: int) -> None:
         try:
-            while True:
-                text, whole = stream(server.port, seed)
-                if not whole:
-                    cut[seed] = text
-                    return
-                answers[seed] = text
+            while self._has_more(seed):
                 seed += CLIENTS
-                if len(answers) >= BEFORE:
-                    enough.set()
-        except Exception as error:  # noqa: BLE001  # whatever a client sees that is neither whole nor cut
-            wrong.append(f"client {number}: {error!r}")
+        except Exception as error:  # noqa: BLE001  # whatever a client sees that is neither whole, cut nor refused
+            self.wrong.append(f"seed {seed}: {error!r}")
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
-    for thread in threads:
-        thread.start()
-    if not enough.wait(_STUCK):
-        wrong.append("the server answers too few requests")
+    def _has_more(self, seed: int) -> bool:
+        text, found = self.stream(seed)
+        if found == "whole":
+            self.answers[seed] = text
+        elif found == "cut":
+            self.cut[seed] = text
+        else:
+            self.refused[found] += 1
+            time.sleep(0.01)
+        return found in ("whole", "loading")
+
+    def stream(self, seed: int) -> tuple[str, str]:
+        """Returns (text, "whole", "cut" or the code of a 503). Raises AssertionError for an event that is damaged."""
+        content = f"{seed:02} " * 27 if self._moment == "reading" else "Hi"  # the context has 96 tokens
+        body = {"messages": [{"role": "user", "content": content}], "stream": True, "seed": seed, "temperature": 2.0,
+                "ignore_eos": True}  # fmt: skip
+        text, found = "", "cut"
+        try:
+            connection = Connection(self._address)
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status == 503:
+                return "", str(json.loads(response.read())["error"]["code"])
+            assert response.status == 200, response.status
+            for line in response:
+                if not line.endswith(b"\n"):
+                    break  # cut within a line
+                if line.startswith(b"data: [DONE]"):
+                    found = "whole"
+                elif line.startswith(b"data: "):
+                    choices = json.loads(line[6:])["choices"]
+                    new = "".join(choice["delta"].get("content") or "" for choice in choices)
+                    self.begun += bool(new and not text)
+                    text += new
+        except (ConnectionError, http.client.HTTPException):
+            return text, "cut"
+        return text, found
+
+
+def kill(server: Server, moment: str) -> Load:
+    """Kill a server at a moment, and return what its clients saw."""
+    if moment != "loading":
+        server.wait(200)
+    load = Load(server.address, moment)
+    if moment == "loading":
+        until(lambda: load.refused["loading"] >= CLIENTS)
+    elif moment == "reading":
+        until(lambda: server.counts("engine_prompt_chunks_total") >= 2)
+    elif moment == "streaming":
+        until(lambda: BEFORE <= len(load.answers) < load.begun)
+    else:
+        until(lambda: load.begun >= 2)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait(503)
     server.process.send_signal(signal.SIGKILL)
     server.process.wait()
-    for thread in threads:
-        thread.join(_STUCK)
-    if any(thread.is_alive() for thread in threads):
-        wrong.append("a client waits for a server that is gone")
+    load.join()
+    return load
+
+
+def check_again(server: Server, load: Load) -> list[str]:
+    """A server gives the answers of an earlier one, of which the cut ones were the beginning."""
+    wrong = []
+    for seed, text in [*list(load.answers.items())[:4], *list(load.cut.items())]:
+        found, how = load.stream(seed)
+        if how != "whole" or not found.startswith(text.rstrip("\ufffd")) or (seed in load.answers and found != text):
+            wrong.append(f"seed {seed}: {text!r:.60} before, {found!r:.60} after")
+    return wrong
+
+
+def main(folder: str, scratch: Path, address: str, *moments: str) -> None:
+    loads, wrong = dict[str, Load](), list[str]()
+    for moment in moments:
+        server = Server(folder, scratch, address, MOMENTS[moment])
+        if address not in ("0", server.address):
+            wrong.append(f"a server listens at {server.address}, not {address}")
+        address = server.address
+        loads[moment] = kill(server, moment)
+        wrong += [f"{moment}: {each}" for each in loads[moment].wrong]
     left = sorted(str(path) for place in ("home", "tmpdir") for path in (scratch / place).rglob("*"))
-    wrong += again(folder, scratch, server.port, answers, cut)
-    report: dict[str, Any] = {"clients": CLIENTS, "whole": len(answers), "cut": len(cut), "left": left, "wrong": wrong}
-    sys.stdout.write(json.dumps(report))
+    server = Server(folder, scratch, address)
+    server.wait(200)
+    for load in loads.values():
+        wrong += check_again(server, load)
+    server.process.send_signal(signal.SIGTERM)
+    if server.process.wait(_STUCK):
+        wrong.append(f"the last server ends with {server.process.returncode}")
+    found: dict[str, Any] = {
+        moment: {
+            "whole": len(load.answers),
+            "cut": len(load.cut),
+            "begun": sum(map(bool, load.cut.values())),
+            "refused": dict(load.refused),
+        }
+        for moment, load in loads.items()
+    }
+    sys.stdout.write(json.dumps({"clients": CLIENTS, "moments": found, "left": left, "wrong": wrong}))
     sys.stdout.flush()
     os._exit(0)
 
 
-def again(folder: str, scratch: Path, port: int, answers: dict[int, str], cut: dict[int, str]) -> list[str]:
-    """A second server at the same port gives the same answers, of which the cut ones were the beginning."""
-    wrong = []
-    server = Server(folder, scratch, port)
-    if server.port != port:
-        wrong.append(f"the second server listens at {server.port}, not {port}")
-    for seed, text in [*list(answers.items())[:4], *cut.items()]:
-        found, whole = stream(port, seed)
-        if not whole or not found.startswith(text.rstrip("\ufffd")) or (seed in answers and found != text):
-            wrong.append(f"seed {seed}: {text!r:.60} before, {found!r:.60} after")
-    server.process.send_signal(signal.SIGTERM)
-    if server.process.wait(_STUCK):
-        wrong.append(f"the second server ends with {server.process.returncode}")
-    return wrong
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

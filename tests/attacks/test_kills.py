@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,22 @@ def test_a_session_killed_after_any_number_of_bytes_leaves_the_old_file(tmp_path
 
 
 @pytest.mark.long
-def test_a_server_killed_under_load_leaves_nothing_and_starts_again(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", [("streaming",), ("loading", "reading", "draining")], ids="-".join)
+def test_a_server_killed_under_load_leaves_nothing_and_starts_again(
+    whole: Path, tmp_path: Path, moments: tuple[str, ...]
+) -> None:
+    """At a port, and at a Unix socket, which each server leaves and the next one replaces."""
     before = {path.name: path.read_bytes() for path in whole.iterdir()}
-    found = run_worker("kill_server", whole, tmp_path)
+    with tempfile.TemporaryDirectory(prefix="topw") as place:  # short: a socket's path has at most 107 characters
+        address = "0" if moments == ("streaming",) else str(Path(place) / "s")
+        found = run_worker("kill_server", whole, tmp_path, address, *moments)
+        assert os.listdir(place) == [], "the last server was not killed"
     assert not found["wrong"], "\n".join(found["wrong"])
-    assert found["whole"] > 0
-    assert found["cut"] == found["clients"]
     assert found["left"] == []
     assert {path.name: path.read_bytes() for path in whole.iterdir()} == before
+    assert list(found["moments"]) == list(moments)
+    for moment, seen in found["moments"].items():
+        assert seen["cut"] + seen["refused"].get("draining", 0) == found["clients"], (moment, seen)
+        assert seen["whole"] == 0 or moment in ("streaming", "draining"), (moment, seen)
+        assert (seen["begun"] > 0) == (moment in ("streaming", "draining")), (moment, seen)
+        assert seen["refused"].keys() <= {moment}, (moment, seen)
