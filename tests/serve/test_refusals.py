@@ -241,6 +241,7 @@ def test_the_names_offered_for_an_unknown_field_are_those_of_the_endpoint(client
         (RESPONSES, {"response_format": {"type": "json_object"}}, "give text.format"),
         (RESPONSES, {"reasoning_effort": "low"}, "give reasoning.effort"),
         (RESPONSES, {"messages": HELLO}, "give input"),
+        (RESPONSES, {"logprobs": True}, 'give "include": ["message.output_text.logprobs"]'),
         (RESPONSES, {"n": 2}, "one answer"),
         (RESPONSES, {"num_return_sequences": 2}, "one answer"),
         (RESPONSES, {"previous_response_id": "resp_1"}, "send the whole conversation"),

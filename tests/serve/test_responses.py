@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseOutputText, ResponseTextDeltaEvent, ResponseTextDoneEvent
 from starlette.testclient import TestClient
 
 from tests.serve.conftest import HELLO, HOT, TEMPLATE, NewClient, refused
@@ -13,6 +14,7 @@ from tests.support.toy_model import EOS, Toy, byte_ids, export
 
 URL = "/v1/responses"
 TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}]
+LOGPROBS = ["message.output_text.logprobs"]
 CALL = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
 
 
@@ -64,11 +66,34 @@ def test_a_stream_builds_the_same_response(client: TestClient) -> None:
     assert last["usage"]["output_tokens"] == 8
 
 
+def test_log_probabilities_are_those_of_a_chat(client: TestClient) -> None:
+    fields = {"seed": 5, "top_logprobs": 2, **HOT}
+    chat = {"messages": HELLO, "max_tokens": 8, "logprobs": True, **fields}
+    wanted = client.post("/v1/chat/completions", json=chat).json()["choices"][0]["logprobs"]["content"]
+    assert (len(wanted), len(wanted[0]["top_logprobs"])) == (8, 2)
+    answer = ask(client, max_output_tokens=8, include=LOGPROBS, **fields).json()
+    part = answer["output"][0]["content"][0]
+    assert (part["logprobs"], answer["top_logprobs"]) == (wanted, 2)
+    events = events_of(ask(client, max_output_tokens=8, include=LOGPROBS, stream=True, **fields))
+    assert events[-1]["response"]["output"][0]["content"] == [part]
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [each["token"] for each in done["logprobs"]] == [each["token"] for each in wanted]
+    assert [each for delta in deltas for each in delta["logprobs"]] == done["logprobs"]
+    for event in (*deltas, done):
+        kind = ResponseTextDoneEvent if event is done else ResponseTextDeltaEvent
+        assert kind.model_validate(event, strict=True).model_dump()["logprobs"] == event["logprobs"]
+    typed = ResponseOutputText.model_validate(part, strict=True)
+    assert [each.model_dump() for each in typed.logprobs or ()] == wanted
+    plain = ask(client, max_output_tokens=8, seed=5, **HOT).json()["output"][0]["content"][0]
+    assert plain == {**part, "logprobs": []}
+
+
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Any:
     toy = Toy.script([*byte_ids("So: " + CALL), EOS], prompt_tokens=7)
     place = tmp_path_factory.mktemp("caller") / "toy"
-    return export(place, toy, form="grouped", chat_template=TEMPLATE + "{# <tool_call> #}")
+    return export(place, toy, form="grouped", with_logits=True, chat_template=TEMPLATE + "{# <tool_call> #}")
 
 
 def test_calls_are_items_of_their_own(caller: Any, serve: NewClient) -> None:
@@ -85,6 +110,15 @@ def test_calls_are_items_of_their_own(caller: Any, serve: NewClient) -> None:
     assert [e["output_index"] for e in events if e["type"] == "response.output_item.done"] == [0, 1]
     (delta,) = [e for e in events if e["type"] == "response.function_call_arguments.delta"]
     assert delta["item_id"] == streamed[1]["id"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_call_are_not_those_of_the_text(caller: Any, serve: NewClient, stream: bool) -> None:
+    answer = ask(serve(caller), tools=TOOLS, include=LOGPROBS, stream=stream)
+    found = events_of(answer)[-1]["response"] if stream else answer.json()
+    text, call = found["output"]
+    assert [each["token"] for each in text["content"][0]["logprobs"]] == ["S", "o", ":"]
+    assert call["type"] == "function_call"
 
 
 def test_items_become_messages(client: TestClient) -> None:
@@ -110,6 +144,10 @@ def test_structured_output(client: TestClient) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"top_logprobs": "x"}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": LOGPROBS, "top_logprobs": 21}, "top_logprobs"),
+        ({"include": ["reasoning.encrypted_content"]}, "include.0"),
+        ({"logprobs": True}, "logprobs"),
         ({"n": 2}, "n"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "web_search", "name": "x"}]}, "tools.0.type"),

@@ -48,8 +48,12 @@ def chat_logprobs(entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | No
     """`logprobs` of a chat's choice. None without entries."""
     if entries is None:
         return None
-    content = [{**_entry(one), "top_logprobs": [_entry(each) for each in one.top_logprobs]} for one in entries]
-    return {"content": content, "refusal": None}
+    return {"content": text_logprobs(entries), "refusal": None}
+
+
+def text_logprobs(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Log-probabilities of a text's tokens, with their best alternatives."""
+    return [{**_entry(one), "top_logprobs": [_entry(each) for each in one.top_logprobs]} for one in entries]
 
 
 def _entry(one: TokenLogprob | TopLogprob) -> dict[str, Any]:

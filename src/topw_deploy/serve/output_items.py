@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from topw_deploy.runtime import TokenLogprob
 from topw_deploy.runtime.tools import Content, Reasoning
 from topw_deploy.runtime.tools.calls import Event, ToolCall
+from topw_deploy.serve.choices import text_logprobs
 
 Named = tuple[str, dict[str, Any]]
 """(type of an event, its other fields)"""
@@ -23,13 +25,14 @@ class OutputItems:
         self._id = run_id
         self._kind: type[Content] | type[Reasoning] | None = None  # of the open item
         self._text: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []  # of its tokens, if it is a message
 
     @property
     def calls(self) -> int:
         return sum(item["type"] == "function_call" for item in self.done)
 
-    def add(self, found: Event) -> Iterator[Named]:
-        """Add text or a call. Yields the events for the client."""
+    def add(self, found: Event, scores: Sequence[TokenLogprob] = ()) -> Iterator[Named]:
+        """Add text or a call. Yields the events for the client. scores: of a message's new tokens."""
         if isinstance(found, ToolCall):
             yield from self.close("completed")
             yield from self._call(found)
@@ -39,23 +42,34 @@ class OutputItems:
             self._kind = type(found)
             yield from self._open()
         self._text.append(found.text)
-        kind = "output_text" if self._kind is Content else "reasoning_text"
-        logprobs: dict[str, Any] = {"logprobs": []} if self._kind is Content else {}
+        new = text_logprobs(scores)
+        self._logprobs += new
+        kind, logprobs = self._kind_of_text(new)
         yield f"response.{kind}.delta", {**self._place(), "delta": found.text, **logprobs}
 
-    def close(self, status: str) -> Iterator[Named]:
-        """Finish the open item, if there is one. status: "completed" or "incomplete"."""
+    def close(self, status: str, scores: Sequence[TokenLogprob] = ()) -> Iterator[Named]:
+        """Finish the open item, if there is one.
+
+        status: "completed" or "incomplete". scores: of tokens after the text of a message, such as EOS.
+        """
         if self._kind is None:
             return
+        if self._kind is Content:
+            self._logprobs += text_logprobs(scores)
         text, part, place = "".join(self._text), self._part("".join(self._text)), self._place()
-        kind = "output_text" if self._kind is Content else "reasoning_text"
-        logprobs: dict[str, Any] = {"logprobs": []} if self._kind is Content else {}
+        kind, logprobs = self._kind_of_text(self._logprobs)
         yield f"response.{kind}.done", {**place, "text": text, **logprobs}
         yield "response.content_part.done", {**place, "part": part}
         item = self._item(status, [part])
         yield "response.output_item.done", {"output_index": len(self.done), "item": item}
         self.done.append(item)
-        self._kind, self._text = None, []
+        self._kind, self._text, self._logprobs = None, [], []
+
+    def _kind_of_text(self, entries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
+        """The open item's name in types of events, and the field of its tokens' log-probabilities."""
+        if self._kind is Reasoning:
+            return "reasoning_text", {}
+        return "output_text", {"logprobs": [_in_event(entry) for entry in entries]}
 
     def _open(self) -> Iterator[Named]:
         item = self._item("in_progress", [])
@@ -90,7 +104,7 @@ class OutputItems:
     def _part(self, text: str) -> dict[str, Any]:
         if self._kind is Reasoning:
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
 
     def _place(self) -> dict[str, Any]:
         prefix = "rs" if self._kind is Reasoning else "msg"
@@ -98,3 +112,9 @@ class OutputItems:
 
     def _item_id(self, prefix: str) -> str:
         return f"{prefix}_{self._id}_{len(self.done)}"
+
+
+def _in_event(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry as events have it, without bytes."""
+    best = [{"token": each["token"], "logprob": each["logprob"]} for each in entry["top_logprobs"]]
+    return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": best}

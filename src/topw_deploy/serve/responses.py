@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from sse_starlette import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from topw_deploy.runtime import GenerationResult
+from topw_deploy.runtime import GenerationResult, TokenLogprob
 from topw_deploy.runtime.tools import Content, Reasoning
 from topw_deploy.runtime.tools.calls import Event, ToolCall
 from topw_deploy.serve.bodies import refusal
@@ -37,8 +37,9 @@ async def responses(request: Request) -> Response:
         pieces = await run.begin(ids, plan.parameters)
         return EventStream(_events(run, body, plan, prompt, pieces, output), partial(run.close, pieces), run.settings)
     (result,) = await run.whole(ids, plan.parameters)
+    scores = _scores(result, plan, prompt)
     for found in _found(result, plan, prompt):
-        for _ in output.add(found):
+        for _ in output.add(found, scores if isinstance(found, Content) else ()):
             pass
     for _ in output.close(_status(result)):
         pass
@@ -60,6 +61,38 @@ def _found(result: GenerationResult, plan: ChatPlan, prompt: str) -> Iterable[Ev
     reasoning: list[Event] = [Reasoning(parsed.reasoning)] if parsed.reasoning else []
     content: list[Event] = [Content(parsed.content)] if parsed.content else []
     return [*reasoning, *content, *(parsed.tool_calls if plan.parallel else parsed.tool_calls[:1])]
+
+
+def _scores(result: GenerationResult, plan: ChatPlan, prompt: str) -> list[TokenLogprob]:
+    """The log-probabilities of a whole answer's text, without those of reasoning and calls."""
+    entries = list(result.token_logprobs or ())
+    parser = plan.parser(prompt)
+    if parser is None or not entries:
+        return entries
+    found: list[TokenLogprob] = []
+    waiting: list[TokenLogprob] = []
+    in_text = False
+    ends = isinstance(result.stop, int)  # with EOS, which is no text
+    for entry in entries:
+        waiting.append(entry)
+        events = parser.finish() if ends and entry is entries[-1] else parser.feed(entry.text)
+        for each, own in _scored(events, waiting):
+            in_text = isinstance(each, Content)
+            found += own
+    return found + waiting if in_text else found
+
+
+def _scored(events: Sequence[Event], waiting: list[TokenLogprob]) -> Iterator[tuple[Event, list[TokenLogprob]]]:
+    """The events of some tokens, each with its log-probabilities, which are removed from `waiting`.
+
+    If there is text, the first one has them all. Those of reasoning and calls are dropped.
+    """
+    has_text = any(isinstance(each, Content) for each in events)
+    for each in events:
+        own: list[TokenLogprob] = []
+        if isinstance(each, Content) or not has_text:
+            own[:], waiting[:] = waiting, []
+        yield each, own if isinstance(each, Content) else []
 
 
 def _status(result: GenerationResult) -> str:
@@ -103,6 +136,7 @@ def _response(
         "text": stated["text"] or {"format": {"type": "text"}},
         "tool_choice": stated["tool_choice"] or "auto",
         "tools": stated["tools"] or [],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": body.others.get("top_p"),
         "truncation": "disabled",
         "usage": None if status == "in_progress" else counts,
@@ -123,17 +157,19 @@ async def _events(
         for kind in ("response.created", "response.in_progress"):
             yield numbered(kind, {"response": _response(run, body, output, "in_progress")})
         parser = plan.parser(prompt)
+        waiting: list[TokenLogprob] = []  # of tokens whose text is held back
         async for piece in run.watch(pieces):
             found: list[Event] = [Content(piece.text)] if piece.text else []
             if parser is not None:
                 found = parser.feed(piece.text) + (parser.finish() if piece.result is not None else [])
-            for each in found:
+            waiting += piece.token_logprobs or ()
+            for each, scores in _scored(found, waiting):
                 if plan.parallel or not (output.calls and isinstance(each, ToolCall)):
-                    for kind, data in output.add(each):
+                    for kind, data in output.add(each, scores):
                         yield numbered(kind, data)
             if piece.result is not None:
                 status = _status(piece.result)
-                for kind, data in output.close(status):
+                for kind, data in output.close(status, waiting):
                     yield numbered(kind, data)
                 response = _response(run, body, output, status, _incomplete(piece.result))
                 yield numbered(f"response.{status}", {"response": response})

@@ -8,9 +8,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from topw_deploy.serve.failures import invalid
+from topw_deploy.serve.parameters import MOST_LOGPROBS
 from topw_deploy.serve.schemas.generation import NO_PROMPT_LOGPROBS, ChatRequest, Generating, Part
 
 _OF_CHATS = "belongs to /v1/chat/completions; {}"
+_WITH_LOGPROBS = '"include": ["message.output_text.logprobs"]'
 _ONE = "is not available, because a response has one answer; remove it"
 _NOT_STORED = "is not available, because nothing is stored; send the whole conversation as input"
 
@@ -81,8 +83,7 @@ class ResponsesRequest(Generating):
         "max_completion_tokens": _OF_CHATS.format("give max_output_tokens"),
         "response_format": _OF_CHATS.format("give text.format"),
         "reasoning_effort": _OF_CHATS.format("give reasoning.effort"),
-        "logprobs": _OF_CHATS.format("remove it"),
-        "top_logprobs": _OF_CHATS.format("remove it"),
+        "logprobs": _OF_CHATS.format(f"give {_WITH_LOGPROBS}"),
         "return_token_ids": _OF_CHATS.format("remove it"),
         "prompt_logprobs": NO_PROMPT_LOGPROBS,
         "n": _ONE,
@@ -101,12 +102,15 @@ class ResponsesRequest(Generating):
     reasoning: Effort | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    include: list[str] | None = Field(default=None, max_length=0)
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS, strict=True)
     chat_template_kwargs: dict[str, Any] | None = None
 
     def as_chat(self) -> ChatRequest:
         """The chat with the same answer. Raises RequestError for a wrong field, and for what a chat cannot express."""
         self.check_fields()
+        if self.top_logprobs and not self.include:
+            raise invalid(f"top_logprobs is given without include; add {_WITH_LOGPROBS}.", "top_logprobs")
         fields: dict[str, Any] = {
             "stream": self.stream,
             "messages": self._messages(),
@@ -117,6 +121,8 @@ class ResponsesRequest(Generating):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._response_format(),
+            "logprobs": bool(self.include),
+            "top_logprobs": self.top_logprobs,
         }
         given = {name: value for name, value in fields.items() if value is not None}
         return ChatRequest.model_validate({**self.others, **given})
