@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -200,6 +201,29 @@ def test_a_cancelled_request_frees_its_row(backend: Any) -> None:
     request.sender.cancelled = True
     assert run(backend, request)[0] == []
     assert run(backend, asked())[0][0].error is None
+
+
+def test_a_cancelled_request_ends_while_it_waits(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no piece yet, because no row was free."""
+    waiting, freed = threading.Event(), threading.Event()
+
+    async def stream(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        waiting.set()
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            freed.set()
+
+    monkeypatch.setattr(backend._engine, "stream", stream)
+    request = asked()
+    backend.execute([request])
+    assert waiting.wait(60)
+    assert not request.sender.ended.wait(0.2)
+    request.sender.cancelled = True
+    assert request.sender.ended.wait(60)
+    assert request.sender.responses == []
+    assert freed.is_set()
 
 
 def test_the_configuration_names_what_the_backend_reads() -> None:

@@ -18,8 +18,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from topw_deploy.triton.repository import write_repository
 
 ROOT = Path(__file__).parents[2]
 CPU = {"provider": "cpu", "intra_op_num_threads": 1}
+# exact: without it, a draw can differ from the model's alone, as a step of several rows rounds differently.
+ENGINE = {"max_batch": 4, "max_queue": 508, "exact": True}
+ROOM = ENGINE["max_batch"] + ENGINE["max_queue"]
 HOT = {"temperature": 1.5, "lam": 0.3, "max_new_tokens": 40}
 
 
@@ -124,6 +128,73 @@ def ask(address: str, *requests: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return found
 
 
+class Asked:
+    """One request on a stream of its own. ended: number of its sequences that have ended; error: text of an error."""
+
+    def __init__(self, address: str, sequences: int, tokens: int) -> None:
+        self.ended, self.error, self.final = 0, "", threading.Event()
+        self._client = grpc.InferenceServerClient(address)
+        self._client.start_stream(callback=self._receive)
+        parameters = {**HOT, "n": sequences, "max_new_tokens": tokens, "ignore_eos": True}
+        values = {"text_input": "def parse(", "parameters": json.dumps(parameters)}
+        self._client.async_stream_infer("demo", inputs(**values), enable_empty_final_response=True)
+
+    def _receive(self, result: Any, error: Any) -> None:
+        if error is not None:
+            self.error = str(error)
+            self.final.set()
+            return
+        response = result.get_response()
+        self.ended += bool(response.outputs)
+        if response.parameters["triton_final_response"].bool_param:
+            self.final.set()
+
+    def close(self, cancel: bool = False) -> None:
+        """cancel: whether to cancel the request if it runs."""
+        self._client.stop_stream(cancel_requests=cancel)
+        self._client.close()
+
+
+def cancel(address: str) -> dict[str, int]:
+    """Cancel a request that waits and one that runs, and see that others get their room in the engine.
+
+    `long` takes the rows and most of the queue, for minutes; `waiting` takes the rest, so that `other` is refused.
+    """
+    long = Asked(address, ROOM - 36, 450)
+    until(lambda: long.ended > 0, "the first of many sequences")
+    waiting = Asked(address, 36 + long.ended, 450)
+    other = Asked(address, 30, 2)
+    assert other.final.wait(120)
+    assert "sequences" in other.error, other.error
+    other.close()
+    waiting.close(cancel=True)
+    while True:
+        ended = long.ended
+        other = Asked(address, 30, 2)
+        if not other.final.wait(5):
+            break
+        other.close()
+    assert ended < 30, "the room was not that of the cancelled request"
+    assert not other.error
+    long.close(cancel=True)
+    assert other.final.wait(120)
+    assert (other.error, other.ended) == ("", 30)
+    other.close()
+    all_room = Asked(address, ROOM, 1)
+    assert all_room.final.wait(120)
+    assert (all_room.error, all_room.ended) == ("", ROOM)
+    all_room.close()
+    return {"sequences": ROOM - 36, "ended": long.ended}
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise SystemExit(f"{what} did not come within {seconds} s")
+        time.sleep(0.02)
+
+
 def _values(result: Any) -> dict[str, Any]:
     text, reason = (result.as_numpy(name)[0].decode() for name in ("text_output", "finish_reason"))
     return {"text": text, "reason": reason, "ids": result.as_numpy("token_ids").tolist()}
@@ -146,7 +217,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else exported
     if folder == exported:
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    written = write_repository(folder, place / "models", name="demo", engine={"max_batch": 4}, opening=CPU)
+    written = write_repository(folder, place / "models", name="demo", engine=ENGINE, opening=CPU)
     text_format.Parse((written / "config.pbtxt").read_text("utf-8"), model_config_pb2.ModelConfig())
     with TopWModel.from_pretrained(folder, **CPU) as model:
         wanted = [model.generate("def parse(", seed=seed, **HOT) for seed in range(8)]
@@ -166,10 +237,14 @@ def main() -> None:
         assert by_ids[0][0]["ids"] == wanted[3].token_ids
         refused = ask(address, {"text_input": "a", "parameters": '{"tempreature": 1}'})
         assert "tempreature" in refused[0][0]["error"]
+        cancelled = cancel(address)
         again = ask(address, whole[0])
         assert again[0][0]["ids"] == wanted[0].token_ids
     seconds = time.perf_counter() - started
     sys.stdout.write(f"Triton gave the model's tokens: {len(whole)} at once, {len(whole)} streams; {seconds:.0f} s\n")
+    sys.stdout.write(
+        f"a cancelled request ended after {cancelled['ended']} of its {cancelled['sequences']} sequences\n"
+    )
     shutil.rmtree(place)
 
 

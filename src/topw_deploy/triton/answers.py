@@ -97,7 +97,7 @@ async def answers(engine: Engine, asked: Asked) -> AsyncGenerator[dict[str, np.n
         elif result is not None:
             yield _response(result.text, piece.row, result)
         else:
-            yield {}  # nothing to send; the caller sees whether the request was cancelled
+            yield {}  # nothing to send; lets the caller see whether the request was cancelled
 
 
 def _response(text: str, index: int, result: GenerationResult | None) -> dict[str, np.ndarray]:

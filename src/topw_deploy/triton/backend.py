@@ -27,6 +27,8 @@ _CODES = (
 )
 DRAIN = 30.0
 """Seconds in which running requests may finish when Triton unloads the model."""
+POLL = 0.1
+"""Seconds between questions whether a request was cancelled, as Triton does not report it; also while it waits."""
 
 
 class TritonPythonModel:
@@ -67,17 +69,26 @@ class TritonPythonModel:
     async def _answer(self, request: Any, sender: Any) -> None:
         """Send all responses and the end; an error is a response, too."""
         try:
-            asked = read_request(lambda name: _values(request, name))
-            async with aclosing(answers(self._engine, asked)) as found:
-                async for outputs in found:
-                    if sender.is_cancelled():
-                        break
-                    if outputs:
-                        sender.send(pb_utils.InferenceResponse([pb_utils.Tensor(n, v) for n, v in outputs.items()]))
+            task = asyncio.ensure_future(self._send(request, sender))
+            while not (await asyncio.wait({task}, timeout=POLL))[0]:
+                if sender.is_cancelled():
+                    task.cancel()
+            if not task.cancelled():
+                task.result()
         except Exception as error:  # noqa: BLE001 - one request must not end the server
             sender.send(pb_utils.InferenceResponse(output_tensors=[], error=_error(error)))
         finally:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    async def _send(self, request: Any, sender: Any) -> None:
+        """Send the responses, until the request is cancelled."""
+        asked = read_request(lambda name: _values(request, name))
+        async with aclosing(answers(self._engine, asked)) as found:
+            async for outputs in found:
+                if sender.is_cancelled():
+                    break
+                if outputs:
+                    sender.send(pb_utils.InferenceResponse([pb_utils.Tensor(n, v) for n, v in outputs.items()]))
 
 
 def _values(request: Any, name: str) -> Any:
