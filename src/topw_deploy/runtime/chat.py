@@ -16,8 +16,8 @@ from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.template.environment import TemplateEnvironment
 from topw_deploy.runtime.template.meter import DEPTH, Meter
 from topw_deploy.runtime.tokenizer import CONFIG_FILE, Tokenizer
-from topw_deploy.runtime.tools.declared import schemas_of
 from topw_deploy.runtime.tools.messages import call_form
+from topw_deploy.runtime.tools.schema import schemas_of
 
 TEMPLATE_FILE = "chat_template.jinja"
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError)

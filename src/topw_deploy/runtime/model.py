@@ -31,7 +31,7 @@ from topw_deploy.runtime.structured.guide import Guide
 from topw_deploy.runtime.text import IncrementalDecoder
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.runtime.tools import FAMILIES, Parsed, ToolCallParser, detect
-from topw_deploy.runtime.tools.decoding import marked_text
+from topw_deploy.runtime.tools.parser import marked_text
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -326,7 +326,7 @@ class TopWModel:
                 "again.",
                 "structured_outputs",
             )
-        return self._grammars.guides(rows)
+        return self._grammars.guides([(row.constraint, row.eos_token_ids) for row in rows])
 
     def _run(self, requests: Sequence[RowRequest], whole: Mapping[str, Any], *, streaming: bool) -> Iterator[Piece]:
         def follow(prompt: Sequence[int]) -> IncrementalDecoder:

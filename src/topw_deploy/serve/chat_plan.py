@@ -8,8 +8,8 @@ from typing import Any
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.tools import ToolCallParser
-from topw_deploy.runtime.tools.declared import parameter_schemas
 from topw_deploy.runtime.tools.required import required_calls
+from topw_deploy.runtime.tools.schema import parameter_schemas
 from topw_deploy.serve.failures import invalid
 from topw_deploy.serve.schemas.generation import ChatRequest, Message, NamedTool
 from topw_deploy.serve.served import Served

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from topw_deploy import install
@@ -17,7 +17,6 @@ from topw_deploy.runtime.structured.lark import lark_of
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from topw_deploy.runtime.request import RowRequest
     from topw_deploy.runtime.tokenizer import Tokenizer
 
 SECONDS = 10.0
@@ -49,8 +48,10 @@ class Grammars:
         self._made: tuple[LLTokenizer, Vocabulary] | None = None
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()  # at the start of their grammars
 
-    def guides(self, rows: Sequence[RowRequest]) -> list[Guide | None]:
+    def guides(self, rows: Sequence[tuple[Constraint | None, Collection[int]]]) -> list[Guide | None]:
         """A started guide for each row with a constraint, None for the others.
+
+        rows: constraint, and ids of the tokens that end the text.
 
         The last KEPT constraints are not compiled again.
 
@@ -59,12 +60,12 @@ class Grammars:
         Raises GrammarError for a grammar that is invalid, matches nothing or is too complex, and MissingPackageError
         without llguidance.
         """
-        return [None if row.constraint is None else self._guide(row, row.constraint) for row in rows]
+        return [None if constraint is None else self._guide(constraint, ends) for constraint, ends in rows]
 
-    def _guide(self, row: RowRequest, constraint: Constraint) -> Guide:
+    def _guide(self, constraint: Constraint, ends: Collection[int]) -> Guide:
         tokens, vocabulary = self._prepared()
         try:
-            guide = Guide(self._matcher(constraint, tokens), vocabulary, row.eos_token_ids)
+            guide = Guide(self._matcher(constraint, tokens), vocabulary, ends)
             guide.start()
         except GrammarError as error:
             raise GrammarError(

@@ -3,8 +3,7 @@
 calls: results. parser: parses an output while it arrives. families: which formats are known.
 family: what a family states. hermes, llama, mistral, gemma, pythonic, harmony, deepseek: one format each.
 cursor, values, function_tags: reading text that is still arriving.
-declared, schema: the caller's tools. messages: calls as templates take them.
-decoding: the text of token ids, with the format's tokens. required, literals: grammars of calls.
+schema: the caller's tools. messages: calls as templates take them. required, literals: grammars of calls.
 """
 
 from topw_deploy.runtime.tools.calls import Content, Parsed, Reasoning, ToolCall

@@ -6,11 +6,13 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.runtime.results import GenerationResult
+from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.runtime.tools.calls import Break, Content, Event, Parsed, Reasoning, merged
 from topw_deploy.runtime.tools.cursor import Cursor, Mismatch, Reading, any_of, beginning_of
-from topw_deploy.runtime.tools.declared import parameter_schemas
 from topw_deploy.runtime.tools.families import family_named
 from topw_deploy.runtime.tools.family import Calls, Family, Reader
+from topw_deploy.runtime.tools.schema import parameter_schemas
 
 
 class ToolCallParser:
@@ -163,3 +165,25 @@ def parse(text: str, family: str | Family, tools: Sequence[Any] | None = None, p
     """Parse a whole output. See `ToolCallParser`."""
     parser = ToolCallParser(family, tools, prompt)
     return Parsed.of([*parser.feed(text), *parser.finish()])
+
+
+def marked_text(result: GenerationResult, tokenizer: Tokenizer, family: Family) -> str:
+    """The result's text with `family`'s markers, but without other special tokens, end of sequence and stop string.
+
+    `GenerationResult.text` leaves out special tokens, and in many tokenizers the markers of calls are special.
+    """
+    special = tokenizer.special_ids
+    if not any(text in family.markers for text in special.values()):
+        return result.text
+    ids = [token for token in result.token_ids if special.get(token, family.markers[0]) in family.markers]
+    if result.finish_reason == "stop" and isinstance(result.stop, str):
+        return _cut(tokenizer, ids, result.stop)
+    return tokenizer.decode(ids[:-1] if ids[-1:] == [result.stop] else ids, False)
+
+
+def _cut(tokenizer: Tokenizer, ids: list[int], stop: str) -> str:
+    """Cut at the stop string, which the last token completed."""
+    text = tokenizer.decode(ids, False)
+    last = len(tokenizer.decode(ids[:-1], False))
+    found = text.find(stop, max(0, last - len(stop) + 1))
+    return text if found < 0 else text[:found]

@@ -10,9 +10,9 @@ from typing import Any
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.tools.cursor import any_of
-from topw_deploy.runtime.tools.declared import parameter_schemas
 from topw_deploy.runtime.tools.families import family_named
 from topw_deploy.runtime.tools.literals import GEMMA, GEMMA_4, PYTHON, Literals, Style
+from topw_deploy.runtime.tools.schema import parameter_schemas
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""JSON schemas of Python functions, from type hints and a docstring in Google's style, as transformers makes them."""
+"""The tools that a caller declares, and JSON schemas of Python functions.
+
+Schemas come from type hints and a docstring in Google's style, as transformers makes them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from topw_deploy.errors import ParameterError
@@ -20,6 +23,31 @@ _SCALARS = (int, float, str, bool, type(None))
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Examples?):[ \t]*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^(\w+)[ \t]*(?:\([^)\n]*\))?:[ \t]*(.*)$")
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE | re.DOTALL)
+
+
+def schemas_of(tools: Sequence[Any]) -> list[Any]:
+    """`tools` with JSON schemas for Python functions. Raises ParameterError for a function that has none."""
+    if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
+        raise ParameterError(f"tools is a {type(tools).__name__}, but must be a list.", "tools")
+    return [function_schema(tool) if callable(tool) else tool for tool in tools]
+
+
+def parameter_schemas(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
+    """The JSON schema of each tool's parameters, by its name. Raises ParameterError for an invalid tool."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for index, tool in enumerate(schemas_of(tools)):
+        inner = tool.get("function") if isinstance(tool, Mapping) else None
+        function = inner if isinstance(inner, Mapping) else tool
+        name = function.get("name") if isinstance(function, Mapping) else None
+        parameters = function.get("parameters") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not isinstance(parameters, (Mapping, type(None))):
+            raise ParameterError(
+                f"tools[{index}] must be a function, or a mapping as OpenAI's with a 'name' and a JSON schema as "
+                "'parameters'.",
+                "tools",
+            )
+        found[name] = parameters or {"type": "object", "properties": {}}
+    return found
 
 
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
