@@ -24,13 +24,14 @@ BROWSER   := .browser
 RAY       := .venv-ray
 TRITON    := .triton
 CLIENTS   := .venv-clients
+JUDGES    := .venv-judges
 BIN       := $(VENV)/bin
 PYTEST    := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # Modules are compiled when they are first used; most of torch's and transformers' never are.
 PIP       := pip install --quiet --disable-pip-version-check --no-compile
 INSTALL   := $(BIN)/$(PIP) -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test quick lint peers clients peers-serve cuda-tools nvidia host python310 browser ray triton fuzz fuzz-native fuzz-cuda fuzz-loaders soak bench gpu wheels clean help
+.PHONY: demo test quick lint peers clients peers-serve judges cuda-tools nvidia host python310 browser ray triton fuzz fuzz-native fuzz-cuda fuzz-loaders soak bench gpu wheels clean help
 
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -55,6 +56,9 @@ clients: $(CLIENTS)/ready.stamp  ## openai, litellm, langchain-openai and llama-
 
 peers-serve: $(VENV)/dev.stamp $(CLIENTS)/guidellm.stamp  ## the same and guidellm, which needs torch, call `topw serve`
 	$(BIN)/python -m pytest -n0 --long tests/serve_clients
+
+judges: $(VENV)/dev.stamp $(JUDGES)/ready.stamp  ## AlpacaEval and FastChat read the answers of `topw generate --format`
+	$(BIN)/python -m pytest -n0 --long tests/judges
 
 cuda-tools: $(CUDA)/tools.stamp $(CUDA)/onnxruntime.stamp  ## NVIDIA's compilers and onnxruntime-gpu, for `make test`
 
@@ -112,7 +116,7 @@ wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampl
 	for wheel in dist/*manylinux*.whl; do $(WHEELS)/bin/auditwheel show $$wheel || exit 1; done
 
 clean:           ## remove the environments, the wheels and what demo wrote
-	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) $(OLDEST) $(BROWSER) $(RAY) $(TRITON) $(CLIENTS) out-demo dist build
+	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) $(OLDEST) $(BROWSER) $(RAY) $(TRITON) $(CLIENTS) $(JUDGES) out-demo dist build
 
 # The compiler for both processors, linking against glibc 2.17 (manylinux2014), and what checks that.
 $(WHEELS)/tools.stamp: constraints.txt
@@ -184,6 +188,12 @@ $(CLIENTS)/ready.stamp: tests/serve_clients/requirements.txt
 
 $(CLIENTS)/guidellm.stamp: tests/serve_clients/guidellm.txt $(CLIENTS)/ready.stamp
 	$(CLIENTS)/bin/$(PIP) $(PIP_FLAGS) -r $<
+	@touch $@
+
+# What reads answers before a judge does; neither has its models or its server.
+$(JUDGES)/ready.stamp: tests/judges/requirements.txt
+	$(PYTHON) -m venv --clear $(JUDGES)
+	$(JUDGES)/bin/$(PIP) --no-deps $(PIP_FLAGS) -r $<
 	@touch $@
 
 # The packages' own scripts would download CUDA and other browsers. Where npm cannot be had, the folder says so and the
