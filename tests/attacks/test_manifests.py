@@ -31,6 +31,12 @@ BOMBS: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
+OUTSIDE = (
+    "../secret", "/etc/passwd", "a/../../secret", "C:\\secret", "..\\secret", "a\0b", "", ".", "a//b", "\\\\host\\x",
+)  # fmt: skip
+"""Names that are not plain paths inside the folder."""
+
+
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_manifest_that_is_a_bomb_is_refused(folder: Path, bomb: str) -> None:
     content, reason = BOMBS[bomb]
@@ -45,16 +51,22 @@ def test_a_manifest_of_a_terabyte_is_not_read(folder: Path) -> None:
         load_manifest(folder)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["../secret", "/etc/passwd", "a/../../secret", "C:\\secret", "..\\secret", "a\0b", "", ".", "a//b", "\\\\host\\x"],
-)
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_a_name_that_leaves_the_folder_is_refused(folder: Path, name: str) -> None:
     manifest = json.loads((folder / MANIFEST_NAME).read_text())
     manifest["files"][name] = {"sha256": "0" * 64, "size": 1}
     (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
     with refused(ManifestError, "not a plain path inside the folder; do not use this folder"):
         TopWModel.from_pretrained(folder, provider="cpu")
+
+
+@pytest.mark.parametrize(("one", "other"), [("config.json", "Config.JSON"), ("\u00e9", "e\u0301"), ("\u212a", "k")])
+def test_names_that_other_systems_take_for_one_are_refused(folder: Path, one: str, other: str) -> None:
+    """Case and Unicode normalisation: there, the later file would replace the earlier one."""
+    for name in (one, other):
+        put(folder, name, "{}")
+    with refused(ManifestError, "have one name on other systems"):
+        load_manifest(folder)
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json", "tokenizer_config.json"])

@@ -1,6 +1,7 @@
 // Reads an exported folder over HTTP.
 
 import { GenerationError, ManifestError } from "./errors.js";
+import { MANIFEST_NAME } from "./manifest.js";
 
 /**
  * The folder at a URL.
@@ -12,7 +13,7 @@ export function folderAt(url, progress = () => {}) {
   let total = 0;
   const count = (bytes) => progress((total += bytes));
   return {
-    async read(name, size) {
+    async read(name, most) {
       const path = name.split("/").map(encodeURIComponent).join("/");
       const response = await fetch(new URL(path, url)).catch((error) => {
         throw new ManifestError(`${name} cannot be fetched (${error.message}); check the connection, reload the page.`);
@@ -23,12 +24,11 @@ export function folderAt(url, progress = () => {}) {
         );
       }
       try {
-        if (size === undefined) return new Uint8Array(await response.arrayBuffer());
-        return await received(response, size, count);
+        return await received(response, most, name === MANIFEST_NAME ? () => {} : count);
       } catch (error) {
         if (error instanceof RangeError) {
           throw new GenerationError(
-            `${name} has ${size} bytes, for which this browser has no memory; close other pages, or use a smaller ` +
+            `${name} has ${most} bytes, for which this browser has no memory; close other pages, or use a smaller ` +
               "model.",
           );
         }
@@ -38,16 +38,16 @@ export function folderAt(url, progress = () => {}) {
   };
 }
 
-/** The first `size` bytes of a response and one more, if it has that many; counted as they arrive. */
-async function received(response, size, count) {
-  const data = new Uint8Array(size);
+/** A response of up to `most` bytes, counted as they arrive; of a longer one, `most` + 1 bytes. */
+async function received(response, most, count) {
+  const data = new Uint8Array(most);
   let place = 0;
   for (const reader = response.body.getReader(); ; ) {
     const { done, value } = await reader.read();
     if (done) return data.subarray(0, place);
-    if (place + value.length > size) {
+    if (place + value.length > most) {
       await reader.cancel();
-      return new Uint8Array(size + 1); // another length than the manifest's is an error
+      return new Uint8Array(most + 1); // which is an error
     }
     data.set(value, place);
     place += value.length;

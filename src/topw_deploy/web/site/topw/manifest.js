@@ -5,6 +5,7 @@ import { TOP_W_NAMES, TOP_W_RANGES, coefficients } from "./presets.js";
 import { LONGEST_LIST, RULES } from "./rules.js";
 
 export const MANIFEST_NAME = "topw_manifest.json";
+export const MOST_MANIFEST = 2 ** 24; // bytes; manifests have a few KB
 const FORMAT_VERSION = 1;
 const FORMS = {
   concat: ["input_ids"],
@@ -198,7 +199,7 @@ function checkTensors({ decoder: { form, states }, inputs, outputs }) {
   }
 }
 
-const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+export const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
 function object(name, value) {
   if (!isObject(value)) throw new Malformed(`${name} is ${show(value)}, not an object`);

@@ -13,7 +13,7 @@ import {
 import { FILE, bosToken, modelDefaults } from "./generation_config.js";
 import { holdHalfAsBits } from "./half.js";
 import { Generation, greedyFeeds } from "./loop.js";
-import { MANIFEST_NAME, parseManifest } from "./manifest.js";
+import { MANIFEST_NAME, MOST_MANIFEST, isObject, parseManifest } from "./manifest.js";
 import { isList, split } from "./parameters.js";
 import { resolve } from "./request.js";
 import { Row, resultOf } from "./row.js";
@@ -21,6 +21,8 @@ import { Tokenizer } from "./tokenizer.js";
 import { dataFiles } from "./weights.js";
 
 const SAMPLED = ["next_token", "logprob", "kept", "certified"];
+const MOST_TEXT = 2 ** 28; // bytes of tokenizer.json; published ones have up to 35 MB
+const MOST_JSON = 2 ** 24; // of other JSON files; published ones have up to 2 MB
 const NO_MEMORY = /alloc|memory|^Aborted\(/i; // in messages of onnxruntime and WebAssembly
 
 /**
@@ -31,9 +33,11 @@ const NO_MEMORY = /alloc|memory|^Aborted\(/i; // in messages of onnxruntime and 
  *
  * Where the files of an export are.
  * @typedef {object} Folder
- * @property {(name: string, size?: number) => Promise<Uint8Array>} read the file; `size` is what the manifest states,
- *   and a file of another size may come in any other length
+ * @property {(name: string, most: number) => Promise<Uint8Array>} read the file; of one with more than `most` bytes, any
+ *   larger number of bytes
  * @property {((name: string) => string) | undefined} path the file's path, where onnxruntime can open files
+ * @property {((files: Map<string, number>) => Promise<void>) | undefined} check throws ManifestError unless the folder
+ *   holds these files, with these sizes, and nothing that must not be opened
  */
 
 /** A language model with its sampler inside its ONNX graph. Open one with `TopWModel.open`. */
@@ -57,21 +61,28 @@ export class TopWModel {
    */
   static async open(folder, { ort, Tokenizer: Library, sessionOptions = {}, maxLength }) {
     const started = performance.now();
-    const manifest = parseManifest(new TextDecoder().decode(await folder.read(MANIFEST_NAME)));
+    const stated = await folder.read(MANIFEST_NAME, MOST_MANIFEST);
+    if (stated.byteLength > MOST_MANIFEST) {
+      throw new ManifestError(
+        `${MANIFEST_NAME} is larger than ${MOST_MANIFEST} bytes, so it is not a manifest; export the model again.`,
+      );
+    }
+    const manifest = parseManifest(utf8(MANIFEST_NAME, stated));
+    await folder.check?.(manifest.files);
     const files = new ListedFiles(folder, manifest);
     const model = new TopWModel();
     model.manifest = manifest;
     model.maxLength = checkMaxLength(maxLength, manifest.decoder.contextLength);
     model.#ort = ort;
     model.#tokenizer = await files.tokenizer(Library);
-    const [stated, config] = [await files.json(FILE), await files.json("config.json")];
+    const [generation, config] = [await files.json(FILE), await files.json("config.json")];
     const eos = model.#tokenizer.idOf("eos_token");
-    const { defaults, notes } = modelDefaults(stated, config, { eos, vocabSize: manifest.sampler.vocabSize });
+    const { defaults, notes } = modelDefaults(generation, config, { eos, vocabSize: manifest.sampler.vocabSize });
     /** Parameters from generation_config.json. */
     model.defaults = defaults;
     /** What in the model's files has no effect here. */
     model.notes = notes;
-    model.#bos = bosToken(stated, config) ?? model.#tokenizer.idOf("bos_token");
+    model.#bos = bosToken(generation, config) ?? model.#tokenizer.idOf("bos_token");
     model.#session = await files.session(ort, sessionOptions);
     model.loadSeconds = (performance.now() - started) / 1000;
     return model;
@@ -249,6 +260,15 @@ function checkMaxLength(given, context) {
   return given;
 }
 
+/** The text of a file. Throws ManifestError if it is not UTF-8. */
+function utf8(name, data) {
+  try {
+    return new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(data);
+  } catch {
+    throw new ManifestError(`${name} is not UTF-8; export or copy the folder again.`);
+  }
+}
+
 /** The files that the manifest lists, with the sizes that it states. */
 class ListedFiles {
   constructor(folder, manifest) {
@@ -269,15 +289,22 @@ class ListedFiles {
     return data;
   }
 
-  /** The contents of a JSON file; {} where the export has none. */
-  async json(name) {
-    if (!this.manifest.files.has(name)) return {};
-    try {
-      return JSON.parse(new TextDecoder().decode(await this.read(name)));
-    } catch (error) {
-      if (error instanceof SyntaxError) throw new ManifestError(`${name} is not JSON (${error.message}).`);
-      throw error;
+  /** The object in a JSON file; {} where the export has none. */
+  async json(name, most = MOST_JSON) {
+    const size = this.manifest.files.get(name);
+    if (size === undefined) return {};
+    if (size > most) {
+      throw new ManifestError(`${name} has ${size} bytes, but may have at most ${most}; do not use this folder.`);
     }
+    const text = utf8(name, await this.read(name));
+    let data;
+    try {
+      data = JSON.parse(text);
+    } catch (error) {
+      throw new ManifestError(`${name} is not JSON (${short(error)}); export or copy the folder again.`);
+    }
+    if (!isObject(data)) throw new ManifestError(`${name} holds ${show(data)}, not an object; export it again.`);
+    return data;
   }
 
   async tokenizer(Library) {
@@ -285,7 +312,7 @@ class ListedFiles {
       throw new TokenizerError("the export has no tokenizer.json; export the model again from a folder with a tokenizer.");
     }
     const config = { ...(await this.json("special_tokens_map.json")), ...(await this.json("tokenizer_config.json")) };
-    return new Tokenizer(Library, await this.json("tokenizer.json"), config);
+    return new Tokenizer(Library, await this.json("tokenizer.json", MOST_TEXT), config);
   }
 
   async session(ort, options) {

@@ -1,5 +1,7 @@
 // Which files hold a graph's weights.
 
+const LONGEST = 4096; // bytes of a path; a hostile graph may state a longer one at every place
+
 // An ONNX StringStringEntryProto up to the length of its value.
 const LOCATION = new TextEncoder().encode("\n\u0008location\u0012");
 
@@ -20,9 +22,9 @@ export function dataFiles(graph) {
 function textAt(bytes, at) {
   let length = 0;
   let shift = 0;
-  for (let more = true; more; at++, shift += 7) {
+  for (let more = true; more && shift < 32; at++, shift += 7) {
     length += (bytes[at] & 127) * 2 ** shift;
     more = bytes[at] > 127;
   }
-  return new TextDecoder().decode(bytes.subarray(at, at + length));
+  return new TextDecoder().decode(bytes.subarray(at, at + Math.min(length, LONGEST)));
 }
