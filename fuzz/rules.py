@@ -203,21 +203,10 @@ def _definition(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray
         row = OrderedRow.of(logits.astype(np.float64), 1.0)
         sizes = _softmax_of_the_pool(row, case.values[0], int(case.values[1]))
         return "terms of the softmax over its pool" if len(found) in sizes else None
-    if case.rule == "min_k" and name == "vLLM":
-        return _vllm_range(logits, case.values[0], found)
-    return None
-
-
-def _vllm_range(logits: np.ndarray, tau: float, found: np.ndarray) -> str | None:
-    """The cause if vLLM's range R explains its crop: infinite for a logit of -inf, and 1e-8 larger otherwise."""
-    if not np.isfinite(logits).all():
+    if case.rule == "min_k" and name == "vLLM" and not np.isfinite(logits).all():
         all_finite = np.array_equal(found, np.flatnonzero(np.isfinite(logits)))
         return "keeps all finite tokens: a logit of -inf makes the range infinite" if all_finite else None
-    row = np.sort(logits.astype(np.float64))[::-1]
-    cliff = int(np.argmax((row[:-1] - row[1:]) / np.arange(1, len(row)))) + 1
-    fallback = int(min(tau / (row[0] - row[-1] + 1e-8), len(row)))
-    enlarged = np.array_equal(found, np.flatnonzero(logits >= row[max(cliff, fallback) - 1]))
-    return "range enlarged by 1e-8" if enlarged else None
+    return None
 
 
 def _softmax_of_the_pool(row: OrderedRow, alpha: float, pool: int) -> set[int]:
