@@ -6,11 +6,19 @@ and this package.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
 import venv
 from pathlib import Path
+
+# Compiles the modules of Ray's own processes, as a node ends if they have not started within 30 seconds.
+_COMPILE = """
+import ray._private.runtime_env.agent.main, ray.dashboard.agent, ray.serve.scripts
+from ray.dashboard.utils import DashboardAgentModule, get_all_modules
+get_all_modules(DashboardAgentModule)
+"""
 
 
 def make(folder: Path, pip_options: list[str]) -> None:
@@ -23,6 +31,8 @@ def make(folder: Path, pip_options: list[str]) -> None:
     (own / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n", "utf-8")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--no-compile", *pip_options, "topw-deploy[ray]"], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run([str(python), "-c", _COMPILE], env=environment, check=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starts Ray and `serve run` with the example's configuration, puts them under load, and kills a replica.
+"""Starts Ray and `serve run` with the example's configuration, kills a replica under load, and adds and removes one.
 
 python tests/scale/ray_cluster.py RAY_BIN FOLDER        prints what it saw as JSON
 
@@ -26,12 +26,21 @@ from typing import Any
 import httpx2
 import yaml
 
+from topw_deploy.engine import Engine
 from topw_deploy.runtime import TopWModel
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "scale" / "ray.yaml"
 HOT = {"temperature": 1.5, "lam": 0.3}
 SYSTEM = "import collections\nimport functools\n" * 10  # longer than `prefix_characters`
 REQUESTS, TOKENS = 24, 200
+ROWS = 4
+SEPARATOR = "\0"
+STREAMED = "class Stream"
+DRAIN = 240  # seconds; more than the streams take on a busy machine
+STREAMS, SAMPLES, LONG = 3, 48, 400  # streams that run for longer than the autoscaler takes to remove a replica
+# Seconds and milliseconds between reports to the autoscaler and to the metrics; Ray's own are 10 s.
+INTERVALS = {"RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5", "RAY_metrics_report_interval_ms": "1000"}
+SOON = {"upscale_delay_s": 1, "downscale_delay_s": 3, "look_back_period_s": 1}
 # One client, because making one costs tens of milliseconds; no connection is used twice, so none is found closed.
 CLIENT = httpx2.Client(timeout=120, limits=httpx2.Limits(max_keepalive_connections=0))
 
@@ -56,34 +65,44 @@ def descendants(root: int) -> dict[int, str]:
 
 
 class Cluster:
-    """Ray on this machine with the example's application, two replicas of one core each."""
+    """Ray on this machine with the example's application, first with two replicas."""
 
     def __init__(self, binaries: Path, folder: Path) -> None:
         self.place = Path(tempfile.mkdtemp(prefix="ray"))  # short: its sockets' paths have at most 107 characters
-        self.port, self._ray, self._processes = free_port(), binaries / "ray", []
-        address = f"127.0.0.1:{free_port()}"
+        self.port, self.metrics_port, self._processes = free_port(), free_port(), []
+        self._binaries, self._folder, self._address = binaries, folder, f"127.0.0.1:{free_port()}"
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start Ray and the application, and wait until it answers."""
+        port = self._address.rpartition(":")[2]
+        head = ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2"]
+        head += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={self.place}/r"]
+        head += [f"--metrics-export-port={self.metrics_port}", "--object-store-memory=80000000"]
+        self.head = self._start(self._binaries / "ray", *head)
+        until(lambda: self.running() and "Ray runtime started" in self.log(), "Ray")
+        self.run(least=2)
+        until(self.healthy, "the application")
+
+    def run(self, least: int) -> None:
+        """`serve run` with at least this many replicas, at most two. A second call changes that of the first."""
         config = yaml.safe_load(EXAMPLE.read_text("utf-8"))
         config["http_options"] = {**config["http_options"], "host": "127.0.0.1", "port": self.port}
         application = config["applications"][0]
-        application["args"] = {**application["args"], "models": {"demo": str(folder.resolve())}}
-        application["args"]["engine"] = {"max_batch": 4}
+        application["args"] = {**application["args"], "models": {"demo": str(self._folder.resolve())}}
+        application["args"] |= {"engine": {"max_batch": ROWS}, "drain_timeout": DRAIN, "load_factor": 1}
         for deployment in application["deployments"]:
-            deployment.pop("autoscaling_config", None)
-            deployment.pop("graceful_shutdown_timeout_s", None)
-            deployment["num_replicas"] = 2 if deployment["name"] == "Replica" else 1
             deployment["ray_actor_options"] = {"num_cpus": 0.5}
-        written = self.place / "ray.yaml"
+            if deployment["name"] == "Replica":
+                scaling = {"min_replicas": least, "max_replicas": 2, "target_ongoing_requests": ROWS}
+                deployment["autoscaling_config"] |= {**scaling, **SOON}
+                deployment["graceful_shutdown_timeout_s"] = DRAIN
+        written = self.place / f"ray{least}.yaml"
         written.write_text(yaml.safe_dump(config), "utf-8")
-        head = ["start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={address.rpartition(':')[2]}"]
-        head += ["--include-dashboard=false", "--disable-usage-stats", "--num-cpus=2", f"--temp-dir={self.place}/r"]
-        self.head = self._start(self._ray, *head, "--object-store-memory=80000000")
-        until(lambda: "ray_node_ip" in self.log() or "Ray runtime started" in self.log(), "Ray")
-        self._start(binaries / "serve", "run", f"--address={address}", str(written))
-        self.url = f"http://127.0.0.1:{self.port}"
-        until(self.healthy, "the application")
+        self._start(self._binaries / "serve", "run", f"--address={self._address}", str(written))
 
     def _start(self, *words: object) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "RAY_DEDUP_LOGS": "0"}
+        environment = {**os.environ, "RAY_DEDUP_LOGS": "0", **INTERVALS}
         with (self.place / "log").open("ab") as log:
             process = subprocess.Popen(
                 list(map(str, words)), stdout=log, stderr=log, start_new_session=True, env=environment
@@ -94,9 +113,14 @@ class Cluster:
     def log(self) -> str:
         return (self.place / "log").read_text("utf-8", "replace")
 
-    def healthy(self) -> bool:
+    def running(self) -> bool:
+        """Raises SystemExit if Ray or `serve run` has ended."""
         if any(process.poll() is not None for process in self._processes):
             raise SystemExit(f"Ray ended:\n{self.log()[-5000:]}")
+        return True
+
+    def healthy(self) -> bool:
+        self.running()
         try:
             return CLIENT.get(f"{self.url}/health", timeout=5).status_code == 200 and len(self.replicas()) == 2
         except httpx2.TransportError:
@@ -107,11 +131,19 @@ class Cluster:
         named = re.compile(r"ray::ServeReplica:topw:Replica")
         return [child for child, command in descendants(self.head.pid).items() if named.search(command)]
 
+    def metrics(self) -> str:
+        """What the node exports for Prometheus."""
+        try:
+            return CLIENT.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=30).text
+        except httpx2.TransportError:
+            return ""
+
     def close(self) -> None:
         """End every process that was started here."""
-        self._processes[-1].send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._processes[-1].wait(20)
+        for process in self._processes[-1:]:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
         started = [child for process in self._processes for child in descendants(process.pid)]
         for child in started:
             with contextlib.suppress(ProcessLookupError):
@@ -134,13 +166,15 @@ def body(prompt: str, seed: int, *, stream: bool = False, tokens: int = TOKENS) 
     return {**given, **HOT, "stream": stream}
 
 
-def ask(url: str, given: dict[str, Any], begun: threading.Event | None = None) -> tuple[str, str]:
+def ask(url: str, given: dict[str, Any], begun: threading.Event | None = None, name: str = "") -> tuple[str, str]:
     """("text", answer) or ("error", code); a connection that breaks off without an error is ("lost", reason).
 
-    begun: set at the first bytes of the answer.
+    The text of a stream of several samples has SEPARATOR between them.
+    begun: set at the first bytes of the answer. name: the request's id.
     """
+    headers = {"X-Request-Id": name} if name else None
     try:
-        with CLIENT.stream("POST", f"{url}/v1/completions", json=given) as response:
+        with CLIENT.stream("POST", f"{url}/v1/completions", json=given, headers=headers) as response:
             parts = []
             for part in response.iter_bytes():
                 parts.append(part)
@@ -160,7 +194,14 @@ def ask(url: str, given: dict[str, Any], begun: threading.Event | None = None) -
         return "error", failed
     if data[-1:] != ["[DONE]"]:
         return "lost", "no [DONE]"
-    return "text", "".join(choice["text"] for event in events for choice in event["choices"])
+    texts: dict[int, str] = {}
+    ended = set()
+    for choice in (choice for event in events for choice in event["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        ended |= {choice["index"]} if choice["finish_reason"] else set()
+    if len(ended) != given.get("n", 1):
+        return "lost", f"{len(ended)} samples have a finish_reason"
+    return "text", SEPARATOR.join(texts[index] for index in sorted(texts))
 
 
 def burst(url: str) -> Iterator[tuple[str, str] | None]:
@@ -189,9 +230,12 @@ def main() -> None:
             model.generate(f"def f{index}(", seed=index, max_new_tokens=TOKENS, ignore_eos=True, **HOT).text
             for index in range(REQUESTS)
         ]
+        samples = drawn(model)
     cluster = Cluster(binaries, folder)
+    seen: dict[str, Any] = {}
     try:
-        seen: dict[str, Any] = {"start_seconds": time.perf_counter() - started}
+        cluster.start()
+        seen["start_seconds"] = time.perf_counter() - started
         seen["alone"] = [ask(cluster.url, body("def f0(", 0))[1] == wanted[0]]
         seen["streamed"] = [ask(cluster.url, body("def f1(", 1, stream=True))[1] == wanted[1]]
         seen["prefixes"] = prefixes(cluster.url)
@@ -207,16 +251,78 @@ def main() -> None:
         next(outcomes)
         seen["recovered"] = compared(outcomes, wanted)
         seen["log"] = [line[-300:] for line in cluster.log().splitlines() if "replica ended" in line]
+        until(lambda: "ray_topw_certified_tokens" in cluster.metrics(), "the metrics")
+        seen["metrics"] = sorted(set(re.findall(r"^ray_(topw_\w+)\{", cluster.metrics(), re.MULTILINE)))
+        before = time.perf_counter()
+        seen["scaled"] = scaled(cluster, wanted, samples)
+        seen["scaled"]["seconds"] = time.perf_counter() - before
     finally:
         cluster.close()
     seen["seconds"] = time.perf_counter() - started
     sys.stdout.write(json.dumps(seen) + "\n")
 
 
+def drawn(model: TopWModel) -> list[str]:
+    """The texts of a stream, by an engine with as many rows as a replica."""
+    options = {"num_return_sequences": SAMPLES, "max_new_tokens": LONG, "ignore_eos": True, "seed": 1, **HOT}
+    with Engine(model, max_batch=ROWS) as engine:
+        return [each.text for each in engine.submit(STREAMED, **options).result()]
+
+
 def compared(outcomes: Iterator[tuple[str, str] | None], wanted: list[str]) -> list[tuple[str, str | bool]]:
     """("text", whether it is the wanted one), ("error", code) or ("lost", reason) for each request."""
     found = enumerate(outcome for outcome in outcomes if outcome is not None)
     return [(kind, text == wanted[index] if kind == "text" else text) for index, (kind, text) in found]
+
+
+def scaled(cluster: Cluster, wanted: list[str], samples: list[str]) -> dict[str, Any]:
+    """Let the autoscaler remove an idle replica, add one under a burst, and remove one that streams.
+
+    wanted, samples: the answers to the burst's requests, and to every stream.
+    Returns the outcomes of the burst; of each stream its kind, the share of samples that are the wanted ones, its
+    replica's process id, and whether it ended after the autoscaler had begun to remove a replica; and the process ids
+    of the removed replica.
+    """
+    cluster.run(least=1)
+    until(lambda: cluster.running() and len(cluster.replicas()) == 1, "the removal of an idle replica")
+    outcomes: list[tuple[str, str | bool]] = []
+    enough = threading.Event()
+
+    def call(index: int) -> None:
+        while not enough.is_set():
+            kind, text = ask(cluster.url, body(f"def f{index}(", index))
+            outcomes.append((kind, text == wanted[index] if kind == "text" else text))
+
+    streams: list[tuple[str, str | float, float]] = [("lost", "no answer", 0.0)] * STREAMS
+    given = {**body(STREAMED, 1, stream=True, tokens=LONG), "n": SAMPLES}
+
+    def follow(index: int) -> None:
+        kind, text = ask(cluster.url, given, name=f"stream-{index}-")
+        same = [one == other for one, other in zip(text.split(SEPARATOR), samples, strict=kind == "text")]
+        streams[index] = kind, sum(same) / SAMPLES if kind == "text" else text, time.monotonic()
+
+    burst = [threading.Thread(target=call, args=(index,)) for index in range(4 * ROWS)]
+    followers = [threading.Thread(target=follow, args=(index,)) for index in range(STREAMS)]
+    for thread in burst:
+        thread.start()
+    until(lambda: len(cluster.replicas()) == 2, "a second replica")
+    two, removals = cluster.replicas(), cluster.log().count("Downscaling")
+    enough.set()
+    for thread in burst:
+        thread.join()
+    for thread in followers:  # before the load has been low for `downscale_delay_s`
+        thread.start()
+    until(lambda: cluster.log().count("Downscaling") > removals, "the removal of a replica")
+    removed = time.monotonic()
+    for thread in followers:
+        thread.join()
+    until(lambda: len(cluster.replicas()) == 1, "the end of the removed replica")
+    lines = [line for line in cluster.log().splitlines() if '"event"' in line]
+    found = []
+    for index, (kind, value, ended) in enumerate(streams):
+        line = next(line for line in lines if f"stream-{index}-" in line)
+        found.append((kind, value, int(re.findall(r"pid=(\d+)", line)[0]), ended > removed))
+    return {"burst": outcomes, "streams": found, "removed": list(set(two) - set(cluster.replicas()))}
 
 
 def prefixes(url: str) -> list[int]:

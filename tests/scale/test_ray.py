@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from topw_deploy.serve.metrics import Metrics
+
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +29,7 @@ def seen(demo_export: Path) -> dict[str, Any]:
         pytest.skip(reason)
     paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     command = [sys.executable, str(Path(__file__).with_name("ray_cluster.py")), str(PROGRAMS), str(demo_export)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stderr[-5000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -61,3 +63,28 @@ def test_a_killed_replica_loses_no_request_without_an_error_and_mixes_none(seen:
 
 def test_the_replica_is_replaced(seen: dict[str, Any]) -> None:
     assert seen["recovered"] == [["text", True]] * len(seen["killed"])
+
+
+def test_ray_exports_what_the_server_measures(seen: dict[str, Any]) -> None:
+    """All of the server's own metrics but the count of HTTP answers, which Ray has itself."""
+    registry = Metrics(lambda: ()).registry
+    own = {each.name.replace(":", "_"): each.type for each in registry.collect()}
+    own.pop("topw_http_responses", None)
+    ends = {"histogram": "_bucket", "counter": "_total", "gauge": ""}
+    wanted = {f"{name}{ends[kind]}" for name, kind in own.items()} - {"topw_failed_requests_total"}  # none failed
+    assert wanted <= set(seen["metrics"]), wanted - set(seen["metrics"])
+
+
+def test_replicas_are_added_and_removed_by_waiting_requests(seen: dict[str, Any]) -> None:
+    scaled = seen["scaled"]
+    assert len(scaled["burst"]) >= 16
+    assert all(outcome == ["text", True] for outcome in scaled["burst"])
+    assert len(scaled["removed"]) == 1
+
+
+def test_a_removed_replica_ends_its_streams(seen: dict[str, Any]) -> None:
+    """A few of the many tokens may be drawn differently, as a step of fewer rows can round a logit differently."""
+    streams = seen["scaled"]["streams"]
+    assert all(kind == "text" and share >= 0.8 for kind, share, _, _ in streams), streams
+    drained = [later for _, _, process, later in streams if process in seen["scaled"]["removed"]]
+    assert any(drained), "no stream ran on the removed replica when its removal began"

@@ -3,6 +3,7 @@
 application: `build`, for `serve run`.
 gateway: takes the HTTP requests and passes each to a replica.
 replica: the server's ASGI application, called without a socket.
+metrics: what the server measures, as Ray's metrics.
 router: chooses the replica by the beginning of the prompt.
 """
 

@@ -6,18 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, MutableMapping
 from typing import Any
 
-from ray.serve import metrics
-
 from topw_deploy.errors import GenerationError
 from topw_deploy.serve.app import create_app
-from topw_deploy.serve.metrics import COUNTERS, GAUGES
+from topw_deploy.serve.ray.metrics import RayMetrics, report_engines
 from topw_deploy.serve.server import start_log
 from topw_deploy.serve.service import Service
 from topw_deploy.serve.settings import Settings
-
-REPORTING = 5.0
-"""Seconds between reports of the engines' state to Ray's metrics."""
-_MODEL = "model_name"
 
 Head = tuple[int, list[tuple[bytes, bytes]]]
 """An answer's status and headers."""
@@ -33,9 +27,10 @@ class Replica:
         start_log(json_lines=True, verbose=False)
         self._app = create_app(settings)
         self._service: Service = self._app.state.service
+        self._service.metrics = RayMetrics(self._service.served)
         self._service.start()
         await self._service.opened()
-        self._reports = asyncio.ensure_future(self._report())
+        self._reports = asyncio.ensure_future(report_engines(self._service))
 
     async def relay(
         self, scope: dict[str, Any], body: bytes, *, prefix: str = ""
@@ -90,21 +85,3 @@ class Replica:
         service = getattr(self, "_service", None)
         for each in service.served() if service is not None else ():
             each.close()
-
-    async def _report(self) -> None:
-        """Pass the engines' state to Ray's metrics, which add the replica's name."""
-        gauges = [(metrics.Gauge(f"topw_{name}", text, (_MODEL,)), read) for name, text, read in GAUGES]
-        counters = [(metrics.Counter(f"topw_{name}", text, (_MODEL,)), read) for name, text, read in COUNTERS]
-        before: dict[tuple[str, int], float] = {}
-        while True:
-            for served in self._service.served():
-                stats, tags = served.engine.stats(), {_MODEL: served.name}
-                for gauge, read in gauges:
-                    gauge.set(read(stats), tags=tags)
-                for index, (counter, read) in enumerate(counters):
-                    now = read(stats)
-                    gained = now - before.get((served.name, index), 0)
-                    before[served.name, index] = now
-                    if gained > 0:
-                        counter.inc(gained, tags=tags)
-            await asyncio.sleep(REPORTING)

@@ -1,0 +1,69 @@
+"""The server's metrics as Ray's, which every node exports for all replicas together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from ray.serve import metrics
+
+from topw_deploy.serve.metrics import COUNTERS, GAUGES, MODEL, Metrics
+from topw_deploy.serve.service import Service
+
+REPORTING = 5.0
+"""Seconds between reports of the engines' state."""
+
+
+class RayMetrics(Metrics):
+    """What the server measures of each request and token, sent to Ray's histograms and counters.
+
+    Names have the prefix `topw_`, as Ray's may have no colon. Ray adds deployment, replica and application.
+    """
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
+        return _Labelled(metrics.Histogram(f"topw_{name}", text, list(map(float, buckets)), (MODEL,)), (MODEL,))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        names = (MODEL, *labels)
+        return _Labelled(metrics.Counter(f"topw_{name}", text, names), names)
+
+
+class _Labelled:
+    """One of Ray's metrics with the calls of Prometheus' client: `labels(value, ...)`, then `observe` or `inc`."""
+
+    def __init__(self, metric: Any, names: tuple[str, ...], values: tuple[str, ...] = ()) -> None:
+        self._metric, self._names, self._values = metric, names, values
+
+    def labels(self, *values: object) -> _Labelled:
+        return _Labelled(self._metric, self._names, tuple(map(str, values)))
+
+    def observe(self, value: float) -> None:
+        self._metric.observe(float(value), tags=self._tags())
+
+    def inc(self, amount: float = 1) -> None:
+        if amount > 0:  # Ray refuses 0
+            self._metric.inc(float(amount), tags=self._tags())
+
+    def _tags(self) -> dict[str, str]:
+        """A new one each time, because Ray adds its own to it."""
+        return dict(zip(self._names, self._values, strict=True))
+
+
+async def report_engines(service: Service) -> None:
+    """Send the engines' state to Ray's metrics, until this is cancelled."""
+    gauges = [(metrics.Gauge(f"topw_{name}", text, (MODEL,)), read) for name, text, read in GAUGES]
+    counters = [(metrics.Counter(f"topw_{name}", text, (MODEL,)), read) for name, text, read in COUNTERS]
+    before: dict[tuple[str, int], float] = {}
+    while True:
+        for served in service.served():
+            stats, tags = served.engine.stats(), {MODEL: served.name}
+            for gauge, read in gauges:
+                gauge.set(read(stats), tags=tags)
+            for index, (counter, read) in enumerate(counters):
+                now = read(stats)
+                gained = now - before.get((served.name, index), 0)
+                before[served.name, index] = now
+                if gained > 0:
+                    counter.inc(gained, tags=tags)
+        await asyncio.sleep(REPORTING)
