@@ -135,6 +135,27 @@ def test_the_pod_has_room_for_its_memory() -> None:
     assert int(measured[1]) * 2**20 <= request <= limit
 
 
+def test_the_pod_has_the_cores_that_the_model_can_use() -> None:
+    """`--threads` for the model, and what Python takes beside it."""
+    measured = re.search(r"and at most ([\d.]+)\n# cores", MANIFEST)
+    assert measured is not None
+    cpu = SERVER["resources"]["requests"]["cpu"]
+    assert cpu == f"{float(measured[1]) * 1000:.0f}m"
+    assert float(measured[1]) > parsed(SERVER["args"])["threads"]
+    assert float(SERVER["resources"]["limits"]["cpu"]) >= float(measured[1])
+
+
+def test_the_manifest_s_limits_for_gpus_fit_the_schemas() -> None:
+    """They are a comment."""
+    found = re.search(r"^ +# limits: (\{.*\})$", MANIFEST, re.MULTILINE)
+    assert found is not None
+    limits = yaml.safe_load(found[1])
+    assert limits["nvidia.com/gpu"] == 1
+    deployment = copy.deepcopy(document("Deployment"))
+    deployment["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": limits}
+    kubernetes_validate.validate(deployment, "1.37", strict=True)
+
+
 def test_ray_s_example_has_arguments_that_exist() -> None:
     from dataclasses import fields
 
