@@ -6,18 +6,20 @@ completely or not at all, with the umask's permissions.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import secrets
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # 0 where unsupported
 _O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
@@ -25,6 +27,7 @@ _O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | _O_NOFOLLOW
 _RELATIVE = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
+_AT_FDCWD, _EXCHANGE = -100, 2  # of Linux' renameat2
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
@@ -140,6 +143,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step. False where the system or file system cannot; Linux' usual ones can."""
+    if sys.platform != "linux":
+        return False
+    try:
+        renameat2: Any = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):  # glibc before 2.28
+        return False
+    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0)
 
 
 @contextmanager

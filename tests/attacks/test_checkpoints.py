@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.attacks import many_names, refused, safetensors, sparse
 from tests.support.samples import broad
-from topw_deploy.errors import SourceError, TopWError
+from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError
 from topw_deploy.export.source.safetensors_files import stored_tensors
 
 pytestmark = pytest.mark.slow
@@ -53,6 +53,14 @@ FILES: dict[str, tuple[bytes, str]] = {
     "many names, one twice": (safetensors(many_names(100_000)), "'99999' is given twice"),
     "lists in lists": (safetensors(b"[" * 1_000_000), "nested too deeply"),
     "a header of 2**64 - 1 bytes": (safetensors(b"{}", length=(1 << 64) - 1), "claims 18446744073709551615 bytes"),
+    "data after the last tensor": (safetensors({"a": tensor(0, 8)}, bytes(9)), "but its last tensor ends at"),
+    "negative offsets": (safetensors({"a": tensor(-8, 0, [8])}, bytes(8)), "the entry of 'a'"),
+    "offsets that go back": (safetensors({"a": tensor(8, 0, [8])}, bytes(8)), "'a' has -8 bytes"),
+    "an offset of 1e400": (
+        safetensors(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1e400]}}', b"1"),
+        "the entry of",
+    ),
+    "NaN": (safetensors(b'{"a":NaN}'), "NaN is not a JSON number"),
     "nothing": (b"", "it has 0 bytes"),
     "a pickle": (b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix.", "its header claims"),
 }
@@ -79,6 +87,7 @@ INDEXES: dict[str, tuple[bytes, str]] = {
     "an absolute path": (b'{"weight_map": {"a": "/dev/zero"}}', "zero is not a safetensors file"),
     "the folder above": (b'{"weight_map": {"a": ".."}}', r"is not a safetensors file|Is a directory"),
     "a zero byte": (b'{"weight_map": {"a": "a\\u0000b"}}', "is not a safetensors file"),
+    "a path of Windows": (b'{"weight_map": {"a": "C:\\\\secret"}}', "is not a safetensors file"),
     "a pipe": (b'{"weight_map": {"a": "pipe"}}', "it is a named pipe, not a regular file"),
     "a device": (b'{"weight_map": {"a": "device"}}', "it is a device, not a regular file"),
     "lists in lists": (b"[" * 1_000_000, "is damaged"),
@@ -149,6 +158,35 @@ def test_an_archive_of_an_unknown_version_or_with_a_huge_byte_order_is_refused(t
     path.write_bytes(content)
     with refused(SourceError, "is not a file of PyTorch 1.6 or newer"):
         stored_tensors(tmp_path)
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], type[TopWError], str]] = {
+    "a thousand million layers": ({"num_hidden_layers": 10**9}, UnsupportedModelError, "states num_hidden_layers 1000"),
+    "layers of another part": ({"vision_config": {"depth": 10**9}}, UnsupportedModelError, "states depth 1000"),
+    "a thousand million experts": (
+        {"x": [{"n_routed_experts": 10**9}]},
+        UnsupportedModelError,
+        "n_routed_experts 1000",
+    ),
+    "a thousand million labels": ({"num_labels": 10**9}, UnsupportedModelError, "states num_labels 1000"),
+    "heads of a million numbers": ({"head_dim": 10**6}, SourceError, r"of \d+ parameters, but the weights have"),
+    "a vocabulary of 2**31": ({"vocab_size": 1 << 31}, SourceError, r"of \d+ parameters, but the weights have"),
+    "one thousand layers": ({"num_hidden_layers": 1000}, SourceError, r"of \d+ parameters, but the weights have"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_that_states_a_far_larger_model_is_refused(
+    checkpoint: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    from topw_deploy.export.source.checkpoint import load_unread
+
+    folder = Path(shutil.copytree(checkpoint("llama_tied"), tmp_path / "model"))
+    changed, kind, reason = CONFIGS[name]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changed}))
+    with refused(kind, reason):
+        load_unread(folder, "float32")
 
 
 MODULE = "open({witness!r}, 'w').close()\nraise RuntimeError('the code ran')\n"

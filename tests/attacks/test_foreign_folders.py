@@ -60,6 +60,8 @@ def shape(*sizes: int) -> Change:
 GRAPHS: dict[str, tuple[Change, str]] = {
     "data above the folder": (place(location="../secret"), "keeps weights at '../secret', outside its folder"),
     "data at an absolute path": (place(location="/etc/passwd"), "keeps weights at '/etc/passwd', outside its folder"),
+    "data on a drive of Windows": (place(location="C:\\secret"), r"needs the data file C:\\secret, which is missing"),
+    "data above, as Windows writes it": (place(location="..\\secret"), r"needs the data file \.\.\\secret, which is"),
     "data in a device": (place(location="zero"), "needs the data file zero, which is missing"),
     "data that is not there": (place(location="gone"), "needs the data file gone, which is missing"),
     "data in the folder itself": (place(location="."), "which is missing"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.attacks.kill_writers import WRITERS
 from tests.engine.test_session_file import FORM, TOKENS, states_of
 from tests.support.samples import broad
 from topw_deploy.engine.session_file import read_session, write_session
@@ -55,8 +56,20 @@ def test_an_export_of_a_checkpoint_killed_before_any_file_operation(
     assert found["killed"] > 10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("share", [5, broad(1)])
+def test_what_a_command_writes_is_old_or_new_when_it_is_killed_before_any_file_operation(
+    whole: Path, tmp_path: Path, name: str, share: int
+) -> None:
+    found = run_worker("kill_writers", name, whole, tmp_path, share)
+    assert not found["wrong"], "\n".join(found["wrong"])
+    assert found["operations"] >= 2
+
+
 KILLED = """
 import os, resource, signal, sys
+from tests.attacks.kill_writers import WRITERS
 from tests.engine.test_session_file import FORM, TOKENS, states_of, write_session
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel ends the process at the limit
 for size in map(int, sys.argv[2:]):

@@ -26,7 +26,7 @@ from topw_deploy.manifest import (
     load_decoder_manifest,
     save_manifest,
 )
-from topw_deploy.web import check_runs, libraries, notes, site, write_site
+from topw_deploy.web import check_runs, libraries, notes, site, staging, write_site
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "src" / "topw_deploy" / "web" / "site"
@@ -168,6 +168,8 @@ def test_a_failure_leaves_the_earlier_site(model: Path, tmp_path: Path, monkeypa
 def test_ctrl_c_right_after_a_rename_leaves_a_site(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, title: str
 ) -> None:
+    """Where the system cannot exchange two folders in one step."""
+    monkeypatch.setattr(staging, "exchange", lambda one, other: False)
     write_site(model, tmp_path / "site", title="first")
     rename, renamed = Path.rename, list[Path]()
 

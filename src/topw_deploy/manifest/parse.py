@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
+import unicodedata
 from dataclasses import fields, replace
 from typing import Any
 
@@ -106,9 +107,13 @@ def verification_from_dict(data: object) -> Verification:
 
 
 def _files(data: dict[str, Any]) -> dict[str, FileEntry]:
-    found = {}
+    found: dict[str, FileEntry] = {}
+    folded: dict[str, str] = {}
     for name, entry in data.items():
         given = Fields(f"the entry of {_safe_name(name)}", entry)
+        other = folded.setdefault(unicodedata.normalize("NFC", name).casefold(), name)
+        if other != name:
+            raise ValueError(f"the files {shown(other)} and {shown(name)} have one name on other systems")
         size = whole(f"size of {name}", given.value("size"), 0, _INT64)
         found[name] = FileEntry(sha256(f"sha256 of {name}", given.value("sha256")), size)
     return found

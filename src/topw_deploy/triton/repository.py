@@ -76,7 +76,7 @@ def write_repository(
         raise ExportError(f"{target} exists; remove it, or give another name.")
     try:
         repository.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".topw-", dir=repository))
+        work = Path(tempfile.mkdtemp(prefix=f".{name}.topw-", dir=_place(repository)))
         try:
             with sigterm_raises():
                 _fill(work, export, configuration(name, engine or {}, opening or {}), hard_link)
@@ -88,6 +88,16 @@ def write_repository(
     except OSError as error:
         raise ExportError(f"{target} cannot be written: {error.strerror}; check the path and the free space.") from None
     return target
+
+
+def _place(repository: Path) -> Path:
+    """Where the model is written before it is renamed: beside the repository, all of whose folders Triton loads.
+
+    In it, if it is a mount point or the folder above may not be written.
+    """
+    above = repository.resolve().parent
+    same = above.stat().st_dev == repository.stat().st_dev
+    return above if same and os.access(above, os.W_OK | os.X_OK) else repository
 
 
 def configuration(name: str, engine: Mapping[str, Any], opening: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from topw_deploy.errors import ExportError
-from topw_deploy.files import sigterm_raises
+from topw_deploy.files import exchange, sigterm_raises
 
 MARKER = "topw_site.json"
 """The file that marks a folder as a site, written last."""
@@ -66,6 +66,9 @@ def check_free(output: Path, *, overwrite: bool) -> None:
 
 
 def _replace(made: Path, output: Path, aside: Path) -> None:
+    """In one step where the system can exchange folders; else a process killed in between leaves the old one aside."""
+    if exchange(made, output):
+        return
     try:
         if output.exists():
             output.rename(aside)

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError, one_line
 from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
 from topw_deploy.export.source.safetensors_files import stored_tensors
+from topw_deploy.export.source.sizes import check_counts, check_sizes
 from topw_deploy.export.source.text_decoder import (
     Composite,
     check_equal_on_text,
@@ -81,6 +82,7 @@ def _load(folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_
     quantised = QuantisedCheckpoint.of(folder)
     composite = Composite.of(config)
     with _quiet():
+        check_sizes(folder, lambda: _empty_model(config, composite, settings), quantised)
         try:
             if composite is not None:
                 model, info = _composite_model(folder, composite, settings["dtype"], quantised, unread=unread)
@@ -102,6 +104,14 @@ def _load(folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_
             f"the weights in {folder} lack {len(missing)} tensors of the model (first: {missing[0]}); fetch them again."
         )
     return _Loaded(model.eval(), composite)
+
+
+def _empty_model(config: Any, composite: Composite | None, settings: dict[str, Any]) -> PreTrainedModel:
+    """The model without values."""
+    with torch.device("meta"), missing_packages_allowed():
+        if composite is None:
+            return AutoModelForCausalLM.from_config(config, **settings)
+        return composite.model._from_config(composite.config, dtype=settings["dtype"])
 
 
 def load_unread(
@@ -205,6 +215,7 @@ def _read_buffers(model: torch.nn.Module) -> None:
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """Load a configuration. Raises UnsupportedModelError unless it is a supported causal decoder."""
+    check_counts(folder)
     with _quiet():
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)

@@ -79,6 +79,10 @@ class QuantisedCheckpoint:
             if isinstance(weight, IntegerWeight):
                 yield name, weight.matrix()
 
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of all tensors, decoded."""
+        return [*(each.shape for each in self._others.values()), *(each.shape for each in self.weights.values())]
+
     def unread(self) -> dict[str, Any]:
         """All tensors for transformers, quantised ones as float32."""
         from topw_deploy.export.source.unread_tensor import UnreadTensor

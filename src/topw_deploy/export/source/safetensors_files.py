@@ -110,6 +110,9 @@ def tensors_in(path: Path, names: set[str]) -> dict[str, StoredTensor]:
         for name, entry in entries.items():
             if start + entry.end > size:
                 raise ValueError(f"it has {size} bytes, but {name} ends at {start + entry.end}")
+        end = start + max((entry.end for entry in entries.values()), default=0)
+        if end < size and entries.keys() == header.keys() - {METADATA}:
+            raise ValueError(f"it has {size} bytes, but its last tensor ends at {end}")
     except ValueError as error:
         raise SourceError(f"{path} is damaged ({error}); fetch it again.") from None
     return {

@@ -7,23 +7,18 @@ working directory or mount point, is filled: until the manifest, moved last, is 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from topw_deploy.files import read_bounded
+from topw_deploy.files import exchange, read_bounded
 from topw_deploy.manifest import MANIFEST_NAME
 
 PARTIAL = ".topw-partial-"
 """In the names of hidden folders and files, which do not count as contents."""
 _MOVED = f"{PARTIAL}moved"
 _MOST_LIST = 1 << 20  # bytes
-_AT_FDCWD, _EXCHANGE = -100, 2  # of Linux' renameat2
 
 
 def replace_export(staged: Path, output: Path) -> None:
@@ -41,17 +36,6 @@ def replace_export(staged: Path, output: Path) -> None:
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step. False where the system or file system cannot; Linux' usual ones can."""
-    if sys.platform != "linux":
-        return False
-    try:
-        renameat2: Any = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):  # glibc before 2.28
-        return False
-    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0)
 
 
 def fill(output: Path, staged: Path) -> None:
