@@ -120,7 +120,8 @@ def summary(folder: Path) -> str:
                 latencies = Latencies(found["latencies"])
                 waits.append((*which, *_latency_row(latencies)))
     header = ("model", "threads", "callers", "new tokens/s", "first text ms", *(label for _, label in SIDES))
-    waited = ("model", "threads", "outside runs", "behind a prompt ms", "at once", "prefix reused ms", "read")
+    outside = ("outside runs", "with starts and ends", "beyond runs alone")
+    waited = ("model", "threads", *outside, "behind a prompt ms", "at once", "prefix reused ms", "read")
     return f"{table(header, loads)}\n\n{table(waited, waits)}"
 
 
@@ -139,7 +140,7 @@ def _latency_row(latencies: Latencies) -> tuple[str, ...]:
 
     behind, prefix = latencies.ratio("whole", "chunked"), latencies.ratio("read", "reused")
     return (
-        f"{latencies.spread('outside').format(100, 1)} %",
+        *(f"{latencies.spread(name).format(100, 1)} %" for name in ("steady", "outside", "lost")),
         *(ms("chunked"), f"{behind.format(digits=1)} x"),
         *(ms("reused"), f"{prefix.format(digits=1)} x"),
     )

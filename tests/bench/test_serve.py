@@ -91,7 +91,10 @@ def test_every_request_has_a_first_text_and_no_time_exceeds_the_whole(
 
 
 def test_the_engine_reports_the_share_of_its_time_outside_runs(server: worker.Server) -> None:
-    assert 0 < server.engine(REQUESTS, 2)["outside"] < 1
+    served = server.engine([([1, 2], 30)] * 2, 2)
+    assert 0 < served["steady"] < 1
+    assert 0 < served["outside"] < 1
+    assert server.engine([([1], 1)], 1)["steady"] == 0, "it has no step"
 
 
 def test_callers_of_generate_wait_for_those_before_them(
@@ -155,11 +158,13 @@ def test_a_report_has_every_side_and_latency(asked: ServeRequest) -> None:
     assert list(found.loads[1].sides) == ["engine", "one-by-one", "static", "ideal"]
     assert all(len(side.rounds) == 2 for load in found.loads for side in load.sides.values())
     assert found.latencies is not None
-    assert all(min(values.values()) > 0 for values in found.latencies.rounds)
+    for values in found.latencies.rounds:
+        assert values["lost"] < 1, "below 0 if something else delays the runs alone"
+        assert min(value for name, value in values.items() if name != "lost") > 0
     document = json.loads(json.dumps(report.as_dict()))
     side = document["runs"][0]["loads"][1]["sides"]["engine"]
     assert side["ratio"]["median"] == 1.0
-    assert len(side["seconds"]) == len(side["outside"]) == 2
+    assert len(side["seconds"]) == len(side["outside"]) == len(side["steady"]) == 2
     assert len(document["runs"][0]["latencies"]) == 2
 
 
@@ -189,14 +194,18 @@ def test_a_report_summarises_its_rounds(asked: ServeRequest, any_machine: Any) -
 
     sides = {"engine": side("Engine", "ours", 2.0, 4.0), "static": side("lists", "yardstick", 3.0, 6.0)}
     load = Load(callers=4, requests=6, prompt_tokens=1200, new_tokens=300, sides=sides)
-    values = {"chunked": 0.1, "whole": 0.5, "read": 0.4, "reused": 0.01, "outside": 0.02, "step": 0.001}
+    values = {
+        "chunked": 0.1, "whole": 0.5, "read": 0.4, "reused": 0.01,
+        "steady": 0.01, "outside": 0.02, "lost": 0.06, "step": 0.001,
+    }  # fmt: skip
     request, *_ = fitted(asked)
     report = ServeReport(request, any_machine, [ThreadsReport(2, [load], Latencies([values]))], [])
     text = report.text()
     assert "2 threads, 4 callers: 6 requests, 1,200 prompt and 300 new tokens" in text
     row = next(line for line in text.splitlines() if line.startswith("| lists"))
     assert [cell.strip() for cell in row.split("|")[2:6]] == ["1.33", "66.7", "1.500 (1.500-1.500)", "2,250 / 2,980"]
-    assert "8 streaming callers: 2.0 (2.0-2.0) % of the engine's time" in text
+    assert "1.0 (1.0-1.0) % of the engine's time is outside the session's runs between starts and ends" in text
+    assert "2.0 (2.0-2.0) % in all; the runs alone take 6.0 (6.0-6.0) % less time." in text
     assert "5.0 (5.0-5.0) times as long" in text
     assert "40.0 (40.0-40.0) times as fast" in text
     first, second = report.panels()

@@ -201,7 +201,8 @@ def test_the_summary_has_a_row_for_every_load_and_run(tmp_path: Path) -> None:
         "engine": {"seconds": [2.0, 4.0, 3.0], "first": [0.01, 0.02], "ratio": one},
         "genai": {"seconds": [3.0], "first": None, "ratio": ratio},
     }
-    latencies = [{"chunked": 0.1, "whole": 0.5, "read": 0.4, "reused": 0.01, "outside": 0.02, "step": 0.001}]
+    shares = {"steady": 0.01, "outside": 0.02, "lost": 0.06}
+    latencies = [{"chunked": 0.1, "whole": 0.5, "read": 0.4, "reused": 0.01, "step": 0.001, **shares}]
     runs = [{"threads": 2, "loads": [{"callers": 4, "new_tokens": 300, "sides": sides}], "latencies": latencies}]
     (tmp_path / "a.json").write_text(json.dumps({"settings": {"folder": "demo-int4"}, "runs": runs}), "utf-8")
     rows = [
@@ -209,5 +210,15 @@ def test_the_summary_has_a_row_for_every_load_and_run(tmp_path: Path) -> None:
     ]
     assert rows == [
         ["demo-int4", "2", "4", "100", "10.0", "", "", "", "1.25 (1.20-1.30)", ""],
-        ["demo-int4", "2", "2.0 (2.0-2.0) %", "100", "5.0 (5.0-5.0) x", "10.0", "40.0 (40.0-40.0) x"],
+        [
+            "demo-int4",
+            "2",
+            "1.0 (1.0-1.0) %",
+            "2.0 (2.0-2.0) %",
+            "6.0 (6.0-6.0) %",
+            "100",
+            "5.0 (5.0-5.0) x",
+            "10.0",
+            "40.0 (40.0-40.0) x",
+        ],
     ]

@@ -176,10 +176,13 @@ def test_a_first_token_is_delivered_before_the_next_run(
 
 def test_runs_are_a_part_of_the_time_in_iterations(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=2)
-    assert engine.stats().busy_seconds == engine.stats().run_seconds == 0
+    before = engine.stats()
+    assert before.busy_seconds == before.run_seconds == before.steady_seconds == 0
     engine.submit("abc", max_new_tokens=20, seed=1, **HOT).result(60)
     engine.drain(60)
     first = engine.stats()
     assert 0 < first.run_seconds < first.busy_seconds
+    assert 0 < first.steady_run_seconds < first.steady_seconds < first.busy_seconds
+    assert first.steady_run_seconds < first.run_seconds
     threading.Event().wait(0.05)
     assert engine.stats().busy_seconds == first.busy_seconds

@@ -247,6 +247,13 @@ class Batch:
         if self.edits.active:
             self.edits.add(row, token)
 
+    def accept_all(self, width: int) -> None:
+        """`accept` the last step's tokens of the first `width` rows, all of which decode without edits."""
+        self._ids_view[:width] = self._record.tokens[:width]
+        written = self._written_view
+        for row in range(width):
+            written[row] += 1
+
     def recorded(self, row: int, start: int, end: int) -> list[Values]:
         """The outputs of a row in the steps `start` to `end`, exclusive, in parts. Only the last `length` steps are
         kept.

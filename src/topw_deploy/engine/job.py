@@ -71,6 +71,47 @@ class Job(Task):
         self.request.end_sequence(self.generated.index, ended)
 
 
+class Group:
+    """The sequences that decode, until one joins, leaves or moves.
+
+    As long as all tokens pass, steps do not touch the sequences: each run evicts them from the CPU cache.
+
+    jobs: in the order of their rows.
+    scored: whether one of them has log-probabilities.
+    together: whether `passes` can return True.
+    """
+
+    def __init__(self, jobs: Sequence[Job], width: int) -> None:
+        """width: rows of a step."""
+        self.jobs = sorted(jobs, key=lambda job: job.row)
+        self._rows = [job.generated for job in self.jobs]
+        self.scored = any(row.scores is not None for row in self._rows)
+        self.together = len(jobs) == width and all(row.plain for row in self._rows)
+        self._left = min(row.left for row in self._rows)
+        self._ends = frozenset[int]().union(*(row.request.eos_token_ids for row in self._rows))
+        self._passed = 0
+
+    def passes(self, tokens: list[int]) -> bool:
+        """`Row.passes` for all rows; `settle` adds their tokens.
+
+        Returns False, and adds nothing, if a token may not pass. Make a new group then.
+
+        tokens: of all rows of a step.
+        """
+        if self._left <= 1 or min(tokens) < 0 or not self._ends.isdisjoint(tokens):
+            return False
+        self._left -= 1
+        self._passed += 1
+        return True
+
+    def settle(self) -> None:
+        """Add the tokens that have passed to the sequences."""
+        if self._passed:
+            for row in self._rows:
+                row.steps += self._passed
+            self._passed = 0
+
+
 @dataclass
 class Submission:
     """A request and its sequences. deadline: by time.perf_counter()."""
@@ -113,3 +154,5 @@ class Counts:
     ended: int = 0
     failed: int = 0
     busy_seconds: float = 0.0
+    steady_seconds: float = 0.0
+    steady_run_seconds: float = 0.0

@@ -21,7 +21,10 @@ class EngineStats:
     failed: requests that failed.
     cache_bytes: size of the cache.
     busy_seconds: time in iterations.
-    run_seconds: time in runs of the session, which is part of `busy_seconds`; the rest is overhead.
+    run_seconds: time in runs of the session, which is part of `busy_seconds`; the rest is overhead. A run may include
+        waiting for another thread that holds Python's interpreter lock when it ends.
+    steady_seconds, steady_run_seconds: the same of iterations that only ran a step, of the same sequences as the step
+        before.
     """
 
     rows: int
@@ -37,3 +40,5 @@ class EngineStats:
     cache_bytes: int
     busy_seconds: float
     run_seconds: float
+    steady_seconds: float
+    steady_run_seconds: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -16,7 +16,7 @@ from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.deadlines import Deadlines
 from topw_deploy.engine.delivery import Delivery
 from topw_deploy.engine.inbox import InboxThread
-from topw_deploy.engine.job import Counts, Drawn, Job, Submission
+from topw_deploy.engine.job import Counts, Drawn, Group, Job, Submission
 from topw_deploy.engine.options import Options
 from topw_deploy.engine.prefixes import NOTHING
 from topw_deploy.engine.request import Request
@@ -42,6 +42,7 @@ class Worker(InboxThread):
         self._batch, self._scheduler, self._room = batch, scheduler, room
         self._alive: dict[Request, Submission] = {}
         self._deadlines = Deadlines(self._alive)
+        self._group: Group | None = None  # of the next step; None if it has changed
         self._retiring, self._broken = False, ""  # or why the engine failed
         self._delivery = Delivery(lambda error: self._post(partial(self._break, error)))
         self._thread.start()
@@ -107,8 +108,9 @@ class Worker(InboxThread):
         if inbox.empty() and (self._scheduler.idle or self._broken):
             self._delivery.send()
             inbox.get()()  # waits
-        began = time.perf_counter()
-        if not inbox.empty():
+        began, ran, counts = time.perf_counter(), self._batch.run_seconds, self.counts
+        quiet, group, chunks = inbox.empty(), self._group, counts.chunks
+        if not quiet:
             self._delivery.send()  # starting requests may take longer than tokens may be held
         while not inbox.empty():
             inbox.get()()
@@ -117,7 +119,11 @@ class Worker(InboxThread):
         if not self._broken:
             self._run()
         self._delivery.send_due()
-        self.counts.busy_seconds += time.perf_counter() - began
+        took = time.perf_counter() - began
+        counts.busy_seconds += took
+        if quiet and group is not None and group is self._group and chunks == counts.chunks:
+            counts.steady_seconds += took
+            counts.steady_run_seconds += self._batch.run_seconds - ran
 
     def _run(self) -> None:
         """One iteration, as scheduler.py describes it."""
@@ -172,6 +178,7 @@ class Worker(InboxThread):
         self._scheduler.read(chunk)
         if token is None:
             return
+        self._regroup()
         job.first = self._batch.first()
         job.spans = [(row, self._batch.steps)]
         self._take(job, token, partial(self._batch.begin, row))
@@ -185,6 +192,7 @@ class Worker(InboxThread):
                 self._fail(job, error)
 
     def _exchange(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._regroup()
         for pair in pairs:
             try:
                 saves = self._scheduler.at(pair[0]) is not None or self._reuse.holds(pair[1])
@@ -206,41 +214,56 @@ class Worker(InboxThread):
                 self._batch.clear(row, spoilt=True)
                 self._reuse.release(row, NOTHING)
 
+    def _regroup(self) -> None:
+        """Make a new group for the next step: a sequence joins, leaves or moves, or must see its token."""
+        if self._group is not None:
+            self._group.settle()
+            self._group = None
+
     def _step(self) -> None:
-        batch, jobs = self._batch, list(self._scheduler.decoding)
+        batch, width = self._batch, self._scheduler.width
+        if self._group is None:
+            self._group = Group(self._scheduler.decoding, width)
+        group, jobs = self._group, self._group.jobs
         try:
-            batch.wants_logits = any(job.generated.wants_logits for job in jobs)
-            tokens = batch.step(self._scheduler.width)
+            batch.wants_logits = group.scored and any(job.generated.wants_logits for job in jobs)
+            tokens = batch.step(width)
         except GenerationError as error:
             for job in jobs:
                 if not job.ended:  # with another sequence of its request
                     self._fail(job, GenerationError(str(error)), spoilt=True)
             return
         self.counts.steps += 1
+        if group.together:
+            if not batch.edits.active and group.passes(tokens[:width]):
+                batch.accept_all(width)
+                self._deliver(zip(jobs, tokens, strict=False), width)
+                return
+            self._regroup()
         passed: list[tuple[Job, int]] = []
         for job in jobs:
             if job.ended:  # with another sequence of its request
                 continue
             token = tokens[job.row]
             if not job.generated.passes(token):
-                passed = self._deliver(passed)
+                passed = self._deliver(passed, len(passed))
                 self._take(job, token, partial(batch.accept, job.row))
                 continue
             passed.append((job, token))
             try:
                 batch.accept(job.row, token)
             except ParameterError as error:
-                passed = self._deliver(passed)
+                passed = self._deliver(passed, len(passed))
                 self._fail(job, error)
-        self._deliver(passed)
+        self._deliver(passed, len(passed))
 
-    def _deliver(self, passed: list[tuple[Job, int]]) -> list[tuple[Job, int]]:
+    def _deliver(self, passed: Iterable[tuple[Job, int]], count: int) -> list[tuple[Job, int]]:
         """Deliver tokens of `Row.passes`; if several rows are in use, together with those of the next short steps.
 
         Returns an empty list.
         """
-        self.counts.new_tokens += len(passed)
-        if passed:
+        self.counts.new_tokens += count
+        if count:
             add = self._delivery.add_soon if self._scheduler.used > 1 else self._delivery.add
             add(_hand_over, passed)
         return []
@@ -346,6 +369,7 @@ class Worker(InboxThread):
     def _end(self, job: Job, *, spoilt: bool = False) -> None:
         """Free the row of an ended sequence and hand over its result."""
         drawn, row = self._drawn(job), job.row
+        self._regroup()
         if not self._broken:
             self._scheduler.end(job)
             if row != WAITING:
@@ -377,6 +401,8 @@ class Worker(InboxThread):
 
     def _drawn(self, job: Job) -> Drawn:
         """A copy of the outputs of a sequence."""
+        if self._group is not None:
+            self._group.settle()
         if job.first is None:
             return Drawn()
         parts = [job.first]
@@ -415,7 +441,7 @@ def _tokens(job: Job, drawn: Drawn) -> np.ndarray:
     return np.concatenate([given, drawn.array("next_token")])[:-1]
 
 
-def _hand_over(passed: list[tuple[Job, int]]) -> None:
+def _hand_over(passed: Iterable[tuple[Job, int]]) -> None:
     for job, token in passed:
         job.request.take((job.generated.index, token, 0))  # their log-probabilities are not requested
 

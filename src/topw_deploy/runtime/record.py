@@ -28,6 +28,8 @@ class Record:
 
     One array and memoryviews make a step one cheap copy: numpy assignment runs more code, which each run evicts from
     the CPU cache.
+
+    tokens: those of the last run, int64 [B].
     """
 
     def __init__(self, outputs: Collection[str], batch: int, steps: int) -> None:
@@ -39,7 +41,7 @@ class Record:
         latest = np.zeros(end, np.uint8)
         self._outputs = {name: latest[column].view(_RECORDED[name]) for name, column in columns.items()}
         self._size = end
-        self._latest, self._tokens = latest.data, self._outputs["next_token"].data
+        self._latest, self.tokens = latest.data, self._outputs["next_token"].data
         kept = zeroed("the record of the steps", (steps, end), np.uint8)
         self._kept = kept.reshape(-1).data
         self._values = {name: kept[:, column].view(_RECORDED[name]) for name, column in columns.items()}  # [steps, B]
@@ -53,7 +55,7 @@ class Record:
         """Copy the last run's outputs to `step`. Returns its tokens [B]; rows that the run left out are arbitrary."""
         start = step * self._size
         self._kept[start : start + self._size] = self._latest
-        tokens: list[int] = self._tokens.tolist()
+        tokens: list[int] = self.tokens.tolist()
         return tokens
 
     def of(self, name: str, row: int, end: int, start: int = 0) -> list[Any]:

@@ -32,6 +32,7 @@ class Row:
         one of them, and what it draws does not count.
     skipped: number of runs whose draws do not count.
     tokens: those drawn so far if `text` is not None, else empty.
+    plain: whether a token that ends nothing has no effect but the row's length.
     """
 
     def __init__(
@@ -55,16 +56,21 @@ class Row:
         self.finish_reason: str | None = None
         self.stop: int | str | None = None
         self.finished_at = 0.0  # time.perf_counter()
-        self._plain = text is None and watch is None and scores is None and guide is None
+        self.plain = text is None and watch is None and scores is None and guide is None
         self._ends, self._budget = request.eos_token_ids, request.budget
 
     def passes(self, token: int) -> bool:
         """Add a drawn token that has no effect but the row's length. Returns False, and adds nothing, for others."""
         steps = self.steps + 1
-        if not self._plain or self.unread or token < 0 or token in self._ends or steps == self._budget:
+        if not self.plain or self.unread or token < 0 or token in self._ends or steps == self._budget:
             return False
         self.steps = steps
         return True
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still draw."""
+        return self._budget - self.steps
 
     @property
     def given(self) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ class Load:
                 "ratio": ratio_json(self.ratios(name)),
                 "first": side.percentiles("first"),
                 "between": side.percentiles("between"),
-                "outside": [found["outside"] for found in side.rounds if "outside" in found],
+                **{what: [found[what] for found in side.rounds if what in found] for what in ("steady", "outside")},
             }
             for name, side in self.sides.items()
         }
@@ -121,6 +121,8 @@ class Latencies:
         chunked, whole: seconds to the first text of a short request while a long prompt is read in chunks, or at once.
         read, reused: seconds to the first text of a long prompt whose prefix is read, or reused.
         outside: share of the engine's time outside the session's runs, with STREAMS streaming callers.
+        steady: the same of iterations that only run a step, of the same sequences as before.
+        lost: share of the whole time that the runs alone do not take (side `ideal`), with the same requests.
         step: seconds per step, with the same callers.
     """
 
@@ -135,8 +137,9 @@ class Latencies:
     def lines(self, asked: ServeRequest) -> list[str]:
         middle = {name: duration(self.spread(name).median) for name in self.rounds[0]}
         return [
-            f"{STREAMS} streaming callers: {self.spread('outside').format(100, 1)} % of the engine's time is outside "
-            f"the session's runs; a step takes {middle['step']}.",
+            f"{STREAMS} streaming callers: {self.spread('steady').format(100, 1)} % of the engine's time is outside "
+            f"the session's runs between starts and ends, {self.spread('outside').format(100, 1)} % in all; the runs "
+            f"alone take {self.spread('lost').format(100, 1)} % less time. A step takes {middle['step']}.",
             f"First text of a request of {SHORT_PROMPT} tokens while a prompt of {asked.long_tokens:,} is read: "
             f"{middle['chunked']} with chunks of {asked.prefill_budget}, {middle['whole']} if it is read at once, "
             f"{self.ratio('whole', 'chunked').format(digits=1)} times as long.",

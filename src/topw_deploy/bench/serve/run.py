@@ -118,6 +118,7 @@ def _wait(worker: Worker, asked: ServeRequest, vocab: int, context: int, advance
         prefix, suffixes = tokens(asked.prefix_tokens), [tokens(SUFFIX), tokens(SUFFIX)]
         streams = [(tokens(stream), min(_STREAM_NEW, context - stream)) for _ in range(STREAMS)]
         streamed = worker.call("engine", requests=streams, callers=STREAMS)
+        ideal = worker.call("ideal", requests=streams, callers=STREAMS)["seconds"]
         read, reused = worker.call("prefix", prefix=prefix, suffixes=suffixes)
         found.append(
             {
@@ -125,7 +126,8 @@ def _wait(worker: Worker, asked: ServeRequest, vocab: int, context: int, advance
                 "whole": worker.call("behind", long=long, short=short, budget=max(asked.long_tokens, context)),
                 "read": read,
                 "reused": reused,
-                **{name: streamed[name] for name in ("outside", "step")},
+                **{name: streamed[name] for name in ("steady", "outside", "step")},
+                "lost": 1 - ideal / streamed["seconds"],
             }
         )
         if number:

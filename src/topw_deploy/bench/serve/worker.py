@@ -11,6 +11,7 @@ seconds: the time of all requests together.
 first: seconds from each request to its first text.
 between: seconds between the texts of a request.
 outside (engine only): share of the engine's time outside the session's runs.
+steady (engine only): the same of iterations that only run a step, of the same sequences as before; 0 without any.
 step (engine only): seconds per step.
 """
 
@@ -85,8 +86,17 @@ class Server:
         took, after = time.perf_counter() - began, engine.stats()
         busy = after.busy_seconds - before.busy_seconds
         outside = 1 - (after.run_seconds - before.run_seconds) / busy
+        alone = after.steady_seconds - before.steady_seconds
+        steady = 1 - (after.steady_run_seconds - before.steady_run_seconds) / alone if alone else 0.0
         step = busy / max(1, after.steps - before.steps)
-        return {"seconds": took, "first": first, "between": between, "outside": outside, "step": step}
+        return {
+            "seconds": took,
+            "first": first,
+            "between": between,
+            "outside": outside,
+            "steady": steady,
+            "step": step,
+        }
 
     def one_by_one(self, requests: Requests, callers: int) -> Served:
         """`generate` in turn, in the order in which the callers ask."""

@@ -194,7 +194,8 @@ class DeviceBinding(HostBinding):
             graph.captured = captures
 
     def _compute_and_download(self, step: int | None, graph: Graph) -> None:
-        self._compute(step, graph.options)
+        self._options = graph.options
+        super().run(step)
         if step is not None:
             self._buffers.areas["results"].download()
 

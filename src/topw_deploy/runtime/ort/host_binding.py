@@ -28,6 +28,7 @@ class HostBinding:
         self._run = session.raw._sess.run_with_iobinding
         self._device = ort.OrtDevice.make(*session.device)._get_c_device()
         self._with_defaults = session.with_defaults
+        self._options: ort.RunOptions | None = None
         self._arrays: dict[str, np.ndarray] = {}
         self._bound_outputs: list[str] = []
         self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue)
@@ -86,11 +87,8 @@ class HostBinding:
         """Does nothing: a generation owns only the arrays."""
 
     def run(self, step: int | None = None) -> None:
-        self._compute(step, None)
-
-    def _compute(self, step: int | None, options: ort.RunOptions | None) -> None:
         try:
-            self._run(self._io, options)
+            self._run(self._io, self._options)
         except Exception as error:  # noqa: BLE001  # unrelated classes
             where = "in the prompt" if step is None else f"at step {step}"
             raise GenerationError(f"onnxruntime failed {where}: {one_line(error)}") from None

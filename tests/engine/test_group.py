@@ -1,0 +1,59 @@
+"""A group of decoding sequences passes the tokens that each of its rows would pass alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.engine.job import Group
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.request import RowRequest
+from topw_deploy.runtime.rows import Row
+from topw_deploy.runtime.text import RowText
+
+
+def request_of(model: TopWModel, budget: int, ends: frozenset[int] = frozenset()) -> RowRequest:
+    (request,), *_ = model._requests([5, 6], {"seed": 1})
+    return replace(request, budget=budget, eos_token_ids=ends)
+
+
+def group_of(rows: list[Row], width: int | None = None) -> Group:
+    jobs: list[Any] = [SimpleNamespace(row=place, generated=row) for place, row in enumerate(rows)]
+    return Group(jobs[::-1], len(rows) if width is None else width)
+
+
+def test_a_group_passes_the_tokens_that_each_row_passes_alone(model: TopWModel) -> None:
+    rng = np.random.default_rng(0)
+    passed = ended = 0
+    for _ in range(200):
+        requests = [
+            request_of(model, int(rng.integers(1, 12)), frozenset(rng.integers(0, 40, rng.integers(3)).tolist()))
+            for _ in range(rng.integers(1, 5))
+        ]
+        rows, alone = ([Row(index, request, None) for index, request in enumerate(requests)] for _ in range(2))
+        group = group_of(rows)
+        while True:
+            tokens = rng.integers(-1 if rng.random() < 0.05 else 0, 40, len(rows)).tolist()
+            before = [row.steps for row in alone]
+            pass_alone = [row.passes(token) for row, token in zip(alone, tokens, strict=True)]
+            found = group.passes(tokens)
+            ending = {token for request in requests for token in request.eos_token_ids}
+            assert found == (all(pass_alone) and ending.isdisjoint(tokens))
+            if not found:
+                group.settle()
+                break
+            passed += 1
+        ended += 1
+        assert [row.steps for row in rows] == before, "a token that ends a sequence is not added"
+    assert passed > ended
+
+
+def test_rows_that_are_read_as_text_or_leave_room_between_them_are_not_together(model: TopWModel) -> None:
+    request = request_of(model, 9)
+    plain, watched = Row(0, request, None), Row(1, request, RowText(model.tokenizer.follow([5, 6]), (), 0))
+    assert not group_of([plain, watched]).together
+    assert not group_of([plain], width=2).together
+    assert group_of([plain]).together
