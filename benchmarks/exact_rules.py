@@ -26,7 +26,7 @@ from benchmarks.common import say, table
 from benchmarks.sums.problems import problems
 from topw_deploy.errors import TopWError
 from topw_deploy.stats.collect import collect
-from topw_deploy.stats.exact.summary import ExactCrop, ExactSummary, summarise_exact
+from topw_deploy.stats.exact_summary import ExactCrop, ExactSummary, summarise_exact
 from topw_deploy.stats.request import ExactRequest, Prompt, Setting
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.txt"

@@ -21,7 +21,7 @@ from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, preset_p
 from topw_deploy.sampling.reference import pool
 from topw_deploy.stats.exact.analyse import last_step
 from topw_deploy.stats.exact.objective import Floats, Objective
-from topw_deploy.stats.exact.summary import same
+from topw_deploy.stats.exact_summary import same
 
 METRIC, WIDTH = "mahalanobis", 256  # of the bundled model
 LIVELY = TopWParameters(**preset_parameters("lively", METRIC, WIDTH))

@@ -123,7 +123,7 @@ def repeated_work_shared(isolated: None, tmp_path_factory: pytest.TempPathFactor
         yield
         return
     from tests.support import traces, warm_process
-    from topw_deploy.export.trace import decoder
+    from topw_deploy.export import traced_decoder as decoder
     from topw_deploy.export.verification import in_subprocess
 
     folder = root_of_run(tmp_path_factory) / "traces"

@@ -103,6 +103,31 @@ WITHIN = {
 }
 
 
+# Rooms of a part from the lowest on: each may import those before it, also in functions. A room is a folder with all
+# below it, or a module.
+ORDER = (
+    (
+        *("export/graph", "export/source", "export/tail", "export/quantise", "export/request", "export/decoder"),
+        *("export/graft", "export/resume", "export/job", "export/trace", "export/lowering", "export/foreign"),
+        *("export/write", "export/verification", "export/plan", "export/traced_decoder", "export/sampler_only"),
+        *("export/pipeline", "export"),
+    ),
+    ("plugins", "plugins/tensorrt"),
+    ("stats/exact", "stats"),
+    (
+        *("runtime/folder", "runtime/text", "runtime/token_bound", "runtime/token_growth", "runtime/tokenizer"),
+        *("runtime/structured", "runtime"),
+    ),
+)
+
+
+def place_in(order: tuple[str, ...], module: str) -> int | None:
+    """The position of the most specific room of `module`."""
+    path = "/".join(module.split(".")[1:])
+    found = [room for room in order if path == room or path.startswith(f"{room}/")]
+    return order.index(max(found, key=len)) if found else None
+
+
 def part_of(module: str) -> str:
     """`export` for `topw_deploy.export.pipeline`."""
     return (*module.split("."), "__init__")[1]
@@ -125,6 +150,25 @@ def test_imports_point_one_way(room: str) -> None:
         part = part_of(module)
         parts = {part_of(found.name) for found in imports(module) if found.name in MODULES}
         assert parts - {part, "__init__"} <= ALLOWED.get(part, set()), module
+
+
+@pytest.mark.parametrize("order", ORDER, ids=lambda order: order[-1])
+def test_rooms_of_a_part_import_only_lower_ones(order: tuple[str, ...]) -> None:
+    wrong = []
+    for module in MODULES:
+        place = place_in(order, module)
+        if place is None:
+            continue
+        for found in imports(module):
+            other = place_in(order, found.name)
+            if found.name in MODULES and other is not None and other > place and not is_package(found.name):
+                wrong.append((module, found.name))
+    assert not wrong
+
+
+def is_package(module: str) -> bool:
+    """Importing from a package runs its __init__, which lists what it offers."""
+    return MODULES[module].name == "__init__.py"
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

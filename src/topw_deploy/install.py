@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+import topw_deploy
 from topw_deploy.errors import MissingPackageError
 
 NAME = "topw-deploy"
@@ -167,3 +168,17 @@ def _installed(name: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+_EXPORTED_WITH = ("torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries used for an export and of this package, by name."""
+    versions = {"topw_deploy": topw_deploy.__version__}
+    for name in _EXPORTED_WITH:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -13,7 +13,7 @@ import pytest
 from tests.support.invoking import Invoke
 from topw_deploy.cli import doctor, plugins
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins import compile_cuda, compile_tensorrt, driver, status
+from topw_deploy.plugins import compile_cuda, driver, shared_library, status
 from topw_deploy.plugins.compile_cuda import CompiledLibrary
 from topw_deploy.plugins.nvcc import Compiling
 
@@ -137,7 +137,7 @@ def test_what_is_there_is_shown(invoke: Invoke, monkeypatch: pytest.MonkeyPatch)
 
 def test_tensorrts_library_is_shown_or_why_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TOPW_TENSORRT_LIBRARY", raising=False)
-    monkeypatch.setattr(compile_tensorrt, "PACKAGED", tmp_path / "libtopw_tensorrt.so")
+    monkeypatch.setattr(shared_library, "TENSORRT_PACKAGED", tmp_path / "libtopw_tensorrt.so")
     assert "topw plugins build --tensorrt-root DIR" in status.tensorrt_library().why_none
     (tmp_path / "libtopw_tensorrt.so").touch()
     assert status.tensorrt_library().path == str(tmp_path / "libtopw_tensorrt.so")

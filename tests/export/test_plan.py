@@ -16,11 +16,10 @@ from transformers import LlamaConfig
 
 from tests.support.tiny_models import write_checkpoint
 from topw_deploy.errors import ExportError, ParameterError
-from topw_deploy.export import ExportReport, export_model
+from topw_deploy.export import ExportReport, export_model, plan
 from topw_deploy.export.job import Job
 from topw_deploy.export.plan import Plan
 from topw_deploy.export.request import export_request, parse_size
-from topw_deploy.export.verification import first_layers
 from topw_deploy.export.write import weights
 from topw_deploy.export.write.data_files import file_sizes, lay_out
 from topw_deploy.export.write.staging import SPARE
@@ -93,9 +92,9 @@ def test_a_dry_run_estimates_the_memory_of_each_stage(sharded: tuple[Path, Expor
 def test_the_memory_estimate_of_a_verification_is_within_ten_percent_of_measurements(
     monkeypatch: pytest.MonkeyPatch, dtype: str, parameters: int, measured: int
 ) -> None:
-    monkeypatch.setattr(first_layers, "parameter_count", lambda _model: parameters)
+    monkeypatch.setattr(plan, "parameter_count", lambda _model: parameters)
     decoder = SimpleNamespace(info=SimpleNamespace(weights_dtype=dtype), model=None)
-    assert first_layers.verification_bytes(decoder) == pytest.approx(measured * 1e6, rel=0.1)  # type: ignore[arg-type]
+    assert plan.verification_bytes(decoder) == pytest.approx(measured * 1e6, rel=0.1)  # type: ignore[arg-type]
 
 
 def test_shards_respect_the_maximum_size_and_load(sharded: tuple[Path, ExportReport]) -> None:
@@ -180,7 +179,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=320,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=first_layers.LAYERS + 1,
+        num_hidden_layers=plan.LAYERS + 1,
         num_attention_heads=4,
         max_position_embeddings=256,
     )
@@ -191,7 +190,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
     tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_layers, "available_bytes", lambda: 1)
+    monkeypatch.setattr(plan, "available_bytes", lambda: 1)
     seen: list[dict[str, Any]] = []
 
     def verify(job: Job, folder: Path) -> tuple[Verification, bool]:
@@ -202,12 +201,12 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
 
     monkeypatch.setattr("topw_deploy.export.verification.verify_in_subprocess", verify)
     report = export(deep, tmp_path / "out", verify=True)
-    assert seen == [{"layers": first_layers.LAYERS, "asked": first_layers.LAYERS}]
+    assert seen == [{"layers": plan.LAYERS, "asked": plan.LAYERS}]
     manifest = load_manifest(tmp_path / "out")
     assert manifest.decoder is not None
-    assert manifest.decoder.num_layers == first_layers.LAYERS + 1
+    assert manifest.decoder.num_layers == plan.LAYERS + 1
     assert manifest.verification.status == "partial"
-    assert manifest.verification.checks[0].detail == f"torch; first {first_layers.LAYERS} layers"
+    assert manifest.verification.checks[0].detail == f"torch; first {plan.LAYERS} layers"
     assert "there is too little memory to verify all 5 layers" in report.notices[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -216,10 +215,10 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
 def test_the_first_layers_are_exported_although_a_pattern_names_a_later_one(
     tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_layers, "available_bytes", lambda: 1)
+    monkeypatch.setattr(plan, "available_bytes", lambda: 1)
     passed = Verification(status="passed"), True
     monkeypatch.setattr("topw_deploy.export.verification.verify_in_subprocess", lambda *_rest: passed)
-    pattern = f"*layers.{first_layers.LAYERS}.mlp.down_proj*"
+    pattern = f"*layers.{plan.LAYERS}.mlp.down_proj*"
     export(deep, tmp_path / "out", verify=True, dtype="int4", exclude_nodes=(pattern,))
     assert load_manifest(tmp_path / "out").verification.status == "partial"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from topw_deploy.export.sampler_only import export_sampler, sampler_request
-from topw_deploy.plugins.compile_tensorrt import compile_tensorrt
+from topw_deploy.plugins.tensorrt.compile import compile_tensorrt
 from topw_deploy.sampling.parameters import TopWOptions
 
 from .conftest import Ask, assert_built

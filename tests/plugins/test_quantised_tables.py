@@ -18,7 +18,8 @@ from tests.support.tail_cases import Case, feeds, random_case
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.graft.sampler_node import add_sampler_node, install_function, sampler_inputs
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.tail import EmbeddingForm, TailSpec
+from topw_deploy.export.graph.embedding import EmbeddingForm
+from topw_deploy.export.tail import TailSpec
 from topw_deploy.plugins.kernel import Kernel, KernelBlocks, KernelTable
 from topw_deploy.plugins.shared_library import load
 from topw_deploy.sampling import Geometry, TopWOptions

@@ -61,7 +61,7 @@ def loaded_by(module: str) -> set[str]:
 
 
 def cycle() -> list[str]:
-    """A cycle of imports, type imports included, in order; else []."""
+    """A cycle of imports, those for types and in functions included, in order; else []."""
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str]:
@@ -70,7 +70,7 @@ def cycle() -> list[str]:
         if module in done:
             return []
         for found in imports(module):
-            if found.name in MODULES and found.when != "call" and not _is_inside(found.name, module):
+            if found.name in MODULES and not _is_inside(found.name, module):
                 circle = visit(found.name, [*path, module])
                 if circle:
                     return circle

@@ -22,8 +22,9 @@ from tests.support.rows import (
     redrawn,
     reference,
 )
+from topw_deploy.export.graph.embedding import plain_gather
 from topw_deploy.export.sampler_only import sampler_model
-from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
+from topw_deploy.export.tail import FORMS, TailSpec
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import Geometry, Row, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from topw_deploy.export.trace.trace import TracedDecoder
 
 folder: Path | None = None
 """Where traces are kept; None: every model is traced."""
+_STAGE = "traced graph"
 _LIBRARIES = ("torch.", "transformers.")
 
 
@@ -30,12 +32,13 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     stamp = structure_of(model)
     if folder is None or stamp is None:
         return real.trace(model)
-    kept = real.load_trace(model, Journal(folder / stamp), stamp)
+    kept = Journal(folder / stamp).find(_STAGE, stamp, file=str, num_layers=int)
     if kept is not None:
-        return kept
+        return real.load_trace(kept["file"], kept["num_layers"], model)
     traced = real.trace(model)
     scratch = Path(tempfile.mkdtemp(dir=folder))
-    real.save_trace(traced, model, Journal(scratch), stamp)
+    save = partial(real.save_trace, traced, model)
+    Journal(scratch).keep_file(_STAGE, stamp, "trace.onnx", save, num_layers=traced.num_layers)
     with contextlib.suppress(OSError):  # another worker was first
         scratch.rename(folder / stamp)
     return traced

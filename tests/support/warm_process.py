@@ -21,7 +21,7 @@ _PYTHON = sys.executable
 _IMPORTED = (
     "topw_deploy.export.verification.worker",
     "topw_deploy.export.verification.generation_checks",
-    "topw_deploy.export.trace.decoder",
+    "topw_deploy.export.traced_decoder",
     "transformers.models.auto.modeling_auto",
 )
 

@@ -33,12 +33,12 @@ class _Architectures(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         from topw_deploy.errors import ParameterError
-        from topw_deploy.plugins import architectures
+        from topw_deploy.plugins import driver
 
         if isinstance(value, tuple):
             return value
         try:
-            return architectures.parse(str(value))
+            return driver.parse(str(value))
         except ParameterError as error:
             self.fail(str(error), param, ctx)
 
@@ -79,17 +79,17 @@ def build(
     """Compile a library on this machine, which does not need the GPUs.
 
     Needs nvcc (CUDA_HOME, PATH, pip's packages, /usr/local/cuda) and a C++ compiler, and takes some minutes for all
-    architectures. If --output is outside the package, TOPW_CUDA_LIBRARY must name the library of --cuda; the Python
+    driver. If --output is outside the package, TOPW_CUDA_LIBRARY must name the library of --cuda; the Python
     plugin for TensorRT uses that library, too. The library of --tensorrt-root is for `build-engine --plugin`, trtexec
     --dynamicPlugins and C++ hosts.
     """
     if cuda == (tensorrt_root is not None):
         raise click.UsageError("give what to build: either --cuda or --tensorrt-root DIR.")
-    from topw_deploy.plugins import architectures
+    from topw_deploy.plugins import driver
     from topw_deploy.plugins.compile_cuda import CompiledLibrary, compile_cuda
-    from topw_deploy.plugins.compile_tensorrt import CompiledPlugin, compile_tensorrt
+    from topw_deploy.plugins.tensorrt.compile import CompiledPlugin, compile_tensorrt
 
-    chosen = architectures.resolve([name for names in architecture for name in names])
+    chosen = driver.resolve([name for names in architecture for name in names])
     line = progress(quiet).say
     with _shown(quiet) as watch:
         library: CompiledLibrary | CompiledPlugin

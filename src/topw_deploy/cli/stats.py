@@ -26,7 +26,7 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 
 if TYPE_CHECKING:
-    from topw_deploy.stats.exact.summary import ExactSummary
+    from topw_deploy.stats.exact_summary import ExactSummary
     from topw_deploy.stats.request import ExactRequest, Prompt
     from topw_deploy.stats.summary import Summary
 
@@ -130,8 +130,8 @@ def command(
     check_output(json_file, "json_file")
     check_picture(plot, (".png", ".svg", ".pdf"))
     from topw_deploy.stats.collect import collect
-    from topw_deploy.stats.exact.plot import save_exact_plot
-    from topw_deploy.stats.exact.summary import summarise_exact
+    from topw_deploy.stats.exact_plot import save_exact_plot
+    from topw_deploy.stats.exact_summary import summarise_exact
     from topw_deploy.stats.plot import save_plot
     from topw_deploy.stats.summary import summarise
 
@@ -195,7 +195,7 @@ def _write(
     json_file: Path | None,
 ) -> None:
     """Print the tables, then write files, so that a full disk does not lose the tables."""
-    from topw_deploy.stats.exact.table import exact_lines
+    from topw_deploy.stats.exact_table import exact_lines
     from topw_deploy.stats.table import lines
 
     if str(json_file) != "-":

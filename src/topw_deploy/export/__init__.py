@@ -10,14 +10,8 @@ if sys.version_info < install.EXPORT_PYTHON:
 
 try:
     from topw_deploy.export.pipeline import export_model
-    from topw_deploy.export.request import (
-        ExportReport,
-        ExportRequest,
-        GraphOptions,
-        HubOptions,
-        SamplerOptions,
-        WeightOptions,
-    )
+    from topw_deploy.export.request import ExportReport, ExportRequest, GraphOptions, SamplerOptions, WeightOptions
+    from topw_deploy.export.source.resolve import HubOptions
 except ModuleNotFoundError as error:
     if install.extra_of(error.name or "") != "export":
         raise

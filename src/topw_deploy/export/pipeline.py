@@ -11,11 +11,11 @@ from pathlib import Path
 
 from topw_deploy.errors import ExportError, ParameterError, UnsupportedModelError
 from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.graft.embedding_node import find_embedding
 from topw_deploy.export.graft.neighbour_bound import measure_for
 from topw_deploy.export.graft.sampler_node import graft
+from topw_deploy.export.graph.embedding import find_embedding
 from topw_deploy.export.job import Job
-from topw_deploy.export.plan import onnx_data_files, plan_of
+from topw_deploy.export.plan import layers_to_verify, onnx_data_files, plan_of, verification_bytes
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.experts import least_onnxruntime
 from topw_deploy.export.quantise.packed_rows import PackedRows
@@ -25,7 +25,6 @@ from topw_deploy.export.resume.journal import Journal
 from topw_deploy.export.source.quantised import quantised_format
 from topw_deploy.export.source.resolve import Source, refuse_special_files, resolve
 from topw_deploy.export.tail import TailSpec
-from topw_deploy.export.verification.first_layers import layers_to_verify, verification_bytes
 from topw_deploy.export.write.configuration import copy_genai_configuration, write_configuration
 from topw_deploy.export.write.manifest import decoder_manifest, decoder_report, sizes_in
 from topw_deploy.export.write.staging import StagedFolder, check_free, copy_file, require_space
@@ -120,7 +119,7 @@ def _trace_decoder(job: Job) -> Decoder:
             "written anew; leave --hard-link out.",
             "hard_link",
         )
-    from topw_deploy.export.trace.decoder import traced_decoder
+    from topw_deploy.export.traced_decoder import traced_decoder
 
     if weights.quantisation is None:
         return traced_decoder(job)

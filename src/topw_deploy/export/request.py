@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.quantise.scheme import DTYPE_BITS, Quantisation
+from topw_deploy.export.source.resolve import HubOptions
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling import as_float32
 from topw_deploy.sampling.beta import depends_on_temperature
@@ -22,20 +23,6 @@ COMPUTE_DTYPES = ("fp32", "fp16")
 DTYPE_ALIASES = {"f32": "fp32", "float32": "fp32", "f16": "fp16", "float16": "fp16", "bfloat16": "bf16"}
 DEFAULT_OPSET = 23
 KV_REQUESTS = ("static", "concat")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubOptions:
-    """Hub access, as in huggingface_hub.
-
-    trust_remote_code: download and run the model's Python code.
-    """
-
-    revision: str | None = None
-    cache_dir: Path | None = None
-    token: str | None = None
-    local_files_only: bool = False
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

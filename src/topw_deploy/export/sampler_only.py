@@ -14,10 +14,11 @@ from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export.graft.neighbour_bound import Measure, measure_for, no_bound
 from topw_deploy.export.graft.sampler_node import add_sampler_node, install_function, sampler_inputs
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, HubOptions, SamplerOptions, grouped
+from topw_deploy.export.graph.embedding import plain_gather
+from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, SamplerOptions, grouped
 from topw_deploy.export.source.arrays import embeddings_of_file, embeddings_of_folder, median_of_file
-from topw_deploy.export.source.resolve import Source, resolve
-from topw_deploy.export.tail import GEOMETRY_INPUTS, TailSpec, plain_gather
+from topw_deploy.export.source.resolve import HubOptions, Source, resolve
+from topw_deploy.export.tail import GEOMETRY_INPUTS, TailSpec
 from topw_deploy.export.write.manifest import sampler_manifest, sampler_report, sizes_in
 from topw_deploy.export.write.staging import StagedFolder, check_free, require_space
 from topw_deploy.export.write.weights import weight_bytes, write_model

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import compile_native, nvcc, shared_library
-from topw_deploy.plugins.architectures import ARCHITECTURES
+from topw_deploy.plugins.driver import ARCHITECTURES
 
 SOURCES = Path(__file__).with_name("cuda")
 PIP_PACKAGES = "nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl"

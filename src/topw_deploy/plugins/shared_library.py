@@ -174,3 +174,17 @@ def hidden() -> Iterator[None]:
     finally:
         for library in libraries:
             library.show(True)
+
+
+TENSORRT_PACKAGED = Path(__file__).with_name("libtopw_tensorrt.so")
+"""Default path of TensorRT's plugin library."""
+TENSORRT_VARIABLE = "TOPW_TENSORRT_LIBRARY"
+"""The environment variable for another library's path. Libraries are never loaded from a model's folder."""
+
+
+def installed_tensorrt() -> Path | None:
+    """The library TENSORRT_VARIABLE names, existing or not, else TENSORRT_PACKAGED if it exists."""
+    given = os.environ.get(TENSORRT_VARIABLE)
+    if given:
+        return Path(given)
+    return TENSORRT_PACKAGED if TENSORRT_PACKAGED.is_file() else None

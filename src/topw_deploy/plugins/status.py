@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from topw_deploy.plugins import compile_tensorrt, driver, shared_library
+from topw_deploy.plugins import driver, shared_library
 from topw_deploy.plugins.shared_library import library_path
 
 
@@ -80,13 +80,13 @@ def cuda_library(found: driver.Driver) -> CudaStatus:
 
 
 def tensorrt_library() -> TensorRTStatus:
-    path = compile_tensorrt.installed()
+    path = shared_library.installed_tensorrt()
     if path is None:
         return TensorRTStatus(
             None, "it was not built here (`topw plugins build --tensorrt-root DIR` builds it, for C++)"
         )
     if not path.is_file():
-        return TensorRTStatus(None, f"{compile_tensorrt.VARIABLE} is {path}, which is not a file")
+        return TensorRTStatus(None, f"{shared_library.TENSORRT_VARIABLE} is {path}, which is not a file")
     return TensorRTStatus(str(path), "")
 
 

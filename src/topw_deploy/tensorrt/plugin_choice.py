@@ -11,7 +11,7 @@ from typing import Any
 
 from topw_deploy.errors import EngineError, PluginError
 from topw_deploy.plugins import tensorrt as plugins
-from topw_deploy.plugins.compile_tensorrt import VARIABLE, installed
+from topw_deploy.plugins.shared_library import TENSORRT_VARIABLE, installed_tensorrt
 from topw_deploy.plugins.tensorrt.module import BUILT_WITH
 
 
@@ -41,7 +41,7 @@ def choose(asked: str, trt: Any) -> PluginChoice:
     except PluginError as error:
         if asked == "python":
             raise EngineError(f"the plugin is not available: {error}") from None
-        path = installed()
+        path = installed_tensorrt()
         if path is None:
             return PluginChoice("none", "", str(error).rstrip("."))
         _load(path, trt)
@@ -58,7 +58,7 @@ def prepare(kind: str, version: str, trt: Any) -> None:
     try:
         plugins.register()
     except PluginError as error:
-        path = installed()
+        path = installed_tensorrt()
         if path is None:
             raise EngineError(f"it needs the sampler's plugin, which is unusable: {str(error).rstrip('.')}") from None
         _load(path, trt)
@@ -67,7 +67,7 @@ def prepare(kind: str, version: str, trt: Any) -> None:
 def _load(path: Path, trt: Any) -> None:
     if not path.is_file():
         raise EngineError(
-            f"the plugin's library {path} (from --plugin or {VARIABLE}) is not a file; "
+            f"the plugin's library {path} (from --plugin or {TENSORRT_VARIABLE}) is not a file; "
             "`topw plugins build --tensorrt-root` builds one."
         )
     trt.get_plugin_registry().load_library(str(path.absolute()))

@@ -21,8 +21,7 @@ from tests.support.experts import (
     random_mixture,
     run,
 )
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.values import ROUTER
+from topw_deploy.export.graph.editor import ROUTER, GraphEditor
 from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.lowering.experts_operator import is_positive
 

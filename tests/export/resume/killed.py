@@ -40,7 +40,7 @@ def export_and_die(model: str, out: str, stop: str, traces: Path | None) -> None
 
 def _share(folder: Path | None) -> None:
     from tests.support import traces
-    from topw_deploy.export.trace import decoder
+    from topw_deploy.export import traced_decoder as decoder
 
     traces.folder = folder
     decoder.trace = traces.trace

@@ -14,8 +14,7 @@ from huggingface_hub import errors
 
 from topw_deploy.demo import demo_model_path
 from topw_deploy.errors import SourceError
-from topw_deploy.export.request import HubOptions
-from topw_deploy.export.source.resolve import resolve
+from topw_deploy.export.source.resolve import HubOptions, resolve
 from topw_deploy.manifest import MANIFEST_NAME
 
 

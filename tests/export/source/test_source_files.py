@@ -12,9 +12,10 @@ import pytest
 from tests.support.mutations import mutations
 from tests.support.special_files import SPECIAL, no_hang
 from topw_deploy.errors import SourceError, TopWError
-from topw_deploy.export.foreign.load import load_decoder, read_json
+from topw_deploy.export.foreign.load import load_decoder
 from topw_deploy.export.pipeline import export_model
 from topw_deploy.export.request import ExportRequest
+from topw_deploy.export.source.configuration import read_json
 from topw_deploy.export.source.resolve import resolve
 from topw_deploy.export.write.configuration import write_configuration
 

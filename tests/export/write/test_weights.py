@@ -16,9 +16,10 @@ from tests.support.tiny_models import make_model
 from tests.support.traces import trace
 from topw_deploy.demo import demo_model_path
 from topw_deploy.export import ExportRequest, export_model
-from topw_deploy.export.graft.embedding_node import find_embedding
+from topw_deploy.export.graph.editor import external_files
+from topw_deploy.export.graph.embedding import find_embedding
 from topw_deploy.export.write import weights
-from topw_deploy.export.write.weights import external_files, weight_bytes
+from topw_deploy.export.write.weights import weight_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 
 from topw_deploy.cli.main import run, topw
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins.compile_tensorrt import compile_tensorrt, find_headers
+from topw_deploy.plugins.tensorrt.compile import compile_tensorrt, find_headers
 
 DIRECT = "#define NV_TENSORRT_MAJOR {} //!< major\n#define NV_TENSORRT_MINOR {}  //!< minor\n"
 THROUGH = (

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.emulated import CUDA_SOURCES, FLAGS
 from topw_deploy.plugins import compile_cuda, compile_native
-from topw_deploy.plugins.compile_tensorrt import SOURCE, find_headers
+from topw_deploy.plugins.tensorrt.compile import SOURCE, find_headers
 
 from .test_plugin import BATCH, UNIFORM, VOCAB, arrays, cpus_answer
 

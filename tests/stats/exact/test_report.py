@@ -17,9 +17,9 @@ from topw_deploy.sampling import RuleParameters, TopWParameters
 from topw_deploy.stats.collect import Analysed, Collected
 from topw_deploy.stats.exact.analyse import COMPARED, TOP_W, ExactStep
 from topw_deploy.stats.exact.objective import Best, Value
-from topw_deploy.stats.exact.plot import save_exact_plot
-from topw_deploy.stats.exact.summary import ExactSummary, summarise_exact
-from topw_deploy.stats.exact.table import exact_lines
+from topw_deploy.stats.exact_plot import save_exact_plot
+from topw_deploy.stats.exact_summary import ExactSummary, summarise_exact
+from topw_deploy.stats.exact_table import exact_lines
 from topw_deploy.stats.request import Setting
 
 SHORT = ("--max-new-tokens", 4, "-q", "--exact")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,9 @@ import onnx_ir as ir
 from topw_deploy.errors import SourceError, UnsupportedModelError
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.foreign.limits import lost_soft_cap, sequence_limit, window_of
-from topw_deploy.export.graph.editor import find_input, required_input
+from topw_deploy.export.graph.editor import external_files, find_input, required_input, tensors_of
+from topw_deploy.export.source.configuration import read_json, text_part
 from topw_deploy.export.tail.spec import NEWEST_OPSET, OLDEST_OPSET
-from topw_deploy.export.write.weights import external_files, tensors_of
-from topw_deploy.files import read_bounded
 from topw_deploy.manifest import MOST_TOKENS, DecoderInfo, State, key_value_states
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
@@ -26,7 +24,6 @@ _LENGTHS = 5  # the operator's input seqlens_k: row lengths - 1
 _TYPES = ("float", "float16", "bfloat16")
 _AFTER_SUM = ("Cast", "Sub", "Squeeze")  # allowed between the mask's row sum and seqlens_k
 _ATTENTION = (IN_PLACE, "Attention")
-_MOST_JSON = 16 << 20  # bytes of a configuration
 # Inputs of unsupported layouts, and how to build the supported one.
 _OTHER_LAYOUTS = {
     "key_cache.0": "mobius's static cache; build it without --static-cache",
@@ -54,26 +51,6 @@ def load_decoder(file: Path, folder: Path) -> Decoder:
     _check_names(model.graph, file)
     info, notices = _describe(model.graph, folder)
     return Decoder(model, info, foreign=True, notices=tuple(notices))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; {} if there is no such file. Raises SourceError for anything else."""
-    try:
-        data = json.loads(read_bounded(path, _MOST_JSON, follow=True).decode("utf-8"))
-        json.dumps(data, ensure_ascii=False).encode("utf-8")  # lone surrogates cannot be exported
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise SourceError(f"{path} cannot be read as JSON ({error}); repair it.") from None
-    if not isinstance(data, dict):
-        raise SourceError(f"{path} holds a {type(data).__name__}, not an object; repair it.")
-    return data
-
-
-def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The text part of a composite config.json; all of a plain one."""
-    part = config.get("text_config")
-    return part if isinstance(part, dict) else config
 
 
 class _Configuration:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.values import fixed_size
+from topw_deploy.export.graph.editor import GraphEditor, fixed_size
 
 CONTRIB_DOMAIN = "com.microsoft"
 OPERATOR = "CausalConvWithState"  # since onnxruntime 1.25

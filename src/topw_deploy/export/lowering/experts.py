@@ -9,9 +9,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.editor import ROUTER, GraphEditor, fixed_size
 from topw_deploy.export.graph.lazy_weight import LazyWeight
-from topw_deploy.export.graph.values import ROUTER, fixed_size
 from topw_deploy.export.lowering import experts_operator
 from topw_deploy.export.lowering.experts_blocks import ExpertBlocks, experts_of
 from topw_deploy.export.lowering.experts_weights import stored_stack, stored_value

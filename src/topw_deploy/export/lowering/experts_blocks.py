@@ -14,8 +14,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.values import fixed_size
+from topw_deploy.export.graph.editor import GraphEditor, fixed_size
 
 _INT64, _FLOAT = ir.DataType.INT64, ir.DataType.FLOAT
 

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor, fixed_size
 from topw_deploy.export.graph.lazy_weight import LazyWeight
-from topw_deploy.export.graph.values import fixed_size
 from topw_deploy.export.lowering.experts_weights import interleaved, stored_stack, stored_value
 from topw_deploy.export.trace.experts import GATED
 

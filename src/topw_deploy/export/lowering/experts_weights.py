@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor, constant_integer, is_op
 from topw_deploy.export.graph.lazy_weight import LazyWeight
-from topw_deploy.export.graph.values import constant_integer, is_op
 
 _Change = Callable[[np.ndarray], np.ndarray]
 

@@ -8,8 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.values import constant_integer, fixed_size, is_op, producer
+from topw_deploy.export.graph.editor import GraphEditor, constant_integer, fixed_size, is_op, producer
 
 _ELEMENTWISE = {"Sigmoid", "Tanh", "Gelu", "Relu", "Erf", "Mul", "Div", "Add", "Pow", "Swish"}
 

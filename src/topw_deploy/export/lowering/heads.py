@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.values import attributes_of, fixed_size, is_op
+from topw_deploy.export.graph.editor import GraphEditor, attributes_of, fixed_size, is_op
 from topw_deploy.export.lowering.rotary import rotary_producer
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from topw_deploy.export.graph.values import fixed_size
+from topw_deploy.export.graph.editor import fixed_size
 from topw_deploy.export.lowering.states import dtype_name
 from topw_deploy.export.trace.marker import marker_nodes
 from topw_deploy.export.trace.trace import TracedDecoder

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, is_constant
-from topw_deploy.export.graph.values import is_op
+from topw_deploy.export.graph.editor import GraphEditor, is_constant, is_op
 
 _DOMAIN = "com.microsoft"
 _FUSED = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormalization": "SkipLayerNormalization"}

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.values import fixed_size, producer
+from topw_deploy.export.graph.editor import GraphEditor, fixed_size, producer
 
 CONTRIB_DOMAIN = "com.microsoft"
 OPERATOR = "LinearAttention"  # since onnxruntime 1.25

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, rewrite_each
-from topw_deploy.export.graph.values import producer
+from topw_deploy.export.graph.editor import GraphEditor, producer, rewrite_each
 
 _LEAST = 17.0  # from here on log(1 + exp(-x)) is below half a float32 ulp of x
 _BITS = 63  # those of an int64 that is not negative

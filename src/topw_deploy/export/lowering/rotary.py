@@ -18,8 +18,16 @@ from itertools import permutations
 
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, is_constant, rewrite_each
-from topw_deploy.export.graph.values import attributes_of, constant_integer, fixed_size, is_op, producer
+from topw_deploy.export.graph.editor import (
+    GraphEditor,
+    attributes_of,
+    constant_integer,
+    fixed_size,
+    is_constant,
+    is_op,
+    producer,
+    rewrite_each,
+)
 
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 

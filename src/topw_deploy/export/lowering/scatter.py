@@ -11,8 +11,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.values import attributes_of
+from topw_deploy.export.graph.editor import GraphEditor, attributes_of
 from topw_deploy.export.lowering.fused_projections import fuse_qkv
 from topw_deploy.export.lowering.heads import MergedHeads, merge_heads
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers

@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.values import fixed_size
+from topw_deploy.export.graph.editor import GraphEditor, fixed_size
 from topw_deploy.export.lowering.layers import AttentionLayer
 
 

@@ -12,9 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, UnsupportedModelError
-from topw_deploy.export.graft.embedding_node import EmbeddingNode, find_embedding
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.values import ROUTER
+from topw_deploy.export.graph.editor import ROUTER, GraphEditor
+from topw_deploy.export.graph.embedding import EmbeddingNode, find_embedding
 from topw_deploy.export.quantise.experts import ExpertsReplacer, ExpertWeight, find_experts
 from topw_deploy.export.quantise.packed_rows import Origin, PackedRows
 from topw_deploy.export.quantise.products import Product, find_products, stored_tensor

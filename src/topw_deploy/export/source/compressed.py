@@ -21,8 +21,8 @@ import numpy as np
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
 from topw_deploy.export.source.encoded import EncodedWeight, IntegerWeight, PackedMatrix, Rows, unpack_words
-from topw_deploy.export.source.safetensors_files import StoredTensor
 from topw_deploy.export.source.scaled import scaled_weights
+from topw_deploy.export.source.stored import StoredTensor
 
 INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 _FORMATS = (*INTEGER_FORMATS, "float-quantized", "mixed-precision", "dense")

@@ -13,8 +13,8 @@ import numpy as np
 
 from topw_deploy.errors import SourceError
 from topw_deploy.export.source.encoded import EncodedWeight, Rows
-from topw_deploy.export.source.safetensors_files import StoredTensor
 from topw_deploy.export.source.scaled import power_of_two
+from topw_deploy.export.source.stored import StoredTensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _BYTES = 16  # of a block

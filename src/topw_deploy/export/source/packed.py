@@ -24,7 +24,7 @@ import numpy as np
 
 from topw_deploy.errors import SourceError
 from topw_deploy.export.source.encoded import EncodedWeight, IntegerWeight, PackedMatrix, Rows, unpack_words
-from topw_deploy.export.source.safetensors_files import StoredTensor
+from topw_deploy.export.source.stored import StoredTensor
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 """The tensors of a packed layer."""

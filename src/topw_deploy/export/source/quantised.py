@@ -13,8 +13,9 @@ from topw_deploy.export.source.compressed import check_settings, compressed_weig
 from topw_deploy.export.source.encoded import EncodedWeight, IntegerWeight, PackedMatrix
 from topw_deploy.export.source.mxfp4 import mxfp4_weights
 from topw_deploy.export.source.packed import PackedFormat, packed_weights
-from topw_deploy.export.source.safetensors_files import StoredTensor, stored_tensors
+from topw_deploy.export.source.safetensors_files import stored_tensors
 from topw_deploy.export.source.scaled import scaled_weights
+from topw_deploy.export.source.stored import StoredTensor
 
 _FLOAT8_METHODS = ("fp8", "fbgemm_fp8", "modelopt")
 _READ = (

@@ -8,9 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topw_deploy.errors import SourceError, one_line
-from topw_deploy.export.request import HubOptions
 from topw_deploy.files import read_bounded, special_files
 from topw_deploy.manifest import MANIFEST_NAME
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubOptions:
+    """Hub access, as in huggingface_hub.
+
+    trust_remote_code: download and run the model's Python code.
+    """
+
+    revision: str | None = None
+    cache_dir: Path | None = None
+    token: str | None = None
+    local_files_only: bool = False
+    trust_remote_code: bool = False
+
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

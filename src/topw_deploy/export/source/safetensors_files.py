@@ -5,49 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import ml_dtypes
-import numpy as np
+from typing import Any
 
 from topw_deploy.errors import SourceError
+from topw_deploy.export.source.stored import StoredTensor
 from topw_deploy.files import open_regular, read_bounded
 from topw_deploy.safetensors_header import LARGEST_HEADER, METADATA, read_entry, read_header, refuse_overlap
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TORCH_INDEX, TORCH_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _TORCH_SUFFIX = ".bin"
-NUMPY_TYPES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    **{f"{sign}{bits}": np.dtype(f"{sign.lower()}{bits // 8}") for sign in "IU" for bits in (64, 32, 16, 8)},
-    "BOOL": np.dtype(np.bool_),
-}
-"""safetensors' names of element types -> NumPy's types, whose names are torch's too."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor's location; offset and nbytes in bytes, dtype from NUMPY_TYPES."""
-
-    path: Path
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-    def array(self, mode: Literal["r", "c"] = "r") -> np.ndarray:
-        """Memory-map read-only, or copy-on-write with `c`."""
-        if self.nbytes == 0:
-            return np.empty(self.shape, NUMPY_TYPES[self.dtype])
-        return np.memmap(self.path, NUMPY_TYPES[self.dtype], mode, self.offset, self.shape)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

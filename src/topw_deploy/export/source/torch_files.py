@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from topw_deploy.errors import SourceError, one_line
-from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, StoredTensor
+from topw_deploy.export.source.stored import NUMPY_TYPES, StoredTensor
 
 _LONGEST_ORDER = 16  # bytes of "little" or "big", and spaces
 _NAMES = {kind.name: name for name, kind in NUMPY_TYPES.items()}

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_any, tree_map
 
 from topw_deploy.export.source.encoded import EncodedWeight
-from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, StoredTensor
+from topw_deploy.export.source.stored import NUMPY_TYPES, StoredTensor
 
 
 class UnreadTensor(torch.Tensor):

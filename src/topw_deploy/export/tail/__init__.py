@@ -1,5 +1,6 @@
 """The sampler as an ONNX function (docs/contract/graph.md, section 8)."""
 
+from topw_deploy.export.graph.embedding import EmbeddingForm, plain_gather
 from topw_deploy.export.tail.function import build_tail
 from topw_deploy.export.tail.spec import (
     DOMAIN,
@@ -8,9 +9,7 @@ from topw_deploy.export.tail.spec import (
     GEOMETRY_INPUTS,
     OP_TYPE,
     TAIL_INPUTS,
-    EmbeddingForm,
     TailSpec,
-    plain_gather,
     tail_attributes,
     tail_inputs,
     tail_outputs,
@@ -23,10 +22,8 @@ __all__ = [
     "GEOMETRY_INPUTS",
     "OP_TYPE",
     "TAIL_INPUTS",
-    "EmbeddingForm",
     "TailSpec",
     "build_tail",
-    "plain_gather",
     "tail_attributes",
     "tail_inputs",
     "tail_outputs",

@@ -13,11 +13,12 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from topw_deploy.export.graph.embedding import EmbeddingForm
 from topw_deploy.export.tail.geometry import Metric, closeness, distance_to_set, token_features
 from topw_deploy.export.tail.inputs import Rows, all_true
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.pool import Pool, Start, best_prefix, potential, prefix_objective, up_to
-from topw_deploy.export.tail.spec import EmbeddingForm, TailSpec
+from topw_deploy.export.tail.spec import TailSpec
 
 _ROW_SLACK = 1e-6  # of J in double precision, far above its rounding
 _BY_ROW = ("ids", "finite", "drop", "weight", "score")  # [batch, size]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from topw_deploy.export.graph.embedding import EmbeddingForm
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
-from topw_deploy.export.tail.spec import EmbeddingForm, TailSpec, tail_inputs
+from topw_deploy.export.tail.spec import TailSpec, tail_inputs
 
 FARTHER = 3e38
 """Squared distance of a non-member: above any real one, finite in float32."""

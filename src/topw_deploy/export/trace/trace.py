@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -17,7 +18,6 @@ from transformers import PreTrainedModel
 from transformers.exporters import OnnxConfig, OnnxExporter
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.resume.journal import Journal
 from topw_deploy.export.trace.experts import marked_experts
 from topw_deploy.export.trace.interface import marked
 from topw_deploy.export.trace.marker import check_layer_types, check_markers
@@ -31,8 +31,6 @@ from topw_deploy.export.trace.workarounds import fixed_frequencies, silenced, sm
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
 _BATCH, _SEQUENCE = 2, 3  # sample sizes: distinct and above 1
-_FILE = "trace.onnx"
-_STAGE = "traced graph"
 _PARAMETERS = "checkpoint"  # in place of the name of the parameters' data file
 
 
@@ -64,8 +62,8 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     return TracedDecoder(traced, int(config.num_hidden_layers))
 
 
-def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, stamp: str) -> None:
-    """Save `traced` for a resumed export, without the model's parameters."""
+def save_trace(traced: TracedDecoder, model: torch.nn.Module, path: Path) -> None:
+    """Save the graph of `traced` in `path` for a resumed export, without the model's parameters."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     values = [value for name, value in traced.model.graph.initializers.items() if name in parameters]
     before = [value.const_value for value in values]
@@ -73,23 +71,20 @@ def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, 
         shape, name = ir.Shape([int(size) for size in tensor.shape]), value.name or ""
         value.const_value = ir.ExternalTensor(_PARAMETERS, 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
     try:
-        journal.keep_file(_STAGE, stamp, _FILE, lambda path: ir.save(traced.model, path), num_layers=traced.num_layers)
+        ir.save(traced.model, path)
     finally:
         for value, tensor in zip(values, before, strict=True):
             value.const_value = tensor
 
 
-def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDecoder | None:
-    """The trace saved under `stamp`, with the model's parameters, or None."""
-    found = journal.find(_STAGE, stamp, file=str, num_layers=int)
-    if found is None:
-        return None
-    graph_model = ir.load(found["file"])
+def load_trace(path: Path, num_layers: int, model: torch.nn.Module) -> TracedDecoder:
+    """The trace saved in `path`, with the model's parameters."""
+    graph_model = ir.load(path)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in graph_model.graph.initializers.items():
         if isinstance(value.const_value, ir.ExternalTensor):
             value.const_value = weight_tensor(parameters[name], name)
-    return TracedDecoder(graph_model, found["num_layers"])
+    return TracedDecoder(graph_model, num_layers)
 
 
 def _export(model: PreTrainedModel) -> ir.Model:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from topw_deploy.export.graph.lazy_weight import LazyWeight
 from topw_deploy.export.source.encoded import EncodedWeight
-from topw_deploy.export.source.safetensors_files import StoredTensor
+from topw_deploy.export.source.stored import StoredTensor
 from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
 
 

@@ -13,8 +13,7 @@ from typing import IO, Any
 
 from topw_deploy.errors import SourceError, VerificationError
 from topw_deploy.export.job import Job
-from topw_deploy.export.request import HubOptions
-from topw_deploy.export.source.resolve import resolve
+from topw_deploy.export.source.resolve import HubOptions, resolve
 from topw_deploy.export.verification.results import LEFT_PADDED, RIGHT_PADDED, Outcome, Result, decoded_result, printed
 from topw_deploy.manifest import Check, DecoderManifest, Manifest, NotCompared, Verification
 from topw_deploy.progress import Progress

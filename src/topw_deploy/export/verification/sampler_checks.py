@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graft.embedding_node import find_embedding
 from topw_deploy.export.graft.sampler_node import sampler_node
-from topw_deploy.export.graft.table import EmbeddingTable, stored_array
+from topw_deploy.export.graph.embedding import find_embedding
+from topw_deploy.export.graph.table import EmbeddingTable, stored_array
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.export.write.weights import MODEL_FILE

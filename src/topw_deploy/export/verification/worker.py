@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import TopWError
-from topw_deploy.export.foreign.load import text_part
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.scheme import Quantisation
+from topw_deploy.export.source.configuration import text_part
 from topw_deploy.export.verification.decoder_checks import decoder_checks
 from topw_deploy.export.verification.dequantised import dequantise_model, exact_products
 from topw_deploy.export.verification.evaluation_text import encoded, evaluation_text, page_ends

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.export.foreign.load import read_json, text_part
+from topw_deploy.export.source.configuration import read_json, text_part
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.write.weights import MODEL_FILE
 

@@ -15,8 +15,8 @@ from topw_deploy.export.job import Job
 from topw_deploy.export.request import ExportReport, SamplerOptions
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.tail import TailSpec
-from topw_deploy.export.write.libraries import library_versions
 from topw_deploy.export.write.weights import weight_bytes
+from topw_deploy.install import library_versions
 from topw_deploy.manifest import (
     DecoderManifest,
     SamplerInfo,

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
-from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor, external_files, tensors_of
 from topw_deploy.export.graph.lazy_weight import PART, LazyWeight, transposed
 from topw_deploy.export.write.data_files import Log, NoLog, Slot, external, file_sizes, lay_out, write_data
 
@@ -132,15 +132,6 @@ def quantised_type(value: ir.Value) -> str | None:
     return None
 
 
-def external_files(model: ir.Model) -> dict[str, Path]:
-    """Location -> path of referenced data files."""
-    files: dict[str, Path] = {}
-    for tensor in tensors_of(model):
-        if isinstance(tensor, ir.ExternalTensor):
-            files[str(tensor.location)] = Path(tensor.path)
-    return files
-
-
 def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]:
     """Slots for weights in no data file; empty for small models."""
     ours = [
@@ -190,13 +181,3 @@ def _referring(slots: list[Slot], folder: Path) -> Iterator[None]:
     finally:
         for slot, tensor in zip(slots, before, strict=True):
             slot.value.const_value = tensor
-
-
-def tensors_of(model: ir.Model) -> list[ir.TensorProtocol]:
-    """All initializers, including subgraphs'."""
-    return [
-        value.const_value
-        for graph in model.graphs()
-        for value in graph.initializers.values()
-        if value.const_value is not None
-    ]

@@ -3,5 +3,4 @@
 objective: F of a set, and the least F over all prefixes of an order.
 transport: solves one transport problem.
 analyse: compares the crops of one step.
-summary: statistics over many steps.
 """

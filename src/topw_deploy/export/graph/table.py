@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.graft.embedding_node import EmbeddingNode
 from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.embedding import EmbeddingNode
 from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
 
 

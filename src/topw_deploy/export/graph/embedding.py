@@ -8,7 +8,52 @@ import onnx_ir as ir
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph.editor import find_input, is_constant
-from topw_deploy.export.tail import EmbeddingForm
+
+AttributeValue = int | float | str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingForm:
+    """The decoder's embedding node without its tensors; it maps ids [...] to rows [..., hidden].
+
+    inputs: (element type, shape) of the data inputs, without the ids.
+    indices_position: input index of the ids.
+
+    Raises UnsupportedModelError for an index out of range or a Gather axis other than 0.
+    """
+
+    domain: str
+    op_type: str
+    attributes: tuple[tuple[str, AttributeValue], ...]
+    inputs: tuple[tuple[ir.DataType, tuple[int, ...]], ...]
+    indices_position: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.indices_position <= len(self.inputs):
+            raise UnsupportedModelError(
+                f"the embedding node {self.op_type} has its indices at input {self.indices_position}, "
+                f"but only {len(self.inputs)} data inputs; describe the node again."
+            )
+        if self.op_type == "Gather" and not self.domain and dict(self.attributes).get("axis", 0) != 0:
+            raise UnsupportedModelError(
+                f"the embedding node is a Gather over axis {dict(self.attributes)['axis']}, but token rows need "
+                "axis 0; transpose the table before exporting."
+            )
+
+    @property
+    def form(self) -> str:
+        """The operator as text for kernels to compare, with sorted attributes, e.g. `Gather(axis=0)`."""
+        attributes = dict(self.attributes)
+        if self.op_type == "Gather" and not self.domain:
+            attributes.setdefault("axis", 0)
+        name = f"{self.domain}.{self.op_type}" if self.domain else self.op_type
+        return f"{name}({','.join(f'{key}={attributes[key]}' for key in sorted(attributes))})"
+
+
+def plain_gather(rows: int, hidden: int, dtype: ir.DataType = ir.DataType.FLOAT) -> EmbeddingForm:
+    """Gather(axis=0) over one table [rows, hidden]."""
+    return EmbeddingForm("", "Gather", (("axis", 0),), ((dtype, (rows, hidden)),), 1)
+
 
 # Operators allowed between the ids and the lookup: they preserve the ids' values and order.
 _TRANSPARENT = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -106,12 +107,14 @@ def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
 
 
 def _traced(model: PreTrainedModel, job: Job) -> TracedDecoder:
-    found = load_trace(model, job.finished.journal, job.finished.trace)
+    stage, journal, stamp = "traced graph", job.finished.journal, job.finished.trace
+    found = journal.find(stage, stamp, file=str, num_layers=int)
     if found is not None:
-        return found
+        return load_trace(found["file"], found["num_layers"], model)
     job.progress.say("Tracing")
     traced = trace(model)
-    save_trace(traced, model, job.finished.journal, job.finished.trace)
+    save = partial(save_trace, traced, model)
+    journal.keep_file(stage, stamp, "trace.onnx", save, num_layers=traced.num_layers)
     return traced
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.stats.exact.analyse import TOP_W
-from topw_deploy.stats.exact.summary import ExactSummary
+from topw_deploy.stats.exact_summary import ExactSummary
 from topw_deploy.stats.style import COLOURS, MUTED, TEXT, colours, drawable, heading, new_figure, plain, save
 
 _LINEAR_BELOW = 0.01  # the axis of F is linear up to this, then logarithmic

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from topw_deploy.reports import aligned, counted
 from topw_deploy.sampling.rules import TOP_W as TOP_W_RULE
-from topw_deploy.stats.exact.summary import Estimate, ExactSummary, Standing
+from topw_deploy.stats.exact_summary import Estimate, ExactSummary, Standing
 
 _COLUMNS = ("median (95 %)", "p95", "most", "relative", "p95", "most")
 

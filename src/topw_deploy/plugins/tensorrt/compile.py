@@ -5,7 +5,6 @@ Tested with headers of 10.3 to 11.1 and NVIDIA's parser and builder; not run on 
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import tempfile
@@ -23,14 +22,10 @@ from topw_deploy.plugins.compile_cuda import (
     find_toolkit,
     link,
 )
+from topw_deploy.plugins.shared_library import TENSORRT_PACKAGED
 from topw_deploy.plugins.tensorrt.module import OLDEST
 
-SOURCE = Path(__file__).with_name("tensorrt") / "topw_plugin.cpp"
-PACKAGED = Path(__file__).with_name("libtopw_tensorrt.so")
-"""The library's default path."""
-VARIABLE = "TOPW_TENSORRT_LIBRARY"
-"""The environment variable for another library's path. Libraries are never loaded from a model's folder."""
-
+SOURCE = Path(__file__).with_name("topw_plugin.cpp")
 HEADERS = ("include", "include/x86_64-linux-gnu", "include/aarch64-linux-gnu", ".")
 """Folders of NvInferRuntime.h below TensorRT's: in its archive, in Debian's packages (/usr), in a headers folder."""
 
@@ -69,7 +64,7 @@ def compile_tensorrt(
             f"the plugin is built only on Linux, and this is {sys.platform}; TensorRT inlines the node's function."
         )
     headers, version = find_headers(root)
-    output = PACKAGED if output is None else output
+    output = TENSORRT_PACKAGED if output is None else output
     check_place(output)
     toolkit = find_toolkit()
     chosen = choose_architectures(toolkit, architectures)
@@ -86,14 +81,6 @@ def compile_tensorrt(
     except compile_native.NotBuiltError as reason:
         raise PluginError(f"the plugin was not built: {reason}.") from None
     return CompiledPlugin(output, version, chosen, time.perf_counter() - started, output.stat().st_size)
-
-
-def installed() -> Path | None:
-    """The library VARIABLE names, existing or not, else PACKAGED if it exists."""
-    given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given)
-    return PACKAGED if PACKAGED.is_file() else None
 
 
 def find_headers(root: Path) -> tuple[Path, str]:
