@@ -251,7 +251,8 @@ def main() -> None:
         next(outcomes)
         seen["recovered"] = compared(outcomes, wanted)
         seen["log"] = [line[-300:] for line in cluster.log().splitlines() if "replica ended" in line]
-        until(lambda: "ray_topw_certified_tokens" in cluster.metrics(), "the metrics")
+        for name in ("certified_tokens_total", "num_requests_waiting"):  # of requests, and of the engines
+            until(lambda name=name: f"ray_topw_{name}{{" in cluster.metrics(), name)
         seen["metrics"] = sorted(set(re.findall(r"^ray_(topw_\w+)\{", cluster.metrics(), re.MULTILINE)))
         before = time.perf_counter()
         seen["scaled"] = scaled(cluster, wanted, samples)
