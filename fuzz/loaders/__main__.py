@@ -19,7 +19,7 @@ from typing import Any
 
 from fuzz.loaders.targets import LOADERS
 
-_SPARE = 180  # seconds to import, to make seeds and to end
+_SPARE = 600  # seconds to import, to make seeds and to end, also on a busy machine
 
 
 def fuzz(name: str, seconds: int, seed: int, engine: str, artifacts: Path) -> dict[str, Any]:
