@@ -155,7 +155,8 @@ class Run:
             raise
 
     def _count(self, prompt: Any, parameters: Mapping[str, Any]) -> None:
-        self.samples = parameters.get("num_return_sequences", 1)
+        samples = parameters.get("num_return_sequences", 1)
+        self.samples = samples if type(samples) is int else 1  # the engine refuses others
         several = bool(prompt) and isinstance(prompt[0], list)
         self._sequences = self.samples * (len(prompt) if several else 1)
 
