@@ -12,7 +12,11 @@ from topw_deploy.manifest import DecoderInfo
 
 @dataclass(frozen=True)
 class Decoder:
-    """The decoder that export stages modify.
+    """The decoder that the export's stages pass on.
+
+    They share one `model` and edit it in place: lowering replaces the trace's markers, quantising replaces weights and
+    their products, grafting adds the sampler's inputs, node and outputs and tidies a traced graph. Nothing edits it
+    afterwards. Other fields change only in copies.
 
     model: inputs input_ids, past_key_values.{i}.key|value and either attention_mask, (position_ids) or, with a static
     cache, write_indices, row_lengths; outputs logits [batch, sequence, vocab], present.{i}.key|value.

@@ -9,11 +9,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from topw_deploy.errors import ExportError, ParameterError, UnsupportedModelError
+from topw_deploy.errors import ExportError, ParameterError
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.graft.neighbour_bound import measure_for
 from topw_deploy.export.graft.sampler_node import graft
-from topw_deploy.export.graph.embedding import find_embedding
 from topw_deploy.export.job import Job
 from topw_deploy.export.plan import layers_to_verify, onnx_data_files, plan_of, verification_bytes
 from topw_deploy.export.quantise import quantise
@@ -29,7 +28,7 @@ from topw_deploy.export.write.configuration import copy_genai_configuration, wri
 from topw_deploy.export.write.manifest import decoder_manifest, decoder_report, sizes_in
 from topw_deploy.export.write.staging import StagedFolder, check_free, copy_file, require_space
 from topw_deploy.export.write.tokenizer_files import check_tokenizer, write_tokenizer
-from topw_deploy.export.write.weights import bytes_by_type, tidy, write_model
+from topw_deploy.export.write.weights import bytes_by_type, write_model
 from topw_deploy.manifest import DecoderManifest, Verification, save_manifest
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sizes import decimal_size
@@ -92,15 +91,7 @@ def _make_graph(job: Job) -> tuple[Decoder, TailSpec]:
     measure = measure_for(sampler.neighbour_bound, request.dry_run, progress)
     if sampler.neighbour_bound:
         measure = job.finished.measured(measure)
-    spec = graft(decoder, sampler, measure)
-    if not decoder.foreign:
-        try:
-            table = find_embedding(decoder.model.graph).data[0]
-        except UnsupportedModelError:  # optional with the uniform metric
-            tidy(decoder.model, None)
-        else:
-            tidy(decoder.model, table if table.producer() is None else None)
-    return decoder, spec
+    return graft(decoder, sampler, measure)
 
 
 def _read_decoder(job: Job, file: Path) -> Decoder:

@@ -16,6 +16,7 @@ from tests.support.tiny_models import make_model
 from tests.support.traces import trace
 from topw_deploy.demo import demo_model_path
 from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export.graft.tidy import tidy
 from topw_deploy.export.graph.editor import external_files
 from topw_deploy.export.graph.embedding import find_embedding
 from topw_deploy.export.write import weights
@@ -66,7 +67,7 @@ def test_equal_but_separate_tables_are_not_tied() -> None:
 
     lower(traced)
     last_logits(traced.model.graph)
-    weights.tidy(traced.model, table)
+    tidy(traced.model, table)
     assert not [n for n in traced.model.graph if n.op_type == "Gemm" and n.inputs[1] is table]
 
 

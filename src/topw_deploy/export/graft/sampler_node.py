@@ -13,6 +13,7 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.graft.last_token import last_logits
 from topw_deploy.export.graft.neighbour_bound import Measure, no_bound
+from topw_deploy.export.graft.tidy import tidy
 from topw_deploy.export.graph.editor import GraphEditor, find_input
 from topw_deploy.export.graph.embedding import EmbeddingNode, find_embedding
 from topw_deploy.export.graph.table import EmbeddingTable
@@ -51,8 +52,8 @@ _OUTPUT_TYPES = {
 }
 
 
-def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound) -> TailSpec:
-    """Add the sampler to `decoder.model` in place; `measure` computes the neighbour bound.
+def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound) -> tuple[Decoder, TailSpec]:
+    """Add the sampler to `decoder.model` in place, and tidy a traced graph; `measure` computes the neighbour bound.
 
     `logits` stays an output on request. In another exporter's decoder it is the decoder's own output, and the graph
     then also runs without sampler inputs; otherwise it is float32 [batch, vocab].
@@ -86,7 +87,18 @@ def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound)
     install_function(decoder.model, spec)
     RemoveUnusedNodesPass()(decoder.model)
     editor.finish()
-    return spec
+    if not decoder.foreign:
+        tidy(decoder.model, _shared_table(decoder.model.graph))
+    return decoder, spec
+
+
+def _shared_table(graph: ir.Graph) -> ir.Value | None:
+    """The embedding initializer that a tied output layer may use too, if there is one."""
+    try:
+        table = find_embedding(graph).data[0]
+    except UnsupportedModelError:  # optional with the uniform metric
+        return None
+    return table if table.producer() is None else None
 
 
 def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:

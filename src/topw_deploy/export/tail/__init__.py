@@ -1,6 +1,5 @@
 """The sampler as an ONNX function (docs/contract/graph.md, section 8)."""
 
-from topw_deploy.export.graph.embedding import EmbeddingForm, plain_gather
 from topw_deploy.export.tail.function import build_tail
 from topw_deploy.export.tail.spec import (
     DOMAIN,
