@@ -16,7 +16,7 @@ from benchmarks.gpu.job import Job, MissingError, Result, Step
 
 MODULES = ("tensorrt", "tensorrt_bindings")
 PLUGINS = {"plugin": ("python", "plugin"), "the file's function": ("none", "graph")}
-"""What runs the sampler's node -> (EngineRequest.plugin, the sampler that the opened model must report)."""
+"""What runs the sampler's node -> (TensorRTRequest.plugin, the sampler that the opened model must report)."""
 
 _BATCH, _SEQUENCE = 4, 64
 _BUILD, _RUN = (150, 470), (40, 240)  # seconds: expected, maximum
@@ -73,7 +73,7 @@ def build(folder: Path, name: str, job: Job) -> Result:
     from topw_deploy.plugins.tensorrt import tensorrt_module
     from topw_deploy.progress import Progress
     from topw_deploy.tensorrt.build import build_engine
-    from topw_deploy.tensorrt.request import EngineRequest
+    from topw_deploy.tensorrt.request import TensorRTRequest
 
     use_kernels(name, job)
     copy = copy_of(folder, name, job)
@@ -81,7 +81,7 @@ def build(folder: Path, name: str, job: Job) -> Result:
         shutil.rmtree(copy)
     shutil.copytree(folder, copy)
     said: list[str] = []
-    request = EngineRequest(out=copy, max_batch=_BATCH, max_sequence=_SEQUENCE, plugin=PLUGINS[name][0])
+    request = TensorRTRequest(out=copy, max_batch=_BATCH, max_sequence=_SEQUENCE, plugin=PLUGINS[name][0])
     try:
         built = build_engine(request, Progress(say=said.append))
     except TopWError as error:

@@ -69,7 +69,7 @@ class PluginError(TopWError):
     """A native library cannot be built or used here."""
 
 
-class EngineError(TopWError):
+class TensorRTError(TopWError):
     """A TensorRT engine cannot be built, or does not fit this machine or folder."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.attacks import call, field, function, nested_if, put, refused, varint
-from topw_deploy.errors import EngineError
+from topw_deploy.errors import TensorRTError
 from topw_deploy.tensorrt import check as check_module
 from topw_deploy.tensorrt import onnx_file
 from topw_deploy.tensorrt.check import check
@@ -44,7 +44,7 @@ def test_a_file_that_is_not_a_graph_or_exceeds_a_limit_is_refused(
     monkeypatch.setattr(onnx_file, "_MOST_PARTS", 1000)
     content, reason = UNREAD[name]
     (tmp_path / "model.onnx").write_bytes(content)
-    with refused(EngineError, reason):
+    with refused(TensorRTError, reason):
         read_model(tmp_path / "model.onnx")
 
 
@@ -77,5 +77,5 @@ def test_functions_that_call_themselves_or_expand_too_far_are_refused(
     monkeypatch.setattr(check_module, "_MOST_NODES", 1000)
     content, reason = CHECKED[name]
     put(folder, "model.onnx", (folder / "model.onnx").read_bytes() + content)
-    with refused(EngineError, reason):
+    with refused(TensorRTError, reason):
         check(folder, target, ask=False)

@@ -11,7 +11,7 @@ from tests.engine.conftest import NewEngine
 from tests.support.toy_model import CONTEXT, Toy, export
 from tests.tensorrt.run.conftest import Open, exported_toy, gpu, no_plugin, opened, out, trt  # noqa: F401  # fixtures
 from topw_deploy.engine import Engine
-from topw_deploy.errors import EngineError, GenerationError, ParameterError
+from topw_deploy.errors import GenerationError, ParameterError
 from topw_deploy.runtime import TopWModel
 
 
@@ -45,13 +45,15 @@ def test_only_caches_in_place_with_row_lengths_are_taken(toy: Toy, tmp_path: Pat
 
 
 def test_a_tensorrt_engine_of_fewer_rows_is_refused(opened: Open) -> None:  # noqa: F811
-    with pytest.raises(EngineError, match="max_batch is 8, but the TensorRT engine was built for 4; give at most that"):
+    with pytest.raises(
+        ParameterError, match="max_batch is 8, but the TensorRT engine was built for 4; give at most that"
+    ):
         Engine(opened())
 
 
 def test_rows_that_tensorrt_cannot_bind_are_refused(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model._session, "provider", "tensorrt", raising=False)
-    with pytest.raises(EngineError, match="a row of a state takes 992 bytes, which is not a multiple of 256"):
+    with pytest.raises(ParameterError, match="a row of a state takes 992 bytes, which is not a multiple of 256"):
         Engine(model, max_length=31)
     Engine(model, max_length=32).shutdown()
 

@@ -1,6 +1,6 @@
 """Build engines with NVIDIA's builder, in the environment of make_environment.py.
 
-in: JSON requests, {"out": folder, ...EngineRequest's fields}; the first "kernels" registers the plugin.
+in: JSON requests, {"out": folder, ...TensorRTRequest's fields}; the first "kernels" registers the plugin.
 out: JSON answers: stamp, progress, deserialisation result, or error.
 Without a GPU the driver is a double.
 """
@@ -21,7 +21,7 @@ from topw_deploy.plugins import driver
 from topw_deploy.progress import Progress
 from topw_deploy.tensorrt import api, engines
 from topw_deploy.tensorrt.build import build_engine
-from topw_deploy.tensorrt.request import EngineRequest
+from topw_deploy.tensorrt.request import TensorRTRequest
 
 GPU = driver.Driver("13.0", (driver.Device("No GPU", 90),), "")
 
@@ -40,7 +40,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     paths = {name: Path(request[name]) for name in ("out", "timing_cache") if name in request}
     try:
-        built = build_engine(EngineRequest(**{**request, **paths}), Progress(bar=bar))
+        built = build_engine(TensorRTRequest(**{**request, **paths}), Progress(bar=bar))
         path, stamp = engines.fitting(paths["out"], engines.this_machine(built.stamp.tensorrt))
     except TopWError as error:
         return {"error": f"{type(error).__name__}: {error}"}

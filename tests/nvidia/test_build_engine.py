@@ -72,8 +72,8 @@ def test_timings_are_written_as_tensorrt_gives_them(answers: dict[str, dict[str,
 
 
 def test_what_this_tensorrt_cannot_do_is_one_sentence(answers: dict[str, dict[str, Any]]) -> None:
-    assert "EngineError: the plugin is not available: " in answers["fp16"]["error"]
+    assert "TensorRTError: the plugin is not available: " in answers["fp16"]["error"]
     error = answers["no room"]["error"]
-    assert error.startswith("EngineError: TensorRT 11.4.0.106 could not build an engine (")
+    assert error.startswith("TensorRTError: TensorRT 11.4.0.106 could not build an engine (")
     assert error.endswith("; give smaller bounds or a larger --workspace.")
     assert "OutOfMemory" in error

@@ -16,7 +16,7 @@ from topw_deploy.cli.build_engine import command as build_engine
 from topw_deploy.cli.check import command as check
 from topw_deploy.cli.inspect import command as inspect
 from topw_deploy.cli.verify import command as verify
-from topw_deploy.errors import EngineError, ManifestError, TopWError
+from topw_deploy.errors import ManifestError, TensorRTError, TopWError
 from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, check_hashes, load_manifest
 from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.folder import ModelFolder
@@ -126,7 +126,7 @@ def test_a_file_that_is_swapped_after_the_manifest_was_read_is_not_waited_for(fo
         opened.read_text("tokenizer.json")
     with no_hang(), pytest.raises(ManifestError):
         check_hashes(folder, opened.manifest)
-    with no_hang(), pytest.raises(EngineError, match=r"is a .*, not a regular file"):
+    with no_hang(), pytest.raises(TensorRTError, match=r"is a .*, not a regular file"):
         read_model(folder / "model.onnx")
 
 
@@ -137,7 +137,7 @@ def test_engines_and_stamps_are_regular_files(folder: Path, kind: str) -> None:
     put(kind, folder / "engines" / "gpu.json")
     put(kind, folder / "engines" / "gpu.engine")
     (stamp,) = [path for path in stamps(folder) if path.stem == "gpu"]
-    with no_hang(), pytest.raises(EngineError, match="it is not a file in the folder"):
+    with no_hang(), pytest.raises(TensorRTError, match="it is not a file in the folder"):
         read(stamp)
     with no_hang():
         outcome = CliRunner().invoke(inspect, [str(folder)])

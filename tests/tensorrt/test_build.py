@@ -18,13 +18,13 @@ from tests.support.cuda_double import Gpu
 from tests.support.special_files import SPECIAL, no_hang
 from tests.support.tensorrt_double import Config, TensorRT
 from tests.tensorrt.conftest import CACHE, build
-from topw_deploy.errors import EngineError, ParameterError
+from topw_deploy.errors import ParameterError, TensorRTError
 from topw_deploy.manifest import load_manifest, save_manifest
 from topw_deploy.plugins.tensorrt.module import BUILT_WITH
 from topw_deploy.progress import Progress
 from topw_deploy.tensorrt import plugin_choice
 from topw_deploy.tensorrt.build import build_engine
-from topw_deploy.tensorrt.request import EngineRequest
+from topw_deploy.tensorrt.request import TensorRTRequest
 from topw_deploy.tensorrt.stamp import read
 
 
@@ -79,7 +79,7 @@ def test_types_are_the_graphs_and_float32_is_not_rounded_unless_half_precision_i
 def test_a_tensorrt_without_weak_types_says_what_to_do_instead_of_fp16(trt: TensorRT, out: Path) -> None:
     del trt.module.BuilderFlag
     trt.module.BuilderFlag = type("BuilderFlag", (), {"TF32": 7})
-    with pytest.raises(EngineError, match=r"computes only in the graph's types; export with --dtype fp16"):
+    with pytest.raises(TensorRTError, match=r"computes only in the graph's types; export with --dtype fp16"):
         build(out, fp16=True)
 
 
@@ -87,7 +87,7 @@ def test_half_precision_without_the_plugin_is_refused(trt: TensorRT, out: Path, 
     with pytest.raises(ParameterError, match="compute the sampler's function in half precision"):
         build(out, fp16=True, plugin="none")
     request.getfixturevalue("no_plugin")
-    with pytest.raises(EngineError, match=r"--fp16 needs the sampler's plugin, but .*; export with --dtype fp16"):
+    with pytest.raises(TensorRTError, match=r"--fp16 needs the sampler's plugin, but .*; export with --dtype fp16"):
         build(out, fp16=True)
 
 
@@ -96,7 +96,7 @@ def test_half_precision_is_not_asked_for_twice(out: Path) -> None:
     assert manifest.decoder is not None
     save_manifest(out, replace(manifest, decoder=replace(manifest.decoder, weights_dtype="float16")))
     with pytest.raises(
-        EngineError, match=r"--fp16 is only for float32, but the weights of .* are float16; leave it out"
+        TensorRTError, match=r"--fp16 is only for float32, but the weights of .* are float16; leave it out"
     ):
         build(out, fp16=True)
 
@@ -134,23 +134,23 @@ def test_engine_stamp_and_timings_have_the_permissions_that_the_umask_leaves(
 @pytest.mark.parametrize("kind", ["a named pipe", "a link to a device", "a link to a pipe"])
 def test_timings_are_read_from_a_regular_file_only(trt: TensorRT, out: Path, tmp_path: Path, kind: str) -> None:
     SPECIAL[kind](tmp_path / "timings")
-    with no_hang(), pytest.raises(EngineError, match=r"timings cannot be read: it is a .*, not a regular file"):
+    with no_hang(), pytest.raises(TensorRTError, match=r"timings cannot be read: it is a .*, not a regular file"):
         build(out, timing_cache=tmp_path / "timings")
 
 
 def test_an_engine_is_not_built_into_a_folder_that_is_a_link(trt: TensorRT, out: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (out / "engines").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(EngineError, match="engines is a symbolic link, but engines must be in the folder itself"):
+    with pytest.raises(TensorRTError, match="engines is a symbolic link, but engines must be in the folder itself"):
         build(out)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_timings_of_another_machine_are_refused(trt: TensorRT, out: Path, tmp_path: Path) -> None:
     (tmp_path / "timings").write_bytes(b"10.15.0.1")
-    with pytest.raises(EngineError, match=r"timings is from another GPU or TensorRT version; delete it"):
+    with pytest.raises(TensorRTError, match=r"timings is from another GPU or TensorRT version; delete it"):
         build(out, timing_cache=tmp_path / "timings")
-    with pytest.raises(EngineError, match="cannot be read: Is a directory"):
+    with pytest.raises(TensorRTError, match="cannot be read: Is a directory"):
         build(out, timing_cache=tmp_path)
 
 
@@ -168,7 +168,7 @@ def test_the_bytes_are_the_same_whether_tensorrt_gives_them_piecewise_or_at_once
 @pytest.mark.parametrize(("asked", "kind"), [("auto", "python"), ("python", "python"), ("none", "none")])
 def test_what_samples_is_stamped(trt: TensorRT, out: Path, asked: str, kind: str) -> None:
     if asked == "none":
-        with pytest.raises(EngineError, match="has already registered the sampler's plugin"):
+        with pytest.raises(TensorRTError, match="has already registered the sampler's plugin"):
             build(out, plugin=asked)
         trt.registry.all_creators.clear()
     stamp = build(out, plugin=asked).stamp
@@ -178,10 +178,10 @@ def test_what_samples_is_stamped(trt: TensorRT, out: Path, asked: str, kind: str
 @pytest.mark.usefixtures("no_plugin")
 def test_auto_goes_on_with_the_function_and_python_does_not(trt: TensorRT, out: Path) -> None:
     lines: list[str] = []
-    built = build_engine(EngineRequest(out=out), Progress(say=lines.append))
+    built = build_engine(TensorRTRequest(out=out), Progress(say=lines.append))
     assert built.stamp.plugin == "none"
     assert lines[0].endswith("the sampler as a function: the CUDA library is absent")
-    with pytest.raises(EngineError, match="the plugin is not available: the CUDA library is absent"):
+    with pytest.raises(TensorRTError, match="the plugin is not available: the CUDA library is absent"):
         build(out, plugin="python")
 
 
@@ -190,12 +190,12 @@ def test_a_plugins_library_is_loaded_and_must_hold_the_plugin(trt: TensorRT, out
     good, other = tmp_path / "libtopw_tensorrt.so", tmp_path / "libother.so"
     for path in (good, other):
         path.touch()
-    with pytest.raises(EngineError, match=r"libother.so has no plugin for the sampler's node; .*--tensorrt-root"):
+    with pytest.raises(TensorRTError, match=r"libother.so has no plugin for the sampler's node; .*--tensorrt-root"):
         build(out, plugin=str(other))
     assert build(out, plugin=str(good)).stamp.plugin == "library"
     assert trt.registry.libraries == [str(other), str(good)]
     with pytest.raises(
-        EngineError, match=r"absent\.so \(from .*\) is not a file; `topw plugins build --tensorrt-root` builds one"
+        TensorRTError, match=r"absent\.so \(from .*\) is not a file; `topw plugins build --tensorrt-root` builds one"
     ):
         build(out, plugin=str(tmp_path / "absent.so"))
 
@@ -220,7 +220,7 @@ def test_a_tensorrt_that_does_not_start_is_one_sentence(trt: TensorRT, out: Path
         raise TypeError("pybind11::init(): factory function returned nullptr")
 
     trt.module.Builder = broken
-    with pytest.raises(EngineError, match=r"does not start here \(CUDA initialization failure with error: 35\)"):
+    with pytest.raises(TensorRTError, match=r"does not start here \(CUDA initialization failure with error: 35\)"):
         build(out)
 
 
@@ -232,7 +232,7 @@ def test_progress_grows_to_a_hundred(trt: TensorRT, out: Path) -> None:
         assert (total, unit) == (100, "%")
         yield shown.append
 
-    build_engine(EngineRequest(out=out), Progress(bar=bar))
+    build_engine(TensorRTRequest(out=out), Progress(bar=bar))
     assert shown == [16, 17, 17, 50]  # the first of two phases in three steps, then the second
 
 
@@ -247,7 +247,7 @@ def test_an_interrupt_while_building_leaves_the_earlier_engine(trt: TensorRT, ou
         yield interrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_engine(EngineRequest(out=out, max_batch=2), Progress(bar=bar))
+        build_engine(TensorRTRequest(out=out, max_batch=2), Progress(bar=bar))
     (engine,) = out.glob("engines/*.engine")
     assert engine.read_bytes() == before
     assert len(written(out)) == 2
@@ -259,14 +259,14 @@ def test_a_build_that_fails_says_why_and_leaves_nothing(trt: TensorRT, out: Path
     if not streams:
         del trt.module.IStreamWriter
     trt.fails = "no tactic\n  for node 7"
-    with pytest.raises(EngineError, match=r"could not build an engine \(no tactic for node 7\); give smaller bounds"):
+    with pytest.raises(TensorRTError, match=r"could not build an engine \(no tactic for node 7\); give smaller bounds"):
         build(out)
     assert written(out) == []
 
 
 def test_a_graph_that_is_not_taken_is_an_error_with_the_parsers_words(trt: TensorRT, out: Path) -> None:
     trt.refuses = "no importer for Foo"
-    with pytest.raises(EngineError, match=r"does not accept .*model.onnx \(no importer for Foo\); `topw check .*out"):
+    with pytest.raises(TensorRTError, match=r"does not accept .*model.onnx \(no importer for Foo\); `topw check .*out"):
         build(out)
     assert written(out) == []
 
@@ -282,7 +282,7 @@ def test_a_new_engine_takes_the_place_of_the_old_one_of_the_same_machine(trt: Te
 
 def test_profiles_that_are_not_taken_are_named(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Config, "add_optimization_profile", lambda self, profile: -1)
-    with pytest.raises(EngineError, match=r"does not accept the profile .*decode.*; give smaller bounds"):
+    with pytest.raises(TensorRTError, match=r"does not accept the profile .*decode.*; give smaller bounds"):
         build(out)
 
 
@@ -297,7 +297,7 @@ def test_a_stamp_that_cannot_be_written_leaves_no_part_of_it(
         replace_(source, target)
 
     monkeypatch.setattr(os, "replace", refuse_stamps)
-    with pytest.raises(EngineError, match="No space left on device"):
+    with pytest.raises(TensorRTError, match="No space left on device"):
         build(out)
     assert written(out) == ["double-gpu-sm90-tensorrt10.16.1.11.engine"]  # unused without its stamp
 
@@ -311,7 +311,7 @@ def test_a_closed_terminal_is_no_full_disk(trt: TensorRT, out: Path) -> None:
         yield closed
 
     with pytest.raises(BrokenPipeError):
-        build_engine(EngineRequest(out=out), Progress(bar=bar))
+        build_engine(TensorRTRequest(out=out), Progress(bar=bar))
     assert written(out) == []
 
 
@@ -322,6 +322,6 @@ def test_a_disk_that_is_full_leaves_nothing(trt: TensorRT, out: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module._HashingSink, "__call__", full)
-    with pytest.raises(EngineError, match=r"engines cannot be written: No space left on device; make room"):
+    with pytest.raises(TensorRTError, match=r"engines cannot be written: No space left on device; make room"):
         build(out)
     assert written(out) == []

@@ -14,7 +14,7 @@ import pytest
 from onnx import helper
 
 from tests.support.toy_model import Toy, export
-from topw_deploy.errors import EngineError, ManifestError, ParameterError
+from topw_deploy.errors import ManifestError, ParameterError, TensorRTError
 from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.manifest import describe_files, load_manifest, save_manifest
 from topw_deploy.plugins.tensorrt.module import MODULES
@@ -160,7 +160,7 @@ def test_functions_that_functions_call_are_read_too_and_one_that_calls_itself_is
     assert (refused.operator, refused.where) == ("Unique", "function mine.Inner")
     model.functions[-2].node[0].CopyFrom(helper.make_node("Outer", ["x"], ["y"], domain="mine"))
     rewrite(out, model)
-    with pytest.raises(EngineError, match=r"mine\.Outer calls itself"):
+    with pytest.raises(TensorRTError, match=r"mine\.Outer calls itself"):
         check(out, "tensorrt", ask=False)
 
 

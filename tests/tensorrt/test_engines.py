@@ -12,11 +12,11 @@ import pytest
 
 from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import TensorRT
-from topw_deploy.errors import EngineError
+from topw_deploy.errors import TensorRTError
 from topw_deploy.plugins import driver
 from topw_deploy.tensorrt.build import BuiltEngine, build_engine
 from topw_deploy.tensorrt.engines import Machine, fitting, has_engines, this_machine
-from topw_deploy.tensorrt.request import EngineRequest
+from topw_deploy.tensorrt.request import TensorRTRequest
 from topw_deploy.tensorrt.stamp import read
 
 HERE = Machine("10.16.1.11", "Double GPU", 90)
@@ -24,7 +24,7 @@ HERE = Machine("10.16.1.11", "Double GPU", 90)
 
 @pytest.fixture
 def built(trt: TensorRT, out: Path) -> BuiltEngine:
-    return build_engine(EngineRequest(out=out))
+    return build_engine(TensorRTRequest(out=out))
 
 
 def rewrite(built: BuiltEngine, **changes: Any) -> None:
@@ -40,10 +40,10 @@ def test_an_engine_that_fits_is_found(built: BuiltEngine, out: Path) -> None:
 
 def test_of_several_the_one_that_fits_is_found(trt: TensorRT, gpu: Gpu, built: BuiltEngine, out: Path) -> None:
     gpu.name, gpu.architecture = "A GPU with a name before the other's", 87
-    other = build_engine(EngineRequest(out=out))
+    other = build_engine(TensorRTRequest(out=out))
     assert fitting(out, HERE)[0] == built.path
     assert fitting(out, this_machine("10.16.1.11"))[0] == other.path
-    with pytest.raises(EngineError, match=r"was built for A GPU .*; .*was built for Double GPU .*; build one with"):
+    with pytest.raises(TensorRTError, match=r"was built for A GPU .*; .*was built for Double GPU .*; build one with"):
         fitting(out, Machine("10.16.1.11", "Third GPU", 90))
 
 
@@ -59,14 +59,14 @@ def test_of_several_the_one_that_fits_is_found(trt: TensorRT, gpu: Gpu, built: B
     ],
 )
 def test_an_engine_of_another_machine_is_refused(built: BuiltEngine, out: Path, machine: Machine, message: str) -> None:
-    with pytest.raises(EngineError, match=rf"engines/double-gpu\S+ {message}; build one with `topw build-engine "):
+    with pytest.raises(TensorRTError, match=rf"engines/double-gpu\S+ {message}; build one with `topw build-engine "):
         fitting(out, machine)
 
 
 def test_an_engine_of_another_export_is_refused(built: BuiltEngine, out: Path) -> None:
     manifest = out / "topw_manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
-    with pytest.raises(EngineError, match="was built from another export than this folder's"):
+    with pytest.raises(TensorRTError, match="was built from another export than this folder's"):
         fitting(out, HERE)
 
 
@@ -96,7 +96,7 @@ def test_a_damaged_engine_is_refused(
     built: BuiltEngine, out: Path, damage: Callable[[Path], Any], message: str
 ) -> None:
     damage(built.path)
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(TensorRTError, match=message):
         fitting(out, HERE)
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_engine_is_refused(
 )
 def test_a_malformed_stamp_is_refused(built: BuiltEngine, out: Path, changes: dict[str, Any], message: str) -> None:
     rewrite(built, **changes)
-    with pytest.raises(EngineError, match=f"is not an engine's stamp .*{message}.*; build one with"):
+    with pytest.raises(TensorRTError, match=f"is not an engine's stamp .*{message}.*; build one with"):
         fitting(out, HERE)
 
 
@@ -147,9 +147,9 @@ def test_a_malformed_stamp_is_refused(built: BuiltEngine, out: Path, changes: di
 def test_what_is_no_stamp_at_all_is_refused(built: BuiltEngine, out: Path, data: bytes, message: str) -> None:
     path = built.path.with_suffix(".json")
     path.write_bytes(data)
-    with pytest.raises(EngineError, match=rf"is not an engine's stamp \({message}\)\.$"):
+    with pytest.raises(TensorRTError, match=rf"is not an engine's stamp \({message}\)\.$"):
         read(path)
-    with pytest.raises(EngineError, match=r"\); build one with"):
+    with pytest.raises(TensorRTError, match=r"\); build one with"):
         fitting(out, HERE)
 
 
@@ -163,7 +163,7 @@ def test_a_stamp_that_is_no_file_of_the_folder_is_refused(
     path.unlink()
     put(path)
     with pytest.raises(
-        EngineError, match=r"is not an engine's stamp \(it is not a file in the folder\); build one with"
+        TensorRTError, match=r"is not an engine's stamp \(it is not a file in the folder\); build one with"
     ):
         fitting(out, HERE)
 
@@ -172,20 +172,20 @@ def test_an_engine_without_a_stamp_was_never_finished(built: BuiltEngine, out: P
     built.path.with_suffix(".json").unlink()
     assert has_engines(out)
     with pytest.raises(
-        EngineError, match=r"^engines/double-gpu\S+ has no stamp, as after an interrupted build; build one"
+        TensorRTError, match=r"^engines/double-gpu\S+ has no stamp, as after an interrupted build; build one"
     ):
         fitting(out, HERE)
 
 
 def test_a_folder_without_engines(out: Path) -> None:
     assert not has_engines(out)
-    with pytest.raises(EngineError, match="has no engine; build one with"):
+    with pytest.raises(TensorRTError, match="has no engine; build one with"):
         fitting(out, HERE)
 
 
 def test_a_gpu_that_is_not_there_is_named(trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineError, match="device 1 was requested, but there are 1 GPUs"):
+    with pytest.raises(TensorRTError, match="device 1 was requested, but there are 1 GPUs"):
         this_machine("10.16.1.11", 1)
     monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
-    with pytest.raises(EngineError, match="there is no NVIDIA driver; see `topw plugins show`"):
+    with pytest.raises(TensorRTError, match="there is no NVIDIA driver; see `topw plugins show`"):
         this_machine("10.16.1.11")

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.support.toy_model import Toy, export
-from topw_deploy.errors import EngineError
+from topw_deploy.errors import TensorRTError
 from topw_deploy.tensorrt.onnx_file import Graph, Node, read_model, without_function
 
 
@@ -88,7 +88,7 @@ def test_a_function_that_is_not_there_is_not_missed(tmp_path: Path) -> None:
 def test_what_is_no_model_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(data)
-    with pytest.raises(EngineError, match=r"model\.onnx"):
+    with pytest.raises(TensorRTError, match=r"model\.onnx"):
         read_model(path)
 
 
@@ -100,6 +100,6 @@ def test_a_file_that_is_cut_short_is_refused_or_read_and_never_crashes(exported_
         path.write_bytes(data[:end])
         try:
             read_model(path)
-        except EngineError:
+        except TensorRTError:
             refused += 1
     assert refused > 50  # a cut between top-level fields leaves a valid model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from topw_deploy.errors import EngineError
+from topw_deploy.errors import TensorRTError
 from topw_deploy.manifest import TensorSpec
 from topw_deploy.tensorrt.profiles import Profile, Range, preferred, profiles
 
@@ -41,7 +41,7 @@ def test_a_small_bound_on_edits_is_what_is_tuned_for() -> None:
 
 def test_a_dimension_that_no_engine_can_have_open_is_named() -> None:
     profile = Profile("decode", *[Range(1, 1, 1)] * 3)
-    with pytest.raises(EngineError, match=r"past_key_values\.0\.key has the dimension 'max_length', for which"):
+    with pytest.raises(TensorRTError, match=r"past_key_values\.0\.key has the dimension 'max_length', for which"):
         profile.shapes(TensorSpec("past_key_values.0.key", "float", ("batch", 2, "max_length", 64)), words=3)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.tensorrt_double import TensorRT
 from tests.support.toy_model import Toy, export, export_sampler
 from tests.tensorrt.conftest import CACHE, build
-from topw_deploy.errors import EngineError, ManifestError, ParameterError
+from topw_deploy.errors import ManifestError, ParameterError, TensorRTError
 from topw_deploy.manifest import State, Verification, load_decoder_manifest, load_manifest, save_manifest
 from topw_deploy.plugins import driver
 
@@ -38,9 +38,9 @@ def test_folders_that_no_engine_can_be_built_of(tmp_path: Path) -> None:
         ("concat", {}, "exported for onnxruntime with a concat cache; export with --target tensorrt"),
         ("scatter", {"form": "scatter"}, "exported for onnxruntime with a static cache"),
     ):
-        with pytest.raises(EngineError, match=message):
+        with pytest.raises(TensorRTError, match=message):
             build(export(tmp_path / name, toy, **settings))
-    with pytest.raises(EngineError, match="holds only a sampler"):
+    with pytest.raises(TensorRTError, match="holds only a sampler"):
         build(export_sampler(tmp_path / "sampler", toy))
     with pytest.raises(ManifestError, match=r"has no topw_manifest\.json"):
         build(tmp_path)
@@ -49,13 +49,13 @@ def test_folders_that_no_engine_can_be_built_of(tmp_path: Path) -> None:
 def test_exports_that_are_unfinished_or_leave_the_caches_length_open(out: Path) -> None:
     manifest = load_manifest(out)
     save_manifest(out, replace(manifest, verification=Verification(status="provisional")))
-    with pytest.raises(EngineError, match="verification did not finish; export the model again"):
+    with pytest.raises(TensorRTError, match="verification did not finish; export the model again"):
         build(out)
     inputs = [
         replace(i, shape=(*i.shape[:2], "max_length", i.shape[3])) if len(i.shape) == 4 else i for i in manifest.inputs
     ]
     save_manifest(out, replace(manifest, inputs=tuple(inputs)))
-    with pytest.raises(EngineError, match="has no fixed length; export for TensorRT without --max-length 0"):
+    with pytest.raises(TensorRTError, match="has no fixed length; export for TensorRT without --max-length 0"):
         build(out)
 
 
@@ -64,21 +64,21 @@ def test_an_export_with_recurrent_states_is_left_to_onnxruntime(out: Path) -> No
     state = State(layer=0, kind="recurrent", past="past_s", present="present_s", dtype="float", shape=(1, 2, 3))
     decoder = replace(manifest.decoder, states=(*manifest.decoder.states, state))
     save_manifest(out, replace(manifest, decoder=decoder))
-    with pytest.raises(EngineError, match="recurrent states, which an engine cannot update in place"):
+    with pytest.raises(TensorRTError, match="recurrent states, which an engine cannot update in place"):
         build(out)
 
 
 def test_what_is_missing_on_the_machine_is_named(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "look", lambda: driver.Driver("13.0", (), "the NVIDIA driver sees no GPU"))
-    with pytest.raises(EngineError, match="no engine can be built or run here: the NVIDIA driver sees no GPU"):
+    with pytest.raises(TensorRTError, match="no engine can be built or run here: the NVIDIA driver sees no GPU"):
         build(out)
     trt.module.__version__ = "10.14.1"
-    with pytest.raises(EngineError, match=r"TensorRT 10.14.1, but a cache .* needs 10.15 or later"):
+    with pytest.raises(TensorRTError, match=r"TensorRT 10.14.1, but a cache .* needs 10.15 or later"):
         build(out)
 
 
 def test_without_tensorrt_the_command_to_install_it_is_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tensorrt", "tensorrt_bindings"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
-    with pytest.raises(EngineError, match=r" install .*\[tensorrt\]'"):
+    with pytest.raises(TensorRTError, match=r" install .*\[tensorrt\]'"):
         build(out)

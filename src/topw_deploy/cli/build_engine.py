@@ -92,9 +92,9 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
     """
     # Import late, for fast --help and usage errors.
     from topw_deploy.tensorrt.build import build_engine
-    from topw_deploy.tensorrt.request import EngineRequest
+    from topw_deploy.tensorrt.request import TensorRTRequest
 
-    request = EngineRequest(out=out, **values)
+    request = TensorRTRequest(out=out, **values)
     built = build_engine(request, SILENT if quiet else Progress(phase, _bar))
     if as_json:
         say_json({"path": str(built.path), **dataclasses.asdict(built.stamp)}, indent=2)

@@ -10,7 +10,7 @@ import click
 
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
-from topw_deploy.errors import EngineError
+from topw_deploy.errors import TensorRTError
 from topw_deploy.manifest import (
     DecoderInfo,
     DecoderManifest,
@@ -80,7 +80,7 @@ def _engines(folder: Path) -> Iterator[str]:
     for path in stamps(folder):
         try:
             stamp = read(path)
-        except EngineError as error:
+        except TensorRTError as error:
             rows.append((path.name, str(error)))
             continue
         profiles = " and ".join(profile.name for profile in stamp.profiles)

@@ -55,7 +55,7 @@ class Engine:
     exact: give a request the same bits whatever was reused and whatever runs beside it: reuse only whole chunks of
         prompts, and run all rows in every step; see docs/guide/engine.md.
 
-    Raises ParameterError for an invalid option or a cache of another form than `static`, EngineError for a TensorRT
+    Raises ParameterError for an invalid option, a cache of another form than `static`, or a TensorRT
     engine that is too small, GenerationError if there is no memory for the cache.
     """
 

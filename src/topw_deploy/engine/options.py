@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass
 
 from topw_deploy.engine.batch import row_bytes
-from topw_deploy.errors import EngineError, ParameterError
+from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import ALIGNMENT
 from topw_deploy.runtime.parameters import is_boolean, show
@@ -55,16 +55,16 @@ def check_form(decoder: DecoderInfo, path: object) -> None:
 
 
 def check_tensorrt(session: Session, decoder: DecoderInfo, options: Options) -> None:
-    """Raises EngineError for a TensorRT engine with fewer rows, or with rows that cannot be bound one by one."""
+    """Raises ParameterError for a TensorRT engine with fewer rows, or with rows that cannot be bound one by one."""
     if session.most_rows is not None and options.rows > session.most_rows:
-        raise EngineError(
+        raise ParameterError(
             f"max_batch is {options.rows}, but the TensorRT engine was built for {session.most_rows}; give at most "
             "that, or build it again with a higher --max-batch."
         )
     sizes = [state.row_bytes(max(options.length, decoder.buffer_least)) for state in decoder.states]
     odd = next((size for size in sizes if size % ALIGNMENT), None)
     if session.provider == "tensorrt" and options.rows > 1 and odd is not None:
-        raise EngineError(
+        raise ParameterError(
             f"a row of a state takes {odd} bytes, which is not a multiple of {ALIGNMENT}, so TensorRT cannot read a "
             "prompt into one of several rows; give max_batch=1, or open the model with another provider."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
-from topw_deploy.errors import EngineError, ParameterError, ProviderError
+from topw_deploy.errors import ParameterError, ProviderError, TensorRTError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.runtime.folder import ModelFolder
@@ -14,7 +14,7 @@ from topw_deploy.runtime.ort.session import GraphSession
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.tensorrt.engines import has_engines
-from topw_deploy.tensorrt.run.session import EngineSession
+from topw_deploy.tensorrt.run.session import TensorRTSession
 
 ENGINE = "tensorrt"
 """The provider name that prefers an engine; `TensorrtExecutionProvider` always means onnxruntime's provider."""
@@ -30,7 +30,7 @@ def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) 
         return GraphSession(folder, options)
     try:
         return _engine(folder, options)
-    except EngineError as error:
+    except TensorRTError as error:
         reason = str(error).rstrip(".")
     if ENGINE in providers.available():
         if has_engines(folder.path):
@@ -49,9 +49,9 @@ def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) 
     return GraphSession(folder, replace(options, provider=ENGINE))
 
 
-def _engine(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> EngineSession:
+def _engine(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> TensorRTSession:
     device = options.device_number
-    session = EngineSession(folder.path, folder.manifest, device_lock(("cuda", device)), device)
+    session = TensorRTSession(folder.path, folder.manifest, device_lock(("cuda", device)), device)
     names = {name for name in options.provider_options or {} if name != "device_id"}
     given = {"session_options": options.session_options, **options.threads, "provider_options": names or None}
     for name, value in given.items():

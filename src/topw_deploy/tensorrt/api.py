@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from topw_deploy.errors import EngineError, PluginError
+from topw_deploy.errors import PluginError, TensorRTError
 from topw_deploy.plugins.tensorrt import tensorrt_module
 
 
 def load() -> Any:
-    """Import `tensorrt`. Raises EngineError if missing, broken or too old."""
+    """Import `tensorrt`. Raises TensorRTError if missing, broken or too old."""
     try:
         return tensorrt_module()
     except PluginError as error:
-        raise EngineError(str(error)) from None
+        raise TensorRTError(str(error)) from None
 
 
 def new_logger(trt: Any) -> Any:
@@ -32,11 +32,11 @@ def new_logger(trt: Any) -> Any:
 
 
 def create(trt: Any, kind: str, logger: Any) -> Any:
-    """A tensorrt.Builder or tensorrt.Runtime (`kind`). Raises EngineError if CUDA does not start."""
+    """A tensorrt.Builder or tensorrt.Runtime (`kind`). Raises TensorRTError if CUDA does not start."""
     try:
         return getattr(trt, kind)(logger)
     except (RuntimeError, TypeError) as error:  # pybind11's errors for a null object
-        raise EngineError(f"TensorRT {trt.__version__} does not start here ({first_error(logger)})") from error
+        raise TensorRTError(f"TensorRT {trt.__version__} does not start here ({first_error(logger)})") from error
 
 
 def first_error(logger: Any) -> str:

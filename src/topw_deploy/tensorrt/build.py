@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from topw_deploy.errors import EngineError
+from topw_deploy.errors import TensorRTError
 from topw_deploy.files import open_regular, replacing
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.plugins.tensorrt.module import version_of
@@ -26,8 +26,8 @@ from topw_deploy.tensorrt.onnx_file import MODEL_NAME
 from topw_deploy.tensorrt.parser import parse
 from topw_deploy.tensorrt.profiles import Profile
 from topw_deploy.tensorrt.progress import Phases, monitor
-from topw_deploy.tensorrt.request import EngineRequest, load_exported
-from topw_deploy.tensorrt.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, EngineStamp, manifest_hash, write
+from topw_deploy.tensorrt.request import TensorRTRequest, load_exported
+from topw_deploy.tensorrt.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, TensorRTStamp, manifest_hash, write
 
 OLDEST = (10, 15)  # first with TensorScatter, the cache's in-place update
 _BLOCK = 64 << 20  # bytes per write
@@ -38,20 +38,20 @@ Sink: TypeAlias = Callable[[bytes | memoryview], object]
 @dataclass(frozen=True)
 class BuiltEngine:
     path: Path
-    stamp: EngineStamp
+    stamp: TensorRTStamp
     seconds: float
 
 
-def build_engine(request: EngineRequest, progress: Progress = SILENT) -> BuiltEngine:
+def build_engine(request: TensorRTRequest, progress: Progress = SILENT) -> BuiltEngine:
     """Build an engine into the folder's `engines/`, replacing one for the same GPU and TensorRT.
 
-    A failed build leaves no engine. Raises EngineError, ManifestError or ParameterError.
+    A failed build leaves no engine. Raises TensorRTError, ManifestError or ParameterError.
     """
     started = time.perf_counter()
     manifest, cache_length = load_exported(request.out)
     profiles = request.profiles(cache_length)
     if request.fp16 and manifest.decoder.weights_dtype != "float":
-        raise EngineError(
+        raise TensorRTError(
             f"--fp16 is only for float32, but the weights of {request.out} are {manifest.decoder.weights_dtype}; "
             "leave it out."
         )
@@ -60,7 +60,7 @@ def build_engine(request: EngineRequest, progress: Progress = SILENT) -> BuiltEn
     machine = this_machine(str(trt.__version__))
     plugin = plugin_choice.choose(request.plugin, trt)
     if request.fp16 and plugin.kind == "none":
-        raise EngineError(
+        raise TensorRTError(
             f"--fp16 needs the sampler's plugin, but {plugin.why_none}; export with --dtype fp16 instead."
         )
     progress.say(f"TensorRT {machine.tensorrt}, {machine.gpu} (sm_{machine.sm}), {plugin}")
@@ -70,14 +70,16 @@ def build_engine(request: EngineRequest, progress: Progress = SILENT) -> BuiltEn
     except BrokenPipeError:  # of the terminal that shows the progress
         raise
     except OSError as error:
-        raise EngineError(f"{request.out / FOLDER} cannot be written: {error.strerror or error}; make room.") from None
+        raise TensorRTError(
+            f"{request.out / FOLDER} cannot be written: {error.strerror or error}; make room."
+        ) from None
     return BuiltEngine(path, stamp, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
 class _Job:
     trt: Any
-    request: EngineRequest
+    request: TensorRTRequest
     manifest: DecoderManifest
     profiles: tuple[Profile, ...]
     cache_length: int
@@ -87,17 +89,17 @@ class _Job:
 
 def _check_version(trt: Any) -> None:
     if version_of(trt) < OLDEST:
-        raise EngineError(
+        raise TensorRTError(
             f"this is TensorRT {trt.__version__}, but a cache that is updated in place (TensorScatter) needs "
             f"{'.'.join(map(str, OLDEST))} or later; install a newer one, or run the folder with onnxruntime."
         )
 
 
-def _write(job: _Job, progress: Progress) -> tuple[Path, EngineStamp]:
+def _write(job: _Job, progress: Progress) -> tuple[Path, TensorRTStamp]:
     request, machine = job.request, job.machine
     folder = request.out / FOLDER
     if reason := misplaced(request.out):
-        raise EngineError(f"{folder} {reason}; remove it, and build again.")
+        raise TensorRTError(f"{folder} {reason}; remove it, and build again.")
     folder.mkdir(exist_ok=True)
     path = folder / f"{_slug(machine)}{ENGINE_SUFFIX}"
     digest = hashlib.sha256()
@@ -105,7 +107,7 @@ def _write(job: _Job, progress: Progress) -> tuple[Path, EngineStamp]:
         serialize(job.trt, request, job.manifest, job.profiles, _HashingSink(stream, digest), progress)
         size = stream.tell()
         path.with_suffix(STAMP_SUFFIX).unlink(missing_ok=True)  # invalidates the old engine
-    stamp = EngineStamp(
+    stamp = TensorRTStamp(
         engine=path.name,
         size=size,
         sha256=digest.hexdigest(),
@@ -127,13 +129,13 @@ def _write(job: _Job, progress: Progress) -> tuple[Path, EngineStamp]:
 
 def serialize(
     trt: Any,
-    request: EngineRequest,
+    request: TensorRTRequest,
     manifest: DecoderManifest,
     profiles: tuple[Profile, ...],
     sink: Sink,
     progress: Progress = SILENT,
 ) -> None:
-    """Build an engine and pass its bytes to `sink`. Raises EngineError, and the error that interrupted the build."""
+    """Build an engine and pass its bytes to `sink`. Raises TensorRTError, and the error that interrupted the build."""
     logger = api.new_logger(trt)
     builder = api.create(trt, "Builder", logger)
     network = parse(trt, logger, builder, request.out / MODEL_NAME, fp16=request.fp16)
@@ -146,7 +148,7 @@ def serialize(
     if phases.stopped is not None:
         raise phases.stopped
     if not done:
-        raise EngineError(
+        raise TensorRTError(
             f"TensorRT {trt.__version__} could not build an engine ({api.first_error(logger)}); give smaller "
             "bounds or a larger --workspace."
         )
@@ -156,7 +158,7 @@ def serialize(
 
 
 def _configure(
-    trt: Any, builder: Any, request: EngineRequest, manifest: DecoderManifest, profiles: Sequence[Profile]
+    trt: Any, builder: Any, request: TensorRTRequest, manifest: DecoderManifest, profiles: Sequence[Profile]
 ) -> Any:
     config = builder.create_builder_config()
     # TF32 rounds float32 factors to 10 bits; the graph was verified without it.
@@ -173,14 +175,14 @@ def _configure(
         for spec in manifest.inputs:
             shapes.set_shape(spec.name, *profile.shapes(spec, words))
         if config.add_optimization_profile(shapes) < 0:
-            raise EngineError(f"TensorRT does not accept the profile {profile}; give smaller bounds.")
+            raise TensorRTError(f"TensorRT does not accept the profile {profile}; give smaller bounds.")
     return config
 
 
 def _allow_half_precision(trt: Any, config: Any) -> None:
     flag = getattr(trt.BuilderFlag, "FP16", None)
     if flag is None:
-        raise EngineError(
+        raise TensorRTError(
             f"TensorRT {trt.__version__} computes only in the graph's types; export with --dtype fp16 instead of "
             "building with --fp16."
         )
@@ -194,10 +196,10 @@ def _read_timings(config: Any, path: Path) -> None:
     except FileNotFoundError:
         data = b""
     except OSError as error:
-        raise EngineError(f"the timing cache {path} cannot be read: {error.strerror or error}.") from None
+        raise TensorRTError(f"the timing cache {path} cannot be read: {error.strerror or error}.") from None
     cache = config.create_timing_cache(data)
     if cache is None or not config.set_timing_cache(cache, False):
-        raise EngineError(
+        raise TensorRTError(
             f"the timing cache {path} is from another GPU or TensorRT version; delete it, or give another file."
         )
 

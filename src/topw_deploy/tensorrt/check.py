@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from topw_deploy.errors import EngineError, ParameterError, PluginError, one_line
+from topw_deploy.errors import ParameterError, PluginError, TensorRTError, one_line
 from topw_deploy.manifest import TARGETS, DecoderManifest, Manifest, load_manifest
 from topw_deploy.plugins.tensorrt import tensorrt_module
 from topw_deploy.plugins.tensorrt.node import INPUTS, TABLE_INPUTS, NodeAttributes
@@ -85,7 +85,7 @@ def check(out: Path, target: str, *, ask: bool = True) -> CheckReport:
     """Sort the nodes of an exported graph for `target`, one of manifest.TARGETS.
 
     ask: also run TensorRT's parser, if installed.
-    Raises ManifestError, EngineError for an unreadable graph, ParameterError for an unknown target.
+    Raises ManifestError, TensorRTError for an unreadable graph, ParameterError for an unknown target.
     """
     if target not in TARGETS:
         raise ParameterError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}.", "target")
@@ -95,7 +95,7 @@ def check(out: Path, target: str, *, ask: bool = True) -> CheckReport:
         nodes = tuple(_bounded(sort_nodes(model, target)))
         needs, objections = _needs(model, target), tuple(_objections(model, target))
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise EngineError(
+        raise TensorRTError(
             f"{out / MODEL_NAME} has a node that is not valid in ONNX ({one_line(error, 100)}); export the model again."
         ) from None
     answer, not_asked = _ask(out / MODEL_NAME) if ask and target == "tensorrt" else (None, "not wanted")
@@ -156,11 +156,11 @@ def _inlined(
 ) -> Iterator[NodeVerdict]:
     body = model.functions[node.domain, node.op_type]
     if node.operator in callers:
-        raise EngineError(
+        raise TensorRTError(
             f"the function {node.operator} calls itself, so it cannot be inlined; export the model again."
         )
     if len(callers) == _MOST_CALLS:
-        raise EngineError(f"functions call each other more than {_MOST_CALLS} deep; export the model again.")
+        raise TensorRTError(f"functions call each other more than {_MOST_CALLS} deep; export the model again.")
     given = list(zip((value.name for value in body.inputs), node.inputs, strict=False))
     inside = Scope(
         {mine: scope.constants[name] for mine, name in given if name in scope.constants},
@@ -181,7 +181,7 @@ def _bounded(verdicts: Iterator[NodeVerdict]) -> Iterator[NodeVerdict]:
     """A few functions that call each other twice can stand for any number of nodes."""
     for number, verdict in enumerate(verdicts):
         if number == _MOST_NODES:
-            raise EngineError(f"inlined, the graph has more than {_MOST_NODES} nodes; export the model again.")
+            raise TensorRTError(f"inlined, the graph has more than {_MOST_NODES} nodes; export the model again.")
         yield verdict
 
 
@@ -239,7 +239,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _ask(model: Path) -> tuple[ParserAnswer | None, str]:
     try:
         return parser.ask(model), ""
-    except (PluginError, EngineError) as error:
+    except (PluginError, TensorRTError) as error:
         return None, str(error).partition("; ")[0].rstrip(".")
 
 

@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from topw_deploy.errors import EngineError
+from topw_deploy.errors import TensorRTError
 from topw_deploy.files import NotRegularError, open_regular
 from topw_deploy.manifest import sha256_of_stream
 from topw_deploy.plugins import driver
-from topw_deploy.tensorrt.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, EngineStamp, manifest_hash, read
+from topw_deploy.tensorrt.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, TensorRTStamp, manifest_hash, read
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Machine:
 
 
 def this_machine(tensorrt_version: str, device: int = 0) -> Machine:
-    """The machine with GPU number `device`. Raises EngineError if there is none."""
+    """The machine with GPU number `device`. Raises TensorRTError if there is none."""
     seen = driver.look()
     if not 0 <= device < len(seen.devices):
         reason = seen.why_none or f"device {device} was requested, but there are {len(seen.devices)} GPUs"
-        raise EngineError(f"no engine can be built or run here: {reason}; see `topw plugins show`.")
+        raise TensorRTError(f"no engine can be built or run here: {reason}; see `topw plugins show`.")
     gpu = seen.devices[device]
     return Machine(tensorrt_version, gpu.name, gpu.architecture)
 
@@ -59,13 +59,13 @@ def has_engines(out: Path) -> bool:
     return bool(stamps(out) or unfinished(out))
 
 
-def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
-    """An intact engine for `machine`, and its stamp. Raises EngineError with the reasons if none."""
+def fitting(out: Path, machine: Machine) -> tuple[Path, TensorRTStamp]:
+    """An intact engine for `machine`, and its stamp. Raises TensorRTError with the reasons if none."""
     reasons = []
     for path in stamps(out):
         try:
             stamp = read(path)
-        except EngineError as error:
+        except TensorRTError as error:
             reasons.append(str(error).rstrip("."))
             continue
         engine = path.with_name(stamp.engine)
@@ -76,10 +76,10 @@ def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
     if reason := misplaced(out):
         reasons.append(f"{FOLDER} {reason}")
     reasons += [f"{FOLDER}/{path.name} has no stamp, as after an interrupted build" for path in unfinished(out)]
-    raise EngineError(f"{'; '.join(reasons) or f'{out} has no engine'}; build one with `topw build-engine {out}`.")
+    raise TensorRTError(f"{'; '.join(reasons) or f'{out} has no engine'}; build one with `topw build-engine {out}`.")
 
 
-def misfit(stamp: EngineStamp, out: Path, machine: Machine) -> str | None:
+def misfit(stamp: TensorRTStamp, out: Path, machine: Machine) -> str | None:
     """Why the stamp does not fit, as a clause after the engine's name, or None."""
     if stamp.manifest != manifest_hash(out):
         return "was built from another export than this folder's"
@@ -90,7 +90,7 @@ def misfit(stamp: EngineStamp, out: Path, machine: Machine) -> str | None:
     return None
 
 
-def damage(engine: Path, stamp: EngineStamp) -> str | None:
+def damage(engine: Path, stamp: TensorRTStamp) -> str | None:
     """Why the file differs from its stamp, as a clause after its name, or None. Reads the whole file."""
     try:
         with open_regular(engine) as stream:

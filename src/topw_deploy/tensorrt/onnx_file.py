@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.errors import EngineError
+from topw_deploy.errors import TensorRTError
 from topw_deploy.files import NotRegularError, open_regular
 from topw_deploy.tensorrt import protobuf
 from topw_deploy.tensorrt.protobuf import Field
@@ -114,7 +114,7 @@ class _Budget:
 
 
 def read_model(path: Path) -> Model:
-    """Read the model at `path`. Raises EngineError if unreadable, not ONNX, or larger than any published graph."""
+    """Read the model at `path`. Raises TensorRTError if unreadable, not ONNX, or larger than any published graph."""
     with _bytes_of(path) as data:
         graph, opsets, functions, budget = None, {}, {}, _Budget()
         for number, value, *_ in protobuf.fields(data):
@@ -138,7 +138,7 @@ def without_function(path: Path, domain: str, name: str) -> bytes:
     TensorRT before 10.15 inlines a node's function even if a plugin is registered. To prevent that:
     `parser.parse(without_function(path, "topw", "TopWSample"), str(path))`; the path locates the weights.
 
-    Raises EngineError if unreadable or not ONNX.
+    Raises TensorRTError if unreadable or not ONNX.
     """
     with _bytes_of(path) as data:
         kept, copied = [], 0
@@ -156,11 +156,11 @@ def _bytes_of(path: Path) -> Iterator[memoryview]:
             # Not closed here: fields are views into the map.
             yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except protobuf.ProtobufError as error:
-        raise EngineError(f"{path} is not an ONNX model ({error}); export the model again.") from None
+        raise TensorRTError(f"{path} is not an ONNX model ({error}); export the model again.") from None
     except NotRegularError as error:
-        raise EngineError(f"{path} is {error.kind}, not a regular file; copy the file itself there.") from None
+        raise TensorRTError(f"{path} is {error.kind}, not a regular file; copy the file itself there.") from None
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
-        raise EngineError(f"{path} cannot be read: {error}.") from None
+        raise TensorRTError(f"{path} cannot be read: {error}.") from None
 
 
 def _opset(message: memoryview) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.errors import EngineError, PluginError
+from topw_deploy.errors import PluginError, TensorRTError
 from topw_deploy.files import open_regular
 from topw_deploy.plugins.tensorrt import register, registered, tensorrt_module
 from topw_deploy.tensorrt import api
@@ -30,7 +30,7 @@ class ParserAnswer:
 def ask(model: Path) -> ParserAnswer:
     """Parse `model` with the installed TensorRT, with the sampler plugin if available.
 
-    Raises PluginError without TensorRT, EngineError without a GPU.
+    Raises PluginError without TensorRT, TensorRTError without a GPU.
     """
     trt = tensorrt_module()
     with contextlib.suppress(PluginError):  # without the CUDA library the function is inlined
@@ -43,7 +43,7 @@ def ask(model: Path) -> ParserAnswer:
         with open_regular(model) as stream:
             data = stream.read()
     except OSError as error:
-        raise EngineError(f"{model} cannot be read: {error.strerror or error}.") from None
+        raise TensorRTError(f"{model} cannot be read: {error.strerror or error}.") from None
     takes = parser.supports_model_v2(data, str(model))
     refusals = tuple(_refusal(parser.get_error(index)) for index in range(parser.num_errors))
     return ParserAnswer(str(trt.__version__), bool(takes), registered(), refusals)
@@ -57,14 +57,14 @@ def _refusal(error: Any) -> str:
 
 
 def parse(trt: Any, logger: Any, builder: Any, model: Path, *, fp16: bool) -> Any:
-    """The network of `model`. fp16: let TensorRT lower types. Raises EngineError with the parser's message."""
+    """The network of `model`. fp16: let TensorRT lower types. Raises TensorRTError with the parser's message."""
     flags = 0 if fp16 else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(flags)
     parser = trt.OnnxParser(network, logger)
     if parser.parse_from_file(str(model)):
         return network
     reasons = [parser.get_error(i).desc() for i in range(parser.num_errors)] or [api.first_error(logger)]
-    raise EngineError(
+    raise TensorRTError(
         f"TensorRT {trt.__version__} does not accept {model} ({' '.join(reasons[0].split())[:300]}); "
         f"`topw check {model.parent} --target tensorrt` shows every such node."
     )

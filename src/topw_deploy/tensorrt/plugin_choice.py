@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.errors import EngineError, PluginError
+from topw_deploy.errors import PluginError, TensorRTError
 from topw_deploy.plugins import tensorrt as plugins
 from topw_deploy.plugins.shared_library import TENSORRT_VARIABLE, installed_tensorrt
 from topw_deploy.plugins.tensorrt.module import BUILT_WITH
@@ -28,10 +28,12 @@ class PluginChoice:
 
 
 def choose(asked: str, trt: Any) -> PluginChoice:
-    """Register the plugin of EngineRequest.plugin. Raises EngineError if missing, unless "auto"."""
+    """Register the plugin of TensorRTRequest.plugin. Raises TensorRTError if missing, unless "auto"."""
     if asked == "none":
         if plugins.registered():  # the parser would use it
-            raise EngineError("this process has already registered the sampler's plugin; build without it in another.")
+            raise TensorRTError(
+                "this process has already registered the sampler's plugin; build without it in another."
+            )
         return PluginChoice("none", "", "--plugin none was given")
     if asked not in ("auto", "python"):
         _load(Path(asked), trt)
@@ -40,7 +42,7 @@ def choose(asked: str, trt: Any) -> PluginChoice:
         plugins.register()
     except PluginError as error:
         if asked == "python":
-            raise EngineError(f"the plugin is not available: {error}") from None
+            raise TensorRTError(f"the plugin is not available: {error}") from None
         path = installed_tensorrt()
         if path is None:
             return PluginChoice("none", "", str(error).rstrip("."))
@@ -50,28 +52,28 @@ def choose(asked: str, trt: Any) -> PluginChoice:
 
 
 def prepare(kind: str, version: str, trt: Any) -> None:
-    """Register an engine's plugin. Raises EngineError if missing or of another version."""
+    """Register an engine's plugin. Raises TensorRTError if missing or of another version."""
     if kind == "none":
         return
     if version != BUILT_WITH:
-        raise EngineError(f"it was built with version {version} of the plugin, but this is {BUILT_WITH}")
+        raise TensorRTError(f"it was built with version {version} of the plugin, but this is {BUILT_WITH}")
     try:
         plugins.register()
     except PluginError as error:
         path = installed_tensorrt()
         if path is None:
-            raise EngineError(f"it needs the sampler's plugin, which is unusable: {str(error).rstrip('.')}") from None
+            raise TensorRTError(f"it needs the sampler's plugin, which is unusable: {str(error).rstrip('.')}") from None
         _load(path, trt)
 
 
 def _load(path: Path, trt: Any) -> None:
     if not path.is_file():
-        raise EngineError(
+        raise TensorRTError(
             f"the plugin's library {path} (from --plugin or {TENSORRT_VARIABLE}) is not a file; "
             "`topw plugins build --tensorrt-root` builds one."
         )
     trt.get_plugin_registry().load_library(str(path.absolute()))
     if not plugins.registered():
-        raise EngineError(
+        raise TensorRTError(
             f"{path} has no plugin for the sampler's node; `topw plugins build --tensorrt-root` builds one."
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topw_deploy.errors import EngineError, ParameterError
+from topw_deploy.errors import ParameterError, TensorRTError
 from topw_deploy.manifest import TensorSpec
 
 KINDS = ("both", "decode", "prefill")
@@ -47,7 +47,7 @@ class Profile:
         return batch in self.batch and sequence in self.sequence and edits in self.edits
 
     def shapes(self, spec: TensorSpec, words: int) -> tuple[list[int], list[int], list[int]]:
-        """The min, opt and max shapes of input `spec`. Raises EngineError for an unknown dimension.
+        """The min, opt and max shapes of input `spec`. Raises TensorRTError for an unknown dimension.
 
         words: of a row's mask of allowed tokens, which an engine always takes whole.
         """
@@ -66,7 +66,7 @@ class Profile:
             return self.edits
         if axis == 1 and spec.name == _MASK:
             return Range(words, words, words)
-        raise EngineError(
+        raise TensorRTError(
             f"input {spec.name} has the dimension {dimension!r}, for which an engine has no bounds; "
             "export with --target tensorrt and --max-length."
         )

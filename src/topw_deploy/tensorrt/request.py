@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from topw_deploy.errors import EngineError, ParameterError
+from topw_deploy.errors import ParameterError, TensorRTError
 from topw_deploy.manifest import DecoderManifest, load_manifest
 from topw_deploy.tensorrt.profiles import KINDS, Profile, profiles
 
@@ -13,7 +13,7 @@ DEFAULT_SEQUENCE = 1024  # tokens of a row per run: longer chunks take more memo
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineRequest:
+class TensorRTRequest:
     """What to build.
 
     out: a folder exported for TensorRT.
@@ -73,22 +73,22 @@ class EngineRequest:
 
 
 def load_exported(out: Path) -> tuple[DecoderManifest, int]:
-    """The manifest of `out` and its cache length. Raises ManifestError, or EngineError if no engine can be built."""
+    """The manifest of `out` and its cache length. Raises ManifestError, or TensorRTError if no engine can be built."""
     manifest = load_manifest(out)
     if manifest.verification.status == "provisional":
-        raise EngineError(f"{out} is an export whose verification did not finish; export the model again.")
+        raise TensorRTError(f"{out} is an export whose verification did not finish; export the model again.")
     if not isinstance(manifest, DecoderManifest):
-        raise EngineError(
+        raise TensorRTError(
             f"{out} holds only a sampler, but this command builds decoders; use trtexec or another program."
         )
     decoder = manifest.decoder
     if decoder.target != "tensorrt" or decoder.kv_form != "static" or not decoder.ragged_chunks:
-        raise EngineError(
+        raise TensorRTError(
             f"{out} was exported for {decoder.target} with a {decoder.kv_form} cache; export with --target tensorrt "
             "--kv static --max-length N."
         )
     if decoder.recurs:
-        raise EngineError(
+        raise TensorRTError(
             f"{out} has convolution or recurrent states, which an engine cannot update in place: TensorRT promises "
             "that only for keys and values; run the export with onnxruntime."
         )
@@ -96,5 +96,5 @@ def load_exported(out: Path) -> tuple[DecoderManifest, int]:
     lengths = {spec.shape[2] if len(spec.shape) == 4 else None for spec in manifest.inputs if spec.name in pasts}
     fixed = [size for size in lengths if isinstance(size, int)]
     if len(lengths) != 1 or not fixed:
-        raise EngineError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")
+        raise TensorRTError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")
     return manifest, fixed[0]

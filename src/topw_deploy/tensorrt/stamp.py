@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.errors import EngineError
+from topw_deploy.errors import TensorRTError
 from topw_deploy.files import NotRegularError, open_regular, replacing
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.manifest.fields import decoded
@@ -29,7 +29,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStamp:
+class TensorRTStamp:
     """A stamp's fields.
 
     engine, size, sha256: file name in engines/, bytes, hash.
@@ -72,8 +72,8 @@ class EngineStamp:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
-def read(path: Path) -> EngineStamp:
-    """Read and check the stamp in `path`. Raises EngineError if unreadable or malformed."""
+def read(path: Path) -> TensorRTStamp:
+    """Read and check the stamp in `path`. Raises TensorRTError if unreadable or malformed."""
     try:
         with open_regular(path) as stream:
             raw = stream.read(_MAX_BYTES + 1)
@@ -81,16 +81,16 @@ def read(path: Path) -> EngineStamp:
             raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
         return _parse(_object("it", _decoded(raw)))
     except NotRegularError:
-        raise EngineError(f"{path} is not an engine's stamp (it is not a file in the folder).") from None
+        raise TensorRTError(f"{path} is not an engine's stamp (it is not a file in the folder).") from None
     except OSError as error:
-        raise EngineError(f"{path} cannot be read: {error.strerror or error}.") from None
+        raise TensorRTError(f"{path} cannot be read: {error.strerror or error}.") from None
     except KeyError as error:
-        raise EngineError(f"{path} is not an engine's stamp (field {error} is missing).") from None
+        raise TensorRTError(f"{path} is not an engine's stamp (field {error} is missing).") from None
     except ValueError as error:
-        raise EngineError(f"{path} is not an engine's stamp ({error}).") from None
+        raise TensorRTError(f"{path} is not an engine's stamp ({error}).") from None
 
 
-def write(folder: Path, stamp: EngineStamp) -> Path:
+def write(folder: Path, stamp: TensorRTStamp) -> Path:
     """Write the stamp atomically beside its engine."""
     path = (folder / stamp.engine).with_suffix(STAMP_SUFFIX)
     with replacing(path) as stream:
@@ -99,11 +99,11 @@ def write(folder: Path, stamp: EngineStamp) -> Path:
 
 
 def manifest_hash(out: Path) -> str:
-    """SHA-256 of the folder's manifest. Raises EngineError."""
+    """SHA-256 of the folder's manifest. Raises TensorRTError."""
     try:
         return sha256_of(out / MANIFEST_NAME)
     except OSError as error:
-        raise EngineError(f"{out / MANIFEST_NAME} cannot be read: {error.strerror or error}.") from None
+        raise TensorRTError(f"{out / MANIFEST_NAME} cannot be read: {error.strerror or error}.") from None
 
 
 def _decoded(raw: bytes) -> Any:
@@ -113,11 +113,11 @@ def _decoded(raw: bytes) -> Any:
         raise ValueError("it is not JSON: it was changed or truncated") from None
 
 
-def _parse(data: dict[str, Any]) -> EngineStamp:
+def _parse(data: dict[str, Any]) -> TensorRTStamp:
     version = data["format_version"]
     if type(version) is not int or version != FORMAT_VERSION:  # true and 1.0 equal it
         raise ValueError(f"it has format version {version!r:.60}, not {FORMAT_VERSION}")
-    unknown = sorted(data.keys() - EngineStamp.__dataclass_fields__.keys())
+    unknown = sorted(data.keys() - TensorRTStamp.__dataclass_fields__.keys())
     if unknown:
         raise ValueError(f"it has the unknown field {unknown[0]!r:.60}")
     if not _NAME.fullmatch(_text(data, "engine")):
@@ -142,7 +142,7 @@ def _parse(data: dict[str, Any]) -> EngineStamp:
     )
     if not profiles:
         raise ValueError("it has no profiles")
-    return EngineStamp(**{**data, "profiles": profiles})
+    return TensorRTStamp(**{**data, "profiles": profiles})
 
 
 def _range(name: str, data: object) -> Range:

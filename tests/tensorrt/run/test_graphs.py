@@ -15,11 +15,11 @@ import pytest
 from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import Context, Engine, TensorRT
 from tests.tensorrt.run.conftest import Open
-from topw_deploy.errors import EngineError, GenerationError
+from topw_deploy.errors import GenerationError, TensorRTError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.device_lock import DeviceLock
 from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda
-from topw_deploy.tensorrt.run.session import EngineSession
+from topw_deploy.tensorrt.run.session import TensorRTSession
 
 LOCK = DeviceLock()
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}
@@ -187,7 +187,7 @@ def test_a_context_that_cannot_be_had_is_one_sentence(opened: Open, monkeypatch:
 
 def test_a_shape_that_no_profile_holds_is_one_sentence(opened: Open) -> None:
     session = opened()._session
-    assert isinstance(session, EngineSession)
+    assert isinstance(session, TensorRTSession)
     with pytest.raises(GenerationError, match="no profile for 5 rows, 1 new tokens and 0 edits; build it with larger"):
         session.engine.profile_for(5, 1, 0)
 
@@ -245,7 +245,7 @@ def test_a_device_that_is_not_there_is_refused(gpu: Gpu, trt: TensorRT) -> None:
 
 def test_without_cuda_python_the_command_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
-    with pytest.raises(EngineError, match=r"pip install 'cuda-python>=12\.6'"):
+    with pytest.raises(TensorRTError, match=r"pip install 'cuda-python>=12\.6'"):
         Cuda(LOCK)
 
 

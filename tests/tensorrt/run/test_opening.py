@@ -25,8 +25,8 @@ from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.ort.session import GraphSession
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.tensorrt.build import build_engine
-from topw_deploy.tensorrt.request import EngineRequest
-from topw_deploy.tensorrt.run.session import EngineSession
+from topw_deploy.tensorrt.request import TensorRTRequest
+from topw_deploy.tensorrt.run.session import TensorRTSession
 
 
 def load(out: Path, provider: str = "tensorrt", **settings: Any) -> TopWModel:
@@ -51,7 +51,7 @@ def with_tensorrt_in_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_fitting_engine_is_what_runs(opened: Open) -> None:
     model = opened()
-    assert isinstance(model._session, EngineSession)
+    assert isinstance(model._session, TensorRTSession)
     assert model.provider == "tensorrt"
     assert repr(model).endswith("toy, tensorrt)")
     assert model.cache_bytes == 0
@@ -126,7 +126,7 @@ def other_plugin(out: Path, gpu: Gpu, trt: TensorRT) -> None:
 def test_an_engine_that_does_not_fit_is_one_sentence_that_says_how_to_rebuild(
     out: Path, gpu: Gpu, trt: TensorRT, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
 ) -> None:
-    build_engine(EngineRequest(out=out))
+    build_engine(TensorRTRequest(out=out))
     change(out, gpu, trt)
     if change is missing_plugin:
         monkeypatch.setattr(plugins, "register", absent)
@@ -141,7 +141,7 @@ def absent() -> None:
 
 
 def test_bytes_that_tensorrt_does_not_open_are_one_sentence(out: Path, trt: TensorRT) -> None:
-    built = build_engine(EngineRequest(out=out))
+    built = build_engine(TensorRTRequest(out=out))
     built.path.write_bytes(b"{" * built.stamp.size)
     stamp = built.path.with_suffix(".json")
     stamp.write_text(stamp.read_text().replace(built.stamp.sha256, hashlib.sha256(built.path.read_bytes()).hexdigest()))
@@ -150,7 +150,7 @@ def test_bytes_that_tensorrt_does_not_open_are_one_sentence(out: Path, trt: Tens
 
 
 def test_an_engine_with_other_profiles_than_its_stamp_is_refused(out: Path, trt: TensorRT) -> None:
-    built = build_engine(EngineRequest(out=out))
+    built = build_engine(TensorRTRequest(out=out))
     stamp = built.path.with_suffix(".json")
     data = json.loads(stamp.read_text())
     data["profiles"].pop()
@@ -173,7 +173,7 @@ def test_onnxruntimes_provider_is_used_where_there_is_no_engine(
 def test_an_engine_that_does_not_fit_is_told_of_where_onnxruntime_runs_instead(
     out: Path, gpu: Gpu, trt: TensorRT, with_tensorrt_in_onnxruntime: list[str]
 ) -> None:
-    build_engine(EngineRequest(out=out))
+    build_engine(TensorRTRequest(out=out))
     gpu.name = "Another GPU"
     with pytest.warns(RuntimeWarning, match="TensorRT provider runs instead of an engine: .* was built for Double"):
         load(out)
@@ -184,7 +184,7 @@ def test_an_engine_that_does_not_fit_is_told_of_where_onnxruntime_runs_instead(
 def test_the_full_name_is_onnxruntimes_provider_even_beside_an_engine(
     out: Path, trt: TensorRT, with_tensorrt_in_onnxruntime: list[str], name: str
 ) -> None:
-    build_engine(EngineRequest(out=out))
+    build_engine(TensorRTRequest(out=out))
     load(out, name)
     assert with_tensorrt_in_onnxruntime == [name]
 
@@ -246,7 +246,7 @@ def test_a_gpu_may_be_chosen_by_number(opened: Open) -> None:
 
 
 def test_a_device_without_room_is_one_sentence(out: Path, gpu: Gpu, trt: TensorRT) -> None:
-    build_engine(EngineRequest(out=out))
+    build_engine(TensorRTRequest(out=out))
     gpu.free_bytes = 0
     message = r"\.engine cannot be opened: CUDA failed in cudaMallocHost .*; build one with"
     with pytest.raises(ProviderError, match=message):
@@ -256,7 +256,7 @@ def test_a_device_without_room_is_one_sentence(out: Path, gpu: Gpu, trt: TensorR
 def test_a_tensor_that_is_wanted_on_the_host_is_refused(
     out: Path, trt: TensorRT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_engine(EngineRequest(out=out))
+    build_engine(TensorRTRequest(out=out))
     places = trt.module.TensorLocation
     monkeypatch.setattr(
         Engine, "get_tensor_location", lambda self, name: places.HOST if name == "edit_ids" else places.DEVICE

@@ -14,7 +14,7 @@ import numpy as np
 
 from topw_deploy.errors import GenerationError
 from topw_deploy.tensorrt.run.context import Context, Copies
-from topw_deploy.tensorrt.run.engine import Engine
+from topw_deploy.tensorrt.run.engine import TensorRTEngine
 from topw_deploy.tensorrt.run.layout import Layout
 from topw_deploy.tensorrt.run.stream import EngineStream
 
@@ -38,13 +38,13 @@ class _Plan:
         return where == (stream.host.pointer, stream.device.pointer) and self.repeated == repeated
 
 
-class EngineBinding:
+class TensorRTBinding:
     """The runtime's binding protocol over an engine.
 
     Copies arrays of `bind_changing` for every run, others once after binding or `refresh`.
     """
 
-    def __init__(self, engine: Engine, stream: EngineStream, *, owns: bool = True) -> None:
+    def __init__(self, engine: TensorRTEngine, stream: EngineStream, *, owns: bool = True) -> None:
         self._engine, self._stream, self._owns = engine, stream, owns
         self._arrays: dict[str, np.ndarray] = {}
         self._changing: set[str] = set()
@@ -85,8 +85,8 @@ class EngineBinding:
         self._plan = None
         self._results[name] = array
 
-    def another(self) -> EngineBinding:
-        return EngineBinding(self._engine, self._stream, owns=False)
+    def another(self) -> TensorRTBinding:
+        return TensorRTBinding(self._engine, self._stream, owns=False)
 
     def close(self) -> None:
         """Wait for an interrupted run and return the stream, unless CUDA fails on it."""

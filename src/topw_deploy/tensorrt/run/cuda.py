@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from topw_deploy.errors import EngineError, GenerationError
+from topw_deploy.errors import GenerationError, TensorRTError
 
 INSTALL = "pip install 'cuda-python>=12.6'"
 
@@ -33,14 +33,14 @@ class DeviceLock(Protocol):
 class Cuda:
     """A device, used only while holding `lock`.
 
-    Raises EngineError without cuda-python, GenerationError with CUDA's reason for every failed call.
+    Raises TensorRTError without cuda-python, GenerationError with CUDA's reason for every failed call.
     """
 
     def __init__(self, lock: DeviceLock, device: int = 0) -> None:
         try:
             self.api: Any = importlib.import_module("cuda.bindings.runtime")
         except ImportError as error:
-            raise EngineError(f"cuda.bindings.runtime cannot be imported ({error}); run: {INSTALL}") from None
+            raise TensorRTError(f"cuda.bindings.runtime cannot be imported ({error}); run: {INSTALL}") from None
         self._device = device
         self.lock = lock
         self.use()

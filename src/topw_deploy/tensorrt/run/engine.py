@@ -8,28 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.dtypes import element_bytes
-from topw_deploy.errors import EngineError, GenerationError
+from topw_deploy.errors import GenerationError, TensorRTError
 from topw_deploy.files import mapped
 from topw_deploy.manifest import TensorSpec
 from topw_deploy.tensorrt import api
 from topw_deploy.tensorrt.profiles import preferred
 from topw_deploy.tensorrt.run.cuda import Cuda
 from topw_deploy.tensorrt.run.stream import EngineStream
-from topw_deploy.tensorrt.stamp import EngineStamp
+from topw_deploy.tensorrt.stamp import TensorRTStamp
 
 
-class Engine:
+class TensorRTEngine:
     """The engine in `path` with its `stamp`; inputs, outputs: the manifest's.
 
     tensors: the engine's own inputs and outputs; it drops unread inputs.
-    Raises EngineError if TensorRT refuses the file, GenerationError if CUDA fails.
+    Raises TensorRTError if TensorRT refuses the file, GenerationError if CUDA fails.
     """
 
     def __init__(
         self,
         trt: Any,
         path: Path,
-        stamp: EngineStamp,
+        stamp: TensorRTStamp,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
         cuda: Cuda,
@@ -41,12 +41,12 @@ class Engine:
             self._runtime = api.create(trt, "Runtime", self._logger)  # must outlive the engine
             self._raw = _deserialize(self._runtime, path)
             if self._raw is None:
-                raise EngineError(f"TensorRT cannot open {path} ({api.first_error(self._logger)})")
+                raise TensorRTError(f"TensorRT cannot open {path} ({api.first_error(self._logger)})")
             self.tensors = _tensors(trt, self._raw)
             names_in, names_out = {spec.name for spec in inputs}, {spec.name for spec in outputs}
             fits = names_out <= self.tensors <= names_in | names_out
             if not fits or self._raw.num_optimization_profiles != len(stamp.profiles):
-                raise EngineError(
+                raise TensorRTError(
                     f"{stamp.engine} has inputs, outputs or profiles that differ from the export's or its stamp's"
                 )
             self._free = [self._new_stream()]
@@ -97,12 +97,12 @@ def _deserialize(runtime: Any, path: Path) -> Any:
         with mapped(path) as view:
             return runtime.deserialize_cuda_engine(view)
     except OSError as error:
-        raise EngineError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise TensorRTError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _tensors(trt: Any, engine: Any) -> frozenset[str]:
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     elsewhere = [name for name in names if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE]
     if elsewhere:
-        raise EngineError(f"the engine needs {', '.join(elsewhere)} in host memory")
+        raise TensorRTError(f"the engine needs {', '.join(elsewhere)} in host memory")
     return frozenset(names)

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.errors import EngineError, GenerationError, ManifestError
+from topw_deploy.errors import GenerationError, ManifestError, TensorRTError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.sampling.mask import mask_words
 from topw_deploy.tensorrt import api, plugin_choice
 from topw_deploy.tensorrt.engines import fitting, this_machine
-from topw_deploy.tensorrt.run.binding import EngineBinding
+from topw_deploy.tensorrt.run.binding import TensorRTBinding
 from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda, DeviceLock
-from topw_deploy.tensorrt.run.engine import Engine
+from topw_deploy.tensorrt.run.engine import TensorRTEngine
 
 
-class EngineSession:
+class TensorRTSession:
     """The runtime's session protocol over the engine of `folder` that fits GPU number `device`.
 
-    Raises EngineError if TensorRT, CUDA, a fitting engine or its plugin is missing or fails.
+    Raises TensorRTError if TensorRT, CUDA, a fitting engine or its plugin is missing or fails.
     """
 
     provider = "tensorrt"
@@ -31,9 +31,9 @@ class EngineSession:
         path, self.stamp = fitting(folder, this_machine(str(trt.__version__), device))
         try:
             plugin_choice.prepare(self.stamp.plugin, self.stamp.plugin_version, trt)
-        except EngineError as error:
+        except TensorRTError as error:
             reason = str(error).rstrip(".")
-            raise EngineError(
+            raise TensorRTError(
                 f"{path} cannot be used: {reason}; build it again with `topw build-engine {folder}`."
             ) from None
         without = self.stamp.plugin == "none"
@@ -49,12 +49,12 @@ class EngineSession:
         self.most_columns: int | None = self.stamp.most_sequence
         self.most_edits: int | None = self.stamp.most_edits
         try:
-            self.engine = Engine(trt, path, self.stamp, manifest.inputs, manifest.outputs, Cuda(lock, device))
+            self.engine = TensorRTEngine(trt, path, self.stamp, manifest.inputs, manifest.outputs, Cuda(lock, device))
         except GenerationError as error:
-            raise EngineError(f"{path} cannot be opened: {error}") from None
+            raise TensorRTError(f"{path} cannot be opened: {error}") from None
 
-    def bind(self) -> EngineBinding:
-        return EngineBinding(self.engine, self.engine.borrow())
+    def bind(self) -> TensorRTBinding:
+        return TensorRTBinding(self.engine, self.engine.borrow())
 
     def memory(self, size: int) -> CacheMemory:
         return CacheMemory(self.engine.cuda, size)
