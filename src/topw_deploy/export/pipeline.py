@@ -17,7 +17,7 @@ from topw_deploy.export.job import Job
 from topw_deploy.export.plan import layers_to_verify, onnx_data_files, plan_of, verification_bytes
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.experts import least_onnxruntime
-from topw_deploy.export.quantise.packed_rows import PackedRows
+from topw_deploy.export.quantise.stored_rows import StoredRows
 from topw_deploy.export.request import ExportReport, ExportRequest
 from topw_deploy.export.resume.finished import FinishedStages, stamp_of_source
 from topw_deploy.export.resume.journal import Journal
@@ -124,7 +124,7 @@ def _trace_decoder(job: Job) -> Decoder:
     decoder = traced_decoder(job)
     chosen = weights.quantisation
     job.progress.say(f"Quantising products and embedding to {chosen.dtype}")
-    rows = PackedRows.of(job.source.folder)
+    rows = StoredRows.of(job.source.folder)
     notices = quantise(decoder.model, chosen, rows, cut=job.request.graph.num_hidden_layers is not None)
     if stored is not None and not stored.integers:
         notices.append(

@@ -14,9 +14,9 @@ import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.graph.lazy_weight import LazyWeight
-from topw_deploy.export.quantise.packed_rows import Origin, PackedRows
 from topw_deploy.export.quantise.products import stored_tensor
 from topw_deploy.export.quantise.scheme import Quantisation
+from topw_deploy.export.quantise.stored_rows import Origin, StoredRows
 from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks
 
 DOMAIN = "com.microsoft"
@@ -87,7 +87,7 @@ class ExpertsReplacer:
     """
 
     def __init__(
-        self, editor: GraphEditor, scheme: Quantisation, packed: PackedRows | None, recent: RecentBlocks
+        self, editor: GraphEditor, scheme: Quantisation, packed: StoredRows | None, recent: RecentBlocks
     ) -> None:
         self.kept = 0
         self.scale_names: set[str | None] = set()

@@ -15,9 +15,9 @@ from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.graph.editor import ROUTER, GraphEditor
 from topw_deploy.export.graph.embedding import EmbeddingNode, find_embedding
 from topw_deploy.export.quantise.experts import ExpertsReplacer, ExpertWeight, find_experts
-from topw_deploy.export.quantise.packed_rows import Origin, PackedRows
 from topw_deploy.export.quantise.products import Product, find_products, stored_tensor
 from topw_deploy.export.quantise.scheme import Quantisation
+from topw_deploy.export.quantise.stored_rows import Origin, StoredRows
 from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks, rows_of
 from topw_deploy.sizes import decimal_size
 
@@ -26,7 +26,7 @@ _NOTABLE = 0.01  # share of weight bytes; a notice reports more than this left i
 
 
 def quantise(
-    model: ir.Model, scheme: Quantisation, packed: PackedRows | None = None, *, cut: bool = False
+    model: ir.Model, scheme: Quantisation, packed: StoredRows | None = None, *, cut: bool = False
 ) -> list[str]:
     """Quantise `model` in place; returns notices about weights left float.
 
@@ -153,7 +153,7 @@ class _Stored:
 
 
 class _Replacer:
-    def __init__(self, editor: GraphEditor, scheme: Quantisation, packed: PackedRows | None) -> None:
+    def __init__(self, editor: GraphEditor, scheme: Quantisation, packed: StoredRows | None) -> None:
         self.editor, self.kept = editor, 0
         self._scheme, self._packed, self.recent = scheme, packed, RecentBlocks()
         self._tables: dict[int, _Stored] = {}
@@ -220,7 +220,7 @@ class _Replacer:
             return None
         return self._packed.origin(np.asarray(rows_of(product.tensor, product.by_output)(0, product.outputs)))
 
-    def _keep_codes(self, product: Product, packed: PackedRows, origin: Origin) -> None:
+    def _keep_codes(self, product: Product, packed: StoredRows, origin: Origin) -> None:
         made = QuantisedWeight(origin.shape, ir.DataType.FLOAT, lambda: packed.blocks(origin), self.recent)
         stored = _Stored(self.editor, made, str(product.weight.name), origin.shape.codes)
         data = product.data

@@ -11,8 +11,8 @@ from typing import Any
 from topw_deploy.errors import SourceError, UnsupportedModelError
 from topw_deploy.export.source.compressed import check_settings, compressed_weights
 from topw_deploy.export.source.encoded import EncodedWeight, IntegerWeight, PackedMatrix
+from topw_deploy.export.source.gptq_awq import PackedFormat, packed_weights
 from topw_deploy.export.source.mxfp4 import mxfp4_weights
-from topw_deploy.export.source.packed import PackedFormat, packed_weights
 from topw_deploy.export.source.safetensors_files import stored_tensors
 from topw_deploy.export.source.scaled import scaled_weights
 from topw_deploy.export.source.stored import StoredTensor

@@ -26,8 +26,8 @@ from topw_deploy.errors import VerificationError
 from topw_deploy.export.graph.table import stored_array
 from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
 from topw_deploy.export.quantise.experts import keeps_codes
-from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.scheme import Quantisation
+from topw_deploy.export.quantise.stored_rows import StoredRows
 from topw_deploy.export.write.weights import MODEL_FILE
 from topw_deploy.manifest import DecoderManifest, describe_files, save_manifest
 
@@ -43,7 +43,7 @@ _COMPARED = 64  # leading weights that identify an output
 
 
 def dequantise_model(
-    model: PreTrainedModel, folder: Path, settings: Quantisation, packed: PackedRows | None = None
+    model: PreTrainedModel, folder: Path, settings: Quantisation, packed: StoredRows | None = None
 ) -> None:
     """Round the matrices of `model` in place.
 
@@ -75,7 +75,7 @@ def _dequantise_experts(
     model: PreTrainedModel,
     kept: set[bytes],
     settings: Quantisation,
-    packed: PackedRows | None,
+    packed: StoredRows | None,
     scales: np.dtype[Any],
 ) -> set[int]:
     """Round the matrices of experts in place. Returns the ids of all their parameters."""

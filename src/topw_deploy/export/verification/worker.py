@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import TopWError
-from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.scheme import Quantisation
+from topw_deploy.export.quantise.stored_rows import StoredRows
 from topw_deploy.export.source.configuration import text_part
 from topw_deploy.export.verification.decoder_checks import decoder_checks
 from topw_deploy.export.verification.dequantised import dequantise_model, exact_products
@@ -117,7 +117,7 @@ def _cost_of_quantisation(
         )
         probe = LogitsProbe(folder, manifest.decoder)
         yield from quantised_checks(probe, reference, text, manifest, geometries)
-    rows = PackedRows.of(Path(task["checkpoint"]))
+    rows = StoredRows.of(Path(task["checkpoint"]))
     dequantise_model(reference.model, folder, Quantisation.from_dict(manifest.decoder.quantisation), rows)
     reference.name = "torch with the dequantised weights"
 

@@ -31,7 +31,7 @@ class Origin:
     order: np.ndarray | None
 
 
-class PackedRows:
+class StoredRows:
     """A checkpoint's packed rows, found by their values."""
 
     def __init__(self, checkpoint: QuantisedCheckpoint) -> None:
@@ -42,7 +42,7 @@ class PackedRows:
                 self._places.setdefault(_digest(values), (prefix, row))
 
     @classmethod
-    def of(cls, folder: Path) -> PackedRows | None:
+    def of(cls, folder: Path) -> StoredRows | None:
         """None for a checkpoint without integer codes."""
         checkpoint = QuantisedCheckpoint.of(folder)
         return cls(checkpoint) if checkpoint is not None and checkpoint.kind.integers else None
