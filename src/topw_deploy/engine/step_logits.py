@@ -28,8 +28,8 @@ class _Kept(Scores):
 async def logits_after(engine: Engine, tokens: Sequence[int], max_time: float | None = None) -> Logits:
     """The logits float32 [V] after `tokens`, before edits and masks.
 
-    They are those of a request for one token, which waits for a row like any other, and reads only the tokens that no
-    row or snapshot holds: after an answer, usually one. Cancelling the task cancels the request.
+    Runs as a one-token request: it queues like any other and reads only uncached tokens, usually one. Cancelling the
+    task cancels the request.
 
     max_time: seconds, including queueing.
 

@@ -14,8 +14,8 @@ from topw_deploy.engine.request import Event
 class Bell:
     """Wakes tasks of the running loop from any thread. Waking a loop is expensive, so one call wakes all its tasks.
 
-    It has no lock: a signal handler that interrupts the loop's thread inside one, and waits for another thread that
-    needs it, as `Engine.shutdown` does, would wait forever. A deque's operations are atomic.
+    Lock-free: a signal handler that interrupted the lock's holder and waited for another thread, as `Engine.shutdown`
+    does, would deadlock. A deque's operations are atomic.
     """
 
     def __init__(self) -> None:

@@ -17,9 +17,9 @@ class DeviceLock:
     using: held for every run, copy, allocation and release. Reentrant, because garbage collection may close a session
         during a run.
 
-    Garbage collection may also close a session between any two operations of the methods here, and so enter again. What
-    a thread holds therefore changes by one operation on `_users`, `_openings` or `_capturing`, which hold the idents of
-    threads; and a thread that waits lets others go on first, as it may have interrupted itself before it did.
+    Garbage collection may also close a session, and so enter again, between any two operations of these methods. Each
+    method therefore changes what a thread holds in one operation on `_users`, `_openings` or `_capturing` (thread
+    idents). A waiting thread notifies the others first: it may have interrupted its own notification.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Edits:
-    """A batch's edit inputs: `bind` once, then per step `prepare` before the run and `accept` after it.
+    """A batch's edit inputs: `bind` once, then per step `prepare` before the run and `add` or `accept` after it.
 
     rows: None for a row without a request. `set` and `clear` change a single row.
     fixed: the graph's fixed number of slots, or None.

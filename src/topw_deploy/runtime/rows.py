@@ -28,9 +28,9 @@ class Row:
     watch: its callbacks, or None.
     guide: which tokens its grammar allows, or None.
     scores: its log-probabilities under the model, or None.
-    unread: tokens at the end of its prompt that are still to be read one by one. A run that another one precedes reads
-        one of them, and what it draws does not count.
-    skipped: number of runs whose draws do not count.
+    unread: tokens at the end of its prompt that are still to be read one by one. Every run but
+        the first reads one of these; its draw is discarded.
+    skipped: number of runs whose draws are discarded.
     tokens: those drawn so far if `text` is not None, else empty.
     plain: whether a token that ends nothing has no effect but the row's length.
     """

@@ -1,7 +1,7 @@
 """The picture of `topw bench rules`: a row of panels per model, one panel per temperature.
 
-Differences of one per cent do not show as lengths of bars, so marks are relative to the mean of the rules but Top-W, on
-a linear axis.
+Differences of one per cent would be invisible in bars, so each mark shows the ratio to the mean of the rules other than
+Top-W.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The worker: one open model, and so one session and one place of its weights, for every rule and temperature."""
+"""The worker: opens a model once and runs every rule and temperature in the same session."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ TOKEN, LOGPROB, KEPT, CERTIFIED, MASS = range(5)
 """Columns of `Answer.columns`."""
 
 RULE_COLUMNS = ("code", "v0", "v1", "valid", *(field.name for field in fields(Statistics)))
-"""What the first branch for other rules tells the second. Statistics of a whole vocabulary need many nodes, so only one
-branch computes them. float32; `valid` is 0 or 1.
+"""Statistics that the first rule branch passes to the second, so that only one branch has their many nodes. float32;
+`valid` is 0 or 1.
 """
 
 
@@ -70,9 +70,9 @@ def own_columns(spec: TailSpec) -> int:
 
 
 def rule_columns(spec: TailSpec) -> int:
-    """The number of columns behind the own ones: 0 in the forms in which no branch tells a later one about rules.
+    """The number of columns after the own ones: 0 in forms without a second rule branch.
 
-    As many as there are candidates, whose logits can then stand in for `RULE_COLUMNS` without further nodes.
+    It equals the number of candidates, so a branch without statistics can return the candidates' logits instead.
     """
     return candidates_width(spec.vocab_size) if spec.form == "portable" and spec.carries_rules else 0
 

@@ -148,10 +148,9 @@ def apply_mask(op: Ops, spec: TailSpec, logits: Tensor, words: Tensor, like: Ten
     words: int32 [batch, ceil(vocab / 32)], or [batch, 0] to allow all.
     like: int32 [batch].
 
-    Without words, no word is unpacked and all rows take the row of flags behind the k = 0 unpacked ones. Gather gives
-    that row for each of `like`, because its result then has the batch's own dimension. onnxruntime reuses only buffers
-    whose dimensions have the same names, and to compare thousands of nodes with buffers that it cannot reuse takes most
-    of the time in which a session opens.
+    Without words (k = 0), all rows use the extra row of flags, which follows the k unpacked ones. Gather with `like`
+    gives the result the batch's own dimension name. onnxruntime reuses only buffers with equal dimension names, and
+    its search for buffers among differently named ones took most of the time to open a session.
     """
     width, given = padded_width(spec.vocab_size), mask_words(spec.vocab_size)
     whole = op.Reshape(words, op.constant([-1, given], np.int64))  # [k, given], k = batch or 0

@@ -79,8 +79,8 @@ class Graph:
 class BufferPool:
     """A session's StepBuffers and CUDA graphs.
 
-    It has no lock, which garbage collection would need a second time in one thread, as it may close a binding anywhere:
-    a list's `pop` and `append` are atomic, and only `thread` uses the graphs.
+    Uses no lock: garbage collection can close a binding at any point and would take it twice. A list's `pop` and
+    `append` are atomic, and only `thread` uses the graphs.
 
     thread: the thread that runs a session with CUDA graphs, or None.
     """
