@@ -12,7 +12,7 @@ worker, inbox: the engine's thread, and how other threads call it.
 deadlines: of running requests.
 delivery: the thread that hands events to callers.
 job: the engine's records of sequences and requests.
-step_logits: the logits of a step, for callers that examine it again.
+step_logits: the logits of a step, recomputed for inspection.
 room: the bound on accepted sequences.
 seconds: checks of timeouts.
 flag: an event that a signal handler may wait for.

@@ -49,7 +49,7 @@ class Batch:
 
     new_logits: allocates the logits of `rows` rows, for requests that ask for log-probabilities.
     wants_logits: whether the next runs (chunks or steps) copy their logits to the host.
-    steps: number of steps so far; a step's number tells where its outputs are recorded.
+    steps: number of steps so far; outputs are recorded by step number.
     run_seconds: time spent in the session's runs so far.
 
     Raises GenerationError if there is no memory for the cache.
@@ -100,8 +100,8 @@ class Batch:
 
     @property
     def copies_rows(self) -> bool:
-        """Whether copying a row is cheap: about the memory traffic of its attention in two steps. It is not for device
-        memory, which is copied to the host and back.
+        """Whether copying a row is cheap: about the memory traffic of its attention in two steps. False for device
+        memory, which is copied through the host.
         """
         return isinstance(self._buffers.block, HostMemory)
 
@@ -141,8 +141,8 @@ class Batch:
 
         spoilt: whether its states may not be finite. Graphs of standard operators (those with a buffer_step) would pass
             such values on to the row's next sequence.
-        unchecked: whether its states have not been checked, because it read a part of its prompt and drew nothing. The
-            slots that the row's next sequence does not reuse are then cleared.
+        unchecked: whether its states are unchecked: a part of its prompt was read and nothing drawn. Slots that the
+            next sequence does not reuse are then cleared.
         """
         written = int(self._written[row]) + 1  # steps write one more slot
         self._parameters["temperature"][row] = 0.0

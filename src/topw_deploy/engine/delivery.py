@@ -29,7 +29,7 @@ _later = _Later()
 def call_later(function: Callable[[], object]) -> None:
     """Call a function after the calls of the `send` in progress; at once in threads that deliver nothing.
 
-    Waking a thread lets it take the interpreter, and the rest of the calls waits for it.
+    A woken thread may take the interpreter lock, which delays the remaining calls.
     """
     if _later.functions is None:
         function()
@@ -88,7 +88,7 @@ class Delivery:
             pass
 
     def _next(self) -> bool:
-        """Make the calls of one `send`. Returns False at the end. The waiting thread keeps no reference to any."""
+        """Make the calls of one `send`. Returns False at the end. Keeps no references to them while waiting."""
         calls = self._sent.get()
         later = _later.functions = []
         for function, arguments in calls or ():

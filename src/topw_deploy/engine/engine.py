@@ -235,7 +235,7 @@ class Engine:
             caller waits, another may cancel.
 
         Does nothing in a fork of the engine's process. A signal handler that interrupts `submit` and calls this would
-        wait for `submit`, which cannot go on; let it raise an exception or set an event instead.
+        deadlock; let it raise an exception or set an event instead.
         """
         if self._worker.forked:
             return

@@ -56,7 +56,7 @@ class Draft:
 
 
 class Intake:
-    """Checks calls and prepares their sequences, in any thread. It takes no room in the engine."""
+    """Checks calls and prepares their sequences, in any thread. Does not reserve room in the engine."""
 
     def __init__(self, model: TopWModel, options: Options, room: Room, worker: Worker) -> None:
         session, _ = model._opened()
@@ -119,7 +119,7 @@ class Intake:
     async def submission_aside(self, draft: Draft, **listeners: Any) -> Submission:
         """`submission`; grammars are compiled in a thread of the loop's executor.
 
-        That thread goes on if the task is cancelled, but its result is dropped and holds nothing of the engine.
+        If the task is cancelled, the thread continues; its result is dropped and holds no engine resources.
         """
         prepare = partial(self.submission, draft, **listeners)
         return await asyncio.to_thread(prepare) if draft.compiles else prepare()

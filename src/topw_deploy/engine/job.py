@@ -21,10 +21,10 @@ from topw_deploy.runtime.rows import Row
 
 @dataclass(frozen=True)
 class Drawn:
-    """The sampler's outputs for a sequence's tokens, as they were recorded: only a reader of the result joins them.
+    """The sampler's outputs for a sequence's tokens, as recorded; joined when the result is read.
 
     parts: in order.
-    counted: which of them are of the sequence's tokens.
+    counted: which of them belong to the sequence's tokens.
     """
 
     parts: Sequence[Values] = ()

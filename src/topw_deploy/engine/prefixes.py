@@ -87,10 +87,8 @@ class RowPrefixes:
         return sorted(range(len(self.held)), key=lambda row: self._released[row])
 
     def choose(self, wanted: np.ndarray, free: Sequence[int], points: Sequence[int] = ()) -> int:
-        """The free row of which the most tokens can be reused, unless it would lose more tokens than that.
-
-        Of several, the one that loses least. Otherwise the first row that holds nothing, or the row that was released
-        first.
+        """The free row with the most reusable tokens, unless it would lose more tokens than that; among equals, the one
+        that loses fewest. Otherwise the first empty row, else the row released first.
         """
         usable = {row: self._rule.usable(self.held[row], wanted, points) for row in free}
         row = max(free, key=lambda row: (usable[row], -len(self.held[row])))

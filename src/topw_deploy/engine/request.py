@@ -251,10 +251,8 @@ class _SequenceReader:
 
 
 class Flag:
-    """Like threading.Event, but without a lock that a waiting thread holds for a moment.
-
-    A signal handler that interrupts it then and waits for the thread that calls `set`, as `Engine.shutdown` does, would
-    wait forever.
+    """Like threading.Event, but waiting takes no lock. A signal handler that interrupted the lock's holder and waited
+    for the thread that calls `set`, as `Engine.shutdown` does, would deadlock.
     """
 
     def __init__(self) -> None:

@@ -4,8 +4,8 @@ A free row keeps its last sequence until another request takes it. A request tak
 prompt. Before its first chunk, more of the prompt may be copied from another row, or restored from a snapshot. The
 tokens that a row then loses are stored as a snapshot, if `prefix_bytes` has room.
 
-States of fixed size cannot return to an earlier token. If `prefix_bytes` has room, they are stored at the end of every
-chunk; the keys and values of the same tokens may be in any row or snapshot.
+States of fixed size cannot be rolled back to an earlier token. If `prefix_bytes` has room, they are stored at the end
+of every chunk; the keys and values of the same tokens may be in any row or snapshot.
 
 A row that takes part in a step without decoding writes one slot: the slot after its tokens.
 """
@@ -91,8 +91,8 @@ class Reuse:
     def branch(self, prompt: np.ndarray, start: int) -> int:
         """The position at which a chunk of a prompt that is read from `start` on should end; 0 for none.
 
-        There the prompt first differs from another sequence, whose states of fixed size are not known at that position.
-        Once stored, they serve the next prompt with the same beginning.
+        The prompt first differs from another sequence there, and no states of fixed size are stored for that position.
+        Storing them lets the next prompt with the same beginning reuse them.
         """
         if not (self.on and self._stores_points) or self._exact:
             return 0

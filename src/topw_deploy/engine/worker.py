@@ -205,7 +205,7 @@ class Worker(InboxThread):
                 job.spans.append((job.row, self._batch.steps))
 
     def _lose(self, rows: tuple[int, int], error: BaseException) -> None:
-        """Clear two rows, one of which holds the other's states or its own, and fail their requests."""
+        """Clear two rows after an exchange that failed midway, and fail their requests."""
         for row in rows:
             job = self._scheduler.at(row)
             if job is not None:
@@ -215,7 +215,7 @@ class Worker(InboxThread):
                 self._reuse.release(row, NOTHING)
 
     def _regroup(self) -> None:
-        """Make a new group for the next step: a sequence joins, leaves or moves, or must see its token."""
+        """Make a new group for the next step, because a sequence joins, leaves, moves or must process its token."""
         if self._group is not None:
             self._group.settle()
             self._group = None
@@ -427,7 +427,7 @@ class Worker(InboxThread):
 
 
 def _no_copy(error: BaseException) -> BaseException:
-    """The request's error for one in the work before its run, which copies states."""
+    """The request's error if copying states before its run fails."""
     if isinstance(error, MemoryError):
         return GenerationError(
             "there is no memory for a copy of the request's states; end requests, or use fewer rows."
@@ -448,7 +448,7 @@ def _hand_over(passed: Iterable[tuple[Job, int]]) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all threads before the interpreter does: the process aborts if one of them is then inside onnxruntime."""
+    """End all threads before the interpreter exits: a thread inside onnxruntime would then abort the process."""
     workers = [worker for worker in _workers if not worker.forked]
     for worker in workers:
         worker.end_early(None, "cancelled")

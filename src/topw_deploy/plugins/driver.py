@@ -27,7 +27,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver's answers.
+    """What the driver reports.
 
     cuda: newest supported version, such as "13.0"; None without a driver.
     devices: visible GPUs.

@@ -96,7 +96,7 @@ class DeviceLock:
                 self._changed.notify_all()
 
     def _wait_for_captures(self, me: int) -> None:
-        """Threads that wait to capture go first, but not before another one of them, which would wait for it."""
+        """Give waiting captures priority; they do not wait for one another here, which would deadlock."""
         if self._comes_later(me):
             self._changed.notify_all()
         while self._comes_later(me):
@@ -120,7 +120,7 @@ class Using:
 
 
 class _Here(threading.local):
-    """first: for each `enter` without its `leave`, whether the thread held nothing before."""
+    """first: for each `enter` without its `leave`, whether it was the thread's outermost."""
 
     def __init__(self) -> None:
         self.first: list[bool] = []

@@ -58,8 +58,8 @@ _HERE = str(Path(__file__).parent)
 def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
     """The checked `known` settings, under our names. Warns of others that would affect tokens.
 
-    Of the sampling rules' parameters, those of the stated `rule` count; in a request also those of the only rule that
-    any belong to.
+    Of the sampling rules' parameters, those of the stated `rule` are used; in a request also those of an unstated rule
+    if all belong to it.
 
     Raises ParameterError naming `where` for an invalid or duplicate parameter.
     """
@@ -85,7 +85,7 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
 
 
 def has_no_effect(name: str, value: Any) -> bool:
-    """Whether a setting that is none of our parameters changes no token, such as num_beams=1."""
+    """Whether an unsupported setting has no effect on tokens, such as num_beams=1."""
     return name in _SILENT or name.startswith("_") or value is False or _is_off(name, value)
 
 

@@ -70,9 +70,9 @@ def best(logits: np.ndarray, count: int) -> np.ndarray:
 
 
 class Scores:
-    """Collects the log-probabilities of one sequence that asked for them.
+    """Collects the log-probabilities of one sequence.
 
-    shown: drawn tokens that pieces have carried.
+    shown: number of drawn tokens whose entries pieces have returned.
     """
 
     def __init__(self, request: RowRequest, text_of: TextOf) -> None:
@@ -101,7 +101,7 @@ class Scores:
         return None if self._request.logprobs is None else self._entries(self._drawn[start:end])
 
     def next_piece(self, end: int) -> list[TokenLogprob] | None:
-        """The entries of drawn tokens up to `end`, exclusive, that no piece has carried."""
+        """The entries of drawn tokens up to `end`, exclusive, that no piece has returned."""
         start, self.shown = self.shown, end
         return self.of_drawn(start, end)
 

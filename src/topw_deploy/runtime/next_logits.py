@@ -1,4 +1,4 @@
-"""The logits of a step, for callers that examine it again."""
+"""The logits of one step, recomputed for inspection."""
 
 from __future__ import annotations
 

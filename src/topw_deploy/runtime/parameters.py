@@ -281,7 +281,7 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_parameter(name: str, known: Iterable[str]) -> ParameterError:
-    """The error for a name that is not in `known`, the names that are accepted."""
+    """The error for a name that is not among the accepted ones, `known`."""
     if name in OTHER_SAMPLERS:
         return ParameterError(
             f"{name} belongs to a sampler that is not available; remove it, or choose one of the rules "

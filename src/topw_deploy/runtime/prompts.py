@@ -178,7 +178,7 @@ def _is_scalar(value: Any) -> bool:
 def with_banned_ids(given: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """Replace `bad_words` among a request's parameters by `bad_words_ids`.
 
-    A word is banned as the tokenizer spells it at the start of a text, and behind a space.
+    A word is banned as tokenized at the start of a text and after a space.
 
     Raises ParameterError for other values than texts, a text without tokens, or both names.
     """

@@ -32,7 +32,7 @@ class Row:
         the first reads one of these; its draw is discarded.
     skipped: number of runs whose draws are discarded.
     tokens: those drawn so far if `text` is not None, else empty.
-    plain: whether a token that ends nothing has no effect but the row's length.
+    plain: whether a token that ends nothing only lengthens the row.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Row:
         self._ends, self._budget = request.eos_token_ids, request.budget
 
     def passes(self, token: int) -> bool:
-        """Add a drawn token that has no effect but the row's length. Returns False, and adds nothing, for others."""
+        """Add a drawn token if it only lengthens the row. Otherwise add nothing and return False."""
         steps = self.steps + 1
         if not self.plain or self.unread or token < 0 or token in self._ends or steps == self._budget:
             return False
@@ -89,7 +89,7 @@ class Row:
         self.unread = self.skipped = len(self.request.prompt) - 1
 
     def read(self, logits: np.ndarray | None) -> int:
-        """The prompt's next token, after a run whose draw does not count.
+        """The prompt's next token, after a run whose draw is discarded.
 
         logits: float [V], of that run; None if `wants_logits` was False.
 
@@ -147,7 +147,7 @@ class Row:
         return gained
 
     def next_tokens(self, end: int) -> tuple[int, ...]:
-        """Those of `tokens` up to `end`, exclusive, that this has not returned before."""
+        """The tokens before `end` that earlier calls have not returned."""
         start, self._shown = self._shown, end
         return tuple(self.tokens[start:end])
 

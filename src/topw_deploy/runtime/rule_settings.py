@@ -126,7 +126,7 @@ def _rule(name: str) -> Rule:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """The checked value; text that is no number stays text, which the parameter's own check takes or refuses."""
+    """The checked value; text that is not a number is left to the parameter's own check."""
     value: Any = text
     for kind in (int, float):
         try:

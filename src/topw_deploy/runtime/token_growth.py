@@ -56,7 +56,7 @@ def _steps(part: Any, children: str) -> list[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> int:
-    """The most characters that the step makes of one."""
+    """Maximum number of characters that the step turns one into."""
     if step["type"] == "ByteLevel":
         return _UTF8
     if step["type"] == "Replace":

@@ -87,7 +87,8 @@ class Tokenizer:
         return IncrementalDecoder(of.joined if of.joins else decode, prompt, of)
 
     def token_bytes(self, size: int) -> tuple[list[bytes], list[int]]:
-        """Returns (the text in UTF-8 of each token below `size`, as it is behind other text; ids of special tokens).
+        """Returns (the text in UTF-8 of each token below `size`, as it appears after other text; ids of special
+        tokens).
 
         b"" for an id without text. A special token has its name.
         """

@@ -28,7 +28,7 @@ _GONE = 499  # nginx' status for a client that closed the connection
 
 @dataclass
 class Record:
-    """What the log says of a request.
+    """A request's log entry.
 
     id: the client's X-Request-Id, or a random one.
     facts: added by the endpoints.

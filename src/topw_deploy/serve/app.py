@@ -101,6 +101,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """The client closed the connection, so nobody reads this."""
+    """The answer after the client has disconnected; it is not sent."""
     record_of(request).facts["error"] = "client_gone"
     return Response(status_code=499)

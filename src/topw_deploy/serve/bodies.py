@@ -21,8 +21,8 @@ async def read_body(request: Request, schema: type[Body], *, most: int, seconds:
 
     most: maximum bytes. seconds: until all of it must have arrived.
 
-    Raises RequestError: 408 and 413 for the limits, 400 for what is not JSON in UTF-8, is nested too deeply, or does
-    not fit the schema.
+    Raises RequestError: 408 and 413 for the limits, 400 for a body that is not JSON in UTF-8, is nested too deeply, or
+    does not fit the schema.
     """
     return check(await read_bytes(request, most=most, seconds=seconds), schema)
 

@@ -19,7 +19,7 @@ class Connection(H11Protocol):
     """uvicorn's connection, closed if its client is too slow.
 
     header_timeout: seconds in which the head of a request must arrive, from the connection's start or the end of the
-        last answer. They include the time for the rest of a body that was answered early.
+        last answer. They include reading the rest of a body whose answer was sent early.
     send_timeout: seconds in which the client must read some bytes of an answer.
     """
 

@@ -78,7 +78,7 @@ _INTERNAL = Failure(500, "server_error", "internal_error", "the server failed; i
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The response to `error`. That to an unexpected one reveals nothing about the server."""
+    """The response to `error`. For an unexpected one it reveals nothing about the server."""
     if isinstance(error, RequestError):
         return error.failure
     found = next((failure for kind, failure in _TYPED if isinstance(error, kind)), None)

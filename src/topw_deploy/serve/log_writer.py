@@ -1,4 +1,4 @@
-"""Writes the log from a thread, so that a stderr that nobody reads delays no request."""
+"""Writes the log from a thread, so that a blocked stderr delays no request."""
 
 from __future__ import annotations
 

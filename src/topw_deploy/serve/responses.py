@@ -100,7 +100,7 @@ def _status(result: GenerationResult) -> str:
 
 
 def _incomplete(result: GenerationResult) -> dict[str, str] | None:
-    """Why a response is incomplete. OpenAI's API has no other reason for a limit of time."""
+    """Why a response is incomplete. OpenAI's API has no own reason for a time limit."""
     return {"reason": "max_output_tokens"} if _status(result) == "incomplete" else None
 
 

@@ -145,7 +145,7 @@ class Run:
             self.record.facts["prompt"] = prompt
 
     async def _whole_pieces(self, pieces: Pieces) -> AsyncIterator[Piece]:
-        """The pieces of a request. If the engine fails it, the error, without the results that say so first."""
+        """The pieces of a request. Raises its error if it fails, and omits the results that report the failure."""
         try:
             async for piece in pieces:
                 if piece.result is None or piece.result.finish_reason != "error":

@@ -58,7 +58,7 @@ class Served:
 
     @cached_property
     def abilities(self) -> dict[str, Any]:
-        """What `/v1/models` says of the model.
+        """The model's entry in `/v1/models`.
 
         chat: whether it has a chat template. logits: whether log-probabilities and inspections are available.
         defaults, presets: Top-W's parameters; a `beta` that depends on the temperature is text.

@@ -56,7 +56,7 @@ def answer_columns(
     """`Answer.columns`.
 
     certified: 0 or 1, float32 [batch, 1]; mass: for `with_mass`.
-    further: tensors of together `rule_columns(spec)` columns; without them, these columns hold anything.
+    further: tensors with `rule_columns(spec)` columns in all; if empty, these columns have arbitrary values.
     """
     parts = [op.Cast(drawn.token, to=1), drawn.logprob, op.Cast(drawn.kept, to=1), certified]
     if mass is not None:

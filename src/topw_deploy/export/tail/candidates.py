@@ -73,7 +73,7 @@ class Search:
     """What is found in whole rows.
 
     candidates: up to `CANDIDATES` largest logits.
-    total: float32 [batch, 1], the sum, which shows NaN and +inf.
+    total: float32 [batch, 1], the sum, which is NaN or +inf if a logit is.
     """
 
     candidates: Candidates

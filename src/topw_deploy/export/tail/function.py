@@ -188,7 +188,7 @@ class Call:
 
 
 def _branches(call: Call) -> Answer:
-    """The `portable` form: consecutive branches, of which each answers rows that those before it do not.
+    """The `portable` form: consecutive branches; each answers rows that earlier ones do not.
 
     1. the candidates' answers, without the work for other rules unless a row has one;
     2. other rules over the whole vocabulary;

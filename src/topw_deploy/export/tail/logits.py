@@ -1,4 +1,4 @@
-"""The logits as each part of the function reads them: as given, edited, or edited and masked."""
+"""The logits: as given, edited, or edited and masked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def reads_in_place(spec: TailSpec) -> bool:
 
 
 class Logits:
-    """One call's logits. Each branch that reads edited or masked ones makes its own, except where no branch can."""
+    """One call's logits. Each branch computes the edited or masked logits that it reads, unless they were computed
+    before.
+    """
 
     def __init__(self, op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> None:
         self._op, self._spec, self._inputs = op, spec, inputs

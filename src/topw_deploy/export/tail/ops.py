@@ -58,7 +58,7 @@ def scope(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Op
 
 
 class _Scope:
-    """A graph while it is recorded: its nodes, and the results by what they are computed from."""
+    """A graph being recorded: its nodes, and their results by operation and inputs."""
 
     def __init__(self) -> None:
         self.nodes: list[ir.Node] = []

@@ -130,7 +130,7 @@ def tail_attributes(spec: TailSpec) -> dict[str, str | int]:
 
     plugin_namespace, plugin_version: how TensorRT finds its plugin.
     knn_k: 0 for `nearest`.
-    with_mass, with_keep_mask: tell TensorRT the number of outputs.
+    with_mass, with_keep_mask: TensorRT derives the number of outputs from them.
     """
     return {
         "plugin_namespace": DOMAIN,

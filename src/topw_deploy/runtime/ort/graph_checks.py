@@ -48,7 +48,7 @@ def check_before_opening(folder: ModelFolder[Manifest]) -> None:
 
 
 def refuse_compiled(folder: ModelFolder[Manifest]) -> None:
-    """Refuse EPContext nodes, through which a provider loads compiled code that the folder brings.
+    """Refuse EPContext nodes, through which a provider loads compiled code from the folder.
 
     The CPU's provider has no such operator. Raises ManifestError.
     """

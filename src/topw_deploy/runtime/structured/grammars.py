@@ -110,7 +110,7 @@ def read_tokens(texts: list[bytes], special: list[int]) -> LLTokenizer:
 
 
 class _Tokens:
-    """The attributes that LLTokenizer reads: the tokens' texts, and an end of sequence, which is a token of our own."""
+    """The attributes that LLTokenizer reads: the tokens' texts, and an end-of-sequence token of our own."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

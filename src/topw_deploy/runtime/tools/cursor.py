@@ -1,7 +1,7 @@
 """A position in text that is still arriving.
 
-Readers are generators. They yield None to wait for more text, and what they found as soon as it is certain; then the
-text before the cursor is done with. Each step looks at new characters only.
+Readers are generators. They yield None to wait for more text, and results as soon as they are certain; the text before
+the cursor can then be dropped. Each step looks at new characters only.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def any_of(words: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def beginning_of(words: tuple[str, ...], text: str, at: int = 0) -> int:
-    """Length of the longest end of `text[at:]` with which one of `words` begins, but not a whole word."""
+    """Length of the longest suffix of `text[at:]` that is a proper prefix of one of `words`."""
     longest = min(len(text) - at, max(map(len, words)) - 1)
     for size in range(longest, 0, -1):
         end = text[-size:]

@@ -1,4 +1,4 @@
-"""The known families, and which one a model is of."""
+"""The known families, and detection of a model's family."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Calls:
         return ToolCall(call_id if isinstance(call_id, str) and call_id else self.new_id(), name.strip(), text)
 
     def from_object(self, value: Any, *, bare: bool = False, own_id: bool = False) -> ToolCall:
-        """The call that a JSON object states, with `arguments` or `parameters`.
+        """The call in a JSON object with `arguments` or `parameters`.
 
         bare: no marker says that it is a call, so it must have arguments and name a known tool.
         own_id: use the object's id.

@@ -46,7 +46,7 @@ def read_function(cursor: Cursor, calls: Calls) -> Waiting[ToolCall]:
 
 
 def _value(cursor: Cursor) -> Waiting[str]:
-    """Read to the end tag that another tag follows: a value may contain one."""
+    """Read to an end tag followed by another tag: a value may itself contain end tags."""
     begin = cursor.at
     while True:
         yield from cursor.until(_END)

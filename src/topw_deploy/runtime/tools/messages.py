@@ -1,7 +1,7 @@
 """Messages with tool calls, in the form that a template takes.
 
 OpenAI's clients and `Parsed.as_message` give a call's arguments as JSON text and no content as "". Most templates print
-arguments with `tojson`, which would quote the text again. Templates of unknown families get what the caller gave.
+arguments with `tojson`, which would quote the text again. Messages for templates of unknown families are not changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WITHOUT_CONTENT = re.compile(r"""content['"]?\]? is (not )?none""")
 class CallForm:
     """How a template takes calls.
 
-    known: whether its family is.
+    known: whether its family is known.
     text: arguments as JSON text; otherwise an object.
     none: None as the content of a message with calls alone.
     thinking: `thinking` for `reasoning_content`.

@@ -23,8 +23,8 @@ class ToolCallParser:
     does not depend on how the text is split into pieces. A parser is for one output.
 
     family: a name of `FAMILIES`.
-    tools: as for the chat template. They tell numbers from strings in the XML form, and which JSON objects without a
-        marker are calls.
+    tools: as for the chat template. Their schemas distinguish numbers from strings in the XML form, and calls from
+        other JSON objects without a marker.
     prompt: the rendered prompt. If it ends with the marker of reasoning, the output begins with reasoning.
 
     Raises ParameterError for an unknown family, for invalid tools and for text after `finish`; never for an output.
@@ -96,7 +96,7 @@ class ToolCallParser:
                 yield Content(opener)
 
     def _attempt(self, reader: Reader, begin: int) -> Generator[Event | Break | None, None, bool]:
-        """Run `reader`. Returns whether it found something; if its text does not match, go back to what it did not."""
+        """Run `reader`. Returns whether it found something; after a mismatch, go back to the end of what it found."""
         cursor, done = self._cursor, begin
         try:
             for step in reader(cursor, self._calls):

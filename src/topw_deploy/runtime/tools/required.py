@@ -1,4 +1,4 @@
-"""Grammars that let a model write nothing but tool calls."""
+"""Grammars that allow only tool calls."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class _Form:
 
     call: with `{string}` or `{name}` for the tool's name as JSON or as it is, and `{arguments}`.
     several: whether an answer may have several calls.
-    reasoning: texts around reasoning, which may precede the calls if their markers are special tokens: only then does
-        the grammar know where it ends.
+    reasoning: texts around reasoning, which may precede the calls if their markers are special tokens: otherwise a
+        grammar cannot detect where it ends.
     style: how arguments are written; None for JSON.
     """
 

@@ -1,4 +1,4 @@
-"""The tools that a caller declares, and JSON schemas of Python functions.
+"""Checks a caller's tools, and makes JSON schemas of Python functions.
 
 Schemas come from type hints and a docstring in Google's style, as transformers makes them.
 """
@@ -51,7 +51,7 @@ def parameter_schemas(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The tool that `function` is, as OpenAI's and transformers' `tools` state it.
+    """The function as a tool, in the form of OpenAI's and transformers' `tools`.
 
     Every argument needs a type hint and a description under "Args:". `(choices: ["a", "b"])` at the end of a
     description becomes an `enum`.

@@ -55,7 +55,7 @@ def read_value(cursor: Cursor, dialect: Dialect, depth: int = 0) -> Waiting[Any]
 
 
 def whole_value(text: str, dialect: Dialect) -> Any:
-    """The value that `text` is. Raises Mismatch if it is none, or more than one."""
+    """Parse `text` as one value. Raises Mismatch for none or several."""
     cursor = Cursor()
     cursor.text, cursor.ended = text, True
     try:

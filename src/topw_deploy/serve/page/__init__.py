@@ -1,7 +1,7 @@
 """The page at `/`: one HTML document with its style and scripts inside, which calls this server and nothing else.
 
-page.html has places for style.css, the scripts and the rules. Browsers run only what has one of the hashes in the
-header Content-Security-Policy, so that text of a model or a user can never become a script.
+page.html has places for style.css, the scripts and the rules. The header Content-Security-Policy has the scripts'
+hashes, so browsers never run text of a model or a user.
 """
 
 from __future__ import annotations

@@ -98,6 +98,6 @@ def _response(failure: Failure) -> Response:
 
 
 def _no_metrics() -> RequestError:
-    """A replica's own metrics would be those of any one of them."""
+    """A request for metrics would reach only one of the replicas."""
     message = "/metrics: every node's Ray agent exports the metrics of its replicas; see --metrics-export-port."
     return invalid(message, code="not_found", status=404)

@@ -1,1 +1,1 @@
-"""Fields of the requests. What is not declared is a parameter of the engine, or unknown: see `parameters`."""
+"""Fields of the requests. Undeclared fields are parameters of the engine, or unknown: see `parameters`."""

@@ -27,7 +27,7 @@ class StreamOptions(BaseModel):
 class Generating(BaseModel):
     """A request for text.
 
-    refused: names of fields that only other endpoints have -> the rest of the error's sentence.
+    refused: fields of other endpoints -> the end of the error message.
     model: may be absent if only one model is served.
     cache_prompt: whether the states of an earlier prompt with the same beginning may be reused; default true.
     max_time: seconds, including the wait in the queue; the server's own limit also applies.

@@ -51,7 +51,7 @@ def _answer(op: Ops, spec: TailSpec, best: List, proof: RulePath, further: Seque
 
 @scope
 def candidate_answer(op: Ops, spec: TailSpec, search: Search, ruled: RuleRows, found: Statistics, rows: Rows) -> Answer:
-    """The answers from the candidates. Rows that they do not prove are pending."""
+    """The answers from the candidates. Unproven rows are pending."""
     best = as_list(op, search.candidates, found, rows, spec.vocab_size)
     proof = rule_path(op, best, ruled, found, rows)
     bounds = [(found.largest, -LARGEST, LARGEST), (search.total, -np.inf, LARGEST)]
