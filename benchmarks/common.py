@@ -14,7 +14,6 @@ from typing import Any
 
 from topw_deploy.bench.measurement import Spread, interleave, ratio, seconds, this_machine
 from topw_deploy.bench.report import table
-from topw_deploy.bench.sides import load_processor
 from topw_deploy.errors import BenchmarkError
 
 __all__ = [
@@ -55,6 +54,8 @@ def say(text: str) -> None:
 
 def released_processor(path: Path) -> Any:
     """The authors' class from a copy of their file. Exits with a message if the file lacks it."""
+    from topw_deploy.bench.sides import load_processor  # not at the top: a GPU host may lack what it imports
+
     try:
         return load_processor(path)
     except BenchmarkError as error:

@@ -79,7 +79,7 @@ def build(
     """Compile a library on this machine, which does not need the GPUs.
 
     Needs nvcc (CUDA_HOME, PATH, pip's packages, /usr/local/cuda) and a C++ compiler, and takes some minutes for all
-    driver. If --output is outside the package, TOPW_CUDA_LIBRARY must name the library of --cuda; the Python
+    architectures. If --output is outside the package, TOPW_CUDA_LIBRARY must name the library of --cuda; the Python
     plugin for TensorRT uses that library, too. The library of --tensorrt-root is for `build-engine --plugin`, trtexec
     --dynamicPlugins and C++ hosts.
     """
