@@ -142,6 +142,7 @@ def test_all_sequences_of_a_client_that_goes_away_count_as_aborted(folder: Path,
         await until(lambda: in_use(service) > 0)
         call.gone.set()
         await asyncio.wait_for(call.task, 30)
+        gate.opened.set()
         assert ended(service) == {"abort": 6}
 
     with_service(folder, test, engine={"max_batch": 2})
