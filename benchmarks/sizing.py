@@ -106,7 +106,7 @@ def stored_rates(text: str) -> list[Check]:
     several: dict[str, dict[int, float]] = {}
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) < 9 or not cells[1].isdigit():
+        if len(cells) < 7 or not cells[1].isdigit():
             continue
         model = cells[0] or model
         rates = several.setdefault(f"{model}, {cells[1]} threads", {})
