@@ -37,6 +37,8 @@ def post(client: TestClient, url: str = CHAT, **fields: Any) -> Any:
         ({"rule": "unheard"}, "invalid_value", "rule"),
         ({"min_p": 0.1, "top_p": 0.5}, "invalid_value", None),
         ({"n": 0}, "invalid_value", "n"),
+        ({"n": {"a": 1}}, "invalid_value", "n"),
+        ({"n": [2]}, "invalid_value", "n"),
         ({"n": 10**9}, "invalid_value", None),
         ({"seed": -1}, "invalid_value", "seed"),
         ({"seed": 1.5}, "invalid_value", "seed"),
