@@ -69,13 +69,13 @@ def _summary(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> s
 
 
 def _architectures(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> str:
-    header = ["type", "states", *FORMS, *(_SHORT.get(peer.name, peer.name) for peer in peers)]
+    header = ["type", "states", *FORMS, "listed by"]
     rows = []
     for name in types:
         found = [file.find(name, form) for form in FORMS]
         states = next((_states(result) for result in found if result is not None and result.states), "")
-        listed = ["yes" if name in peer.types else "" for peer in peers]
-        rows.append([f"`{name}`", states, *(_cell(result) for result in found), *listed])
+        listed = ", ".join(_SHORT.get(peer.name, peer.name) for peer in peers if name in peer.types)
+        rows.append([f"`{name}`", states, *(_cell(result) for result in found), listed])
     return (
         "## Architectures\n\n"
         "Numbers are the largest difference to torch's logits in any check. `states` counts the layers of the tiny\n"

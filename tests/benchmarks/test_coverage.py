@@ -149,7 +149,7 @@ def test_the_page_counts_what_was_exported_and_names_what_was_not(tmp_path: Path
         "2e-06",
         "no result",
         "no result",
-        "yes",
+        "other",
     ]
     assert any(line.startswith(f"| `{bad}`") and line.count("|") == 4 and "layers are / odd." in line for line in lines)
     (listed,) = [line for line in lines if line.startswith("| other 1.0, listed")]
