@@ -12,7 +12,8 @@ from topw_deploy.serve.app import PAGE_ROUTES, ROUTES
 from topw_deploy.serve.parameters import IGNORED
 from topw_deploy.serve.schemas.generation import ChatRequest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "serve.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "guide" / "serve.md").read_text(encoding="utf-8")
 
 
 def section(title: str) -> str:
@@ -34,6 +35,14 @@ def test_fields() -> None:
     assert names >= IGNORED
     assert ChatRequest.model_fields.keys() - {"model", "messages"} <= names
     assert len(PARAMETERS.keys() & names) > 10
+
+
+def test_clients_have_the_versions_that_the_tests_install() -> None:
+    files = ("constraints.txt", "tests/serve_clients/requirements.txt", "tests/serve_clients/guidellm.txt")
+    pinned = set(re.findall(r"^([\w-]+)==(\S+)", "\n".join((ROOT / name).read_text("utf-8") for name in files), re.M))
+    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", section("# Checked with"), re.M)
+    assert {name for name, _ in rows} == {"openai", "litellm", "langchain-openai", "llama-benchy", "guidellm"}
+    assert set(rows) <= pinned
 
 
 def test_metrics(client: TestClient) -> None:
