@@ -58,7 +58,7 @@ def test_an_export_of_a_checkpoint_killed_before_any_file_operation(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("share", [5, broad(1)])
+@pytest.mark.parametrize("share", [12, broad(1)])
 def test_what_a_command_writes_is_old_or_new_when_it_is_killed_before_any_file_operation(
     whole: Path, tmp_path: Path, name: str, share: int
 ) -> None:
