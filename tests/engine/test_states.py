@@ -33,10 +33,10 @@ def test_requests_draw_what_they_draw_alone(
     exchanged = 0
     exchange = Batch.exchange
 
-    def exchanging(batch: Batch, one: int, other: int) -> None:
+    def exchanging(batch: Batch, one: int, other: int, saves: bool) -> None:
         nonlocal exchanged
         exchanged += 1
-        exchange(batch, one, other)
+        exchange(batch, one, other, saves)
 
     monkeypatch.setattr(Batch, "exchange", exchanging)
     source = make_model(family) if family == "gemma3" else make_hybrid(family)
