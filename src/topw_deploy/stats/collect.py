@@ -30,7 +30,7 @@ from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolver
 from topw_deploy.sampling import Geometry, RuleParameters, TopWParameters, apply_edits, as_float32
 from topw_deploy.stats.analyse import Analyser, Step
-from topw_deploy.stats.exact.analyse import ExactAnalyser, ExactStep, check, sample
+from topw_deploy.stats.exact.analyse import ExactAnalyser, ExactStep, check, spread_steps
 from topw_deploy.stats.request import ExactRequest, Prompt, Setting
 
 
@@ -111,7 +111,7 @@ def collect(
     runs = []
     with progress.bar(total, "tokens") as advance:
         for setting, run in zip(settings, written, strict=True):
-            chosen = sample([len(one.result.token_ids) for one in run], exact.steps if exact is not None else 0)
+            chosen = spread_steps([len(one.result.token_ids) for one in run], exact.steps if exact is not None else 0)
             rows: list[Analysed] = []
             for batch in (range(b.start + n * s, b.stop + n * s) for s in range(seeds) for b in batches):
                 solved = [_Solved(solver, chosen[i]) for i in batch]

@@ -17,7 +17,7 @@ from tests.sampling.brute_force import (
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions, TopWParameters, as_float32, crop
 from topw_deploy.sampling.reference import pool
-from topw_deploy.stats.exact.analyse import COMPARED, EVERY, TOP_W, ExactAnalyser, check, last_step, sample
+from topw_deploy.stats.exact.analyse import COMPARED, EVERY, TOP_W, ExactAnalyser, check, last_step, spread_steps
 
 ROW = np.random.default_rng(1).normal(size=40).astype(np.float32) * 2
 TABLE = np.random.default_rng(2).normal(size=(40, 5))
@@ -112,7 +112,7 @@ def test_the_steps_bound_at_its_own_crop_is_too_low_by_twice_the_distance_of_the
     ("lengths", "most"), [([64] * 24, 200), ([3, 0, 5], 4), ([3, 0, 5], 50), ([0, 0], 10), ([], 3)]
 )
 def test_steps_are_sampled_evenly_over_all_texts(lengths: list[int], most: int) -> None:
-    chosen = sample(lengths, most)
+    chosen = spread_steps(lengths, most)
     starts = np.cumsum([0, *lengths])
     places = sorted(start + at for start, one in zip(starts[:-1], chosen, strict=True) for at in one)
     assert [len(one) for one in chosen] == [

@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.foreign.limits import lost_soft_cap, sequence_limit, window_of
 from topw_deploy.export.graph.editor import external_files, find_input, required_input, tensors_of
@@ -41,7 +41,7 @@ def load_decoder(file: Path, folder: Path) -> Decoder:
     try:
         model = ir.load(file)
     except Exception as error:  # protobuf and onnx_ir raise many types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        reason = one_line(error, 200)
         raise SourceError(
             f"{file} cannot be read as ONNX ({type(error).__name__}: {reason}); export it again."
         ) from error

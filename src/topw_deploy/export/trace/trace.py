@@ -192,8 +192,8 @@ def _refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModelError:
 
 
 def _untraceable(model: PreTrainedModel, error: Exception) -> UnsupportedModelError:
-    plain = _COLOURS.sub("", str(error)).strip()  # torch.onnx colours its messages
-    reason = (plain.splitlines() or [type(error).__name__])[0][:120]
+    first = _COLOURS.sub("", str(error)).strip().partition("\n")[0]  # torch.onnx colours its messages
+    reason = first[:120] or type(error).__name__
     return UnsupportedModelError(
         f"the architecture {type(model).__name__} cannot be traced ({type(error).__name__}: {reason}); "
         "graft an ONNX decoder made by another exporter."

@@ -12,7 +12,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from topw_deploy.errors import ExportError
 from topw_deploy.export.write.replace import PARTIAL, fill, is_being_filled, replace_export, undo_fill
 from topw_deploy.files import sigterm_raises
 from topw_deploy.manifest import MANIFEST_NAME
+from topw_deploy.progress import Advance
 from topw_deploy.sizes import decimal_size
 
 _locks: Any
@@ -30,7 +31,6 @@ try:
 except ImportError:  # Windows: the files of a killed export remain
     _locks = None
 
-Progress = Callable[[int], object]
 
 SPARE = 16 << 20
 """Bytes that must stay free."""
@@ -243,7 +243,7 @@ def require_space(folder: Path, needed: int) -> None:
         )
 
 
-def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: Progress = lambda _bytes: None) -> None:
+def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: Advance = lambda _bytes: None) -> None:
     """Copy `source`, following symbolic links. The file system clones it where it can.
 
     hard_link: hard-link where supported. That takes no time or space, but onnx and onnx_ir refuse such data files as an
@@ -271,7 +271,7 @@ def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: 
             progress(len(part))
 
 
-def _copy_in_kernel(read: int, write: int, size: int, progress: Progress) -> int:
+def _copy_in_kernel(read: int, write: int, size: int, progress: Advance) -> int:
     """Returns bytes copied."""
     done = 0
     while hasattr(os, "copy_file_range") and done < size:

@@ -235,12 +235,12 @@ def _open(
         raise ProviderError(f"{providers.short_name(wanted)} could not open {folder.model} ({why}); {hint}.") from None
 
 
-def _new_session(folder: ModelFolder[Manifest], chain: list[Any], settings: ort.SessionOptions) -> ort.InferenceSession:
+def _new_session(folder: ModelFolder[Manifest], chain: list[Any], options: ort.SessionOptions) -> ort.InferenceSession:
     # enable_fallback prints to stdout and retries on another provider; read_config_from_model lets the file set session
     # options, which can load libraries.
     return ort.InferenceSession(
         folder.model,
-        settings,
+        options,
         providers=chain,
         enable_fallback=0,
         read_config_from_model=0,

@@ -154,7 +154,7 @@ def _among(count: int, places: Places) -> Mask:
     return found
 
 
-def sample(lengths: Sequence[int], most: int) -> list[set[int]]:
+def spread_steps(lengths: Sequence[int], most: int) -> list[set[int]]:
     """Choose at most `most` steps, evenly spaced over all sequences. Returns each sequence's positions, from 0."""
     total = sum(lengths)
     count = min(most, total)
