@@ -225,9 +225,6 @@ def test_more_alternatives_than_openai_allows(server: Live, path: str) -> None:
     assert (status, answer["error"]["param"]) == (400, "top_logprobs")
 
 
-GRAMMAR = {"structured_outputs": {"regex": "[ab]{3}"}}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [TEXT, "/v1/chat/completions", "/v1/responses"])
 def test_others_are_answered_while_a_grammar_compiles(
@@ -242,8 +239,9 @@ def test_others_are_answered_while_a_grammar_compiles(
 
     monkeypatch.setattr(grammars, "compile_grammar", slow)
     prompt = {TEXT: {"prompt": "ab"}, "/v1/responses": {"input": "Hi"}}.get(path, {"messages": HELLO})
+    new = {"structured_outputs": {"regex": f"[ab]{{{len(path)}}}{'c' * stream}"}}  # the server keeps those it compiled
     with server.connect() as raw:
-        raw.sendall(post({**prompt, **GRAMMAR, "seed": 1, "stream": stream}, path))
+        raw.sendall(post({**prompt, **new, "seed": 1, "stream": stream}, path))
         assert compiling.wait(60)
         try:
             assert [server.text(seed) for seed in SEEDS] == list(texts.values())
