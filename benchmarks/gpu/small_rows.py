@@ -174,10 +174,10 @@ def wrong_rows(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", type=Path)
+    parser.add_argument("kernels", type=Path, help="the library of the CUDA kernels")
     parser.add_argument("--emulated", action="store_true", help="the library emulates a GPU in this process's memory")
     given = parser.parse_args()
-    kernel = CudaKernel(given.library)
+    kernel = CudaKernel(given.kernels)
     kernel.release(kernel.allocate(256))  # makes the device's context current
     memory = HostMemory() if given.emulated else DeviceMemory()
     embeddings = np.random.default_rng(3).standard_normal((VOCAB, HIDDEN)).astype(np.float16)

@@ -78,7 +78,7 @@ def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
     """
     found = dict(base)
     for entry in components(folder).values():
-        libraries = [str((folder / place).absolute()) for place in entry["library_path"]]
+        libraries = [str((folder / place).absolute()) for place in entry["linker_path"]]
         libraries += cuda_libraries() if entry["cuda_libraries"] else []
         packages = [str((folder / place).absolute()) for place in entry["python_path"]]
         for variable, paths in (("PYTHONPATH", packages), ("LD_LIBRARY_PATH", libraries)):

@@ -90,7 +90,8 @@ def check(source: str, out: Path, old: dict[str, bytes], new: dict[str, bytes], 
         complaints.append(f"the next export ends with {status}")
     elif contents(out) != new:
         complaints.append("the next export has other bytes")
-    # A folder killed before its lock file, or after it, is empty, and is removed an hour later.
+    # An export killed before it creates its lock file, or after it removes it, leaves an empty folder. Later exports
+    # remove such folders once they are an hour old.
     left = [path.name for path in out.parent.iterdir() if path.name != "out" and any(path.iterdir())]
     if left:
         complaints.append(f"the next export leaves {left}")

@@ -32,7 +32,7 @@ def test_the_task_asks_and_scores_as_the_benchmark_does() -> None:
     said: dict[str, str] = {}
 
     class Answering(LM):
-        """Answers each third problem correctly, each third wrongly, and each third without a total."""
+        """Answers a third of the problems correctly and a third wrongly; the rest get no total."""
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             for place, request in enumerate(requests):

@@ -111,7 +111,7 @@ def test_tensorrt_rtx_is_packed_under_tensorrts_names(serve: Serve, tmp_path: Pa
     assert (tmp_path / "tree" / "tensorrt_bindings" / "tensorrt.so").is_file()
     assert not list((tmp_path / "tree").rglob("libtensorrt_plugins.so"))
     assert packed.version == "TensorRT-RTX 1.7.1, bindings 11.4.0.106"
-    assert packed.library_path == ("lib",)
+    assert packed.linker_path == ("lib",)
     assert packed.gpu_code["libtensorrt_rtx.so.1.7.1"].found == {"sm_80": 1, "sm_90": 1}
 
 

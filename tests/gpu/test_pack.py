@@ -84,7 +84,7 @@ def test_too_small_a_limit_is_refused(tmp_path: Path) -> None:
 def stage_tree(tree: Path, scratch: Path, host: Host) -> Packed:
     write_tree(tree.parent)
     (tree.parent / "part").rename(tree)
-    return Packed("1.0", python_path=(".",), library_path=("lib",))
+    return Packed("1.0", python_path=(".",), linker_path=("lib",))
 
 
 def refuse(tree: Path, scratch: Path, host: Host) -> Packed:
@@ -105,7 +105,7 @@ def test_the_index_lists_packed_and_absent_components(tmp_path: Path) -> None:
     entry = index["components"]["onnxruntime"]
     assert entry["archives"] == [archive["name"] for archive in index["archives"]]
     assert entry["python_path"] == ["onnxruntime"]
-    assert entry["library_path"] == ["onnxruntime/lib"]
+    assert entry["linker_path"] == ["onnxruntime/lib"]
     assert (entry["files"], entry["bytes"]) == (33, 1_690_000 + sum(50 * len(f"text {i}\n") for i in range(30)))
     assert {path.name for path in tmp_path.iterdir()} == {INDEX, *entry["archives"]}
 

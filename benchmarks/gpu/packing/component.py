@@ -12,7 +12,7 @@ from benchmarks.gpu.packing.fatbin import Kept
 class Packed:
     """A staged component.
 
-    python_path, library_path: subfolders for PYTHONPATH and LD_LIBRARY_PATH, or ".".
+    python_path, linker_path: subfolders for PYTHONPATH and LD_LIBRARY_PATH, or ".".
     variables: environment variables, each set to a subfolder.
     cuda_libraries: whether it needs CUDA's libraries from PyTorch's packages.
     gpu_code: the GPU code kept of each library.
@@ -21,7 +21,7 @@ class Packed:
 
     version: str
     python_path: tuple[str, ...] = ()
-    library_path: tuple[str, ...] = ()
+    linker_path: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
     cuda_libraries: bool = False
     gpu_code: dict[str, Kept] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Packed:
     def as_json(self, name: str) -> dict[str, Any]:
         """The index entry, with paths relative to all components' folder."""
         found = asdict(self)
-        for key in ("python_path", "library_path"):
+        for key in ("python_path", "linker_path"):
             found[key] = [name if place == "." else f"{name}/{place}" for place in found[key]]
         found["variables"] = {key: f"{name}/{place}" for key, place in self.variables.items()}
         return found

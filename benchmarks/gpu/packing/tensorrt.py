@@ -50,7 +50,7 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
     bindings = wheels.fetch(BINDINGS, host, scratch)
     wheels.unzip(bindings, tree)
     version = f"TensorRT-RTX {builder.name.removeprefix(_BUILDER)}, bindings {wheels.version(bindings)}"
-    return Packed(version, python_path=(".",), library_path=("lib",), gpu_code={builder.name: kept}, notes=(_NOTE,))
+    return Packed(version, python_path=(".",), linker_path=("lib",), gpu_code={builder.name: kept}, notes=(_NOTE,))
 
 
 def _empty_plugins(path: Path) -> None:

@@ -72,9 +72,9 @@ class Job(Task):
 
 
 class Group:
-    """The sequences that decode, until one joins, leaves or moves.
+    """The decoding sequences. The worker makes a new group when one joins, leaves or moves.
 
-    As long as all tokens pass, steps do not touch the sequences: each run evicts them from the CPU cache.
+    While all tokens pass, steps leave the sequences untouched, because each run evicts them from the CPU cache.
 
     jobs: in the order of their rows.
     scored: whether one of them has log-probabilities.

@@ -71,7 +71,6 @@ class Request:
     ) -> None:
         """alone: whether there is one result, not a list. put: receives the events. on_end: called after the last one.
 
-
         check_caller: called with a method's name before it waits; see `Worker.check_caller`.
         deliver: calls `put` for the engine's thread; see `Worker.deliver`.
         started: when the caller asked, by time.perf_counter(); None for now.

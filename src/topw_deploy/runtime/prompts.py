@@ -1,4 +1,4 @@
-"""Read prompts: texts, token ids, arrays, tensors and tokenizer outputs; and words to ban, vLLM's `bad_words`.
+"""Read prompts (texts, token ids, arrays, tensors, tokenizer outputs) and banned words (vLLM's `bad_words`).
 
 Tensors are read with their method `tolist`, without an import of their library.
 """
