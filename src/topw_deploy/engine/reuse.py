@@ -68,7 +68,7 @@ class Reuse:
         return self._rows.choose(wanted, free, self._stored.points(wanted))
 
     def start(self, row: int, prompt: np.ndarray, *, reuses: bool = True) -> int:
-        """Put the longest known prefix of a prompt into its row, none unless `reuses`. Returns its length."""
+        """Put the longest known prefix of a prompt into its row, or nothing if not `reuses`. Returns its length."""
         if not self.on:
             return 0
         held = self._rows.held[row]
