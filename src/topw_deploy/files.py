@@ -146,7 +146,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step. False where the system or file system cannot; Linux' usual ones can."""
+    """Exchange two folders in one step. Returns False if the file system cannot; the common ones of Linux can."""
     if sys.platform != "linux":
         return False
     try:

@@ -177,7 +177,7 @@ def logits_output(manifest: DecoderManifest) -> TensorSpec | None:
 
 
 def check_output(requests: Sequence[RowRequest], spec: TensorSpec | None, path: object) -> None:
-    """Raises ParameterError if the graph in `path` cannot give the log-probabilities of `requests`, which need some."""
+    """Raises ParameterError if the graph in `path` cannot give the log-probabilities that all `requests` ask for."""
     name = "prompt_logprobs" if requests[0].logprobs is None else "logprobs"
     if spec is None:
         raise ParameterError(

@@ -126,7 +126,7 @@ def _rule(name: str) -> Rule:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """The checked value; text that is not a number is left to the parameter's own check."""
+    """Convert `text` to a number if it is one, and check it as the parameter `name`."""
     value: Any = text
     for kind in (int, float):
         try:

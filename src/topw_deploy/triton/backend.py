@@ -28,7 +28,7 @@ _CODES = (
 DRAIN = 30.0
 """Seconds in which running requests may finish when Triton unloads the model."""
 POLL = 0.1
-"""Seconds between questions whether a request was cancelled, as Triton does not report it; also while it waits."""
+"""Seconds between checks for cancellation, which Triton does not report; also while a request waits."""
 
 
 class TritonPythonModel:
