@@ -61,7 +61,7 @@ def test_a_repulsive_row_is_answered_by_the_definition_itself():
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     logits=arrays(
         np.float32,

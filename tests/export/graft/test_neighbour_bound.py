@@ -105,7 +105,7 @@ def tables(draw: st.DrawFn) -> np.ndarray:
     return np.asarray(table, dtype=dtype)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(tables(), st.sampled_from(METRICS), st.booleans())
 def test_no_bound_is_ever_above_a_distance(table: np.ndarray, metric: str, rounded: bool) -> None:
     """With float64 statistics and a graph's float32 ones."""
@@ -120,7 +120,7 @@ def test_no_bound_is_ever_above_a_distance(table: np.ndarray, metric: str, round
     assert (bound <= nearest).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tables(), st.sampled_from(METRICS), st.integers(1, 7), st.integers(1, 3))
 def test_blocks_of_any_size_give_the_same_bound(table: np.ndarray, metric: str, block: int, held: int) -> None:
     """Up to float32 summation order."""

@@ -164,7 +164,7 @@ FRAGMENTS = sorted(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_any_split_gives_the_same_result(family: str, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=8)))
@@ -174,14 +174,14 @@ def test_any_split_gives_the_same_result(family: str, data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(text=st.text(st.sampled_from('ab é\n{[(<|`"')))
 def test_text_without_markers_is_all_content(family: str, text: str) -> None:
     assert simple(parse(text, family, TOOLS)) == (text, None, [])
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "harmony"])  # its headers are no content
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=8))
 def test_an_output_without_calls_is_all_content(family: str, parts: list[str]) -> None:
     text = "".join(parts)

@@ -85,7 +85,7 @@ def test_an_answer_without_calls_is_its_own_text(form: Form) -> None:
 
 
 @forms
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(
     arguments=st.fixed_dictionaries(
         {},

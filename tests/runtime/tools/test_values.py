@@ -22,19 +22,17 @@ Value = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(value=Value, ascii_only=st.booleans(), indent=st.sampled_from([None, 2]))
 def test_json_is_read_as_json_reads_it(value: Any, ascii_only: bool, indent: int | None) -> None:
     assert whole_value(json.dumps(value, ensure_ascii=ascii_only, indent=indent), JSON) == value
 
 
-@settings(deadline=None)
 @given(value=Value)
 def test_a_literal_is_read_as_python_reads_it(value: Any) -> None:
     assert whole_value(repr(value), PYTHON) == value
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(text=st.text(st.sampled_from('{}[]",:\\ntrue0123.eE+-u\n ')))
 def test_what_is_no_json_is_refused(text: str) -> None:
     try:
