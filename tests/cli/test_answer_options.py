@@ -16,7 +16,9 @@ pytest.importorskip("llguidance")
 
 
 @pytest.mark.parametrize("given", [("--regex", "[ab]{3}"), ("--choice", "bab", "--choice", "aab")])
-def test_the_text_matches(invoke: Invoke, random_model: Path, given: tuple[str, ...]) -> None:
+def test_an_answer_matches_its_expression_or_is_one_of_the_choices(
+    invoke: Invoke, random_model: Path, given: tuple[str, ...]
+) -> None:
     result = invoke("generate", random_model, "x", "--seed", 1, *given)
     assert (result.exit_code, result.stderr) == (0, "")
     assert re.fullmatch("[ab]{3}\n", result.stdout)
@@ -32,7 +34,7 @@ def test_schemas_and_grammars_may_be_in_files(invoke: Invoke, random_model: Path
     assert invoke("generate", random_model, "x", "--grammar", f"@{grammar}").stdout in ("left\n", "right\n")
 
 
-def test_only_one_constraint(invoke: Invoke, random_model: Path) -> None:
+def test_two_constraints_are_refused(invoke: Invoke, random_model: Path) -> None:
     result = invoke("generate", random_model, "x", "--regex", "a", "--choice", "b")
     assert result.exit_code == 2
     assert "only one of --regex, --choice" in result.stderr

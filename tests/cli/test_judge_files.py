@@ -168,7 +168,7 @@ def test_a_third_turn_shows_the_answers_to_both_others() -> None:
     ]  # fmt: skip
 
 
-def test_answers_are_trimmed(tmp_path: Path) -> None:
+def test_answers_lose_white_space_around_them(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text(lines([{"id": 0, "text": " one\n"}, {"id": "b", "text": "two words"}]))
     asked = [Question(0, ("x",)), Question("b", ("y",))]
     assert texts_of(tmp_path / "lines", asked) == {0: "one", "b": "two words"}

@@ -81,6 +81,6 @@ def test_the_table_has_a_row_per_rule_and_temperature() -> None:
     ]  # fmt: skip
 
 
-def test_numbers_are_short() -> None:
+def test_numbers_have_three_digits() -> None:
     shown = [number(value) for value in (None, 0.01234, 1.5, 12.34, 99.96, 1234.5, 3e12)]
     assert shown == ["-", "0.0123", "1.50", "12.3", "100", "1,234", "3.00e+12"]

@@ -64,7 +64,7 @@ def test_the_corpus_has_the_manual_the_core_and_the_library(corpus: Corpus) -> N
     assert "class JSONDecoder(object):" in text
 
 
-def test_documents_are_clean(corpus: Corpus) -> None:
+def test_documents_have_no_control_characters_or_empty_lines_around_them(corpus: Corpus) -> None:
     for document in (*corpus.train, *corpus.held_out):
         assert not any(ord(c) < 32 and c != "\n" for c in document)
         assert "\n\n\n" not in document

@@ -44,7 +44,7 @@ def test_states_of_fixed_size_are_usable_where_they_are_known(
 
 
 @pytest.mark.parametrize(("one", "other", "count"), [("", "ab", 0), ("abc", "abd", 2), ("ab", "abc", 2), ("b", "a", 0)])
-def test_common_tokens(one: str, other: str, count: int) -> None:
+def test_common_counts_the_tokens_with_which_both_begin(one: str, other: str, count: int) -> None:
     assert common(ids(one), ids(other)) == common(ids(other), ids(one)) == count
 
 

@@ -99,7 +99,7 @@ def test_a_missing_folder_is_refused(host: Host, tmp_path: Path) -> None:
     fails(host(export_sampler(tmp_path / "sampler", Toy.random()), 5), 1, "kind is 'sampler'")
 
 
-def test_links_are_refused(host: Host, folder: Path, tmp_path: Path) -> None:
+def test_a_listed_file_that_is_a_link_is_refused(host: Host, folder: Path, tmp_path: Path) -> None:
     shutil.move(folder / "model.onnx", tmp_path / "elsewhere.onnx")
     (folder / "model.onnx").symlink_to(tmp_path / "elsewhere.onnx")
     fails(host(folder, 5), 1, "model.onnx is listed", "a link")

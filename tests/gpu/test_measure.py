@@ -94,7 +94,7 @@ def test_without_flashinfer_the_step_reports_it(emulated_library: Path, tmp_path
     assert "FlashInfer is not here" in found.absent[0]
 
 
-def test_zeroing_zeroes() -> None:
+def test_zeroing_sets_every_byte_to_zero() -> None:
     block = torch.ones(300, dtype=torch.uint8)
     zeroing(block)()
     assert not block.any()

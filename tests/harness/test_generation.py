@@ -125,7 +125,7 @@ def test_settings_without_effect_are_ignored_and_others_are_checked_by_the_runti
             asked(model, ("ab", {**TASK, **wrong}))
 
 
-def test_reasoning_is_removed(opened: Open, tmp_path: Path) -> None:
+def test_text_up_to_the_end_of_thinking_is_removed(opened: Open, tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.script([*byte_ids("hm|> 42"), EOS], prompt_tokens=2), form="grouped")
     assert asked(opened(folder), ("pq", TASK)) == ["hm|> 42"]
     assert asked(opened(folder, think_end_token="|>"), ("pq", TASK)) == ["42"]

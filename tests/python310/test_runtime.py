@@ -81,7 +81,7 @@ def test_every_form_that_runs_gives_the_same_tokens(ask: Ask, folder: Folder) ->
         assert found == worker.generated(str(path)), name
 
 
-def test_quantised_weights_run(ask: Ask, folder: Folder) -> None:
+def test_quantised_weights_run_on_the_native_sampler(ask: Ask, folder: Folder) -> None:
     folders = {name: folder(family, settings) for name, (family, settings) in OTHER_KERNELS.items()}
     for name, found in zip(folders, ask([["generated", path] for path in folders.values()]), strict=True):
         assert found["sampler"] == "native", name
@@ -110,7 +110,7 @@ def test_nodes_that_a_provider_leaves_to_the_cpu_are_found_by_a_run(ask: Ask, de
     assert {"MatMul", "GroupQueryAttention", "TopWSample"} - {*found["computing"]} <= {"TopWSample"}
 
 
-def test_commands_run(command: Command, demo_export: Path) -> None:
+def test_the_commands_run_in_python_3_10(command: Command, demo_export: Path) -> None:
     for arguments, shown in (
         (("doctor",), "native sampler: works"),
         (("inspect", demo_export), "GroupQueryAttention"),

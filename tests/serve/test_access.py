@@ -51,7 +51,9 @@ def test_without_the_option_no_origin_is_allowed(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(("given", "kept"), [("abc-1", True), ("x" * 128, True), ("x" * 129, False), ("a\tb", False)])
-def test_request_ids(client: TestClient, given: str, kept: bool) -> None:
+def test_a_request_id_of_the_client_is_kept_if_it_is_short_and_printable(
+    client: TestClient, given: str, kept: bool
+) -> None:
     response = client.post(CHAT, json=ASK, headers={"X-Request-Id": given})
     found = response.headers["x-request-id"]
     assert (found == given) is kept
@@ -158,7 +160,7 @@ def metric(client: TestClient, name: str) -> float:
     return sum(map(float, found))
 
 
-def test_metrics(serve: NewClient, folder: Any) -> None:
+def test_metrics_count_requests_tokens_and_seconds(serve: NewClient, folder: Any) -> None:
     client = serve(folder)
     client.post(CHAT, json={**ASK, "n": 2})
     client.post(CHAT, json={**ASK, "stream": True})

@@ -92,7 +92,7 @@ def test_without_a_length_the_answer_may_fill_the_context(client: TestClient) ->
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_logprobs(client: TestClient, model: TopWModel) -> None:
+def test_logprobs_are_those_of_generate_also_in_a_stream(client: TestClient, model: TopWModel) -> None:
     fields = {"max_tokens": 6, "seed": 5, "logprobs": True, "top_logprobs": 2, **HOT}
     scores = expected(model, max_new_tokens=6, seed=5, logprobs=2, **HOT).token_logprobs
     content = ask(client, **fields).json()["choices"][0]["logprobs"]["content"]
@@ -105,7 +105,7 @@ def test_logprobs(client: TestClient, model: TopWModel) -> None:
     assert streamed == content
 
 
-def test_stop_strings(client: TestClient, model: TopWModel) -> None:
+def test_a_stop_string_ends_the_answer_and_is_named(client: TestClient, model: TopWModel) -> None:
     text = expected(model, max_new_tokens=20, seed=5, **HOT).text
     stop = text[6:8]
     choice = ask(client, max_completion_tokens=20, seed=5, stop=[stop], **HOT).json()["choices"][0]
@@ -122,7 +122,7 @@ def test_contents_in_parts_and_more_variables(client: TestClient, model: TopWMod
     assert ask(client, **fields, chat_template_kwargs=kwargs).json()["usage"]["prompt_tokens"] == 7 + len("high")
 
 
-def test_structured_output(client: TestClient) -> None:
+def test_an_answer_matches_its_schema_or_choice_also_in_a_stream(client: TestClient) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["xy"]}}, "required": ["a"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
     for stream in (False, True):
@@ -149,7 +149,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return export(place, toy, form="grouped", chat_template=TEMPLATE + "{# <tool_call> #}")
 
 
-def test_tool_calls(caller: Any, serve: NewClient) -> None:
+def test_a_call_is_separate_from_the_text_also_in_a_stream(caller: Any, serve: NewClient) -> None:
     client = serve(caller)
     choice = ask(client, tools=TOOLS).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"

@@ -70,7 +70,7 @@ def test_options_become_settings(called: dict[str, Any], tmp_path: Path, monkeyp
         (["a", "--tool-parser", "none"], "--tool-parser"),
     ],
 )
-def test_wrong_options(
+def test_wrong_options_are_usage_errors_that_name_them(
     called: dict[str, Any], capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert serve(*words) == 2

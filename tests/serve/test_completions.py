@@ -80,7 +80,7 @@ def test_logprobs_of_a_stream_have_the_offsets_of_the_text(client: TestClient) -
     assert joined["token_logprobs"] == whole["token_logprobs"]
 
 
-def test_tokens_and_back(client: TestClient) -> None:
+def test_detokenize_inverts_tokenize(client: TestClient) -> None:
     answer = client.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True}).json()
     assert answer["tokens"] == byte_ids("héllo")
     assert (answer["count"], answer["max_model_len"], len(answer["token_strs"])) == (6, 96, 6)
@@ -97,5 +97,7 @@ def test_tokens_and_back(client: TestClient) -> None:
         ("/detokenize", {"tokens": [10**30]}, "tokens"),
     ],
 )
-def test_what_cannot_be_tokenized(client: TestClient, url: str, body: Any, param: str) -> None:
+def test_wrong_bodies_of_the_tokenizer_are_refused_by_field(
+    client: TestClient, url: str, body: Any, param: str
+) -> None:
     refused(client.post(url, json=body), 400, "invalid_value", param)

@@ -20,7 +20,7 @@ def section(title: str) -> str:
     return PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
-def test_endpoints() -> None:
+def test_the_page_names_every_endpoint() -> None:
     named = re.findall(r"`((?:GET|POST) /[^`]*)`", section("Endpoints"))
     assert set(named) == {
         f"{method} {route.path.replace('{name:path}', 'NAME')}"
@@ -30,7 +30,7 @@ def test_endpoints() -> None:
     }
 
 
-def test_fields() -> None:
+def test_the_page_names_every_field() -> None:
     names = set(re.findall(r"`(\w+)`", section("Fields")))
     assert names >= IGNORED
     assert ChatRequest.model_fields.keys() - {"model", "messages"} <= names
@@ -45,7 +45,7 @@ def test_clients_have_the_versions_that_the_tests_install() -> None:
     assert set(rows) <= pinned
 
 
-def test_metrics(client: TestClient) -> None:
+def test_the_page_names_every_metric(client: TestClient) -> None:
     served = set(
         re.findall(r"^# TYPE (topw:\w+) (?:counter|gauge|histogram)", client.get("/metrics").text, re.MULTILINE)
     )

@@ -56,7 +56,9 @@ def post(client: TestClient, url: str = CHAT, **fields: Any) -> Any:
         ({"cache_prompt": 0}, "invalid_type", "cache_prompt"),
     ],
 )
-def test_wrong_fields(client: TestClient, url: str, fields: Any, code: str, param: str | None) -> None:
+def test_wrong_fields_are_refused_with_their_name_and_a_code(
+    client: TestClient, url: str, fields: Any, code: str, param: str | None
+) -> None:
     response = post(client, url, **fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -79,7 +81,7 @@ def test_wrong_fields(client: TestClient, url: str, fields: Any, code: str, para
         ({"tool_choice": "always"}, "tool_choice"),
     ],
 )
-def test_wrong_fields_of_a_chat(client: TestClient, fields: Any, param: str) -> None:
+def test_wrong_fields_of_a_chat_are_refused_with_their_name(client: TestClient, fields: Any, param: str) -> None:
     response = post(client, **fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
@@ -131,7 +133,7 @@ def test_wrong_tools_and_options(client: TestClient, fields: Any, param: str) ->
         (b'{"model": "toy"}', "missing_required_parameter"),
     ],
 )
-def test_wrong_bodies(client: TestClient, body: bytes, code: str) -> None:
+def test_wrong_bodies_are_refused_with_a_code_and_do_no_harm(client: TestClient, body: bytes, code: str) -> None:
     response = client.post(TEXT, content=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["code"] == code, response.text

@@ -121,7 +121,7 @@ def test_log_probabilities_of_a_call_are_not_those_of_the_text(caller: Any, serv
     assert call["type"] == "function_call"
 
 
-def test_items_become_messages(client: TestClient) -> None:
+def test_items_of_the_input_become_messages_of_the_chat(client: TestClient) -> None:
     items = [
         {"role": "user", "content": "Hi"},
         {"type": "reasoning", "id": "rs", "summary": []},
@@ -132,7 +132,7 @@ def test_items_become_messages(client: TestClient) -> None:
     assert answer["usage"]["input_tokens"] == len("s:Be.;u:Hi;a:;t:42;a:")
 
 
-def test_structured_output(client: TestClient) -> None:
+def test_an_answer_matches_the_schema_of_its_format(client: TestClient) -> None:
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
     answer = ask(client, text={"format": {"type": "json_schema", "name": "it", "schema": schema}}).json()
     assert json.loads(answer["output"][0]["content"][0]["text"]) == {"a": 1}
@@ -155,7 +155,7 @@ def test_structured_output(client: TestClient) -> None:
         ({"temperature": -1}, "temperature"),
     ],
 )
-def test_what_is_refused(client: TestClient, fields: Any, param: str) -> None:
+def test_a_wrong_field_is_refused_by_name(client: TestClient, fields: Any, param: str) -> None:
     response = ask(client, **fields) if "input" not in fields else client.post(URL, json=fields)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param

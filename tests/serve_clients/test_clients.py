@@ -105,7 +105,9 @@ def chat_text(served: Served) -> str:
         return model.generate(RENDERED, add_special_tokens=False, max_new_tokens=8, seed=5, **HOT).text
 
 
-def test_openai(served: Served, chat_text: str, tmp_path: Path) -> None:
+def test_openais_client_gets_answers_streams_calls_and_typed_errors(
+    served: Served, chat_text: str, tmp_path: Path
+) -> None:
     found = answers("openai", served, tmp_path)
     assert found["models"] == sorted(served.folders)
     assert found["chat"] == found["stream"] == found["async_stream"] == chat_text
@@ -125,7 +127,7 @@ def test_openai(served: Served, chat_text: str, tmp_path: Path) -> None:
     assert found["wrong_key"][:3] == ["AuthenticationError", 401, "invalid_api_key"]
 
 
-def test_litellm(served: Served, chat_text: str, tmp_path: Path) -> None:
+def test_litellm_gets_answers_streams_calls_and_typed_errors(served: Served, chat_text: str, tmp_path: Path) -> None:
     found = answers("litellm", served, tmp_path)
     assert found["chat"] == found["stream"] == found["async"] == chat_text
     assert (found["usage"], found["stream_usage"]) == ([7, 8, 15], 8)
@@ -140,7 +142,7 @@ def test_litellm(served: Served, chat_text: str, tmp_path: Path) -> None:
     assert found["no_tools"][1] == 422
 
 
-def test_langchain(served: Served, chat_text: str, tmp_path: Path) -> None:
+def test_langchain_gets_answers_streams_and_calls(served: Served, chat_text: str, tmp_path: Path) -> None:
     found = answers("langchain", served, tmp_path)
     assert found["chat"] == found["stream"] == found["async"] == chat_text
     assert (found["usage"], found["stream_usage"]) == ([7, 8, 15], 8)
@@ -162,7 +164,7 @@ def tokenizer(tmp_path: Path) -> Path:
     return folder
 
 
-def test_llama_benchy(served: Served, tokenizer: Path, tmp_path: Path) -> None:
+def test_llama_benchy_measures_the_server(served: Served, tokenizer: Path, tmp_path: Path) -> None:
     cache = tmp_path / ".cache" / "llama-benchy"
     cache.mkdir(parents=True)
     (cache / f"{hashlib.md5(BOOK.encode()).hexdigest()}.txt").write_text("A short book of a few words. " * 50, "utf-8")
@@ -180,7 +182,9 @@ def test_llama_benchy(served: Served, tokenizer: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("path", "name"), [("/v1/chat/completions", "toy"), ("/v1/completions", "demo")])
-def test_guidellm(guidellm: None, served: Served, tokenizer: Path, tmp_path: Path, path: str, name: str) -> None:
+def test_guidellm_measures_the_server_without_an_error(
+    guidellm: None, served: Served, tokenizer: Path, tmp_path: Path, path: str, name: str
+) -> None:
     report = tmp_path / "report.json"
     server = {"target": served.address.removesuffix("/v1"), "api_key": "sk-test", "request_format": path}
     options: dict[str, dict[str, Any]] = {

@@ -80,7 +80,7 @@ def test_a_sweep_compares_settings_and_a_picture_is_drawn(folder: Path, invoke: 
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_sweeps_multiply() -> None:
+def test_two_sweeps_give_every_combination_of_their_values() -> None:
     found = settings_of({"lam": 1.0}, ["temperature=1,2", "warm-p=0.5"])
     assert found == [
         Setting("temperature 1, init_top_p 0.5", {"lam": 1.0, "temperature": 1.0, "init_top_p": 0.5}),

@@ -67,7 +67,7 @@ def test_without_bias_and_with_two_taps(contrib: bool) -> None:
 
 
 @both_forms
-def test_float16(contrib: bool) -> None:
+def test_float16_agrees_with_float32_within_its_bits(contrib: bool) -> None:
     feeds = sample(7, torch.float16)
     output, present = lowered(feeds, contrib=contrib).run(feeds)
     wanted, state = literal_convolution(*(feeds[name].float() for name in ("x", "weight", "bias", "past")), "silu")

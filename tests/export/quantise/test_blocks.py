@@ -166,7 +166,7 @@ def test_the_tool_does_not_touch_stdout_or_other_loggers(capfd: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("width", [6, 7])
-def test_unpacking_inverts_packing(width: int) -> None:
+def test_unpacking_gives_the_packed_codes(width: int) -> None:
     codes = np.random.default_rng(2).integers(0, 16, (3, width)).astype(np.uint8)
     np.testing.assert_array_equal(unpack_codes(pack_codes(codes, 4), 4)[:, :width], codes)
     np.testing.assert_array_equal(pack_codes(codes, 8), codes)

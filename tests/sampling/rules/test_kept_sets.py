@@ -39,7 +39,9 @@ def kept(rule: str, *values: float, row: object = ROW, **temperatures: float) ->
         ("none", (), [1, 3, 4, 2, 0]),
     ],
 )
-def test_rules_on_probabilities(rule: str, values: tuple[float, ...], wanted: list[int]) -> None:
+def test_a_rule_keeps_the_set_that_its_definition_gives(
+    rule: str, values: tuple[float, ...], wanted: list[int]
+) -> None:
     assert kept(rule, *values) == wanted
 
 

@@ -11,7 +11,7 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RULES, RULES_BY_CODE, RuleParameters, take_rule
 
 
-def test_codes_are_fixed() -> None:
+def test_the_code_of_each_rule_stays() -> None:
     names = "top_w, top_k, top_p, min_p, top_h, typical, epsilon, eta, top_n_sigma, p_less, min_k, none"
     assert ", ".join(RULES_BY_CODE[code].name for code in range(12)) == names == ", ".join(RULES)
 

@@ -38,7 +38,7 @@ def assert_alike(found: list[GenerationResult], expected: list[GenerationResult]
 
 
 @pytest.mark.parametrize("kind", ["both", "decode", "prefill"])
-def test_one_sequence(opened: Open, on_cpu: TopWModel, kind: str) -> None:
+def test_a_sequence_has_the_tokens_that_the_cpu_draws(opened: Open, on_cpu: TopWModel, kind: str) -> None:
     model = opened(profile=kind)
     found = generate(model, "sixteen letters!", max_new_tokens=40)
     assert_alike(found, generate(on_cpu, "sixteen letters!", max_new_tokens=40))
@@ -85,7 +85,7 @@ def test_streamed_pieces_and_stop_strings(opened: Open, on_cpu: TopWModel) -> No
         {"min_new_tokens": 5, "ignore_eos": False},
     ],
 )
-def test_edits(opened: Open, on_cpu: TopWModel, edits: dict[str, Any]) -> None:
+def test_edits_give_the_tokens_that_the_cpu_draws(opened: Open, on_cpu: TopWModel, edits: dict[str, Any]) -> None:
     assert_alike(generate(opened(), PROMPTS[:2], **edits), generate(on_cpu, PROMPTS[:2], **edits))
 
 
@@ -196,7 +196,7 @@ def test_inputs_that_the_engine_does_not_have_are_not_given_to_it(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_demo(demo_for_tensorrt: Path, trt: TensorRT) -> None:
+def test_the_bundled_model_draws_the_same_on_tensorrt_and_the_cpu(demo_for_tensorrt: Path, trt: TensorRT) -> None:
     build_engine(TensorRTRequest(out=demo_for_tensorrt, max_batch=2, max_sequence=32))
     model = TopWModel.from_pretrained(demo_for_tensorrt, provider="tensorrt")
     expected = TopWModel.from_pretrained(demo_for_tensorrt, provider="cpu")
