@@ -19,14 +19,14 @@ from topw_deploy.errors import TopWError
 from topw_deploy.manifest import MANIFEST_NAME
 
 MEMORY = 1 << 30
-"""Bytes that refusing a small file may add to the process. Unbounded, each of these attacks takes far more."""
+"""Bytes by which a process may grow while it refuses a small file. Without limits, each attack takes far more."""
 _LONGEST = 1000  # characters of a message; one lists all parameters
 SENTENCE = re.compile(r"[^\n]+")
 
 
 @contextmanager
 def refused(kind: type[TopWError], match: str) -> Iterator[None]:
-    """The block raises `kind` with a message of one line, neither hangs nor fills the memory."""
+    """Assert that the block raises `kind` with a message of one line, and neither hangs nor fills the memory."""
     before = _peak()
     with no_hang(), pytest.raises(kind, match=match) as caught:
         yield
@@ -90,7 +90,7 @@ def field(number: int, value: bytes | int) -> bytes:
 
 
 def nested_if(levels: int) -> bytes:
-    """A ModelProto's graph whose only node is an If within an If. Protobuf merges it with a model before it."""
+    """The graph of a ModelProto, with nested Ifs. Appended to a file, protobuf merges it with the file's own graph."""
     body = field(1, field(1, b"input_ids") + field(2, b"deep") + field(4, b"Identity"))
     for level in range(levels):
         branch = field(5, field(1, b"then_branch") + field(6, body) + field(20, 5))

@@ -33,7 +33,7 @@ Work = Callable[[], None]
 
 @dataclass
 class Stream:
-    """queue: pending work. captured: in the current capture."""
+    """queue: pending work. captured: the work of the current capture, if there is one."""
 
     handle: int
     queue: list[Work] = field(default_factory=list)
@@ -48,11 +48,12 @@ class Stream:
 
 
 class Gpu:
-    """calls: names of called functions, in order.
+    """A device.
 
-    devices: share one memory.
+    calls: names of called functions, in order.
+    devices: number of devices; they share one memory.
     free_bytes: memory left.
-    pageable: copies of unpinned host memory.
+    pageable: number of copies from or to host memory that is not pinned.
     """
 
     def __init__(self, name: str = "Double GPU", architecture: int = 90) -> None:

@@ -71,7 +71,7 @@ def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -
 
 
 class EmulatedKernel(CudaKernel):
-    """Asserts that launches leave the control memory zero."""
+    """A kernel that asserts after each launch that the control memory is zero."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -105,7 +105,7 @@ class EmulatedKernel(CudaKernel):
         keep_mask: bool = False,
         spare: int = 0,
     ) -> KernelSamples:
-        """As Kernel.sample. Raises PluginError for kernel errors.
+        """Like `Kernel.sample`. Raises PluginError for kernel errors.
 
         logits: float32, float16, or bfloat16 bits as uint16.
         spare: extra rows and edits in the shape.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _MARK = "\x00the place\x00"
-_DEEP = 500  # json parses these levels; later recursion may fail
+_DEEP = 500  # levels that json still parses; code that recurses afterwards may fail
 
 VALUES = (
     "null", "true", "false", "0", "-1", "1", "2", "2.0", "0.5", "-0.5", "1e-50", "1e300", "1e400", "-1e400",
@@ -19,7 +19,7 @@ VALUES = (
     '{"x": 1}', '{"x": []}', '{"x": {"y": null}}',
     '{"\\ud800": 1}', '{"x": 1, "x": 2}', "[" * _DEEP + "]" * _DEEP, '{"x":' * _DEEP + "1" + "}" * _DEEP,
 )  # fmt: skip
-"""JSON of every type, the extremes of each, and what is no JSON in the strict sense."""
+"""JSON values of every type, with extremes, and texts that only a lenient parser accepts."""
 
 Path = tuple[str | int, ...]
 

@@ -41,7 +41,7 @@ FORMS = [
 
 @dataclass(frozen=True)
 class Quantised:
-    """Random codes [tokens, bytes]: `blocks` for the kernel, `tensors` for a graph."""
+    """A table of random codes [tokens, bytes], as `blocks` of the kernel and as `tensors` of a graph."""
 
     form: Form
     codes: np.ndarray

@@ -133,7 +133,7 @@ def random_case(rng: np.random.Generator, vocab: int) -> Case:
 def explanation(difference: str, wanted: Row, bounds: TieBounds = FLOAT32_TIES, pool_cut: bool = True) -> str | None:
     """The tie of docs/contract/graph.md, section 4, that allows the difference, or None.
 
-    pool_cut: whether equal logits across the pool's cut count; not if ids order them.
+    pool_cut: whether equal logits on both sides of the pool's cut are a tie. They are none where ids order them.
     """
     ties = wanted.ties
     if difference in ("kept set", "certified"):
@@ -165,7 +165,7 @@ def reference(scenario: Scenario, geometry: Geometry, case: Case) -> Row:
 
 
 def redrawn(row: Row, case: Case, uniform: float) -> tuple[Row, Case]:
-    """Another uniform number, which does not change the crop."""
+    """The answer for another uniform number, with the same crop."""
     again = replace(case, uniform=uniform)
     if not row.valid or case.parameters["temperature"] < 1e-5:
         return row, again

@@ -119,4 +119,4 @@ _NEAR: Mapping[str, Callable[[OrderedRow, int], float]] = {
     "top_n_sigma": _sigma,
     "min_k": lambda row, place: (place + 1) * (row.logits[0] - row.logits[-1]),
 }
-"""Rule -> the value whose threshold the token at a place meets."""
+"""Rule -> the value that puts its threshold at the token in a given place of the order."""

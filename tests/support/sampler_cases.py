@@ -14,7 +14,7 @@ from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 @dataclass(frozen=True)
 class Size:
-    """A size in the mix, rows per visit, and share of all rows."""
+    """A size of model, the rows of one visit to it, and its share of all rows."""
 
     vocabularies: tuple[int, ...]
     pools: tuple[int, ...]
@@ -102,7 +102,7 @@ def visits(seed: int, sizes: Sequence[Size] = ALL) -> Iterator[Visit]:
 
 
 def some_rows(rng: np.random.Generator, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """One random row, or one or two built ones (`regime`)."""
+    """One random row, or one or two rows of a builder, whose name begins their `regime`."""
     case = random_case(rng, scenario.vocab_size)
     if rng.random() >= _BUILT_SHARE:
         return [case]
@@ -129,7 +129,7 @@ def _result(case: Case, scenario: Scenario, geometry: Geometry) -> tuple[object,
 def _threshold(
     scenario: Scenario, geometry: Geometry, at: Callable[[np.float32], Case], ends: tuple[np.float32, np.float32]
 ) -> list[Case]:
-    """The rows at adjacent float32 numbers where the result changes, or at the end."""
+    """The rows at two adjacent float32 numbers between which the result changes; else the row at the last number."""
     a, b = ends
     first = _result(at(a), scenario, geometry)
     if _result(at(b), scenario, geometry) == first:
@@ -145,7 +145,7 @@ def _threshold(
 
 
 def _logit_at_threshold(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """Two prefixes with nearly equal J, or the nucleus."""
+    """A logit at which two prefixes have nearly equal J, or the nucleus changes."""
     order = _order(case)
     token = order[int(min(len(order) - 1, rng.exponential(6.0)))]
 
@@ -175,7 +175,7 @@ def _parameter_at_threshold(rng: np.random.Generator, case: Case, scenario: Scen
 
 
 def _nucleus_hit(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """2^j equal tokens and a warm start of exactly k of them."""
+    """2^j equal tokens, of which the warm start takes exactly k."""
     most = min(scenario.vocab_size, scenario.options.top_m)
     count = 1 << int(rng.integers(0, most.bit_length()))
     logits = np.full(scenario.vocab_size, -np.inf, np.float32)
@@ -232,7 +232,8 @@ def _two_levels(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geo
 def _near_block(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
     """A head, a distant token in its warm start, and an equally probable block near the head.
 
-    The distant token leaves first; with more k-NN neighbours than members, the block gets nearer.
+    The distant token leaves the set first. While the set has fewer tokens than the potential has neighbours, this
+    brings the block nearer to it.
     """
     ids = rng.permutation(scenario.vocab_size)[:60]
     nearest = ids[np.argsort(geometry.distances(ids[:1], ids)[0], kind="stable")]
@@ -253,14 +254,14 @@ def _near_block(rng: np.random.Generator, case: Case, scenario: Scenario, geomet
 
 
 def _many_steps(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """The longest alternation of a dozen rows."""
+    """Of a dozen rows, the one whose alternation takes most steps."""
     rows = [case, *(_two_levels(rng, case, scenario, geometry)[0] for _ in range(11))]
     most = max if scenario.options.alt_iters > 1 else min
     return [most(rows, key=lambda row: crop(row.logits, as_float32(row.parameters), scenario.options, geometry).steps)]
 
 
 def _extreme_logits(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """Denormal, huge, signed-zero and shifted."""
+    """Logits that are denormal, huge, zeros of either sign, or shifted."""
     kind = int(rng.integers(5))
     row = case.logits.astype(np.float64)
     finite = np.isfinite(row)
@@ -278,7 +279,7 @@ def _extreme_logits(rng: np.random.Generator, case: Case, scenario: Scenario, _:
 
 
 def _extreme_parameters(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """At interval ends."""
+    """Parameters at the ends of their intervals."""
     chosen = {
         "lam": rng.choice([0.0, 1e-30, 1e-6, 1e4]), "beta": rng.choice([0.0, 1e-6, 1.0, 1e4]),
         "temperature": rng.choice([1.1e-5, 1e-3, 1e4]), "selection_temperature": rng.choice([0.0, 1e-4, 1e4]),

@@ -22,7 +22,7 @@ from topw_deploy.sampling.parameters import TopWOptions
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to bake.
+    """The options of a model.
 
     form: of the function's body.
     mass, keep_mask: optional outputs.
@@ -50,7 +50,7 @@ class Wanted:
         return Geometry.from_embeddings(self.table.astype(np.float32), self.options.metric)
 
     def model(self) -> onnx.ModelProto:
-        """A copy to change."""
+        """A new copy, which the caller may change."""
         copied = onnx.ModelProto()
         copied.CopyFrom(self._built())
         return copied

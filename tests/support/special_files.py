@@ -56,12 +56,12 @@ OTHERS: dict[str, Callable[[Path], object]] = {
     "a link to nothing": lambda path: path.symlink_to("nowhere"),
     "a link to itself": lambda path: path.symlink_to(path.name),
 }
-"""Functions that make something else than a regular file."""
+"""Functions that make something other than a regular file in the folder."""
 
 
 @contextmanager
 def no_hang() -> Iterator[None]:
-    """Raises in waiting Python code; ends the process in a library."""
+    """Fail a block that waits for too long: raise in Python code, or end the process if a library waits."""
 
     def fail(_number: int, _frame: FrameType | None) -> None:
         raise AssertionError("it waits forever")

@@ -85,7 +85,7 @@ def by_hand(logits: object, rule: str, *values: float, **changes: float) -> Case
 
 
 def feeds(cases: list[Case], edits: int = 0, words: int = 0) -> dict[str, np.ndarray]:
-    """The graph's inputs, with `edits` padded edits and `words` words of ones per row."""
+    """The graph's inputs. Each row has `edits` edits of padding and `words` words of a mask that allows everything."""
     batch = len(cases)
     columns = {n: np.array([case.parameters[n] for case in cases], np.float32) for n in PARAMETER_NAMES}
     return {
@@ -102,7 +102,7 @@ def feeds(cases: list[Case], edits: int = 0, words: int = 0) -> dict[str, np.nda
 
 
 def masked_feeds(cases: list[Case]) -> dict[str, np.ndarray]:
-    """Inputs with padded edits, and with other logits where the case has -inf: the mask forbids those tokens."""
+    """The inputs with edits of padding, and with a mask in place of the logits -inf, which become other numbers."""
     inputs = feeds(cases, edits=2)
     allowed = inputs["logits"] != -np.inf
     other = np.random.default_rng(0).choice(np.array([np.nan, np.inf, 300.0, 0.0], np.float32), allowed.shape)

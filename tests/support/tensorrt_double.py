@@ -290,7 +290,7 @@ def _opened(path: str) -> tuple[ort.InferenceSession, onnx.GraphProto]:
 
 
 class Context:
-    """runs: of the engine. touched: changes of shapes or addresses."""
+    """runs: number of runs. touched: number of changes of shapes or addresses."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -130,7 +130,7 @@ class Toy:
 
     @classmethod
     def script(cls, tokens: Sequence[int], prompt_tokens: int, seed: int = 0) -> Toy:
-        """A decoder that continues prompts of that length with `tokens`."""
+        """A decoder that continues prompts of `prompt_tokens` tokens with `tokens`."""
         toy = cls.random(seed)
         for step, token in enumerate(tokens):
             toy.place[prompt_tokens - 1 + step, token] = 4000
@@ -364,5 +364,5 @@ def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: Tai
 
 @cache
 def _function(spec: TailSpec) -> onnx.FunctionProto:
-    """The sampler's 2,000 nodes; only copied from."""
+    """The sampler's 2,000 nodes, which callers copy and do not change."""
     return ir.serde.serialize_function(build_tail(spec))

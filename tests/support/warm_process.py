@@ -56,7 +56,7 @@ class Forked:
 
 
 def fork(function: Callable[..., object], *arguments: object, errors: IO[Any] = sys.__stderr__) -> Forked:
-    """Run `function`, of a module that can be imported, in a fork; what it returns is the exit code.
+    """Run `function` of an importable module in a fork. The exit code is what it returns.
 
     errors: an open file for its standard error.
     """
@@ -73,7 +73,7 @@ def fork(function: Callable[..., object], *arguments: object, errors: IO[Any] = 
 
 
 def start(task: str, errors: IO[str]) -> Any:
-    """As `in_subprocess.start`."""
+    """Like `in_subprocess.start`."""
     if sys.executable != _PYTHON:  # a test replaced the interpreter
         return start_new(task, errors)
     return fork(_verify, task, errors=errors)
