@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import machine, say
@@ -52,15 +53,32 @@ def grown(source: LlamaForCausalLM, recipe: Recipe) -> LlamaForCausalLM:
         noise = _UNEVEN * table.std() * torch.randn_like(table)
         model.model.embed_tokens.weight.copy_(torch.cat([table + noise, table - noise], 1))
         model.model.norm.weight.copy_(source.model.norm.weight.repeat(2) / 2)
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        last = len(source.model.layers) - 1
-        for number, old in enumerate(source.model.layers):
-            new = model.model.layers[round(number * (recipe.layers - 1) / last)]  # apart, the first and last included
+        for old, new in _placed(source, model):
             for name, weight in old.named_parameters():
                 _widen(weight, new.get_parameter(name))
     return model
+
+
+def deepened(source: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """`source` with `layers` layers and the same logits."""
+    torch.manual_seed(RECIPE.seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**source.config.to_dict(), "num_hidden_layers": layers}))
+    model.model.embed_tokens.load_state_dict(source.model.embed_tokens.state_dict())
+    model.model.norm.load_state_dict(source.model.norm.state_dict())
+    for old, new in _placed(source, model):
+        new.load_state_dict(old.state_dict())
+    return model
+
+
+def _placed(source: LlamaForCausalLM, model: LlamaForCausalLM) -> list[tuple[nn.Module, nn.Module]]:
+    """Each layer of `source` with its place in `model`, whose other layers become the identity."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    last, layers = len(source.model.layers) - 1, model.model.layers
+    # evenly spread, the first and last included
+    return [(old, layers[round(number * (len(layers) - 1) / last)]) for number, old in enumerate(source.model.layers)]
 
 
 def _sizes(recipe: Recipe) -> dict[str, int]:

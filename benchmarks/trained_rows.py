@@ -1,5 +1,5 @@
-"""The bundled model with more layers, more width and a larger vocabulary: the cost of 50 M parameters, the logits of a
-trained model.
+"""The bundled model with more layers, more width (up to 65,536 tokens) and a larger vocabulary: the cost of 50 M
+parameters, the logits of a trained model.
 
 A random model's logits are normal; those of a trained one are far from it, and a sampler's cost depends on them.
 """
@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.grown import RECIPE, grown
+from benchmarks.grown import RECIPE, deepened, grown
 from benchmarks.models import CACHE
 from topw_deploy.demo import demo_model_path
 
-LAYERS = 11  # 51 M parameters with 32,000 tokens
+LAYERS = 11  # at twice the width: 51 M parameters with 32,000 tokens
+DEEP_LAYERS = 16  # at the same width: 50 M parameters with 151,936 tokens
+_LARGEST_WIDE = 65_536  # vocabulary; with more tokens, the width stays the same
 TEMPERATURES = (0.5, 1.0, 1.5, 2.0)
 _ADDED = 0.25  # probability of the added tokens at T = 1, relative to the trained ones'
 _DEVIATION = 1.0  # of an added token's logit from its trained one's, beside the shift
@@ -32,7 +34,7 @@ _ROWS = "rows.json"
 
 def trained_model(vocab_size: int) -> Path:
     """A Hugging Face folder with `vocab_size` tokens, made once. The prompts' words have the bundled model's ids."""
-    folder = CACHE / f"trained-{vocab_size}"
+    folder = CACHE / f"enlarged-{vocab_size}"
     if (folder / _ROWS).exists():
         return folder
     from transformers import AutoModelForCausalLM
@@ -40,7 +42,8 @@ def trained_model(vocab_size: int) -> Path:
     source = demo_model_path()
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    model = grown(small, replace(RECIPE, layers=LAYERS)).eval()
+    wide = vocab_size <= _LARGEST_WIDE
+    model = (grown(small, replace(RECIPE, layers=LAYERS)) if wide else deepened(small, DEEP_LAYERS)).eval()
     hidden = last_states(model, tokenizer)
     extend(model, vocab_size, hidden)
     rows = described(hidden @ model.get_input_embeddings().weight.detach().T, small.config.vocab_size)
