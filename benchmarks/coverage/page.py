@@ -6,18 +6,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from textwrap import fill
 
 from benchmarks.common import table
 from benchmarks.coverage.architectures import NOT_DECODER_ONLY, all_types, decoder_only
 from benchmarks.coverage.peers import Peer
-from benchmarks.coverage.results import BROKEN, EXPORTED, FORMS, Result, ResultFile
+from benchmarks.coverage.results import EXPORTED, FORMS, Result, ResultFile
 from benchmarks.coverage.tiny_configs import CONTEXT
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+NEAR = 1e-5
+"""Larger differences to torch's logits are named."""
 COMMAND = "python -m benchmarks.coverage --write"
 _TITLES = {"default": "`topw-export MODEL OUT`", "tensorrt": "`--target tensorrt`", "int4": "`--dtype int4`"}
 _PACKAGES = ("transformers", "torch", "onnx", "onnxscript", "onnxruntime")
-_SHORT = {"onnxruntime-genai": "genai", "mobius-onnx": "mobius", "optimum-onnx": "optimum"}
 
 
 def page(file: ResultFile, peers: Sequence[Peer]) -> str:
@@ -26,7 +28,7 @@ def page(file: ResultFile, peers: Sequence[Peer]) -> str:
     parts = [
         _introduction(file, types),
         _summary(file, types, peers),
-        _architectures(file, types, peers),
+        _architectures(file, types),
         _refusals(file),
         _others(),
         _making(),
@@ -36,17 +38,15 @@ def page(file: ResultFile, peers: Sequence[Peer]) -> str:
 
 def _introduction(file: ResultFile, types: Sequence[str]) -> str:
     version = metadata.version("transformers")
-    tried = sum(1 for name in types if any(file.find(name, form) is not None for form in FORMS))
-    missing = len(types) - tried
-    note = f"This page is incomplete: {missing} types have no result for this version yet."
-    text = f"""# Models
-
-transformers {version} maps {len(all_types())} model types to a causal language model. {len(types)} of them are
-decoder-only language models, or multimodal models with such a text decoder. This page states which of those export.
-Each is tried as a tiny random model with every kind of layer that the architecture has, and its graph is compared with
-torch: a prompt, single steps, a prompt in chunks, and padded batches
-([what is verified](guide/export.md#what-is-verified)). Real checkpoints differ in sizes, not in operators."""
-    return f"{text}\n\n{note}" if missing else text
+    missing = sum(1 for name in types for form in FORMS if file.find(name, form) is None)
+    note = f"This page is incomplete: {missing} exports have no result for this version yet."
+    text = (
+        f"transformers {version} maps {len(all_types())} types to a causal language model. {len(types)} are "
+        "decoder-only language models, or multimodal models with such a text decoder. This page states which of these "
+        "export. Each is exported as a tiny random model with every kind of layer of its architecture, and compared "
+        "with torch ([what is verified](guide/export.md#what-is-verified)). Real checkpoints differ in sizes, not in operators."
+    )
+    return "\n\n".join(["# Models", _filled(text), *([note] if missing else [])])
 
 
 def _summary(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> str:
@@ -63,25 +63,49 @@ def _summary(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> s
     return (
         "## Summary\n\n"
         + table(["exporter", "architectures", f"of {len(types)}"], rows)
-        + "\n\nThe first rows count exports that agree with torch. The rows of other exporters count the types that "
-        "they list;\nthose exporters were not run. mobius also tries to export unlisted types as Llama."
+        + "\n\n"
+        + _filled(
+            "The first rows count exports that agree with torch, the others the types that an exporter lists; those "
+            "exporters were not run. mobius also tries to export unlisted types as Llama."
+        )
+        + _unlisted(file, types, peers)
     )
 
 
-def _architectures(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> str:
-    header = ["type", "states", *FORMS, "listed by"]
-    rows = []
+def _unlisted(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> str:
+    """A paragraph with the exported types that no other exporter lists."""
+    listed = {name for peer in peers for name in peer.types}
+    names = [f"`{name}`" for name in types if name not in listed and _exports(file, name)]
+    return "\n\n" + _filled(f"Exported here, but in none of the other lists: {', '.join(names)}.") if names else ""
+
+
+def _architectures(file: ResultFile, types: Sequence[str]) -> str:
+    groups: dict[str, list[str]] = defaultdict(list)
+    far, short = [], []
     for name in types:
-        found = [file.find(name, form) for form in FORMS]
-        states = next((_states(result) for result in found if result is not None and result.states), "")
-        listed = ", ".join(_SHORT.get(peer.name, peer.name) for peer in peers if name in peer.types)
-        rows.append([f"`{name}`", states, *(_cell(result) for result in found), listed])
-    return (
-        "## Architectures\n\n"
-        "Numbers are the largest difference to torch's logits in any check. `states` counts the layers of the tiny\n"
-        "model by what they keep from one call to the next: `full` and `window` are keys and values. A number of\n"
-        "tokens is the context of an export that is shorter than the model's.\n\n" + table(header, rows)
-    )
+        exports = _exports(file, name)
+        if not exports:
+            continue
+        groups[", ".join(sorted(exports[0].states))].append(f"`{name}`")
+        difference = float(f"{max(each.difference or 0.0 for each in exports):.0e}")
+        context = min(each.context for each in exports)
+        if difference > NEAR:
+            far.append(f"`{name}` {difference:.0e}")
+        if 0 < context < CONTEXT:
+            short.append(f"`{name}` {context}")
+    texts = [
+        "These types export in every form, unless one is named below. Groups are by the kinds of "
+        "[state](contract/graph.md#8-the-graph) of the default export; `--target tensorrt` has `full` for `window`.",
+        f"In every check the largest difference to torch's logits is at most {NEAR:.0e}"
+        + (f", except for {', '.join(far)}." if far else "."),
+    ]
+    if short:
+        texts.append(f"Exports with a shorter context than the tiny model's {CONTEXT} tokens: {', '.join(short)}.")
+    lists = [
+        _filled(f"- {states} ({len(names)}): {', '.join(names)}", "  ")
+        for states, names in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+    ]
+    return "\n\n".join(["## Architectures", *map(_filled, texts), "\n".join(lists)])
 
 
 def _refusals(file: ResultFile) -> str:
@@ -91,7 +115,10 @@ def _refusals(file: ResultFile) -> str:
             reasons[result.model_type, _plain(result.reason)].append(result.form)
     if not reasons:
         return ""
-    rows = [[f"`{name}`", ", ".join(forms), reason] for (name, reason), forms in sorted(reasons.items())]
+    rows = [
+        [f"`{name}`", "all" if len(forms) == len(FORMS) else ", ".join(forms), reason]
+        for (name, reason), forms in sorted(reasons.items())
+    ]
     return "## What does not export\n\n" + table(["type", "forms", "why"], rows)
 
 
@@ -99,35 +126,32 @@ def _others() -> str:
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, reason in NOT_DECODER_ONLY.items():
         reasons[reason].append(f"`{name}`")
-    rows = [[reason, ", ".join(names)] for reason, names in reasons.items()]
-    return "## Not decoder-only\n\nThese types of the map were not tried.\n\n" + table(["reason", "types"], rows)
+    lines = [_filled(f"- {reason}: {', '.join(names)}", "  ") for reason, names in reasons.items()]
+    return "## Not decoder-only\n\nThese types of the map were not tried:\n\n" + "\n".join(lines)
 
 
 def _making() -> str:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
-    return (
-        "## How this page is made\n\n"
-        f"`{COMMAND}` exports all of them, each in a process of its own, and writes this page. It\n"
-        "continues an interrupted run. The configurations follow one general rule with exceptions in\n"
-        "`benchmarks/coverage/overrides.py`. Made with\n" + versions + "."
+    text = (
+        f"`{COMMAND}` exports all of them, each in a process of its own, and writes this page. The command continues "
+        "an interrupted run. Exceptions from the general rule for configurations are in "
+        f"`benchmarks/coverage/overrides.py`. Made with {versions}."
     )
+    return f"## How this page is made\n\n{_filled(text)}"
 
 
 def _share(count: int, total: int) -> str:
     return f"{100 * count / total:.1f} %"
 
 
-def _cell(result: Result | None) -> str:
-    if result is None:
-        return "no result"
-    if result.outcome == EXPORTED and result.difference is not None:
-        cut = f", {result.context} tokens" if 0 < result.context < CONTEXT else ""
-        return f"{result.difference:.0e}{cut}"
-    return result.outcome if result.outcome != BROKEN else "fails in torch"
+def _exports(file: ResultFile, name: str) -> list[Result]:
+    """The exports of a type, in the order of FORMS."""
+    found = (file.find(name, form) for form in FORMS)
+    return [result for result in found if result is not None and result.outcome == EXPORTED]
 
 
-def _states(result: Result) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(result.states.items()))
+def _filled(text: str, indent: str = "") -> str:
+    return fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _plain(reason: str) -> str:

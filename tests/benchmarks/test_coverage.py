@@ -12,7 +12,7 @@ from benchmarks.coverage.architectures import DECODER_ONLY, NOT_DECODER_ONLY, al
 from benchmarks.coverage.overrides import OVERRIDES
 from benchmarks.coverage.page import page
 from benchmarks.coverage.peers import Peer, dispatched_classes, read_peers, types_of_classes
-from benchmarks.coverage.results import EXPORTED, FAILED, FORMS, REFUSED, Result, ResultFile
+from benchmarks.coverage.results import EXPORTED, FAILED, FORMS, REFUSED, WRONG, Result, ResultFile
 from benchmarks.coverage.runner import Limits, run_all, run_one
 from benchmarks.coverage.tiny_configs import SIZES, tiny_config
 from benchmarks.coverage.tiny_models import LEAST_EFFECT, TEXT_PARTS, check_forward, tiny_model
@@ -133,27 +133,38 @@ def test_patches_of_bytes_are_refused_with_their_reason() -> None:
 
 def test_the_page_counts_what_was_exported_and_names_what_was_not(tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "results.json")
-    good, bad = decoder_only()[:2]
-    file.add(Result(model_type=good, form="default", outcome=EXPORTED, difference=2.4e-6, states={"full": 2}))
-    file.add(Result(model_type=bad, form="default", outcome=REFUSED, reason="its layers are | odd."))
-    text = page(file, [Peer("other", "1.0", (good, "bert"))])
+    good, bad, alone, mixed = decoder_only()[:4]
+    file.add(Result(model_type=good, form="default", outcome=EXPORTED, difference=1.04e-5, states={"full": 2}))
+    for form in FORMS:
+        file.add(Result(model_type=bad, form=form, outcome=REFUSED, reason="its layers are | odd."))
+    for form, difference in zip(FORMS, (1e-6, 3e-5, 2e-6), strict=True):
+        states = {"window": 1, "full": 1} if form == "default" else {"full": 2}
+        file.add(
+            Result(model_type=alone, form=form, outcome=EXPORTED, difference=difference, states=states, context=48)
+        )
+    for form, outcome in zip(FORMS, (EXPORTED, WRONG, EXPORTED), strict=True):
+        file.add(
+            Result(
+                model_type=mixed, form=form, outcome=outcome, difference=2e-6, states={"full": 2}, reason="it differs."
+            )
+        )
+    text = page(file, [Peer("other", "1.0", (good, mixed, "bert"))])
     lines = text.splitlines()
     count = len(decoder_only())
-    assert f"This page is incomplete: {count - 2} types have no result" in text
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert f"This page is incomplete: {3 * count - 10} exports have no result" in text
     (summary,) = [line for line in lines if "`topw-export MODEL OUT`" in line]
-    assert f"{count - 2} no result" in summary
-    assert f"| 1             | {100 / count:.1f} %" in summary
-    (row,) = [line for line in lines if line.startswith(f"| `{good}` ")]
-    assert [cell.strip() for cell in row.strip("|").split("|")][1:] == [
-        "2 full",
-        "2e-06",
-        "no result",
-        "no result",
-        "other",
-    ]
-    assert any(line.startswith(f"| `{bad}`") and line.count("|") == 4 and "layers are / odd." in line for line in lines)
+    assert f"{count - 4} no result" in summary
+    assert f"| 3             | {100 * 3 / count:.1f} %" in summary
+    assert f"at most 1e-05, except for `{alone}` 3e-05.\n" in text
+    assert f"256 tokens: `{alone}` 48.\n" in text
+    assert f"- full (2): `{good}`, `{mixed}`" in lines
+    assert f"- full, window (1): `{alone}`" in lines
+    assert [f"`{bad}`", "all", "its layers are / odd."] in rows
+    assert [f"`{mixed}`", "tensorrt", "it differs."] in rows
     (listed,) = [line for line in lines if line.startswith("| other 1.0, listed")]
-    assert "| 1 " in listed, "bert is not decoder-only"
+    assert "| 2 " in listed, "bert is not decoder-only"
+    assert f"in none of the other lists: `{alone}`." in text
 
 
 def test_the_stored_lists_of_other_exporters_are_of_the_map() -> None:
