@@ -44,7 +44,8 @@ def _introduction(file: ResultFile, types: Sequence[str]) -> str:
         f"transformers {version} maps {len(all_types())} types to a causal language model. {len(types)} are "
         "decoder-only language models, or multimodal models with such a text decoder. This page states which of these "
         "export. Each is exported as a tiny random model with every kind of layer of its architecture, and compared "
-        "with torch ([what is verified](guide/export.md#what-is-verified)). Real checkpoints differ in sizes, not in operators."
+        "with torch ([what is verified](guide/export.md#what-is-verified)). Real checkpoints differ in sizes, not in "
+        "operators."
     )
     return "\n\n".join(["# Models", _filled(text), *([note] if missing else [])])
 
