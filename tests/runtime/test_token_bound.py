@@ -13,7 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from tests.support.toy_model import BYTES, CONTEXT, Load, Toy, byte_ids
 from topw_deploy.errors import PromptError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.token_bound import byte_level_bytes, token_bound
+from topw_deploy.runtime.text import byte_level_bytes
+from topw_deploy.runtime.token_bound import token_bound
 
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
 ALPHABET = "ab1 \tAÅ\u030a\u0301e\u1100\u1161\u11a8ﬁKé€😀-=▁\n<"

@@ -1,14 +1,90 @@
-"""Incremental decoding and stop strings."""
+"""From tokens to text: the bytes of a token, incremental decoding, and stop strings."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import re
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
 
 REPLACEMENT = "�"  # stands for invalid or incomplete bytes
 _CONTEXT = 6  # tokens before a new one that are decoded with it
 _CHARACTER = 4  # a character has at most four bytes in UTF-8, so at most four tokens
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's character per byte: itself if printable, else the next from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """Bytes of a byte-level token; UTF-8 of other tokens."""
+    try:
+        return bytes(_BYTE_OF[character] for character in token)
+    except KeyError:
+        return token.encode("utf-8", "replace")
+
+
+class TokenBytes:
+    """Looks up the bytes of a token, because a character may span several tokens.
+
+    skip_special: whether special tokens give no text.
+    joins: whether `joined` gives the text of tokens, because the decoder is byte-level and nothing else.
+    """
+
+    def __init__(self, raw: RustTokenizer, skip_special: bool) -> None:
+        self._raw = raw
+        decoder = raw.decoder
+        kinds = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
+        self._byte_level = "ByteLevel" in kinds
+        self.joins = kinds == {"ByteLevel"}
+        self._known = _Known(self)
+        self._byte_fallback = "ByteFallback" in kinds
+        added = raw.get_added_tokens_decoder()
+        self._skipped = {token for token, entry in added.items() if entry.special} if skip_special else set()
+
+    def __call__(self, token: int) -> bytes | None:
+        """The bytes; b"" if `token` gives no text, None if its text consists of whole characters."""
+        text = None if token in self._skipped else self._raw.id_to_token(token)
+        if text is None:
+            return b""
+        if self._byte_level:
+            return byte_level_bytes(text)
+        found = _BYTE_TOKEN.fullmatch(text) if self._byte_fallback else None
+        return bytes.fromhex(found[1]) if found else None
+
+    def joined(self, ids: Sequence[int]) -> str:
+        """The bytes of tokens as text, about ten times as fast as the library's decoder."""
+        return b"".join(map(self._known.__getitem__, ids)).decode("utf-8", "replace")
+
+
+class _Known(dict[int, bytes]):
+    """Bytes of the tokens that were looked up."""
+
+    def __init__(self, of: Callable[[int], bytes | None]) -> None:
+        super().__init__()
+        self._of = of
+
+    def __missing__(self, token: int) -> bytes:
+        found = self[token] = self._of(token) or b""
+        return found
+
+
+def _types(state: Any) -> set[str]:
+    if isinstance(state, dict):
+        own = {state["type"]} if isinstance(state.get("type"), str) else set()
+        return own.union(*map(_types, state.values()))
+    return set().union(*map(_types, state)) if isinstance(state, list) else set()
 
 
 class IncrementalDecoder:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import string
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
+
+from topw_deploy.runtime.text import byte_level_bytes
+from topw_deploy.runtime.token_growth import steps_of
 
 _ALPHANUMERIC = frozenset(string.ascii_letters + string.digits)
 _OTHER_BYTES = bytes(sorted(set(range(256)) - set(map(ord, _ALPHANUMERIC))))
@@ -49,8 +51,8 @@ def token_bound(raw: RustTokenizer) -> TokenBound:
 
     Other tokenizers can turn any amount of text into one unknown token.
     """
-    normalizer = _steps(raw.normalizer, "normalizers")
-    splitters = _steps(raw.pre_tokenizer, "pretokenizers")
+    normalizer = steps_of(raw, "normalizer")
+    splitters = steps_of(raw, "pre_tokenizer")
     vocabulary: dict[str, int] = raw.get_vocab(with_added_tokens=False)
     kinds = {step["type"] for step in (*normalizer, *splitters)}
     bytewise = "ByteLevel" in kinds
@@ -68,15 +70,6 @@ def token_bound(raw: RustTokenizer) -> TokenBound:
     strips = any(token.lstrip or token.rstrip for token in added)  # such a token absorbs spaces
     longest = max(map(len, texts), default=0)
     return TokenBound(None if strips else longest * factor, letters if _keeps_letters(normalizer) else None)
-
-
-def _steps(part: Any, children: str) -> list[dict[str, Any]]:
-    def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
-        if state.get("type") == "Sequence":
-            return [step for child in state[children] for step in flat(child)]
-        return [state]
-
-    return [] if part is None else flat(json.loads(part.__getstate__()))
 
 
 def _knows_every_byte(raw: RustTokenizer, vocabulary: dict[str, int], bytewise: bool) -> bool:
@@ -116,21 +109,3 @@ def _forms(raw: RustTokenizer, content: str) -> list[str]:
 def _possible_letters(text: str) -> int:
     """Number of characters that may become ASCII letters or digits, also when accents are removed."""
     return sum(character in _ALPHANUMERIC or character >= "\x80" for character in text)
-
-
-def byte_level_bytes(token: str) -> bytes:
-    """Bytes of a byte-level token; UTF-8 of other tokens."""
-    try:
-        return bytes(_BYTE_OF[character] for character in token)
-    except KeyError:
-        return token.encode("utf-8", "replace")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's character per byte: itself if printable, else the next from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()

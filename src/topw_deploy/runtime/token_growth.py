@@ -29,8 +29,8 @@ _CHILDREN = {
 
 def refuse_growth(raw: RustTokenizer) -> None:
     """Raises ValueError naming the part, its size and the bound."""
-    for part, children in _CHILDREN.items():
-        steps = _steps(getattr(raw, part), children)
+    for part in _CHILDREN:
+        steps = steps_of(raw, part)
         if len(steps) > MOST_STEPS:
             raise ValueError(f"its {part} has {len(steps)} steps, more than {MOST_STEPS}")
         if part == "post_processor":
@@ -43,13 +43,15 @@ def refuse_growth(raw: RustTokenizer) -> None:
             raise ValueError(f"its {part} can make {growth} characters of one, more than {MOST_GROWTH}")
 
 
-def _steps(part: Any, children: str) -> list[dict[str, Any]]:
-    waiting: list[Any] = [] if part is None else [json.loads(part.__getstate__())]
+def steps_of(raw: RustTokenizer, part: str) -> list[dict[str, Any]]:
+    """The states of a part's steps, in any order. part: a key of `_CHILDREN`."""
+    own = getattr(raw, part)
+    waiting: list[Any] = [] if own is None else [json.loads(own.__getstate__())]
     found: list[dict[str, Any]] = []
     while waiting:
         state = waiting.pop()
         if state.get("type") == "Sequence":
-            waiting += state[children]
+            waiting += state[_CHILDREN[part]]
         else:
             found.append(state)
     return found

@@ -1,10 +1,8 @@
-"""The folder's `tokenizer.json`, and the bytes of its tokens."""
+"""The folder's `tokenizer.json`."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,15 +10,14 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from topw_deploy.errors import PromptError, TokenizerError, one_line
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.text import IncrementalDecoder
-from topw_deploy.runtime.token_bound import TokenBound, byte_level_bytes, token_bound
+from topw_deploy.runtime.text import IncrementalDecoder, TokenBytes
+from topw_deploy.runtime.token_bound import TokenBound, token_bound
 from topw_deploy.runtime.token_growth import refuse_growth
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece
 
 
 class Tokenizer:
@@ -156,55 +153,3 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             found[role] = text
     return found
-
-
-class TokenBytes:
-    """Looks up the bytes of a token, because a character may span several tokens.
-
-    skip_special: whether special tokens give no text.
-    joins: whether `joined` gives the text of tokens, because the decoder is byte-level and nothing else.
-    """
-
-    def __init__(self, raw: RustTokenizer, skip_special: bool) -> None:
-        self._raw = raw
-        decoder = raw.decoder
-        kinds = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
-        self._byte_level = "ByteLevel" in kinds
-        self.joins = kinds == {"ByteLevel"}
-        self._known = _Known(self)
-        self._byte_fallback = "ByteFallback" in kinds
-        added = raw.get_added_tokens_decoder()
-        self._skipped = {token for token, entry in added.items() if entry.special} if skip_special else set()
-
-    def __call__(self, token: int) -> bytes | None:
-        """The bytes; b"" if `token` gives no text, None if its text consists of whole characters."""
-        text = None if token in self._skipped else self._raw.id_to_token(token)
-        if text is None:
-            return b""
-        if self._byte_level:
-            return byte_level_bytes(text)
-        found = _BYTE_TOKEN.fullmatch(text) if self._byte_fallback else None
-        return bytes.fromhex(found[1]) if found else None
-
-    def joined(self, ids: Sequence[int]) -> str:
-        """The bytes of tokens as text, about ten times as fast as the library's decoder."""
-        return b"".join(map(self._known.__getitem__, ids)).decode("utf-8", "replace")
-
-
-class _Known(dict[int, bytes]):
-    """Bytes of the tokens that were looked up."""
-
-    def __init__(self, of: Callable[[int], bytes | None]) -> None:
-        super().__init__()
-        self._of = of
-
-    def __missing__(self, token: int) -> bytes:
-        found = self[token] = self._of(token) or b""
-        return found
-
-
-def _types(state: Any) -> set[str]:
-    if isinstance(state, dict):
-        own = {state["type"]} if isinstance(state.get("type"), str) else set()
-        return own.union(*map(_types, state.values()))
-    return set().union(*map(_types, state)) if isinstance(state, list) else set()
