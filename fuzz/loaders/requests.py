@@ -45,7 +45,7 @@ def answers(scratch: Path) -> Loader:
     prompts and one of questions, whose answers become prompts."""
     from topw_deploy.cli.answer_lines import AnswerFile, check_answers, read_finished
     from topw_deploy.cli.judge_files import Question, judged_text, texts_of, turn_prompts
-    from topw_deploy.runtime.draws import prompt_seed
+    from topw_deploy.sampling.seeds import prompt_seed
 
     path = scratch / "answers.jsonl"
     head = {"model": "m", "run_seed": 3}

@@ -16,7 +16,7 @@ from tests.support.toy_model import CONTEXT, byte_ids
 from topw_deploy.cli import answer_lines, generate_many
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.draws import prompt_seed
+from topw_deploy.sampling.seeds import prompt_seed
 
 PROMPTS = [
     "ab",

@@ -12,7 +12,7 @@ from tests.support.invoking import Invoke
 from topw_deploy.cli.judge_files import Question, judged_text, read_questions, texts_of, turn_prompts
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.draws import prompt_seed
+from topw_deploy.sampling.seeds import prompt_seed
 
 ALPACA: list[Any] = [
     {"instruction": "ab", "dataset": "koala", "output": "a reference", "generator": "other"},

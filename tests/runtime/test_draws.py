@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topw_deploy.runtime.draws import Draws, fresh_seed, prompt_seed, uniforms
+from topw_deploy.runtime.row_inputs import Draws, uniforms
 from topw_deploy.sampling import uniform_for
+from topw_deploy.sampling.seeds import fresh_seed, prompt_seed
 
 
 @given(

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.toy_model import VOCAB, Toy, export_sampler
 from topw_deploy.runtime import TopWSampler
-from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.request import Limits, resolve, split
+from topw_deploy.runtime.row_inputs import Edits
 from topw_deploy.sampling import TopWParameters, apply_edits
 
 A, B, C = 10, 11, 12

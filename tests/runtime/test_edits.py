@@ -13,7 +13,7 @@ import pytest
 from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.edits import Edits
+from topw_deploy.runtime.row_inputs import Edits
 from topw_deploy.sampling import TopWParameters
 
 PROMPT = byte_ids("hello")

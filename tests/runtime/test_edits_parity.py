@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.support.toy_model import VOCAB
-from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.request import Limits, resolve, split
+from topw_deploy.runtime.row_inputs import Edits
 from topw_deploy.sampling import TopWParameters, apply_edits
 
 torch = pytest.importorskip("torch")

@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 
 from tests.support.browser import run_node
-from topw_deploy.runtime.draws import uniforms
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, REQUEST_PARAMETERS
+from topw_deploy.runtime.row_inputs import uniforms
 from topw_deploy.sampling import uniform_for
 from topw_deploy.sampling.parameters import METRICS
 from topw_deploy.sampling.presets import REQUEST_PRESETS, preset_parameters

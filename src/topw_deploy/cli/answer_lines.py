@@ -21,7 +21,7 @@ from topw_deploy.errors import ParameterError
 _START = b'{"index": '  # first bytes of every line
 # Characters that some readers, such as str.splitlines, take for line breaks; json already escapes the others.
 _ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-_SEEDS = 1 << 64  # as runtime/draws.py has it, which would import onnxruntime
+_SEEDS = 1 << 64  # seeds are below it (docs/contract/random.md)
 _SYNC_SECONDS = 1.0  # minimum time between disk syncs
 
 

@@ -208,8 +208,8 @@ def _answer_questions(open_model: Open, files: Files, options: RunOptions, stats
 class _Job:
     def __init__(self, model: TopWModel, prompts: Sequence[PromptLine], options: RunOptions) -> None:
         from topw_deploy.manifest import MANIFEST_NAME, sha256_of
-        from topw_deploy.runtime.draws import fresh_seed
         from topw_deploy.runtime.parameters import PARAMETERS
+        from topw_deploy.sampling.seeds import fresh_seed
 
         self._model, self._prompts = model, prompts
         self._encoded = [_encoded(model, line) for line in prompts]
@@ -256,7 +256,7 @@ class _Job:
         return {**head, "model": self._model_digest, "run_seed": self.run_seed}
 
     def _generate(self, batch: Sequence[PromptLine]) -> list[GenerationResult]:
-        from topw_deploy.runtime.draws import prompt_seed
+        from topw_deploy.sampling.seeds import prompt_seed
 
         prompts: list[Any] = [self._encoded[line.index] for line in batch]
         for prompt in prompts:

@@ -18,11 +18,11 @@ from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
-from topw_deploy.runtime.draws import prompt_seed
 from topw_deploy.runtime.logprobs import logits_output
 from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
+from topw_deploy.sampling.seeds import prompt_seed
 
 _WAITING = 8  # sequences per row that are submitted ahead, so that a long one does not leave rows idle
 _COMPARED = frozenset({

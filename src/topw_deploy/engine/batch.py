@@ -17,15 +17,13 @@ import numpy as np
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import MemoryPool
 from topw_deploy.runtime.cache.in_place import bind_total
-from topw_deploy.runtime.draws import Draws
-from topw_deploy.runtime.edits import NAMES, Edits
 from topw_deploy.runtime.logprobs import Logits
 from topw_deploy.runtime.memory import HostMemory
 from topw_deploy.runtime.protocols import Binding, Session
-from topw_deploy.runtime.record import Record, Values
 from topw_deploy.runtime.request import RowRequest
-from topw_deploy.runtime.row_inputs import ALLOWED, Allowed, Rules, greedy
+from topw_deploy.runtime.row_inputs import ALLOWED, EDITS, Allowed, Draws, Edits, Rules, greedy
 from topw_deploy.runtime.row_inputs import RULE as RULE_INPUTS
+from topw_deploy.runtime.rows import Record, Values
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 
 
@@ -367,7 +365,7 @@ class Batch:
             edits.bind(binding, rows)
             bound.edit_ids = edits.ids
         elif edits.active:
-            for name in NAMES:
+            for name in EDITS:
                 binding.refresh(name)
         if bound.allowed is not allowed.array:
             allowed.bind(binding, rows)
@@ -375,7 +373,7 @@ class Batch:
             binding.refresh(ALLOWED)
         bound.allowed, bound.masks = allowed.array, allowed.version
         if bound.version != self._version:
-            for name in (*PARAMETER_NAMES, *RULE_INPUTS, *NAMES, "row_lengths"):
+            for name in (*PARAMETER_NAMES, *RULE_INPUTS, *EDITS, "row_lengths"):
                 binding.refresh(name)
             bound.version = self._version
 

@@ -14,9 +14,8 @@ from topw_deploy.engine.room import Place
 from topw_deploy.engine.scheduler import Task
 from topw_deploy.engine.seconds import waitable
 from topw_deploy.runtime.callbacks import Streamer
-from topw_deploy.runtime.record import Values
 from topw_deploy.runtime.request import reading
-from topw_deploy.runtime.rows import Row
+from topw_deploy.runtime.rows import Row, Values
 
 
 @dataclass(frozen=True)

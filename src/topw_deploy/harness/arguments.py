@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.draws import SEED_BITS
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, REQUEST_PARAMETERS, check_names, is_boolean
 from topw_deploy.sampling.parameters import unknown_name
+from topw_deploy.sampling.seeds import SEED_BITS
 
 ROWS = 8  # Engine's default
 _UNSTATED = "cuda:0"  # what the harness passes without --device

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.draws import prompt_seed
 from topw_deploy.runtime.generation_config import has_no_effect
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES
 from topw_deploy.runtime.tokenizer import Tokenizer
+from topw_deploy.sampling.seeds import prompt_seed
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness's order
 _WHETHER_GREEDY = ("do_sample", "temperature")

@@ -12,15 +12,12 @@ import numpy as np
 
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.callbacks import Criterion, Streamer, Watch
-from topw_deploy.runtime.draws import Draws
-from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.logprobs import Logits, Scores, TextOf
 from topw_deploy.runtime.protocols import Session
-from topw_deploy.runtime.record import Record
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Piece
-from topw_deploy.runtime.row_inputs import Allowed, Rules
-from topw_deploy.runtime.rows import Follow, Row, new_text, result_of
+from topw_deploy.runtime.row_inputs import Allowed, Draws, Edits, Rules
+from topw_deploy.runtime.rows import Follow, Record, Row, new_text, result_of
 from topw_deploy.runtime.structured.guide import Guide
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.manifest import DecoderManifest
-from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.logprobs import logits_output
 from topw_deploy.runtime.request import RowRequest
+from topw_deploy.runtime.row_inputs import Edits
 from topw_deploy.sampling import apply_edits
 
 Logits = NDArray[np.float32]

@@ -15,7 +15,6 @@ import numpy as np
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.callbacks import check_criteria, check_streamer
-from topw_deploy.runtime.draws import SEED_BITS
 from topw_deploy.runtime.structured.constraint import read_constraint
 from topw_deploy.sampling.beta import coefficients
 from topw_deploy.sampling.likely_pairs import check_geom_unit
@@ -30,6 +29,7 @@ from topw_deploy.sampling.parameters import (
 from topw_deploy.sampling.presets import check_preset
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES
 from topw_deploy.sampling.rules.parameters import unknown_rule
+from topw_deploy.sampling.seeds import SEED_BITS
 
 OTHER_SAMPLERS = frozenset({"top_a", "tfs_z", "penalty_alpha", "mirostat"})
 """Parameters of samplers that are not among the rules."""

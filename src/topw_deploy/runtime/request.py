@@ -13,7 +13,6 @@ from typing import Any
 
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.manifest import Manifest
-from topw_deploy.runtime.draws import fresh_seed
 from topw_deploy.runtime.generation_config import read_settings
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, spread
 from topw_deploy.runtime.rules import TOP_W, check_carried, check_pool, rule_of
@@ -23,6 +22,7 @@ from topw_deploy.sampling.likely_pairs import with_raw_scale
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RULES, RuleParameters
+from topw_deploy.sampling.seeds import fresh_seed
 
 _QUICK = 8  # characters per context token: shorter texts are not checked before tokenizing
 CONFIG = "generation_config"
@@ -73,6 +73,20 @@ class RowRequest:
     def scored(self) -> bool:
         """Whether it asks for log-probabilities under the model."""
         return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def edited(self) -> bool:
+        """Whether it has penalties, biases or bans."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.suppress_tokens
+            or self.bad_words_ids
+            or self.no_repeat_ngram_size
+            or (self.min_new_tokens and self.eos_token_ids)
+        )
 
 
 @dataclass(frozen=True, slots=True)

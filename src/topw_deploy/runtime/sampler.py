@@ -11,11 +11,10 @@ import numpy as np
 
 from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import SamplerManifest
-from topw_deploy.runtime.draws import SEED_BITS, uniforms
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.session import GraphSession
 from topw_deploy.runtime.parameters import show, spread
-from topw_deploy.runtime.row_inputs import Rules
+from topw_deploy.runtime.row_inputs import Rules, uniforms
 from topw_deploy.runtime.rules import check_carried, check_pool, longest_pool, rule_of
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.sampling.beta import coefficients
@@ -24,6 +23,7 @@ from topw_deploy.sampling.mask import ALL, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
 from topw_deploy.sampling.presets import preset_parameters
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
+from topw_deploy.sampling.seeds import SEED_BITS
 
 if TYPE_CHECKING:
     import onnxruntime as ort

@@ -18,7 +18,6 @@ from topw_deploy.sampling.rules.reference import RuleCrop, kept_set
 from topw_deploy.sampling.rules.registry import RULES_BY_CODE, TOP_W, Rule
 
 PADDING = -1  # edit id without effect: rows of a batch have different numbers of edits
-_WORD = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,21 +205,3 @@ def draw(logits: ArrayLike, kept: ArrayLike, temperature: float, uniform: float)
     i = min(int(np.argmax(distances > 0)), len(ids) - 1)
     margin = float(np.abs(distances[:-1]).min() / G[-1]) if len(ids) > 1 else math.inf
     return Draw(int(ids[i]), float(a[i] - np.log(G[-1])), margin)
-
-
-def uniform_for(seed: int, position: int, sample: int = 0) -> float:
-    """The uniform number in [0, 1) of one draw, a pure function of its arguments (docs/contract/random.md).
-
-    seed: of the request, 0 <= seed < 2^64.
-    position: real tokens before the drawn one.
-    sample: index among the request's `n` answers.
-
-    The top 24 bits of the first word of Philox 4x64-10, key (seed, 0), counter (position, sample, 0, 0), times 2^-24.
-    numpy increments the counter before the first block.
-    """
-    for name, value in (("seed", seed), ("position", position), ("sample", sample)):
-        if not 0 <= value < _WORD:
-            raise ParameterError(f"{name} is {value!r}, but must be in 0..2^64 - 1.")
-    counter = np.array([position, sample, 0, 0], dtype=np.uint64)  # a list would become float64
-    word = np.random.Philox(key=seed, counter=counter).random_raw()
-    return (int(word) >> 40) * 2.0**-24

@@ -26,8 +26,8 @@ from topw_deploy.manifest import DecoderManifest
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
-from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolver
+from topw_deploy.runtime.row_inputs import Edits
 from topw_deploy.sampling import Geometry, RuleParameters, TopWParameters, apply_edits, as_float32
 from topw_deploy.stats.analyse import Analyser, Step
 from topw_deploy.stats.exact.analyse import ExactAnalyser, ExactStep, check, spread_steps
