@@ -22,10 +22,11 @@ from topw_deploy.export.tail import OP_TYPE
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.cache import Caches
+from topw_deploy.runtime.cache import caches_of
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, prefill
-from topw_deploy.runtime.ort.session import SAMPLER_INPUTS, OrtSession
+from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
+from topw_deploy.runtime.ort.session import OrtSession
 from topw_deploy.runtime.row_inputs import Rules
 from topw_deploy.sampling import TopWParameters
 
@@ -115,7 +116,7 @@ class ArgMax:
     """A minimal greedy loop over the same graph."""
 
     def __init__(self, manifest: DecoderManifest, session: Either) -> None:
-        self.session, self.caches = session, Caches(session, manifest.decoder)  # type: ignore[arg-type]
+        self.session, self.caches = session, caches_of(session, manifest.decoder)  # type: ignore[arg-type]
         self.token = np.zeros(1, np.int64)
         self.unused = {name: np.zeros((1, 0), np.float32) for name in SAMPLER_INPUTS if name.startswith("edit_")}
         self.unused |= {name: np.ones(1, np.float32) for name in TopWParameters.__slots__}
@@ -140,7 +141,7 @@ class ArgMax:
         self.binding.run()
 
     def end(self) -> None:
-        self.caches.close(self.cache)
+        self.cache.close()
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:

@@ -8,8 +8,7 @@ import time
 
 from topw_deploy.errors import GenerationError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.ort.host_binding import HostBinding
-from topw_deploy.runtime.ort.session import OrtSession
+from topw_deploy.runtime.ort.session import HostBinding, OrtSession
 
 MESSAGE = "injected"
 _ENGINE_THREAD = "topw-engine"
@@ -62,7 +61,7 @@ class FaultyBinding(HostBinding):
         self._faults = faults
 
     def another(self) -> FaultyBinding:
-        return FaultyBinding(self._session, self._faults)  # type: ignore[arg-type]
+        return FaultyBinding(self._session, self._faults)
 
     def run(self, step: int | None = None) -> None:
         if threading.current_thread().name != _ENGINE_THREAD:

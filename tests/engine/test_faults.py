@@ -20,7 +20,7 @@ from topw_deploy.engine import Engine
 from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.ort.host_binding import HostBinding
+from topw_deploy.runtime.ort.session import HostBinding
 
 
 class Faults:

@@ -14,7 +14,7 @@ from tests.support.toy_model import CONTEXT, VOCAB, Toy, export
 from topw_deploy.engine import Engine
 from topw_deploy.errors import LogitsError, ParameterError
 from topw_deploy.runtime import GenerationResult, TopWModel
-from topw_deploy.runtime.ort.host_binding import HostBinding
+from topw_deploy.runtime.ort.session import HostBinding
 
 
 @pytest.fixture(scope="module", params=FORMS)

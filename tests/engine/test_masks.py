@@ -10,7 +10,7 @@ from tests.support.mask_steps import HOT, expected, set_mask
 from tests.support.toy_model import CONTEXT, Toy, byte_ids
 from topw_deploy.engine.batch import Batch
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.ort.host_binding import HostBinding
+from topw_deploy.runtime.ort.session import HostBinding
 from topw_deploy.runtime.request import RowRequest
 
 

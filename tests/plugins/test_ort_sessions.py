@@ -31,7 +31,7 @@ from topw_deploy.manifest import (
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.ort import native_sampler, session
+from topw_deploy.runtime.ort import graph_session, native_sampler
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.sampling import TopWOptions
 
@@ -155,7 +155,7 @@ def test_a_node_that_the_operator_refuses_is_opened_again_with_the_function(
 ) -> None:
     folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
     change_graph(folder, lambda model: set_attribute(model, "table_form", "com.example.Lookup(bits=3)"))
-    opened = session.GraphSession(ModelFolder(folder, DecoderManifest), SessionOptions(provider="cpu"))
+    opened = graph_session.GraphSession(ModelFolder(folder, DecoderManifest), SessionOptions(provider="cpu"))
     assert opened.sampler == "graph"
     assert "the table form 'com.example.Lookup(bits=3)' is not known" in opened.why_graph
     assert tokens(load(folder)) == tokens(load(toy_folder, sampler="graph"))

@@ -21,7 +21,7 @@ from tests.support.mutations import VALUES, mutations
 from topw_deploy.errors import TopWError
 from topw_deploy.manifest import MANIFEST_NAME, manifest_from_json
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.ort import session as sessions
+from topw_deploy.runtime.ort import graph_session
 
 MEMORY = 8 << 30  # bytes, for the same MemoryError on all machines
 HANG = 240  # seconds per folder
@@ -54,14 +54,14 @@ def main(folder: Path, name: str, within: str) -> None:
 
 def _open_the_graph_once() -> None:
     """Keep one session: the graph does not depend on the fuzzed files, and opening it takes most of the time."""
-    new, opened = sessions._new_session, list[Any]()
+    new, opened = graph_session._new_session, list[Any]()
 
     def session(*arguments: Any) -> Any:
         if not opened:
             opened.append(new(*arguments))
         return opened[0]
 
-    sessions._new_session = session
+    graph_session._new_session = session
 
 
 def _use(model: TopWModel) -> None:

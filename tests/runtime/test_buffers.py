@@ -7,9 +7,8 @@ import pytest
 
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo, State, key_value_states
-from topw_deploy.runtime import memory
-from topw_deploy.runtime.cache.buffers import Buffers, MemoryPool
-from topw_deploy.runtime.memory import HostMemory
+from topw_deploy.runtime.cache import buffers as cache_buffers
+from topw_deploy.runtime.cache.buffers import Buffers, HostMemory, MemoryPool, zeroed
 
 HEADS, DIMS = (2, 1), (4, 3)
 
@@ -170,12 +169,12 @@ def test_an_impossible_record_is_refused_in_a_sentence(shape: tuple[int, int]) -
     with pytest.raises(
         GenerationError, match=r"the record of the steps would take \d+\.\d TB.*\(max_new_tokens\) at a time"
     ):
-        memory.zeroed("the record of the steps", shape, np.uint8)
+        zeroed("the record of the steps", shape, np.uint8)
 
 
 def test_a_buffer_that_is_cleared_must_fit_the_machine_and_the_pool_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     lender = pool(step=256)
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 1000)
+    monkeypatch.setattr(cache_buffers, "machine_bytes", lambda: 1000)
     with pytest.raises(GenerationError, match=r"GB at once, but this machine has .* GB; open the model with"):
         lender.borrow(1, 64, 1)
     kept = lender.bytes

@@ -18,7 +18,7 @@ from tests.support.toy_model import BOS, CONTEXT, PAD, Toy, byte_ids, export
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache.buffers import Buffers, MemoryPool
-from topw_deploy.runtime.ort.host_binding import HostBinding
+from topw_deploy.runtime.ort.session import HostBinding
 from topw_deploy.sampling import TopWOptions, TopWParameters
 
 IN_PLACE = FORMS[1:]

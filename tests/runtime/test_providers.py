@@ -10,7 +10,7 @@ import pytest
 
 from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.ort import providers, session
+from topw_deploy.runtime.ort import graph_session, providers
 
 
 def test_the_provider_asked_for_is_the_one_used(toy_folder: Path) -> None:
@@ -74,12 +74,12 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """An onnxruntime whose CUDA provider does not start, with a silent fallback to the CPU."""
     built = ort.get_available_providers()
     monkeypatch.setattr(providers.ort, "get_available_providers", lambda: ["CUDAExecutionProvider", *built])
-    opened = session._new_session
+    opened = graph_session._new_session
 
     def without_cuda(folder: Any, chain: list[Any], options: Any) -> Any:
         return opened(folder, [item for item in chain if item[0] != "CUDAExecutionProvider"], options)
 
-    monkeypatch.setattr(session, "_new_session", without_cuda)
+    monkeypatch.setattr(graph_session, "_new_session", without_cuda)
 
 
 def test_a_silent_fall_back_to_the_cpu_is_an_error(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,14 +102,14 @@ def test_a_provider_that_raises_is_named_and_the_graph_is_not_blamed(
 ) -> None:
     built = ort.get_available_providers()
     monkeypatch.setattr(providers.ort, "get_available_providers", lambda: ["CUDAExecutionProvider", *built])
-    opened = session._new_session
+    opened = graph_session._new_session
 
     def broken(folder: Any, chain: list[Any], options: Any) -> Any:
         if chain[0][0] == "CUDAExecutionProvider":
             raise RuntimeError("CUDA failure 100: no CUDA-capable device")
         return opened(folder, chain, options)
 
-    monkeypatch.setattr(session, "_new_session", broken)
+    monkeypatch.setattr(graph_session, "_new_session", broken)
     with pytest.raises(ProviderError, match=r"cuda could not open .*no CUDA-capable device"):
         TopWModel.from_pretrained(toy_folder, provider="cuda")
     with pytest.warns(RuntimeWarning, match=r"cuda could not start, running on cpu: .*no CUDA-capable device"):

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.cache.buffers import MemoryPool
+from topw_deploy.runtime.cache.buffers import HostMemory, MemoryPool
 from topw_deploy.runtime.cache.in_place import bind_total
 from topw_deploy.runtime.logprobs import Logits
-from topw_deploy.runtime.memory import HostMemory
 from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.row_inputs import ALLOWED, EDITS, Allowed, Draws, Edits, Rules, greedy

@@ -30,8 +30,7 @@ from topw_deploy.engine.options import Options
 from topw_deploy.errors import ParameterError, SessionFileError
 from topw_deploy.files import NotRegularError, kind_of, open_regular, replacing
 from topw_deploy.manifest import DecoderManifest, State
-from topw_deploy.runtime.cache.buffers import Layout
-from topw_deploy.runtime.memory import zeroed
+from topw_deploy.runtime.cache.buffers import Layout, zeroed
 from topw_deploy.runtime.parameters import show
 from topw_deploy.safetensors_header import ELEMENT_BYTES, METADATA, Entry, read_entry, read_header
 

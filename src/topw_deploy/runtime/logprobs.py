@@ -13,7 +13,7 @@ import numpy as np
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import LogitsError, ParameterError
 from topw_deploy.manifest import DecoderManifest, TensorSpec
-from topw_deploy.runtime.memory import zeroed
+from topw_deploy.runtime.cache.buffers import zeroed
 from topw_deploy.runtime.protocols import Binding
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import TokenLogprob, TopLogprob

@@ -61,7 +61,7 @@ class Generation:
         self.logits = logits
         self.record = Record(session.outputs, batch, max(budgets))
         self.record.bind(self.binding)
-        self.caches, self.cache = caches, caches.open(self.binding, prompts, budgets)
+        self.cache = caches.open(self.binding, prompts, budgets)
         self.next_ids = self.cache.input_ids.reshape(-1).data  # [B] next inputs
         for row in rows:
             self.allow(row)
@@ -74,7 +74,7 @@ class Generation:
     def close(self) -> None:
         """Release the cache and bindings."""
         self.binding.close()  # waits for an interrupted run
-        self.caches.close(self.cache)
+        self.cache.close()
 
     def retire(self, row: Row) -> None:
         """Make an ended row greedy, without rule, edits and mask. It stays in the batch; greedy rows cost least."""

@@ -77,9 +77,11 @@ class TopWModel:
         self._decoder, self._logits_output = decoder, logits_output(folder.manifest)
         self._bos = bos_token(folder, self.tokenizer)
         self._template = load_template(folder, self.tokenizer)
-        self._caches: cache.Caches | None = cache.Caches(
+        caches = cache.caches_of(
             session, decoder, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk
         )
+        self._caches: cache.Caches | None = caches
+        self._takes_ragged_batches = caches.takes_ragged_batches
         self._session: Session | None = session
         self.load_seconds = 0.0
         session.settle(self._run_once)
@@ -284,7 +286,7 @@ class TopWModel:
         named, config = (with_banned_ids(given, self.tokenizer) for given in (named, whole["generation_config"]))
         prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"], samples, limits)
         rows = self._resolve(prompts, named, limits=limits, samples=samples, config=config)
-        if not cache.takes_ragged_batches(self._decoder) and len({len(p) for p in prompts}) > 1:
+        if not self._takes_ragged_batches and len({len(p) for p in prompts}) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "
                 "tokens; generate from them one by one, or group those of equal length."

@@ -10,7 +10,7 @@ from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import providers
-from topw_deploy.runtime.ort.session import GraphSession
+from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.tensorrt.engines import has_engines

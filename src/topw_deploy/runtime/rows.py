@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from topw_deploy.errors import LogitsError
+from topw_deploy.runtime.cache.buffers import zeroed
 from topw_deploy.runtime.callbacks import Watch
 from topw_deploy.runtime.logprobs import Scores
-from topw_deploy.runtime.memory import zeroed
 from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Timings

@@ -12,7 +12,7 @@ import numpy as np
 from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import SamplerManifest
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.ort.session import GraphSession
+from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.parameters import show, spread
 from topw_deploy.runtime.row_inputs import Rules, uniforms
 from topw_deploy.runtime.rules import check_carried, check_pool, longest_pool, rule_of

@@ -12,7 +12,7 @@ import pytest
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.runtime import TopWModel, TopWSampler
-from topw_deploy.runtime.ort import cpu_nodes, session
+from topw_deploy.runtime.ort import cpu_nodes, graph_session
 from topw_deploy.sampling import TopWOptions
 
 
@@ -116,13 +116,13 @@ def test_a_graph_that_onnxruntime_cannot_capture_is_an_error_with_a_way_out(
 ) -> None:
     pretend_cuda(monkeypatch)
     folder = export(tmp_path / "toy", Toy.random(0), form="scatter", buffer_step=64)
-    real = session._new_session
+    real = graph_session._new_session
 
     def refuse(folder: Any, chain: list[Any], options: Any) -> Any:
         if chain[0][0] == "CUDAExecutionProvider":
             raise RuntimeError("This session cannot use the graph capture feature as requested by the user")
         return real(folder, chain, options)
 
-    monkeypatch.setattr(session, "_new_session", refuse)
+    monkeypatch.setattr(graph_session, "_new_session", refuse)
     with pytest.raises(ProviderError, match=r"cannot use the graph capture feature .*export again with --dtype fp16"):
         TopWModel.from_pretrained(folder, provider="cuda", provider_options={"enable_cuda_graph": "1"})

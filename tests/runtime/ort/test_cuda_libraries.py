@@ -16,7 +16,7 @@ from topw_deploy import install
 from topw_deploy.cli import doctor
 from topw_deploy.errors import ProviderError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.ort import cuda_libraries, session
+from topw_deploy.runtime.ort import cuda_libraries, graph_session
 
 NOT_FOUND = "cannot open shared object file: No such file or directory"
 Preload = Callable[[Callable[..., None]], list[Any]]
@@ -128,7 +128,7 @@ def test_a_provider_that_does_not_start_says_what_is_missing(
     preload: Preload, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = preload(find_nothing)
-    monkeypatch.setattr(session, "_new_session", without_cuda)
+    monkeypatch.setattr(graph_session, "_new_session", without_cuda)
     with pytest.raises(ProviderError, match=r"would run on cpu \(onnxruntime found no libcublasLt\.so\.13, libcurand"):
         TopWModel.from_pretrained(folder, provider="cuda")
     with pytest.warns(RuntimeWarning, match=r"cuda could not start, running on cpu: onnxruntime found no libcublasLt"):
@@ -146,7 +146,7 @@ def test_a_provider_that_raises_says_what_is_missing(
             raise RuntimeError("libcublasLt.so.13 is not there")
         return without_cuda(folder, chain, options)
 
-    monkeypatch.setattr(session, "_new_session", refuse)
+    monkeypatch.setattr(graph_session, "_new_session", refuse)
     with pytest.raises(ProviderError, match=r"\(libcublasLt\.so\.13 is not there; onnxruntime found no libcublasLt"):
         TopWModel.from_pretrained(folder, provider="cuda")
 

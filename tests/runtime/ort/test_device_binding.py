@@ -25,10 +25,9 @@ from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import TopWModel, device_lock
 from topw_deploy.runtime.device_lock import DeviceLock
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.memory import DeviceMemory
 from topw_deploy.runtime.ort import device_binding
-from topw_deploy.runtime.ort.device_binding import Area, BufferPool, DeviceBinding
-from topw_deploy.runtime.ort.session import GraphSession
+from topw_deploy.runtime.ort.device_binding import Area, BufferPool, DeviceBinding, DeviceMemory
+from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.sampling import TopWOptions
 

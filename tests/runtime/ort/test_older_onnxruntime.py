@@ -15,7 +15,7 @@ from topw_deploy.errors import GenerationError, ManifestError, ProviderError
 from topw_deploy.manifest import DecoderManifest, load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel, TopWSampler, loop
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.ort import cpu_nodes, graph_checks, session
+from topw_deploy.runtime.ort import cpu_nodes, graph_checks, graph_session
 from topw_deploy.sampling import TopWOptions
 
 
@@ -141,5 +141,5 @@ def test_an_optimisation_that_ends_the_process_is_switched_off_for_devices(
     asked: list[Any] = []
     monkeypatch.setattr(ort, "InferenceSession", lambda *_, **settings: asked.append(settings["disabled_optimizers"]))
     for provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
-        session._new_session(ModelFolder(folder, DecoderManifest), [(provider, {})], ort.SessionOptions())
+        graph_session._new_session(ModelFolder(folder, DecoderManifest), [(provider, {})], ort.SessionOptions())
     assert asked == [None, ["GroupQueryAttentionFusion"]]

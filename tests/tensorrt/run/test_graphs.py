@@ -17,6 +17,7 @@ from tests.support.tensorrt_double import Context, Engine, TensorRT
 from tests.tensorrt.run.conftest import Open
 from topw_deploy.errors import GenerationError, TensorRTError
 from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.cache.in_place import InPlaceCaches
 from topw_deploy.runtime.device_lock import DeviceLock
 from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda
 from topw_deploy.tensorrt.run.session import TensorRTSession
@@ -90,9 +91,8 @@ def test_other_shapes_and_more_slots_for_edits_are_captured_again(opened: Open, 
 def test_a_cache_that_moves_is_captured_again(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
     model = opened()
     model.generate("abc", **HOT)
-    assert model._caches is not None
+    assert isinstance(model._caches, InPlaceCaches)
     kept = model._caches._pool
-    assert kept is not None
     away = kept.borrow(1, 10, 10)  # another user's memory
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
     assert calls["cudaGraphInstantiate"] == 1

@@ -22,7 +22,7 @@ from topw_deploy.plugins import tensorrt as plugins
 from topw_deploy.plugins.tensorrt.module import BUILT_WITH
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort import providers
-from topw_deploy.runtime.ort.session import GraphSession
+from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.tensorrt.build import build_engine
 from topw_deploy.tensorrt.request import TensorRTRequest

@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from topw_deploy.errors import BenchmarkError
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.cache import Cache, Caches
+from topw_deploy.runtime.cache import Cache, caches_of
 from topw_deploy.runtime.ort.session import OrtSession
 
 FILE = "argmax.onnx"
@@ -74,7 +74,7 @@ class ArgMaxLoop:
     def __init__(self, path: Path, decoder: DecoderInfo, options: ort.SessionOptions) -> None:
         raw = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self._session = OrtSession(raw)
-        self._caches = Caches(self._session, decoder)
+        self._caches = caches_of(self._session, decoder)
         self._cache: Cache | None = None
         self._token = np.zeros(1, np.int64)
 
@@ -86,7 +86,7 @@ class ArgMaxLoop:
     def prefill(self, prompt: list[int], capacity: int) -> int:
         """Run the prompt; return the first token. capacity: maximum length, prompt included."""
         if self._cache is not None:
-            self._caches.close(self._cache)
+            self._cache.close()
         self._binding = self._session.bind()
         self._binding.bind_result("next_token", self._token)
         self._cache = self._caches.open(self._binding, [prompt], [capacity - len(prompt)])

@@ -1,4 +1,4 @@
-"""Memory of in-place caches: one block with a buffer for each state of each layer.
+"""Host memory, and the memory of in-place caches: one block with a buffer for each state of each layer.
 
 The system allocates host pages on first write, so unused length costs nothing.
 """
@@ -6,8 +6,10 @@ The system allocates host pages on first write, so unused length costs nothing.
 from __future__ import annotations
 
 import math
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.protocols import Binding, Memory, Session
+from topw_deploy.sizes import decimal_size
 
 CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "bfloat16")
 """Supported cache element types."""
@@ -22,6 +25,70 @@ CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "b
 ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
 _ROUND = 64  # tokens; buffer lengths are multiples of it
 _GROWTH = 32  # buffers grow by at least 1 / _GROWTH, because growing moves the whole buffer
+_HOST_ALIGNMENT = 64  # bytes; like onnxruntime's own, for vectorized kernels
+# Raised if a size is too large for the machine, an address or a C integer.
+_TOO_LARGE = (MemoryError, ValueError, OverflowError)
+REMEDY = (
+    "open the model with a smaller max_length or max_batch, or give fewer or shorter sequences (max_new_tokens) at a "
+    "time"
+)
+
+
+def zeroed(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
+    """Zeros, in pages allocated on first write.
+
+    Raises GenerationError naming `what` if allocation fails.
+    """
+    try:
+        return np.zeros(shape, dtype)
+    except _TOO_LARGE as error:
+        size = np.dtype(dtype).itemsize
+        for length in shape:
+            size *= length
+        raise GenerationError(
+            f"{what} would take {decimal_size(size)}, which this machine cannot allocate; {REMEDY}.",
+            "max_length",
+            "max_batch",
+            "max_new_tokens",
+        ) from error
+
+
+def machine_bytes() -> int | None:
+    """Physical memory; None if unknown."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+class HostMemory:
+    """Zeroed host bytes, in pages allocated on first write.
+
+    Raises GenerationError if allocation fails.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        memory = zeroed("the cache", (size + _HOST_ALIGNMENT,), np.uint8)
+        start = -memory.ctypes.data % _HOST_ALIGNMENT
+        self._array = memory[start : start + size]
+        self.pointer: int = self._array.ctypes.data
+
+    def clear(self, size: int) -> None:
+        """Zero the first `size` bytes.
+
+        Raises GenerationError above the machine's memory, where the system would kill the process.
+        """
+        most = machine_bytes()
+        if most is not None and size > most:
+            raise GenerationError(
+                f"the cache would write {size / 1e9:.1f} GB at once, but this machine has {most / 1e9:.1f} GB; "
+                f"{REMEDY}."
+            )
+        self._array[:size] = 0
+
+    def change(self, edit: Callable[[np.ndarray], None]) -> None:
+        edit(self._array)
 
 
 class Layout:

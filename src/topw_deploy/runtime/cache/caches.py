@@ -1,4 +1,4 @@
-"""Open and check caches of any form."""
+"""Caches of any form: their interface, and what a graph needs for them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import numpy as np
 
 from topw_deploy.errors import ManifestError
 from topw_deploy.manifest import KV_FORMS, DecoderInfo, TensorSpec
-from topw_deploy.runtime.cache.buffers import CACHE_TYPES, MemoryPool
-from topw_deploy.runtime.cache.concat import ConcatCache
-from topw_deploy.runtime.cache.in_place import InPlaceCache, SharedCache, StaticCache
-from topw_deploy.runtime.ort.host_binding import HostBinding
+from topw_deploy.runtime.cache.buffers import CACHE_TYPES
+from topw_deploy.runtime.cache.concat import ConcatCaches
+from topw_deploy.runtime.cache.in_place import InPlaceCaches
 from topw_deploy.runtime.protocols import Binding, Session
 
 DEFAULT_CHUNK = 1024  # tokens per run; more is no faster
@@ -40,52 +39,43 @@ class Cache(Protocol):
     def advance(self, rows: Iterable[int]) -> None:
         """Make room for one token in `rows`. The other rows, which have ended, overwrite their last token."""
 
+    def close(self) -> None:
+        """Return its memory."""
 
-class Caches:
-    """Opens a session's caches.
+
+class Caches(Protocol):
+    """Opens the caches of a session's generations.
+
+    bytes: size of the buffers; 0 for concat (owned by onnxruntime).
+    takes_ragged_batches: whether the prompts of a batch may differ in length.
+    """
+
+    takes_ragged_batches: bool
+
+    @property
+    def bytes(self) -> int: ...
+
+    def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> Cache:
+        """Open a cache with a row per prompt and room for `budgets[row]` more tokens. The caller must close it."""
+
+
+def caches_of(
+    session: Session,
+    decoder: DecoderInfo,
+    *,
+    max_length: int | None = None,
+    max_batch: int | None = None,
+    prefill_chunk: int | None = None,
+) -> Caches:
+    """The caches of a session, of the decoder's form.
 
     max_length, max_batch: `length` and `rows` of `MemoryPool`.
     prefill_chunk: maximum tokens per run, over all rows.
     """
-
-    def __init__(
-        self,
-        session: Session,
-        decoder: DecoderInfo,
-        *,
-        max_length: int | None = None,
-        max_batch: int | None = None,
-        prefill_chunk: int | None = None,
-    ) -> None:
-        self._session, self._decoder = session, decoder
-        self.takes_ragged_batches = takes_ragged_batches(decoder)
-        self._chunk = prefill_chunk or DEFAULT_CHUNK
-        self._pool: MemoryPool | None = None
-        if decoder.kv_form != "concat":
-            self._pool = MemoryPool(session, decoder, max_length, max_batch)
-
-    @property
-    def bytes(self) -> int:
-        """Size of the buffers; 0 for concat (owned by onnxruntime)."""
-        return 0 if self._pool is None else self._pool.bytes
-
-    def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> Cache:
-        """Open a cache with a row per prompt and room for `budgets[row]` more tokens. The caller must close it."""
-        if self._pool is None:
-            assert isinstance(binding, HostBinding), "only onnxruntime's sessions have caches of the form concat"
-            return ConcatCache(self._session, binding, self._decoder, prompts, max(budgets), self._chunk)
-        form = StaticCache if self._decoder.kv_form == "static" else SharedCache
-        return form(self._session, binding, self._decoder, self._pool, prompts, budgets, self._chunk)
-
-    def close(self, cache: Cache) -> None:
-        if isinstance(cache, InPlaceCache):
-            cache.close()
-
-
-def takes_ragged_batches(decoder: DecoderInfo) -> bool:
-    """Whether the prompts of a batch may differ in length."""
-    takes = {"static": True, "concat": decoder.left_padding, "shared": decoder.right_padding}
-    return takes[decoder.kv_form]
+    chunk = prefill_chunk or DEFAULT_CHUNK
+    if decoder.kv_form == "concat":
+        return ConcatCaches(session, decoder, chunk)
+    return InPlaceCaches(session, decoder, chunk, max_length, max_batch)
 
 
 def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple[str, ...]) -> None:

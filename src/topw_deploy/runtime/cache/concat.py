@@ -1,17 +1,57 @@
-"""Caches that grow by concatenation."""
+"""Caches that grow by concatenation, of the form `concat`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, cast
 
 import numpy as np
 
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.memory import zeroed
-from topw_deploy.runtime.ort.host_binding import HostBinding
-from topw_deploy.runtime.protocols import Memory, Session
+from topw_deploy.runtime.cache.buffers import zeroed
+from topw_deploy.runtime.protocols import Binding, Memory, Session
 from topw_deploy.runtime.row_inputs import greedy
+
+
+class AllocatingBinding(Binding, Protocol):
+    """A binding to onnxruntime, which can allocate an output in each run and take it as an input of the next.
+
+    bind_value: bind a value of `outputs` as the input of that name.
+    outputs: the last run's outputs, in the order in which they were bound.
+    """
+
+    bind_value: Callable[[str, object], None]
+    outputs: Callable[[], Sequence[object]]
+
+    def bind_empty(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        """Bind an empty input. dtype: a key of ELEMENT_TYPES."""
+
+    def bind_input_memory(self, name: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
+        """Bind session memory as an input only; it must stay alive."""
+
+    def bind_fresh(self, name: str) -> int:
+        """Make the next run allocate output `name`. Returns its index in `outputs`."""
+
+    def bind_fresh_again(self, name: str) -> None:
+        """Make the next run allocate output `name` again."""
+
+    def another(self) -> AllocatingBinding:
+        """See `Binding`."""
+
+
+class ConcatCaches:
+    """Opens caches of a session. chunk: maximum prompt tokens per run, over all rows."""
+
+    bytes = 0  # onnxruntime owns the states
+
+    def __init__(self, session: Session, decoder: DecoderInfo, chunk: int) -> None:
+        self._session, self._decoder, self._chunk = session, decoder, chunk
+        self.takes_ragged_batches = decoder.left_padding
+
+    def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> ConcatCache:
+        allocating = cast(AllocatingBinding, binding)  # only onnxruntime's sessions run such graphs
+        return ConcatCache(self._session, allocating, self._decoder, prompts, max(budgets), self._chunk)
 
 
 class ConcatCache:
@@ -24,7 +64,7 @@ class ConcatCache:
     def __init__(
         self,
         session: Session,
-        binding: HostBinding,
+        binding: AllocatingBinding,
         decoder: DecoderInfo,
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
@@ -41,6 +81,9 @@ class ConcatCache:
         self._names = [(state.past, state.present) for state in decoder.states]
         self._zeros: list[Memory] = []  # initial values of states of fixed size
         self._places = self._begin(binding)
+
+    def close(self) -> None:
+        """Does nothing: the states end with the binding."""
 
     def feed_prompts(self) -> int:
         ids, positions = self._padded()
@@ -84,7 +127,7 @@ class ConcatCache:
             self._mask[row, start : self._width] = 1
         return ids, positions
 
-    def _begin(self, binding: HostBinding) -> list[int]:
+    def _begin(self, binding: AllocatingBinding) -> list[int]:
         """Bind empty pasts (zeros for states of fixed size) and newly allocated presents. Returns output indices."""
         for state in self._decoder.states:
             shape = (self._batch, *state.shape)
@@ -96,7 +139,7 @@ class ConcatCache:
             binding.bind_input_memory(state.past, ELEMENT_TYPES[state.dtype].number, shape, zeros.pointer)
         return [binding.bind_fresh(present) for _, present in self._names]
 
-    def _bind(self, binding: HostBinding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:
+    def _bind(self, binding: AllocatingBinding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:
         binding.bind_array("input_ids", np.ascontiguousarray(ids))
         if self._has_mask:
             binding.bind_array("attention_mask", np.ascontiguousarray(self._mask[:, :end]))  # [B, past + new]
@@ -105,7 +148,7 @@ class ConcatCache:
 
 
 def _hand_over(
-    names: Sequence[tuple[str, str]], source: HostBinding, places: Sequence[int], target: HostBinding
+    names: Sequence[tuple[str, str]], source: AllocatingBinding, places: Sequence[int], target: AllocatingBinding
 ) -> None:
     outputs, bind, fresh = source.outputs(), target.bind_value, source.bind_fresh_again
     for (past, present), place in zip(names, places, strict=True):

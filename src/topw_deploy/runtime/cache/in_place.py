@@ -1,4 +1,4 @@
-"""Caches updated in place, in one buffer."""
+"""Caches updated in place, in one buffer, of the forms `static` and `shared`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,29 @@ Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 A length of 0 is allowed only if the decoder `recurs`."""
 _TOTAL = "total_sequence_length"
+
+
+class InPlaceCaches:
+    """Opens caches of a session in a pool of buffers.
+
+    chunk: maximum prompt tokens per run, over all rows.
+    length, rows: see `MemoryPool`.
+    """
+
+    def __init__(
+        self, session: Session, decoder: DecoderInfo, chunk: int, length: int | None = None, rows: int | None = None
+    ) -> None:
+        self._session, self._decoder, self._chunk = session, decoder, chunk
+        self._form = StaticCache if decoder.kv_form == "static" else SharedCache
+        self.takes_ragged_batches = decoder.kv_form == "static" or decoder.right_padding
+        self._pool = MemoryPool(session, decoder, length, rows)
+
+    @property
+    def bytes(self) -> int:
+        return self._pool.bytes
+
+    def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> InPlaceCache:
+        return self._form(self._session, binding, self._decoder, self._pool, prompts, budgets, self._chunk)
 
 
 class InPlaceCache(ABC):

@@ -1,4 +1,4 @@
-"""Inputs and outputs in device memory.
+"""A session's inputs, outputs and cache in device memory.
 
 Each step makes one upload of changed inputs and one download of results. Equal shapes get equal addresses, so that
 later generations can replay a step's CUDA graph. One thread runs it (RunThread), and nothing else uses the device
@@ -21,8 +21,10 @@ import numpy as np
 import onnxruntime as ort
 
 from topw_deploy.dtypes import ELEMENT_TYPES
+from topw_deploy.errors import GenerationError, one_line
+from topw_deploy.runtime.cache.buffers import REMEDY, zeroed
 from topw_deploy.runtime.device_lock import device_lock
-from topw_deploy.runtime.ort.host_binding import HostBinding, RawSession
+from topw_deploy.runtime.ort.session import HostBinding, OrtSession
 
 _LEAST = {"changing": 4 << 10, "rest": 64 << 10, "results": 4 << 10}  # bytes; enough for most requests
 _MOST_GRAPHS = 64  # per session: each keeps device memory until it closes
@@ -47,6 +49,37 @@ class Area:
 
     def download(self) -> None:
         self.host[:] = self._value.numpy()
+
+
+class DeviceMemory:
+    """Zeroed bytes of a device (kind, number), allocated by onnxruntime.
+
+    Raises GenerationError if allocation fails.
+    """
+
+    def __init__(self, size: int, device: tuple[str, int]) -> None:
+        self.size, self._using = size, device_lock(device).using
+        zeros = zeroed("the cache", (size,), np.uint8)
+        try:
+            with self._using:
+                self._value = ort.OrtValue.ortvalue_from_numpy(zeros, *device)
+        except Exception as error:  # noqa: BLE001  # unrelated classes
+            raise GenerationError(
+                f"the cache would take {size / 1e9:.1f} GB of {device[0]} {device[1]}, which cannot allocate it "
+                f"({one_line(error, 200)}); {REMEDY}."
+            ) from None
+        self.pointer: int = self._value.data_ptr()
+
+    def clear(self, size: int) -> None:
+        """Zero all bytes, not only `size`, because onnxruntime copies whole values."""
+        with self._using:
+            self._value.update_inplace(np.zeros(self.size, np.uint8))
+
+    def change(self, edit: Callable[[np.ndarray], None]) -> None:
+        with self._using:
+            host = self._value.numpy()
+            edit(host)
+            self._value.update_inplace(host)
 
 
 class StepBuffers:
@@ -77,7 +110,7 @@ class Graph:
 
 
 class BufferPool:
-    """A session's StepBuffers and CUDA graphs.
+    """A session's bindings, StepBuffers, memory and CUDA graphs.
 
     Uses no lock: garbage collection can close a binding at any point and would take it twice. A list's `pop` and
     `append` are atomic, and only `thread` uses the graphs.
@@ -91,6 +124,12 @@ class BufferPool:
         self.lock = device_lock(device)
         self.thread = RunThread() if graphs else None
         self.uncaptured = Graph(_run_options(_NOT_CAPTURED) if graphs else None, captured=True)
+
+    def bind(self, session: OrtSession) -> DeviceBinding:
+        return DeviceBinding(session, self)
+
+    def memory(self, size: int) -> DeviceMemory:
+        return DeviceMemory(size, self._device)
 
     def borrow(self) -> StepBuffers:
         with suppress(IndexError):
@@ -120,7 +159,7 @@ def _run_options(graph: str) -> ort.RunOptions:
 class DeviceBinding(HostBinding):
     """A binding that copies host arrays to and from StepBuffers, which bindings from `another` share."""
 
-    def __init__(self, session: RawSession, pool: BufferPool, buffers: StepBuffers | None = None) -> None:
+    def __init__(self, session: OrtSession, pool: BufferPool, buffers: StepBuffers | None = None) -> None:
         super().__init__(session)
         self._pool, self._buffers, self._owns = pool, buffers or pool.borrow(), buffers is None
         self._results: dict[str, np.ndarray] = {}

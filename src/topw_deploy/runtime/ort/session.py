@@ -1,47 +1,40 @@
-"""Opens an exported graph in onnxruntime on the requested provider."""
+"""An open onnxruntime session: bindings, runs and memory. On the host, runs use numpy arrays in place."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import onnxruntime as ort
 
-from topw_deploy.errors import GenerationError, ManifestError, ParameterError, ProviderError, one_line
-from topw_deploy.manifest import DecoderManifest, Manifest, TensorSpec
-from topw_deploy.runtime.device_lock import device_lock
-from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.memory import DeviceMemory, HostMemory
-from topw_deploy.runtime.ort import cpu_nodes, graph_checks, native_sampler, providers
-from topw_deploy.runtime.ort.device_binding import BufferPool, DeviceBinding
-from topw_deploy.runtime.ort.host_binding import HostBinding
+from topw_deploy.dtypes import ELEMENT_TYPES
+from topw_deploy.errors import GenerationError, one_line
+from topw_deploy.runtime.cache.buffers import HostMemory
+from topw_deploy.runtime.device_lock import DeviceLock
+from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.protocols import CpuNode, Memory, Sampler
-from topw_deploy.runtime.row_inputs import RULE as RULE_INPUTS
-from topw_deploy.runtime.session_options import SessionOptions
-from topw_deploy.sampling.mask import mask_words
-from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
-SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit_bias", "allowed", *RULE_INPUTS)
-SAMPLER_OUTPUTS = ("next_token", "logprob", "kept", "certified")
 
-_HINT_FOR_GRAPHS = (
-    "omit enable_cuda_graph, or export again with --dtype fp16, which leaves no nodes on the CPU, and build the "
-    "native sampler with `topw plugins build --cuda`"
-)
-# On CUDA, fuses RotaryEmbedding into GroupQueryAttention. It mistakes ONNX's RotaryEmbedding for onnxruntime's, reads
-# past its inputs and crashes (onnxruntime issue 28604).
-_HARMFUL = ["GroupQueryAttentionFusion"]
+class DeviceBuffers(Protocol):
+    """Bindings and memory on a device; see `device_binding.BufferPool`."""
+
+    lock: DeviceLock
+
+    def bind(self, session: OrtSession) -> HostBinding:
+        """A new binding for one generation."""
+
+    def memory(self, size: int) -> Memory:
+        """Zeroed memory of the device."""
 
 
 class OrtSession:
     """The Session protocol over an open InferenceSession.
 
     device: (kind, number) of the tensors' memory.
+    buffers: what binds and allocates on that device; None for the host.
     with_defaults: inputs with a default value.
-    graphs: whether to capture CUDA graphs.
     """
 
     provider = providers.CPU
@@ -52,13 +45,12 @@ class OrtSession:
     most_columns: int | None = None
     most_edits: int | None = None
     mask_words = 0
-    _buffers: BufferPool | None = None
+    _buffers: DeviceBuffers | None = None
 
     def __init__(
-        self, raw: ort.InferenceSession, device: tuple[str, int] = ("cpu", 0), *, graphs: bool = False
+        self, raw: ort.InferenceSession, device: tuple[str, int] = ("cpu", 0), buffers: DeviceBuffers | None = None
     ) -> None:
-        self.raw, self.device = raw, device
-        self._buffers = None if device[0] == "cpu" else BufferPool(device, graphs=graphs)
+        self.raw, self.device, self._buffers = raw, device, buffers
         nodes = graph_inputs(raw)
         self.inputs = frozenset(node.name for node in nodes)
         self.with_defaults = frozenset(node.name for node in raw.get_overridable_initializers())
@@ -69,10 +61,10 @@ class OrtSession:
         self.always_masked = isinstance(widths.get("allowed"), int)
 
     def bind(self) -> HostBinding:
-        return HostBinding(self) if self._buffers is None else DeviceBinding(self, self._buffers)
+        return HostBinding(self) if self._buffers is None else self._buffers.bind(self)
 
     def memory(self, size: int) -> Memory:
-        return HostMemory(size) if self._buffers is None else DeviceMemory(size, self.device)
+        return HostMemory(size) if self._buffers is None else self._buffers.memory(size)
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Run once on host arrays."""
@@ -90,191 +82,80 @@ class OrtSession:
                 del self.raw
 
 
-class GraphSession(OrtSession):
-    """A folder's session, opened with `options` and checked against the manifest.
+class HostBinding:
+    """onnxruntime's IO binding, without the Python wrapper that would double the cost."""
 
-    Raises ProviderError if the provider is absent, fails to start or leaves computing nodes to the CPU, or the native
-    sampler is unusable; ManifestError if onnxruntime rejects the graph or it differs from the manifest; ParameterError
-    if CUDA graphs cannot be captured.
-    """
+    def __init__(self, session: OrtSession) -> None:
+        self._io = ort.SessionIOBinding(session.raw._sess)
+        self._run = session.raw._sess.run_with_iobinding
+        self._device = ort.OrtDevice.make(*session.device)._get_c_device()
+        self._with_defaults = session.with_defaults
+        self._options: ort.RunOptions | None = None
+        self._arrays: dict[str, np.ndarray] = {}
+        self._bound_outputs: list[str] = []
+        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue)
+        self.outputs = self._io.get_outputs  # () -> last outputs, as bound
+        self._session = session  # assigned and so released last: that frees device memory
 
-    def __init__(self, folder: ModelFolder[Any], options: SessionOptions) -> None:
-        settings = options.for_onnxruntime()
-        asked = providers.resolve(options.provider, options.allow_fallback)
-        wanted = asked if providers.short_name(asked) in providers.available() else providers.CPU
-        unused = asked == providers.CPU and options.cuda_graphs
-        if unused and options.provider != "auto":
-            raise ParameterError("enable_cuda_graph is for provider='cuda', but provider is 'cpu'; omit it.")
-        graphs = wanted == providers.CUDA and options.cuda_graphs
-        if graphs:
-            _check_captures(folder)
-        graph_checks.check_before_opening(folder)
-        if wanted != providers.CPU:
-            graph_checks.refuse_compiled(folder)
-        self._profile = cpu_nodes.record(settings) if wanted != providers.CPU else None
-        self._lenient = options.allow_fallback or options.provider == "auto"
-        try:
-            opened, failure = _open(folder, wanted, options, settings, fallback=self._lenient)
-        finally:
-            if self._profile is not None:
-                self._profile.restore()
-        self.sampler, self.why_graph = opened.sampler, opened.why_graph
-        self.provider = providers.check_used(wanted, opened.raw, self._lenient)
-        graph_checks.check_lookups(folder, self.provider)
-        if self.provider != providers.CPU and self._profile is None:
-            self.cpu_nodes = cpu_nodes.cpu_nodes(opened.raw)
-        if not self._lenient:
-            cpu_nodes.check(self.cpu_nodes, self.provider)
-        self._warn(asked, failure, unused)
-        _check_io(folder, opened.raw)
-        self.mask_words = mask_words(folder.manifest.sampler.vocab_size)
-        device = providers.device_of(self.provider), options.device_number
-        super().__init__(opened.raw, device, graphs=graphs and self.provider == providers.CUDA)
-
-    def settle(self, run: Callable[[], object]) -> None:
-        profile, self._profile = self._profile, None
-        if profile is None:
-            return
-        try:
-            run()
-        except GenerationError as error:
-            reason = str(error).rstrip(".")
-            raise ProviderError(
-                f"{providers.short_name(self.provider)} opens the model but fails to run it: {reason}; see "
-                "`topw doctor`, or use provider='cpu'.",
-                "provider",
-            ) from None
-        nodes = profile.nodes(self.raw)
-        if self.provider == providers.CPU:
-            return
-        self.cpu_nodes = cpu_nodes.cpu_nodes_in(nodes)
-        if not nodes:
-            raise ProviderError(
-                f"onnxruntime {ort.__version__} does not report which nodes {providers.short_name(self.provider)} "
-                "runs; install 1.24 or newer, or use provider='cpu'.",
-                "provider",
-            )
-        if not self._lenient:
-            cpu_nodes.check(self.cpu_nodes, self.provider)
-        self._warn(self.provider, "", graphs_unused=False)
-
-    def _warn(self, asked: str, failure: str, graphs_unused: bool) -> None:
-        doctor, name = "; `topw doctor` shows what is missing", providers.short_name(asked)
-        if self.provider != asked:
-            if name not in providers.available():
-                failure = providers.why_absent(name)
-            failure = failure or providers.missing_libraries(asked)
-            what = f"{name} could not start, running on {providers.short_name(self.provider)}"
-            what += f": {failure}" if failure else doctor
-        elif graphs_unused:
-            what = "enable_cuda_graph is not used: running on cpu"
+    def bind_array(self, name: str, array: np.ndarray) -> None:
+        self._arrays[name] = array
+        if name in self._with_defaults:  # bind_input does not find inputs with defaults
+            self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
         else:
-            what = cpu_nodes.complaint(self.cpu_nodes, self.provider)
-            what += doctor if what else ""
-        if what:
-            warnings.warn(f"{what}.", RuntimeWarning, stacklevel=5)
+            self._io.bind_input(name, array)
+
+    def bind_changing(self, name: str, array: np.ndarray) -> None:
+        self.bind_array(name, array)
+
+    def bind_on_host(self, name: str, array: np.ndarray) -> None:
+        self.bind_array(name, array)
+
+    def refresh(self, name: str) -> None:
+        """Does nothing: runs read the array itself."""
+
+    def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
+        self._bound_outputs.append(target)
+        self._io.bind_input(source, self._device, element_type, shape, pointer)
+        self._io.bind_output(target, self._device, element_type, shape, pointer)
+
+    def bind_result(self, name: str, array: np.ndarray) -> None:
+        self._arrays[name] = array
+        self._bound_outputs.append(name)
+        self._io.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
+
+    def bind_empty(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        """Bind an empty input. dtype: a key of ELEMENT_TYPES."""
+        value = ort.OrtValue.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype].number, *self._session.device)
+        self.bind_value(name, value._ortvalue)
+
+    def bind_input_memory(self, name: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
+        """Bind session memory as an input only; it must stay alive."""
+        self._io.bind_input(name, self._device, element_type, shape, pointer)
+
+    def bind_fresh(self, name: str) -> int:
+        """Make the next run allocate output `name`. Returns its index in `outputs`."""
+        self._bound_outputs.append(name)
+        self._io.bind_output(name, self._device)
+        return len(self._bound_outputs) - 1
+
+    def bind_fresh_again(self, name: str) -> None:
+        """Make the next run allocate output `name` again."""
+        self._io.bind_output(name, self._device)
+
+    def another(self) -> HostBinding:
+        return HostBinding(self._session)
+
+    def close(self) -> None:
+        """Does nothing: a generation owns only the arrays."""
+
+    def run(self, step: int | None = None) -> None:
+        try:
+            self._run(self._io, self._options)
+        except Exception as error:  # noqa: BLE001  # unrelated classes
+            where = "in the prompt" if step is None else f"at step {step}"
+            raise GenerationError(f"onnxruntime failed {where}: {one_line(error)}") from None
 
 
 def graph_inputs(session: ort.InferenceSession) -> list[ort.NodeArg]:
     """All inputs: onnxruntime lists those with a default separately."""
     return [*session.get_inputs(), *session.get_overridable_initializers()]
-
-
-def _check_captures(folder: ModelFolder[Manifest]) -> None:
-    manifest = folder.manifest
-    form = manifest.decoder.kv_form if isinstance(manifest, DecoderManifest) else None
-    if form != "static":
-        what = "a sampler alone" if form is None else f"a cache of the form {form!r}"
-        raise ParameterError(
-            f"enable_cuda_graph needs steps of one shape, and {folder.path} has {what}; omit it, or export a "
-            "model with --kv static."
-        )
-
-
-def _open(
-    folder: ModelFolder[Manifest],
-    wanted: str,
-    options: SessionOptions,
-    settings: ort.SessionOptions,
-    *,
-    fallback: bool,
-) -> tuple[native_sampler.Opened, str]:
-    """Returns (session on `wanted`, "") or (session on the CPU, reason)."""
-    device = providers.device_of(wanted), options.device_number
-    missing = providers.missing_libraries(wanted)
-
-    def on(provider: str, chain: list[Any]) -> native_sampler.Opened:
-        with nullcontext() if providers.device_of(provider) == "cpu" else device_lock(device).opening():
-            return native_sampler.open_session(
-                lambda: _new_session(folder, chain, settings),
-                settings,
-                provider=provider,
-                table_form=folder.manifest.sampler.table_form,
-                sampler=options.sampler,
-                device=device[1],
-            )
-
-    try:
-        return on(wanted, providers.session_providers(wanted, options.provider_options)), ""
-    except ProviderError:
-        raise
-    except Exception as error:  # noqa: BLE001  # unrelated classes
-        if wanted == providers.CPU:
-            raise _refused(folder, error) from None
-        # Open it on the CPU, to find out whether the graph or the provider is at fault.
-        try:
-            session = on(providers.CPU, [(providers.CPU, {})])
-        except ProviderError:
-            raise
-        except Exception as second:  # noqa: BLE001
-            raise _refused(folder, second) from None
-        why = "; ".join(filter(None, (one_line(error), missing)))
-        if fallback:
-            return session, why
-        hint = _HINT_FOR_GRAPHS if "graph capture feature" in str(error) else "see `topw doctor`, or use provider='cpu'"
-        raise ProviderError(f"{providers.short_name(wanted)} could not open {folder.model} ({why}); {hint}.") from None
-
-
-def _new_session(folder: ModelFolder[Manifest], chain: list[Any], options: ort.SessionOptions) -> ort.InferenceSession:
-    # enable_fallback prints to stdout and retries on another provider; read_config_from_model lets the file set session
-    # options, which can load libraries.
-    return ort.InferenceSession(
-        folder.model,
-        options,
-        providers=chain,
-        enable_fallback=0,
-        read_config_from_model=0,
-        disabled_optimizers=_HARMFUL if chain[0][0] != providers.CPU else None,
-    )
-
-
-def _refused(folder: ModelFolder[Manifest], error: Exception) -> ManifestError:
-    return ManifestError(
-        f"onnxruntime {ort.__version__} refuses {folder.model} ({one_line(error)}); "
-        "check the folder with `topw verify` or export the model again."
-    )
-
-
-def _check_io(folder: ModelFolder[Manifest], session: ort.InferenceSession) -> None:
-    manifest = folder.manifest
-    for what, specs, nodes in (
-        ("input", manifest.inputs, graph_inputs(session)),
-        ("output", manifest.outputs, session.get_outputs()),
-    ):
-        _compare(what, {s.name: s for s in specs}, {n.name: n.type for n in nodes})
-    for name in (*SAMPLER_INPUTS, *SAMPLER_OUTPUTS):
-        if not any(spec.name == name for spec in (*manifest.inputs, *manifest.outputs)):
-            raise ManifestError(
-                f"{folder.model} has no {name!r}, so its sampler is not Top-W's; export the model again."
-            )
-
-
-def _compare(what: str, specs: Mapping[str, TensorSpec], found: Mapping[str, str]) -> None:
-    for name in sorted(specs.keys() | found.keys()):
-        stated = f"tensor({specs[name].dtype})" if name in specs else "absent"
-        actual = found.get(name, "absent")
-        if stated != actual:
-            raise ManifestError(
-                f"{what} {name!r} is {actual} in model.onnx, but {stated} in the manifest: "
-                "the two do not match; export the model again."
-            )

@@ -1,0 +1,219 @@
+"""Opens an exported graph in onnxruntime on the requested provider."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import onnxruntime as ort
+
+from topw_deploy.errors import GenerationError, ManifestError, ParameterError, ProviderError, one_line
+from topw_deploy.manifest import DecoderManifest, Manifest, TensorSpec
+from topw_deploy.runtime.device_lock import device_lock
+from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.ort import cpu_nodes, graph_checks, native_sampler, providers
+from topw_deploy.runtime.ort.device_binding import BufferPool
+from topw_deploy.runtime.ort.session import OrtSession, graph_inputs
+from topw_deploy.runtime.row_inputs import ALLOWED, EDITS, RULE
+from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.sampling.mask import mask_words
+from topw_deploy.sampling.parameters import PARAMETER_NAMES
+
+SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", *EDITS, ALLOWED, *RULE)
+SAMPLER_OUTPUTS = ("next_token", "logprob", "kept", "certified")
+
+_HINT_FOR_GRAPHS = (
+    "omit enable_cuda_graph, or export again with --dtype fp16, which leaves no nodes on the CPU, and build the "
+    "native sampler with `topw plugins build --cuda`"
+)
+# On CUDA, fuses RotaryEmbedding into GroupQueryAttention. It mistakes ONNX's RotaryEmbedding for onnxruntime's, reads
+# past its inputs and crashes (onnxruntime issue 28604).
+_HARMFUL = ["GroupQueryAttentionFusion"]
+
+
+class GraphSession(OrtSession):
+    """A folder's session, opened with `options` and checked against the manifest.
+
+    Raises ProviderError if the provider is absent, fails to start or leaves computing nodes to the CPU, or the native
+    sampler is unusable; ManifestError if onnxruntime rejects the graph or it differs from the manifest; ParameterError
+    if CUDA graphs cannot be captured.
+    """
+
+    def __init__(self, folder: ModelFolder[Any], options: SessionOptions) -> None:
+        settings = options.for_onnxruntime()
+        asked = providers.resolve(options.provider, options.allow_fallback)
+        wanted = asked if providers.short_name(asked) in providers.available() else providers.CPU
+        unused = asked == providers.CPU and options.cuda_graphs
+        if unused and options.provider != "auto":
+            raise ParameterError("enable_cuda_graph is for provider='cuda', but provider is 'cpu'; omit it.")
+        graphs = wanted == providers.CUDA and options.cuda_graphs
+        if graphs:
+            _check_captures(folder)
+        graph_checks.check_before_opening(folder)
+        if wanted != providers.CPU:
+            graph_checks.refuse_compiled(folder)
+        self._profile = cpu_nodes.record(settings) if wanted != providers.CPU else None
+        self._lenient = options.allow_fallback or options.provider == "auto"
+        try:
+            opened, failure = _open(folder, wanted, options, settings, fallback=self._lenient)
+        finally:
+            if self._profile is not None:
+                self._profile.restore()
+        self.sampler, self.why_graph = opened.sampler, opened.why_graph
+        self.provider = providers.check_used(wanted, opened.raw, self._lenient)
+        graph_checks.check_lookups(folder, self.provider)
+        if self.provider != providers.CPU and self._profile is None:
+            self.cpu_nodes = cpu_nodes.cpu_nodes(opened.raw)
+        if not self._lenient:
+            cpu_nodes.check(self.cpu_nodes, self.provider)
+        self._warn(asked, failure, unused)
+        _check_io(folder, opened.raw)
+        self.mask_words = mask_words(folder.manifest.sampler.vocab_size)
+        device = providers.device_of(self.provider), options.device_number
+        graphs = graphs and self.provider == providers.CUDA
+        super().__init__(opened.raw, device, None if device[0] == "cpu" else BufferPool(device, graphs=graphs))
+
+    def settle(self, run: Callable[[], object]) -> None:
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        try:
+            run()
+        except GenerationError as error:
+            reason = str(error).rstrip(".")
+            raise ProviderError(
+                f"{providers.short_name(self.provider)} opens the model but fails to run it: {reason}; see "
+                "`topw doctor`, or use provider='cpu'.",
+                "provider",
+            ) from None
+        nodes = profile.nodes(self.raw)
+        if self.provider == providers.CPU:
+            return
+        self.cpu_nodes = cpu_nodes.cpu_nodes_in(nodes)
+        if not nodes:
+            raise ProviderError(
+                f"onnxruntime {ort.__version__} does not report which nodes {providers.short_name(self.provider)} "
+                "runs; install 1.24 or newer, or use provider='cpu'.",
+                "provider",
+            )
+        if not self._lenient:
+            cpu_nodes.check(self.cpu_nodes, self.provider)
+        self._warn(self.provider, "", graphs_unused=False)
+
+    def _warn(self, asked: str, failure: str, graphs_unused: bool) -> None:
+        doctor, name = "; `topw doctor` shows what is missing", providers.short_name(asked)
+        if self.provider != asked:
+            if name not in providers.available():
+                failure = providers.why_absent(name)
+            failure = failure or providers.missing_libraries(asked)
+            what = f"{name} could not start, running on {providers.short_name(self.provider)}"
+            what += f": {failure}" if failure else doctor
+        elif graphs_unused:
+            what = "enable_cuda_graph is not used: running on cpu"
+        else:
+            what = cpu_nodes.complaint(self.cpu_nodes, self.provider)
+            what += doctor if what else ""
+        if what:
+            warnings.warn(f"{what}.", RuntimeWarning, stacklevel=5)
+
+
+def _check_captures(folder: ModelFolder[Manifest]) -> None:
+    manifest = folder.manifest
+    form = manifest.decoder.kv_form if isinstance(manifest, DecoderManifest) else None
+    if form != "static":
+        what = "a sampler alone" if form is None else f"a cache of the form {form!r}"
+        raise ParameterError(
+            f"enable_cuda_graph needs steps of one shape, and {folder.path} has {what}; omit it, or export a "
+            "model with --kv static."
+        )
+
+
+def _open(
+    folder: ModelFolder[Manifest],
+    wanted: str,
+    options: SessionOptions,
+    settings: ort.SessionOptions,
+    *,
+    fallback: bool,
+) -> tuple[native_sampler.Opened, str]:
+    """Returns (session on `wanted`, "") or (session on the CPU, reason)."""
+    device = providers.device_of(wanted), options.device_number
+    missing = providers.missing_libraries(wanted)
+
+    def on(provider: str, chain: list[Any]) -> native_sampler.Opened:
+        with nullcontext() if providers.device_of(provider) == "cpu" else device_lock(device).opening():
+            return native_sampler.open_session(
+                lambda: _new_session(folder, chain, settings),
+                settings,
+                provider=provider,
+                table_form=folder.manifest.sampler.table_form,
+                sampler=options.sampler,
+                device=device[1],
+            )
+
+    try:
+        return on(wanted, providers.session_providers(wanted, options.provider_options)), ""
+    except ProviderError:
+        raise
+    except Exception as error:  # noqa: BLE001  # unrelated classes
+        if wanted == providers.CPU:
+            raise _refused(folder, error) from None
+        # Open it on the CPU, to find out whether the graph or the provider is at fault.
+        try:
+            session = on(providers.CPU, [(providers.CPU, {})])
+        except ProviderError:
+            raise
+        except Exception as second:  # noqa: BLE001
+            raise _refused(folder, second) from None
+        why = "; ".join(filter(None, (one_line(error), missing)))
+        if fallback:
+            return session, why
+        hint = _HINT_FOR_GRAPHS if "graph capture feature" in str(error) else "see `topw doctor`, or use provider='cpu'"
+        raise ProviderError(f"{providers.short_name(wanted)} could not open {folder.model} ({why}); {hint}.") from None
+
+
+def _new_session(folder: ModelFolder[Manifest], chain: list[Any], options: ort.SessionOptions) -> ort.InferenceSession:
+    # enable_fallback prints to stdout and retries on another provider; read_config_from_model lets the file set session
+    # options, which can load libraries.
+    return ort.InferenceSession(
+        folder.model,
+        options,
+        providers=chain,
+        enable_fallback=0,
+        read_config_from_model=0,
+        disabled_optimizers=_HARMFUL if chain[0][0] != providers.CPU else None,
+    )
+
+
+def _refused(folder: ModelFolder[Manifest], error: Exception) -> ManifestError:
+    return ManifestError(
+        f"onnxruntime {ort.__version__} refuses {folder.model} ({one_line(error)}); "
+        "check the folder with `topw verify` or export the model again."
+    )
+
+
+def _check_io(folder: ModelFolder[Manifest], session: ort.InferenceSession) -> None:
+    manifest = folder.manifest
+    for what, specs, nodes in (
+        ("input", manifest.inputs, graph_inputs(session)),
+        ("output", manifest.outputs, session.get_outputs()),
+    ):
+        _compare(what, {s.name: s for s in specs}, {n.name: n.type for n in nodes})
+    for name in (*SAMPLER_INPUTS, *SAMPLER_OUTPUTS):
+        if not any(spec.name == name for spec in (*manifest.inputs, *manifest.outputs)):
+            raise ManifestError(
+                f"{folder.model} has no {name!r}, so its sampler is not Top-W's; export the model again."
+            )
+
+
+def _compare(what: str, specs: Mapping[str, TensorSpec], found: Mapping[str, str]) -> None:
+    for name in sorted(specs.keys() | found.keys()):
+        stated = f"tensor({specs[name].dtype})" if name in specs else "absent"
+        actual = found.get(name, "absent")
+        if stated != actual:
+            raise ManifestError(
+                f"{what} {name!r} is {actual} in model.onnx, but {stated} in the manifest: "
+                "the two do not match; export the model again."
+            )
