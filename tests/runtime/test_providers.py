@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,24 @@ import onnxruntime as ort
 import pytest
 
 from topw_deploy.errors import ParameterError, ProviderError
-from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.ort import graph_session, providers
+from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions
+
+
+@pytest.mark.parametrize("opened", [TopWModel, TopWSampler])
+def test_the_signature_shows_every_option_of_a_session_with_its_default(opened: Any) -> None:
+    shown = inspect.signature(opened.from_pretrained).parameters
+    for option in fields(SessionOptions):
+        assert shown[option.name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert shown[option.name].default == option.default
+    assert not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in shown.values())
+    assert set(SessionKeywords.__annotations__) == {option.name for option in fields(SessionOptions)}
+
+
+def test_an_unknown_option_of_a_session_is_an_error(toy_folder: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'providers'"):
+        TopWModel.from_pretrained(toy_folder, providers="cpu")  # type: ignore[call-arg]
 
 
 def test_the_provider_asked_for_is_the_one_used(toy_folder: Path) -> None:

@@ -116,13 +116,18 @@ def check_criteria(name: str, value: Any) -> tuple[Criterion, ...]:
 
 @contextmanager
 def ending(streamer: Any) -> Iterator[None]:
-    """End `streamer` if the block fails; otherwise its reader would wait forever."""
+    """End `streamer` if the block fails."""
     try:
         yield
     except BaseException:
-        if callable(getattr(streamer, "end", None)) and not isinstance(streamer, type):
-            streamer.end()
+        end_streamer(streamer)
         raise
+
+
+def end_streamer(streamer: Any) -> None:
+    """End the streamer of a failed call, whatever it is; otherwise its reader would wait forever."""
+    if callable(getattr(streamer, "end", None)) and not isinstance(streamer, type):
+        streamer.end()
 
 
 def _check_object(name: str, value: object) -> None:

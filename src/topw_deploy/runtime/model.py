@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import cache, loop
-from topw_deploy.runtime.callbacks import ending
+from topw_deploy.runtime.callbacks import end_streamer, ending
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.generation_config import bos_token, model_defaults
@@ -25,7 +25,7 @@ from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.row_inputs import ALLOWED
 from topw_deploy.runtime.rules import longest_pool
-from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.runtime.structured.grammars import Grammars
 from topw_deploy.runtime.structured.guide import Guide
 from topw_deploy.runtime.text import IncrementalDecoder
@@ -34,7 +34,7 @@ from topw_deploy.runtime.tools import FAMILIES, Parsed, ToolCallParser, detect
 from topw_deploy.runtime.tools.parser import marked_text
 
 if TYPE_CHECKING:
-    import onnxruntime as ort
+    from typing import Unpack  # since Python 3.11
 
 Message = Mapping[str, Any]
 
@@ -89,45 +89,30 @@ class TopWModel:
         self.load_seconds = time.perf_counter() - started
 
     @classmethod
+    @takes_session_options
     def from_pretrained(
         cls,
         path: str | Path,
         *,
-        provider: str = "auto",
-        provider_options: Mapping[str, Any] | None = None,
-        session_options: ort.SessionOptions | None = None,
-        intra_op_num_threads: int | None = None,
-        inter_op_num_threads: int | None = None,
-        allow_fallback: bool = False,
-        sampler: str = "auto",
         max_length: int | None = None,
         max_batch: int | None = None,
         prefill_chunk: int | None = None,
+        **session: Unpack[SessionKeywords],
     ) -> TopWModel:
         """Open a folder written by `topw-export`. Reads no other files and runs no code but the graph.
-
-        See `SessionOptions` for `provider` to `sampler`.
 
         max_length: maximum tokens per sequence, with the prompt. None: the context length.
         max_batch: maximum sequences per call. If max_length is given too, the cache is allocated at once, otherwise on
             demand.
         prefill_chunk: maximum prompt tokens per run, over all rows; smaller saves memory. None: 1,024.
+        session: the provider, its options, threads and the sampler; see `SessionOptions`.
 
         Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an invalid option.
         """
         started = time.perf_counter()
         folder = ModelFolder(path, DecoderManifest)
-        options = SessionOptions(
-            provider=provider,
-            provider_options=provider_options,
-            session_options=session_options,
-            intra_op_num_threads=intra_op_num_threads,
-            inter_op_num_threads=inter_op_num_threads,
-            allow_fallback=allow_fallback,
-            sampler=sampler,
-        )
-        session = open_session(folder, options)
-        return cls(folder, session, started, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk)
+        opened = open_session(folder, SessionOptions(**session))
+        return cls(folder, opened, started, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk)
 
     @property
     def cache_bytes(self) -> int:
@@ -156,33 +141,26 @@ class TopWModel:
 
         Raises ParameterError, PromptError, GenerationError, and errors of the callbacks.
         """
-        with ending(parameters.get("streamer")):
-            requests, whole, alone = self._requests(prompt, parameters)
-            pieces = self._run(requests, whole, streaming=False)
+        pieces, rows, alone = self._start(prompt, parameters, streaming=False)
         results = {piece.row: piece.result for piece in pieces}
-        return results[0] if alone else [results[row] for row in range(len(requests))]
+        return results[0] if alone else [results[row] for row in range(rows)]
 
     def stream(self, prompt: Any = None, **parameters: Any) -> Iterator[Piece]:
         """Like `generate`, but yields pieces; a row's last piece has its result. Checks parameters immediately."""
-        with ending(parameters.get("streamer")):
-            requests, whole, _ = self._requests(prompt, parameters)
-            return self._run(requests, whole, streaming=True)
+        pieces, _, _ = self._start(prompt, parameters, streaming=True)
+        return pieces
 
     def chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> GenerationResult:
         """Answer `messages`, mappings with `role` and `content`. See `apply_chat_template`."""
-        with ending(parameters.get("streamer")):
-            prompt = self._chat_ids(messages, template_variables)
-        return self.generate(prompt, **parameters)
+        return self.generate(self._chat_ids(messages, template_variables, parameters), **parameters)
 
     def stream_chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> Iterator[Piece]:
         """Like `chat`, but yields pieces, as `stream` does."""
-        with ending(parameters.get("streamer")):
-            prompt = self._chat_ids(messages, template_variables)
-        return self.stream(prompt, **parameters)
+        return self.stream(self._chat_ids(messages, template_variables, parameters), **parameters)
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
@@ -268,12 +246,27 @@ class TopWModel:
         finally:
             generation.close()
 
-    def _chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
-        return self._encode(self.apply_chat_template(messages, **(variables or {})), False, "the prompt", self._limits)
+    def _chat_ids(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None, parameters: Mapping[str, Any]
+    ) -> list[int]:
+        with ending(parameters.get("streamer")):
+            text = self.apply_chat_template(messages, **(variables or {}))
+            return self._encode(text, False, "the prompt", self._limits)
 
     def _encode(self, text: str, add_special_tokens: bool, which: str, limits: Limits) -> list[int]:
         check_text(text, self.tokenizer, limits, which)
         return self.tokenizer.encode(text, add_special_tokens)
+
+    def _start(
+        self, prompt: Any, parameters: Mapping[str, Any], *, streaming: bool
+    ) -> tuple[Iterator[Piece], int, bool]:
+        """Returns (pieces, number of sequences, whether to return one result)."""
+        try:
+            requests, whole, alone = self._requests(prompt, parameters)
+            return self._run(requests, whole, streaming=streaming), len(requests), alone
+        except BaseException:
+            end_streamer(parameters.get("streamer"))
+            raise
 
     def _requests(
         self, prompt: Any, parameters: Mapping[str, Any], limits: Limits | None = None

@@ -274,7 +274,7 @@ def result_of(
         prompt_logprobs=None if row.scores is None else row.scores.of_prompt(),
         seed=row.request.seed,
         sample=row.request.sample,
-        rule=row.request.rule.chosen.name,
+        rule=row.request.rule.name,
         finish_reason=str(row.finish_reason),
         stop=row.stop,
         prompt_tokens=len(row.request.prompt),

@@ -28,7 +28,7 @@ def longest_pool(sampler: str, info: SamplerInfo) -> int | None:
 def check_pool(rule: RuleParameters, longest: int | None, vocab_size: int) -> None:
     """Raises ParameterError for a pool of Top-H that is larger than `longest` but not the whole vocabulary."""
     share, pool = rule.values
-    if longest is None or rule.chosen.name != "top_h" or share >= 1 or not longest < pool < vocab_size:
+    if longest is None or rule.name != "top_h" or share >= 1 or not longest < pool < vocab_size:
         return
     raise ParameterError(
         f"top_h_pool is {pool:.0f}, but the sampler's function takes at most {longest}, or the whole vocabulary of "
@@ -39,10 +39,10 @@ def check_pool(rule: RuleParameters, longest: int | None, vocab_size: int) -> No
 
 def check_carried(rule: RuleParameters, carried: Collection[str]) -> None:
     """Raise ParameterError if `rule` is not among the rules that the folder carries."""
-    if rule.chosen.name not in carried:
+    if rule.name not in carried:
         raise ParameterError(
-            f"rule is {rule.chosen.name}, but this folder carries only {', '.join(carried)}; export it again with "
-            f"--rules {','.join((*carried, rule.chosen.name))}.",
+            f"rule is {rule.name}, but this folder carries only {', '.join(carried)}; export it again with "
+            f"--rules {','.join((*carried, rule.name))}.",
             "rule",
         )
 

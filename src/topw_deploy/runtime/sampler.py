@@ -16,7 +16,7 @@ from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.parameters import show, spread
 from topw_deploy.runtime.row_inputs import Rules, uniforms
 from topw_deploy.runtime.rules import check_carried, check_pool, longest_pool, rule_of
-from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.sampling.beta import coefficients
 from topw_deploy.sampling.likely_pairs import check_geom_unit, with_raw_scale
 from topw_deploy.sampling.mask import ALL, pack_mask
@@ -26,7 +26,7 @@ from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.sampling.seeds import SEED_BITS
 
 if TYPE_CHECKING:
-    import onnxruntime as ort
+    from typing import Unpack  # since Python 3.11
 
 _OUTPUTS: Mapping[str, Any] = {
     "next_token": np.int64,
@@ -84,33 +84,16 @@ class TopWSampler:
         self.cpu_nodes = session.cpu_nodes
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        provider: str = "auto",
-        provider_options: Mapping[str, Any] | None = None,
-        session_options: ort.SessionOptions | None = None,
-        intra_op_num_threads: int | None = None,
-        inter_op_num_threads: int | None = None,
-        allow_fallback: bool = False,
-        sampler: str = "auto",
-    ) -> TopWSampler:
-        """Open a sampler-only folder. See `SessionOptions`.
+    @takes_session_options
+    def from_pretrained(cls, path: str | Path, **session: Unpack[SessionKeywords]) -> TopWSampler:
+        """Open a sampler-only folder.
+
+        session: the provider, its options, threads and the sampler; see `SessionOptions`.
 
         Raises ManifestError, ProviderError, or ParameterError for an invalid option.
         """
         folder = ModelFolder(path, SamplerManifest)
-        options = SessionOptions(
-            provider=provider,
-            provider_options=provider_options,
-            session_options=session_options,
-            intra_op_num_threads=intra_op_num_threads,
-            inter_op_num_threads=inter_op_num_threads,
-            allow_fallback=allow_fallback,
-            sampler=sampler,
-        )
-        return cls(folder, GraphSession(folder, options))
+        return cls(folder, GraphSession(folder, SessionOptions(**session)))
 
     def sample(
         self,

@@ -1,10 +1,11 @@
-"""Checked options for opening a session."""
+"""Options for opening a session: their check, and the keyword arguments of methods that take them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import onnxruntime as ort
 
@@ -13,6 +14,7 @@ from topw_deploy.errors import ParameterError
 SAMPLERS = ("auto", "native", "graph")
 _MOST_THREADS = 1024  # onnxruntime has no limit and would hang
 _OFF = ("0", "false")  # values that onnxruntime reads as false
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,29 @@ class SessionOptions:
         for name, value in self.threads.items():
             setattr(options, name, value)
         return options
+
+
+class SessionKeywords(TypedDict, total=False):
+    """The fields of `SessionOptions`, as keyword arguments."""
+
+    provider: str
+    provider_options: Mapping[str, Any] | None
+    session_options: ort.SessionOptions | None
+    intra_op_num_threads: int | None
+    inter_op_num_threads: int | None
+    allow_fallback: bool
+    sampler: str
+
+
+def takes_session_options(method: Method) -> Method:
+    """Show the fields of `SessionOptions`, with their defaults, in the signature of a method with **SessionKeywords:
+    `help` and shells read it, type checkers the method's annotation.
+    """
+    own = inspect.signature(method)
+    shown = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    options = inspect.signature(SessionOptions).parameters.values()
+    vars(method)["__signature__"] = own.replace(parameters=[*shown, *options])
+    return method
 
 
 def _check_provider(provider: object, options: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ class RuleParameters:
     """The sampling rule of a row.
 
     rule: a name in RULES; None for the rule whose parameter is given, or Top-W if none is.
-    Each other field is a parameter of one rule (see RULE_OF_VALUE); None means not given.
+    top_k and so on: each is a parameter of one rule (see RULE_OF_VALUE); None means not given.
+    name, code: of the named or implied rule; the code is the graph's input `rule`.
+    values: the graph's input `rule_values`: (v0, v1) rounded to float32, 0 where the rule has no such parameter.
 
     Raises ParameterError for an unknown rule, a parameter of another rule, parameters of two rules, a missing parameter
     without a default, and a value that is outside its interval before or after rounding to float32.
@@ -37,17 +39,28 @@ class RuleParameters:
     top_n_sigma: float | None = None
     min_k_tau: float | None = None
 
+    name: str = field(init=False, repr=False, compare=False)
+    code: int = field(init=False, repr=False, compare=False)
+    values: tuple[float, float] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
-        chosen = self.chosen
+        chosen = self._named_or_implied()
         for name in self._given():
             if RULE_OF_VALUE[name] is not chosen:
                 raise _foreign(name, chosen)
         for value in chosen.values:
             _check(value, self._value(value), chosen)
+        given = [float(np.float32(self._value(value))) for value in chosen.values]
+        v0, v1, *_ = (*given, 0.0, 0.0)
+        for name, computed in (("name", chosen.name), ("code", chosen.code), ("values", (v0, v1))):
+            object.__setattr__(self, name, computed)
 
     @property
     def chosen(self) -> Rule:
         """The named or implied rule."""
+        return RULES[self.name]
+
+    def _named_or_implied(self) -> Rule:
         if self.rule is not None:
             return _named(self.rule)
         given = {RULE_OF_VALUE[name].name: name for name in self._given()}
@@ -60,18 +73,6 @@ class RuleParameters:
             )
         return RULES[next(iter(given))] if given else TOP_W
 
-    @property
-    def code(self) -> int:
-        """The graph's input `rule`."""
-        return self.chosen.code
-
-    @property
-    def values(self) -> tuple[float, float]:
-        """The graph's input `rule_values`: (v0, v1) rounded to float32, 0 where the rule has no such parameter."""
-        given = [float(np.float32(self._value(value))) for value in self.chosen.values]
-        v0, v1, *_ = (*given, 0.0, 0.0)
-        return v0, v1
-
     def _given(self) -> list[str]:
         return [name for name in RULE_OF_VALUE if getattr(self, name) is not None]
 
@@ -80,7 +81,7 @@ class RuleParameters:
         return value.default if given is None else given
 
 
-RULE_PARAMETER_NAMES = tuple(field.name for field in fields(RuleParameters))
+RULE_PARAMETER_NAMES = tuple(each.name for each in fields(RuleParameters) if each.init)
 """`rule` and the parameters of all rules."""
 
 
