@@ -40,6 +40,12 @@ def test_tokens_with_independent_features_are_at_the_typical_distance(metric: st
     assert root_mean_square == pytest.approx(typical_distance(metric, width), rel=0.05)
 
 
+def test_a_distance_that_grows_with_the_width_needs_it() -> None:
+    assert typical_distance("uniform", None) == 1.0
+    with pytest.raises(ParameterError, match="width is None, but the distance mahalanobis grows"):
+        typical_distance("mahalanobis", None)
+
+
 def test_the_crop_of_lively_does_not_depend_on_the_draws_temperature() -> None:
     logits = np.random.default_rng(1).normal(size=300).astype(np.float32) * 3
     geometry = Geometry.from_embeddings(np.random.default_rng(2).normal(size=(300, 8)), "mahalanobis")

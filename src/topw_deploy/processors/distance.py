@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from topw_deploy.errors import ParameterError
 from topw_deploy.processors.processor import geometry_of
 from topw_deploy.sampling import median_distance
-from topw_deploy.sampling.likely_text import LIKELY_COLUMNS, PAGE, ends_of, start_and_body
+from topw_deploy.sampling.likely_pairs import LIKELY_COLUMNS, PAGE, ends_of, start_and_body
 from topw_deploy.sampling.torch import TensorGeometry
 
 

@@ -48,9 +48,10 @@ def typical_distance(metric: str, width: int | None) -> float:
     """The distance of two tokens with uncorrelated features.
 
     Standardised features have a mean square of 1 per coordinate: sqrt(2 width) under `mahalanobis`. `unit` and `cosine`
-    normalise features; `uniform` has only the distance 1.
+    normalise features; `uniform` has only the distance 1. Raises ParameterError for `mahalanobis` without a width.
     """
     if metric == "mahalanobis":
-        assert width is not None, "only the uniform metric has no embeddings"
+        if width is None:
+            raise ParameterError("width is None, but the distance mahalanobis grows with the embedding width; give it.")
         return math.sqrt(2 * width)
     return math.sqrt(2) if metric == "unit" else 1.0

@@ -14,7 +14,7 @@ import numpy as np
 from topw_deploy.errors import TokenizerError
 from topw_deploy.export.verification.quantised_checks import Text
 from topw_deploy.manifest import DecoderManifest, Manifest, open_listed
-from topw_deploy.sampling.likely_text import PAGE, ends_of, start_and_body
+from topw_deploy.sampling.likely_pairs import PAGE, ends_of, start_and_body
 
 _COLUMNS = 256  # tokens in a row
 _MOST, _FEWEST = 8192, 1024  # tokens of text

@@ -1,5 +1,8 @@
 """Top-W on torch tensors: a batch of rows, on the device of the logits.
 
+Top-W in transformers (`processors`) needs it: copying the logits to the host for `sampling.fast`, which takes one row
+at a time and no torch, would wait for the device at every step.
+
 Decisions use float64; on MPS, which lacks it, float32 with looser ties (docs/contract/graph.md, section 4). Tested only
 on the CPU.
 """
