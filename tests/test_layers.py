@@ -115,8 +115,11 @@ ORDER = (
     ("plugins", "plugins/tensorrt"),
     ("stats/exact", "stats"),
     (
-        *("runtime/folder", "runtime/text", "runtime/token_bound", "runtime/token_growth", "runtime/tokenizer"),
-        *("runtime/structured", "runtime"),
+        *("runtime/folder", "runtime/text", "runtime/token_growth", "runtime/token_bound", "runtime/tokenizer"),
+        *("runtime/template", "runtime/structured", "runtime/results", "runtime/tools", "runtime/protocols"),
+        *("runtime/callbacks", "runtime/parameters", "runtime/rules", "runtime/generation_config", "runtime/request"),
+        *("runtime/edits", "runtime/row_inputs", "runtime/cache", "runtime/device_lock", "runtime/session_options"),
+        *("runtime/ort", "runtime"),
     ),
 )
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
+import topw_deploy.runtime
 from tests.support.toy_model import Toy, export
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, REQUEST_PARAMETERS
@@ -37,3 +40,24 @@ def test_the_code_on_log_probabilities_runs(
     *tokens, likelihood = capsys.readouterr().out.splitlines()
     assert len(tokens) == 4
     assert likelihood.endswith(", False)")
+
+
+def test_the_package_lists_the_modules_that_a_call_crosses(tmp_path: Path) -> None:
+    model = TopWModel.from_pretrained(export(tmp_path / "out", Toy.random(1), form="grouped"))
+    entered: set[str] = set()
+
+    root = Path(topw_deploy.runtime.__file__).parent
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)  # "<string>" of a dataclass
+        if event == "call" and path.is_relative_to(root):
+            entered.add(".".join(path.relative_to(root).with_suffix("").parts))
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        model.generate("abc", max_new_tokens=8, seed=0)
+    finally:
+        sys.setprofile(before)
+    listed = str(topw_deploy.runtime.__doc__).split("crosses these modules:\n")[1].split("\n\n")[0]
+    assert entered == {name for line in listed.splitlines() for name in line.partition(":")[0].split(", ")}

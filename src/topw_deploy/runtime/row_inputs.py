@@ -1,7 +1,7 @@
 """The sampler's inputs that differ by row, as arrays of a batch: uniform numbers, edits, masks of allowed tokens and
 sampling rules (docs/contract/graph.md, sections 5 and 6).
 
-Each class has `bind` for a new binding, and changes single rows: `set`, `clear` and `swap`.
+A row changes alone: by `set` (of `Draws`, `begin`), `clear` and, in an engine, `swap`.
 """
 
 from __future__ import annotations
