@@ -13,7 +13,7 @@ from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.request import export_request
 from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.ort.session import SAMPLER_INPUTS
+from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
 
 pytestmark = pytest.mark.slow
 
