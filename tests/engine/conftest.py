@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 
 from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
-from topw_deploy.engine import Engine
+from tests.support.waiting import HANG, set_when
+from topw_deploy.engine import Engine, inbox
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
 
@@ -41,8 +43,15 @@ class Gate:
         if self.after >= 0:
             return False
         self.reached.set()
-        assert self.opened.wait(60)
+        assert self.opened.wait(HANG)
         return False
+
+    def open_at_message(self, engine: Engine) -> None:
+        """Open at the next message to the engine's thread, which the gate holds."""
+        assert self.reached.wait(HANG)
+        messages = engine._worker._inbox
+        before = messages.qsize()
+        set_when(self.opened, lambda: messages.qsize() > before)
 
 
 @pytest.fixture
@@ -50,6 +59,26 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.opened.set()
+
+
+class WatchedQueue(SimpleQueue):
+    """An engine's inbox. idle: set while its reader waits for a message."""
+
+    def __init__(self) -> None:
+        self.idle = threading.Event()
+
+    def get(self, *arguments: Any, **options: Any) -> Any:
+        if self.empty():
+            self.idle.set()
+        found = super().get(*arguments, **options)
+        self.idle.clear()
+        return found
+
+
+@pytest.fixture
+def watched_inbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the inboxes of new engines WatchedQueue."""
+    monkeypatch.setattr(inbox, "SimpleQueue", WatchedQueue)
 
 
 @pytest.fixture(scope="session")

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.engine.conftest import HOT, Gate, NewEngine
+from tests.support.waiting import set_when, until_async
 from topw_deploy.engine import Engine
 from topw_deploy.errors import GenerationError, ParameterError, QueueFullError
 from topw_deploy.runtime import TopWModel
 
 
 async def until_idle(engine: Engine) -> None:
-    for _ in range(6000):
-        if engine.stats().in_use == engine.stats().queued == 0:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("a row was not freed")
+    await until_async(lambda: engine.stats().in_use == engine.stats().queued == 0)
 
 
 def test_tasks_share_the_engine(model: TopWModel, engine_of: NewEngine) -> None:
@@ -57,8 +52,7 @@ def test_cancelling_a_task_cancels_its_request(model: TopWModel, engine_of: NewE
 
     async def main() -> None:
         task = asyncio.create_task(engine.generate("a", stopping_criteria=gate, max_new_tokens=90, **HOT))
-        while not gate.reached.is_set():
-            await asyncio.sleep(0.001)
+        await until_async(gate.reached.is_set)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -77,8 +71,7 @@ def test_leaving_a_stream_cancels_its_request(model: TopWModel, engine_of: NewEn
     async def main() -> None:
         stream = engine.stream("a", stopping_criteria=gate, max_new_tokens=90, **HOT)
         reading = asyncio.ensure_future(stream.__anext__())
-        while not gate.reached.is_set():
-            await asyncio.sleep(0.001)
+        await until_async(gate.reached.is_set)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -96,26 +89,22 @@ def test_leaving_a_stream_cancels_its_request(model: TopWModel, engine_of: NewEn
 def test_a_reader_whose_loop_is_gone_loses_its_request(model: TopWModel, engine_of: NewEngine) -> None:
     """A loop that is closed without closing its generators, as after a crash of the application."""
     engine = engine_of(model, max_batch=1)
-    gate = Gate()
+    gate, later = Gate(), Gate(after=5)
     loop = asyncio.new_event_loop()
 
-    def slow(ids: np.ndarray) -> bool:
-        time.sleep(0.01)  # events are delivered by another thread
-        return False
-
     async def begin() -> Any:
-        stream = engine.stream("a", stopping_criteria=[gate, slow], max_new_tokens=90, **HOT)
+        stream = engine.stream("a", stopping_criteria=[gate, later], max_new_tokens=90, **HOT)
         task = asyncio.ensure_future(stream.__anext__())
         task._log_destroy_pending = False  # type: ignore[attr-defined]
-        while not gate.reached.is_set():
-            await asyncio.sleep(0.001)
+        await until_async(gate.reached.is_set)
         return stream, task
 
     kept = loop.run_until_complete(begin())
     loop.close()
+    set_when(later.opened, lambda: engine._worker._inbox.qsize() or engine.stats().ended)
     gate.opened.set()
     asyncio.run(until_idle(engine))
-    assert engine.stats().new_tokens < 90
+    assert engine.stats().new_tokens <= 6
     del kept
 
 
@@ -128,8 +117,7 @@ def test_a_full_queue_without_blocking_the_loop(model: TopWModel, engine_of: New
         tasks = []
         for engine, gate in zip((strict, patient), gates, strict=True):
             tasks.append(asyncio.create_task(engine.generate("a", max_new_tokens=2, stopping_criteria=gate)))
-            while not gate.reached.is_set():
-                await asyncio.sleep(0.001)
+            await until_async(gate.reached.is_set)
         with pytest.raises(QueueFullError):
             await strict.generate("b")
         with pytest.raises(QueueFullError):
@@ -138,7 +126,7 @@ def test_a_full_queue_without_blocking_the_loop(model: TopWModel, engine_of: New
         assert late.finish_reason == "timeout"
         vanished = asyncio.create_task(patient.generate("vanished"))
         waiting = [asyncio.create_task(patient.generate("b", max_new_tokens=3, seed=n, **HOT)) for n in range(3)]
-        await asyncio.sleep(0.01)
+        await until_async(lambda: len(patient._room._waiting) == 4)
         vanished.cancel()
         for gate in gates:
             gate.opened.set()
@@ -157,7 +145,7 @@ def test_a_loop_that_closes_while_a_task_waits_for_room_gives_it_up(model: TopWM
     first = engine.submit("a", stopping_criteria=gate, max_new_tokens=2, **HOT)
     loop = asyncio.new_event_loop()
     tasks = [loop.create_task(engine.generate("b", **HOT)), loop.create_task(engine.stream("c", **HOT).__anext__())]
-    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.run_until_complete(until_async(lambda: len(engine._room._waiting) == 2))
     for task in tasks:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
     loop.close()

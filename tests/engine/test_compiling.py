@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import HOT, NewEngine
+from tests.support.waiting import HANG, until_async
 from topw_deploy.engine import Engine
 from topw_deploy.errors import GenerationError, GrammarError
 from topw_deploy.runtime import TopWModel
@@ -36,8 +37,7 @@ class Compiler:
         self.reached, self.opened = threading.Event(), threading.Event()
 
     async def until_reached(self) -> None:
-        while not self.reached.is_set():
-            await asyncio.sleep(0.001)
+        await until_async(self.reached.is_set)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     def slow(model: TopWModel, rows: Any) -> Any:
         if any(row.constraint is not None for row in rows):
             compiler.reached.set()
-            assert compiler.opened.wait(10)
+            assert compiler.opened.wait(HANG)
         return guides(model, rows)
 
     monkeypatch.setattr(TopWModel, "_guides", slow)
@@ -100,7 +100,7 @@ def test_a_cancelled_caller_holds_nothing_while_its_grammar_still_compiles(
             await task
         assert streamer.ended
         assert len((await engine.generate("b", max_new_tokens=3, **HOT)).token_ids) == 3
-        engine.drain(10)
+        engine.drain(HANG)
         engine.shutdown()  # neither waits for the compiler
         assert not compiler.opened.is_set()
         compiler.opened.set()
@@ -117,7 +117,7 @@ def test_what_happens_meanwhile_counts(call: Call, model: TopWModel, engine_of: 
     async def main() -> Any:
         task = asyncio.create_task(call(engine, max_time=seconds))
         await compiler.until_reached()
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(seconds)  # at least
         compiler.opened.set()
         result = await task
         compiler.opened.clear()

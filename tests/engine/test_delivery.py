@@ -6,13 +6,16 @@ import math
 import threading
 import time
 from collections.abc import Iterable
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 
 from tests.engine.conftest import HOT, NewEngine
 from tests.engine.test_interleavings import Unstarted
+from tests.support.waiting import HANG, until
 from topw_deploy.engine import Engine
+from topw_deploy.engine import worker as engine_thread
 from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.delivery import Delivery, call_later
 from topw_deploy.engine.request import Request
@@ -126,8 +129,7 @@ def test_an_error_while_tokens_are_delivered_fails_the_requests_instead_of_leavi
     monkeypatch.setattr(Request, "end_sequence", fail_once)
     with pytest.raises(RuntimeError, match="no more room"):
         engine.submit("b", max_new_tokens=3, seed=1, **HOT).result(60)
-    while not engine._worker._broken:
-        time.sleep(0.01)
+    until(lambda: engine._worker._broken)
     with pytest.raises(GenerationError, match=r"the engine has failed \(RuntimeError: no more room\)"):
         engine.submit("c", **HOT)
 
@@ -164,7 +166,7 @@ def test_a_first_token_is_delivered_before_the_next_run(
     engine, step, arrived = engine_of(model, max_batch=2), Batch.step, threading.Event()
 
     def wait(self: Batch, width: int) -> list[int]:
-        assert arrived.wait(20)
+        assert arrived.wait(HANG)
         return step(self, width)
 
     monkeypatch.setattr(Batch, "step", wait)
@@ -184,5 +186,18 @@ def test_runs_are_a_part_of_the_time_in_iterations(model: TopWModel, engine_of: 
     assert 0 < first.run_seconds < first.busy_seconds
     assert 0 < first.steady_run_seconds < first.steady_seconds < first.busy_seconds
     assert first.steady_run_seconds < first.run_seconds
-    threading.Event().wait(0.05)
-    assert engine.stats().busy_seconds == first.busy_seconds
+
+
+@pytest.mark.usefixtures("watched_inbox")
+def test_the_time_between_requests_does_not_count_as_busy(
+    model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    between = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + between)
+    monkeypatch.setattr(engine_thread, "time", clock)
+    engine = engine_of(model, max_batch=2)
+    for _ in range(2):
+        engine.submit("abc", max_new_tokens=2, **HOT).result(60)
+        assert engine._worker._inbox.idle.wait(HANG)
+        between += 1e9
+    assert 0 < engine.stats().busy_seconds < 1e9

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.engine.conftest import HOT, Gate, NewEngine
+from tests.support.waiting import set_when
 from topw_deploy.engine import Engine
 from topw_deploy.errors import GenerationError
 from topw_deploy.runtime import TopWModel
@@ -36,8 +37,10 @@ def test_shutdown_ends_everything(model: TopWModel, gate: Gate, cancel: bool) ->
     assert threading.active_count() == before + 2
     requests = [engine.submit("a", max_new_tokens=4, stopping_criteria=gate)]
     requests += [engine.submit("b", max_new_tokens=4) for _ in range(3)]
-    assert gate.reached.wait(60)
-    threading.Timer(0.05, gate.opened.set).start()
+    if cancel:
+        gate.open_at_message(engine)
+    else:
+        set_when(gate.opened, lambda: engine._room._changed._waiters)
     engine.shutdown(cancel=cancel)
     reasons = {request.result(0).finish_reason for request in requests}
     assert reasons == ({"cancelled"} if cancel else {"length"})
@@ -57,8 +60,7 @@ def test_the_end_of_a_with_block_waits_and_an_error_in_it_cancels(model: TopWMod
     def fail() -> None:
         with Engine(model, max_batch=1) as engine:
             requests.extend([engine.submit("a", stopping_criteria=gate), engine.submit("a")])
-            assert gate.reached.wait(60)
-            threading.Timer(0.05, gate.opened.set).start()
+            gate.open_at_message(engine)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

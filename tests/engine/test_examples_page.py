@@ -14,7 +14,9 @@ import pytest
 
 from tests.engine.conftest import Gate
 from tests.support.toy_model import Toy, export
+from tests.support.waiting import HANG, until_async
 from topw_deploy.engine import Engine
+from topw_deploy.engine.delivery import HOLD
 
 pytestmark = pytest.mark.slow  # imports FastAPI
 
@@ -46,7 +48,7 @@ def run(
     return run
 
 
-def test_one_off(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
+def test_a_single_request_prints_what_generate_returns(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
     names, out = run("One-off")
     assert out == names["model"].generate("def parse(", max_new_tokens=40, seed=7).text + "\n"
 
@@ -126,10 +128,10 @@ class Client:
             await asyncio.sleep(0)
 
 
-class Slow:
-    def __call__(self, ids: Any) -> bool:
-        time.sleep(0.05)
-        return False
+def outlast_hold(ids: Any) -> bool:
+    """A criterion that takes at least as long as tokens may be held, so that each step's are delivered after it."""
+    time.sleep(HOLD)
+    return False
 
 
 async def served(app: Any, use: Callable[[Engine], Any]) -> None:
@@ -167,16 +169,19 @@ def test_a_client_that_disconnects_cancels_its_request(run: Callable[[str], tupl
 
     async def use(engine: Engine) -> None:
         client = Client(app, "abc", max_new_tokens=90)
-        slow = engine.submit("a", max_new_tokens=90, ignore_eos=True, stopping_criteria=Slow())  # in every step
+        joined, held = Gate(), Gate(after=40)
+        beside = engine.submit("a", max_new_tokens=90, ignore_eos=True, stopping_criteria=[joined, outlast_hold, held])
+        await until_async(joined.reached.is_set)
         task = asyncio.create_task(client.call())
-        await asyncio.wait_for(client.sent.wait(), 60)
+        await until_async(engine._worker._inbox.qsize)
+        joined.opened.set()
+        await asyncio.wait_for(client.sent.wait(), HANG)
         client.gone.set()
-        await asyncio.wait_for(task, 60)
-        while engine.stats().in_use > 1:
-            await asyncio.sleep(0.01)
-        assert not slow.done
-        slow.cancel()
+        await asyncio.wait_for(task, HANG)
+        await until_async(lambda: engine._worker._inbox.qsize() or engine.stats().in_use == 1)
+        held.opened.set()
+        await until_async(lambda: beside.done)
         assert client.status == 200
-        assert len(slow.result(60).token_ids) < 90
+        assert engine.stats().new_tokens <= 90 + 42
 
     asyncio.run(served(app, use))

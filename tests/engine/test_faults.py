@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from tests.engine.conftest import HOT, Gate, NewEngine
 from tests.engine.test_results import begins, random_request
 from tests.support.samples import slow
 from tests.support.toy_model import Toy, byte_ids
+from tests.support.waiting import HANG, until
 from topw_deploy.engine import Engine
 from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError
@@ -219,11 +219,13 @@ def test_an_engine_that_failed_can_be_forgotten(
     if shut_down:
         engine.shutdown()
     del engine
-    end = time.monotonic() + 30
-    while gone() is not None and time.monotonic() < end:  # its thread may not be done with the failure
+
+    def is_gone() -> bool:
         gc.collect()
-    assert gone() is None
-    thread.join(30)
+        return gone() is None
+
+    until(is_gone)  # its thread may not be done with the failure
+    thread.join(HANG)
     assert not thread.is_alive()
 
 

@@ -8,7 +8,6 @@ import gc
 import math
 import sys
 import threading
-import time
 import traceback
 import weakref
 from types import FrameType
@@ -19,6 +18,7 @@ import pytest
 
 from tests.engine.conftest import HOT, Gate, NewEngine
 from tests.support.toy_model import Toy, byte_ids
+from tests.support.waiting import HANG, set_when, until, until_async
 from topw_deploy.engine import Engine
 from topw_deploy.engine.worker import Worker
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError
@@ -67,40 +67,30 @@ def test_deadlines_of_ended_requests_are_forgotten(model: TopWModel, engine_of: 
     assert len(engine._worker._deadlines) <= 2
 
 
-def test_an_idle_engine_does_nothing(model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if its thread takes a message before the caller has finished posting it."""
-    iterations = 0
-    iterate = Worker._iterate
-
-    def counting(worker: Worker) -> None:
-        nonlocal iterations
-        iterations += 1
-        iterate(worker)
-
-    def slow(ids: np.ndarray) -> bool:
-        time.sleep(0.01)
-        return False
-
-    def pause(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code is Worker._post.__code__:
-            time.sleep(0.05)
-            return pause
-        return None
-
-    monkeypatch.setattr(Worker, "_iterate", counting)
+@pytest.mark.usefixtures("watched_inbox")
+def test_an_idle_engine_waits_for_messages(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+    """Also if its thread took a message before the caller had finished posting it."""
     engine = engine_of(model)
-    request = engine.submit("a", stopping_criteria=slow, max_new_tokens=90, **HOT)
+    inbox = engine._worker._inbox
+    request = engine.submit("a", stopping_criteria=gate, max_new_tokens=90, **HOT)
+    assert gate.reached.wait(HANG)
+
+    def let_it_take(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code is not Worker._post.__code__:
+            return None
+        if event == "return":
+            gate.opened.set()
+            until(inbox.empty)
+        return let_it_take
+
     before = sys.gettrace()
-    sys.settrace(pause)
+    sys.settrace(let_it_take)
     try:
         request.cancel()
     finally:
         sys.settrace(before)
-    assert request.result(30).finish_reason == "cancelled"
-    time.sleep(0.05)
-    before_rest = iterations
-    time.sleep(0.1)
-    assert iterations - before_rest <= 1
+    assert request.result(HANG).finish_reason == "cancelled"
+    assert inbox.idle.wait(HANG)
 
 
 def test_one_caller_may_cancel_what_another_waits_for(model: TopWModel, gate: Gate) -> None:
@@ -109,13 +99,12 @@ def test_one_caller_may_cancel_what_another_waits_for(model: TopWModel, gate: Ga
     assert gate.reached.wait(30)
     waiting = threading.Thread(target=engine.shutdown, kwargs={"cancel": False})
     waiting.start()
-    time.sleep(0.05)
+    until(lambda: engine._room._changed._waiters)
+    gate.open_at_message(engine)
     cancelling = threading.Thread(target=engine.shutdown)
     cancelling.start()
-    time.sleep(0.05)
-    gate.opened.set()
     for thread in (waiting, cancelling):
-        thread.join(30)
+        thread.join(HANG)
         assert not thread.is_alive()
     assert {request.result(0).finish_reason for request in requests} == {"cancelled"}
 
@@ -150,25 +139,21 @@ def test_a_stream_may_be_made_outside_its_loop(model: TopWModel, engine_of: NewE
 
 def test_a_loop_that_closes_before_it_took_an_event_loses_the_request(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=1)
-    loop, opened = asyncio.new_event_loop(), threading.Event()
-
-    def criterion(ids: np.ndarray) -> bool:
-        if len(ids) > 40:
-            time.sleep(0.01)  # events are delivered by another thread
-        return len(ids) == 40 and not opened.wait(30)
+    loop, gate, later = asyncio.new_event_loop(), Gate(after=31), Gate(after=32)
 
     async def begin() -> Any:
-        stream = engine.stream([5] * 8, stopping_criteria=criterion, max_new_tokens=80, seed=2, temperature=0.0)
+        criteria = [gate, later]
+        stream = engine.stream([5] * 8, stopping_criteria=criteria, max_new_tokens=80, seed=2, temperature=0.0)
         await stream.__anext__()
         return stream
 
     kept = loop.run_until_complete(begin())
-    while engine.stats().new_tokens < 4:
-        time.sleep(0.001)
+    assert gate.reached.wait(HANG)
     loop.close()
-    opened.set()
-    assert engine._room.wait_until_empty(30)
-    assert engine.stats().new_tokens < 80
+    set_when(later.opened, lambda: engine._worker._inbox.qsize() or engine.stats().ended)
+    gate.opened.set()
+    assert engine._room.wait_until_empty(HANG)
+    assert engine.stats().new_tokens <= 33
     del kept
 
 
@@ -178,22 +163,19 @@ def test_a_task_cancelled_at_its_turn_is_cancelled(model: TopWModel, engine_of: 
     async def cancel_after(turns: int) -> None:
         gate = Gate()
         first = asyncio.create_task(engine.generate("a", max_new_tokens=1, stopping_criteria=gate))
-        while not gate.reached.is_set():
-            await asyncio.sleep(0.001)
+        await until_async(gate.reached.is_set)
         second = asyncio.create_task(engine.generate("b", max_new_tokens=90, max_time=30, **HOT))
-        await asyncio.sleep(0.01)
+        await until_async(lambda: engine._room._waiting)
         (place,) = engine._room._waiting
         gate.opened.set()
-        while not engine._room.holds(place):
-            time.sleep(0.001)  # without running the loop
+        until(lambda: engine._room.holds(place))  # without running the loop
         for _ in range(turns):
             await asyncio.sleep(0)
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
         await first
-        while engine.stats().in_use + engine.stats().queued:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: engine.stats().in_use + engine.stats().queued == 0)
 
     for turns in range(5):
         asyncio.run(cancel_after(turns))
@@ -208,11 +190,11 @@ def test_options_may_be_numpys(model: TopWModel, kind: Any) -> None:
         Engine(model, max_batch=2.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seconds", [np.float32(9), np.int64(9), 1e300, 10**300])
+@pytest.mark.parametrize("seconds", [np.float32(900), np.int64(900), 1e300, 10**300])
 def test_times_may_be_numpys_or_long(model: TopWModel, engine_of: NewEngine, gate: Gate, seconds: Any) -> None:
     engine = engine_of(model, max_batch=1, max_queue=0, when_full="wait")
     engine.submit("a", max_new_tokens=1, stopping_criteria=gate)
-    threading.Timer(0.05, gate.opened.set).start()
+    set_when(gate.opened, lambda: engine._room._waiting)
     assert engine.submit("a", max_new_tokens=1, max_time=seconds).result(seconds).finish_reason == "length"
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.engine.conftest import HOT, Gate, NewEngine
 from tests.support.toy_model import Toy, export
+from tests.support.waiting import HANG
 from topw_deploy.errors import GenerationError
 from topw_deploy.runtime import TopWModel
 
@@ -87,7 +88,7 @@ def test_a_signal_handler_may_cancel_amid_another_call(model: TopWModel, engine_
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(HANG)
     assert depth[0]
     assert depth[1], "the calls waited for each other"
     gate.opened.set()

@@ -17,6 +17,7 @@ from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
 from tests.runtime.ort.test_device_binding import Open, on_a_device  # noqa: F401  # a fixture
 from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
+from tests.support.waiting import until
 from topw_deploy.engine import Engine, SessionInfo
 from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, SessionFileError
@@ -112,8 +113,7 @@ def test_running_sequences_and_snapshots_are_saved(
     threads = [threading.Thread(target=save, args=(name,)) for name in prompts]
     for thread in threads:
         thread.start()
-    while engine._worker._inbox.qsize() < 2:
-        time.sleep(0.001)
+    until(lambda: engine._worker._inbox.qsize() == 2)
     gate.opened.set()
     for thread in threads:
         thread.join(60)
@@ -163,8 +163,7 @@ def test_a_session_needs_room_in_host_memory_or_a_free_row(
 ) -> None:
     engine = engine_of(model, max_batch=1, prefix_bytes=100)
     running = engine.submit([5] * 9, max_new_tokens=9, stopping_criteria=gate, **HOT)
-    assert gate.reached.wait(60)
-    threading.Timer(0.05, gate.opened.set).start()
+    gate.open_at_message(engine)
     with pytest.raises(
         GenerationError,
         match=r"takes 6\.8 kB, but prefix_bytes is 100 bytes and all rows are in use; create the engine with a higher",
@@ -277,7 +276,7 @@ def test_no_caller_waits_for_an_engine_that_ends_meanwhile(model: TopWModel, tmp
         threads = [threading.Thread(target=save, daemon=True, name=f"{turn}-{n}") for n in range(2)]
         for thread in threads:
             thread.start()
-        time.sleep(0.002 * turn)
+        time.sleep(0.002 * turn)  # another moment in each turn
         engine.shutdown()
         for thread in threads:
             thread.join(60)
@@ -297,8 +296,7 @@ def test_a_call_amid_the_last_moments_of_the_thread_is_answered(
 
     def closing(batch: Batch) -> None:
         thread.start()
-        while engine._worker._inbox.empty():
-            time.sleep(0.001)
+        until(engine._worker._inbox.qsize)
         close(batch)
 
     thread = threading.Thread(target=save, daemon=True)
