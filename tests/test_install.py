@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from topw_deploy import install
+from topw_deploy import install, versions
 from topw_deploy.errors import MissingPackageError
 
 ROOT = Path(__file__).parents[1]
@@ -126,7 +126,7 @@ def test_an_older_python_is_told_what_to_do_instead(monkeypatch: pytest.MonkeyPa
 
 def test_exporting_beside_onnxruntime_gpu_is_sent_to_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "importable", lambda module: module != "torch")
-    monkeypatch.setattr(install, "_installed", lambda name: name == "onnxruntime-gpu")
+    monkeypatch.setattr(versions, "installed", lambda name: "1.31" if name == "onnxruntime-gpu" else None)
     found, command = install.advice("exporting", "export")
     assert "activate another environment first" in found
     assert command == f"pip install -e '{ROOT}[export]'"

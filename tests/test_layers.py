@@ -14,38 +14,40 @@ from tests.support.samples import slow
 from topw_deploy import install
 
 # Parts that each part may import.
-LEAVES = {"errors", "files", "dtypes", "progress", "manifest", "sampling"}
+LEAVES = {"errors", "files", "dtypes", "progress", "versions", "manifest", "onnx_file", "sampling"}
 ALLOWED = {
     "errors": set(),
     "dtypes": set(),
     "progress": set(),
     "memory": set(),
     "telemetry": set(),
-    "printable": set(),
+    "versions": set(),
     "files": {"errors"},
+    "folders": {"errors", "files"},
+    "onnx_file": {"dtypes"},
     "plain_text": {"errors"},
-    "install": {"errors"},
+    "install": {"errors", "versions"},
     "sizes": {"errors"},
     "reports": {"errors"},
     "demo": {"errors"},
     "sampling": {"errors"},
     "processors": {"errors", "sampling"},
     "manifest": {"dtypes", "errors", "files", "sampling"},
-    "safetensors_header": {"manifest"},
-    "plugins": {"errors", "files", "dtypes", "progress", "install", "sampling"},
+    "safetensors_header": {"dtypes", "manifest"},
+    "plugins": {"errors", "files", "dtypes", "progress", "versions", "install", "sampling"},
     "tensorrt": LEAVES | {"plugins"},
     "runtime": LEAVES | {"install", "telemetry", "sizes", "plugins", "tensorrt"},
     "engine": LEAVES | {"sizes", "safetensors_header", "runtime"},
     "serve": {"errors", "sampling", "runtime", "engine"},
-    "triton": {"errors", "files", "manifest", "runtime", "engine"},
-    "web": {"errors", "files", "manifest", "sizes"},
-    "export": LEAVES | {"memory", "install", "sizes", "safetensors_header", "runtime", "demo"},
-    "stats": LEAVES | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
-    "bench": LEAVES | {"install", "printable", "reports", "plugins", "runtime", "engine", "export", "processors"},
-    "compare": {"errors", "manifest", "progress", "printable", "reports", "sampling", "runtime", "engine"},
+    "triton": {"errors", "folders", "manifest", "runtime", "engine"},
+    "web": {"errors", "files", "folders", "manifest", "sizes", "versions"},
+    "export": LEAVES | {"folders", "memory", "install", "sizes", "safetensors_header", "runtime", "demo"},
+    "stats": LEAVES | {"plain_text", "reports", "plugins", "runtime", "export"},
+    "bench": LEAVES | {"install", "plain_text", "reports", "plugins", "runtime", "engine", "export", "processors"},
+    "compare": {"errors", "manifest", "progress", "plain_text", "reports", "sampling", "runtime", "engine"},
     "harness": {"errors", "install", "manifest", "sampling", "runtime", "engine"},
     "cli": LEAVES
-    | {"install", "telemetry", "plain_text", "printable", "sizes", "reports", "plugins", "tensorrt", "runtime"}
+    | {"install", "telemetry", "plain_text", "sizes", "reports", "plugins", "tensorrt", "runtime"}
     | {"export", "demo", "stats", "bench", "compare", "harness", "serve", "triton", "web"},
     "__main__": {"cli"},
 }

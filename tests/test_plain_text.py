@@ -1,11 +1,15 @@
-"""Bytes of prompts become text."""
+"""Bytes of prompts become text, and text controls no terminal."""
 
 from __future__ import annotations
+
+import json
+import sys
+import unicodedata
 
 import pytest
 
 from topw_deploy.errors import PromptError
-from topw_deploy.plain_text import decode_text
+from topw_deploy.plain_text import decode_text, json_text, printable
 
 
 def test_a_byte_order_mark_is_no_text() -> None:
@@ -30,3 +34,44 @@ def test_another_encoding_is_named_where_it_can_be(encoding: str, message: str) 
 def test_zero_bytes_are_no_text() -> None:
     with pytest.raises(PromptError, match=r"p\.txt holds a zero byte, so it is not text or is UTF-16; save it"):
         decode_text("ab".encode("utf-16-le"), "p.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", r"\x1b[31mred\x1b[0m"),
+        ("a\nb\r\tc", r"a\nb\r\tc"),
+        ("\x7f\x00\x07", r"\x7f\x00\x07"),
+        ("\x9b2J", r"\x9b2J"),  # C1's own "ESC ["
+        ("user\u202egnp.exe", r"user\u202egnp.exe"),
+        ("\u2066a\u2069\u2028\u2029", r"\u2066a\u2069\u2028\u2029"),
+        ("o\udcff", r"o\udcff"),
+    ],
+)
+def test_what_controls_a_terminal_is_escaped(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@pytest.mark.parametrize("text", ["plain", "grüße", "مرحبا", "שלום", "👩‍👩‍👧", "C:\\new\\table", "100 %", "a b"])
+def test_letters_of_every_script_stay(text: str) -> None:
+    assert printable(text) == text
+
+
+def test_no_control_character_is_left_out() -> None:
+    controls = [chr(n) for n in range(sys.maxunicode + 1) if unicodedata.category(chr(n)) in ("Cc", "Cs", "Zl", "Zp")]
+    assert len(controls) == 65 + 2048 + 2
+    assert all(printable(character).isprintable() for character in controls)
+
+
+def test_line_breaks_may_be_kept() -> None:
+    assert printable("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_json_reads_back_the_same_and_controls_nothing(indent: int | None, ascii_only: bool) -> None:
+    document = {"a\x9b": ["\x1b[2J\x7f\n\t", "\u202e\u2028", "o\udcff", 'é"\\'], "n": 1.5}
+    text = json_text(document, indent=indent, ascii_only=ascii_only)
+    assert json.loads(text) == document
+    assert all(character == "\n" or printable(character) == character for character in text)
+    assert ("é" in text) is not ascii_only

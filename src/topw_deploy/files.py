@@ -6,20 +6,18 @@ completely or not at all, with the umask's permissions.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
 import secrets
 import signal
 import stat
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # 0 where unsupported
 _O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
@@ -27,7 +25,6 @@ _O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | _O_NOFOLLOW
 _RELATIVE = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
-_AT_FDCWD, _EXCHANGE = -100, 2  # of Linux' renameat2
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
@@ -79,11 +76,15 @@ def read_bounded(path: Path, most: int, *, follow: bool = False) -> bytes:
     return data
 
 
-@contextmanager
-def mapped(path: Path) -> Iterator[mmap.mmap]:
+def mapped(path: Path) -> mmap.mmap:
     """Memory-map a regular file read-only. Raises the errors of `open_regular`, and ValueError for an empty file."""
-    with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        yield data
+    with open_regular(path) as stream:
+        return map_stream(stream)
+
+
+def map_stream(stream: BinaryIO) -> mmap.mmap:
+    """Memory-map an open file read-only; the map outlives `stream`. Raises ValueError for an empty file."""
+    return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO:
@@ -145,22 +146,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step. Returns False if the file system cannot; the common ones of Linux can."""
-    if sys.platform != "linux":
-        return False
-    try:
-        renameat2: Any = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):  # glibc before 2.28
-        return False
-    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0)
-
-
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
     """SIGTERM raises SystemExit(143) in the block, so that its temporary files are removed.
 
-    Signals are the main thread's: in other threads nothing changes.
+    Only the main thread receives signals: in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

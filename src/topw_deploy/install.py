@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-import topw_deploy
+from topw_deploy import versions
 from topw_deploy.errors import MissingPackageError
 
 NAME = "topw-deploy"
@@ -90,7 +90,7 @@ def advice(what: str, extra: str) -> tuple[str, str]:
     *some, last = missing(extra) or [f"the packages of [{extra}]"]
     names = f"{', '.join(some)} and {last}" if some else last
     found = f"{what} needs {names}, which {'are' if some else 'is'} not installed"
-    if extra == "export" and _installed("onnxruntime-gpu"):
+    if extra == "export" and versions.installed("onnxruntime-gpu"):
         other = "activate another environment first: [export] brings onnxruntime, which overwrites onnxruntime-gpu"
         return f"{found}; {other}", f"pip install {requirement(extra)}"
     if extra == "cpu":
@@ -160,25 +160,3 @@ def importable(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of its parent package
         return False
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-_EXPORTED_WITH = ("torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of the libraries used for an export and of this package, by name."""
-    versions = {"topw_deploy": topw_deploy.__version__}
-    for name in _EXPORTED_WITH:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions

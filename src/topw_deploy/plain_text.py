@@ -1,14 +1,21 @@
-"""Decode prompt text."""
+"""Text from files and for terminals: decode prompts, escape control characters."""
 
 from __future__ import annotations
 
 import codecs
+import json
+import re
 from collections.abc import Iterator
+from typing import Any
 
 from topw_deploy.errors import PromptError
 
 _MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
           codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}  # fmt: skip
+# C0, DEL, C1, line and paragraph separators, bidirectional overrides and isolates, lone surrogates (Python's non-UTF-8
+# file names).
+_UNSAFE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def decode_text(data: bytes, where: str) -> str:
@@ -35,3 +42,20 @@ def numbered_lines(data: bytes, where: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(decode_text(data, where).split("\n"), 1):
         if line.strip():
             yield number, line.removesuffix("\r")
+
+
+def printable(text: object, keep: str = "") -> str:
+    """`text` as one line, with control characters as escapes such as `\\x1b`. keep: characters not to escape."""
+    return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), str(text))
+
+
+def json_text(document: Any, *, indent: int | None = None, ascii_only: bool = False) -> str:
+    """JSON with escaped control characters; unknown types become strings."""
+    text = json.dumps(document, indent=indent, ensure_ascii=ascii_only, default=str)
+    # Except for line breaks of the layout, these characters occur only inside strings, where JSON allows escapes.
+    return _UNSAFE.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
+
+
+def _escape(character: str) -> str:
+    number = ord(character)
+    return _SHORT.get(character) or (f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}")

@@ -7,16 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.manifest.fields import decoded, shown
 
 LARGEST_HEADER = 100 << 20  # bytes, safetensors' own limit
 METADATA = "__metadata__"
 _MOST_AXES = 32  # NumPy's bound before version 2
 _MOST_BYTES = (1 << 63) - 1
-ELEMENT_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
-}  # fmt: skip
+ELEMENT_BYTES = {each.safetensors: each.bits // 8 for each in ELEMENT_TYPES.values() if each.safetensors}
 """safetensors' names of element types -> bytes."""
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.support.attacks import call, field, function, nested_if, put, refused, varint
 from topw_deploy.errors import TensorRTError
+from topw_deploy.onnx_file import model
 from topw_deploy.tensorrt import check as check_module
-from topw_deploy.tensorrt import onnx_file
 from topw_deploy.tensorrt.check import check
-from topw_deploy.tensorrt.onnx_file import read_model
+from topw_deploy.tensorrt.model_file import read_model
 
 
 def doubling(levels: int) -> bytes:
@@ -41,7 +41,7 @@ def test_a_file_that_is_not_a_graph_or_exceeds_a_limit_is_refused(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a smaller bound on what a file may have, so that the test is short."""
-    monkeypatch.setattr(onnx_file, "_MOST_PARTS", 1000)
+    monkeypatch.setattr(model, "_MOST_PARTS", 1000)
     content, reason = UNREAD[name]
     (tmp_path / "model.onnx").write_bytes(content)
     with refused(TensorRTError, reason):

@@ -163,8 +163,8 @@ def test_doctor_says_whether_engines_can_run(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_doctor_sees_two_wheels_that_overwrite_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: "1.31.1" if name == "onnxruntime-gpu" else real(name))
+    real = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: "1.31.1" if name == "onnxruntime-gpu" else real(name))
     ((problem, cure),) = doctor.diagnose().problems
     assert problem == "onnxruntime and onnxruntime-gpu overwrite each other's files"
     assert cure == f"{install.pip('uninstall')} -y onnxruntime onnxruntime-gpu && {install.how_to('gpu')}"

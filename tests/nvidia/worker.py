@@ -54,7 +54,7 @@ def load_plugin(plugin: str | None, kernels: str | None) -> None:
 
 def parsed(task: dict[str, Any]) -> dict[str, Any]:
     """Engine bytes per batch range are 0 without an engine."""
-    from topw_deploy.tensorrt.onnx_file import without_function
+    from topw_deploy.tensorrt.model_file import without_function
 
     logger, started = Logger(), time.perf_counter()
     builder = trt.Builder(logger)

@@ -21,7 +21,7 @@ from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, check_hashes, l
 from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.tensorrt.engines import stamps
-from topw_deploy.tensorrt.onnx_file import read_model
+from topw_deploy.tensorrt.model_file import read_model
 from topw_deploy.tensorrt.stamp import read
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")

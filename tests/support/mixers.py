@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 
-from topw_deploy.export.trace.mixer_markers import CONVOLUTION, HISTORY, RECURRENCE, MixerCache, StatePlaces
+from topw_deploy.export.trace.mixer_markers import CONVOLUTION, HISTORY, RECURRENCE, MixerCache, MixerMarkers
 
 
 def literal_convolution(
@@ -67,51 +67,34 @@ def literal_recurrence(
     return output, present
 
 
-class EagerMarkers:
+class EagerMarkers(MixerMarkers):
     """Computes what the markers of one call of a model represent.
 
     states: (kind, layer, number) -> state; updated.
     """
 
     def __init__(self, cache: MixerCache, states: dict[tuple[str, int, int], torch.Tensor]) -> None:
-        self._places = StatePlaces(cache)
+        super().__init__(cache)
         self._states = states
 
-    def convolution(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        activation: str = "",
-        layer: int | None = None,
-    ) -> torch.Tensor:
-        name = CONVOLUTION, *self._places.next(CONVOLUTION, layer)
+    def mark(self, op_type: str, inputs: Any, attributes: dict[str, Any], *_: Any) -> torch.Tensor:
+        kind = RECURRENCE if op_type == RECURRENCE else CONVOLUTION
+        name = kind, attributes["layer"], attributes["state"]
+        if op_type == RECURRENCE:
+            q, k, v, decay, beta = inputs
+            past = self._states.get(name, torch.zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
+            rule, scale = attributes["rule"], attributes["scale"]
+            output, self._states[name] = literal_recurrence(q, k, v, decay, beta, past, rule, scale)
+            return output
+        x = inputs[0]
+        if op_type == HISTORY:
+            columns = attributes["columns"]
+            window = torch.cat([self._states.get(name, x.new_zeros(*x.shape[:2], columns)), x], dim=-1)
+            self._states[name] = window[..., -columns:]
+            return window
+        _, weight, bias = inputs
         past = self._states.get(name, x.new_zeros(*x.shape[:2], weight.shape[-1] - 1))
-        output, self._states[name] = literal_convolution(x, weight, bias, past, activation)
-        return output
-
-    def history(self, x: torch.Tensor, columns: int, *, layer: int | None = None) -> torch.Tensor:
-        name = CONVOLUTION, *self._places.next(HISTORY, layer)
-        window = torch.cat([self._states.get(name, x.new_zeros(*x.shape[:2], columns)), x], dim=-1)
-        self._states[name] = window[..., -columns:]
-        return window
-
-    def recurrence(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        rule: str,
-        decay: torch.Tensor | None = None,
-        beta: torch.Tensor | None = None,
-        scale: float = 1.0,
-        layer: int | None = None,
-    ) -> torch.Tensor:
-        name = RECURRENCE, *self._places.next(RECURRENCE, layer)
-        past = self._states.get(name, torch.zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
-        output, self._states[name] = literal_recurrence(q, k, v, decay, beta, past, rule, scale)
+        output, self._states[name] = literal_convolution(x, weight, bias, past, attributes["activation"])
         return output
 
 

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from topw_deploy.tensorrt.onnx_file import read_model
+from topw_deploy.tensorrt.model_file import read_model
 from topw_deploy.tensorrt.operators import refusal
 from topw_deploy.tensorrt.scope import walk
 

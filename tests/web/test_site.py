@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from tests.support.browser import FOLDER, needs_browser
 from tests.support.toy_model import Toy, export, export_sampler
+from topw_deploy import folders
 from topw_deploy.cli.main import run, topw
 from topw_deploy.errors import ExportError, ManifestError, ParameterError, UnsupportedModelError
 from topw_deploy.manifest import (
@@ -26,7 +27,7 @@ from topw_deploy.manifest import (
     load_decoder_manifest,
     save_manifest,
 )
-from topw_deploy.web import check_runs, libraries, notes, site, staging, write_site
+from topw_deploy.web import check_runs, libraries, notes, site, write_site
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "src" / "topw_deploy" / "web" / "site"
@@ -169,7 +170,7 @@ def test_ctrl_c_right_after_a_rename_leaves_a_site(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, title: str
 ) -> None:
     """Where the system cannot exchange two folders in one step."""
-    monkeypatch.setattr(staging, "exchange", lambda one, other: False)
+    monkeypatch.setattr(folders, "exchange", lambda one, other: False)
     write_site(model, tmp_path / "site", title="first")
     rename, renamed = Path.rename, list[Path]()
 

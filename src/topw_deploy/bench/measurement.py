@@ -14,10 +14,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 from topw_deploy.progress import Advance
+from topw_deploy.versions import installed
 
 Sample = TypeVar("Sample")
 
@@ -154,16 +154,9 @@ def this_machine() -> Machine:
         memory_gib=_memory(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
-        versions={name: found for name in DISTRIBUTIONS if (found := _version(name)) is not None},
+        versions={name: found for name in DISTRIBUTIONS if (found := installed(name)) is not None},
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _processor() -> tuple[str, tuple[str, ...]]:

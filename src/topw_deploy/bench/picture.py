@@ -13,7 +13,7 @@ from typing import Any
 
 from topw_deploy.bench.measurement import Spread
 from topw_deploy.errors import ParameterError
-from topw_deploy.printable import printable
+from topw_deploy.plain_text import printable
 from topw_deploy.reports import require_matplotlib
 
 COLOURS = {"ours": "#0072B2", "peer": "#B8BEC6", "yardstick": "#E69F00"}

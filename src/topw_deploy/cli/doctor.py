@@ -6,7 +6,6 @@ import base64
 import platform
 import sys
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Any
 
 import click
@@ -15,6 +14,7 @@ from topw_deploy import install
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import one_line
+from topw_deploy.versions import installed
 
 RUNTIME = ("numpy", "onnxruntime", "tokenizers", "jinja2", "click")
 EXPORT = tuple(install.MODULES["export"])
@@ -98,7 +98,7 @@ def command(as_json: bool) -> int:
 def diagnose() -> Diagnosis:
     """Examine this installation. A provider "starts" if it opened a one-node model."""
     names = (*RUNTIME, *EXPORT, *WHEELS[1:], *ENGINES)
-    versions = {name: _version(name) for name in names}
+    versions = {name: installed(name) for name in names}
     providers, would_use, problems = _providers()
     wheels = [name for name in WHEELS if versions[name]]
     if len(wheels) > 1:
@@ -115,7 +115,7 @@ def diagnose() -> Diagnosis:
     if sys.version_info < install.EXPORT_PYTHON:
         hints = [("exporting needs Python 3.11 or newer", install.how_to("export"))]
     return Diagnosis(
-        topw_deploy=_version("topw-deploy") or "not installed (running from source)",
+        topw_deploy=installed("topw-deploy") or "not installed (running from source)",
         python=f"{platform.python_version()} ({sys.executable})",
         machine=f"{platform.system()} {platform.machine()}",
         versions=versions,
@@ -127,13 +127,6 @@ def diagnose() -> Diagnosis:
         problems=problems,
         hints=hints,
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _providers() -> tuple[dict[str, str], str | None, list[tuple[str, str]]]:

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.engine.options import Options
 from topw_deploy.errors import ParameterError, SessionFileError
 from topw_deploy.files import NotRegularError, kind_of, open_regular, replacing
@@ -37,10 +38,6 @@ from topw_deploy.safetensors_header import ELEMENT_BYTES, METADATA, Entry, read_
 FORMAT, VERSION = "topw-session", "1"
 TOKENS = "tokens"
 _LARGEST_HEADER = 16 << 20  # bytes; a manifest has at most that
-_DTYPES = {
-    "float": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL",
-    "uint8": "U8", "int8": "I8", "int32": "I32", "int64": "I64",
-}  # fmt: skip
 _EXPONENTS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
 
 
@@ -78,7 +75,7 @@ class Form:
     def tensors(self, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (element type, shape), in the order of the file. Wider elements come first, which aligns all."""
         found: dict[str, tuple[str, tuple[int, ...]]] = {TOKENS: ("I64", (tokens,))}
-        found |= {state.past: (_DTYPES[state.dtype], state.sized(tokens)) for state in self.states}
+        found |= {state.past: (ELEMENT_TYPES[state.dtype].safetensors, state.sized(tokens)) for state in self.states}
         return dict(sorted(found.items(), key=lambda item: -ELEMENT_BYTES[item[1][0]]))
 
 

@@ -32,6 +32,7 @@ from topw_deploy.export.write.weights import bytes_by_type, write_model
 from topw_deploy.manifest import DecoderManifest, Verification, save_manifest
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sizes import decimal_size
+from topw_deploy.versions import release
 
 
 def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportReport:
@@ -131,13 +132,9 @@ def _trace_decoder(job: Job) -> Decoder:
             f"the checkpoint's {stored.name} weights were decoded and rounded again to {chosen.dtype}, as their codes "
             "are no integers that MatMulNBits could keep"
         )
-    least = max(decoder.info.least_onnxruntime, least_onnxruntime(decoder.model.graph), key=_version)
+    least = max(decoder.info.least_onnxruntime, least_onnxruntime(decoder.model.graph), key=release)
     info = replace(decoder.info, weights_dtype=chosen.dtype, quantisation=chosen.as_dict(), least_onnxruntime=least)
     return replace(decoder, info=info).noting(*notices)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")) if text else ()
 
 
 def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple[Decoder, DecoderManifest]:

@@ -18,7 +18,8 @@ from topw_deploy.export.job import Job
 from topw_deploy.export.write.data_files import Slot
 from topw_deploy.export.write.staging import linkable
 from topw_deploy.export.write.tokenizer_files import COPIED
-from topw_deploy.export.write.weights import MODEL_FILE, data_slots, parameter_count, quantised_type, written_sizes
+from topw_deploy.export.write.weights import data_slots, parameter_count, quantised_type, written_sizes
+from topw_deploy.manifest import MODEL_NAME
 from topw_deploy.memory import available_bytes, resident_bytes
 
 _MANIFEST = 16 << 10  # manifest and configuration, approximate bytes
@@ -62,7 +63,7 @@ class Plan:
     @property
     def data(self) -> int:
         """Bytes of data files."""
-        return sum(size for name, size in self.files.items() if name not in (MODEL_FILE, *COPIED))
+        return sum(size for name, size in self.files.items() if name not in (MODEL_NAME, *COPIED))
 
 
 def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
@@ -77,7 +78,7 @@ def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
     for name in COPIED:
         if (job.tokenizer_folder / name).is_file():
             files[name] = (job.tokenizer_folder / name).stat().st_size
-    memory = {"writing": resident_bytes() + max((_in_memory(slot) for slot in slots), default=files[MODEL_FILE])}
+    memory = {"writing": resident_bytes() + max((_in_memory(slot) for slot in slots), default=files[MODEL_NAME])}
     beside = 0
     if job.request.verify:
         memory["verification"] = verification_bytes(decoder)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from topw_deploy.dtypes import onnx_name
 from topw_deploy.errors import UnsupportedModelError, one_line
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.job import Job
@@ -21,7 +22,6 @@ from topw_deploy.export.trace.trace import TracedDecoder, load_trace, save_trace
 from topw_deploy.manifest import TARGETS, DecoderInfo
 
 _IR_VERSION = 11  # the first with opset 23
-_ONNX_NAMES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
 _SAMPLE_TEXT = """The quick brown fox jumps over the lazy dog. In 1815 the treaty was signed; 3.14159 is near pi.
 def add(a, b):
     return a + b
@@ -70,10 +70,10 @@ def traced_decoder(job: Job) -> Decoder:
         kv_form=lowered.kv_form,
         num_layers=traced.num_layers,
         states=lowered.states,
-        kv_dtype=_ONNX_NAMES[dtype],
+        kv_dtype=onnx_name(dtype),
         context_length=lowered.context_length or context,
         left_padding=True,
-        weights_dtype=_ONNX_NAMES[dtype],
+        weights_dtype=onnx_name(dtype),
         attention=lowered.attention,
         ragged_chunks=lowered.ragged_chunks,
         most_columns=lowered.most_columns,

@@ -12,6 +12,7 @@ from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES
 
 MANIFEST_NAME = "topw_manifest.json"
+MODEL_NAME = "model.onnx"
 FORMAT_VERSION = 1
 KV_FORMS = ("concat", "static", "shared")
 TARGETS = ("onnxruntime", "tensorrt")

@@ -1,30 +1,23 @@
-"""Read an ONNX file without `onnx`: nodes, functions, types and shapes, but not weights."""
+"""Nodes, functions, types and shapes of an ONNX file. Weights are not read: a Constant has a view of its bytes."""
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.errors import TensorRTError
-from topw_deploy.files import NotRegularError, open_regular
-from topw_deploy.tensorrt import protobuf
-from topw_deploy.tensorrt.protobuf import Field
+from topw_deploy.dtypes import ELEMENT_TYPES, array_name
+from topw_deploy.onnx_file import protobuf
+from topw_deploy.onnx_file.protobuf import Field
 
-MODEL_NAME = "model.onnx"
-
-DATA_TYPES = {element.number: element.numpy or name for name, element in ELEMENT_TYPES.items()} | {
-    4: "uint16", 5: "int16", 8: "string", 12: "uint32", 13: "uint64", 17: "float8e4m3fn", 23: "float4e2m1",
-}  # fmt: skip
-"""TensorProto.DataType -> NumPy's name of the type, or ONNX's where NumPy has none."""
+DATA_TYPES = {element.number: array_name(name) for name, element in ELEMENT_TYPES.items()} | {8: "string"}
+"""TensorProto.DataType -> the type, as `array_name` calls it."""
 
 _SMALL = 64  # bytes: read tensors up to this size, as they may be shapes or axes
 _MOST_PARTS = 1 << 21  # nodes, values and numbers of a file; a layer of 128 experts of 10 nodes has about 10,000
+_NO_GRAPH = "it has no graph"
 _MOST_NESTED = 64  # graphs within graphs; protobuf's own readers allow 100 messages
 
 
@@ -39,12 +32,19 @@ class Value:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor in the file. numbers: its values if small and integer, else None."""
+    """A tensor.
+
+    numbers: its values if small and integer, else None.
+    raw: its bytes, if this file has them as such.
+    external: where they are in another file: `location`, `offset`, `length`.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     numbers: tuple[int, ...] | None = None
+    raw: memoryview | None = None
+    external: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,54 +113,40 @@ class _Budget:
         self._nested -= 1
 
 
-def read_model(path: Path) -> Model:
-    """Read the model at `path`. Raises TensorRTError if unreadable, not ONNX, or larger than any published graph."""
-    with _bytes_of(path) as data:
-        graph, opsets, functions, budget = None, {}, {}, _Budget()
-        for number, value, *_ in protobuf.fields(data):
-            budget.take()
-            if number == 7:
-                graph = _graph(protobuf.inner(value), budget)
-            elif number == 8:
-                domain, version = _opset(protobuf.inner(value))
-                opsets["" if domain == "ai.onnx" else domain] = version
-            elif number == 25:
-                key, body = _function(protobuf.inner(value), budget)
-                functions[key] = body
-        if graph is None:
-            raise protobuf.ProtobufError("it has no graph")
-        return Model(graph, opsets, functions)
+def read_model(data: memoryview) -> Model:
+    """Read a file. Raises ProtobufError if it is not ONNX, or larger than any published graph."""
+    graph, opsets, functions, budget = None, {}, {}, _Budget()
+    for number, value, *_ in protobuf.fields(data):
+        budget.take()
+        if number == 7:
+            graph = _graph(protobuf.inner(value), budget)
+        elif number == 8:
+            domain, version = _opset(protobuf.inner(value))
+            opsets["" if domain == "ai.onnx" else domain] = version
+        elif number == 25:
+            key, body = _function(protobuf.inner(value), budget)
+            functions[key] = body
+    if graph is None:
+        raise protobuf.ProtobufError(_NO_GRAPH)
+    return Model(graph, opsets, functions)
 
 
-def without_function(path: Path, domain: str, name: str) -> bytes:
-    """The file's bytes without the model-local function `domain`::`name`.
-
-    TensorRT before 10.15 inlines a node's function even if a plugin is registered. To prevent that:
-    `parser.parse(without_function(path, "topw", "TopWSample"), str(path))`; the path locates the weights.
-
-    Raises TensorRTError if unreadable or not ONNX.
-    """
-    with _bytes_of(path) as data:
-        kept, copied = [], 0
-        for number, value, start, end in protobuf.fields(data):
-            if number == 25 and _function_name(protobuf.inner(value)) == (domain, name):
-                kept.append(bytes(data[copied:start]))
-                copied = end
-        return b"".join([*kept, bytes(data[copied:])])
+def read_graph(data: memoryview) -> Graph:
+    """The graph of a file, without its functions. Raises like `read_model`."""
+    for number, value, *_ in protobuf.fields(data):
+        if number == 7:
+            return _graph(protobuf.inner(value), _Budget())
+    raise protobuf.ProtobufError(_NO_GRAPH)
 
 
-@contextmanager
-def _bytes_of(path: Path) -> Iterator[memoryview]:
-    try:
-        with open_regular(path) as file:
-            # Not closed here: fields are views into the map.
-            yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except protobuf.ProtobufError as error:
-        raise TensorRTError(f"{path} is not an ONNX model ({error}); export the model again.") from None
-    except NotRegularError as error:
-        raise TensorRTError(f"{path} is {error.kind}, not a regular file; copy the file itself there.") from None
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
-        raise TensorRTError(f"{path} cannot be read: {error}.") from None
+def without_function(data: memoryview, domain: str, name: str) -> bytes:
+    """The file's bytes without the model-local function `domain`::`name`. Raises ProtobufError if it is not ONNX."""
+    kept, copied = [], 0
+    for number, value, start, end in protobuf.fields(data):
+        if number == 25 and _function_name(protobuf.inner(value)) == (domain, name):
+            kept.append(bytes(data[copied:start]))
+            copied = end
+    return b"".join([*kept, bytes(data[copied:])])
 
 
 def _opset(message: memoryview) -> tuple[str, int]:
@@ -307,6 +293,7 @@ def _tensor(message: memoryview, budget: _Budget) -> Constant:
     budget.take()
     shape: list[int] = []
     listed: list[int] = []
+    external: dict[str, str] = {}
     for number, value, *_ in protobuf.fields(message):
         if number == 1:
             shape.extend(budget.integers(value))
@@ -318,13 +305,16 @@ def _tensor(message: memoryview, budget: _Budget) -> Constant:
             name = protobuf.text(value)
         elif number == 9:
             raw = protobuf.inner(value)
-    return Constant(name, dtype, tuple(shape), _numbers(dtype, raw, listed))
+        elif number == 13:
+            entry = {part: protobuf.text(text) for part, text, *_ in protobuf.fields(protobuf.inner(value))}
+            external[entry.get(1, "")] = entry.get(2, "")
+    return Constant(name, dtype, tuple(shape), _numbers(dtype, raw, listed), raw, external)
 
 
-def _numbers(dtype: str, raw: Field | None, listed: list[int]) -> tuple[int, ...] | None:
+def _numbers(dtype: str, raw: memoryview | None, listed: list[int]) -> tuple[int, ...] | None:
     if dtype not in ("int32", "int64"):
         return None
-    if not isinstance(raw, memoryview):
+    if raw is None:
         return tuple(listed) if listed else None
     size, code = (4, "i") if dtype == "int32" else (8, "q")
     if not len(raw) or len(raw) > _SMALL or len(raw) % size:

@@ -1,6 +1,6 @@
 """A reader of Protocol Buffers' wire format, limited to what ONNX files need.
 
-Machines that only build and run engines lack `onnx`. Values are views into the file: nothing large is copied.
+Values are views into the file: nothing large is copied.
 """
 
 from __future__ import annotations

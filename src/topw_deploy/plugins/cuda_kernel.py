@@ -12,10 +12,9 @@ from pathlib import Path
 
 from topw_deploy.errors import ParameterError, PluginError
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
-from topw_deploy.plugins.structs import TABLE_TYPES, Inputs, Options, Outputs, Table
+from topw_deploy.plugins.structs import FLOATS, TABLE_TYPES, Inputs, Options, Outputs, Table
 from topw_deploy.sampling.parameters import TopWOptions
 
-LOGITS_TYPES = ("float32", "float16", "bfloat16")
 CERTIFY, GEOMETRY = 1, 2  # the launches of a step
 EVERY_PART = CERTIFY | GEOMETRY
 
@@ -47,8 +46,8 @@ class CudaShape:
 
     def struct(self) -> _Shape:
         """The C structure. Raises ParameterError for an unknown logits type."""
-        if self.logits_type not in LOGITS_TYPES:
-            raise ParameterError(f"logits are {self.logits_type}, but must be one of {', '.join(LOGITS_TYPES)}.")
+        if self.logits_type not in FLOATS:
+            raise ParameterError(f"logits are {self.logits_type}, but must be one of {', '.join(FLOATS)}.")
         table = Table() if self.table is None else self.table
         logits_type = TABLE_TYPES[self.logits_type]
         return _Shape(Options.of(self.options), table, self.batch, self.vocab, self.edits, logits_type, 0)

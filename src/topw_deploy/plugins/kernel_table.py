@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.plugins.structs import TABLE_TYPES, Blocks, Table, address
+from topw_deploy.plugins.structs import FLOATS, TABLE_TYPES, Blocks, Table, address
 from topw_deploy.sampling.geometry import Geometry
 
 
@@ -76,7 +76,7 @@ class KernelTable:
             raise ParameterError(f"the table has shape {self.rows.shape}, but must be [V, d], both >= 1, C-contiguous.")
         if self.blocks is not None and self.rows.dtype != np.uint8:
             raise ParameterError(f"the table's codes are {self.rows.dtype}, but must be uint8.")
-        if self.blocks is None and self.dtype not in ("float32", "float16", "bfloat16"):
+        if self.blocks is None and self.dtype not in FLOATS:
             raise ParameterError(f"the table is {self.rows.dtype}, but must be float32, float16 or bfloat16 (uint16).")
         if self.blocks is not None:
             self.blocks.check(self.rows, self.hidden)

@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.dtypes import ELEMENT_TYPES
+from topw_deploy import dtypes
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 COLUMNS = ("temperature", "selection_temperature", "lam", "beta", "init_top_p", "geom_scale", "uniform")
 """Per-row parameters, in the order of topw_inputs."""
 
+FLOATS = tuple(map(dtypes.array_name, dtypes.FLOATS))
+"""Element types of logits and of embedding tables that are not quantised."""
+
 TABLE_TYPES = {
-    element.numpy or name: element.number
-    for name, element in ELEMENT_TYPES.items()
-    if name in ("float", "uint8", "float16", "bfloat16", "uint4", "int4")
+    dtypes.array_name(name): dtypes.ELEMENT_TYPES[name].number for name in (*dtypes.FLOATS, "uint8", "uint4", "int4")
 }
-"""NumPy's name of a table's element type, or ONNX's where NumPy has none -> TensorProto.DataType."""
+"""Element type of a table, as `array_name` calls it -> TensorProto.DataType."""
 
 REPORT = np.dtype(
     [

@@ -1,4 +1,4 @@
-"""What the processors share: the arguments that `generate` needs, and the checks of every call."""
+"""The base of the processors: arguments for `generate`, and the checks of every call."""
 
 from __future__ import annotations
 

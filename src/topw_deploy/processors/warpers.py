@@ -34,7 +34,7 @@ _CALLS_BETWEEN = 4  # frames to search: a subclass may call its parent
 def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: FrameType | None, label: str) -> None:
     """Check the list that calls `processor`, and the list's caller.
 
-    temperature: what the draw's temperature must be; None for any.
+    temperature: the temperature that `generate` must draw at; None for any.
     frame: the frame of the caller of `processor.__call__`.
     label: the processor's rule, for messages.
     Raises ParameterError for beam search, a later warper that removes tokens and another temperature.

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, Manifest, load_manifest, open_listed
+from topw_deploy.manifest import MANIFEST_NAME, MODEL_NAME, DecoderManifest, Manifest, load_manifest, open_listed
 
-MODEL_NAME = "model.onnx"
 _MOST_TEXT, _MOST_JSON = 256 << 20, 16 << 20  # bytes; published tokenizers have up to 35 MB, other JSON files up to 2
 
 M_co = TypeVar("M_co", bound=Manifest, covariant=True)

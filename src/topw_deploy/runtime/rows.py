@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES, array_name
 from topw_deploy.errors import LogitsError
 from topw_deploy.runtime.cache.buffers import zeroed
 from topw_deploy.runtime.callbacks import Watch
@@ -22,12 +23,9 @@ Follow: TypeAlias = "Callable[[Sequence[int]], IncrementalDecoder]"
 """From prompt ids to a decoder of the tokens after them."""
 
 # Sorted by descending element size, for alignment.
-_RECORDED: dict[str, type[Any]] = {
-    "next_token": np.int64,
-    "logprob": np.float32,
-    "mass": np.float32,
-    "kept": np.int32,
-    "certified": np.bool_,
+_RECORDED = {
+    name: np.dtype(array_name(SAMPLER_OUTPUT_TYPES[name]))
+    for name in ("next_token", "logprob", "mass", "kept", "certified")
 }
 
 Values: TypeAlias = dict[str, np.ndarray]
@@ -204,7 +202,7 @@ class Record:
         end = 0
         for name, dtype in _RECORDED.items():
             if name in outputs:
-                columns[name] = slice(end, end := end + batch * np.dtype(dtype).itemsize)
+                columns[name] = slice(end, end := end + batch * dtype.itemsize)
         latest = np.zeros(end, np.uint8)
         self._outputs = {name: latest[column].view(_RECORDED[name]) for name, column in columns.items()}
         self._size = end

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES, array_name
 from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import SamplerManifest
 from topw_deploy.runtime.folder import ModelFolder
@@ -27,16 +28,6 @@ from topw_deploy.sampling.seeds import SEED_BITS
 
 if TYPE_CHECKING:
     from typing import Unpack  # since Python 3.11
-
-_OUTPUTS: Mapping[str, Any] = {
-    "next_token": np.int64,
-    "logprob": np.float32,
-    "kept": np.int32,
-    "certified": np.bool_,
-    "mass": np.float32,
-    "keep_mask": np.bool_,
-}
-
 
 _NO_MEDIAN = (
     "this folder has no median distance of likely pairs; export the sampler again with the model's logits (--logits "
@@ -79,7 +70,7 @@ class TopWSampler:
         self.sampler, self.why_graph = session.sampler, session.why_graph
         self.vocab_size = folder.manifest.sampler.vocab_size
         self._session = session
-        self._outputs = [name for name in _OUTPUTS if name in session.outputs]
+        self._outputs = [name for name in SAMPLER_OUTPUT_TYPES if name in session.outputs]
         session.settle(lambda: self.sample(np.zeros(self.vocab_size, np.float32), uniform=0.5))
         self.cpu_nodes = session.cpu_nodes
 
@@ -146,7 +137,7 @@ class TopWSampler:
         return Samples(**found)
 
     def _no_rows(self, name: str) -> np.ndarray:
-        return np.empty((0, self.vocab_size) if name == "keep_mask" else 0, _OUTPUTS[name])
+        return np.empty((0, self.vocab_size) if name == "keep_mask" else 0, array_name(SAMPLER_OUTPUT_TYPES[name]))
 
     def _mask(self, rows: int, allowed: Any) -> np.ndarray:
         words, vocab = self._session.mask_words, self.vocab_size

@@ -6,26 +6,23 @@ are read on demand: it is never loaded whole.
 
 from __future__ import annotations
 
-import mmap
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import ManifestError
-from topw_deploy.manifest import Manifest, open_listed
-from topw_deploy.runtime.folder import MODEL_NAME
-from topw_deploy.runtime.ort.graph_file import Initializer, Node, read_graph
+from topw_deploy.files import map_stream
+from topw_deploy.manifest import MODEL_NAME, Manifest, open_listed
+from topw_deploy.onnx_file.model import Graph, Node, read_graph
 from topw_deploy.sampling import Geometry
 
 _OPERATOR = "TopWSample"
 _MEAN, _INVERSE_STD, _TABLE = 14, 15, 17  # inputs of the node
-_BFLOAT16 = ELEMENT_TYPES["bfloat16"].number
-_TYPES = {each.number: each.numpy for each in ELEMENT_TYPES.values() if each.numpy} | {_BFLOAT16: "uint16"}
+_TYPES = {"float32": "float32", "float16": "float16", "bfloat16": "uint16", "uint8": "uint8"}
 _GATHER = "Gather(axis=0)"
 _QUANTISED = re.compile(
     r"com\.microsoft\.GatherBlockQuantized\(bits=(4|8),block_size=(\d+),gather_axis=0,quantize_axis=1\)"
@@ -45,7 +42,7 @@ def read_geometry(folder: Path, manifest: Manifest) -> Geometry:
     if sampler.options.metric == "uniform" or sampler.hidden_size is None:
         return Geometry.uniform()
     tensors = _Tensors.read(folder, manifest)
-    node = next((each for each in tensors.nodes if each.operator == _OPERATOR), None)
+    node = next((each for each in tensors.graph.nodes if each.op_type == _OPERATOR), None)
     if node is None or len(node.inputs) <= _TABLE:
         raise ManifestError(f"{folder / MODEL_NAME} has no sampler node with an embedding table; export it again.")
     mean, inverse_std = (tensors.array(node.inputs[place]) for place in (_MEAN, _INVERSE_STD))
@@ -68,32 +65,30 @@ class TokenTable:
 
 @dataclass(frozen=True)
 class _Tensors:
-    """A graph's nodes, and arrays of its file and data files, mapped into memory."""
+    """A graph, and arrays of its file and data files, mapped into memory."""
 
     folder: Path
     manifest: Manifest
-    nodes: list[Node]
-    initializers: Mapping[str, Initializer]
+    graph: Graph
 
     @classmethod
     def read(cls, folder: Path, manifest: Manifest) -> _Tensors:
-        nodes, initializers = read_graph(_mapped(folder, manifest, MODEL_NAME))
-        return cls(folder, manifest, nodes, initializers)
+        return cls(folder, manifest, read_graph(_mapped(folder, manifest, MODEL_NAME)))
 
     def array(self, name: str) -> np.ndarray:
         """The array of an initializer; bfloat16 as uint16. Raises ManifestError if it is not stored as bytes."""
-        tensor = self.initializers.get(name)
+        tensor = self.graph.constants.get(name)
         if tensor is None or tensor.dtype not in _TYPES:
             raise self._unreadable(name)
         dtype = np.dtype(_TYPES[tensor.dtype])
         count = int(np.prod(tensor.shape, dtype=np.int64))
         if tensor.raw is not None:
-            file, start = MODEL_NAME, tensor.raw[0]
+            data, start = tensor.raw, 0
         elif "location" in tensor.external:
-            file, start = tensor.external["location"], int(tensor.external.get("offset", "0"))
+            data = _mapped(self.folder, self.manifest, tensor.external["location"])
+            start = int(tensor.external.get("offset", "0"))
         else:
             raise self._unreadable(name)
-        data = _mapped(self.folder, self.manifest, file)
         if not 0 <= start <= len(data) - count * dtype.itemsize:
             raise self._unreadable(name)
         return np.frombuffer(data, dtype, count, start).reshape(tensor.shape)
@@ -110,12 +105,12 @@ class _Tensors:
         return self._quantised(node.inputs[_TABLE:], int(quantised[1]), int(quantised[2]))
 
     def _plain(self, name: str) -> Read:
-        made_by = next((each for each in self.nodes if name in each.outputs), None)
-        if made_by is not None and made_by.operator == "Transpose":
+        made_by = next((each for each in self.graph.nodes if name in each.outputs), None)
+        if made_by is not None and made_by.op_type == "Transpose":
             return _as_floats(self.array(made_by.inputs[0]).T)
         return _as_floats(self.array(name))
 
-    def _quantised(self, inputs: list[str], bits: int, block: int) -> Read:
+    def _quantised(self, inputs: Sequence[str], bits: int, block: int) -> Read:
         codes, scales = self.array(inputs[0]), self.array(inputs[1])
         zeros = self.array(inputs[2]) if len(inputs) > 2 and inputs[2] else None
         if codes.dtype != np.uint8:
@@ -136,14 +131,14 @@ class _Tensors:
         return ManifestError(f"the token distances of {self.folder} cannot be read: {name} is not stored as an array.")
 
 
-def _mapped(folder: Path, manifest: Manifest, name: str) -> mmap.mmap:
+def _mapped(folder: Path, manifest: Manifest, name: str) -> memoryview:
     """Map a listed file. Raises ManifestError for one that is not listed or changed."""
     if name not in manifest.files:
         raise ManifestError(
             f"{folder} has weights in {name[:80]!r}, which its manifest does not list; export it again."
         )
     with open_listed(folder, name, manifest.files[name]) as stream:
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return memoryview(map_stream(stream))
 
 
 def _as_floats(table: np.ndarray) -> Read:

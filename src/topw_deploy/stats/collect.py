@@ -21,8 +21,7 @@ from topw_deploy.export.graph.embedding import find_embedding
 from topw_deploy.export.graph.table import EmbeddingTable, stored_array
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import LogitsProbe
-from topw_deploy.export.write.weights import MODEL_FILE
-from topw_deploy.manifest import DecoderManifest
+from topw_deploy.manifest import MODEL_NAME, DecoderManifest
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
@@ -130,7 +129,7 @@ def analyser_of(folder: Path, manifest: DecoderManifest) -> Analyser:
     sampler = manifest.sampler
     if sampler.options.metric == "uniform" or sampler.hidden_size is None:
         return Analyser(sampler.options, Geometry.uniform())
-    graph = ir.load(folder / MODEL_FILE).graph
+    graph = ir.load(folder / MODEL_NAME).graph
     inputs = sampler_node(graph).inputs[len(TAIL_INPUTS) :]
     statistics, data = inputs[: len(GEOMETRY_INPUTS)], inputs[len(GEOMETRY_INPUTS) :]
     mean, inverse_std, bound = (_stored(value) for value in statistics)

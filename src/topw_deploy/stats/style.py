@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.printable import printable
+from topw_deploy.plain_text import printable
 from topw_deploy.reports import require_matplotlib
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a35b9a", "#e69f00", "#5c6b73")

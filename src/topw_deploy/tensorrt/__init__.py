@@ -2,7 +2,7 @@
 
 Needs `tensorrt` (and cuda-python to run engines), but neither onnxruntime nor onnx.
 
-- check: `check`, `operators`, `scope`, `onnx_file`, `protobuf`; `parser` runs TensorRT's own
+- check: `check`, `operators`, `scope`, `model_file`; `api` runs TensorRT's own parser
 - build: `request`, `profiles`, `plugin_choice`, `build`, `progress`
 - find: `stamp`, `engines`
 - run: `run/`

@@ -1,11 +1,15 @@
-"""TensorRT's Python module: import it, create its top-level objects, collect its errors."""
+"""TensorRT's Python module: import it, create its objects, collect its errors, and run its ONNX parser."""
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import PluginError, TensorRTError
-from topw_deploy.plugins.tensorrt import tensorrt_module
+from topw_deploy.plugins.tensorrt import register, registered, tensorrt_module
+from topw_deploy.tensorrt.model_file import opened
 
 
 def load() -> Any:
@@ -42,3 +46,57 @@ def create(trt: Any, kind: str, logger: Any) -> Any:
 def first_error(logger: Any) -> str:
     """The first logged error as a clause; later ones are its consequences."""
     return str(logger.errors[0])[:300] if logger.errors else "it gave no reason"
+
+
+@dataclass(frozen=True)
+class ParserAnswer:
+    """takes: whether the parser accepts the whole graph.
+
+    plugin: whether the sampler node had a plugin.
+    refusals: one line per refused node.
+    """
+
+    version: str
+    takes: bool
+    plugin: bool
+    refusals: tuple[str, ...] = ()
+
+
+def ask_parser(model: Path) -> ParserAnswer:
+    """Parse `model` with the installed TensorRT, with the sampler plugin if available.
+
+    Raises PluginError without TensorRT, TensorRTError without a GPU.
+    """
+    trt = tensorrt_module()
+    with contextlib.suppress(PluginError):  # without the CUDA library the function is inlined
+        register()
+    logger = new_logger(trt)
+    builder = create(trt, "Builder", logger)
+    network = builder.create_network(0)  # must outlive the parser, which does not keep it
+    parser = trt.OnnxParser(network, logger)
+    with opened(model) as file:
+        data = bytes(file)
+    takes = parser.supports_model_v2(data, str(model))
+    refusals = tuple(_refusal(parser.get_error(index)) for index in range(parser.num_errors))
+    return ParserAnswer(str(trt.__version__), bool(takes), registered(), refusals)
+
+
+def _refusal(error: Any) -> str:
+    """`GroupQueryAttention (layers.0.attention in Function): reason`."""
+    stack = [str(each) for each in getattr(error, "local_function_stack", list)()]
+    where = " in ".join([error.node_name(), *reversed(stack)])
+    return f"{error.node_operator()} ({where}): {' '.join(error.desc().split())[:300]}"
+
+
+def parse(trt: Any, logger: Any, builder: Any, model: Path, *, fp16: bool) -> Any:
+    """The network of `model`. fp16: let TensorRT lower types. Raises TensorRTError with the parser's message."""
+    flags = 0 if fp16 else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(flags)
+    parser = trt.OnnxParser(network, logger)
+    if parser.parse_from_file(str(model)):
+        return network
+    reasons = [parser.get_error(i).desc() for i in range(parser.num_errors)] or [first_error(logger)]
+    raise TensorRTError(
+        f"TensorRT {trt.__version__} does not accept {model} ({' '.join(reasons[0].split())[:300]}); "
+        f"`topw check {model.parent} --target tensorrt` shows every such node."
+    )

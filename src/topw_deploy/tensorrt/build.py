@@ -10,24 +10,21 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from topw_deploy.errors import TensorRTError
 from topw_deploy.files import open_regular, replacing
-from topw_deploy.manifest import DecoderManifest
-from topw_deploy.plugins.tensorrt.module import version_of
+from topw_deploy.manifest import MODEL_NAME, DecoderManifest
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling.mask import mask_words
 from topw_deploy.tensorrt import api, plugin_choice
 from topw_deploy.tensorrt.engines import Machine, misplaced, this_machine
-from topw_deploy.tensorrt.onnx_file import MODEL_NAME
-from topw_deploy.tensorrt.parser import parse
 from topw_deploy.tensorrt.profiles import Profile
 from topw_deploy.tensorrt.progress import Phases, monitor
 from topw_deploy.tensorrt.request import TensorRTRequest, load_exported
 from topw_deploy.tensorrt.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, TensorRTStamp, manifest_hash, write
+from topw_deploy.versions import installed, release
 
 OLDEST = (10, 15)  # first with TensorScatter, the cache's in-place update
 _BLOCK = 64 << 20  # bytes per write
@@ -88,7 +85,7 @@ class _Job:
 
 
 def _check_version(trt: Any) -> None:
-    if version_of(trt) < OLDEST:
+    if release(trt.__version__) < OLDEST:
         raise TensorRTError(
             f"this is TensorRT {trt.__version__}, but a cache that is updated in place (TensorScatter) needs "
             f"{'.'.join(map(str, OLDEST))} or later; install a newer one, or run the folder with onnxruntime."
@@ -121,7 +118,7 @@ def _write(job: _Job, progress: Progress) -> tuple[Path, TensorRTStamp]:
         cache_length=job.cache_length,
         profiles=job.profiles,
         workspace=request.workspace,
-        topw_deploy=_our_version(),
+        topw_deploy=installed("topw-deploy") or "unknown",
     )
     write(folder, stamp)
     return path, stamp
@@ -138,7 +135,7 @@ def serialize(
     """Build an engine and pass its bytes to `sink`. Raises TensorRTError, and the error that interrupted the build."""
     logger = api.new_logger(trt)
     builder = api.create(trt, "Builder", logger)
-    network = parse(trt, logger, builder, request.out / MODEL_NAME, fp16=request.fp16)
+    network = api.parse(trt, logger, builder, request.out / MODEL_NAME, fp16=request.fp16)
     config = _configure(trt, builder, request, manifest, profiles)
     with progress.bar(100, "%") as advance:
         phases = Phases(advance)
@@ -251,10 +248,3 @@ def _slug(machine: Machine) -> str:
     """`nvidia-h200-sm90-tensorrt10.15.1`: one name per machine."""
     gpu = re.sub(r"[^a-z0-9]+", "-", machine.gpu.lower()).strip("-")[:60] or "gpu"
     return f"{gpu}-sm{machine.sm}-tensorrt{machine.tensorrt}"
-
-
-def _our_version() -> str:
-    try:
-        return metadata.version("topw-deploy")
-    except metadata.PackageNotFoundError:
-        return "unknown"

@@ -9,21 +9,22 @@ Verdicts:
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
+from topw_deploy import versions
 from topw_deploy.errors import ParameterError, PluginError, TensorRTError, one_line
-from topw_deploy.manifest import TARGETS, DecoderManifest, Manifest, load_manifest
+from topw_deploy.manifest import MODEL_NAME, TARGETS, DecoderManifest, Manifest, load_manifest
+from topw_deploy.onnx_file.model import Model, Node
 from topw_deploy.plugins.tensorrt import tensorrt_module
 from topw_deploy.plugins.tensorrt.node import INPUTS, TABLE_INPUTS, NodeAttributes
-from topw_deploy.tensorrt import operators, parser
-from topw_deploy.tensorrt.onnx_file import MODEL_NAME, Model, Node, read_model
-from topw_deploy.tensorrt.parser import ParserAnswer
+from topw_deploy.tensorrt import operators
+from topw_deploy.tensorrt.api import ParserAnswer, ask_parser
+from topw_deploy.tensorrt.model_file import read_model
 from topw_deploy.tensorrt.scope import Scope, walk
+from topw_deploy.versions import release
 
 SAMPLER = ("topw", "TopWSample")
 TABLE_AT = len(INPUTS) + TABLE_INPUTS.index("table")
@@ -211,34 +212,23 @@ def _objections(model: Model, target: str) -> Iterator[str]:
         if opset > operators.NEWEST_OPSET:
             yield f"the graph has opset {opset}, but TensorRT's parser supports at most {operators.NEWEST_OPSET}"
     needed = _needs(model, target)
-    installed = _tensorrt_version() if target == "tensorrt" else _onnxruntime_version()
-    if needed and installed and _numbers(installed) < _numbers(needed):
+    installed = _installed(target)
+    if needed and installed and release(installed) < release(needed):
         yield f"{_NAMES[target]} {installed} is installed, but the graph needs {needed}"
 
 
-def _tensorrt_version() -> str | None:
+def _installed(target: str) -> str | None:
+    if target == "onnxruntime":
+        return versions.installed("onnxruntime") or versions.installed("onnxruntime-gpu")
     try:
         return str(tensorrt_module().__version__)
     except PluginError:
         return None
 
 
-def _onnxruntime_version() -> str | None:
-    for package in ("onnxruntime", "onnxruntime-gpu"):
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-
-
 def _ask(model: Path) -> tuple[ParserAnswer | None, str]:
     try:
-        return parser.ask(model), ""
+        return ask_parser(model), ""
     except (PluginError, TensorRTError) as error:
         return None, str(error).partition("; ")[0].rstrip(".")
 

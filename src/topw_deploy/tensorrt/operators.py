@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from topw_deploy.tensorrt.onnx_file import Node
+from topw_deploy.onnx_file.model import Node
 from topw_deploy.tensorrt.scope import Scope
 
 NEWEST_OPSET = 25

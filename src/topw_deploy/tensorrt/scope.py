@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from topw_deploy.tensorrt.onnx_file import DATA_TYPES, Constant, Graph, Node
+from topw_deploy.onnx_file.model import DATA_TYPES, Constant, Graph, Node
 
 _BOOL = {"And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not", "Or", "Xor"}
 _INT64 = {"ArgMax", "ArgMin", "NonZero", "Shape", "Size"}

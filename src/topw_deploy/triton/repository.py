@@ -6,13 +6,12 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from topw_deploy import folders
 from topw_deploy.errors import ExportError, ParameterError
-from topw_deploy.files import sigterm_raises
 from topw_deploy.manifest import DecoderManifest, load_manifest
 
 EXPORT = "export"
@@ -76,17 +75,10 @@ def write_repository(
         raise ExportError(f"{target} exists; remove it, or give another name.")
     try:
         repository.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{name}.topw-", dir=_place(repository)))
-        try:
-            with sigterm_raises():
-                _fill(work, export, configuration(name, engine or {}, opening or {}), hard_link)
-                work.chmod(0o755)
-                work.rename(target)
-        except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
+        with folders.staged(target, place=_place(repository)) as made:
+            _fill(made, export, configuration(name, engine or {}, opening or {}), hard_link)
     except OSError as error:
-        raise ExportError(f"{target} cannot be written: {error.strerror}; check the path and the free space.") from None
+        raise folders.write_error(target, error, "write it again") from None
     return target
 
 

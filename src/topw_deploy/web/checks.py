@@ -6,8 +6,9 @@ from pathlib import Path
 
 from topw_deploy.errors import ManifestError, UnsupportedModelError
 from topw_deploy.files import mapped
-from topw_deploy.manifest import DecoderManifest
+from topw_deploy.manifest import MODEL_NAME, DecoderManifest
 from topw_deploy.sizes import decimal_size
+from topw_deploy.versions import release
 from topw_deploy.web.libraries import ONNXRUNTIME_VERSION
 
 MOST_BYTES = 2_000_000_000
@@ -15,14 +16,15 @@ MOST_BYTES = 2_000_000_000
 
 _TYPES = ("float", "float16", "uint8", "int8", "int32", "int64", "bool")  # of states, in JavaScript
 _EIGHT_BITS = 4  # MatMulNBits' accuracy_level
-_GRAPH = "model.onnx"
 
 
 def graph_bytes(manifest: DecoderManifest, folder: Path) -> int:
     """Bytes of the graph and its weights, in any number of files."""
-    with mapped(folder / _GRAPH) as graph:
+    with mapped(folder / MODEL_NAME) as graph:
         return sum(
-            entry.size for name, entry in manifest.files.items() if name == _GRAPH or graph.find(_location(name)) >= 0
+            entry.size
+            for name, entry in manifest.files.items()
+            if name == MODEL_NAME or graph.find(_location(name)) >= 0
         )
 
 
@@ -56,7 +58,7 @@ def check_runs(manifest: DecoderManifest, folder: Path) -> None:
                 "fp32 or fp16."
             )
     least = manifest.decoder.least_onnxruntime
-    if least and _numbers(least) > _numbers(ONNXRUNTIME_VERSION):
+    if least and release(least) > release(ONNXRUNTIME_VERSION):
         raise UnsupportedModelError(
             f"{folder} needs onnxruntime {least}, but the page has onnxruntime-web {ONNXRUNTIME_VERSION}; export "
             "without what needs the newer one, such as with --no-window-cache."
@@ -86,7 +88,3 @@ def notes(manifest: DecoderManifest) -> list[str]:
             "from Python's; export with --accuracy-level 1 for equal ones."
         )
     return found
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])

@@ -22,8 +22,8 @@ from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.export.verification.quantised_checks import (
     PERPLEXITY_BOUNDS,
     UNTRAINED_BOUND,
+    EvaluationText,
     Loss,
-    Text,
     perplexity_check,
     quantised_checks,
 )
@@ -130,7 +130,8 @@ def test_a_badly_rounded_export_is_refused(
 
 
 def judged(folder: Path, loss: Loss) -> Check:
-    check = perplexity_check(loss, load_decoder_manifest(folder), Text(np.zeros((4, 256), np.int64), 1, "text"))
+    text = EvaluationText(np.zeros((4, 256), np.int64), 1, "text")
+    check = perplexity_check(loss, load_decoder_manifest(folder), text)
     assert isinstance(check, Check)
     return check
 
@@ -144,7 +145,7 @@ def test_an_excess_within_the_standard_error_passes(exported: Callable[..., Path
 
 
 def test_a_model_that_only_guesses_passes_no_check_but_can_fail_one(exported: Callable[..., Path]) -> None:
-    manifest, text = load_decoder_manifest(exported()), Text(np.zeros((4, 256), np.int64), 1, "text")
+    manifest, text = load_decoder_manifest(exported()), EvaluationText(np.zeros((4, 256), np.int64), 1, "text")
     guessing = float(np.log(manifest.sampler.vocab_size)) + 0.1
     note = perplexity_check(Loss(guessing, guessing + 0.5, error=0.01), manifest, text)
     assert isinstance(note, Note)

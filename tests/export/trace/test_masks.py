@@ -11,7 +11,7 @@ import torch
 from transformers import masking_utils
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.trace.masks import Masks, Visible
+from topw_deploy.export.trace.masks import MaskPlaceholders, Visible
 
 CAUSAL = masking_utils.causal_mask_function
 WINDOW = masking_utils.sliding_window_causal_mask_function(5)
@@ -23,12 +23,12 @@ CHUNK = masking_utils.chunked_causal_mask_function(7, torch.zeros(1, dtype=torch
     [(WINDOW, Visible(window=5)), (CHUNK, Visible(chunk=7)), (masking_utils.and_masks(WINDOW, CHUNK), Visible(5, 7))],
 )
 def test_windows_and_chunks_are_read(function: Callable[..., Any], visible: Visible) -> None:
-    masks = Masks()
+    masks = MaskPlaceholders()
     assert masks.visible(masks.make(mask_function=function)) == visible
 
 
 def test_a_causal_mask_is_none_where_the_model_accepts_it() -> None:
-    masks = Masks()
+    masks = MaskPlaceholders()
     assert masks.make(mask_function=CAUSAL) is None
     assert masks.visible(None) == Visible()
     for needed in (
@@ -40,7 +40,7 @@ def test_a_causal_mask_is_none_where_the_model_accepts_it() -> None:
 
 
 def test_an_edited_mask_is_not_recognised() -> None:
-    masks = Masks()
+    masks = MaskPlaceholders()
     made = masks.make(mask_function=WINDOW)
     assert made is not None
     assert masks.visible(made.clone()) is None
@@ -56,4 +56,4 @@ def test_an_edited_mask_is_not_recognised() -> None:
 )
 def test_other_masks_are_refused_with_the_reason(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        Masks().make(mask_function=function)
+        MaskPlaceholders().make(mask_function=function)

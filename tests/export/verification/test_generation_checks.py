@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.toy_model import Toy, export
 from topw_deploy.export.verification import generation_checks as generation
-from topw_deploy.export.verification.generation_checks import Agreement, compare_tokens, generation_checks
+from topw_deploy.export.verification.generation_checks import TokenAgreement, compare_tokens, generation_checks
 from topw_deploy.export.verification.sampler_checks import graph_geometry
 from topw_deploy.manifest import Check, DecoderManifest, NotCompared, load_decoder_manifest
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, sample_row, uniform_for
@@ -63,7 +63,7 @@ def rows(vocab: int, near_ties: Sequence[int]) -> np.ndarray:
 
 def agreement(
     manifest: DecoderManifest, geometry: Geometry, near_ties: Sequence[int], change: dict[int, int]
-) -> Agreement:
+) -> TokenAgreement:
     """Ten reference tokens after a one-token prompt; `change`: position -> token."""
     parameters = TopWParameters(**{**asdict(manifest.defaults), "lam": 0.0, "beta": 8.0, "geom_scale": 0.0})
     logits = rows(manifest.sampler.vocab_size, near_ties)
@@ -79,20 +79,20 @@ def agreement(
 
 
 def test_every_token_is_compared_behind_the_same_text(manifest: DecoderManifest, geometry: Geometry) -> None:
-    assert agreement(manifest, geometry, [], {}) == Agreement(equal=10, near_ties=0, wrong=0)
-    assert agreement(manifest, geometry, [], {3: 77}) == Agreement(equal=9, near_ties=0, wrong=1)
+    assert agreement(manifest, geometry, [], {}) == TokenAgreement(equal=10, near_ties=0, wrong=0)
+    assert agreement(manifest, geometry, [], {3: 77}) == TokenAgreement(equal=9, near_ties=0, wrong=1)
 
 
 def test_a_near_tie_does_not_end_the_comparison(manifest: DecoderManifest, geometry: Geometry) -> None:
     ties = [0, 1, 2]
     found = [agreement(manifest, geometry, ties, {0: other}) for other in (0, 1)]
-    assert sorted(found, key=lambda each: each.equal)[0] == Agreement(equal=9, near_ties=1, wrong=0)
+    assert sorted(found, key=lambda each: each.equal)[0] == TokenAgreement(equal=9, near_ties=1, wrong=0)
     wrong = [agreement(manifest, geometry, ties, {0: other, 7: 99}) for other in (0, 1)]
     assert all(each.wrong == 1 for each in wrong)
     assert all(type(each.wrong) is int for each in (*found, *wrong))  # JSON rejects numpy's
 
 
-def three_tokens(manifest: DecoderManifest, geometry: Geometry, apart: float, token: int) -> Agreement:
+def three_tokens(manifest: DecoderManifest, geometry: Geometry, apart: float, token: int) -> TokenAgreement:
     """`token` where the crop is 1, 2 and 0, with the weights 0.35, 0.35 and 0.3; `apart`: logit of 1 less that of 2.
 
     The uniform number is 0.44. It draws the second of the two equal tokens, with 0.09 to both ends of its interval.
@@ -105,7 +105,7 @@ def three_tokens(manifest: DecoderManifest, geometry: Geometry, apart: float, to
 
 
 def test_rounding_may_swap_equal_logits(manifest: DecoderManifest, geometry: Geometry) -> None:
-    equal, near_tie, wrong = Agreement(1, 0, 0), Agreement(0, 1, 0), Agreement(0, 0, 1)
+    equal, near_tie, wrong = TokenAgreement(1, 0, 0), TokenAgreement(0, 1, 0), TokenAgreement(0, 0, 1)
     assert [three_tokens(manifest, geometry, 1e-6, token) for token in (0, 1, 2, 3)] == [wrong, near_tie, equal, wrong]
     assert [three_tokens(manifest, geometry, -1e-6, token) for token in (0, 1, 2)] == [wrong, equal, near_tie]
     # 1e-3 is more than the verification's bound allows two logits of this size to move: 2 * 1e-4 * 1.2.
@@ -119,12 +119,12 @@ def test_rounding_may_swap_the_largest_logits(manifest: DecoderManifest, geometr
         compare_tokens([token], 1, manifest, Fixed(logits), geometry, np.array([5]), TopWParameters(temperature=0.0))
         for token in (3, 4, 5)
     ]
-    assert found == [Agreement(1, 0, 0), Agreement(0, 1, 0), Agreement(0, 0, 1)]
+    assert found == [TokenAgreement(1, 0, 0), TokenAgreement(0, 1, 0), TokenAgreement(0, 0, 1)]
 
 
-@pytest.mark.parametrize(("second", "expected"), [(1e-6, Agreement(0, 1, 0)), (0.1, Agreement(0, 0, 1))])
+@pytest.mark.parametrize(("second", "expected"), [(1e-6, TokenAgreement(0, 1, 0)), (0.1, TokenAgreement(0, 0, 1))])
 def test_rounding_may_change_a_crop_whose_objective_is_tied(
-    manifest: DecoderManifest, geometry: Geometry, second: float, expected: Agreement
+    manifest: DecoderManifest, geometry: Geometry, second: float, expected: TokenAgreement
 ) -> None:
     """Two tokens of weights 1 and w. J_1 = 0 and J_2 = lam w log w / (1 + w) + c log(1 + w) are equal for some c."""
     weight, lam = 0.5, 1.0
@@ -140,21 +140,21 @@ def test_a_token_that_was_not_generated_is_wrong(manifest: DecoderManifest, geom
     parameters = TopWParameters()
     logits = rows(manifest.sampler.vocab_size, [])
     found = compare_tokens([0, 1], 10, manifest, Fixed(logits), geometry, np.array([5]), parameters)
-    assert found == Agreement(equal=2, near_ties=0, wrong=8)
+    assert found == TokenAgreement(equal=2, near_ties=0, wrong=8)
 
 
 @pytest.mark.parametrize(
     ("found", "conclusive"),
     [
-        (Agreement(10, 0, 0), True),
-        (Agreement(5, 5, 0), True),
-        (Agreement(4, 6, 0), False),
-        (Agreement(0, 10, 0), False),
-        (Agreement(0, 0, 0), False),
-        (Agreement(0, 9, 1), True),
+        (TokenAgreement(10, 0, 0), True),
+        (TokenAgreement(5, 5, 0), True),
+        (TokenAgreement(4, 6, 0), False),
+        (TokenAgreement(0, 10, 0), False),
+        (TokenAgreement(0, 0, 0), False),
+        (TokenAgreement(0, 9, 1), True),
     ],
 )
-def test_half_of_the_tokens_must_be_equal_or_one_wrong(found: Agreement, conclusive: bool) -> None:
+def test_half_of_the_tokens_must_be_equal_or_one_wrong(found: TokenAgreement, conclusive: bool) -> None:
     assert found.conclusive == conclusive
 
 
@@ -182,9 +182,9 @@ def test_a_generation_of_near_ties_alone_is_not_compared(
 ) -> None:
     asked: list[int] = []
 
-    def near_ties(_tokens: list[int], _wanted: int, *rest: object) -> Agreement:
+    def near_ties(_tokens: list[int], _wanted: int, *rest: object) -> TokenAgreement:
         asked.append(len(rest[3]))  # type: ignore[arg-type]
-        return Agreement(4, 6, 0)
+        return TokenAgreement(4, 6, 0)
 
     monkeypatch.setattr(generation, "compare_tokens", near_ties)
     results = list(generation_checks(folder, manifest, Fixed(np.zeros((1, 1))), geometry, PROMPTS))
@@ -196,7 +196,7 @@ def test_a_generation_of_near_ties_alone_is_not_compared(
 def test_another_prompt_is_tried_after_one_of_near_ties(
     folder: Path, manifest: DecoderManifest, geometry: Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter([Agreement(0, 10, 0), Agreement(6, 4, 0), Agreement(10, 0, 0)])
+    answers = iter([TokenAgreement(0, 10, 0), TokenAgreement(6, 4, 0), TokenAgreement(10, 0, 0)])
     monkeypatch.setattr(generation, "compare_tokens", lambda *_rest: next(answers))
     first, second = generation_checks(folder, manifest, Fixed(np.zeros((1, 1))), geometry, PROMPTS)
     assert isinstance(first, Check)

@@ -13,7 +13,7 @@ from typing import Any
 
 from topw_deploy.bench.picture import COLOURS, FAINT, INK, new_figure, save
 from topw_deploy.bench.rules.report import ModelReport, Overhead, RulesReport, percent
-from topw_deploy.printable import printable
+from topw_deploy.plain_text import printable
 
 _AXIS = "time per token relative to the mean of the rules other than Top-W"
 _PANEL, _LABELS, _LEAST_WIDTH = 2.6, 1.4, 8.0  # inches: width of a panel, of the rules' names, of the figure

@@ -13,7 +13,7 @@ from topw_deploy.compare.collect import Comparison, Sample
 from topw_deploy.compare.page.chart import Line, Point, chart, key
 from topw_deploy.compare.summary import LEVEL, METRICS, RESAMPLES, Metric, Summary
 from topw_deploy.compare.table import notes, number, share, title
-from topw_deploy.printable import printable
+from topw_deploy.plain_text import printable
 
 STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --text: #1f2933; --muted: #55606b; --line: #d9dee3; --soft: #f5f7f9;

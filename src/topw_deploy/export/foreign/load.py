@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from topw_deploy.dtypes import FLOATS
 from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.foreign.limits import lost_soft_cap, sequence_limit, window_of
@@ -21,7 +22,6 @@ PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 # It takes one length per row, so it silently misplaces left-padded rows, and it writes the cache in place.
 IN_PLACE = "GroupQueryAttention"
 _LENGTHS = 5  # the operator's input seqlens_k: row lengths - 1
-_TYPES = ("float", "float16", "bfloat16")
 _AFTER_SUM = ("Cast", "Sub", "Squeeze")  # allowed between the mask's row sum and seqlens_k
 _ATTENTION = (IN_PLACE, "Attention")
 # Inputs of unsupported layouts, and how to build the supported one.
@@ -255,9 +255,9 @@ def _weights_dtype(graph: ir.Graph) -> str:
 def cache_type(graph: ir.Graph) -> str:
     """The element type of the cache. Raises UnsupportedModelError for a quantised cache."""
     name = (required_input(graph, "past_key_values.0.key").dtype or ir.DataType.FLOAT).name.lower()
-    if name not in _TYPES:
+    if name not in FLOATS:
         raise UnsupportedModelError(
-            f"the decoder keeps its cache as {name}, but only {', '.join(_TYPES)} are supported; "
+            f"the decoder keeps its cache as {name}, but only {', '.join(FLOATS)} are supported; "
             "export it without a quantised cache."
         )
     return name

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.graft.last_token import last_logits
@@ -42,14 +43,6 @@ _MATRICES: dict[str, tuple[ir.DataType, str | int]] = {  # inputs [batch, n]: (e
 }
 _VECTORS = {"rule": ir.DataType.INT32}  # other inputs [batch]; the rest are float32
 _GREEDY = TopWParameters(temperature=0.0)
-_OUTPUT_TYPES = {
-    "next_token": ir.DataType.INT64,
-    "logprob": ir.DataType.FLOAT,
-    "kept": ir.DataType.INT32,
-    "certified": ir.DataType.BOOL,
-    "mass": ir.DataType.FLOAT,
-    "keep_mask": ir.DataType.BOOL,
-}
 
 
 def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound) -> tuple[Decoder, TailSpec]:
@@ -156,7 +149,7 @@ def add_sampler_node(graph: ir.Graph, spec: TailSpec, inputs: list[ir.Value], ba
     )
     for value, name in zip(node.outputs, names, strict=True):
         value.name = name
-        value.type = ir.TensorType(_OUTPUT_TYPES[name])
+        value.type = ir.TensorType(ir.DataType[SAMPLER_OUTPUT_TYPES[name].upper()])
         value.shape = ir.Shape([batch, spec.vocab_size] if name == "keep_mask" else [batch])
     graph.append(node)
     return list(node.outputs)

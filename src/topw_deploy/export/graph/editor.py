@@ -127,6 +127,23 @@ def required_input(graph: ir.Graph, name: str) -> ir.Value:
     return value
 
 
+def required(value: ir.Value | None) -> ir.Value:
+    """An input that its node always has."""
+    assert value is not None, "the operator requires this input"
+    return value
+
+
+def element_type(value: ir.Value) -> ir.DataType:
+    """The element type of a value that has one, as every value of a trace."""
+    assert value.dtype is not None, f"{value.name} has no type"
+    return value.dtype
+
+
+def constant_of(initializer: ir.Value) -> ir.TensorProtocol:
+    assert initializer.const_value is not None, f"{initializer.name} is not an initializer"
+    return initializer.const_value
+
+
 def is_constant(value: ir.Value | None) -> bool:
     """Whether `value` depends only on initializers."""
     if value is None or value.is_graph_input():

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering.layers import AttentionLayer
 from topw_deploy.export.lowering.standard_attention import attend
-from topw_deploy.export.lowering.static_cache import StaticCache
+from topw_deploy.export.lowering.states import StaticStates
 from topw_deploy.export.lowering.visibility import Masks, Positions, lowest
 
 LATENT_OPSET = 24  # the first with TensorScatter
@@ -26,7 +26,7 @@ class AttendedKeys:
     total: int32 [1], on the host.
     """
 
-    def __init__(self, editor: GraphEditor, cache: StaticCache, total: ir.Value) -> None:
+    def __init__(self, editor: GraphEditor, cache: StaticStates, total: ir.Value) -> None:
         self._editor, self._cache, self._total = editor, cache, total
         self._positions = Positions(editor, self._both)
         self._biases: dict[tuple[ir.Value | None, int], ir.Value] = {}
@@ -54,8 +54,7 @@ class AttendedKeys:
         attend(self._editor, layer, used, self._masks.of(layer))
 
     def _chunked(self, layer: AttentionLayer, bias: ir.Value | None) -> ir.Value:
-        constant, dtype = self._editor.constant, layer.query.dtype
-        assert dtype is not None
+        constant, dtype = self._editor.constant, layer.dtype
         (inside,) = self._positions.limits(replace(layer, window=0))  # the operator applies windows
         shown = constant(dtype.numpy().type(0)) if bias is None else bias
         return self._editor.op("Where", [inside, shown, constant(lowest(dtype))], dtype=dtype)
@@ -73,10 +72,10 @@ class AttendedKeys:
         return op("Unsqueeze", [self._cache.positions(), constant(np.array([1, 3]))]), keys
 
 
-def lower_latent(editor: GraphEditor, layer: AttentionLayer, cache: StaticCache, keys: AttendedKeys) -> ir.Value:
+def lower_latent(editor: GraphEditor, layer: AttentionLayer, cache: StaticStates, keys: AttendedKeys) -> ir.Value:
     """Replace the marker of a latent layer. Returns its state after the call."""
     (state,) = layer.states
-    present = editor.op("TensorScatter", [cache.states.past(state), layer.new_key, cache.write_indices], axis=2)
+    present = editor.op("TensorScatter", [cache.past(state), layer.new_key, cache.write_indices], axis=2)
     keys.attend(layer, [present])
-    cache.states.present(state, present)
+    cache.present(state, present)
     return present

@@ -52,8 +52,8 @@ class ChunkedRecurrences:
             )
         ready = prepared(self._editor, layer, self._real)
         past = self._begun(past)
-        if layer.value_dim == 1 and layer.beta is None and layer.decay is not None:
-            output, present = _Scan(self._editor, ready).build(past)
+        if layer.value_dim == 1 and layer.beta is None and ready.decay is not None:
+            output, present = _Scan(self._editor, ready, ready.decay).build(past)
         else:
             output, present = _Quadratic(self._editor, ready, self.masks()).build(past)
         return like_the_marker(self._editor, layer, output), present
@@ -95,7 +95,7 @@ class ChunkedRecurrences:
 
 @dataclass(frozen=True)
 class _Masks:
-    """Float32 matrices over the call's columns, 1 where
+    """Float32 matrices over pairs (t, s) of the call's columns: 1 where the condition holds, else 0.
 
     lower, strict, upper, identity: t >= s, t > s, t < s, t == s.
     pairs: per level, t is in an odd block of 2**level columns and s in the block before it.
@@ -267,8 +267,8 @@ class _Quadratic:
 class _Scan:
     """h_t = a_t h_(t-1) + b_t for every element of the state; each level doubles the number of columns summed."""
 
-    def __init__(self, editor: GraphEditor, layer: RecurrenceLayer) -> None:
-        self._editor, self._layer = editor, layer
+    def __init__(self, editor: GraphEditor, layer: RecurrenceLayer, decay: ir.Value) -> None:
+        self._editor, self._layer, self._decay = editor, layer, decay
         self._grouped = _Grouped(editor, layer)
 
     def build(self, past: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -276,8 +276,7 @@ class _Scan:
         split = self._grouped.split
         key = split(layer.key, layer.key_heads, layer.key_dim)
         total = op("Mul", [key, split(layer.value, layer.heads, 1)])  # b, [batch, sequence, groups, members, key_dim]
-        assert layer.decay is not None
-        factor = op("Exp", [split(layer.decay, layer.heads, layer.key_dim if layer.decays_per_key else 1)])
+        factor = op("Exp", [split(self._decay, layer.heads, layer.key_dim if layer.decays_per_key else 1)])
         for level in range(_LEVELS):
             total = op("Add", [op("Mul", [factor, self._earlier(total, 1 << level, 0.0)]), total])
             factor = op("Mul", [factor, self._earlier(factor, 1 << level, 1.0)])

@@ -40,7 +40,7 @@ class ConvolutionLayer:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Without the batch."""
+        """The shape of a row's state."""
         return (self.channels, self.kernel - 1)
 
     @staticmethod
@@ -76,7 +76,7 @@ class HistoryLayer:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Without the batch."""
+        """The shape of a row's state."""
         return (self.channels, self.columns)
 
     @staticmethod

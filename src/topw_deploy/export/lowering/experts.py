@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.graph.editor import ROUTER, GraphEditor, fixed_size
+from topw_deploy.export.graph.editor import ROUTER, GraphEditor, fixed_size, required
 from topw_deploy.export.graph.lazy_weight import LazyWeight
 from topw_deploy.export.lowering import experts_operator
 from topw_deploy.export.lowering.experts_blocks import ExpertBlocks, experts_of
@@ -60,31 +60,26 @@ class _Lowering:
             self._model.opset_imports[experts_operator.DOMAIN] = 1
             return experts_operator.experts_of(self.editor, marker, [stack for stack in stacks if stack is not None])
         flat = self.editor.op("Reshape", [marker.inputs[1], self.editor.constant([-1])])
-        blocks = self._blocks_of(marker.inputs[1], flat, fixed_size(_given(matrices[0]), 0))
+        blocks = self._blocks_of(marker.inputs[1], flat, fixed_size(required(matrices[0]), 0))
         return experts_of(
             self.editor, marker, blocks, [self._value(*pair) for pair in zip(matrices, stacks, strict=True)]
         )
 
     def _product(self, marker: ir.Node) -> ir.Value:
         rows, ids, weight, bias = [*marker.inputs, None][:4]
-        blocks = self._blocks_of(ids, ids, fixed_size(_given(weight), 0))
-        found = blocks.product(blocks.columns(_given(rows)), self._value(weight, stored_stack(weight)), bias)
-        return blocks.rows(found, fixed_size(_given(weight), 1))
+        blocks = self._blocks_of(ids, ids, fixed_size(required(weight), 0))
+        found = blocks.product(blocks.columns(required(rows)), self._value(weight, stored_stack(weight)), bias)
+        return blocks.rows(found, fixed_size(required(weight), 1))
 
     def _blocks_of(self, key: ir.Value | None, ids: ir.Value | None, experts: int) -> ExpertBlocks:
-        """Shared by products with the same ids."""
+        """The blocks of `ids`, made once for products with the same `key`."""
         if id(key) not in self._blocks:
-            self._blocks[id(key)] = ExpertBlocks(self.editor, _given(ids), experts)
+            self._blocks[id(key)] = ExpertBlocks(self.editor, required(ids), experts)
         return self._blocks[id(key)]
 
     def _value(self, value: ir.Value | None, stack: LazyWeight | None) -> ir.Value:
         """The weight [E, N, K], stored in this order where possible, so that no call rearranges it."""
-        return _given(value) if stack is None else stored_value(self.editor, _given(value), stack)
-
-
-def _given(value: ir.Value | None) -> ir.Value:
-    assert value is not None, "an input of a marker"
-    return value
+        return required(value) if stack is None else stored_value(self.editor, required(value), stack)
 
 
 def _mark_router(marker: ir.Node) -> None:

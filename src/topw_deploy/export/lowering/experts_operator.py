@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, fixed_size
+from topw_deploy.export.graph.editor import GraphEditor, fixed_size, required
 from topw_deploy.export.graph.lazy_weight import LazyWeight
 from topw_deploy.export.lowering.experts_weights import interleaved, stored_stack, stored_value
 from topw_deploy.export.trace.experts import GATED
@@ -58,7 +58,7 @@ def refusal(marker: ir.Node, stacks: list[LazyWeight | None], *, quantised: bool
 def experts_of(editor: GraphEditor, marker: ir.Node, stacks: list[LazyWeight]) -> ir.Value:
     """The output of an `Experts` marker, [tokens, D]; stacks: [E, N, D] and [E, D, I]. `refusal` must be None."""
     op, constant = editor.op, editor.constant
-    hidden, ids, weights = (_given(value) for value in marker.inputs[:3])
+    hidden, ids, weights = (required(value) for value in marker.inputs[:3])
     experts, count = int(stacks[0].shape[0]), fixed_size(ids, 1)
     chosen = op("Equal", [op("Unsqueeze", [ids, constant(np.array([2]))]), constant(np.arange(experts))])
     if hidden.dtype == ir.DataType.FLOAT and is_positive(weights):
@@ -128,8 +128,3 @@ def _kept(
     if value is None or stack is None:
         return None
     return stored_value(editor, value, interleaved(stack) if interleave else stack)
-
-
-def _given(value: ir.Value | None) -> ir.Value:
-    assert value is not None, "an input of a marker"
-    return value

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor, constant_integer, is_op
-from topw_deploy.export.graph.lazy_weight import LazyWeight
+from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
 
 _Change = Callable[[np.ndarray], np.ndarray]
 
@@ -87,14 +88,12 @@ def _split(stack: LazyWeight, shape: list[int]) -> LazyWeight | None:
     experts, rows, columns = shape
     if _sizes(stack) != (experts * rows, columns):
         return None
-    source = stack.read
 
-    def read(index: slice) -> np.ndarray:
-        assert source is not None
+    def read(source: Read, index: slice) -> np.ndarray:
         start, stop, _ = index.indices(experts)
         return source(slice(start * rows, stop * rows)).reshape(-1, rows, columns)
 
-    kept = read if source is not None else None
+    kept = partial(read, stack.read) if stack.read is not None else None
     return _derived(stack, (experts, rows, columns), lambda whole: whole.reshape(experts, rows, columns), kept, "split")
 
 

@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor, fixed_size
 from topw_deploy.export.lowering.attended_keys import LATENT_OPSET, AttendedKeys, lower_latent
 from topw_deploy.export.lowering.fused_projections import fuse_qkv
 from topw_deploy.export.lowering.heads import merge_heads
-from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
+from topw_deploy.export.lowering.layers import HALF, AttentionLayer, attention_layers
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.norms import fuse_skip_norms
 from topw_deploy.export.lowering.rotary_tables import RotaryTable, RotaryTables
-from topw_deploy.export.lowering.static_cache import StaticCache
+from topw_deploy.export.lowering.states import StaticStates
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
@@ -35,7 +35,7 @@ PREFIX = "topw.attention"
 DOMAIN = "com.microsoft"
 OPERATOR = "GroupQueryAttention"
 WINDOW_CACHE_SINCE = "1.29"  # onnxruntime
-_DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_DTYPES = (ir.DataType.FLOAT, *HALF)
 
 
 def refusal(decoder: TracedDecoder) -> str | None:
@@ -43,8 +43,8 @@ def refusal(decoder: TracedDecoder) -> str | None:
     for layer in attention_layers(decoder):
         if layer.heads % layer.kv_heads:
             return f"layer {layer.index} has {layer.heads} query heads, no multiple of {layer.kv_heads} key heads"
-        if layer.query.dtype not in _DTYPES:
-            return f"layer {layer.index} computes in {layer.query.dtype}, which the operator does not support"
+        if layer.dtype not in _DTYPES:
+            return f"layer {layer.index} computes in {layer.dtype}, which the operator does not support"
     return None
 
 
@@ -56,10 +56,10 @@ def lower(decoder: TracedDecoder, context_length: int, *, window_cache: bool = T
     """
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
-    cache = StaticCache(editor)
+    cache = StaticStates(editor)
     presents: dict[int, list[ir.Value]] = {}
     if layers:
-        last_slots = _last_slots(editor, cache, half=layers[0].query.dtype != ir.DataType.FLOAT)
+        last_slots = _last_slots(editor, cache, half=layers[0].dtype in HALF)
         lengths = (last_slots, cache.host_length())
         tables = RotaryTables(editor, decoder, context_length)
         operands = _Operands(editor, cache, lengths, tables, AttendedKeys(editor, cache, lengths[1]))
@@ -70,13 +70,13 @@ def lower(decoder: TracedDecoder, context_length: int, *, window_cache: bool = T
             else:
                 _borrow(operands, layer, presents[layer.source])
     if has_mixers(decoder):
-        lower_mixers(editor, decoder, cache.states, Padding.of_static_cache(editor, cache), contrib=True)
+        lower_mixers(editor, decoder, cache, Padding.of_static_cache(editor, cache), contrib=True)
     model.opset_imports[DOMAIN] = 1
     if any(layer.latent for layer in layers):
         model.opset_imports[""] = max(LATENT_OPSET, model.opset_imports[""])
     cache.finish(model)
     fuse_skip_norms(model)
-    return cache.states.found
+    return cache.found
 
 
 def _kept(layer: AttentionLayer, context_length: int) -> int:
@@ -90,13 +90,13 @@ class _Operands:
     """What all layers share. lengths: seqlens_k and total_sequence_length."""
 
     editor: GraphEditor
-    cache: StaticCache
+    cache: StaticStates
     lengths: tuple[ir.Value, ir.Value]
     tables: RotaryTables
     keys: AttendedKeys
 
 
-def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Value:
+def _last_slots(editor: GraphEditor, cache: StaticStates, *, half: bool) -> ir.Value:
     """The operator's seqlens_k, int32 [batch].
 
     half: avoid adding the column count, which is on the host and would be copied to CUDA; take the last element of a
@@ -130,11 +130,11 @@ def _keep(operands: _Operands, layer: AttentionLayer) -> list[ir.Value]:
         fused = fuse_qkv(editor, parts)
         projections = parts if fused is None else (fused, None, None)
     states = replace(layer, head_dim=width, value_dim=width).states
-    pasts = [cache.states.past(state) for state in states]
+    pasts = [cache.past(state) for state in states]
     output, *presents = _attend(operands, layer, [*projections, *pasts], 3, table)
     _replace_output(editor, layer, output, width)
     for state, present in zip(states, presents, strict=True):
-        cache.states.present(state, present)
+        cache.present(state, present)
     return presents
 
 
@@ -212,8 +212,7 @@ def operator_width(layer: AttentionLayer) -> int:
 def pad_heads(editor: GraphEditor, merged: ir.Value, heads: int, width: int) -> ir.Value:
     """[batch, sequence, heads * dim] -> [batch, sequence, heads * width]."""
     op, constant = editor.op, editor.constant
-    assert merged.shape is not None
-    dim = int(merged.shape[-1]) // heads
+    dim = fixed_size(merged, 2) // heads
     if dim == width:
         return merged
     separate = op("Reshape", [merged, constant(np.array([0, 0, heads, dim]))])

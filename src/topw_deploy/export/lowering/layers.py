@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import fixed_size
-from topw_deploy.export.lowering.states import dtype_name
+from topw_deploy.export.graph.editor import element_type, fixed_size
 from topw_deploy.export.trace.marker import marker_nodes
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State, key_value_states
+
+HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class AttentionLayer:
         return self.index if self.source is None else self.source
 
     @property
+    def dtype(self) -> ir.DataType:
+        """The type in which it computes."""
+        return element_type(self.query)
+
+    @property
     def sink(self) -> ir.Value | None:
         """Additional scores [heads] in the softmax, which select no value."""
         return _input(self.marker, 3)
@@ -71,7 +77,7 @@ class AttentionLayer:
     @property
     def states(self) -> tuple[State, ...]:
         """Keys and values of all tokens, in one state if latent."""
-        dtype = dtype_name(self.new_key)
+        dtype = element_type(self.new_key).name.lower()
         if self.latent:
             return (
                 State(

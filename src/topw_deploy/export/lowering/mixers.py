@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, required_input
+from topw_deploy.export.graph.editor import GraphEditor, element_type, required_input
 from topw_deploy.export.lowering.chunked_recurrence import CHUNK, ChunkedRecurrences
 from topw_deploy.export.lowering.convolution import CONTRIB_DOMAIN, ConvolutionLayer, Convolutions, HistoryLayer
 from topw_deploy.export.lowering.recurrence import RecurrenceLayer, linear_attention
-from topw_deploy.export.lowering.states import States, dtype_name
-from topw_deploy.export.lowering.static_cache import StaticCache
+from topw_deploy.export.lowering.states import States, StaticStates
 from topw_deploy.export.trace.marker import MARKER_DOMAIN
 from topw_deploy.export.trace.mixer_markers import CONVOLUTION, HISTORY, RECURRENCE
 from topw_deploy.export.trace.trace import TracedDecoder
@@ -36,7 +35,7 @@ class Padding:
     started: ir.Value | None = None
 
     @staticmethod
-    def of_static_cache(editor: GraphEditor, cache: StaticCache) -> Padding:
+    def of_static_cache(editor: GraphEditor, cache: StaticStates) -> Padding:
         op, constant = editor.op, editor.constant
         columns = op("Range", [constant(np.int64(0)), op("Squeeze", [cache.sequence]), constant(np.int64(1))])
         lengths = op("Unsqueeze", [cache.row_lengths, constant(np.array([1]))])
@@ -79,11 +78,11 @@ def lower_mixers(
         layer: ConvolutionLayer | HistoryLayer | RecurrenceLayer
         if marker.op_type == CONVOLUTION:
             layer = ConvolutionLayer.of(marker)
-            state = _state(layer, dtype_name(layer.x))
+            state = _state(layer, element_type(layer.x).name.lower())
             output, present = convolutions.build(layer, states.past(state))
         elif marker.op_type == HISTORY:
             layer = HistoryLayer.of(marker)
-            state = _state(layer, dtype_name(layer.x))
+            state = _state(layer, element_type(layer.x).name.lower())
             output, present = convolutions.history(layer, states.past(state))
         else:
             layer = RecurrenceLayer.of(marker)

@@ -50,7 +50,7 @@ class RecurrenceLayer:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Without the batch."""
+        """The shape of a row's state."""
         return (self.heads, self.key_dim, self.value_dim)
 
     @staticmethod

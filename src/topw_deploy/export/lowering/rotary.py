@@ -28,8 +28,7 @@ from topw_deploy.export.graph.editor import (
     producer,
     rewrite_each,
 )
-
-_HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+from topw_deploy.export.lowering.layers import HALF
 
 
 def fuse_rotary(model: ir.Model) -> int:
@@ -92,7 +91,7 @@ def _narrow(narrowed: dict[ir.Value, ir.Value], editor: GraphEditor, back: ir.No
     rotary = rotary_producer(back.inputs[0])
     wide = producer(rotary.inputs[0] if rotary else None, "Cast")
     x = wide.inputs[0] if wide is not None else None
-    if rotary is None or x is None or x.dtype not in _HALF or x.dtype != back.outputs[0].dtype:
+    if rotary is None or x is None or x.dtype not in HALF or x.dtype != back.outputs[0].dtype:
         return False
     tables = rotary.inputs[1:]
     for table in tables:

@@ -18,7 +18,7 @@ from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.rotary import rotary_kind
 from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
-from topw_deploy.export.lowering.static_cache import StaticCache
+from topw_deploy.export.lowering.states import StaticStates
 from topw_deploy.export.lowering.visibility import Masks, Positions
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
@@ -36,28 +36,28 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
     """
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
-    cache = StaticCache(editor, max_length or "max_length")
+    cache = StaticStates(editor, max_length or "max_length")
     masks: Masks | None = None
     presents: dict[int, list[ir.Value]] = {}
     for layer in (_fuse_heads(editor, layer) for layer in layers):
         if layer.source is None:
-            pasts = [cache.states.past(state) for state in layer.states]
+            pasts = [cache.past(state) for state in layer.states]
             masks = masks or _masks(editor, cache, pasts[0])
             presents[layer.index] = [
                 editor.op("TensorScatter", [past, new, cache.write_indices], axis=2)
                 for past, new in zip(pasts, layer.news, strict=True)
             ]
             for state, present in zip(layer.states, presents[layer.index], strict=True):
-                cache.states.present(state, present)
+                cache.present(state, present)
         assert masks is not None, "the first layer has states"
         # A fixed length means TensorRT. onnxruntime processes prompts faster with the operator.
         decomposed = max_length is not None and not tensorrt_fuses(layer)
         attend(editor, layer, presents[layer.owner], masks.of(layer), decomposed=decomposed)
     if has_mixers(decoder):
-        lower_mixers(editor, decoder, cache.states, Padding.of_static_cache(editor, cache), contrib=False)
+        lower_mixers(editor, decoder, cache, Padding.of_static_cache(editor, cache), contrib=False)
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
     cache.finish(model)
-    return cache.states.found
+    return cache.found
 
 
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
@@ -113,7 +113,7 @@ def _rotate_alike(query: MergedHeads, key: MergedHeads) -> bool:
     return same and rotary_kind(first) == rotary_kind(second)
 
 
-def _masks(editor: GraphEditor, cache: StaticCache, past_key: ir.Value) -> Masks:
+def _masks(editor: GraphEditor, cache: StaticStates, past_key: ir.Value) -> Masks:
     """bool [batch, 1, sequence, slots]."""
     op, constant = editor.op, editor.constant
     length = op("Squeeze", [op("Shape", [past_key], start=2, end=3)])

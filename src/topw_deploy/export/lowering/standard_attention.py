@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.lowering.layers import AttentionLayer
+from topw_deploy.export.lowering.layers import HALF, AttentionLayer
 from topw_deploy.export.lowering.visibility import lowest
 
 
@@ -44,7 +44,7 @@ def attend(
 
 def tensorrt_fuses(layer: AttentionLayer) -> bool:
     """Whether TensorRT can fuse attention over such heads (tested with TensorRT-RTX 1.7.1). If not, it fails."""
-    half = layer.query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    half = layer.dtype in HALF
     return half and layer.head_dim == layer.value_dim and layer.head_dim in range(16, 257, 8)
 
 
@@ -55,7 +55,7 @@ def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
     support a scale.
     """
     query, scale = layer.query, layer.scale
-    if query.dtype == ir.DataType.FLOAT:
+    if layer.dtype == ir.DataType.FLOAT:
         query, scale = _scaled(editor, query, scale), 1.0
     return editor.op("Attention", [query, keys, values, mask], scale=scale, dtype=layer.output.dtype)
 
@@ -68,7 +68,7 @@ def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
     """
     op, constant = editor.op, editor.constant
     query, cap = _scaled(editor, layer.query, layer.scale / (layer.softcap or 1.0)), layer.softcap
-    number = _scalar_type(query.dtype)
+    number = _scalar_type(layer.dtype)
     # The query heads that share a key head become rows of one matrix, so that keys and values are not repeated.
     grouped = op("Reshape", [query, constant(np.array([0, layer.kv_heads, -1, layer.head_dim]))])
     scores = op("MatMul", [grouped, op("Transpose", [keys], perm=[0, 1, 3, 2])])
@@ -76,7 +76,7 @@ def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
         scores = op("Mul", [op("Tanh", [scores]), constant(number(cap))])
     scores = op("Reshape", [scores, constant(np.array([0, layer.heads, -1, 0]))])  # [batch, heads, sequence, tokens]
     if mask.dtype == ir.DataType.BOOL:
-        scores = op("Where", [mask, scores, constant(lowest(query.dtype))])
+        scores = op("Where", [mask, scores, constant(lowest(layer.dtype))])
     else:
         scores = op("Add", [scores, mask])
     weights = _softmax(editor, scores, layer.sink)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor, find_input, required_input
+from topw_deploy.export.trace.marker import MARKER_DOMAIN
 from topw_deploy.manifest import State
 
 
@@ -36,7 +39,56 @@ class States:
         return ["batch_size", *(tokens if size == 0 else size for size in state.shape)]
 
 
-def dtype_name(value: ir.Value) -> str:
-    """The manifest's name of the element type of `value`."""
-    assert value.dtype is not None, "the tracer gives every value a type"
-    return value.dtype.name.lower()
+class StaticStates(States):
+    """States that are written in place. Adds inputs write_indices and row_lengths, int64 [batch].
+
+    Each row fills its buffer from slot 0. `write_indices` is the row's length before a call, `row_lengths` the number
+    of the call's columns before the padding. The next call overwrites padded columns before any query sees them.
+
+    slots: tokens of a state that holds the whole sequence; a number for NVIDIA's parser.
+    sequence: number of columns, int64 [1].
+    total: row lengths after this call, padded columns included, int64 [batch].
+    """
+
+    def __init__(self, editor: GraphEditor, slots: int | str = "max_length") -> None:
+        super().__init__(editor, slots, slots)
+        self._ids = required_input(editor.graph, "input_ids")
+        self.write_indices, self.row_lengths = (
+            ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["batch_size"]))
+            for name in ("write_indices", "row_lengths")
+        )
+        editor.graph.inputs.insert(1, self.write_indices)
+        editor.graph.inputs.insert(2, self.row_lengths)
+        self.sequence = editor.op("Shape", [self._ids], start=1, end=2)
+        self.total = editor.op("Add", [self.write_indices, self.sequence])
+        self._positions: ir.Value | None = None
+
+    def host_length(self) -> ir.Value:
+        """Add total_sequence_length, int32 [1], read on the host."""
+        value = ir.Value(name="total_sequence_length", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([1]))
+        self._editor.graph.inputs.insert(3, value)
+        return value
+
+    def positions(self) -> ir.Value:
+        """Positions, int64 [batch, sequence]. Padded columns repeat the last position, to stay inside tables."""
+        if self._positions is None:
+            op, constant = self._editor.op, self._editor.constant
+            count = op("Squeeze", [self.sequence])
+            columns = op("Range", [constant(np.int64(0)), count, constant(np.int64(1))])  # [sequence]
+            last = op("Sub", [self.row_lengths, constant(np.array([1]))])
+            column = op("Min", [columns, op("Unsqueeze", [last, constant(np.array([1]))])])
+            start = op("Unsqueeze", [self.write_indices, constant(np.array([1]))])
+            shape = ["batch_size", "sequence_length"]
+            self._positions = op("Add", [start, column], dtype=ir.DataType.INT64, shape=shape)
+        return self._positions
+
+    def finish(self, model: ir.Model) -> None:
+        """Remove markers and position_ids."""
+        model.opset_imports.pop(MARKER_DOMAIN, None)
+        RemoveUnusedNodesPass()(model)
+        given = find_input(model.graph, "position_ids")
+        if given is not None:  # some models read none
+            for node, place in list(given.uses()):
+                node.replace_input_with(place, self._ids if node.op_type == "Shape" else self.positions())
+            model.graph.inputs.remove(given)
+        self._editor.finish()

@@ -67,29 +67,29 @@ class Positions:
             place = op("Cast", [op("Min", [distance, constant(np.int64(extent - 1))])], to=ir.DataType.INT32)
             self._places[key] = op("Expand", [place, constant(np.array([1, layer.heads, 1, 1]))])
         bias = op("GatherElements", [relative, self._places[key]], axis=3, dtype=relative.dtype)
-        return self._cast(bias, layer.query.dtype)
+        return self._cast(bias, layer.dtype)
 
     def _alibi(self, layer: AttentionLayer, slopes: ir.Value) -> ir.Value:
         rounded = slopes.dtype == ir.DataType.BFLOAT16
-        key = (_identity(slopes), layer.query.dtype, layer.scale if rounded else None)
+        key = (_identity(slopes), layer.dtype, layer.scale if rounded else None)
         if key not in self._biases:
-            bias = self._rounded_alibi(layer) if rounded else self._exact_alibi(layer)
-            self._biases[key] = self._cast(bias, layer.query.dtype)
+            bias = self._rounded_alibi(layer, slopes) if rounded else self._exact_alibi(layer, slopes)
+            self._biases[key] = self._cast(bias, layer.dtype)
         return self._biases[key]
 
-    def _exact_alibi(self, layer: AttentionLayer) -> ir.Value:
+    def _exact_alibi(self, layer: AttentionLayer, slopes: ir.Value) -> ir.Value:
         op, constant = self._editor.op, self._editor.constant
         if self._distance is None:
             queries, keys = self.both()
             self._distance = self._cast(op("Sub", [keys, queries]), ir.DataType.FLOAT)
-        slopes = op("Reshape", [layer.slopes, constant(np.array([1, layer.heads, 1, 1]))])
+        slopes = op("Reshape", [slopes, constant(np.array([1, layer.heads, 1, 1]))])
         return op("Mul", [self._distance, slopes])
 
-    def _rounded_alibi(self, layer: AttentionLayer) -> ir.Value:
+    def _rounded_alibi(self, layer: AttentionLayer, slopes: ir.Value) -> ir.Value:
         """Falcon's bias: slopes, the keys' positions and their products in bfloat16, then scaled as the scores are."""
         op, constant = self._editor.op, self._editor.constant
         _, keys = self.both()
-        slopes = self._cast(layer.slopes, ir.DataType.FLOAT)
+        slopes = self._cast(slopes, ir.DataType.FLOAT)
         slopes = op("Reshape", [slopes, constant(np.array([1, layer.heads, 1, 1]))])
         product = op("Mul", [self._rounded(self._cast(keys, ir.DataType.FLOAT)), slopes])
         return op("Mul", [self._rounded(product), constant(np.float32(layer.scale))])
@@ -97,9 +97,7 @@ class Positions:
     def _rounded(self, value: ir.Value) -> ir.Value:
         return self._cast(self._cast(value, ir.DataType.BFLOAT16), ir.DataType.FLOAT)
 
-    def _cast(self, value: ir.Value | None, dtype: ir.DataType | None) -> ir.Value:
-        assert value is not None
-        assert dtype is not None
+    def _cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         return value if value.dtype == dtype else self._editor.op("Cast", [value], to=dtype, dtype=dtype)
 
 
@@ -125,7 +123,7 @@ class Masks:
         if bias is None:
             return mask
         if (mask, bias) not in self._biased:
-            hidden = self._editor.constant(lowest(layer.query.dtype))
+            hidden = self._editor.constant(lowest(layer.dtype))
             self._biased[mask, bias] = self._editor.op("Where", [mask, bias, hidden], dtype=bias.dtype)
         return self._biased[mask, bias]
 
@@ -149,9 +147,8 @@ class Masks:
         return op("Reshape", [pairs, shape], dtype=ir.DataType.BOOL)
 
 
-def lowest(dtype: ir.DataType | None) -> np.generic:
+def lowest(dtype: ir.DataType) -> np.generic:
     """The lowest finite number of `dtype`: with -inf, a row whose keys are all hidden would become NaN."""
-    assert dtype is not None
     number = dtype.numpy().type
     found: np.generic = number(ml_dtypes.finfo(number).min)
     return found

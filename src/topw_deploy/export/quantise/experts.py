@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.lazy_weight import LazyWeight
+from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
 from topw_deploy.export.quantise.products import stored_tensor
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.stored_rows import Origin, StoredRows
@@ -55,7 +56,7 @@ def find_experts(graph: ir.Graph) -> list[ExpertWeight]:
 
 
 def least_onnxruntime(graph: ir.Graph) -> str:
-    """The first onnxruntime that runs the experts of `graph`, "" for any."""
+    """The first onnxruntime version that runs the experts of `graph`, "" for any."""
     nodes = [node for node in graph if (node.domain, node.op_type) == (DOMAIN, OPERATOR)]
     leveled = any("accuracy_level" in node.attributes for node in nodes)
     return (_LEVELS_SINCE if leveled else _SINCE) if nodes else ""
@@ -76,22 +77,22 @@ def _weights(graph: ir.Graph) -> Iterator[ExpertWeight]:
 
 
 def keeps_codes(origin: Origin) -> bool:
-    """Whether experts can take a packed checkpoint's codes: QMoE reads the zero points of one block as rows'."""
+    """Whether experts can take a quantised checkpoint's codes: QMoE reads the zero points of one block as rows'."""
     return origin.order is None and (origin.shape.symmetric or origin.shape.blocks > 1)
 
 
 class ExpertsReplacer:
     """Replaces nodes of experts by quantised ones.
 
-    kept: nodes that keep a packed checkpoint's codes.
+    kept: nodes that keep a quantised checkpoint's codes.
     """
 
     def __init__(
-        self, editor: GraphEditor, scheme: Quantisation, packed: StoredRows | None, recent: RecentBlocks
+        self, editor: GraphEditor, scheme: Quantisation, stored: StoredRows | None, recent: RecentBlocks
     ) -> None:
         self.kept = 0
         self.scale_names: set[str | None] = set()
-        self._editor, self._scheme, self._packed, self._recent = editor, scheme, packed, recent
+        self._editor, self._scheme, self._stored_rows, self._recent = editor, scheme, stored, recent
 
     def replace(self, weights: Iterable[ExpertWeight]) -> int:
         """Replace nodes all of whose matrices are in `weights`. Returns the number of nodes.
@@ -124,11 +125,11 @@ class ExpertsReplacer:
         )
 
     def _kept(self, found: list[ExpertWeight]) -> list[QuantisedWeight] | None:
-        """A packed checkpoint's own codes, if one node can take them."""
-        packed = self._packed
-        if packed is None or any(weight.tensor.dtype != ir.DataType.FLOAT for weight in found):
+        """The checkpoint's own codes, if one node can take them."""
+        stored = self._stored_rows
+        if stored is None or any(weight.tensor.dtype != ir.DataType.FLOAT for weight in found):
             return None
-        origins = [packed.origin(_rows(weight).numpy()) for weight in found]
+        origins = [stored.origin(_rows(weight).numpy()) for weight in found]
         shapes = [origin.shape for origin in origins if origin is not None and keeps_codes(origin)]
         if len(shapes) < len(found) or len({(shape.bits, shape.block_size) for shape in shapes}) > 1:
             return None
@@ -137,7 +138,7 @@ class ExpertsReplacer:
             QuantisedWeight(
                 origin.shape,
                 ir.DataType.FLOAT,
-                lambda origin=origin: packed.blocks(origin),  # type: ignore[misc]
+                lambda origin=origin: stored.blocks(origin),  # type: ignore[misc]
                 self._recent,
                 experts=weight.sizes[0],
             )
@@ -190,18 +191,16 @@ def _rows(weight: ExpertWeight) -> LazyWeight:
     """[E * N, K], read in whole experts."""
     experts, outputs, inputs = weight.sizes
     tensor = weight.tensor
-    source = tensor.read if isinstance(tensor, LazyWeight) else None
 
     def whole() -> ir.TensorProtocol:
         return ir.Tensor(tensor.numpy().reshape(-1, inputs), dtype=tensor.dtype)
 
-    def read(index: slice) -> np.ndarray:
-        assert source is not None
+    def read(source: Read, index: slice) -> np.ndarray:
         first, last = index.start // outputs, math.ceil(index.stop / outputs)
         part = source(slice(first, last)).reshape(-1, inputs)
         return np.asarray(part[index.start - first * outputs : index.stop - first * outputs])
 
-    kept = read if source is not None else None
+    kept = partial(read, tensor.read) if isinstance(tensor, LazyWeight) and tensor.read is not None else None
     return LazyWeight((id(tensor), "rows"), tensor.dtype, (experts * outputs, inputs), whole, kept, weight.value.name)
 
 

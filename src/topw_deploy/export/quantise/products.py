@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+"""Element types of weights that are quantised."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def find_products(graph: ir.Graph) -> list[Product]:
 def stored_tensor(value: ir.Value | None, rank: int) -> ir.TensorProtocol | None:
     """A float initializer's tensor of `rank` dimensions, else None."""
     tensor = value.const_value if value is not None and not value.is_graph_input() else None
-    return tensor if tensor is not None and len(tensor.shape) == rank and tensor.dtype in _FLOATS else None
+    return tensor if tensor is not None and len(tensor.shape) == rank and tensor.dtype in FLOATS else None
 
 
 def _is_product(node: ir.Node) -> bool:

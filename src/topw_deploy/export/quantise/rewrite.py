@@ -26,12 +26,12 @@ _NOTABLE = 0.01  # share of weight bytes; a notice reports more than this left i
 
 
 def quantise(
-    model: ir.Model, scheme: Quantisation, packed: StoredRows | None = None, *, cut: bool = False
+    model: ir.Model, scheme: Quantisation, stored: StoredRows | None = None, *, cut: bool = False
 ) -> list[str]:
     """Quantise `model` in place; returns notices about weights left float.
 
     model: a lowered decoder without sampler.
-    packed: a quantised checkpoint's rows, kept as stored.
+    stored: a quantised checkpoint's rows, kept as stored.
     cut: the model has only its first layers, so exclude patterns need not match.
 
     Raises ParameterError for a pattern of `scheme.exclude` that matches nothing, UnsupportedModelError if there is no
@@ -44,7 +44,7 @@ def quantise(
         found.check_patterns(scheme)
     excluded = found.excluded(scheme)
     named = {value.name for value in graph.initializers.values() if id(value) in excluded}
-    replacer = _Replacer(GraphEditor(graph, "quantised"), scheme, packed)
+    replacer = _Replacer(GraphEditor(graph, "quantised"), scheme, stored)
     table = found.embedding.data[0] if found.embedding is not None else None
     if found.embedding is not None and id(table) not in excluded and not replacer.table(found.embedding):
         excluded.add(id(table))  # for a tied head too
@@ -52,7 +52,7 @@ def quantise(
     for product in found.products:
         if id(product.weight) not in excluded:
             replacer.product(product, scheme.of_table if product is head else scheme)
-    experts = ExpertsReplacer(replacer.editor, scheme, packed, replacer.recent)
+    experts = ExpertsReplacer(replacer.editor, scheme, stored, replacer.recent)
     replaced = experts.replace(weight for weight in found.experts if id(weight.value) not in excluded)
     _check_half_experts(graph)
     if not replacer.replaced and not replaced:
@@ -65,7 +65,7 @@ def quantise(
     routers = {product.weight.name for product in find_products(graph) if _chooses_experts(product)}
     known = named | routers | replacer.scale_names() | experts.scale_names
     notices = _notices(graph, scheme, before, known)
-    if packed is not None:
+    if stored is not None:
         notices.append(
             f"{replacer.kept} of {len(found.products)} products keep the checkpoint's own codes, scales and zero points"
         )
@@ -117,7 +117,7 @@ def _chooses_experts(product: Product) -> bool:
 
 
 def _check_half_experts(graph: ir.Graph) -> None:
-    """Raises ParameterError for float experts in half precision, of which onnxruntime's CPU kernel makes zeros."""
+    """Raises ParameterError for float experts in half precision: onnxruntime's CPU kernel returns zeros for them."""
     for node in graph:
         left = node.inputs[2] if (node.domain, node.op_type) == (DOMAIN, "MoE") else None
         if left is not None and left.dtype != ir.DataType.FLOAT:
@@ -153,9 +153,9 @@ class _Stored:
 
 
 class _Replacer:
-    def __init__(self, editor: GraphEditor, scheme: Quantisation, packed: StoredRows | None) -> None:
+    def __init__(self, editor: GraphEditor, scheme: Quantisation, stored: StoredRows | None) -> None:
         self.editor, self.kept = editor, 0
-        self._scheme, self._packed, self.recent = scheme, packed, RecentBlocks()
+        self._scheme, self._stored_rows, self.recent = scheme, stored, RecentBlocks()
         self._tables: dict[int, _Stored] = {}
         self._stored: dict[int, _Stored] = {}
 
@@ -190,8 +190,8 @@ class _Replacer:
 
     def product(self, product: Product, scheme: Quantisation) -> None:
         origin = self._origin(product)
-        if origin is not None and self._packed is not None:
-            self._keep_codes(product, self._packed, origin)
+        if origin is not None and self._stored_rows is not None:
+            self._keep_codes(product, self._stored_rows, origin)
             return
         weight = product.weight
         table = self._tables.get(id(weight)) if product.by_output else None
@@ -216,12 +216,12 @@ class _Replacer:
         self._replace_product(product, product.data, stored.codes, stored, scheme)
 
     def _origin(self, product: Product) -> Origin | None:
-        if self._packed is None or product.tensor.dtype != ir.DataType.FLOAT:
+        if self._stored_rows is None or product.tensor.dtype != ir.DataType.FLOAT:
             return None
-        return self._packed.origin(np.asarray(rows_of(product.tensor, product.by_output)(0, product.outputs)))
+        return self._stored_rows.origin(np.asarray(rows_of(product.tensor, product.by_output)(0, product.outputs)))
 
-    def _keep_codes(self, product: Product, packed: StoredRows, origin: Origin) -> None:
-        made = QuantisedWeight(origin.shape, ir.DataType.FLOAT, lambda: packed.blocks(origin), self.recent)
+    def _keep_codes(self, product: Product, rows: StoredRows, origin: Origin) -> None:
+        made = QuantisedWeight(origin.shape, ir.DataType.FLOAT, lambda: rows.blocks(origin), self.recent)
         stored = _Stored(self.editor, made, str(product.weight.name), origin.shape.codes)
         data = product.data
         if origin.order is not None and data is not None:  # act-order: a group's inputs are scattered

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, pack_codes
-from topw_deploy.export.source.encoded import PackedMatrix
 from topw_deploy.export.source.quantised import QuantisedCheckpoint
+from topw_deploy.export.source.stored import IntegerMatrix
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 
@@ -32,7 +32,7 @@ class Origin:
 
 
 class StoredRows:
-    """A checkpoint's packed rows, found by their values."""
+    """A checkpoint's rows of integer codes, found by their decoded values."""
 
     def __init__(self, checkpoint: QuantisedCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -99,7 +99,7 @@ def _digest(values: np.ndarray) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(values, dtype=np.float32).tobytes(), digest_size=16).digest()
 
 
-def _order(matrix: PackedMatrix) -> tuple[np.ndarray | None, int | None]:
+def _order(matrix: IntegerMatrix) -> tuple[np.ndarray | None, int | None]:
     counts = np.bincount(matrix.groups, minlength=matrix.scales.shape[1])
     if not (counts == counts[0]).all():
         return None, None

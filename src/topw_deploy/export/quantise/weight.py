@@ -52,7 +52,7 @@ class QuantisedWeight:
     """A weight quantised on demand.
 
     keep: keep the Blocks for another read.
-    experts: outputs are those of so many experts, in an axis of its own in the tensors.
+    experts: the number of experts whose outputs these are; the tensors have an axis for them.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """JSON lines of finished stages, beside the export's files.
 
-The file is append-only, so a crash damages only its last line. Stages are found by a stamp of their inputs. What
-cannot be read ends the journal, and a kept file that cannot be used starts its stage over: neither is an error.
+The file is append-only, so a crash damages only its last line. Stages are found by a stamp of their inputs. The
+journal ends at a line that cannot be read, and a stage whose file cannot be used starts over: neither is an error.
 """
 
 from __future__ import annotations

@@ -131,14 +131,14 @@ def load_unread(
         notices.append(f"all weights were read into memory, because they could not be left in their files: {error}")
     if loaded.composite is None:
         return loaded.model, notices
-    return text_decoder(loaded.composite, loaded.model), [*notices, *_composite_notices(loaded)]
+    decoder = text_decoder(loaded.composite, loaded.model)
+    return decoder, [*notices, *_composite_notices(loaded.composite, loaded.model)]
 
 
-def _composite_notices(loaded: _Loaded) -> list[str]:
-    assert loaded.composite is not None
-    parts = ", ".join(parts_left_out(loaded.composite, loaded.model)) or "nothing"
-    found = [f"only the text decoder of {type(loaded.model).__name__} was exported; left out: {parts}"]
-    if has_rotary_sections(loaded.composite.text):
+def _composite_notices(composite: Composite, model: PreTrainedModel) -> list[str]:
+    parts = ", ".join(parts_left_out(composite, model)) or "nothing"
+    found = [f"only the text decoder of {type(model).__name__} was exported; left out: {parts}"]
+    if has_rotary_sections(composite.text):
         found.append(
             "the rotary sections of this model (M-RoPE) have equal positions in text, so the graph takes one position "
             "a token"
@@ -245,7 +245,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def written_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """`config`, a folder's config.json, as an export has it: of a composite model, the text decoder's alone."""
+    """The config.json of an export of `config`, the source's: only the text decoder's part of a composite model."""
     if not any(name.endswith("_config") and name != "quantization_config" for name in config):
         return config
     with contextlib.suppress(UnsupportedModelError):  # remote code
@@ -260,8 +260,8 @@ def written_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 def context_length(config: Any) -> int:
     """Maximum sequence length; for switching RoPE types, the original one.
 
-    Models that only recur, look back through a window or have no positions, and name no length, have no limit: then
-    _NO_LIMIT.
+    Returns _NO_LIMIT for models that state no length and are recurrent, look back only through a window, or have no
+    positions.
     """
     config = config.get_text_config(decoder=True)
     stated = (getattr(config, name, None) for name in _LENGTHS)

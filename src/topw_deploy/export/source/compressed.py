@@ -20,9 +20,15 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
-from topw_deploy.export.source.encoded import EncodedWeight, IntegerWeight, PackedMatrix, Rows, unpack_words
 from topw_deploy.export.source.scaled import scaled_weights
-from topw_deploy.export.source.stored import StoredTensor
+from topw_deploy.export.source.stored import (
+    EncodedWeight,
+    IntegerMatrix,
+    IntegerWeight,
+    Rows,
+    StoredTensor,
+    unpack_words,
+)
 
 INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 _FORMATS = (*INTEGER_FORMATS, "float-quantized", "mixed-precision", "dense")
@@ -53,14 +59,14 @@ class CompressedWeight(IntegerWeight):
             self._check("zero_point", ("I8", "I32"))
         self._groups = self._read_groups()
 
-    def matrix(self, rows: Rows = slice(None)) -> PackedMatrix:
+    def matrix(self, rows: Rows = slice(None)) -> IntegerMatrix:
         codes = np.asarray(self._parts["codes"].array()[rows])
         if self._packed:
             unpacked = unpack_words(codes, self._bits)[:, : self.shape[1]]
         else:
             unpacked = (codes.astype(np.int16) + 128).astype(np.uint8)
         scales, zeros = self._by_row(self._scales(), rows), self._by_row(self._zeros(), rows)
-        return PackedMatrix(np.ascontiguousarray(unpacked), scales, zeros, self._groups, self._bits)
+        return IntegerMatrix(np.ascontiguousarray(unpacked), scales, zeros, self._groups, self._bits)
 
     @property
     def _group_count(self) -> int:

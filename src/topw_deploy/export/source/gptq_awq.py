@@ -23,8 +23,14 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import SourceError
-from topw_deploy.export.source.encoded import EncodedWeight, IntegerWeight, PackedMatrix, Rows, unpack_words
-from topw_deploy.export.source.stored import StoredTensor
+from topw_deploy.export.source.stored import (
+    EncodedWeight,
+    IntegerMatrix,
+    IntegerWeight,
+    Rows,
+    StoredTensor,
+    unpack_words,
+)
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 """The tensors of a packed layer."""
@@ -46,7 +52,7 @@ class PackedFormat:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> PackedFormat | None:
-        """The packing that a quantization_config states; None if it is not read."""
+        """The packing that a quantization_config states; None for one that this module does not read."""
         method, bits = str(settings.get("quant_method", "")).lower(), settings.get("bits", settings.get("w_bit"))
         version = str(settings.get("version", "gemm")).lower()
         second = str(settings.get("checkpoint_format", "gptq")).lower() == "gptq_v2"
@@ -75,13 +81,13 @@ class PackedWeight(IntegerWeight):
         (rows, columns), per_word = words.shape, 32 // kind.bits
         self.shape = (columns, rows * per_word) if kind.method == "gptq" else (columns * per_word, rows)
 
-    def matrix(self, rows: Rows = slice(None)) -> PackedMatrix:
+    def matrix(self, rows: Rows = slice(None)) -> IntegerMatrix:
         """Decodes the whole layer, because outputs share words."""
         try:
             found = unpack(self._kind, {part: _array(stored) for part, stored in self._parts.items()})
         except SourceError as error:
             raise SourceError(f"{self.name}: {error}") from None
-        return PackedMatrix(found.codes[rows], found.scales[rows], found.zeros[rows], found.groups, found.bits)
+        return IntegerMatrix(found.codes[rows], found.scales[rows], found.zeros[rows], found.groups, found.bits)
 
 
 def packed_weights(stored: Mapping[str, StoredTensor], kind: PackedFormat) -> tuple[dict[str, EncodedWeight], set[str]]:
@@ -94,7 +100,7 @@ def packed_weights(stored: Mapping[str, StoredTensor], kind: PackedFormat) -> tu
     return found, used
 
 
-def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> PackedMatrix:
+def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> IntegerMatrix:
     """Unpack a layer's tensors (keys in PARTS). Raises SourceError for inconsistent sizes or groups."""
     try:
         words, scales = parts["qweight"], parts["scales"].astype(np.float32).T
@@ -112,7 +118,7 @@ def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> PackedMatrix:
             raise ValueError(f"codes {codes.shape}, scales {scales.shape}, zero points {zeros.shape} do not fit")
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
         raise SourceError(f"a {kind.method} layer of the checkpoint is damaged ({error}); fetch it again.") from None
-    return PackedMatrix(np.ascontiguousarray(codes), np.ascontiguousarray(scales), zeros, groups, kind.bits)
+    return IntegerMatrix(np.ascontiguousarray(codes), np.ascontiguousarray(scales), zeros, groups, kind.bits)
 
 
 def _interleaved(words: np.ndarray) -> np.ndarray:

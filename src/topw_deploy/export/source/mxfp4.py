@@ -12,9 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from topw_deploy.errors import SourceError
-from topw_deploy.export.source.encoded import EncodedWeight, Rows
 from topw_deploy.export.source.scaled import power_of_two
-from topw_deploy.export.source.stored import StoredTensor
+from topw_deploy.export.source.stored import EncodedWeight, Rows, StoredTensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _BYTES = 16  # of a block

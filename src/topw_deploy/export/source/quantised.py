@@ -10,12 +10,11 @@ from typing import Any
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
 from topw_deploy.export.source.compressed import check_settings, compressed_weights
-from topw_deploy.export.source.encoded import EncodedWeight, IntegerWeight, PackedMatrix
 from topw_deploy.export.source.gptq_awq import PackedFormat, packed_weights
 from topw_deploy.export.source.mxfp4 import mxfp4_weights
 from topw_deploy.export.source.safetensors_files import stored_tensors
 from topw_deploy.export.source.scaled import scaled_weights
-from topw_deploy.export.source.stored import StoredTensor
+from topw_deploy.export.source.stored import EncodedWeight, IntegerMatrix, IntegerWeight, StoredTensor
 
 _FLOAT8_METHODS = ("fp8", "fbgemm_fp8", "modelopt")
 _READ = (
@@ -68,20 +67,20 @@ class QuantisedCheckpoint:
         kind = quantised_format(folder)
         return cls(folder, kind) if kind is not None else None
 
-    def matrix(self, name: str) -> PackedMatrix:
+    def matrix(self, name: str) -> IntegerMatrix:
         """The codes of an integer weight."""
         weight = self.weights[name]
         assert isinstance(weight, IntegerWeight)
         return weight.matrix()
 
-    def matrices(self) -> Iterator[tuple[str, PackedMatrix]]:
+    def matrices(self) -> Iterator[tuple[str, IntegerMatrix]]:
         """The name and the codes of every integer weight."""
         for name, weight in self.weights.items():
             if isinstance(weight, IntegerWeight):
                 yield name, weight.matrix()
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of all tensors, decoded."""
+        """The shapes of all tensors once decoded."""
         return [*(each.shape for each in self._others.values()), *(each.shape for each in self.weights.values())]
 
     def unread(self) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from topw_deploy.errors import SourceError
-from topw_deploy.export.source.encoded import EncodedWeight, Rows
-from topw_deploy.export.source.stored import NUMPY_TYPES, StoredTensor
+from topw_deploy.export.source.stored import NUMPY_TYPES, EncodedWeight, Rows, StoredTensor
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _SCALE_TYPES = ("F32", "F16", "BF16", "F64")

@@ -32,7 +32,7 @@ _MOST_TIMES, _SPARE = 2, 1 << 20
 def check_counts(folder: Path) -> None:
     """Raises UnsupportedModelError if config.json states more than MOST_PARTS layers, experts or labels.
 
-    A file that cannot be read is left to transformers, which names what is wrong with it.
+    Ignores a file that cannot be read: transformers reports what is wrong with it.
     """
     try:
         config = json.loads(read_bounded(folder / "config.json", _MOST_JSON, follow=True))
@@ -78,7 +78,7 @@ def check_sizes(folder: Path, make: Callable[[], torch.nn.Module], quantised: Qu
 
 
 def _parameters_in(folder: Path, quantised: QuantisedCheckpoint | None) -> int:
-    """Numbers in the weights; at most as many as bytes in files that only transformers can read."""
+    """The number of weights; for files that only transformers can read, their bytes, an upper bound."""
     if quantised is not None:
         return sum(map(math.prod, quantised.shapes()))
     try:

@@ -46,17 +46,19 @@ def _check_archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
-            packed = [record.filename for record in records if record.compress_type != zipfile.ZIP_STORED]
+            compressed = [record.filename for record in records if record.compress_type != zipfile.ZIP_STORED]
             stated = [record for record in records if record.filename.endswith("/byteorder")]
-            # Unpacked, a record can have any size.
-            orders = [archive.read(record) for record in stated if not packed and record.file_size <= _LONGEST_ORDER]
+            # Decompressed, a record can have any size.
+            orders = [
+                archive.read(record) for record in stated if not compressed and record.file_size <= _LONGEST_ORDER
+            ]
     except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
         raise SourceError(
             f"{path} is not a file of PyTorch 1.6 or newer ({one_line(error)}); fetch it again, or save it with a "
             "newer version."
         ) from None
-    if packed or len(orders) < len(stated) or any(order.strip() != b"little" for order in orders):
-        what = f"compressed records ({packed[0]})" if packed else "bytes in big-endian order"
+    if compressed or len(orders) < len(stated) or any(order.strip() != b"little" for order in orders):
+        what = f"compressed records ({compressed[0]})" if compressed else "bytes in big-endian order"
         raise SourceError(f"{path} has {what}; load and save it with PyTorch.")
 
 

@@ -14,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.trace.latent import LATENTS, is_smaller, mark_latent
 from topw_deploy.export.trace.marker import mark_attention
-from topw_deploy.export.trace.masks import Masks
+from topw_deploy.export.trace.masks import MaskPlaceholders
 from topw_deploy.export.trace.own_attention import adapted
 from topw_deploy.export.trace.relative import BIASES, with_sinks
 from topw_deploy.export.trace.sparse import SELECTIONS
@@ -36,7 +36,7 @@ _HARMLESS = {
 @contextlib.contextmanager
 def marked(model: PreTrainedModel) -> Iterator[None]:
     """Trace attention of `model` as markers inside the block."""
-    masks, layers = Masks(), _Layers(model)
+    masks, layers = MaskPlaceholders(), _Layers(model)
     AttentionInterface.register(_IMPLEMENTATION, partial(_marker_attention, masks, layers))
     AttentionMaskInterface.register(_IMPLEMENTATION, masks.make)
     before = model.config._attn_implementation
@@ -68,7 +68,7 @@ class _Layers:
 
 
 def _marker_attention(
-    masks: Masks,
+    masks: MaskPlaceholders,
     layers: _Layers,
     module: torch.nn.Module,
     query: torch.Tensor,

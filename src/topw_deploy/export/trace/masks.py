@@ -31,7 +31,7 @@ class Visible:
     chunk: int = 0
 
 
-class Masks:
+class MaskPlaceholders:
     """Creates placeholders for masks (`make`) and records which keys each one shows (`visible`)."""
 
     def __init__(self) -> None:

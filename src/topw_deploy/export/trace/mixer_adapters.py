@@ -135,7 +135,7 @@ def dynamic_convolution(
     *_args: Any,
     **_kwargs: Any,
 ) -> torch.Tensor:
-    """Inkling 2: a tap's weight is the sum of one of its channel and one that the token gives to its head."""
+    """Inkling 2: a tap's weight is the sum of a channel's own and one that the token computes for its head."""
     heads, kernel = mixer.num_heads, mixer.conv_kernel_size
     taps = mixer.weight_proj(dynamic_input).float().unflatten(-1, (heads, 1, kernel))
     taps = taps + mixer.static_weight.float().T.unflatten(0, (heads, -1))  # [batch, sequence, heads, head_dim, kernel]

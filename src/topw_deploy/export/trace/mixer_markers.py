@@ -21,6 +21,8 @@ Recurrence(q [B, S, Hq, Dk], k [B, S, Hk, Dk], v [B, S, H, Dv], decay or none, b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,66 +42,16 @@ class MixerCache(Protocol):
     recurrence: tuple[int, int] | None
 
 
-class MixerMarkers(Protocol):
-    """Computes or marks convolutions, histories and recurrences; see the module for shapes.
+class MixerMarkers(ABC):
+    """The convolutions, histories and recurrences of one call of a model; see the module for shapes.
 
+    Numbers the states of each layer from 0: recurrences apart from the others.
     layer: None for the layer that last requested a state from the cache.
     """
-
-    def convolution(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        activation: str = "",
-        layer: int | None = None,
-    ) -> torch.Tensor: ...
-
-    def history(self, x: torch.Tensor, columns: int, *, layer: int | None = None) -> torch.Tensor: ...
-
-    def recurrence(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        rule: str,
-        decay: torch.Tensor | None = None,
-        beta: torch.Tensor | None = None,
-        scale: float = 1.0,
-        layer: int | None = None,
-    ) -> torch.Tensor: ...
-
-
-class StatePlaces:
-    """Numbers the states of each layer in one call of a model, from 0: recurrences apart from the others."""
 
     def __init__(self, cache: MixerCache) -> None:
         self._cache = cache
         self._counts: dict[tuple[str, int], int] = {}
-
-    def next(self, op_type: str, layer: int | None) -> tuple[int, int]:
-        """(layer, number of the state). layer: as of MixerMarkers."""
-        kind = RECURRENCE if op_type == RECURRENCE else CONVOLUTION
-        if layer is None:
-            pending = self._cache.convolution if kind == CONVOLUTION else self._cache.recurrence
-            if pending is None:
-                raise UnsupportedModelError(
-                    f"a {op_type.lower()} requests no state from the cache, so its layer is unknown; graft an ONNX "
-                    "decoder made by another exporter."
-                )
-            layer = pending[0]
-        count = self._counts.get((kind, layer), 0)
-        self._counts[kind, layer] = count + 1
-        return layer, count
-
-
-class SymbolicMarkers:
-    """Leaves marker nodes in a torch.onnx trace of one call."""
-
-    def __init__(self, cache: MixerCache) -> None:
-        self._places = StatePlaces(cache)
 
     def convolution(
         self,
@@ -110,11 +62,11 @@ class SymbolicMarkers:
         activation: str = "",
         layer: int | None = None,
     ) -> torch.Tensor:
-        return self._mark(CONVOLUTION, (x, weight, bias), x.dtype, x.shape, layer, {"activation": activation})
+        return self._numbered(CONVOLUTION, (x, weight, bias), x.dtype, x.shape, layer, {"activation": activation})
 
     def history(self, x: torch.Tensor, columns: int, *, layer: int | None = None) -> torch.Tensor:
         shape = (*x.shape[:2], columns + x.shape[2])
-        return self._mark(HISTORY, (x,), x.dtype, shape, layer, {"columns": columns})
+        return self._numbered(HISTORY, (x,), x.dtype, shape, layer, {"columns": columns})
 
     def recurrence(
         self,
@@ -131,19 +83,53 @@ class SymbolicMarkers:
         batch, sequence, heads, size = v.shape
         shape = (batch, sequence, max(q.shape[2], heads), size)
         attributes = {"rule": rule, "scale": float(scale)}
-        return self._mark(RECURRENCE, (q, k, v, decay, beta), v.dtype, shape, layer, attributes)
+        return self._numbered(RECURRENCE, (q, k, v, decay, beta), v.dtype, shape, layer, attributes)
 
-    def _mark(
+    @abstractmethod
+    def mark(
+        self,
+        op_type: str,
+        inputs: tuple[torch.Tensor | None, ...],
+        attributes: dict[str, Any],
+        dtype: torch.dtype,
+        shape: Sequence[int],
+    ) -> torch.Tensor:
+        """The output of the marker `op_type`."""
+
+    def _numbered(
         self,
         op_type: str,
         inputs: tuple[torch.Tensor | None, ...],
         dtype: torch.dtype,
-        shape: Any,
+        shape: Sequence[int],
         layer: int | None,
         attributes: dict[str, Any],
     ) -> torch.Tensor:
-        layer, state = self._places.next(op_type, layer)
-        attributes = {**attributes, "layer": layer, "state": state}
+        kind = RECURRENCE if op_type == RECURRENCE else CONVOLUTION
+        if layer is None:
+            pending = self._cache.convolution if kind == CONVOLUTION else self._cache.recurrence
+            if pending is None:
+                raise UnsupportedModelError(
+                    f"a {op_type.lower()} requests no state from the cache, so its layer is unknown; graft an ONNX "
+                    "decoder made by another exporter."
+                )
+            layer = pending[0]
+        state = self._counts.get((kind, layer), 0)
+        self._counts[kind, layer] = state + 1
+        return self.mark(op_type, inputs, {**attributes, "layer": layer, "state": state}, dtype, shape)
+
+
+class SymbolicMarkers(MixerMarkers):
+    """Leaves marker nodes in a torch.onnx trace."""
+
+    def mark(
+        self,
+        op_type: str,
+        inputs: tuple[torch.Tensor | None, ...],
+        attributes: dict[str, Any],
+        dtype: torch.dtype,
+        shape: Sequence[int],
+    ) -> torch.Tensor:
         return torch.onnx.ops.symbolic(
             f"{MARKER_DOMAIN}::{op_type}", inputs, attributes, dtype=dtype, shape=shape, version=1
         )

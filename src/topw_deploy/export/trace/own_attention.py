@@ -85,6 +85,15 @@ def _remember(cache: Any, key: Tensor, value: Tensor, layer: int) -> tuple[Tenso
     return (key, value) if cache is None else cache.update(key, value, layer)
 
 
+def _attended(self: Any, cache: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **others: Any) -> Tensor:
+    """[batch, sequence, heads, dim], by transformers' attention interface."""
+    key, value = _remember(cache, key, value, self.layer_idx)
+    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    output, _ = attention(self, query, key, value, mask, scaling=self.scaling, **others)
+    found: Tensor = output
+    return found
+
+
 def _helper(module: torch.nn.Module, name: str) -> Callable[..., Any]:
     """A function of the file that defines the class of `module`."""
     return getattr(sys.modules[type(module).__module__], name)
@@ -227,7 +236,7 @@ def _llama4(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Unrotated queries are scaled by position, which the original takes from the cache and this from position_ids."""
+    """Scales unrotated queries by position. The original reads positions from the cache; this reads position_ids."""
     parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
     if self.use_rope:
@@ -238,9 +247,7 @@ def _llama4(
         query = (query * scales[:, None, :, None]).to(query.dtype)
     if hasattr(self, "qk_norm"):
         query, key = self.qk_norm(query), self.qk_norm(key)
-    key, value = _remember(past_key_values, key, value, self.layer_idx)
-    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **others)
+    output = _attended(self, past_key_values, query, key, value, attention_mask, **others)
     return self.o_proj(output.flatten(2)), None
 
 
@@ -255,7 +262,7 @@ def _doge(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The number becomes one more element of the key, and 1 / scale the matching element of the query."""
+    """Appends the number to the key, and 1 / scale to the query."""
     parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
     query, key, merged, value = self.q_norm(query), self.k_norm(key), value.flatten(2), value.transpose(1, 2)
@@ -264,9 +271,7 @@ def _doge(
     added = torch.exp(self.A * torch.nn.functional.softplus(self.dt_proj(merged)))  # [batch, sequence, kv_heads]
     key = torch.cat((key, added.transpose(1, 2)[..., None].to(key.dtype)), dim=-1)
     query = torch.cat((query, torch.full_like(query[..., :1], 1 / self.scaling)), dim=-1)
-    key, value = _remember(past_key_values, key, value, self.layer_idx)
-    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **others)
+    output = _attended(self, past_key_values, query, key, value, attention_mask, **others)
     return self.o_proj(output.flatten(2)), None
 
 
@@ -287,9 +292,7 @@ def _qwen4(
     query, key = self.q_norm(query).transpose(1, 2), self.k_norm(key).transpose(1, 2)
     cos, sin = position_embeddings
     query, key = _helper(self, "apply_rotary_pos_emb")(query, key, cos, sin)
-    key, value = _remember(past_key_values, key, value.transpose(1, 2), self.layer_idx)
-    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **others)
+    output = _attended(self, past_key_values, query, key, value.transpose(1, 2), attention_mask, **others)
     return self.o_proj(output.flatten(2) * torch.sigmoid(gate.flatten(2))), None
 
 
@@ -310,12 +313,10 @@ def _deepseek_v4(
     compact = self.q_a_norm(self.q_a_proj(hidden_states))
     query = rotate(self.q_b_norm(_heads(self.q_b_proj(compact), self.num_heads)), cos, sin)
     key = rotate(self.kv_norm(self.kv_proj(hidden_states))[:, None], cos, sin)
-    key, value = _remember(past_key_values, key, key, self.layer_idx)
     if self.compressor is not None:
         made = self.compressor(hidden_states, compact, position_ids, None, self.layer_idx)
         others["blocks"] = made, self.compressor.compress_rate
-    attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, s_aux=self.sinks, **others)
+    output = _attended(self, past_key_values, query, key, key, attention_mask, s_aux=self.sinks, **others)
     output = rotate(output.transpose(1, 2), cos, -sin).transpose(1, 2)
     groups = output.flatten(2).unflatten(-1, (self.config.o_groups, -1))
     return self.o_b_proj(self.o_a_proj(groups).flatten(2)), None
@@ -333,7 +334,7 @@ def _git(self: Any, hidden_states: Tensor, _mask: Any = None, past_key_values: A
 
 
 def _no_mask(**_: Any) -> None:
-    """In the place of GIT's mask, which its attention above does not read."""
+    """Replaces GIT's mask, which the attention above does not read."""
 
 
 # Models with an `_attn` of their own.

@@ -1,6 +1,6 @@
 """Attention whose scores get a bias by the distance from query to key (Inkling).
 
-Each query computes its biases of all distances, before it is known which keys there are.
+Each query computes a bias for every distance, before the keys are known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BIASES = "rel_logits_proj"  # attribute of attention whose `position_bias` comes
 def relative_bias(self: Any, relative_states: Tensor, *_positions: Tensor) -> Tensor:
     """The `relative` of `mark_attention` for relative_states [batch, sequence, heads, dim].
 
-    In the place of the forward that returns the bias of each query and key. Keys out of reach have none.
+    Replaces the forward that returns the bias of each query and key. Keys at a greater distance have no bias.
     """
     profiles = functional.pad(self.proj, (0, 1))  # [dim, extent + 1]
     return torch.matmul(relative_states, profiles).transpose(1, 2)
@@ -27,7 +27,7 @@ def relative_bias(self: Any, relative_states: Tensor, *_positions: Tensor) -> Te
 def with_sinks(relative: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The biases and the sink [heads] of attention with a sink score of each query, [batch, heads, sequence, 1].
 
-    A softmax does not change if that score is taken from all scores, the sink's own with them.
+    A softmax does not change if the sink's score is subtracted from all scores, including its own.
     """
     return (relative, None) if sinks is None else (relative - sinks, sinks.new_zeros(sinks.shape[1]))
 
@@ -54,7 +54,7 @@ def inkling_attention(
 
 
 def _scales(positions: Tensor, config: Any) -> Tensor:
-    """1 up to a number of tokens, then growing with the logarithm; like `positions` [batch, sequence]."""
+    """1 up to a number of tokens, then growing with the logarithm; shaped like `positions` [batch, sequence]."""
     counts = (positions + 1).float() / config.log_scaling_n_floor
     return 1.0 + config.log_scaling_alpha * torch.log(counts.clamp(min=1.0))
 
@@ -62,7 +62,7 @@ def _scales(positions: Tensor, config: Any) -> Tensor:
 def block_residual(self: Any, block_states: Tensor, partial_block_states: Tensor) -> tuple[Tensor, ...]:
     """Inkling 2: attention over the states of a token after blocks of layers, as products.
 
-    A tracer would write the original with the operator that stands for attention over tokens.
+    The tracer would turn the original into the operator for attention over tokens.
     """
     states = torch.cat([block_states, partial_block_states.unsqueeze(-2)], dim=-2).float()
     states = self.norm(states)  # [batch, sequence, blocks, hidden]

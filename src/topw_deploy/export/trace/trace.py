@@ -23,10 +23,15 @@ from topw_deploy.export.trace.interface import marked
 from topw_deploy.export.trace.marker import check_layer_types, check_markers
 from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
 from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
-from topw_deploy.export.trace.text_positions import plain_for_text, positions_of_text
 from topw_deploy.export.trace.traced_cache import TracedCache
 from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightless
-from topw_deploy.export.trace.workarounds import fixed_frequencies, silenced, small_terms_kept
+from topw_deploy.export.trace.workarounds import (
+    fixed_frequencies,
+    plain_for_text,
+    positions_of_text,
+    silenced,
+    small_terms_kept,
+)
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings

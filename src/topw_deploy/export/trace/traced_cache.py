@@ -1,4 +1,4 @@
-"""The cache that a model is given while it is traced. It keeps nothing.
+"""The cache of a model while it is traced. It stores nothing.
 
 Layers see the tokens of this call only, and leave markers. The lowering adds the states of earlier calls to the graph.
 """

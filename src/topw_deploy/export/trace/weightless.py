@@ -14,8 +14,7 @@ from onnx_ir import tensor_adapters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from topw_deploy.export.graph.lazy_weight import LazyWeight
-from topw_deploy.export.source.encoded import EncodedWeight
-from topw_deploy.export.source.stored import StoredTensor
+from topw_deploy.export.source.stored import EncodedWeight, StoredTensor
 from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from topw_deploy.dtypes import array_name
 from topw_deploy.manifest import DecoderInfo
 
 Array = NDArray[np.generic]
-_TYPES = {"float": np.float32, "float16": np.float16, "int64": np.int64}
 _GROWTH = 64  # slots added to a full buffer; any number works
 
 
@@ -42,7 +42,7 @@ def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: st
 def empty_states(decoder: DecoderInfo, batch: int, length: int) -> dict[str, Array]:
     """Past input -> zeros."""
     return {
-        state.past: np.zeros((batch, *(length if size == 0 else size for size in state.shape)), _TYPES[state.dtype])
+        state.past: np.zeros((batch, *(length if size == 0 else size for size in state.shape)), array_name(state.dtype))
         for state in decoder.states
     }
 

@@ -26,47 +26,46 @@ from topw_deploy.errors import VerificationError
 from topw_deploy.export.graph.table import stored_array
 from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
 from topw_deploy.export.quantise.experts import keeps_codes
+from topw_deploy.export.quantise.products import FLOATS
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.stored_rows import StoredRows
-from topw_deploy.export.write.weights import MODEL_FILE
-from topw_deploy.manifest import DecoderManifest, describe_files, save_manifest
+from topw_deploy.manifest import MODEL_NAME, DecoderManifest, describe_files, save_manifest
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 _FLOAT32 = np.dtype(np.float32)
-_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _ACCURACY_FLOAT32 = 1  # accuracy_level
 _QMOE_PRODUCTS = "ORT_QMOE_CPU_QNBIT_GEMM"  # read by onnxruntime 1.31
 _COMPARED = 64  # leading weights that identify an output
 
 
 def dequantise_model(
-    model: PreTrainedModel, folder: Path, settings: Quantisation, packed: StoredRows | None = None
+    model: PreTrainedModel, folder: Path, scheme: Quantisation, stored: StoredRows | None = None
 ) -> None:
     """Round the matrices of `model` in place.
 
-    Skips matrices that the export keeps in float, and those in `packed`, which are already rounded.
+    Skips matrices that the export keeps in float, and those in `stored`, which are already rounded.
     """
     import torch  # ONNX comparisons need no torch
     from transformers.pytorch_utils import Conv1D
 
-    graph = ir.load(folder / MODEL_FILE).graph
+    graph = ir.load(folder / MODEL_NAME).graph
     kept, scales = float_outputs(graph), scale_type(graph)
     table = model.get_input_embeddings().weight
     ends = {id(table), id(getattr(model.get_output_embeddings(), "weight", None))}
     with torch.no_grad():
-        done = _dequantise_experts(model, kept, settings, packed, scales)
+        done = _dequantise_experts(model, kept, scheme, stored, scales)
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 if parameter.dim() != 2 or id(parameter) in done:
                     continue
                 done.add(id(parameter))
                 rows = parameter.T if isinstance(module, Conv1D) else parameter  # [outputs, inputs]
-                block_size = settings.table_block_size(rows.shape[1]) if parameter is table else settings.block_size
-                how = settings.of_table if id(parameter) in ends else settings
-                exact = packed is not None and packed.origin(rows.numpy()) is not None
+                block_size = scheme.table_block_size(rows.shape[1]) if parameter is table else scheme.block_size
+                how = scheme.of_table if id(parameter) in ends else scheme
+                exact = stored is not None and stored.origin(rows.numpy()) is not None
                 if block_size is not None and not exact and _output(rows) not in kept:
                     rows.copy_(torch.from_numpy(rounded(rows, block_size, how, scales)))
 
@@ -74,8 +73,8 @@ def dequantise_model(
 def _dequantise_experts(
     model: PreTrainedModel,
     kept: set[bytes],
-    settings: Quantisation,
-    packed: StoredRows | None,
+    scheme: Quantisation,
+    stored: StoredRows | None,
     scales: np.dtype[Any],
 ) -> set[int]:
     """Round the matrices of experts in place. Returns the ids of all their parameters."""
@@ -84,16 +83,16 @@ def _dequantise_experts(
     from topw_deploy.export.trace.experts import expert_matrices
 
     def kept_codes(matrix: torch.Tensor) -> bool:
-        origin = None if packed is None else packed.origin(matrix.reshape(-1, matrix.shape[2]).numpy())
+        origin = None if stored is None else stored.origin(matrix.reshape(-1, matrix.shape[2]).numpy())
         return origin is not None and keeps_codes(origin)
 
     matrices = [matrix for module in model.modules() for matrix in expert_matrices(module)]
     found = [matrix for matrix in matrices if _output(matrix.flatten(0, 1)) not in kept and not kept_codes(matrix)]
-    block_size = settings.experts_block_size({matrix.shape[2] for matrix in found})
+    block_size = scheme.experts_block_size({matrix.shape[2] for matrix in found})
     if block_size is not None:
         for matrix in found:
             rows = matrix.reshape(-1, matrix.shape[2])  # [experts * outputs, inputs]
-            matrix.copy_(torch.from_numpy(rounded(rows, block_size, settings, scales)).view(matrix.shape))
+            matrix.copy_(torch.from_numpy(rounded(rows, block_size, scheme, scales)).view(matrix.shape))
     return {id(matrix if matrix._base is None else matrix._base) for matrix in matrices}
 
 
@@ -108,7 +107,7 @@ def float_outputs(graph: ir.Graph) -> set[bytes]:
     found: set[bytes] = set()
     for value in graph.initializers.values():
         tensor = value.const_value
-        if tensor is None or tensor.dtype not in _FLOATS:
+        if tensor is None or tensor.dtype not in FLOATS:
             continue
         if len(tensor.shape) == 3:  # of experts, [E, N, K]
             found |= {_key(row) for row in stored_array(tensor).reshape(-1, tensor.shape[2])[:, :_COMPARED]}
@@ -128,14 +127,12 @@ def _key(output: np.ndarray) -> bytes:
     return np.ascontiguousarray(output[:_COMPARED], dtype=np.float32).tobytes()
 
 
-def rounded(
-    rows: torch.Tensor, block_size: int, settings: Quantisation, scales: np.dtype[Any] = _FLOAT32
-) -> np.ndarray:
+def rounded(rows: torch.Tensor, block_size: int, scheme: Quantisation, scales: np.dtype[Any] = _FLOAT32) -> np.ndarray:
     """Quantise and dequantise `rows` [outputs, inputs] to float32."""
     array = rows.numpy().astype(scales)
     outputs, inputs = array.shape
-    shape = BlocksShape(outputs, inputs, settings.bits, block_size, settings.is_symmetric)
-    blocks = quantise_weight(lambda start, stop: array[start:stop], shape, settings, array.dtype)
+    shape = BlocksShape(outputs, inputs, scheme.bits, block_size, scheme.is_symmetric)
+    blocks = quantise_weight(lambda start, stop: array[start:stop], shape, scheme, array.dtype)
     return np.ascontiguousarray(dequantise(blocks, shape))
 
 
@@ -163,11 +160,11 @@ def _exact_folder(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
             "graph there; copy the folder and verify the copy."
         ) from error
     try:
-        for name in manifest.files.keys() - {MODEL_FILE}:
+        for name in manifest.files.keys() - {MODEL_NAME}:
             (made / name).parent.mkdir(exist_ok=True, parents=True)
             _link_or_copy(folder / name, made / name)
-        _write_exact(folder / MODEL_FILE, made / MODEL_FILE)
-        files = manifest.files | describe_files(made, [MODEL_FILE])
+        _write_exact(folder / MODEL_NAME, made / MODEL_NAME)
+        files = manifest.files | describe_files(made, [MODEL_NAME])
         save_manifest(made, replace(manifest, files=files))
         yield made
     finally:

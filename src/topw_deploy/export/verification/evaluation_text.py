@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import TokenizerError
-from topw_deploy.export.verification.quantised_checks import Text
+from topw_deploy.export.verification.quantised_checks import EvaluationText
 from topw_deploy.manifest import DecoderManifest, Manifest, open_listed
 from topw_deploy.sampling.likely_pairs import PAGE, ends_of, start_and_body
 
@@ -21,7 +21,7 @@ _MOST, _FEWEST = 8192, 1024  # tokens of text
 _MOST_WORK = 4 * 10**12  # multiply-adds per pass: under a minute on a few cores
 
 
-def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) -> Text | None:
+def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) -> EvaluationText | None:
     """The text as rows of tokens; None without tokenizer.json. parameters: the model's number of weights."""
     is_demo = manifest.source.get("id") == "demo"
     text, name = (_held_out(), "the demo's held-out text") if is_demo else _general()
@@ -34,7 +34,7 @@ def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) ->
     if length + len(start) < 2 or count < 1:
         return None
     rows = np.hstack([np.tile(start, (count, 1)), body[: count * length].reshape(count, length)])
-    return Text(rows, len(start), name)
+    return EvaluationText(rows, len(start), name)
 
 
 def page_ends(folder: Path, manifest: DecoderManifest, columns: int) -> list[np.ndarray]:

@@ -42,7 +42,7 @@ _NO_EDITS = {
 
 
 @dataclass(frozen=True)
-class Agreement:
+class TokenAgreement:
     """Token counts, each compared after the same earlier tokens.
 
     equal: same as the reference.
@@ -87,7 +87,7 @@ def _check(
     prompts: Sequence[np.ndarray],
     parameters: TopWParameters,
 ) -> Check | NotCompared:
-    most = Agreement(0, 0, 0)
+    most = TokenAgreement(0, 0, 0)
     prompts = [prompt for prompt in prompts if len(prompt) < manifest.decoder.context_length]
     for prompt in prompts:
         wanted = min(TOKENS, manifest.decoder.context_length - len(prompt))
@@ -110,7 +110,7 @@ def compare_tokens(
     geometry: Geometry,
     prompt: np.ndarray,
     parameters: TopWParameters,
-) -> Agreement:
+) -> TokenAgreement:
     """Compare `tokens` with the reference's draws after the same earlier tokens (teacher forcing), so that near-ties do
     not end the comparison.
 
@@ -128,7 +128,7 @@ def compare_tokens(
             equal += 1
         else:
             near_ties += _near_tie(row, token, logits, parameters, uniform, error)
-    return Agreement(equal, near_ties, max(wanted, len(tokens)) - equal - near_ties)
+    return TokenAgreement(equal, near_ties, max(wanted, len(tokens)) - equal - near_ties)
 
 
 def _near_tie(

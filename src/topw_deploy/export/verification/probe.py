@@ -15,11 +15,10 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.graft.sampler_node import NODE_NAME, sampler_node
-from topw_deploy.export.graph.editor import GraphEditor, external_files
+from topw_deploy.export.graph.editor import GraphEditor, external_files, required
 from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.export.verification.cache_drivers import cache_driver
-from topw_deploy.export.write.weights import MODEL_FILE
-from topw_deploy.manifest import DecoderInfo
+from topw_deploy.manifest import MODEL_NAME, DecoderInfo
 from topw_deploy.runtime.row_inputs import Rules
 from topw_deploy.sampling.rules import RuleParameters
 
@@ -77,11 +76,10 @@ class LogitsProbe:
 
 
 def _decoder_model(folder: Path) -> ir.Model:
-    model = ir.load(folder / MODEL_FILE)
+    model = ir.load(folder / MODEL_NAME)
     graph = model.graph
     node = sampler_node(graph)
-    logits = node.inputs[0]
-    assert logits is not None
+    logits = required(node.inputs[0])
     editor = GraphEditor(graph, "topw.probe")
     shown = editor.op("Identity", [logits], dtype=ir.DataType.FLOAT, shape=["batch", None], name=LOGITS)
     cache = [value for value in graph.outputs if (value.name or "").startswith("present.")]
@@ -133,7 +131,7 @@ class SamplerProbe:
 
 
 def _sampler_model(folder: Path) -> ir.Model:
-    model = ir.load(folder / MODEL_FILE)
+    model = ir.load(folder / MODEL_NAME)
     graph = model.graph
     node = next(node for node in graph if node.name == NODE_NAME)
     editor = GraphEditor(graph, "topw.probe")

@@ -31,7 +31,7 @@ _SEED = 11
 
 
 @dataclass(frozen=True)
-class Text:
+class EvaluationText:
     """Text to measure on.
 
     rows: token ids int64 [rows, columns].
@@ -67,7 +67,7 @@ class Loss:
 def quantised_checks(
     probe: LogitsProbe,
     reference: Reference,
-    text: Text,
+    text: EvaluationText,
     manifest: DecoderManifest,
     geometries: tuple[Geometry, Geometry],
 ) -> Iterator[Check | Note]:
@@ -99,7 +99,7 @@ def quantised_checks(
         yield Note(f"{what} compared with float32", f"{same} of {len(agreements)} equal under the defaults")
 
 
-def perplexity_check(loss: Loss, manifest: DecoderManifest, text: Text) -> Check | Note:
+def perplexity_check(loss: Loss, manifest: DecoderManifest, text: EvaluationText) -> Check | Note:
     """Check that the loss grew by at most the bound, within statistical error.
 
     Models no better than guessing do not pass but get a Note.

@@ -10,12 +10,12 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graft.sampler_node import sampler_node
+from topw_deploy.export.graph.editor import constant_of, required
 from topw_deploy.export.graph.embedding import find_embedding
 from topw_deploy.export.graph.table import EmbeddingTable, stored_array
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import SamplerProbe
-from topw_deploy.export.write.weights import MODEL_FILE
-from topw_deploy.manifest import Check, NotCompared, SamplerInfo
+from topw_deploy.manifest import MODEL_NAME, Check, NotCompared, SamplerInfo
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, pack_mask, sample_row
 
 LOGPROB_BOUND = 1e-4
@@ -141,7 +141,7 @@ def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
     """Reference geometry of the exported table, in float64."""
     if options.metric == "uniform":
         return Geometry.uniform()
-    model = ir.load(folder / MODEL_FILE)
+    model = ir.load(folder / MODEL_NAME)
     return Geometry.from_embeddings(EmbeddingTable(find_embedding(model.graph), vocab), options.metric)
 
 
@@ -237,11 +237,9 @@ def bound_check(folder: Path, geometry: Geometry, tokens: int) -> Check:
 
 def stored_bound(folder: Path) -> np.ndarray:
     """Sampler node input 16, float32 [tokens] or [0]."""
-    model = ir.load(folder / MODEL_FILE)
-    value = sampler_node(model.graph).inputs[len(TAIL_INPUTS) + GEOMETRY_INPUTS.index("neighbour_bound")]
-    assert value is not None
-    assert value.const_value is not None
-    return np.array(stored_array(value.const_value))
+    model = ir.load(folder / MODEL_NAME)
+    bound = sampler_node(model.graph).inputs[len(TAIL_INPUTS) + GEOMETRY_INPUTS.index("neighbour_bound")]
+    return np.array(stored_array(constant_of(required(bound))))
 
 
 def nearest_distances(geometry: Geometry, chosen: np.ndarray, tokens: int) -> np.ndarray:

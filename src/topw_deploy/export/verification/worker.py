@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from topw_deploy.dtypes import array_name
 from topw_deploy.errors import TopWError
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.stored_rows import StoredRows
@@ -37,7 +38,6 @@ _TEXT = (
     "def parse(text):\n    return text.split()\nThe quick brown fox jumps over the lazy dog. In 1815 it was 3.14159, "
     "and München lies south of Nürnberg. Return a list of the words in the string, using sep as the delimiter."
 )
-_TORCH_TYPES = {"float": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 _LONGEST = 64  # tokens; more for a sliding window
 _LONGEST_WINDOW = 512
 
@@ -146,7 +146,7 @@ def _reference(task: dict[str, Any], manifest: DecoderManifest) -> Reference | N
     if task.get("onnx"):
         return MakersReference(Path(task["onnx"]), manifest.decoder)
     if task.get("checkpoint"):
-        dtype = _TORCH_TYPES[manifest.decoder.kv_dtype]
+        dtype = array_name(manifest.decoder.kv_dtype)
         return TorchReference(
             Path(task["checkpoint"]), dtype, task.get("num_hidden_layers"), bool(task.get("trust_remote_code"))
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from topw_deploy.export.source.configuration import read_json, text_part
 from topw_deploy.export.source.resolve import Source
-from topw_deploy.export.write.weights import MODEL_FILE
+from topw_deploy.manifest import MODEL_NAME
 
 _GENAI = "genai_config.json"
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -59,8 +59,8 @@ def copy_genai_configuration(source: Source, output: Path, with_logits: bool) ->
         return []
     if not with_logits:
         return ["onnxruntime-genai cannot run this export, which lacks the output logits; --with-logits adds it"]
-    if source.onnx.name != MODEL_FILE:
-        return [f"{_GENAI} names {source.onnx.name}, which is {MODEL_FILE} in the export, so it was left out"]
+    if source.onnx.name != MODEL_NAME:
+        return [f"{_GENAI} names {source.onnx.name}, which is {MODEL_NAME} in the export, so it was left out"]
     shutil.copyfile(file, output / _GENAI)
     return []
 

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, Protocol
 
 import onnx_ir as ir
 
+from topw_deploy.export.graph.editor import constant_of
 from topw_deploy.export.graph.lazy_weight import PART, parts
 from topw_deploy.progress import Advance
 
@@ -31,13 +32,11 @@ class Slot:
 
     @property
     def tensor(self) -> ir.TensorProtocol:
-        assert self.value.const_value is not None
-        return self.value.const_value
+        return constant_of(self.value)
 
     @property
     def name(self) -> str:
-        assert self.value.name is not None
-        return self.value.name
+        return str(self.value.name)
 
 
 class Log(Protocol):
@@ -78,8 +77,7 @@ def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_siz
     slots: list[tuple[ir.Value, int, int, int]] = []
     shard = end = 0
     for value in values:
-        tensor = value.const_value
-        assert tensor is not None
+        tensor = constant_of(value)
         if tensor.nbytes < _INLINE_BELOW:
             continue
         offset = _aligned(end, tensor.nbytes)

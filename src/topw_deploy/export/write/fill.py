@@ -1,7 +1,7 @@
-"""Put a finished folder in its place, so that a killed process leaves the old one or the new one.
+"""Fill an empty folder, which may be a working directory or mount point, with a finished export.
 
-A new folder is renamed, and an earlier export exchanged with it, in one step each. An empty folder, which may be a
-working directory or mount point, is filled: until the manifest, moved last, is there, it holds a list of what is moved.
+Until the manifest, moved last, is there, the folder holds a list of what is moved. So the next export can undo what a
+killed process has left.
 """
 
 from __future__ import annotations
@@ -9,33 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import tempfile
 from pathlib import Path
 
-from topw_deploy.files import exchange, read_bounded
+from topw_deploy.files import read_bounded
 from topw_deploy.manifest import MANIFEST_NAME
 
 PARTIAL = ".topw-partial-"
 """In the names of hidden folders and files, which do not count as contents."""
 _MOVED = f"{PARTIAL}moved"
 _MOST_LIST = 1 << 20  # bytes
-
-
-def replace_export(staged: Path, output: Path) -> None:
-    """Replace the earlier export in `output` by `staged`. The earlier one is removed, or stays where `staged` was."""
-    if exchange(staged, output):
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.topw-old-", dir=output.parent))
-    old = aside / output.name
-    try:
-        output.rename(old)
-        staged.rename(output)
-    except BaseException:  # also Ctrl-C right after a rename
-        if old.exists() and not output.exists():
-            old.rename(output)
-        raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def fill(output: Path, staged: Path) -> None:

@@ -16,7 +16,6 @@ from topw_deploy.export.request import ExportReport, SamplerOptions
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.write.weights import weight_bytes
-from topw_deploy.install import library_versions
 from topw_deploy.manifest import (
     DecoderManifest,
     SamplerInfo,
@@ -26,6 +25,7 @@ from topw_deploy.manifest import (
     describe_files,
     manifest_from_json,
 )
+from topw_deploy.versions import library_versions
 
 
 def decoder_manifest(

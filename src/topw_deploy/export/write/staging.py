@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from topw_deploy.errors import ExportError
-from topw_deploy.export.write.replace import PARTIAL, fill, is_being_filled, replace_export, undo_fill
+from topw_deploy.export.write.fill import PARTIAL, fill, is_being_filled, undo_fill
 from topw_deploy.files import sigterm_raises
+from topw_deploy.folders import refuse_contents, replace_folder, write_error
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.progress import Advance
 from topw_deploy.sizes import decimal_size
@@ -73,7 +74,7 @@ class StagedFolder:
             else:
                 self.path.mkdir()
         except OSError as error:
-            raise write_error(self.output, error) from error
+            raise _write_error(self.output, error) from error
         self._signals.enter_context(sigterm_raises())
         return self
 
@@ -107,7 +108,7 @@ class StagedFolder:
             _put(self.path, self.output)
             _sync(self.output.parent)
         except OSError as error:
-            raise write_error(self.output, error) from error
+            raise _write_error(self.output, error) from error
         self._committed = True
 
     def __exit__(
@@ -122,7 +123,7 @@ class StagedFolder:
             _remove(self.workspace)
         _unlock(self._lock)
         if isinstance(error, OSError):
-            raise write_error(self.output, error, stays) from error
+            raise _write_error(self.output, error, kept=stays) from error
 
 
 def _place(output: Path) -> Path:
@@ -202,16 +203,11 @@ def check_free(output: Path, overwrite: bool) -> None:
     try:
         taken = _is_taken(output)
     except OSError as error:
-        raise write_error(output, error) from error
+        raise _write_error(output, error) from error
     if not taken:
         return
-    if not overwrite:
-        raise ExportError(f"{output} is not empty; choose another output or give --overwrite.")
-    if not (output / MANIFEST_NAME).is_file():
-        raise ExportError(
-            f"{output} holds files that are not an export of topw_deploy (no {MANIFEST_NAME}), which --overwrite does "
-            "not delete; choose another output or empty it."
-        )
+    kind = "an export of topw_deploy"
+    refuse_contents(output, overwrite=overwrite, marker=MANIFEST_NAME, kind=kind, name="output")
     if os.path.ismount(output) or output.resolve() == Path.cwd():
         what = "a mount point" if os.path.ismount(output) else "the current folder"
         raise ExportError(
@@ -292,22 +288,15 @@ def linkable(source: Path, folder: Path) -> bool:
     return source.resolve().stat().st_dev == folder.stat().st_dev
 
 
-def write_error(output: Path, error: OSError, stays: bool = False) -> ExportError:
-    """The error for the user of an OSError. stays: the files stay, and --resume can continue."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        rest = "make room and export again with --resume" if stays else "nothing was kept, make room and export again"
-        return ExportError(f"the disk is full while writing {output}; {rest}.")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return ExportError(f"{output} cannot be written ({error.strerror}); choose a folder you may write to.")
-    rest = "export again with --resume" if stays else "nothing was kept, export again"
-    return ExportError(f"writing {output} failed ({error.strerror or error}); {rest}.")
+def _write_error(output: Path, error: OSError, *, kept: bool = False) -> ExportError:
+    return write_error(output, error, "export again with --resume" if kept else "export again", kept=kept)
 
 
 def _put(staged: Path, output: Path) -> None:
     if not output.exists():
         staged.rename(output)
     elif _is_taken(output):
-        replace_export(staged, output)
+        replace_folder(staged, output)
     else:
         fill(output, staged)
 

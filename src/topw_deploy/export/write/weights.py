@@ -8,17 +8,18 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.export.graph.editor import external_files, tensors_of
 from topw_deploy.export.write.data_files import Log, NoLog, Slot, external, file_sizes, lay_out, write_data
+from topw_deploy.manifest import MODEL_NAME
 
-MODEL_FILE = "model.onnx"
 # With fewer bytes of weights, one file is easier to copy and diff. With more, the runtime maps a data file instead of
 # parsing a copy (59 instead of 89 MB for 35 MB of 4-bit weights), and tools can edit the graph without reading weights.
 # Protobuf's limit is 2 GiB.
 EXTERNAL_ABOVE = 16 << 20
 
 _QUANTISED = {"MatMulNBits": "bits", "GatherBlockQuantized": "bits", "QMoE": "expert_weight_bits"}
-_PACKED = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
+_CODES = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
 
 
 def weight_bytes(model: ir.Model) -> int:
@@ -28,8 +29,8 @@ def weight_bytes(model: ir.Model) -> int:
 
 def parameter_count(model: ir.Model) -> int:
     """Approximate number of weights."""
-    per_byte = {"int4": 2.0, "int8": 1.0, "uint8": 1.0, "float16": 0.5, "bfloat16": 0.5, "float": 0.25}
-    return round(sum(per_byte.get(name, 0.25) * size for name, size in bytes_by_type(model).items()))
+    sizes = bytes_by_type(model).items()
+    return round(sum(size * 8 / ELEMENT_TYPES[name].bits for name, size in sizes if name in ELEMENT_TYPES))
 
 
 def bytes_by_type(model: ir.Model) -> dict[str, int]:
@@ -49,7 +50,7 @@ def quantised_type(value: ir.Value) -> str | None:
         if node.op_type in _QUANTISED and value.const_value is not None:
             name = _QUANTISED[node.op_type]
             bits = node.attributes[name].as_int() if name in node.attributes else 4
-            return f"int{bits}" if value.const_value.dtype in (ir.DataType.UINT8, *_PACKED) else None
+            return f"int{bits}" if value.const_value.dtype in (ir.DataType.UINT8, *_CODES) else None
     return None
 
 
@@ -70,7 +71,7 @@ def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]
 def written_sizes(model: ir.Model, slots: list[Slot]) -> dict[str, int]:
     """File name -> bytes from `write_model`."""
     with _referring(slots, Path()):
-        return {MODEL_FILE: ir.to_proto(model).ByteSize(), **file_sizes(slots)}
+        return {MODEL_NAME: ir.to_proto(model).ByteSize(), **file_sizes(slots)}
 
 
 def write_model(
@@ -89,7 +90,7 @@ def write_model(
     slots = data_slots(model) if slots is None else slots
     write_data(slots, folder, log or NoLog(), progress)
     with _referring(slots, folder):
-        ir.save(model, folder / MODEL_FILE)
+        ir.save(model, folder / MODEL_NAME)
 
 
 @contextlib.contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import re
 from typing import Any
 
 from topw_deploy import install
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
+from topw_deploy.versions import release
 
 MODULES = ("tensorrt", "tensorrt_bindings")
 """The module's names; the second is the one without the package that downloads NVIDIA's libraries."""
@@ -32,7 +32,7 @@ def tensorrt_module() -> Any:
         except ImportError as error:  # of the module or NVIDIA's libraries
             failures.append(f"{name}: {error}")
             continue
-        if version_of(module) < OLDEST:
+        if release(module.__version__) < OLDEST:
             raise PluginError(
                 f"TensorRT {module.__version__} is installed, but {'.'.join(map(str, OLDEST))} or newer is needed; "
                 "run: pip install -U tensorrt"
@@ -42,8 +42,3 @@ def tensorrt_module() -> Any:
         f"TensorRT's Python module cannot be imported ({', '.join(failures)}); install TensorRT, which on a Jetson "
         f"comes with JetPack, or run: {install.how_to('tensorrt')}"
     )
-
-
-def version_of(module: Any) -> tuple[int, ...]:
-    """Major and minor version of a TensorRT module, (10, 13) for 10.13.3.9."""
-    return tuple(int(number) for number in re.findall(r"\d+", module.__version__)[:2])

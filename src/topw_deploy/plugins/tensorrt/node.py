@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES, array_name
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
 from topw_deploy.plugins.structs import COLUMNS
@@ -26,20 +27,12 @@ INPUTS = ("logits", *EDITS, MASK, *COLUMNS, *RULE)
 TABLE_INPUTS = ("mean", "inverse_std", "neighbour_bound", "table")
 """Additional inputs under every other metric."""
 
-OUTPUT_TYPES = {
-    "next_token": "int64",
-    "logprob": "float32",
-    "kept": "int32",
-    "certified": "bool",
-    "mass": "float32",
-    "keep_mask": "bool",
-}
+OUTPUT_TYPES = {name: array_name(dtype) for name, dtype in SAMPLER_OUTPUT_TYPES.items()}
 """Outputs in order; the last two are optional."""
 
 MOST_POOL, MOST_NEIGHBOURS, MOST_VOCAB, MOST_HIDDEN = 4096, 16, 524288, 8192
 """Limits of the kernels (topw_cuda_refusal of topw_cuda.h), for checks without the library."""
 
-FLOATS = ("float32", "float16", "bfloat16")
 KERNELS = "kernels"
 """An engine's field with the kernels' interface version, CUDA_ABI_VERSION; not an attribute."""
 _NUMBERS = ("top_m", "alt_iters", "knn_k", "with_mass", "with_keep_mask")

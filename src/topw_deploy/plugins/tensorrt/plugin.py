@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from topw_deploy.plugins.structs import FLOATS
 from topw_deploy.plugins.tensorrt.kernels import Kernels, installed_kernels
 from topw_deploy.plugins.tensorrt.module import NAME, NAMESPACE, VERSION, tensorrt_module
-from topw_deploy.plugins.tensorrt.node import FLOATS, MASK, OUTPUT_TYPES, NodeAttributes, Tensor, check_engine, describe
+from topw_deploy.plugins.tensorrt.node import MASK, OUTPUT_TYPES, NodeAttributes, Tensor, check_engine, describe
 
 trt: Any = tensorrt_module()
 

@@ -15,20 +15,20 @@ This exporter avoids the last two; others may not.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnxruntime as ort
 
-from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import ManifestError
-from topw_deploy.files import mapped
-from topw_deploy.manifest import DecoderManifest, Manifest
-from topw_deploy.runtime.folder import MODEL_NAME, ModelFolder
+from topw_deploy.files import map_stream, mapped
+from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Manifest
+from topw_deploy.onnx_file.model import Constant, Node, read_graph
+from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import providers
-from topw_deploy.runtime.ort.graph_file import Initializer, Node, read_graph
+from topw_deploy.versions import release
 
 _MOST_OPSET = 23  # newest opset before onnxruntime 1.24
 # Matches the encoded attribute unless its value is -1 (no window).
@@ -55,7 +55,7 @@ def refuse_compiled(folder: ModelFolder[Manifest]) -> None:
     with folder.open(MODEL_NAME) as stream:
         if not os.fstat(stream.fileno()).st_size:
             return  # cannot be mapped; onnxruntime refuses it
-        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as graph:
+        with map_stream(stream) as graph:
             found = graph.find(_COMPILED) >= 0
     if found:
         raise ManifestError(
@@ -86,7 +86,7 @@ def _check_version(folder: ModelFolder[Manifest]) -> None:
     if not isinstance(manifest, DecoderManifest):
         return
     least = manifest.decoder.least_onnxruntime
-    if not least or _numbers(ort.__version__) >= _numbers(least):
+    if not least or release(ort.__version__) >= release(least):
         return
     other = ", or export with --no-window-cache" if manifest.decoder.evicts else ""
     raise ManifestError(
@@ -97,11 +97,7 @@ def _check_version(folder: ModelFolder[Manifest]) -> None:
 
 def is_older() -> bool:
     """Whether onnxruntime is older than 1.24."""
-    return _numbers(ort.__version__) < (1, 24)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
+    return release(ort.__version__) < (1, 24)
 
 
 @dataclass(frozen=True)
@@ -133,9 +129,9 @@ def complaint(lookup: Lookup, version: str) -> str:
     """A clause naming the error of `version` on CUDA and a remedy; "" for none."""
     wrongly = f"which onnxruntime {version} reads wrongly on CUDA"
     again = "export the original model again"
-    if lookup.bits < 8 and _numbers(version) < _READS_PAIRS:
+    if lookup.bits < 8 and release(version) < _READS_PAIRS:
         return f"a table of {lookup.bits} bits, {wrongly}; export with --dtype int8 or fp16, install 1.24 or newer"
-    if not lookup.has_zero_points and _numbers(version) < _TAKES_MIDDLE:
+    if not lookup.has_zero_points and release(version) < _TAKES_MIDDLE:
         return f"a quantised table without zero points, {wrongly}; {again}, install 1.29 or newer"
     if lookup.width % lookup.block_size:
         size = f"rows of {lookup.width} weights in blocks of {lookup.block_size}"
@@ -144,26 +140,26 @@ def complaint(lookup: Lookup, version: str) -> str:
 
 
 def lookups(folder: ModelFolder[Manifest]) -> list[Lookup]:
-    with mapped(folder.model) as file:
-        if file.find(_LOOKUP.encode()) < 0:
-            return []
-        nodes, initializers = read_graph(file)
-    made_by = {name: node for node in nodes for name in node.outputs}
-    found = (_lookup(node, made_by, initializers) for node in nodes if node.operator == _LOOKUP)
+    data = mapped(folder.model)
+    if data.find(_LOOKUP.encode()) < 0:
+        return []
+    graph = read_graph(memoryview(data))
+    made_by = {name: node for node in graph.nodes for name in node.outputs}
+    found = (_lookup(node, made_by, graph.constants) for node in graph.nodes if node.op_type == _LOOKUP)
     return [lookup for lookup in found if lookup is not None]
 
 
-def _lookup(node: Node, made_by: dict[str, Node], initializers: dict[str, Initializer]) -> Lookup | None:
+def _lookup(node: Node, made_by: Mapping[str, Node], constants: Mapping[str, Constant]) -> Lookup | None:
     name = node.inputs[0]
-    while name in made_by and made_by[name].operator == "Reshape":  # tied head's weight [rows, blocks, bytes]
+    while name in made_by and made_by[name].op_type == "Reshape":  # tied head's weight [rows, blocks, bytes]
         name = made_by[name].inputs[0]
-    table = initializers.get(name)
-    if table is None or table.dtype != ELEMENT_TYPES["uint8"].number:
+    table = constants.get(name)
+    if table is None or table.dtype != "uint8":
         return None
-    bits = node.integers.get("bits", 4)
+    bits = node.attributes.get("bits", 4)
     return Lookup(
         bits=bits,
-        block_size=node.integers.get("block_size", 128),
+        block_size=node.attributes.get("block_size", 128),
         width=math.prod(table.shape[1:]) * 8 // bits,
         has_zero_points=len(node.inputs) > _ZERO_POINTS and bool(node.inputs[_ZERO_POINTS]),
     )

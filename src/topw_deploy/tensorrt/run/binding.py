@@ -15,15 +15,14 @@ import numpy as np
 from topw_deploy.errors import GenerationError
 from topw_deploy.tensorrt.run.context import Context, Copies
 from topw_deploy.tensorrt.run.engine import TensorRTEngine
-from topw_deploy.tensorrt.run.layout import Layout
-from topw_deploy.tensorrt.run.stream import EngineStream
+from topw_deploy.tensorrt.run.stream import EngineStream, MemoryLayout
 
 
 @dataclass(frozen=True)
 class _Plan:
     """A run's shapes and addresses. changing, results: (caller's array, pinned copy)."""
 
-    layout: Layout
+    layout: MemoryLayout
     context: Context
     shapes: Mapping[str, tuple[int, ...]]
     addresses: Mapping[str, int]
@@ -141,7 +140,7 @@ class TensorRTBinding:
         batch, sequence = ids.shape
         profile = engine.profile_for(batch, sequence, edits.shape[1])
         unread = {name: size for name, size in engine.output_bytes(batch).items() if name not in self._results}
-        layout = Layout(self._changing, self._arrays, self._results, unread)
+        layout = MemoryLayout(self._changing, self._arrays, self._results, unread)
         stream.reserve(layout)
         device, host = stream.device.pointer, stream.host
         addresses = {name: device + span.start for name, span in (layout.inputs | layout.outputs).items()}

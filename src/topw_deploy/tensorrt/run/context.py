@@ -10,10 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from topw_deploy.errors import GenerationError
-from topw_deploy.tensorrt.run.cuda import Graph, Memory, Stream
-from topw_deploy.tensorrt.run.layout import Span
+from topw_deploy.tensorrt.run.cuda import Allocation, CudaGraph, Stream
 
 _TRIES = 2  # captures: another thread may disturb one; an engine with branches (the sampler's function) fails twice
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of bytes."""
+
+    start: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Context:
     why_no_graph: why steps are not launched as a graph, or "".
     """
 
-    def __init__(self, trt: Any, engine: Any, profile: int, stream: Stream, scratch: Memory, logger: Any) -> None:
+    def __init__(self, trt: Any, engine: Any, profile: int, stream: Stream, scratch: Allocation, logger: Any) -> None:
         self._stream, self._logger = stream, logger
         self._scratch = scratch  # must outlive the context
         self._raw = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
@@ -46,7 +53,7 @@ class Context:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._warm = False
-        self._graph: Graph | None = None
+        self._graph: CudaGraph | None = None
         self._captured: Copies | None = None
         self._failed_captures = 0
         self.why_no_graph = ""

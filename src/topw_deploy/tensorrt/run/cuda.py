@@ -58,9 +58,9 @@ class Cuda:
     def stream(self) -> Stream:
         return Stream(self)
 
-    def memory(self, size: int) -> Memory:
+    def memory(self, size: int) -> Allocation:
         """Uninitialized device memory."""
-        return Memory(self, int(self.call("cudaMalloc", max(1, size))), size, "cudaFree")
+        return Allocation(self, int(self.call("cudaMalloc", max(1, size))), size, "cudaFree")
 
     def pinned(self, size: int) -> PinnedMemory:
         """Pinned host memory."""
@@ -71,7 +71,7 @@ class Cuda:
         return text.decode("ascii", "replace") if isinstance(text, bytes) else str(text)
 
 
-class Memory:
+class Allocation:
     """`size` bytes at `pointer`, freed with the object."""
 
     def __init__(self, cuda: Cuda, pointer: int, size: int, free: str) -> None:
@@ -84,7 +84,7 @@ def _free(lock: DeviceLock, function: Callable[[int], object], pointer: int) -> 
         function(pointer)
 
 
-class PinnedMemory(Memory):
+class PinnedMemory(Allocation):
     """array: the bytes, uint8 [size]."""
 
     def __init__(self, cuda: Cuda, pointer: int, size: int, free: str) -> None:
@@ -116,7 +116,7 @@ class Stream:
     def wait(self) -> None:
         self._cuda.call("cudaStreamSynchronize", self._stream)
 
-    def capture(self, work: Callable[[], None]) -> Graph:
+    def capture(self, work: Callable[[], None]) -> CudaGraph:
         """Capture the work that `work` enqueues. Raises GenerationError if impossible, and `work`'s errors."""
         call = self._cuda.call
         # other threads' generations may allocate meanwhile
@@ -129,7 +129,7 @@ class Stream:
             raise
         graph = call("cudaStreamEndCapture", self._stream)
         try:
-            return Graph(self._cuda, self._stream, call("cudaGraphInstantiate", graph, 0))
+            return CudaGraph(self._cuda, self._stream, call("cudaGraphInstantiate", graph, 0))
         finally:
             call("cudaGraphDestroy", graph)
 
@@ -140,7 +140,7 @@ class Stream:
         self._cuda.api.cudaGetLastError()
 
 
-class Graph:
+class CudaGraph:
     """Captured work of a stream."""
 
     def __init__(self, cuda: Cuda, stream: Any, executable: Any) -> None:

@@ -1,14 +1,57 @@
-"""A stream, contexts with scratch memory, and memory for small tensors, reused by later generations."""
+"""A stream, contexts with scratch memory, and memory for small tensors, reused by later generations.
+
+A small tensor has the same offset in pinned and in device memory, so one copy moves them all.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from topw_deploy.tensorrt.run.context import Context
-from topw_deploy.tensorrt.run.cuda import Cuda, Memory, PinnedMemory, Stream
-from topw_deploy.tensorrt.run.layout import Layout
+import numpy as np
 
+from topw_deploy.tensorrt.run.context import Context, Span
+from topw_deploy.tensorrt.run.cuda import Allocation, Cuda, PinnedMemory, Stream
+
+_ALIGNMENT = 256  # bytes: CUDA's allocation alignment, on which TensorRT's kernels rely
 _SMALLEST = 64 << 10  # bytes: enough for most steps and prompt chunks
+
+
+class MemoryLayout:
+    """Spans: `changing` inputs (copied for every run), other inputs, `results`, then `unread` outputs.
+
+    arrays: all inputs.
+    unread: bytes by name; device memory only.
+    """
+
+    def __init__(
+        self,
+        changing: Iterable[str],
+        arrays: Mapping[str, np.ndarray],
+        results: Mapping[str, np.ndarray],
+        unread: Mapping[str, int],
+    ) -> None:
+        self._end = 0
+        self.inputs: dict[str, Span] = {}
+        first = [name for name in arrays if name in set(changing)]
+        for name in first:
+            self.inputs[name] = self._place(arrays[name].nbytes)
+        self.changing = Span(0, self._end)
+        for name in arrays:
+            if name not in self.inputs:
+                self.inputs[name] = self._place(arrays[name].nbytes)
+        begin = self._end
+        self.outputs = {name: self._place(array.nbytes) for name, array in results.items()}
+        self.results = Span(begin, self._end - begin)
+        self.host_size = self._end
+        self.outputs |= {name: self._place(size) for name, size in unread.items()}
+        self.device_size = self._end
+
+    def _place(self, size: int) -> Span:
+        """Append `size` bytes; an empty tensor gets an address, too."""
+        span = Span(self._end, size)
+        self._end += -(-max(1, size) // _ALIGNMENT) * _ALIGNMENT
+        return span
 
 
 class EngineStream:
@@ -18,16 +61,16 @@ class EngineStream:
         self._trt, self._engine, self._cuda, self._logger = trt, engine, cuda, logger
         self.queue: Stream = cuda.stream()
         self._contexts: dict[tuple[int, bool], Context] = {}
-        self._scratch: Memory | None = None
+        self._scratch: Allocation | None = None
         self.host: PinnedMemory = cuda.pinned(0)
-        self.device: Memory = cuda.memory(0)
+        self.device: Allocation = cuda.memory(0)
         self.loaded: object = None
 
     @property
     def contexts(self) -> list[Context]:
         return list(self._contexts.values())
 
-    def reserve(self, layout: Layout) -> None:
+    def reserve(self, layout: MemoryLayout) -> None:
         """Grow the memory for `layout`, discarding contents and addresses."""
         if layout.host_size > self.host.size:
             self.host = self._cuda.pinned(_rounded(layout.host_size))

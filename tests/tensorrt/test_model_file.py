@@ -11,7 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import TensorRTError
-from topw_deploy.tensorrt.onnx_file import Graph, Node, read_model, without_function
+from topw_deploy.onnx_file.model import Graph, Node
+from topw_deploy.tensorrt.model_file import read_model, without_function
 
 
 def flat(graph: Graph) -> list[Node]:

@@ -1,0 +1,1 @@
+"""Read ONNX files without `onnx`, which machines that only run exports lack."""

@@ -1,0 +1,44 @@
+"""Open an exported graph for TensorRT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from topw_deploy.errors import TensorRTError
+from topw_deploy.files import NotRegularError, mapped
+from topw_deploy.onnx_file import model
+from topw_deploy.onnx_file.model import Model
+from topw_deploy.onnx_file.protobuf import ProtobufError
+
+
+def read_model(path: Path) -> Model:
+    """Read the model at `path`. Raises TensorRTError if unreadable, not ONNX, or larger than any published graph."""
+    with opened(path) as data:
+        return model.read_model(data)
+
+
+def without_function(path: Path, domain: str, name: str) -> bytes:
+    """The file's bytes without the model-local function `domain`::`name`.
+
+    TensorRT before 10.15 inlines a node's function even if a plugin is registered. To prevent that:
+    `parser.parse(without_function(path, "topw", "TopWSample"), str(path))`; the path locates the weights.
+
+    Raises TensorRTError if unreadable or not ONNX.
+    """
+    with opened(path) as data:
+        return model.without_function(data, domain, name)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[memoryview]:
+    """The file's bytes, mapped. Raises TensorRTError, also in place of a ProtobufError raised in the block."""
+    try:
+        yield memoryview(mapped(path))
+    except ProtobufError as error:
+        raise TensorRTError(f"{path} is not an ONNX model ({error}); export the model again.") from None
+    except NotRegularError as error:
+        raise TensorRTError(f"{path} is {error.kind}, not a regular file; copy the file itself there.") from None
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        raise TensorRTError(f"{path} cannot be read: {error}.") from None
