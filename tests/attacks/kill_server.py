@@ -23,12 +23,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import HANG, until
+
 CLIENTS, BEFORE = 8, 8  # BEFORE: whole answers until a server that streams is killed
-_STUCK = 60.0  # seconds
 
 MOMENTS = {"loading": "Served.open", "reading": "Batch.read", "streaming": "Batch.step", "draining": "Batch.step"}
 """A moment -> what the server does slowly, so that it is certainly killed meanwhile. `reading`: long prompts."""
@@ -89,7 +89,7 @@ class Connection(http.client.HTTPConnection):
     """A connection to a port or a Unix socket."""
 
     def __init__(self, address: str) -> None:
-        super().__init__("127.0.0.1", int(address) if address.isdecimal() else 0, timeout=_STUCK)
+        super().__init__("127.0.0.1", int(address) if address.isdecimal() else 0, timeout=HANG)
         self._address = address
 
     def connect(self) -> None:
@@ -97,15 +97,8 @@ class Connection(http.client.HTTPConnection):
             super().connect()
             return
         self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(_STUCK)
+        self.sock.settimeout(HANG)
         self.sock.connect(self._address)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + _STUCK
-    while not holds():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 def get(address: str, path: str) -> tuple[int, str]:
@@ -136,7 +129,7 @@ class Load:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(_STUCK)
+            thread.join(HANG)
         if any(thread.is_alive() for thread in self._threads):
             self.wrong.append("a client waits for a server that is gone")
 
@@ -232,7 +225,7 @@ def main(folder: str, scratch: Path, address: str, *moments: str) -> None:
     for load in loads.values():
         wrong += check_again(server, load)
     server.process.send_signal(signal.SIGTERM)
-    if server.process.wait(_STUCK):
+    if server.process.wait(HANG):
         wrong.append(f"the last server ends with {server.process.returncode}")
     found: dict[str, Any] = {
         moment: {

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
+from tests.support.waiting import HANG
 from topw_deploy import install
 
 from .conftest import ANSWER
@@ -127,10 +127,9 @@ def test_interruption_is_130_and_leaves_no_traceback(endless: Path) -> None:
     assert process.stdout is not None
     process.stdin.write(b"a\n")
     process.stdin.flush()
-    assert process.stdout.read(1)  # waits for the next line
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)  # while it answers, or waits for the next line
+    _, errors = process.communicate(timeout=HANG)
     assert process.returncode == 130
     assert b"Traceback" not in errors
 
@@ -146,7 +145,7 @@ def test_a_closed_pipe_ends_quietly(random_model: Path) -> None:
     )
     assert process.stdout is not None
     process.stdout.close()
-    _, errors = process.communicate(b"a\n" * 50, timeout=20)
+    _, errors = process.communicate(b"a\n" * 50, timeout=HANG)
     assert process.returncode == 1
     assert errors == b""
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +123,6 @@ def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decod
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    time.sleep(0.1)
     left = [path for path in tmp_path.iterdir() if path != out]
     assert len(left) == 1  # the hidden folder
     with pytest.raises(ManifestError, match="verification did not finish"):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import select
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu.job import Job
+from benchmarks.gpu import children, runner
+from benchmarks.gpu.job import Job, Result, result_json
 from benchmarks.gpu.record import JSON, TABLES, Record, RecordError, put
 from benchmarks.gpu.runner import Run
-from tests.gpu.toy_part import EXPECTED, ran
+from tests.gpu.toy_part import EXPECTED, LIMIT, ran
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -33,17 +38,23 @@ def entry(out: Path, step: str) -> dict[str, Any]:
     return found
 
 
-def has_ended(process: int) -> bool:
-    """Waits a few seconds: signals are slow on a busy machine."""
-    stat = Path(f"/proc/{process}/stat")
-    for _ in range(100):
-        try:
-            if stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
+def runs(out: Path) -> bool:
+    """Whether the process that a hanging step has started runs."""
+    try:
+        stat = Path(f"/proc/{(out / 'sleeper').read_text()}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def end_time_when(monkeypatch: pytest.MonkeyPatch, holds: Callable[[], bool]) -> None:
+    """Let a step's time be over as soon as a condition holds, instead of after its limit."""
+
+    def wait(reading: list[int], writing: list[int], wrong: list[int], seconds: float) -> Any:
+        until(lambda: select.select(reading, [], [], 0)[0] or holds())
+        return select.select(reading, writing, wrong, 0)
+
+    monkeypatch.setattr(children, "select", SimpleNamespace(select=wait))
 
 
 def test_a_step_is_recorded(tmp_path: Path) -> None:
@@ -100,11 +111,12 @@ def test_a_step_that_raises_fails_with_its_message_and_the_next_one_runs(tmp_pat
     assert entry(tmp_path, "passes")["state"] == "done"
 
 
-def test_a_step_that_hangs_is_killed_with_all_it_started(tmp_path: Path) -> None:
+def test_a_step_that_hangs_is_killed_with_all_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end_time_when(monkeypatch, lambda: runs(tmp_path))
     run(tmp_path, "hangs", "passes")
-    assert "killed after 2 s" in entry(tmp_path, "hangs")["failed"]
+    assert f"killed after {LIMIT:.0f} s" in entry(tmp_path, "hangs")["failed"]
     assert entry(tmp_path, "passes")["state"] == "done"
-    assert has_ended(int((tmp_path / "sleeper").read_text()))
+    until(lambda: not runs(tmp_path))
 
 
 def test_a_step_that_crashes_is_recorded_with_its_signal_and_last_words(tmp_path: Path) -> None:
@@ -115,11 +127,40 @@ def test_a_step_that_crashes_is_recorded_with_its_signal_and_last_words(tmp_path
     assert entry(tmp_path, "passes")["state"] == "done"
 
 
-def test_a_step_that_checks_the_time_ends_within_the_budget(tmp_path: Path) -> None:
-    started = time.monotonic()
-    run(tmp_path, "loops", budget=9)
-    assert entry(tmp_path, "loops")["state"] == "partial"
-    assert time.monotonic() - started < 9
+class Timed:
+    """A child with one step. given: the end and the limit that the step was given."""
+
+    def __init__(self, part: str, job: Job) -> None:
+        self.given: tuple[float, float] | None = None
+
+    def plan(self, limit: float) -> list[tuple[str, float, float, list[str]]]:
+        return [("step", EXPECTED, LIMIT, [])]
+
+    def ask(self, step: str, earlier: object, end: float, limit: float, kept: object) -> dict[str, Any]:
+        self.given = end, limit
+        return {"result": result_json(Result()), "seconds": 0.0}
+
+    def close(self, wait: bool = True) -> None:
+        pass
+
+
+@pytest.mark.parametrize("budget", [9, 20, 600])
+def test_a_step_ends_before_it_is_killed_and_that_before_the_budget_is_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: float
+) -> None:
+    now, job = 1000.0, Job(tmp_path, tmp_path / "library.so")
+    child = Timed(PART, job)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now))
+    Run(Record(tmp_path, rehearse=False), job, "", now + budget, open_child=lambda *_: child).parts([PART])
+    assert child.given is not None
+    end, limit = child.given
+    assert now < end < now + limit < now + budget
+    assert limit <= LIMIT
+
+
+def test_a_step_can_see_how_much_time_is_left(tmp_path: Path) -> None:
+    run(tmp_path, "checks_the_time")
+    assert 0 < entry(tmp_path, "checks_the_time")["data"]["left"] < LIMIT
 
 
 def test_an_interrupted_command_kills_what_it_started_at_once(tmp_path: Path) -> None:
@@ -136,7 +177,7 @@ def test_an_interrupted_command_kills_what_it_started_at_once(tmp_path: Path) ->
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert has_ended(int((tmp_path / "sleeper").read_text()))
+    until(lambda: not runs(tmp_path))
 
 
 def test_a_partial_step_continues_from_its_data(tmp_path: Path) -> None:
@@ -153,8 +194,13 @@ def test_a_partial_step_starts_again_when_the_kernels_changed(tmp_path: Path) ->
     assert entry(tmp_path, "counts")["data"]["count"] == 2
 
 
-def test_a_killed_step_continues_from_the_data_it_kept(tmp_path: Path) -> None:
-    run(tmp_path, "counts_and_hangs")
+def test_a_killed_step_continues_from_the_data_it_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_kept() -> bool:
+        return (tmp_path / JSON).is_file() and entry(tmp_path, "counts_and_hangs")["state"] == "partial"
+
+    with monkeypatch.context() as patch:
+        end_time_when(patch, has_kept)
+        run(tmp_path, "counts_and_hangs")
     assert entry(tmp_path, "counts_and_hangs")["state"] == "failed"
     run(tmp_path, "counts_and_hangs")
     found = entry(tmp_path, "counts_and_hangs")

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import HANG, until
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import compile_cuda, compile_native, driver, nvcc, status
 from topw_deploy.plugins import shared_library as library
@@ -262,17 +262,19 @@ def test_ctrl_c_ends_nvcc(install: Install, tmp_path: Path, monkeypatch: pytest.
 
     def run(command: list[str], total: int, watch: nvcc.Watch) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
+
+        def is_interrupted() -> bool:
             try:
                 watch(nvcc.Compiling((), (), total, 0.0))
             except compile_native.NotBuiltError:
                 ended.set()
                 raise
-            time.sleep(0.01)
+            return False
+
+        until(is_interrupted)
 
     monkeypatch.setattr(nvcc, "run", run)
     monkeypatch.setattr(compile_native, "run", lambda command: None)
     with pytest.raises(KeyboardInterrupt):
         compile_cuda.compile_cuda(tmp_path / "made.so", (87,))
-    assert ended.wait(30)
+    assert ended.wait(HANG)

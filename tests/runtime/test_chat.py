@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from tests.support.toy_model import EOS, Load, Toy, byte_ids
 from topw_deploy.errors import PromptError, TokenizerError
 from topw_deploy.runtime.chat import ChatTemplate
+from topw_deploy.runtime.template import environment
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -53,8 +55,12 @@ def test_what_templates_of_published_models_use(source: str, expected: str) -> N
     assert render(source) == expected
 
 
-def test_strftime_now_and_variables_of_the_caller() -> None:
-    assert render("{{ strftime_now('%Y') }}") == datetime.now().strftime("%Y")
+def test_strftime_now_is_the_local_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "datetime", SimpleNamespace(now=lambda: datetime(2026, 3, 9, 8, 7)))
+    assert render("{{ strftime_now('%d.%m.%Y %H:%M') }}") == "09.03.2026 08:07"
+
+
+def test_variables_of_the_caller_are_in_a_template() -> None:
     assert render("{{ enable_thinking }}{{ tools[0].name }}", enable_thinking=False, tools=[{"name": "t"}]) == "Falset"
     assert render("{{ n + 1 }}", n=np.int64(3)) == "4"
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import HANG, until
 from topw_deploy.runtime.device_lock import DeviceLock, device_lock
-
-PAUSE = 0.05  # seconds
 
 
 def in_a_thread(work: Callable[[], object]) -> threading.Thread:
@@ -23,8 +22,14 @@ def in_a_thread(work: Callable[[], object]) -> threading.Thread:
 
 
 def ends(thread: threading.Thread) -> bool:
-    thread.join(5)
+    thread.join(HANG)
     return not thread.is_alive()
+
+
+def wait_for(lock: DeviceLock, *threads: threading.Thread) -> bool:
+    """Whether threads come to wait for the lock, rather than ending."""
+    until(lambda: len(lock._changed._waiters) == len(threads) or not all(map(threading.Thread.is_alive, threads)))
+    return all(map(threading.Thread.is_alive, threads))
 
 
 def use(lock: DeviceLock) -> None:
@@ -55,19 +60,19 @@ def test_new_users_wait_for_a_capture(other: Callable[[DeviceLock], None]) -> No
     with lock.capturing() as alone:
         assert alone
         waiting = in_a_thread(lambda: other(lock))
-        time.sleep(PAUSE)
-        assert waiting.is_alive()
+        assert wait_for(lock, waiting)
     assert ends(waiting)
 
 
 def test_a_capture_waits_for_current_users_and_precedes_new_ones() -> None:
     lock, order = DeviceLock(), list[str]()
-    captured = threading.Event()
+    begun, captured = threading.Event(), threading.Event()
 
     def capture() -> None:
         with lock.capturing() as alone:
             order.append(f"capture {alone}")
-            captured.wait(5)
+            begun.set()
+            assert captured.wait(HANG)
 
     def come_later() -> None:
         with lock.using:
@@ -75,13 +80,14 @@ def test_a_capture_waits_for_current_users_and_precedes_new_ones() -> None:
 
     with lock.using:
         capturing = in_a_thread(capture)
-        time.sleep(PAUSE)
+        assert wait_for(lock, capturing)
         later = in_a_thread(come_later)
-        time.sleep(PAUSE)
+        assert wait_for(lock, capturing, later)
         assert order == []
         with lock.using:  # a current user does not wait for a waiting capture
             order.append("again")
-    time.sleep(PAUSE)
+    assert begun.wait(HANG)
+    assert wait_for(lock, later)
     assert order == ["again", "capture True"]
     captured.set()
     assert ends(capturing)
@@ -91,14 +97,15 @@ def test_a_capture_waits_for_current_users_and_precedes_new_ones() -> None:
 
 def test_nothing_is_captured_while_a_session_is_being_opened() -> None:
     lock = DeviceLock()
-    opened = threading.Event()
+    begun, opened = threading.Event(), threading.Event()
 
     def open_slowly() -> None:
         with lock.opening():
-            opened.wait(5)
+            begun.set()
+            assert opened.wait(HANG)
 
     opening = in_a_thread(open_slowly)
-    time.sleep(PAUSE)
+    assert begun.wait(HANG)
     with lock.capturing() as alone:
         assert not alone
     opened.set()
@@ -109,25 +116,27 @@ def test_nothing_is_captured_while_a_session_is_being_opened() -> None:
 
 def test_a_run_that_may_not_capture_counts_as_a_user() -> None:
     lock = DeviceLock()
-    opened, ran = threading.Event(), threading.Event()
+    begun, opened, running, ran = (threading.Event() for _ in range(4))
 
     def open_slowly() -> None:
         with lock.opening():
-            opened.wait(5)
+            begun.set()
+            assert opened.wait(HANG)
 
     def run() -> None:
-        with lock.capturing():
-            ran.wait(5)
+        with lock.capturing() as alone:
+            assert not alone
+            running.set()
+            assert ran.wait(HANG)
 
-    threads = [in_a_thread(open_slowly)]
-    time.sleep(PAUSE)
-    threads.append(in_a_thread(run))
-    time.sleep(PAUSE)
+    opening = in_a_thread(open_slowly)
+    assert begun.wait(HANG)
+    in_a_thread(run)
+    assert running.wait(HANG)
     opened.set()
-    ends(threads[0])
+    assert ends(opening)
     capturing = in_a_thread(lambda: capture(lock))
-    time.sleep(PAUSE)
-    assert capturing.is_alive()
+    assert wait_for(lock, capturing)
     ran.set()
     assert ends(capturing)
 
@@ -172,7 +181,7 @@ def test_garbage_collection_may_use_the_device_amid_the_lock_s_own_code() -> Non
 
     threads = [in_a_thread(work) for _ in range(3)]
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG)
     assert not any(thread.is_alive() for thread in threads), "they wait for each other, or for themselves"
     assert len(uses) > 1000
     assert not wrong

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tests.support.samples import slow
+from tests.support.samples import examples, slow
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import (
     FLOAT64_TIES,
@@ -61,7 +61,7 @@ def test_a_repulsive_row_is_answered_by_the_definition_itself():
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     logits=arrays(
         np.float32,

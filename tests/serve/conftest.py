@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.support.toy_model import Toy, export
+from tests.support.waiting import HANG, until
 from topw_deploy.runtime import TopWModel
 from topw_deploy.serve.app import create_app
 from topw_deploy.serve.settings import Settings
@@ -48,11 +48,7 @@ def model(folder: Path) -> TopWModel:
 
 
 def until_ready(client: TestClient) -> None:
-    for _ in range(6000):
-        if client.get("/health").status_code == 200:
-            return
-        time.sleep(0.01)
-    raise AssertionError("the models were not opened")
+    until(lambda: client.get("/health").status_code == 200)
 
 
 def new_client(folders: Path | dict[str, Path], **settings: Any) -> TestClient:
@@ -115,8 +111,7 @@ class Gate:
         gate = self
 
         def held(ids: Any) -> bool:
-            assert gate.opened.wait(60)
-            time.sleep(0.005)  # what cancels takes a moment
+            assert gate.opened.wait(HANG)
             return False
 
         def requests(model: TopWModel, prompt: Any, parameters: Any, limits: Any = None) -> Any:

@@ -8,13 +8,13 @@ import shutil
 import socket
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
 from tests.serve.conftest import CPU
+from tests.support.waiting import HANG, until
 from topw_deploy.serve.app import create_app
 from topw_deploy.serve.server import Server, new_server, open_socket
 from topw_deploy.serve.service import Service
@@ -44,9 +44,27 @@ class Live:
 
     def connect(self) -> socket.socket:
         raw = socket.socket(socket.AF_UNIX)
-        raw.settimeout(60)
+        raw.settimeout(HANG)
         raw.connect(str(self._uds))
         return raw
+
+    def begin(self, data: bytes) -> socket.socket:
+        """A connection with bytes that are there when its time begins: the server accepts it afterwards."""
+        reached, sent = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            reached.set()
+            assert sent.wait(HANG)
+
+        assert self.service.loop is not None
+        self.service.loop.call_soon_threadsafe(hold)
+        assert reached.wait(HANG)
+        try:
+            raw = self.connect()
+            raw.sendall(data)
+            return raw
+        finally:
+            sent.set()
 
     def send(self, data: bytes) -> bytes:
         """All that the server answers until it closes the connection."""
@@ -90,14 +108,6 @@ def until_closed(raw: socket.socket) -> bytes:
         while data := raw.recv(2**16):
             found.append(data)
     return b"".join(found)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if holds():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen")
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,12 @@ from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
 from tests.serve.conftest import Gate
-from tests.serve.live import Live, ask, live, post, read_answer, until, until_closed
+from tests.serve.live import Live, ask, live, post, read_answer, until_closed
+from tests.support.waiting import until
 from topw_deploy.serve.connections import READ, Connection
 
 SHORT = 0.2
+LONG = {"tokens": [70] * 400_000}  # more text than a socket holds
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\n"
 
 
@@ -34,40 +35,40 @@ def test_a_client_that_sends_nothing_is_cut_off(server: Live) -> None:
 
 @pytest.mark.parametrize("start", [b"", post(ask(), close=False)], ids=["first request", "second request"])
 def test_headers_that_trickle_are_cut_off(server: Live, start: bytes) -> None:
-    with server.connect() as raw:
+    with server.begin(start) as raw:
         if start:
-            raw.sendall(start)
             assert read_answer(raw)[0] == 200
-        raw.sendall(HEAD)
         raw.settimeout(SHORT / 10)
-        for _ in range(6000):
+
+        def is_cut_off() -> bool:
             try:
                 raw.sendall(b"X: a\r\n")
                 assert raw.recv(1) == b""
-                return
             except TimeoutError:
-                continue
+                return False
             except (BrokenPipeError, ConnectionResetError):
-                return
-    raise AssertionError("the connection stayed open")
+                pass
+            return True
+
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            raw.sendall(HEAD)
+        until(is_cut_off)
 
 
 def test_a_body_that_trickles_after_its_answer_is_cut_off(server: Live) -> None:
-    with server.connect() as raw:
-        raw.sendall(HEAD + b"Content-Length: 99999999\r\n\r\n")
+    with server.begin(HEAD + b"Content-Length: 99999999\r\n\r\n") as raw:
         assert read_answer(raw)[0] == 413
+
+        def is_cut_off() -> bool:
+            raw.sendall(b" ")
+            return server.connections == 0
+
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            for _ in range(6000):
-                raw.sendall(b" ")
-                if server.connections == 0:
-                    return
-                time.sleep(0.01)
-            raise AssertionError("the connection stayed open")
+            until(is_cut_off)
 
 
 def test_an_answer_may_take_longer_than_the_headers(folder: Path, gate: Gate) -> None:
-    with live(folder, header_timeout=SHORT) as slow, slow.connect() as raw:
-        raw.sendall(post(ask()))
+    with live(folder, header_timeout=SHORT) as slow, slow.begin(post(ask())) as raw:
         until(lambda: slow.in_use == 1)
         with slow.connect() as idle:
             assert until_closed(idle) == b""  # the time is over
@@ -76,18 +77,18 @@ def test_an_answer_may_take_longer_than_the_headers(folder: Path, gate: Gate) ->
 
 
 def test_a_client_that_does_not_read_a_whole_answer_is_cut_off(server: Live) -> None:
-    tokens = [70] * 1_000_000  # more text than a socket holds
-    keeping, closing = (post({"tokens": tokens}, "/detokenize", close=close) for close in (False, True))
-    with server.connect() as raw:
-        raw.sendall(keeping)
-        until(lambda: server.connections == 1)
+    sent = post(LONG, "/detokenize", close=False)
+    with server.begin(sent[:1000]) as raw:
+        raw.sendall(sent[1000:])
         until(lambda: server.connections == 0)
         answer = until_closed(raw)
     assert answer.startswith(b"HTTP/1.1 200 ")
-    assert len(answer) < len(tokens)
-    with server.connect() as raw:
-        raw.sendall(closing)
-        assert len(read_answer(raw)[1]["prompt"]) == len(tokens)
+    assert len(answer) < len(LONG["tokens"])
+
+
+def test_a_client_that_reads_gets_the_whole_of_a_long_answer(folder: Path) -> None:
+    with live(folder) as patient:
+        assert len(patient.call(LONG, "/detokenize")[1]["prompt"]) == len(LONG["tokens"])
 
 
 class Loop:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.serve.conftest import HELLO, HOT, Gate
-from tests.serve.live import SEEDS, TEXT, Live, ask, live, post, read_answer, until, until_closed
+from tests.serve.live import SEEDS, TEXT, Live, ask, live, post, read_answer, until_closed
+from tests.support.waiting import until
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.structured import grammars
 
@@ -148,10 +149,10 @@ def test_clients_that_leave_amid_a_stream_free_their_rows(folder: Path, gate: Ga
             raw.sendall(post({"prompt": "ab", "max_tokens": 50, "ignore_eos": True, "n": 4, "stream": True}))
             assert raw.recv(10) == b"HTTP/1.1 2"
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        until(lambda: held.connections == 0)
+        (served,) = held.service.served()
+        until(served.engine._worker._inbox.qsize)
         gate.opened.set()
         until(lambda: held.in_use == 0)
-        (served,) = held.service.served()
         assert served.engine.stats().new_tokens <= 8
 
 

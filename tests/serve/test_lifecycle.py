@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from starlette.applications import Starlette
 
 from tests.serve.conftest import CPU, HELLO, Gate, NewClient, refused
+from tests.support.waiting import HANG, set_when, until_async
 from topw_deploy.errors import LogitsError, ManifestError, ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.serve.app import create_app
@@ -69,14 +71,6 @@ class Call:
             await asyncio.Event().wait()
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen")
-
-
 def with_service(folder: Path, test: Callable[[Starlette, Service], Awaitable[None]], **settings: Any) -> None:
     """Run a test in the loop of a ready server."""
 
@@ -84,7 +78,7 @@ def with_service(folder: Path, test: Callable[[Starlette, Service], Awaitable[No
         app = create_app(Settings(models={"toy": folder}, opening=CPU, **settings))
         async with app.router.lifespan_context(app):
             service: Service = app.state.service
-            await until(lambda: service.state == "ready")
+            await until_async(lambda: service.state == "ready")
             await test(app, service)
 
     asyncio.run(main())
@@ -93,6 +87,12 @@ def with_service(folder: Path, test: Callable[[Starlette, Service], Awaitable[No
 def in_use(service: Service) -> int:
     (served,) = service.served()
     return served.engine.stats().in_use
+
+
+def posted(service: Service) -> int:
+    """Number of messages that the engine's thread has not taken, because a gate holds it."""
+    (served,) = service.served()
+    return served.engine._worker._inbox.qsize()
 
 
 def by_label(service: Service, name: str, label: str, **others: str) -> dict[str, float]:
@@ -116,19 +116,20 @@ def counted(service: Service, path: str) -> dict[str, float]:
 def test_a_client_that_goes_away_frees_its_row(folder: Path, gate: Gate, stream: bool) -> None:
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, CHAT, {**ENDLESS, "stream": stream})
-        await until(lambda: in_use(service) == 1)
+        await until_async(lambda: in_use(service) == 1)
         if stream:
-            await until(lambda: call.status == 200)
+            await until_async(lambda: call.status == 200)
         call.gone.set()
-        await asyncio.wait_for(call.task, 30)
+        await asyncio.wait_for(call.task, HANG)
+        await until_async(lambda: posted(service))
         gate.opened.set()
-        await until(lambda: in_use(service) == 0)
+        await until_async(lambda: in_use(service) == 0)
         (served,) = service.served()
         assert served.engine.stats().new_tokens <= 2
         assert ended(service) == {"abort": 1}
         assert counted(service, CHAT) == {"200": 1} if stream else {"499": 1}
         other = Call(app, CHAT, {**ENDLESS, "max_tokens": 2})
-        await asyncio.wait_for(other.task, 30)
+        await asyncio.wait_for(other.task, HANG)
         assert other.status == 200
         assert ended(service) == {"abort": 1, "length": 1}
 
@@ -139,9 +140,10 @@ def test_a_client_that_goes_away_frees_its_row(folder: Path, gate: Gate, stream:
 def test_all_sequences_of_a_client_that_goes_away_count_as_aborted(folder: Path, gate: Gate, stream: bool) -> None:
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, TEXT, {"prompt": ["a", "b"], "n": 3, "ignore_eos": True, "stream": stream})
-        await until(lambda: in_use(service) > 0)
+        await until_async(lambda: in_use(service) > 0)
         call.gone.set()
-        await asyncio.wait_for(call.task, 30)
+        await asyncio.wait_for(call.task, HANG)
+        await until_async(lambda: posted(service))
         gate.opened.set()
         assert ended(service) == {"abort": 6}
 
@@ -162,7 +164,7 @@ def test_a_stream_that_the_engine_fails_ends_with_its_error(folder: Path, monkey
 
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, TEXT, {"prompt": "a", "n": 2, "ignore_eos": True, "stream": True})
-        await asyncio.wait_for(call.task, 30)
+        await asyncio.wait_for(call.task, HANG)
         last = json.loads(call.text.split("data: ")[-2])
         assert last["error"]["code"] == "no_token_to_draw"
         assert ended(service) == {}
@@ -174,12 +176,13 @@ def test_a_stream_that_the_engine_fails_ends_with_its_error(folder: Path, monkey
 def test_a_stream_that_was_never_read_frees_its_row(folder: Path, gate: Gate) -> None:
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, CHAT, {**ENDLESS, "stream": True}, reads=False)
-        await until(lambda: call.status == 200)
+        await until_async(lambda: call.status == 200)
         assert in_use(service) == 1
         call.gone.set()
-        await asyncio.wait_for(call.task, 30)
+        await asyncio.wait_for(call.task, HANG)
+        await until_async(lambda: posted(service))
         gate.opened.set()
-        await until(lambda: in_use(service) == 0)
+        await until_async(lambda: in_use(service) == 0)
         (served,) = service.served()
         assert served.engine.stats().new_tokens <= 2
 
@@ -192,8 +195,8 @@ def test_a_thread_that_nobody_waits_for_keeps_its_place(folder: Path) -> None:
     async def test(app: Starlette, service: Service) -> None:
         (served,) = service.served()
         opened, ran = threading.Event(), list[int]()
-        tasks = [asyncio.ensure_future(served.prepare(lambda: opened.wait(60))) for _ in range(PREPARING)]
-        await until(lambda: served._preparing.borrowed_tokens == PREPARING)
+        tasks = [asyncio.ensure_future(served.prepare(lambda: opened.wait(HANG))) for _ in range(PREPARING)]
+        await until_async(lambda: served._preparing.borrowed_tokens == PREPARING)
         late = asyncio.ensure_future(served.prepare(lambda: ran.append(1)))
         await asyncio.sleep(0)
         for task in (*tasks, late):
@@ -201,7 +204,7 @@ def test_a_thread_that_nobody_waits_for_keeps_its_place(folder: Path) -> None:
         await asyncio.wait({*tasks, late})
         assert served._preparing.borrowed_tokens == PREPARING
         opened.set()
-        await until(lambda: served._preparing.borrowed_tokens == 0)
+        await until_async(lambda: served._preparing.borrowed_tokens == 0)
         assert not ran
         assert await served.prepare(lambda: 5) == 5
 
@@ -211,10 +214,10 @@ def test_a_thread_that_nobody_waits_for_keeps_its_place(folder: Path) -> None:
 def test_a_stream_begins_before_its_first_token_and_is_kept_alive(folder: Path, gate: Gate) -> None:
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, CHAT, {**ENDLESS, "max_tokens": 2, "stream": True})
-        await until(lambda: call.text.count(": keep-alive\n\n") >= 2)
+        await until_async(lambda: call.text.count(": keep-alive\n\n") >= 2)
         assert call.status == 200
         gate.opened.set()
-        await asyncio.wait_for(call.task, 30)
+        await asyncio.wait_for(call.task, HANG)
         assert call.text.endswith("data: [DONE]\n\n")
 
     with_service(folder, test, ping_interval=0.05)
@@ -223,7 +226,7 @@ def test_a_stream_begins_before_its_first_token_and_is_kept_alive(folder: Path, 
 def test_a_body_that_does_not_arrive_is_not_waited_for(folder: Path) -> None:
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, CHAT, ENDLESS, whole=False)
-        await asyncio.wait_for(call.task, 30)
+        await asyncio.wait_for(call.task, HANG)
         assert call.status == 408
         assert counted(service, CHAT) == {"408": 1}
         assert json.loads(call.text)["error"]["code"] == "request_timeout"
@@ -234,16 +237,16 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(folder: Path) -> None:
 def test_a_full_queue_is_a_429_also_for_streams(folder: Path, gate: Gate) -> None:
     async def test(app: Starlette, service: Service) -> None:
         first = Call(app, CHAT, {**ENDLESS, "max_tokens": 2})
-        await until(lambda: in_use(service) == 1)
+        await until_async(lambda: in_use(service) == 1)
         for stream in (False, True):
             second = Call(app, CHAT, {**ENDLESS, "stream": stream})
-            await asyncio.wait_for(second.task, 30)
+            await asyncio.wait_for(second.task, HANG)
             assert second.status == 429
             assert json.loads(second.text)["error"]["code"] == "queue_full"
             assert (b"retry-after", b"1") in second.sent[0]["headers"]
         assert counted(service, CHAT) == {"429": 2}
         gate.opened.set()
-        await asyncio.wait_for(first.task, 30)
+        await asyncio.wait_for(first.task, HANG)
         assert first.status == 200
 
     with_service(folder, test, engine={"max_batch": 1, "max_queue": 0})
@@ -252,19 +255,27 @@ def test_a_full_queue_is_a_429_also_for_streams(folder: Path, gate: Gate) -> Non
 def test_probes_are_answered_while_prompts_are_read(folder: Path, gate: Gate) -> None:
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, CHAT, {**ENDLESS, "max_tokens": 2})
-        await until(lambda: in_use(service) == 1)
+        await until_async(lambda: in_use(service) == 1)
         health = Call(app, "/health", method="GET")
-        await asyncio.wait_for(health.task, 30)
+        await asyncio.wait_for(health.task, HANG)
         assert health.status == 200
         gate.opened.set()
-        await asyncio.wait_for(call.task, 30)
+        await asyncio.wait_for(call.task, HANG)
 
     with_service(folder, test)
 
 
 def test_a_request_out_of_time_returns_what_it_has(serve: NewClient, folder: Path, gate: Gate) -> None:
-    client = serve(folder, request_timeout=0.05)
-    threading.Timer(0.3, gate.opened.set).start()
+    client, seconds = serve(folder, request_timeout=0.05), 0.05
+    service: Service = client.app.state.service  # type: ignore[attr-defined]
+
+    def is_out_of_time() -> bool:
+        if in_use(service):
+            time.sleep(seconds)  # at least
+            return True
+        return False
+
+    set_when(gate.opened, is_out_of_time)
     choice = client.post(CHAT, json=ENDLESS).json()["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
 
@@ -272,11 +283,11 @@ def test_a_request_out_of_time_returns_what_it_has(serve: NewClient, folder: Pat
 def test_draining_refuses_new_requests_and_finishes_the_running_ones(folder: Path, gate: Gate) -> None:
     async def test(app: Starlette, service: Service) -> None:
         running = Call(app, CHAT, {**ENDLESS, "max_tokens": 2})
-        await until(lambda: in_use(service) == 1)
+        await until_async(lambda: in_use(service) == 1)
         drained = asyncio.ensure_future(service.drain())
         await asyncio.sleep(0)
         late = Call(app, CHAT, ENDLESS)
-        await asyncio.wait_for(late.task, 30)
+        await asyncio.wait_for(late.task, HANG)
         assert late.status == 503
         assert json.loads(late.text)["error"]["code"] == "draining"
         probes = [Call(app, path, method="GET") for path in ("/health", "/live")]
@@ -284,7 +295,7 @@ def test_draining_refuses_new_requests_and_finishes_the_running_ones(folder: Pat
         assert [probe.status for probe in probes] == [503, 200]
         assert not drained.done()
         gate.opened.set()
-        await asyncio.wait_for(running.task, 30)
+        await asyncio.wait_for(running.task, HANG)
         assert running.status == 200
         assert await drained is True
 
@@ -295,12 +306,12 @@ def test_draining_refuses_new_requests_and_finishes_the_running_ones(folder: Pat
 def test_what_does_not_end_in_time_is_cancelled_with_an_error(folder: Path, gate: Gate, stream: bool) -> None:
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, CHAT, {**ENDLESS, "stream": stream})
-        await until(lambda: in_use(service) == 1)
+        await until_async(lambda: in_use(service) == 1)
         if stream:
-            await until(lambda: call.status == 200)
-        threading.Timer(0.3, gate.opened.set).start()
+            await until_async(lambda: call.status == 200)
+        set_when(gate.opened, lambda: posted(service))
         assert await service.drain() is False
-        await asyncio.wait_for(call.task, 30)
+        await asyncio.wait_for(call.task, HANG)
         assert '"code":"draining"' in call.text
         assert call.status == (200 if stream else 503)
         assert ended(service) == {"abort": 1}
@@ -314,7 +325,7 @@ def test_until_the_models_are_open_requests_get_503(
     opened, load = threading.Event(), TopWModel.from_pretrained
 
     def slow(*arguments: Any, **options: Any) -> TopWModel:
-        assert opened.wait(60)
+        assert opened.wait(HANG)
         return load(*arguments, **options)
 
     monkeypatch.setattr(TopWModel, "from_pretrained", slow)
@@ -335,7 +346,7 @@ def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
         told = asyncio.Event()
         service.on_failure = told.set
         service.start()
-        await asyncio.wait_for(told.wait(), 30)
+        await asyncio.wait_for(told.wait(), HANG)
         assert service.state == "failed"
         assert isinstance(service.failure, ManifestError)
         with pytest.raises(ManifestError):
@@ -358,7 +369,7 @@ def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
         ({"tool_parser": "none"}, "tool_parser"),
     ],
 )
-def test_wrong_settings(settings: dict[str, Any], name: str) -> None:
+def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], name: str) -> None:
     with pytest.raises(ParameterError, match=name):
         Settings(**{"models": {"toy": Path("toy")}, **settings})
 
@@ -375,7 +386,7 @@ def test_a_second_signal_and_one_while_models_are_opened_end_the_process(
     real = Served.open.__func__  # type: ignore[attr-defined]
 
     def slowly(cls: Any, *arguments: Any) -> Any:
-        assert opened.wait(60)
+        assert opened.wait(HANG)
         return real(cls, *arguments)
 
     monkeypatch.setattr(Served, "open", classmethod(slowly))
@@ -390,11 +401,11 @@ def test_a_second_signal_and_one_while_models_are_opened_end_the_process(
         server.end = found.append
         async with app.router.lifespan_context(app):
             if loaded:
-                await until(lambda: service.state == "ready")
+                await until_async(lambda: service.state == "ready")
             for _ in range(signals):
                 server.handle_exit(signal.SIGTERM, None)
                 await asyncio.sleep(0)
-            await until(lambda: server.should_exit)
+            await until_async(lambda: server.should_exit)
             opened.set()
 
     asyncio.run(main())
@@ -422,7 +433,7 @@ def test_a_signal_logs_nothing_at_once(folder: Path) -> None:
         server = new_server(app, settings)
         server.handle_exit(signal.SIGTERM, None)
         assert said == []
-        await until(lambda: server.should_exit)
+        await until_async(lambda: server.should_exit)
 
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import pytest
 
 from tests.serve.conftest import HELLO, HOT, RENDERED, TEMPLATE
 from tests.support.toy_model import EOS, Toy, byte_ids, export
+from tests.support.waiting import until
 from topw_deploy.runtime import TopWModel
 
 pytestmark = pytest.mark.slow
@@ -44,14 +44,15 @@ def started(folder: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str],
         words = [sys.executable, "-m", "topw_deploy", "serve", *arguments, "--uds", str(uds), "--provider", "cpu"]
         process = subprocess.Popen([*words, "--threads", "1", "--api-key", KEY], stderr=subprocess.PIPE, text=True)
         processes.append(process)
-        for _ in range(6000):
+
+        def answers() -> bool:
             if process.poll() is not None:
                 assert process.stderr is not None
                 raise AssertionError(process.stderr.read())
-            if uds.exists() and health(uds) == 200:
-                return process, uds
-            time.sleep(0.01)
-        raise AssertionError("the server did not start")
+            return uds.exists() and health(uds) == 200
+
+        until(answers)
+        return process, uds
 
     yield start
     for process in processes:
@@ -85,7 +86,7 @@ def client(uds: Path) -> Iterator[Any]:
         yield client
 
 
-def test_models_and_a_chat(client: Any, model: TopWModel) -> None:
+def test_openais_client_lists_models_and_chats(client: Any, model: TopWModel) -> None:
     assert {each.id for each in client.models.list()} == {"toy", "caller"}
     answer = client.chat.completions.create(
         model="toy", messages=HELLO, max_tokens=8, seed=5, temperature=2.5, extra_body={"lam": 0.2}
@@ -108,7 +109,7 @@ def test_models_and_a_chat(client: Any, model: TopWModel) -> None:
     assert chunks[-1].usage.completion_tokens == 8
 
 
-def test_completions_and_responses(client: Any, model: TopWModel) -> None:
+def test_openais_client_reads_completions_and_responses(client: Any, model: TopWModel) -> None:
     wanted = model.generate("ab", max_new_tokens=6, seed=2, temperature=2.0).text
     given: dict[str, Any] = {"model": "toy", "seed": 2, "temperature": 2.0}
     assert client.completions.create(prompt="ab", max_tokens=6, **given).choices[0].text == wanted
@@ -121,7 +122,7 @@ def test_completions_and_responses(client: Any, model: TopWModel) -> None:
     assert response.usage.output_tokens == 6
 
 
-def test_tools_and_structured_output(client: Any) -> None:
+def test_openais_client_reads_calls_and_structured_output(client: Any) -> None:
     answer = client.chat.completions.create(model="caller", messages=HELLO, tools=TOOLS)
     assert answer.choices[0].finish_reason == "tool_calls"
     assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"n": 1}
@@ -226,10 +227,7 @@ def test_sigterm_while_a_model_is_opened_ends_the_server_at_once(folder: Path) -
         words = [sys.executable, "-c", OPENS_SLOWLY, "serve", str(folder), "--uds", str(uds)]
         with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
             try:
-                for _ in range(6000):
-                    if uds.exists() and health(uds) == 503:
-                        break
-                    time.sleep(0.01)
+                until(lambda: uds.exists() and health(uds) == 503)
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(60) == 0
             finally:

@@ -6,7 +6,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.samples import examples
 from tests.support.tiny_models import VOCAB
+from tests.support.waiting import HANG
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export import export_model
 from topw_deploy.export.graft import neighbour_bound as module
@@ -105,7 +106,7 @@ def tables(draw: st.DrawFn) -> np.ndarray:
     return np.asarray(table, dtype=dtype)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(tables(), st.sampled_from(METRICS), st.booleans())
 def test_no_bound_is_ever_above_a_distance(table: np.ndarray, metric: str, rounded: bool) -> None:
     """With float64 statistics and a graph's float32 ones."""
@@ -120,7 +121,7 @@ def test_no_bound_is_ever_above_a_distance(table: np.ndarray, metric: str, round
     assert (bound <= nearest).all()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(tables(), st.sampled_from(METRICS), st.integers(1, 7), st.integers(1, 3))
 def test_blocks_of_any_size_give_the_same_bound(table: np.ndarray, metric: str, block: int, held: int) -> None:
     """Up to float32 summation order."""
@@ -256,9 +257,8 @@ def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
         line = process.stderr.readline()
         assert line, f"ended early: {seen}"
         seen += line
-    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=60)[1]
+    rest = process.communicate(timeout=HANG)[1]
     assert process.returncode == 130, seen + rest
     assert "Traceback" not in rest
     assert [path.name for path in tmp_path.iterdir()] == ["table.npy"]

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 
 import pytest
 
+from tests.support.waiting import HANG
 from topw_deploy.runtime.ort.device_binding import RunThread
 
 
 def test_calls_run_on_one_thread_in_order() -> None:
-    runner, seen, running = RunThread(), list[int](), list[int]()
+    runner, seen = RunThread(), list[tuple[int, int, int]]()
 
-    def work() -> None:
-        seen.append(threading.get_ident())
-        running.append(1)
-        assert len(running) == 1
-        time.sleep(0.001)
-        running.pop()
+    def call(caller: int) -> None:
+        for number in range(5):
+            runner.call(lambda number=number: seen.append((threading.get_ident(), caller, number)))
 
-    callers = [threading.Thread(target=lambda: [runner.call(work) for _ in range(5)]) for _ in range(4)]
+    callers = [threading.Thread(target=call, args=(caller,)) for caller in range(4)]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join()
-    assert len(seen) == 20
-    assert set(seen) - {threading.get_ident()} == set(seen)
-    assert len(set(seen)) == 1
+    (thread,) = {thread for thread, *_ in seen}
+    assert thread != threading.get_ident()
+    for caller in range(4):
+        assert [number for _, of, number in seen if of == caller] == list(range(5))
 
 
 def test_an_error_is_raised_in_the_caller_and_the_thread_continues() -> None:
@@ -50,7 +48,7 @@ def test_a_call_from_the_thread_itself_runs_at_once() -> None:
 
 
 def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, ended = RunThread(), list[str]()
+    runner, ended, waits_again = RunThread(), list[str](), threading.Event()
 
     class Interrupted:
         """A lock whose first wait is interrupted, as by Ctrl-C."""
@@ -63,6 +61,8 @@ def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytes
             self.waits += 1
             if self.waits == 2:
                 raise KeyboardInterrupt
+            if self.waits == 3:
+                waits_again.set()
             self.real.acquire()
 
     real = threading.Lock
@@ -70,7 +70,7 @@ def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytes
     monkeypatch.setattr(threading, "Lock", lambda: Interrupted(real()))
 
     def work() -> None:
-        time.sleep(0.05)
+        assert waits_again.wait(HANG)
         ended.append("work")
 
     with pytest.raises(KeyboardInterrupt):
@@ -86,5 +86,5 @@ def test_the_thread_ends_with_its_owner() -> None:
     assert thread.is_alive()
     del runner
     gc.collect()
-    thread.join(5)
+    thread.join(HANG)
     assert not thread.is_alive()
