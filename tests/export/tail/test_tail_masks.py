@@ -127,7 +127,7 @@ def test_the_mask_comes_after_the_edits(form: str, vocab: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     form=st.sampled_from(FORMS),
     vocab=st.sampled_from(VOCABULARIES[1:]),

@@ -77,7 +77,7 @@ def spoil(row: Case, what: object, place: int) -> Case:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     what=st.one_of(broken_logits, broken_parameters),
     place=st.integers(0, SCENARIO.vocab_size - 1),
