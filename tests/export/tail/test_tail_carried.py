@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tests.export.tail.test_tail_rules import SEARCHED, SORTED, values_of
+from tests.export.tail.test_tail_rules import POOLS, SEARCHED, SORTED, values_of
 from tests.support.samples import slow
 from tests.support.tail_cases import FORMS, Case, Scenario, feeds, random_case, run, unexplained
 from topw_deploy.errors import ManifestError, ParameterError
@@ -24,7 +24,6 @@ from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions
 from topw_deploy.sampling.rules import RULES
 
-OPTIONS = TopWOptions(metric="uniform", top_m=20)
 CHOICES = (("top_w",), ("min_p", "top_n_sigma"), ("top_p",), ("typical", "none"), ("top_h",), ("min_k",))
 
 
@@ -37,8 +36,14 @@ CASES = [
 ]
 
 
+def options_of(vocab: int) -> TopWOptions:
+    return TopWOptions(metric="uniform", top_m=POOLS.get(vocab, 20))
+
+
 def spec(form: str, rules: tuple[str, ...], vocab: int) -> TailSpec:
-    return TailSpec(options=OPTIONS, vocab_size=vocab, form=form, rules=rules, with_keep_mask=True, with_mass=True)
+    return TailSpec(
+        options=options_of(vocab), vocab_size=vocab, form=form, rules=rules, with_keep_mask=True, with_mass=True
+    )
 
 
 @cache
@@ -71,7 +76,7 @@ def test_the_carried_rules_equal_the_definitions_and_others_are_invalid(
     cases.append(replace(cases[2], rule=RULES[missing].code, rule_values=values_of(np.random.default_rng(0), missing)))
     found = run(opened, feeds(cases))
     answered = {name: values[:-1] for name, values in found.items()}
-    scenario = Scenario(OPTIONS, vocab, 8, "plain", 0)
+    scenario = Scenario(options_of(vocab), vocab, 8, "plain", 0)
     assert unexplained(form, scenario, Geometry.uniform(), cases[:-1], answered) == []
     refused = [found[name][-1] for name in ("next_token", "kept", "certified", "logprob", "mass")]
     assert refused == [-1, 0, False, 0, 0]
@@ -94,7 +99,7 @@ def test_an_unknown_rule_is_refused() -> None:
 
 def test_a_folder_records_its_rules_and_the_runtime_refuses_others(tmp_path: Path) -> None:
     request = sampler_request(
-        output=tmp_path / "out", vocab_size=SORTED, options=OPTIONS, tail="static", rules=("min_p",)
+        output=tmp_path / "out", vocab_size=SORTED, options=options_of(SORTED), tail="static", rules=("min_p",)
     )
     report = export_sampler(request)
     assert report.verification.status == "passed"
@@ -111,7 +116,9 @@ def test_a_folder_records_its_rules_and_the_runtime_refuses_others(tmp_path: Pat
 
 @pytest.mark.parametrize("rules", ['["min_p"]', *map(slow, ('["min_p", "top_w"]', '["top_w", "top_x"]', "7"))])
 def test_a_manifest_with_other_lists_does_not_load(tmp_path: Path, rules: str) -> None:
-    export_sampler(sampler_request(output=tmp_path / "out", vocab_size=SORTED, options=OPTIONS, rules=(), verify=False))
+    export_sampler(
+        sampler_request(output=tmp_path / "out", vocab_size=SORTED, options=options_of(SORTED), rules=(), verify=False)
+    )
     file = tmp_path / "out" / "topw_manifest.json"
     text = file.read_text(encoding="utf-8")
     changed = text.replace('"rules": [\n      "top_w"\n    ]', f'"rules": {rules}')

@@ -26,7 +26,7 @@ TOKEN, LOGPROB, KEPT, CERTIFIED, MASS = range(5)
 """Columns of `Answer.columns`."""
 
 RULE_COLUMNS = ("code", "v0", "v1", "valid", *(field.name for field in fields(Statistics)))
-"""Statistics that the first rule branch passes to the second, so that only one branch has their many nodes. float32;
+"""Statistics that the first rule branch passes to the others, so that only one branch has their many nodes. float32;
 `valid` is 0 or 1.
 """
 
@@ -70,7 +70,7 @@ def own_columns(spec: TailSpec) -> int:
 
 
 def rule_columns(spec: TailSpec) -> int:
-    """The number of columns after the own ones: 0 in forms without a second rule branch.
+    """The number of columns after the own ones: 0 in forms without further rule branches.
 
     It equals the number of candidates, so a branch without statistics can return the candidates' logits instead.
     """

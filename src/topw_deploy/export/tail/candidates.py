@@ -42,6 +42,11 @@ def padded_count(count: int) -> int:
     return -(-count // _VECTOR) * _VECTOR
 
 
+def unpadded_count(count: int) -> int:
+    """The most tokens up to `count` that need no padding."""
+    return count // _VECTOR * _VECTOR
+
+
 def candidates_width(vocab_size: int) -> int:
     """The width of all candidates of a vocabulary."""
     return padded_count(min(CANDIDATES, vocab_size))

@@ -129,7 +129,7 @@ def _with_equal_distances(op: Ops, spec: TailSpec, pool: Pool, start: Start, row
         following = best_prefix(op, pool, f, reward)
         return must_go_on(op, members, following, rows, spec.options.neighbours), following
 
-    return op.loop(spec.options.alt_iters, up_to(op, start.warm, pool.positions), next_set)
+    return op.loop(spec.options.alt_iters, [up_to(op, start.warm, pool.positions)], next_set)[0]
 
 
 def _with_geometry(
@@ -160,7 +160,7 @@ def _with_geometry(
             following = best_prefix(op, pool, potential(op, members, distances, rows.scale), reward)
             return must_go_on(op, members, following, rows, metric.neighbours), following
 
-        return [op.loop(spec.options.alt_iters - 1, first, next_set)]
+        return op.loop(spec.options.alt_iters - 1, [first], next_set)
 
     going = must_go_on(op, warm, first, rows, metric.neighbours)
     return op.branch(going, rest, lambda: [first])[0]

@@ -31,9 +31,17 @@ from topw_deploy.export.tail.inputs import (
 from topw_deploy.export.tail.literal import compact_answer, literal_answer, moved_answer, pool_answer
 from topw_deploy.export.tail.logits import Logits
 from topw_deploy.export.tail.ops import Ops, Recorder, Tensor, remove_unused
-from topw_deploy.export.tail.rules.answer import candidate_answer, from_columns, is_pending, pending, vocabulary_answer
+from topw_deploy.export.tail.rules.answer import (
+    candidate_answer,
+    from_columns,
+    is_pending,
+    list_answer,
+    list_length,
+    pending,
+    vocabulary_answer,
+)
 from topw_deploy.export.tail.rules.inputs import RuleRows, only_top_w, rule_rows, take_rules
-from topw_deploy.export.tail.rules.statistics import row_statistics, take_statistics
+from topw_deploy.export.tail.rules.statistics import Statistics, row_statistics, take_statistics
 from topw_deploy.export.tail.spec import DOMAIN, OP_TYPE, TailSpec, tail_inputs, tail_outputs
 
 
@@ -118,9 +126,18 @@ class Call:
     def by_candidates(self, before: Answer) -> Answer:
         """The candidates' answers for rows with other rules, pending where they are not proven."""
         op, ruled = self.op, self.ruled()
-        found = row_statistics(op, self.logits.masked(), self.search.candidates.largest(op), self.rows)
+        found = row_statistics(op, self.logits.masked(), self.search.candidates.largest(op), ruled, self.rows)
         answer = candidate_answer(op, self.spec, self.search, ruled, found, self.rows)
         return merge(op, self.other(), answer, before)
+
+    def by_list(self, before: Answer) -> Answer:
+        """Answer the pending rows that the longer list proves, and the invalid ones."""
+        op = self.op
+        ruled, found = from_columns(op, self.spec, before.columns)
+        answer, final = list_answer(
+            op, self.spec, self.logits.masked(), list_length(self.spec), ruled, found, self.rows
+        )
+        return merge(op, op.And(is_pending(op, before), final), answer, before)
 
     def by_vocabulary(self, before: Answer) -> Answer:
         """Answer the pending rows."""
@@ -146,8 +163,9 @@ class Call:
         if self.spec.carries_rules:
             logits = self.logits.masked()
             largest = op.ReduceMax(logits, op.constant([1], np.int64), keepdims=1)
-            found = row_statistics(op, logits, largest, self.rows)
-            other = vocabulary_answer(op, self.spec, logits, self.ruled(), found, self.rows)
+            ruled = self.ruled()
+            found = row_statistics(op, logits, largest, ruled, self.rows)
+            other = vocabulary_answer(op, self.spec, logits, ruled, found, self.rows)
             answer = merge(op, self.other(), other, answer)
         return self.literal(answer)
 
@@ -172,31 +190,49 @@ class Call:
         return answer_of(op.branch(all_true(op, answered), lambda: parts_of(answer), by_pool))
 
     def _other_rules(self, logits: Tensor, before: Answer) -> list[Tensor]:
-        op, spec, ruled = self.op, self.spec, self.ruled()
-        found = row_statistics(op, logits, self.search.candidates.largest(op), self.rows)
-        answer = candidate_answer(op, spec, self.search, ruled, found, self.rows)
+        op, spec, rows, ruled = self.op, self.spec, self.rows, self.ruled()
+        found = row_statistics(op, logits, self.search.candidates.largest(op), ruled, rows)
+        answer = candidate_answer(op, spec, self.search, ruled, found, rows)
         answer = merge(op, self.other(), answer, before)
-        waiting = is_pending(op, answer)
+        proven = all_true(op, op.Not(is_pending(op, answer)))
+        return op.branch(
+            proven, lambda: parts_of(answer), lambda: parts_of(_by_lists(op, spec, logits, ruled, found, rows, answer))
+        )
 
-        def by_vocabulary() -> list[Tensor]:
-            index = places_of(op, waiting)
-            taken = take_rules(op, ruled, index), take_statistics(op, found, index), take_rows(op, self.rows, index)
-            others = vocabulary_answer(op, spec, op.Gather(logits, index, axis=0), *taken)
-            return parts_of(put_answer(op, answer, index, others))
 
-        return op.branch(all_true(op, op.Not(waiting)), lambda: parts_of(answer), by_vocabulary)
+def _by_lists(
+    op: Ops, spec: TailSpec, logits: Tensor, ruled: RuleRows, found: Statistics, rows: Rows, before: Answer
+) -> Answer:
+    """Answer the pending rows, from the list if it proves them, else from the whole vocabulary. For onnxruntime."""
+    whole = op.constant([spec.vocab_size], np.int64)
+
+    def by_list(length: Tensor, *parts: Tensor) -> list[Tensor]:
+        answer = answer_of(parts)
+        index = places_of(op, is_pending(op, answer))
+        taken = take_rules(op, ruled, index), take_statistics(op, found, index), take_rows(op, rows, index)
+        part, final = list_answer(op, spec, op.Gather(logits, index, axis=0), length, *taken)
+        answer = put_answer(op, answer, index, pending(op, spec, part, final))
+        return [op.Not(all_true(op, final)), whole, *parts_of(answer)]
+
+    first = list_length(spec)
+    if first:
+        _, *parts = op.loop(2, [op.constant([first], np.int64), *parts_of(before)], by_list)
+    else:
+        _, _, *parts = by_list(whole, *parts_of(before))
+    return answer_of(parts)
 
 
 def _branches(call: Call) -> Answer:
     """The `portable` form: consecutive branches; each answers rows that earlier ones do not.
 
     1. the candidates' answers, without the work for other rules unless a row has one;
-    2. other rules over the whole vocabulary;
-    3. Top-W over the pool, without distances;
-    4. with distances.
+    2. other rules from a longer list;
+    3. other rules over the whole vocabulary;
+    4. Top-W over the pool, without distances;
+    5. with distances.
 
-    With a dynamic batch NVIDIA's builder refuses nested branches and sides of different shapes. So the last branch
-    rebuilds the pool, which is cheap.
+    With a dynamic batch NVIDIA's builder refuses nested branches and sides of different shapes. So branches 2, 4 and 5
+    each take the largest logits again, which is cheap.
     """
     op, spec = call.op, call.spec
     if spec.carries_rules:
@@ -222,18 +258,27 @@ def _rules(call: Call) -> tuple[Tensor, Answer]:
         proven = all_true(op, op.Not(is_pending(op, answer)))
         return [proven, all_true(op, call.answered()), *parts_of(answer)]
 
-    no_vocabulary, no_pool, *parts = op.branch(top_w, by_candidates, by_rules)
+    proven, no_pool, *parts = op.branch(top_w, by_candidates, by_rules)
+    if list_length(call.spec):
+        proven, *parts = _by_list(call, proven, answer_of(parts))
     answer = answer_of(parts)
-    parts = op.branch(
-        no_vocabulary,
-        lambda: parts_of(answer),
-        lambda: parts_of(call.by_vocabulary(answer)),
-    )
+    parts = op.branch(proven, lambda: parts_of(answer), lambda: parts_of(call.by_vocabulary(answer)))
     return no_pool, answer_of(parts)
 
 
+def _by_list(call: Call, proven: Tensor, before: Answer) -> list[Tensor]:
+    """Branch 2: whether all rows with other rules are answered, bool scalar, and the parts of the answer."""
+    op = call.op
+
+    def by_list() -> list[Tensor]:
+        answer = call.by_list(before)
+        return [all_true(op, op.Not(is_pending(op, answer))), *parts_of(answer)]
+
+    return op.branch(proven, lambda: [proven, *parts_of(before)], by_list)
+
+
 def _with_geometry(call: Call, before: Answer, no_pool: Tensor) -> Answer:
-    """Branches 3 and 4."""
+    """Branches 4 and 5."""
     op, spec = call.op, call.spec
 
     def by_pool() -> list[Tensor]:

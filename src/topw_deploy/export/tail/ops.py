@@ -20,6 +20,9 @@ Tensor = Any
 Side = Callable[[], Sequence[Tensor]]
 """One side of a branch: a function that records or evaluates it and returns its tensors."""
 
+Body = Callable[..., Sequence[Tensor]]
+"""The body of a loop: states -> whether to continue, bool scalar, and the next states."""
+
 _OUTPUTS = {"TopK": 2}
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,8 +39,8 @@ class Ops(Protocol):
     def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
         """`If` on a bool scalar."""
 
-    def loop(self, trips: int, state: Tensor, body: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """The state after at most `trips` >= 1; `body` returns (continue, next state)."""
+    def loop(self, trips: int, states: Sequence[Tensor], body: Body) -> list[Tensor]:
+        """The states after at most `trips` >= 1."""
 
     def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
         """An operator with one output, of any domain."""
@@ -105,14 +108,15 @@ class Recorder:
         sides = {"then_branch": self._subgraph("then", then), "else_branch": self._subgraph("otherwise", otherwise)}
         return list(self._add("", "If", (condition,), sides, len(sides["then_branch"].outputs)).outputs)
 
-    def loop(self, trips: int, state: Tensor, body: Callable[[Tensor], tuple[Tensor, Tensor]]) -> ir.Value:
+    def loop(self, trips: int, states: Sequence[Tensor], body: Body) -> list[Tensor]:
         self._counter += 1
-        trip, going, carried = (ir.Value(name=f"{name}_{self._counter}") for name in ("trip", "going", "carried"))
+        names = ("trip", "going", *(f"carried_{place}" for place in range(len(states))))
+        trip, going, *carried = (ir.Value(name=f"{name}_{self._counter}") for name in names)
         for value, dtype in ((trip, ir.DataType.INT64), (going, ir.DataType.BOOL)):
             value.dtype, value.shape = dtype, ir.Shape([])
-        graph = self._subgraph("loop", lambda: body(carried), [trip, going, carried])
-        inputs = (self.constant(trips, np.int64), self.constant(True, np.bool_), state)
-        return self._add("", "Loop", inputs, {"body": graph}, 1).outputs[0]
+        graph = self._subgraph("loop", lambda: body(*carried), [trip, going, *carried])
+        inputs = (self.constant(trips, np.int64), self.constant(True, np.bool_), *states)
+        return list(self._add("", "Loop", inputs, {"body": graph}, len(states)).outputs)
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
@@ -196,12 +200,12 @@ class Eager:
     def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
         return list(then() if bool(np.asarray(condition)) else otherwise())
 
-    def loop(self, trips: int, state: Tensor, body: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    def loop(self, trips: int, states: Sequence[Tensor], body: Body) -> list[Tensor]:
         for _ in range(trips):
-            going, state = body(state)
+            going, *states = body(*states)
             if not bool(np.asarray(going)):
                 break
-        return state
+        return list(states)
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:

@@ -18,7 +18,7 @@ from topw_deploy.export.tail.answer import (
     rule_columns,
     scattered,
 )
-from topw_deploy.export.tail.candidates import Candidates, Search
+from topw_deploy.export.tail.candidates import CANDIDATES, Candidates, Search, unpadded_count
 from topw_deploy.export.tail.inputs import LARGEST, Rows, all_true, within
 from topw_deploy.export.tail.literal import valid_rows
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
@@ -61,17 +61,47 @@ def candidate_answer(op: Ops, spec: TailSpec, search: Search, ruled: RuleRows, f
     return _answer(op, spec, best, proof, columns_of(op, spec, ruled, found, search.candidates))
 
 
-def sorts(spec: TailSpec) -> bool:
-    """Whether the whole vocabulary is sorted."""
-    return spec.form == "onnxruntime" or spec.vocab_size <= LONGEST
+def list_length(spec: TailSpec) -> int:
+    """The length of the list for rows that the candidates do not prove; 0 if the next step is the whole vocabulary.
+
+    A vocabulary that is no longer than `LONGEST` is sorted, which is cheap.
+    """
+    length = unpadded_count(min(spec.pool_size, LONGEST))
+    useful = spec.form != "static" and length > CANDIDATES and spec.vocab_size > LONGEST
+    return length if useful else 0
+
+
+@scope
+def list_answer(
+    op: Ops, spec: TailSpec, logits: Tensor, length: int | Tensor, ruled: RuleRows, found: Statistics, rows: Rows
+) -> tuple[Answer, Tensor]:
+    """The answers from the `length` largest logits, and the rows where they are final: bool [batch, 1].
+
+    These are the rows that the list proves, and all invalid ones.
+
+    In the form `portable` neither this list nor the search of a large vocabulary relies on TopK's order of equal
+    logits.
+
+    logits: edited and masked, [batch, padded].
+    length: `list_length(spec)`, or a tensor int64 [1] in the form for onnxruntime.
+    """
+    best = sorted_list(op, logits, found, rows, spec.vocab_size, length, by_id=spec.form == "onnxruntime")
+    proof = rule_path(op, best, ruled, found, rows)
+    valid = op.And(ruled.valid, valid_rows(op, logits, rows))
+    return invalidate(op, spec, _answer(op, spec, best, proof), valid), op.Or(proof.proven, op.Not(valid))
 
 
 @scope
 def vocabulary_answer(
     op: Ops, spec: TailSpec, logits: Tensor, ruled: RuleRows, found: Statistics, rows: Rows
 ) -> Answer:
-    """The answer over the whole vocabulary. logits: edited and masked, [batch, padded]."""
-    if sorts(spec):
+    """The answer over the whole vocabulary in the forms `portable` and `static`.
+
+    Does not check whether rows are valid if `list_answer` has done so.
+
+    logits: edited and masked, [batch, padded].
+    """
+    if spec.vocab_size <= LONGEST:
         best = sorted_list(op, logits, found, rows, spec.vocab_size, spec.vocab_size)
         answer = _answer(op, spec, best, rule_path(op, best, ruled, found, rows))
     else:
@@ -81,6 +111,8 @@ def vocabulary_answer(
         mask = flat(op, kept.flags) if spec.with_keep_mask else None
         drawn = draw_kept(op, words, kept.flags, rows)
         answer = Answer(answer_columns(op, spec, drawn, op.Cast(kept.certified, to=1), mass), mask)
+    if list_length(spec):
+        return answer
     return invalidate(op, spec, answer, op.And(ruled.valid, valid_rows(op, logits, rows)))
 
 

@@ -10,7 +10,7 @@ from topw_deploy.export.tail.candidates import CANDIDATES, Candidates, Drawn, fi
 from topw_deploy.export.tail.inputs import Rows, all_true, without_padding
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.rules.inputs import RuleRows
-from topw_deploy.export.tail.rules.statistics import LEAST, Statistics, lowest_drop
+from topw_deploy.export.tail.rules.statistics import LEAST, Statistics
 
 LONGEST = 3840
 """The most tokens that TensorRT's TopK can sort."""
@@ -22,8 +22,10 @@ class List:
 
     logits: float32.
     ids: int64.
-    count: number of tokens in the list, int.
-    sorted: whether equal logits are in order of their ids. Such a list is summed in double precision.
+    candidates: logits and ids, if equal logits are not in order of their ids; else None.
+    double: whether sums are in double precision.
+    long: whether there may be more than `LONGEST` tokens.
+    count, final: int64 [1], number of tokens and that minus 1.
     positions: 0 to width - 1, int64 [width].
     finite: bool.
     drop: l - l_max.
@@ -36,8 +38,11 @@ class List:
 
     logits: Tensor
     ids: Tensor
-    count: int
-    sorted: bool
+    candidates: Candidates | None
+    double: bool
+    long: bool
+    count: Tensor
+    final: Tensor
     positions: Tensor
     finite: Tensor
     drop: Tensor
@@ -49,8 +54,8 @@ class List:
 
     @property
     def dtype(self) -> int:
-        """The type of sums, as ONNX's number: double if sorted, else float."""
-        return 11 if self.sorted else 1
+        """The type of sums, as ONNX's number."""
+        return 11 if self.double else 1
 
     def sums(self, op: Ops, values: Tensor) -> Tensor:
         """Inclusive prefix sums."""
@@ -58,7 +63,7 @@ class List:
 
     def exact(self, op: Ops, values: Tensor) -> Tensor:
         """float32 values, in the type of the sums."""
-        return op.Cast(values, to=self.dtype) if self.sorted else values
+        return op.Cast(values, to=self.dtype) if self.double else values
 
 
 @dataclass(frozen=True)
@@ -79,27 +84,50 @@ class RulePath:
 
 
 @scope
-def sorted_list(op: Ops, logits: Tensor, found: Statistics, rows: Rows, vocab: int, length: int) -> List:
-    """The `length` largest of the logits [batch, padded]. ONNX's TopK orders equal logits by index."""
+def sorted_list(
+    op: Ops, logits: Tensor, found: Statistics, rows: Rows, vocab: int, length: int | Tensor, by_id: bool = True
+) -> List:
+    """The `length` largest of the logits [batch, padded], with sums in double precision.
+
+    length: an int, or a tensor int64 [1] in the form for onnxruntime.
+    by_id: rely on ONNX's TopK, which orders equal logits by index. If false, `length` must be an int and need no
+        padding.
+    """
     narrow = without_padding(op, logits, vocab)
-    values, ids = op.TopK(narrow, op.constant([length], np.int64), axis=1)
-    return as_list(op, Candidates(values, ids, length), found, rows, vocab, ordered=True)
+    count = op.constant([length], np.int64) if isinstance(length, int) else length
+    values, ids = op.TopK(narrow, count, axis=1)
+    candidates = None if by_id else Candidates(values, ids, length)
+    return _list(op, values, ids, length, length, candidates, found, rows, vocab)
 
 
 @scope
-def as_list(op: Ops, candidates: Candidates, found: Statistics, rows: Rows, vocab: int, ordered: bool = False) -> List:
-    logits, count = candidates.logits, candidates.count
-    width = count if ordered else candidates.width
+def as_list(op: Ops, candidates: Candidates, found: Statistics, rows: Rows, vocab: int) -> List:
+    width, count = candidates.width, candidates.count
+    return _list(op, candidates.logits, candidates.ids, width, count, candidates, found, rows, vocab, double=False)
+
+
+def _list(
+    op: Ops, logits: Tensor, ids: Tensor, width: int | Tensor, length: int | Tensor, candidates: Candidates | None,
+    found: Statistics, rows: Rows, vocab: int, *, double: bool = True,
+) -> List:  # fmt: skip
+    if isinstance(length, int):
+        count, final = (op.constant([value], np.int64) for value in (length, length - 1))
+        everything = op.constant(length == vocab, np.bool_)
+    else:
+        count, final = length, op.Sub(length, op.constant([1], np.int64))
+        everything = op.Equal(length, op.constant([vocab], np.int64))
     finite = op.Greater(logits, op.constant(-np.inf))
     drop = op.Sub(logits, found.largest)
     a = op.Max(op.Div(drop, rows.selection), op.constant(LEAST))
-    last = op.Gather(logits, op.constant([count - 1], np.int64), axis=1)
-    everything = op.constant(count == vocab, np.bool_)
+    last = op.Gather(logits, final, axis=1)
     return List(
         logits=logits,
-        ids=candidates.ids,
+        ids=ids,
+        candidates=candidates,
+        double=double,
+        long=not isinstance(length, int) or length > LONGEST,
         count=count,
-        sorted=ordered,
+        final=final,
         positions=_numbers(op, width),
         finite=finite,
         drop=drop,
@@ -116,7 +144,7 @@ def rule_path(op: Ops, best: List, ruled: RuleRows, found: Statistics, rows: Row
     one = op.constant(1, np.int64)
     size, proven = _prefix(op, best, ruled, found, rows)
     chosen = op.Less(best.positions, size)
-    kept = chosen if best.sorted else kept_candidates(op, _candidates(best), op.Sub(size, one))
+    kept = chosen if best.candidates is None else kept_candidates(op, best.candidates, op.Sub(size, one))
     if ruled.carries("typical"):
         typical = ruled.has(op, "typical")
         near, near_proven = _typical_if_any(op, best, ruled, found, typical)
@@ -136,15 +164,12 @@ def rule_path(op: Ops, best: List, ruled: RuleRows, found: Statistics, rows: Row
     )
 
 
-def _candidates(best: List) -> Candidates:
-    return Candidates(best.logits, best.ids, best.count)
-
-
-def _numbers(op: Ops, count: int) -> Tensor:
+def _numbers(op: Ops, count: int | Tensor) -> Tensor:
     """0 to count - 1, int64. Only lists in the form for onnxruntime can be too long for a constant."""
-    if count <= LONGEST:
+    if isinstance(count, int) and count <= LONGEST:
         return op.constant(np.arange(count), np.int64)
-    return op.Range(*(op.constant(value, np.int64) for value in (0, count, 1)))
+    end = op.constant(count, np.int64) if isinstance(count, int) else op.Squeeze(count)
+    return op.Range(op.constant(0, np.int64), end, op.constant(1, np.int64))
 
 
 def _number(op: Ops, flags: Tensor) -> Tensor:
@@ -160,7 +185,7 @@ def _places(op: Ops, best: List, chosen: Tensor) -> Tensor:
 def _prefix(op: Ops, best: List, ruled: RuleRows, found: Statistics, rows: Rows) -> tuple[Tensor, Tensor]:
     """(Length of the kept prefix, at least 1, int64 [batch, 1]; whether it is proven)."""
     one = op.constant(1, np.int64)
-    kept = op.And(best.finite, op.GreaterOrEqual(best.drop, lowest_drop(op, ruled, found, rows)))
+    kept = op.And(best.finite, op.GreaterOrEqual(best.drop, found.lowest))
     asked = ruled.choose(op, _number(op, kept), top_k=lambda: op.Cast(ruled.v0, to=7))
     unsure = []
     for name, prefix in (("top_p", _nucleus), ("top_h", _top_h), ("min_k", _min_k)):
@@ -220,13 +245,11 @@ def _top_h(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Ten
     The terms of the pool's tokens outside the list are at most that of the last one in it, because -p ln p rises up to
     p = 1 / e.
     """
-    one, count = op.constant(1, np.int64), best.count
+    one, zero = (op.constant(value, np.int64) for value in (1, 0))
     pool, terms = _pool(op, ruled, found), _terms(op, best, ruled, found)
     sums = best.sums(op, terms)
-    known, last = (
-        op.Gather(best.exact(op, part), op.constant([count - 1], np.int64), axis=1) for part in (sums, terms)
-    )
-    missing = op.Max(op.Sub(pool, op.constant(count, np.int64)), op.constant(0, np.int64))
+    known, last = (op.Gather(best.exact(op, part), best.final, axis=1) for part in (sums, terms))
+    missing = op.Max(op.Sub(pool, best.count), zero)
 
     def size(entropy: Tensor) -> Tensor:
         limit = op.Mul(best.exact(op, ruled.v0), entropy)
@@ -235,7 +258,7 @@ def _top_h(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Ten
 
     least = size(known)
     most = size(op.Add(known, op.Mul(last, op.Cast(missing, to=best.dtype))))
-    ends = op.Or(op.Equal(missing, op.constant(0, np.int64)), op.Less(least, op.constant(count, np.int64)))
+    ends = op.Or(op.Equal(missing, zero), op.Less(least, best.count))
     return least, op.And(op.Equal(least, most), ends)
 
 
@@ -247,8 +270,8 @@ def _min_k(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Ten
     """(Length of Min-k's prefix; whether no steeper drop can follow the list)."""
     slope, cliff = steepest(op, best.logits)
     behind = op.Add(op.Sub(best.last, found.largest), found.span)  # l_last - l_n
-    room = op.Div(behind, op.constant(float(best.count)))
-    return op.Max(cliff, flat_size(op, ruled, found)), op.Greater(slope, room)
+    room = op.Div(behind, op.Cast(best.count, to=1))
+    return op.Max(cliff, op.Cast(found.flat, to=7)), op.Greater(slope, room)
 
 
 @scope
@@ -266,22 +289,9 @@ def steepest(op: Ops, logits: Tensor) -> tuple[Tensor, Tensor]:
     return slope, op.Cast(op.ReduceMin(before, axis, keepdims=1), to=7)
 
 
-@scope
-def flat_size(op: Ops, ruled: RuleRows, found: Statistics) -> Tensor:
-    """floor(tau / span), at most the number of finite tokens, int64 [batch, 1].
-
-    If all finite logits are equal: all of them for tau > 0, else 0.
-    """
-    zero = op.constant(0.0)
-    span = op.Where(op.Greater(found.span, zero), found.span, op.constant(1.0))
-    size = op.Floor(op.Min(op.Div(ruled.v0, span), found.finite))
-    everything = op.Where(op.Greater(ruled.v0, zero), found.finite, zero)
-    return op.Cast(op.Where(op.Greater(found.span, zero), size, everything), to=7)
-
-
 def _typical_if_any(op: Ops, best: List, ruled: RuleRows, found: Statistics, typical: Tensor) -> tuple[Tensor, Tensor]:
     """`_typical`. Sorts a long list, which only the form for onnxruntime has, only if a row uses the rule."""
-    if best.count <= LONGEST:
+    if not best.long:
         return _typical(op, best, ruled, found)
     near, proven = op.branch(
         all_true(op, op.Not(typical)), lambda: [best.finite, typical], lambda: _typical(op, best, ruled, found)
@@ -293,8 +303,8 @@ def _typical_if_any(op: Ops, best: List, ruled: RuleRows, found: Statistics, typ
 def _typical(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[Tensor, Tensor]:
     """(The tokens nearest to the mean of a that have the mass v0, bool [batch, width]; whether they are proven).
 
-    No token outside the list has a larger a than the last one in it. In a list that is not `sorted`, the cut must not
-    separate equal distances.
+    No token outside the list has a larger a than the last one in it. If equal logits are not in order of their ids, the
+    cut must not separate equal distances.
     """
     axis, width = op.constant(1, np.int64), op.Shape(best.logits, start=1, end=2)
     distance = op.Where(best.finite, op.Abs(op.Sub(best.a, found.mean)), op.constant(np.inf))
@@ -305,10 +315,10 @@ def _typical(op: Ops, best: List, ruled: RuleRows, found: Statistics) -> tuple[T
     nearer, equal = op.Less(distance, cut), op.Equal(distance, cut)
     room = op.Sub(count, _number(op, nearer))
     tied = op.And(equal, op.LessOrEqual(op.CumSum(op.Cast(equal, to=7), axis), room))
-    last = op.Gather(best.a, op.constant([best.count - 1], np.int64), axis=1)
+    last = op.Gather(best.a, best.final, axis=1)
     outside = op.And(reached, op.Greater(op.Sub(found.mean, last), cut))
     proven = op.Or(best.complete, outside)
-    if not best.sorted:
+    if best.candidates is not None:
         proven = op.And(proven, op.Equal(_number(op, equal), room))
     return op.Or(nearer, tied), proven
 
@@ -323,7 +333,10 @@ def _draw(op: Ops, best: List, chosen: Tensor, final: Tensor, rows: Rows) -> Dra
     total = op.GatherElements(mass, final, axis=1)
     reached = op.Greater(mass, op.Mul(best.exact(op, rows.uniform), total))
     position = first_position(op, reached, best.positions, final)
-    token = op.GatherElements(best.ids, position, axis=1) if best.sorted else token_at(op, _candidates(best), position)
+    if best.candidates is None:
+        token = op.GatherElements(best.ids, position, axis=1)
+    else:
+        token = token_at(op, best.candidates, position)
     # The logarithm is taken of whole rows, before the gather, so that a row's bits do not depend on its place in the
     # batch.
     log_total = op.Cast(op.GatherElements(op.Log(mass), final, axis=1), to=1)

@@ -20,7 +20,7 @@ _SERIES_BELOW = 0.01  # below this x, three terms of the series of ln(1 + x) hav
 
 
 @dataclass(frozen=True)
-class Statistics:
+class Sums:
     """Columns [batch, 1], float32; weights are w = exp(a), a = (l - l_max) / Ts.
 
     largest: l_max.
@@ -43,12 +43,26 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Statistics(Sums):
+    """Sums, and what a row's rule derives from them: columns [batch, 1], float32.
+
+    lowest: the smallest l - l_max that the rule's threshold keeps. It is -LARGEST for a rule without a threshold, and
+        positive if no token reaches the threshold.
+    flat: Min-k's floor(tau / span), at most the number of finite tokens. If all finite logits are equal, it is that
+        number for tau > 0, else 0.
+    """
+
+    lowest: Tensor
+    flat: Tensor
+
+
+@dataclass(frozen=True)
 class Vocabulary:
     """The tokens of rows, in blocks: [batch, 1, blocks, BLOCK]. The second axis broadcasts over thresholds.
 
     logits, drop: l and l - l_max, -inf for banned tokens.
     finite: bool.
-    a, weight: see `Statistics`; a >= LEAST.
+    a, weight: see `Sums`; a >= LEAST.
     """
 
     logits: Tensor
@@ -98,9 +112,11 @@ def vocabulary(op: Ops, logits: Tensor, largest: Tensor, rows: Rows) -> Vocabula
 
 
 @scope
-def row_statistics(op: Ops, logits: Tensor, largest: Tensor, rows: Rows) -> Statistics:
-    """`statistics` of logits [batch, padded]."""
-    return statistics(op, vocabulary(op, logits, largest, rows), largest)
+def row_statistics(op: Ops, logits: Tensor, largest: Tensor, ruled: RuleRows, rows: Rows) -> Statistics:
+    """logits: edited and masked, [batch, padded]; largest: [batch, 1]."""
+    sums = row_sums(op, vocabulary(op, logits, largest, rows), largest)
+    own = {field.name: getattr(sums, field.name) for field in fields(sums)}
+    return Statistics(**own, lowest=lowest_drop(op, ruled, sums, rows), flat=flat_size(op, ruled, sums))
 
 
 @scope
@@ -110,7 +126,7 @@ def take_statistics(op: Ops, found: Statistics, index: Tensor) -> Statistics:
 
 
 @scope
-def statistics(op: Ops, words: Vocabulary, largest: Tensor) -> Statistics:
+def row_sums(op: Ops, words: Vocabulary, largest: Tensor) -> Sums:
     zero, one = op.constant(0.0), op.constant(1.0)
     total = total_of(op, words.weight)
     below = op.Less(words.drop, zero)
@@ -124,7 +140,7 @@ def statistics(op: Ops, words: Vocabulary, largest: Tensor) -> Statistics:
     mean = op.Div(total_of(op, parts), finite)
     apart = op.Where(words.finite, op.Sub(parts, over_blocks(op, mean)), zero)
     variance = op.Div(total_of(op, op.Mul(apart, apart)), op.Max(op.Sub(finite, one), one))
-    return Statistics(
+    return Sums(
         largest=largest,
         total=total,
         log_total=log_one_plus(op, rest),
@@ -144,15 +160,14 @@ def log_one_plus(op: Ops, x: Tensor) -> Tensor:
 
 
 @scope
-def lowest_drop(op: Ops, ruled: RuleRows, found: Statistics, rows: Rows) -> Tensor:
-    """The smallest l - l_max that the rule's threshold keeps, float32 [batch, 1].
+def lowest_drop(op: Ops, ruled: RuleRows, found: Sums, rows: Rows) -> Tensor:
+    """`Statistics.lowest`.
 
-    It is -LARGEST for a rule without a threshold, and positive if no token reaches the threshold. For min_p, epsilon,
-    eta and p_less it is Ts times ln of the threshold in units of the largest probability.
+    For min_p, epsilon, eta and p_less it is Ts times ln of the threshold in units of the largest probability.
     """
     none = op.constant(-LARGEST)
     if not ruled.carries(*THRESHOLD_RULES):
-        return none
+        return op.Min(found.total, none)
     log_value = op.Log(ruled.v0)
     scaled = ruled.choose(
         op,
@@ -168,3 +183,15 @@ def lowest_drop(op: Ops, ruled: RuleRows, found: Statistics, rows: Rows) -> Tens
         top_n_sigma=lambda: op.Neg(op.Mul(ruled.v0, found.deviation)),
     )
     return op.Max(limit, none)
+
+
+@scope
+def flat_size(op: Ops, ruled: RuleRows, found: Sums) -> Tensor:
+    """`Statistics.flat`."""
+    zero = op.constant(0.0)
+    if not ruled.carries("min_k"):
+        return op.Mul(found.finite, zero)
+    span = op.Where(op.Greater(found.span, zero), found.span, op.constant(1.0))
+    size = op.Floor(op.Min(op.Div(ruled.v0, span), found.finite))
+    everything = op.Where(op.Greater(ruled.v0, zero), found.finite, zero)
+    return op.Where(op.Greater(found.span, zero), size, everything)

@@ -10,15 +10,13 @@ import numpy as np
 from topw_deploy.export.tail.candidates import CANDIDATES, Drawn
 from topw_deploy.export.tail.inputs import LARGEST, Rows
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
-from topw_deploy.export.tail.rules.candidates import LONGEST, List, entropy_of_pool, flat_size, sorted_list, steepest
+from topw_deploy.export.tail.rules.candidates import LONGEST, List, entropy_of_pool, sorted_list, steepest
 from topw_deploy.export.tail.rules.inputs import GREEDY, RuleRows
 from topw_deploy.export.tail.rules.statistics import (
-    THRESHOLD_RULES,
     Statistics,
     Vocabulary,
     count_of,
     largest_of,
-    lowest_drop,
     over_blocks,
     sums_of,
     total_of,
@@ -117,7 +115,7 @@ def _listed_tokens(
         top_p=lambda: op.Where(whole, infinite, share),
         typical=lambda: share,
         top_h=lambda: op.Where(whole, ruled.v1, op.Mul(ruled.v0, entropy_of_pool(op, best(), ruled, found))),
-        min_k=lambda: op.Max(cliff(op, words, best()), op.Cast(flat_size(op, ruled, found), to=1)),
+        min_k=lambda: op.Max(cliff(op, words, best()), found.flat),
     )
     return listed(op, op.Where(pool, keys, op.constant(-np.inf)), terms, limit, beyond)
 
@@ -125,10 +123,7 @@ def _listed_tokens(
 @scope
 def kept_tokens(op: Ops, spec: TailSpec, words: Vocabulary, ruled: RuleRows, found: Statistics, rows: Rows) -> Kept:
     """The kept set of each row."""
-    lowest = lowest_drop(op, ruled, found, rows)
-    if ruled.carries(*THRESHOLD_RULES):
-        lowest = over_blocks(op, lowest)
-    flags = op.And(words.finite, op.GreaterOrEqual(words.drop, lowest))
+    flags = op.And(words.finite, op.GreaterOrEqual(words.drop, over_blocks(op, found.lowest)))
     if ruled.carries(*_LISTED):
         flags = _listed_tokens(op, spec, words, flags, ruled, found, rows)
     else:
