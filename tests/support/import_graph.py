@@ -95,6 +95,15 @@ def rooms() -> dict[str, set[str]]:
     return {room: others - {room} for room, others in sorted(graph.items())}
 
 
+def defining(base: str, name: str) -> str:
+    """The module that defines what `from base import name` imports; `base` if that is not known."""
+    if f"{base}.{name}" in MODULES:
+        return f"{base}.{name}"
+    if base in MODULES and MODULES[base].name == "__init__.py":
+        return _exports(base).get(name, base)
+    return base
+
+
 @cache
 def _tree(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
@@ -103,19 +112,11 @@ def _tree(module: str) -> ast.Module:
 @cache
 def _exports(package: str) -> dict[str, str]:
     return {
-        alias.asname or alias.name: _resolved(node.module, alias.name)
+        alias.asname or alias.name: defining(node.module, alias.name)
         for node in _tree(package).body
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-
-
-def _resolved(base: str, name: str) -> str:
-    if f"{base}.{name}" in MODULES:
-        return f"{base}.{name}"
-    if base in MODULES and MODULES[base].name == "__init__.py":
-        return _exports(base).get(name, base)
-    return base
 
 
 def _found(node: ast.AST, module: str, when: str) -> Iterator[Import]:
@@ -125,7 +126,7 @@ def _found(node: ast.AST, module: str, when: str) -> Iterator[Import]:
         assert node.level == 0, f"{module} imports relatively: write the full name"
         base = node.module or ""
         for alias in node.names:
-            yield Import(_resolved(base, alias.name), when)
+            yield Import(defining(base, alias.name), when)
         if base in MODULES:
             yield Import(base, when)  # importing from a package runs its __init__
     elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
