@@ -20,7 +20,8 @@ import numpy as np
 from fuzz.emulation import arguments, emulated, exit_code
 from fuzz.implementations import Answerer, Sampling, open_kernel
 from fuzz.sampler import Bounding, Outcome, Side, compare, exported_bound, report
-from tests.support.sampler_cases import ALL, Size, Visit, geometry_of, visits
+from tests.support.rows import geometry_of
+from tests.support.sampler_cases import ALL, Size, Visit, visits
 from topw_deploy.plugins.kernel import KernelBlocks, KernelTable
 from topw_deploy.sampling import FLOAT32_TIES, TieBounds
 
@@ -76,7 +77,7 @@ def in_type(visit: Visit, kind: str) -> tuple[Visit, Callable[[np.ndarray | None
         rows = from_bfloat16(codes)
     elif kind == "8 bits" or (kind == "4 bits" and visit.table.shape[1] % 2 == 0):
         codes, blocks, rows = quantised(visit.table, int(kind[0]))
-    geometry = visit.geometry if rows is visit.table else geometry_of(visit.scenario, rows)
+    geometry = visit.geometry if rows is visit.table else geometry_of(visit.scenario.options, rows)
     assert geometry.mean is not None
     assert geometry.inverse_std is not None
     statistics = geometry.mean.astype(np.float32), geometry.inverse_std.astype(np.float32)

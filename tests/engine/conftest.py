@@ -15,6 +15,7 @@ from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from tests.support.waiting import HANG, set_when
 from topw_deploy.engine import Engine, inbox
+from topw_deploy.engine.batch import Batch
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
 
@@ -121,3 +122,17 @@ def engine_of() -> Iterator[NewEngine]:
     yield new_engine
     for engine in engines:
         engine.shutdown()
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(start, end) of each chunk that is read."""
+    found: list[tuple[int, int]] = []
+    read = Batch.read
+
+    def reading(batch: Batch, row: int, request: Any, start: int, end: int) -> int | None:
+        found.append((start, end))
+        return read(batch, row, request, start, end)
+
+    monkeypatch.setattr(Batch, "read", reading)
+    return found

@@ -12,7 +12,6 @@ from tests.engine.conftest import HOT, NewEngine
 from tests.support.hybrid_models import make_hybrid
 from tests.support.tiny_models import export, make_model, write_tokenizer
 from topw_deploy.engine import Engine
-from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.prefixes import Snapshots
 from topw_deploy.errors import GenerationError
 from topw_deploy.runtime import GenerationResult, TopWModel
@@ -39,20 +38,6 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     write_tokenizer(folder / "model")
     export(folder / "model", folder / "out", **FAMILIES[family])
     return TopWModel.from_pretrained(folder / "out", provider="cpu", intra_op_num_threads=1)
-
-
-@pytest.fixture
-def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(start, end) of each chunk that is read."""
-    found: list[tuple[int, int]] = []
-    read = Batch.read
-
-    def reading(batch: Batch, row: int, request: Any, start: int, end: int) -> int | None:
-        found.append((start, end))
-        return read(batch, row, request, start, end)
-
-    monkeypatch.setattr(Batch, "read", reading)
-    return found
 
 
 def ask(engine: Engine | TopWModel, prompt: list[int], new: int = 5, **more: Any) -> GenerationResult:

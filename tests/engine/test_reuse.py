@@ -23,20 +23,6 @@ A_ROW = 2 * (8 + 16) * 4  # bytes of a token of the toy
 
 
 @pytest.fixture
-def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(start, end) of each chunk that is read."""
-    found: list[tuple[int, int]] = []
-    read = Batch.read
-
-    def reading(batch: Batch, row: int, request: Any, start: int, end: int) -> int | None:
-        found.append((start, end))
-        return read(batch, row, request, start, end)
-
-    monkeypatch.setattr(Batch, "read", reading)
-    return found
-
-
-@pytest.fixture
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device."""
     monkeypatch.setattr(Batch, "copies_rows", False)

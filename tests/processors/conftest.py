@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
+
+from tests.processors.tiny import tiny_llama
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -15,3 +18,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def table(model: LlamaForCausalLM) -> torch.Tensor:
+    """The model's embeddings [vocabulary, width]."""
+    return model.get_input_embeddings().weight

@@ -10,16 +10,11 @@ import transformers
 from topw_deploy.errors import ParameterError
 from topw_deploy.processors import RuleLogitsProcessor, TopWLogitsProcessor
 
-from .tiny import WIDE, Seen, kept_sets, reference_sets, tiny_llama
+from .tiny import WIDE, Seen, kept_sets, reference_sets
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_generate")
 PROMPT = torch.tensor([[1, 5, 9, 30]])
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 6}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 @pytest.fixture(autouse=True)

@@ -15,16 +15,11 @@ from topw_deploy.runtime import TopWSampler
 from topw_deploy.sampling import Geometry, TopWOptions, median_distance
 from topw_deploy.sampling.likely_pairs import PAGE
 
-from .tiny import VOCAB, tiny_llama
+from .tiny import VOCAB
 
 METRIC = "mahalanobis"
 SCALE = {"lam": 0.3, "beta": 1.0, "init_top_p": 0.5, "geom_scale": 0.3}
 SCORES = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 @pytest.fixture(scope="module")

@@ -19,16 +19,6 @@ BATCH = {
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 8}
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def table(model):
-    return model.get_input_embeddings().weight
-
-
 def run(model, topw, seed=0, before=(), **arguments):
     torch.manual_seed(seed)
     settings = topw.generate_arguments() | {"logits_processor": LogitsProcessorList([*before, topw])}

@@ -20,16 +20,6 @@ from .tiny import VOCAB, WIDE, kept_sets, reference_sets, tiny_llama
 PROMPT = torch.tensor([[1, 5, 9, 30]])
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def table(model):
-    return model.get_input_embeddings().weight
-
-
 def random_scores(rows, spread=2.0):
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(1)) * spread
 

@@ -11,18 +11,13 @@ from topw_deploy.errors import GenerationError, ParameterError
 from topw_deploy.processors import RuleLogitsProcessor
 from topw_deploy.sampling.rules import RULES, kept_set
 
-from .tiny import kept_sets, tiny_llama
+from .tiny import kept_sets
 
 PROMPTS = torch.tensor([[1, 5, 9, 30], [1, 7, 200, 3]])
 CHOICES = [
     {"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.1}, {"rule": "top_h"}, {"typical_p": 0.5}, {"epsilon_cutoff": 0.02},
     {"eta_cutoff": 0.02}, {"rule": "top_n_sigma"}, {"rule": "p_less"}, {"rule": "min_k"}, {"rule": "none"},
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 def test_every_rule_but_top_w_is_tried():

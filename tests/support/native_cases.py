@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.tail_cases import Case, Scenario, embedding_table, random_case
+from tests.support.rows import Case, Scenario, embedding_table, geometry_of, random_case
 from topw_deploy.errors import ParameterError
 from topw_deploy.plugins import compile_native
 from topw_deploy.plugins import shared_library as library
@@ -44,24 +45,18 @@ def instruction_sets(kernel: Kernel) -> list[str]:
     return found[::-1]
 
 
-def geometry_of(options: TopWOptions, embeddings: np.ndarray) -> Geometry:
-    """Geometry with float32 statistics, as in a graph."""
-    if options.metric == "uniform":
-        return Geometry.uniform()
-    exact = Geometry.from_embeddings(embeddings, options.metric)
-    rounded = [np.float32(statistic) for statistic in (exact.mean, exact.inverse_std)]
-    return Geometry.from_embeddings(embeddings, options.metric, (rounded[0], rounded[1]))
-
-
 def columns(cases: list[Case]) -> dict[str, list[float]]:
     """Parameters and uniform numbers of all rows, by name."""
     named = {name: [case.parameters[name] for case in cases] for name in cases[0].parameters}
     return named | {"uniform": [case.uniform for case in cases]}
 
 
-def sampled(kernel: Kernel, cases: list[Case], options: TopWOptions, table: KernelTable | None) -> KernelSamples:
+def sampled(
+    kernel: Kernel, cases: list[Case], options: TopWOptions, table: KernelTable | None = None, **settings: Any
+) -> KernelSamples:
+    """A kernel's answers, with mass and keep_mask. settings: further arguments of `sample`."""
     logits = np.stack([case.logits for case in cases])
-    return kernel.sample(logits, columns(cases), options, table, mass=True, keep_mask=True)
+    return kernel.sample(logits, columns(cases), options, table, mass=True, keep_mask=True, **settings)
 
 
 def scenario_cases(scenario: Scenario, rows: int) -> tuple[np.ndarray, Geometry, list[Case]]:

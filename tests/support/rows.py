@@ -130,6 +130,15 @@ def random_case(rng: np.random.Generator, vocab: int) -> Case:
     return Case(logits, parameters, float(np.float32(int(rng.integers(0, 1 << 24)) * 2.0**-24)), f"{regime}, {kind}")
 
 
+def geometry_of(options: TopWOptions, table: np.ndarray) -> Geometry:
+    """Geometry with float32 statistics, as in a graph."""
+    if options.metric == "uniform":
+        return Geometry.uniform()
+    exact = Geometry.from_embeddings(table, options.metric)
+    statistics = np.asarray(exact.mean, np.float32), np.asarray(exact.inverse_std, np.float32)
+    return Geometry.from_embeddings(table, options.metric, statistics)
+
+
 def explanation(difference: str, wanted: Row, bounds: TieBounds = FLOAT32_TIES, pool_cut: bool = True) -> str | None:
     """The tie of docs/contract/graph.md, section 4, that allows the difference, or None.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tests.support.rows import Case, Scenario, embedding_table, random_case
+from tests.support.rows import Case, Scenario, embedding_table, geometry_of, random_case
 from topw_deploy.sampling import Geometry, TopWParameters, as_float32, crop, fast_crop
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
@@ -53,15 +53,6 @@ class Visit:
     cases: list[Case]
 
 
-def geometry_of(scenario: Scenario, table: np.ndarray) -> Geometry:
-    """Geometry with float32 statistics, as in a graph."""
-    if scenario.options.metric == "uniform":
-        return Geometry.uniform()
-    exact = Geometry.from_embeddings(table, scenario.options.metric)
-    statistics = np.asarray(exact.mean, np.float32), np.asarray(exact.inverse_std, np.float32)
-    return Geometry.from_embeddings(table, scenario.options.metric, statistics)
-
-
 def nearest_distances(geometry: Geometry, tokens: int) -> np.ndarray:
     """float32 [tokens]: lower bounds of the nearest-neighbour distances."""
     ids = np.arange(tokens)
@@ -94,7 +85,7 @@ def visits(seed: int, sizes: Sequence[Size] = ALL) -> Iterator[Visit]:
             seed_of_table,
         )
         table = embedding_table(scenario)
-        geometry = geometry_of(scenario, table)
+        geometry = geometry_of(scenario.options, table)
         cases: list[Case] = []
         while len(cases) < size.rows:
             cases += some_rows(rng, scenario, geometry)

@@ -7,8 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from tests.support.emulated import EmulatedKernel
-from tests.support.native_cases import columns, unexplained
+from tests.support.native_cases import sampled, unexplained
 from tests.support.sampler_cases import Size, visits
 from tests.support.tail_cases import Case, Scenario, random_case
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples
@@ -17,10 +16,6 @@ from topw_deploy.sampling import Geometry, TopWOptions, sample_row
 
 ALONE = [STAGES.index(name) for name in ("invalid", "greedy", "candidates")]
 ANSWERS = ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports")
-
-
-def sampled(kernel: Kernel | EmulatedKernel, cases: list[Case], options: TopWOptions) -> KernelSamples:
-    return kernel.sample(np.stack([case.logits for case in cases]), columns(cases), options, mass=True, keep_mask=True)
 
 
 def settled(cpu: Kernel, cases: list[Case], options: TopWOptions) -> list[Case]:
@@ -83,5 +78,5 @@ def native_kernel() -> Kernel | None:
 
 __all__ = [
     "Case", "Scenario", "built_rows", "differences_from", "differences_from_reference", "native_kernel", "random_rows",
-    "same_bits", "sampled", "settled",
+    "same_bits", "settled",
 ]  # fmt: skip

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.plugins.cuda.certified_rows import native_kernel
 from tests.support.emulated import EmulatedKernel, built, compiled
 from topw_deploy.plugins import compile_native
+from topw_deploy.plugins.kernel import Kernel
 
 
 @pytest.fixture(scope="session")
@@ -51,3 +53,12 @@ def probes(request: pytest.FixtureRequest) -> ctypes.CDLL:
 @pytest.fixture(scope="session")
 def geometry_probes(request: pytest.FixtureRequest) -> ctypes.CDLL:
     return probing(request, "geometry_probes.cu")
+
+
+@pytest.fixture(scope="session")
+def cpu() -> Kernel:
+    """The native sampler, to compare with."""
+    found = native_kernel()
+    if found is None:
+        pytest.skip("no native sampler to compare with")
+    return found

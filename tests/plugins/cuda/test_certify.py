@@ -11,13 +11,11 @@ from tests.plugins.cuda.certified_rows import (
     built_rows,
     differences_from,
     differences_from_reference,
-    native_kernel,
     random_rows,
     same_bits,
-    sampled,
 )
 from tests.support.emulated import EmulatedKernel
-from tests.support.native_cases import columns
+from tests.support.native_cases import columns, sampled
 from tests.support.sampler_cases import SMALL, Size
 from topw_deploy.plugins.kernel import STAGES, Kernel
 from topw_deploy.sampling import TopWOptions
@@ -28,14 +26,6 @@ LARGER = (
     Size((257, 300, 1000, 1021), (1, 20, 64, 100, 200), (3,), 200, 0.5),
     Size((4095, 4097, 5000, 8209), (64, 90, 1200), (3,), 60, 0.5),
 )
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Kernel:
-    found = native_kernel()
-    if found is None:
-        pytest.skip("no native sampler to compare with")
-    return found
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.plugins.cuda.certified_rows import differences_from, native_kernel, same_bits
+from tests.plugins.cuda.certified_rows import differences_from, same_bits
 from tests.support.emulated import EmulatedKernel
 from tests.support.tail_cases import random_case
 from topw_deploy.plugins.kernel import Kernel
@@ -13,14 +13,6 @@ from topw_deploy.sampling import TopWOptions, apply_edits
 
 UNIFORM = TopWOptions(metric="uniform", top_m=200)
 Edits = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Kernel:
-    found = native_kernel()
-    if found is None:
-        pytest.skip("no native sampler to compare with")
-    return found
 
 
 def some_edits(rng: np.random.Generator, rows: int, vocab: int, edits: int) -> Edits:

@@ -12,7 +12,7 @@ import pytest
 from fuzz.cuda import fuzz
 from tests.plugins.cuda.certified_rows import native_kernel, same_bits
 from tests.support.emulated import EmulatedKernel
-from tests.support.native_cases import columns, scenario_cases
+from tests.support.native_cases import columns, sampled, scenario_cases
 from tests.support.quantised_tables import Form, quantised_table
 from tests.support.sampler_cases import SMALL, Size
 from tests.support.samples import slow
@@ -28,13 +28,6 @@ LARGER = (
     Size((257, 300, 1000, 1021), (1, 20, 64, 200), (3, 16, 48), 60, 0.6),
     Size((5000, 8209), (64, 200), (3, 16), 30, 0.4),
 )
-
-
-def sampled(
-    kernel: EmulatedKernel, cases: list[Case], options: TopWOptions, table: KernelTable | None, **settings: object
-) -> KernelSamples:
-    logits = np.stack([case.logits for case in cases])
-    return kernel.sample(logits, columns(cases), options, table, mass=True, keep_mask=True, **settings)  # type: ignore[arg-type]
 
 
 def open_rows(options: TopWOptions, vocab: int, hidden: int, rows: int, kind: str = "plain"):  # type: ignore[no-untyped-def]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.plugins.cuda.certified_rows import differences_from, native_kernel, same_bits
+from tests.plugins.cuda.certified_rows import differences_from, same_bits
 from tests.support.emulated import EmulatedKernel
 from tests.support.masks import masked, masks, packed, some_allowed
 from tests.support.native_cases import columns, scenario_cases
@@ -19,14 +19,6 @@ from topw_deploy.sampling import TopWOptions, apply_edits
 UNIFORM = TopWOptions(metric="uniform", top_m=200)
 EVERY = {"mass": True, "keep_mask": True}
 ROWS = 28
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Kernel:
-    found = native_kernel()
-    if found is None:
-        pytest.skip("no native sampler to compare with")
-    return found
 
 
 @pytest.mark.parametrize("vocab", [1, 33, 64, 90, 130, 1000, 1280, 5000])
