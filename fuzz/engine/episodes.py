@@ -52,7 +52,7 @@ class House:
     def __init__(self, subject: Subject, options: dict[str, Any]) -> None:
         self.subject, self.options = subject, options
         self.engine: Engine | None = Engine(subject.model, **options)
-        self.worker, self.room = self.engine._worker, self.engine._room
+        self.worker, self.capacity = self.engine._worker, self.engine._capacity
         self.open = True
         self.started = _Started(self.worker.start)
         self._inside = 0
@@ -267,12 +267,12 @@ def _end(house: House, rng: np.random.Generator, report: Report) -> None:
     while worker._thread.is_alive() and time.perf_counter() < until:
         gc.collect()  # callers' errors are in cycles with frames, which refer to the engine
         worker.join(0.05)
-    used = house.room.used
+    used = house.capacity.used
     wrong = []
     if worker._thread.is_alive():
         wrong.append("the engine's thread goes on")
-    if used or worker._alive or not (worker._scheduler.idle or worker._broken):
-        wrong.append(f"{used} places, {len(worker._alive)} requests are not given back")
+    if used or worker._lifecycle.alive or not (worker._scheduler.idle or worker._lifecycle.broken):
+        wrong.append(f"{used} reservations, {len(worker._lifecycle.alive)} requests are not released")
     if worker.counts.ended != house.started.sequences:
         wrong.append(f"{house.started.sequences} sequences started, but {worker.counts.ended} ended")
     report.count("engines")

@@ -126,7 +126,7 @@ def test_a_full_queue_without_blocking_the_loop(model: TopWModel, engine_of: New
         assert late.finish_reason == "timeout"
         vanished = asyncio.create_task(patient.generate("vanished"))
         waiting = [asyncio.create_task(patient.generate("b", max_new_tokens=3, seed=n, **HOT)) for n in range(3)]
-        await until_async(lambda: len(patient._room._waiting) == 4)
+        await until_async(lambda: len(patient._capacity._waiting) == 4)
         vanished.cancel()
         for gate in gates:
             gate.opened.set()
@@ -145,7 +145,7 @@ def test_a_loop_that_closes_while_a_task_waits_for_room_gives_it_up(model: TopWM
     first = engine.submit("a", stopping_criteria=gate, max_new_tokens=2, **HOT)
     loop = asyncio.new_event_loop()
     tasks = [loop.create_task(engine.generate("b", **HOT)), loop.create_task(engine.stream("c", **HOT).__anext__())]
-    loop.run_until_complete(until_async(lambda: len(engine._room._waiting) == 2))
+    loop.run_until_complete(until_async(lambda: len(engine._capacity._waiting) == 2))
     for task in tasks:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
     loop.close()

@@ -139,7 +139,7 @@ def test_callers_of_a_full_queue_wait_for_their_turn(model: TopWModel, engine_of
     threads = [threading.Thread(target=call, args=(index,)) for index in range(4)]
     for thread in threads:
         thread.start()
-    until(lambda: len(engine._room._waiting) == 4)
+    until(lambda: len(engine._capacity._waiting) == 4)
     gate.opened.set()
     for thread in threads:
         thread.join(60)

@@ -129,7 +129,7 @@ def test_an_error_while_tokens_are_delivered_fails_the_requests_instead_of_leavi
     monkeypatch.setattr(Request, "end_sequence", fail_once)
     with pytest.raises(RuntimeError, match="no more room"):
         engine.submit("b", max_new_tokens=3, seed=1, **HOT).result(60)
-    until(lambda: engine._worker._broken)
+    until(lambda: engine._worker._lifecycle.broken)
     with pytest.raises(GenerationError, match=r"the engine has failed \(RuntimeError: no more room\)"):
         engine.submit("c", **HOT)
 

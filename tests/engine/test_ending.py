@@ -40,7 +40,7 @@ def test_shutdown_ends_everything(model: TopWModel, gate: Gate, cancel: bool) ->
     if cancel:
         gate.open_at_message(engine)
     else:
-        set_when(gate.opened, lambda: engine._room._changed._waiters)
+        set_when(gate.opened, lambda: engine._capacity._changed._waiters)
     engine.shutdown(cancel=cancel)
     reasons = {request.result(0).finish_reason for request in requests}
     assert reasons == ({"cancelled"} if cancel else {"length"})

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.engine.job import Group
+from topw_deploy.engine.decoding import Group
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.rows import Row

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.engine.test_results import begins
 from tests.support.hashing_session import CONTEXT, FIRST, FORMS, INVALID, TOKENS, failing_once, hashing_model
-from tests.support.samples import examples, slow
+from tests.support.samples import examples, slow, thinned
 from topw_deploy.engine import Engine, Request
 from topw_deploy.errors import GenerationError, LogitsError, QueueFullError
 from topw_deploy.runtime import TopWModel
@@ -69,7 +69,7 @@ class Stepped:
     def submit(self, given: dict[str, Any]) -> None:
         count = min(given.get("n", 1), self._most)
         given["n"] = count
-        fits = self.engine._room.used + count <= self._most
+        fits = self.engine._capacity.used + count <= self._most
         try:
             self.running.append((given, self.engine.submit(**given)))
         except QueueFullError:
@@ -88,7 +88,7 @@ class Stepped:
         self.check()
 
     def expire(self) -> None:
-        self.worker._expire(math.inf)
+        self.worker._lifecycle.expire(math.inf)
         self.check()
 
     def deliver(self) -> None:
@@ -104,10 +104,10 @@ class Stepped:
                 break
         assert not self.running, "everything ends"
         assert self.worker._scheduler.idle
-        assert self.engine._room.used == 0
+        assert self.engine._capacity.used == 0
 
     def check(self) -> None:
-        assert not self.worker._broken
+        assert not self.worker._lifecycle.broken
         self.deliver()
         ended = [pair for pair in self.running if pair[1].done]
         self.running = [pair for pair in self.running if not pair[1].done]
@@ -157,7 +157,7 @@ def random_given(rng: np.random.Generator, sequences: list[list[int]]) -> dict[s
 
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", thinned(FORMS, 2))
 def test_random_schedules_draw_what_requests_draw_alone(model: TopWModel, form: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     stepped = Stepped(

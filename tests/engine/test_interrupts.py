@@ -85,7 +85,7 @@ def interrupt_everywhere(call: Callable[[], object], after: Callable[[], None]) 
 
 
 def serves_and_is_empty(engine: topw_deploy.engine.Engine) -> None:
-    assert engine._room.wait_until_empty(30), f"{engine._room.used} places are lost"
+    assert engine._capacity.wait_until_empty(30), f"{engine._capacity.used} reservations are lost"
     served: list[Any] = []
     other = threading.Thread(target=lambda: served.append(engine.submit("b", max_new_tokens=1).result(30)))
     other.start()
@@ -101,6 +101,7 @@ def test_an_interrupted_submit_gives_its_room_back(model: TopWModel, engine_of: 
     assert places > 50, "from the first call to the last"
 
 
+@pytest.mark.slow
 def test_an_interrupted_caller_that_waits_gives_its_room_back(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=1, max_queue=0, when_full="wait")
 
@@ -114,6 +115,7 @@ def test_an_interrupted_caller_that_waits_gives_its_room_back(model: TopWModel, 
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # it was interrupted before
+@pytest.mark.slow
 def test_an_interrupted_task_gives_its_room_back(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=1, max_queue=0)
     places = interrupt_everywhere(

@@ -32,7 +32,7 @@ def test_a_callback_cannot_wait_for_its_own_engine(model: TopWModel, engine_of: 
     for wait in (lambda: engine.submit("c").result(), lambda: list(engine.submit("c"))):
         with pytest.raises(GenerationError, match=r"a callback called .*, which would wait for itself"):
             engine.submit("a", stopping_criteria=lambda ids, wait=wait: bool(wait())).result(30)
-        engine._room.wait_until_empty(30)
+        engine._capacity.wait_until_empty(30)
     with pytest.raises(GenerationError, match=r"a callback called submit\(\), which would wait for itself"):
         engine.submit("a", stopping_criteria=lambda ids: bool([engine.submit("c") for _ in range(3)])).result(30)
     ended = other.result(30)
@@ -64,7 +64,7 @@ def test_deadlines_of_ended_requests_are_forgotten(model: TopWModel, engine_of: 
     engine = engine_of(model)
     for _ in range(50):
         engine.submit("a", max_new_tokens=1, max_time=1e9).result(30)
-    assert len(engine._worker._deadlines) <= 2
+    assert len(engine._worker._lifecycle.deadlines) <= 2
 
 
 @pytest.mark.usefixtures("watched_inbox")
@@ -99,7 +99,7 @@ def test_one_caller_may_cancel_what_another_waits_for(model: TopWModel, gate: Ga
     assert gate.reached.wait(30)
     waiting = threading.Thread(target=engine.shutdown, kwargs={"cancel": False})
     waiting.start()
-    until(lambda: engine._room._changed._waiters)
+    until(lambda: engine._capacity._changed._waiters)
     gate.open_at_message(engine)
     cancelling = threading.Thread(target=engine.shutdown)
     cancelling.start()
@@ -152,7 +152,7 @@ def test_a_loop_that_closes_before_it_took_an_event_loses_the_request(model: Top
     loop.close()
     set_when(later.opened, lambda: engine._worker._inbox.qsize() or engine.stats().ended)
     gate.opened.set()
-    assert engine._room.wait_until_empty(HANG)
+    assert engine._capacity.wait_until_empty(HANG)
     assert engine.stats().new_tokens <= 33
     del kept
 
@@ -165,10 +165,10 @@ def test_a_task_cancelled_at_its_turn_is_cancelled(model: TopWModel, engine_of: 
         first = asyncio.create_task(engine.generate("a", max_new_tokens=1, stopping_criteria=gate))
         await until_async(gate.reached.is_set)
         second = asyncio.create_task(engine.generate("b", max_new_tokens=90, max_time=30, **HOT))
-        await until_async(lambda: engine._room._waiting)
-        (place,) = engine._room._waiting
+        await until_async(lambda: engine._capacity._waiting)
+        (reservation,) = engine._capacity._waiting
         gate.opened.set()
-        until(lambda: engine._room.holds(place))  # without running the loop
+        until(lambda: engine._capacity.holds(reservation))  # without running the loop
         for _ in range(turns):
             await asyncio.sleep(0)
         second.cancel()
@@ -194,7 +194,7 @@ def test_options_may_be_numpys(model: TopWModel, kind: Any) -> None:
 def test_times_may_be_numpys_or_long(model: TopWModel, engine_of: NewEngine, gate: Gate, seconds: Any) -> None:
     engine = engine_of(model, max_batch=1, max_queue=0, when_full="wait")
     engine.submit("a", max_new_tokens=1, stopping_criteria=gate)
-    set_when(gate.opened, lambda: engine._room._waiting)
+    set_when(gate.opened, lambda: engine._capacity._waiting)
     assert engine.submit("a", max_new_tokens=1, max_time=seconds).result(seconds).finish_reason == "length"
 
 

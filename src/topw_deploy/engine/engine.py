@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.capacity import Capacity
 from topw_deploy.engine.intake import Draft, Intake
 from topw_deploy.engine.job import Job, Submission
 from topw_deploy.engine.options import check_form, check_tensorrt, read_options
 from topw_deploy.engine.request import PieceReader, Request
-from topw_deploy.engine.room import Room
 from topw_deploy.engine.scheduler import Scheduler
 from topw_deploy.engine.seconds import read_timeout
 from topw_deploy.engine.session_file import SessionInfo, read_session, session_form, write_session
@@ -96,9 +96,9 @@ class Engine:
             options.rows, options.chunk, dense=decoder.evicts, moves=self._batch.copies_rows, steady=options.exact
         )
         self._form = session_form(model.manifest, options)
-        self._room = Room(options.rows + options.queue)
-        self._worker = Worker(self._batch, self._scheduler, self._room, decoder, options)
-        self._intake = Intake(model, options, self._room, self._worker)
+        self._capacity = Capacity(options.rows + options.queue)
+        self._worker = Worker(self._batch, self._scheduler, self._capacity, decoder, options)
+        self._intake = Intake(model, options, self._capacity, self._worker)
         self._shutting = threading.RLock()  # a signal handler may call shutdown during another
         self._stopped = False
         self._bell: Bell | None = None
@@ -123,7 +123,7 @@ class Engine:
                 if not self._takes(submission):
                     self._worker.check_caller("submit")
                     settled: SimpleQueue[None] = SimpleQueue()
-                    self._room.wait(submission.place, partial(settled.put, None))
+                    self._capacity.wait(submission.reservation, partial(settled.put, None))
                     with contextlib.suppress(Empty):
                         settled.get(timeout=submission.left)
                     if not self._has_turn(submission):
@@ -197,7 +197,7 @@ class Engine:
         or `shutdown`.
         """
         self._check_reuse()
-        self._room.check()
+        self._capacity.check()
         self._worker.check_caller("load_session")
         tokens, states, info = read_session(path, self._form)
         self._worker.load(tokens, states)
@@ -208,7 +208,7 @@ class Engine:
         return EngineStats(
             rows=self._options.rows,
             in_use=used,
-            queued=max(0, self._room.used - used),
+            queued=max(0, self._capacity.used - used),
             cache_bytes=self._batch.bytes,
             run_seconds=self._batch.run_seconds,
             **asdict(self._worker.counts),
@@ -221,8 +221,8 @@ class Engine:
         """
         self._worker.check_caller("drain")
         seconds = read_timeout(timeout)
-        self._room.close("the engine accepts no more requests")
-        if not self._room.wait_until_empty(seconds):
+        self._capacity.close("the engine accepts no more requests")
+        if not self._capacity.wait_until_empty(seconds):
             raise TimeoutError(f"requests were still running after {timeout} s; wait again, or call shutdown().")
         with self._shutting:
             if not self._stopped:
@@ -240,12 +240,12 @@ class Engine:
         if self._worker.forked:
             return
         self._worker.check_caller("shutdown")
-        self._room.close("the engine is shut down")
+        self._capacity.close("the engine is shut down")
         if cancel and not self._stopped:
             self._worker.end_early(None, "cancelled")
-            while not self._room.wait_until_empty(0.1):  # callers between `enter` and `start`
+            while not self._capacity.wait_until_empty(0.1):  # callers between `try_reserve` and `start`
                 self._worker.end_early(None, "cancelled")
-        self._room.wait_until_empty(None)
+        self._capacity.wait_until_empty(None)
         with self._shutting:
             if not self._stopped:
                 self._stopped = True
@@ -271,46 +271,46 @@ class Engine:
 
     @contextlib.contextmanager
     def _accepting(self, submission: Submission) -> Iterator[None]:
-        """Give room back if the block fails, also by a KeyboardInterrupt at any moment."""
+        """Release the reservation if the block fails, also by a KeyboardInterrupt at any moment."""
         try:
             yield
         except TopWError:  # before `start`
-            self._room.leave(submission.place)
+            self._capacity.release(submission.reservation)
             raise
         except BaseException:
             self._worker.withdraw(submission)
             raise
 
     def _takes(self, submission: Submission) -> bool:
-        """Take room for a request. Returns False if it must wait for room."""
-        if self._room.enter(submission.place):
+        """Reserve capacity for a request. Returns False if it must wait for it."""
+        if self._capacity.try_reserve(submission.reservation):
             return True
         if not self._options.waits:
             raise QueueFullError(
-                f"the engine has {self._room.used} sequences, but room for only {self._room.most}; try again later, or "
-                "create it with a higher max_queue or when_full='wait'.",
+                f"the engine has {self._capacity.used} sequences, but room for only {self._capacity.most}; try again "
+                "later, or create it with a higher max_queue or when_full='wait'.",
                 "max_queue",
                 "when_full",
             )
         return False
 
     def _has_turn(self, submission: Submission) -> bool:
-        """Called after waiting for room. Returns False if the deadline has passed.
+        """Called after waiting for capacity. Returns False if the deadline has passed.
 
         Raises GenerationError if the engine was closed meanwhile.
         """
-        if self._room.holds(submission.place):
+        if self._capacity.holds(submission.reservation):
             return True
-        self._room.leave(submission.place)
-        self._room.check()
+        self._capacity.release(submission.reservation)
+        self._capacity.check()
         submission.abandon("timeout")
         return False
 
     async def _start(self, submission: Submission) -> None:
         with self._accepting(submission):
             if not self._takes(submission):
-                signal = Signal(self._running_bell(), gone=partial(self._room.leave, submission.place))
-                self._room.wait(submission.place, signal.send)
+                signal = Signal(self._running_bell(), gone=partial(self._capacity.release, submission.reservation))
+                self._capacity.wait(submission.reservation, signal.send)
                 left = submission.left
                 # Not wait_for, which before Python 3.12 loses a cancellation that coincides with the result.
                 timer = None if left is None else asyncio.get_running_loop().call_later(left, signal.event.set)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from topw_deploy.engine.capacity import Capacity, Reservation
 from topw_deploy.engine.job import Job, Submission
 from topw_deploy.engine.options import Options
 from topw_deploy.engine.request import Event, Request, Source
-from topw_deploy.engine.room import Place, Room
 from topw_deploy.engine.seconds import read_max_time
 from topw_deploy.engine.worker import Worker
 from topw_deploy.errors import ParameterError
@@ -56,12 +56,12 @@ class Draft:
 
 
 class Intake:
-    """Checks calls and prepares their sequences, in any thread. Does not reserve room in the engine."""
+    """Checks calls and prepares their sequences, in any thread. Reserves no capacity."""
 
-    def __init__(self, model: TopWModel, options: Options, room: Room, worker: Worker) -> None:
+    def __init__(self, model: TopWModel, options: Options, capacity: Capacity, worker: Worker) -> None:
         session, _ = model._opened()
         sampler = model.manifest.sampler
-        self._model, self._session, self._room, self._worker = model, session, room, worker
+        self._model, self._session, self._capacity, self._worker = model, session, capacity, worker
         self.limits = Limits(
             model.manifest.decoder.context_length,
             sampler.vocab_size,
@@ -81,7 +81,7 @@ class Intake:
         seconds = read_max_time(max_time)
         if not isinstance(reuse_prefix, bool):
             raise ParameterError(f"reuse_prefix is {show(reuse_prefix)}, but must be True or False.", "reuse_prefix")
-        self._room.check()
+        self._capacity.check()
         rows, whole, alone = self._model._requests(prompt, parameters, self.limits)
         return Draft(rows, whole, alone, asked, seconds, reuse_prefix)
 
@@ -114,7 +114,7 @@ class Intake:
         )
         jobs = [Job(request, row, draft.reuses) for row in generated]
         deadline = None if draft.max_time is None else draft.asked + draft.max_time
-        return Submission(request, jobs, Place(len(jobs)), deadline, draft.streamer)
+        return Submission(request, jobs, Reservation(len(jobs)), deadline, draft.streamer)
 
     async def submission_aside(self, draft: Draft, **listeners: Any) -> Submission:
         """`submission`; grammars are compiled in a thread of the loop's executor.

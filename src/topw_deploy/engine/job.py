@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from topw_deploy.engine.capacity import Reservation
 from topw_deploy.engine.request import Ended, Request
-from topw_deploy.engine.room import Place
 from topw_deploy.engine.scheduler import Task
 from topw_deploy.engine.seconds import waitable
 from topw_deploy.runtime.callbacks import Streamer
@@ -70,54 +70,13 @@ class Job(Task):
         self.request.end_sequence(self.generated.index, ended)
 
 
-class Group:
-    """The decoding sequences. The worker makes a new group when one joins, leaves or moves.
-
-    While all tokens pass, steps leave the sequences untouched, because each run evicts them from the CPU cache.
-
-    jobs: in the order of their rows.
-    scored: whether one of them has log-probabilities.
-    together: whether `passes` can return True.
-    """
-
-    def __init__(self, jobs: Sequence[Job], width: int) -> None:
-        """width: rows of a step."""
-        self.jobs = sorted(jobs, key=lambda job: job.row)
-        self._rows = [job.generated for job in self.jobs]
-        self.scored = any(row.scores is not None for row in self._rows)
-        self.together = len(jobs) == width and all(row.plain for row in self._rows)
-        self._left = min(row.left for row in self._rows)
-        self._ends = frozenset[int]().union(*(row.request.eos_token_ids for row in self._rows))
-        self._passed = 0
-
-    def passes(self, tokens: list[int]) -> bool:
-        """`Row.passes` for all rows; `settle` adds their tokens.
-
-        Returns False, and adds nothing, if a token may not pass. Make a new group then.
-
-        tokens: of all rows of a step.
-        """
-        if self._left <= 1 or min(tokens) < 0 or not self._ends.isdisjoint(tokens):
-            return False
-        self._left -= 1
-        self._passed += 1
-        return True
-
-    def settle(self) -> None:
-        """Add the tokens that have passed to the sequences."""
-        if self._passed:
-            for row in self._rows:
-                row.steps += self._passed
-            self._passed = 0
-
-
 @dataclass
 class Submission:
     """A request and its sequences. deadline: by time.perf_counter()."""
 
     request: Request
     jobs: list[Job]
-    place: Place
+    reservation: Reservation
     deadline: float | None = None
     streamer: Streamer | None = None
 

@@ -1,4 +1,4 @@
-"""The engine's thread: starts requests, runs chunks and steps, ends sequences. Only this thread uses the batch."""
+"""The engine's thread, which runs chunks and steps. Only this thread uses the batch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.engine.batch import Batch
-from topw_deploy.engine.deadlines import Deadlines
+from topw_deploy.engine.capacity import Capacity
+from topw_deploy.engine.decoding import Decoding
 from topw_deploy.engine.delivery import Delivery
 from topw_deploy.engine.inbox import InboxThread
-from topw_deploy.engine.job import Counts, Drawn, Group, Job, Submission
+from topw_deploy.engine.job import Counts, Job, Submission
+from topw_deploy.engine.lifecycle import Lifecycle
 from topw_deploy.engine.options import Options
 from topw_deploy.engine.prefixes import NOTHING
 from topw_deploy.engine.request import Request
 from topw_deploy.engine.reuse import Reuse
-from topw_deploy.engine.room import Room
-from topw_deploy.engine.scheduler import WAITING, Chunk, Scheduler
-from topw_deploy.errors import GenerationError, LogitsError, ParameterError, TopWError, one_line
+from topw_deploy.engine.scheduler import Chunk, Scheduler
+from topw_deploy.errors import GenerationError, LogitsError, ParameterError, TopWError
 from topw_deploy.manifest import DecoderInfo
 
 _AT_EXIT = 10.0  # seconds that the interpreter waits for a run or a callback in progress
@@ -34,31 +35,32 @@ class Worker(InboxThread):
     """Runs until `retire`. Other threads may call only the methods `start` to `retire` and those of `InboxThread`."""
 
     def __init__(
-        self, batch: Batch, scheduler: Scheduler[Job], room: Room, decoder: DecoderInfo, options: Options
+        self, batch: Batch, scheduler: Scheduler[Job], capacity: Capacity, decoder: DecoderInfo, options: Options
     ) -> None:
         super().__init__("topw-engine")
         self.counts = Counts()
-        self._reuse = Reuse(batch, decoder, options, self._running)
-        self._batch, self._scheduler, self._room = batch, scheduler, room
-        self._alive: dict[Request, Submission] = {}
-        self._deadlines = Deadlines(self._alive)
-        self._group: Group | None = None  # of the next step; None if it has changed
-        self._retiring, self._broken = False, ""  # or why the engine failed
-        self._delivery = Delivery(lambda error: self._post(partial(self._break, error)))
+        self._batch, self._scheduler = batch, scheduler
+        self._decoding = Decoding(batch, scheduler)
+        self._reuse = Reuse(batch, decoder, options, self._decoding.tokens)
+        self._delivery = Delivery(lambda error: self._post(partial(self._lifecycle.fail_all, error)))
+        self._lifecycle = Lifecycle(
+            batch, scheduler, capacity, self._reuse, self._decoding, self._delivery, self.counts
+        )
+        self._retiring = False
         self._thread.start()
         _workers.add(self)
 
     def start(self, submission: Submission) -> None:
-        """Queue a request for which there is room."""
-        self._post(partial(self._start, submission))
+        """Queue a request whose reservation was granted."""
+        self._post(partial(self._lifecycle.start, submission))
 
     def withdraw(self, submission: Submission) -> None:
         """End a request that its caller will never receive. `start` may have been called for it."""
-        self._post(partial(self._withdraw, submission))
+        self._post(partial(self._lifecycle.withdraw, submission))
 
     def end_early(self, request: Request | None, reason: str) -> None:
         """End a request, or all, before the next run."""
-        self._post(partial(self._end_early, request, reason))
+        self._post(partial(self._lifecycle.end_early, request, reason))
 
     def deliver(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function in the delivering thread, after those given before. It must not block.
@@ -88,15 +90,15 @@ class Worker(InboxThread):
         self._post(self._retire)
 
     def _check_alive(self) -> None:
-        if self._ended or self._broken:
-            raise GenerationError(self._broken or "the engine is shut down; create a new Engine.")
+        if self._ended or self._lifecycle.broken:
+            raise GenerationError(self._lifecycle.broken or "the engine is shut down; create a new Engine.")
 
     def _main(self) -> None:
-        while self._alive or not self._inbox.empty() or not self._retiring:
+        while self._lifecycle.alive or not self._inbox.empty() or not self._retiring:
             try:
                 self._iterate()
             except BaseException as error:  # noqa: BLE001  # callers must not wait forever
-                self._break(error)
+                self._lifecycle.fail_all(error)
                 self._delivery.send()
         self._batch.close()
         self._ended = True
@@ -105,23 +107,23 @@ class Worker(InboxThread):
 
     def _iterate(self) -> None:
         inbox = self._inbox
-        if inbox.empty() and (self._scheduler.idle or self._broken):
+        if inbox.empty() and (self._scheduler.idle or self._lifecycle.broken):
             self._delivery.send()
             inbox.get()()  # waits
         began, ran, counts = time.perf_counter(), self._batch.run_seconds, self.counts
-        quiet, group, chunks = inbox.empty(), self._group, counts.chunks
+        quiet, group, chunks = inbox.empty(), self._decoding.group, counts.chunks
         if not quiet:
             self._delivery.send()  # starting requests may take longer than tokens may be held
         while not inbox.empty():
             inbox.get()()
-        if self._deadlines:
-            self._expire(time.perf_counter())
-        if not self._broken:
+        if self._lifecycle.deadlines:
+            self._lifecycle.expire(time.perf_counter())
+        if not self._lifecycle.broken:
             self._run()
         self._delivery.send_due()
         took = time.perf_counter() - began
         counts.busy_seconds += took
-        if quiet and group is not None and group is self._group and chunks == counts.chunks:
+        if quiet and group is not None and group is self._decoding.group and chunks == counts.chunks:
             counts.steady_seconds += took
             counts.steady_run_seconds += self._batch.run_seconds - ran
 
@@ -154,9 +156,9 @@ class Worker(InboxThread):
                     self._allow(job)
                     self._scheduler.skip(job, self._reuse.start(job.row, job.prompt, reuses=job.reuses))
             except ParameterError as error:
-                self._fail(job, error)
+                self._lifecycle.fail(job, error)
             except (TopWError, MemoryError) as error:
-                self._fail(job, _no_copy(error), spoilt=True)
+                self._lifecycle.fail(job, _no_copy(error), spoilt=True)
 
     def _read(self, chunk: Chunk[Job]) -> None:
         job, row = chunk.task, chunk.task.row
@@ -170,7 +172,7 @@ class Worker(InboxThread):
             self._batch.wants_logits = job.generated.wants_logits
             token = self._batch.read(row, job.reads, chunk.start, chunk.end)
         except (TopWError, MemoryError) as error:
-            self._fail(job, _no_copy(error), spoilt=True)
+            self._lifecycle.fail(job, _no_copy(error), spoilt=True)
             return
         self.counts.chunks += 1
         self.counts.prompt_tokens += chunk.end - chunk.start
@@ -178,7 +180,7 @@ class Worker(InboxThread):
         self._scheduler.read(chunk)
         if token is None:
             return
-        self._regroup()
+        self._decoding.regroup()
         job.first = self._batch.first()
         job.spans = [(row, self._batch.steps)]
         self._take(job, token, partial(self._batch.begin, row))
@@ -189,10 +191,10 @@ class Worker(InboxThread):
                 if not job.ended:  # with another sequence of its request
                     self._batch.edits.write(job.row)
             except ParameterError as error:
-                self._fail(job, error)
+                self._lifecycle.fail(job, error)
 
     def _exchange(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._regroup()
+        self._decoding.regroup()
         for pair in pairs:
             try:
                 saves = self._scheduler.at(pair[0]) is not None or self._reuse.holds(pair[1])
@@ -209,29 +211,21 @@ class Worker(InboxThread):
         for row in rows:
             job = self._scheduler.at(row)
             if job is not None:
-                self._fail(job, error, spoilt=True)
+                self._lifecycle.fail(job, error, spoilt=True)
             else:
                 self._batch.clear(row, spoilt=True)
                 self._reuse.release(row, NOTHING)
 
-    def _regroup(self) -> None:
-        """Make a new group for the next step, because a sequence joins, leaves, moves or must process its token."""
-        if self._group is not None:
-            self._group.settle()
-            self._group = None
-
     def _step(self) -> None:
-        batch, width = self._batch, self._scheduler.width
-        if self._group is None:
-            self._group = Group(self._scheduler.decoding, width)
-        group, jobs = self._group, self._group.jobs
+        batch, width, group = self._batch, self._scheduler.width, self._decoding.next_group()
+        jobs = group.jobs
         try:
             batch.wants_logits = group.scored and any(job.generated.wants_logits for job in jobs)
             tokens = batch.step(width)
         except GenerationError as error:
             for job in jobs:
                 if not job.ended:  # with another sequence of its request
-                    self._fail(job, GenerationError(str(error)), spoilt=True)
+                    self._lifecycle.fail(job, GenerationError(str(error)), spoilt=True)
             return
         self.counts.steps += 1
         if group.together:
@@ -239,7 +233,7 @@ class Worker(InboxThread):
                 batch.accept_all(width)
                 self._deliver(zip(jobs, tokens, strict=False), width)
                 return
-            self._regroup()
+            self._decoding.regroup()
         passed: list[tuple[Job, int]] = []
         for job in jobs:
             if job.ended:  # with another sequence of its request
@@ -254,7 +248,7 @@ class Worker(InboxThread):
                 batch.accept(job.row, token)
             except ParameterError as error:
                 passed = self._deliver(passed, len(passed))
-                self._fail(job, error)
+                self._lifecycle.fail(job, error)
         self._deliver(passed, len(passed))
 
     def _deliver(self, passed: Iterable[tuple[Job, int]], count: int) -> list[tuple[Job, int]]:
@@ -275,7 +269,7 @@ class Worker(InboxThread):
         if not row.steps:
             job.first_at = time.perf_counter()
         if drawn and token < 0:
-            self._fail(job, row.invalid(f"sequence {row.index} of the request"), spoilt=True)
+            self._lifecycle.fail(job, row.invalid(f"sequence {row.index} of the request"), spoilt=True)
             return
         logits = self._batch.logits(job.row) if row.wants_logits else None
         try:
@@ -284,7 +278,7 @@ class Worker(InboxThread):
             else:
                 token = row.read(logits)
         except BaseException as error:  # noqa: BLE001  # of the caller's code, or of the logits
-            self._fail(job, error, spoilt=isinstance(error, LogitsError))
+            self._lifecycle.fail(job, error, spoilt=isinstance(error, LogitsError))
             return
         if not drawn:
             self.counts.prompt_tokens += 1
@@ -295,7 +289,7 @@ class Worker(InboxThread):
             job.request.put((row.index, gained, row.steps))
         self.counts.new_tokens += drawn
         if row.finish_reason is not None:
-            self._end(job)
+            self._lifecycle.end(job)
             return
         try:
             feed(token)
@@ -303,124 +297,13 @@ class Worker(InboxThread):
                 self._batch.set(job.row, row.request)
             self._allow(job)
         except ParameterError as error:
-            self._fail(job, error)
+            self._lifecycle.fail(job, error)
 
     def _allow(self, job: Job) -> None:
         """Update the mask of the tokens that a sequence's grammar allows next."""
         row = job.generated
         if row.guide is not None and not row.unread:
             self._batch.allowed.set(job.row, row.guide.mask)
-
-    def _start(self, submission: Submission) -> None:
-        request = submission.request
-        self._alive[request] = submission
-        if submission.deadline is not None:
-            self._deadlines.add(submission.deadline, request)
-        if self._broken:
-            self._fail(submission.jobs[0], GenerationError(self._broken))
-            return
-        for job in submission.jobs:
-            self._scheduler.submit(job)
-        for job in submission.jobs:
-            row = job.generated
-            try:
-                if row.watch is not None and not job.ended:
-                    row.watch.begin()
-            except BaseException as error:  # noqa: BLE001  # of the caller's code
-                self._fail(job, error)
-            if not (job.ended or row.request.budget or row.unread):  # the prompt fills the context
-                row.end("length")
-                self._end(job)
-
-    def _withdraw(self, submission: Submission) -> None:
-        if submission.request in self._alive:
-            self._end_early(submission.request, "cancelled")
-        else:
-            self._room.leave(submission.place)
-
-    def _end_early(self, request: Request | None, reason: str) -> None:
-        for submission in list(self._alive.values()) if request is None else [self._alive.get(request)]:
-            for job in submission.jobs if submission else ():  # it may have ended
-                if not job.ended:
-                    self._interrupt(job, reason)
-
-    def _expire(self, now: float) -> None:
-        for request in self._deadlines.passed(now):
-            self._end_early(request, "timeout")
-
-    def _fail(self, job: Job, error: BaseException, *, spoilt: bool = False) -> None:
-        """End all sequences of a request because one of them failed. spoilt: see `Batch.clear`."""
-        job.request.fail(error)
-        self.counts.failed += 1
-        for other in self._alive[job.request].jobs:
-            if not other.ended:
-                self._interrupt(other, "error", spoilt=spoilt)
-
-    def _interrupt(self, job: Job, reason: str, *, spoilt: bool = False) -> None:
-        try:
-            held = job.generated.interrupt(reason)
-        except BaseException as error:  # noqa: BLE001  # of the tokenizer, perhaps the one that failed the request
-            job.request.fail(error)
-            held = ""
-        if held:
-            job.request.put((job.generated.index, held, job.generated.steps))
-        self._end(job, spoilt=spoilt)
-
-    def _end(self, job: Job, *, spoilt: bool = False) -> None:
-        """Free the row of an ended sequence and hand over its result."""
-        drawn, row = self._drawn(job), job.row
-        self._regroup()
-        if not self._broken:
-            self._scheduler.end(job)
-            if row != WAITING:
-                unchecked = 0 < job.read < job.prompt_tokens
-                self._batch.clear(row, spoilt=spoilt, unchecked=unchecked)
-                self._reuse.release(row, self._held(job, drawn) if self._reuse.on else None)
-        self.counts.ended += 1
-        submission = self._alive[job.request]
-        if sum(not other.ended for other in submission.jobs) == 1:
-            del self._alive[job.request]
-            submission.end_streamer()
-        self._room.give(submission.place)
-        job.ended = True
-        self._delivery.add(job.end, drawn)
-
-    def _held(self, job: Job, drawn: Drawn) -> np.ndarray | None:
-        """The tokens in the row of an ended sequence; None for the part of its prompt that was read.
-
-        The last drawn token was not read. After an error the row may have read one more token than its results show.
-        """
-        if job.generated.finish_reason == "error":
-            return NOTHING
-        return _tokens(job, drawn) if job.decoding else None
-
-    def _running(self, row: int) -> np.ndarray | None:
-        """The tokens in a decoding row."""
-        job = self._scheduler.at(row)
-        return None if job is None or not job.decoding else _tokens(job, self._drawn(job))
-
-    def _drawn(self, job: Job) -> Drawn:
-        """A copy of the outputs of a sequence."""
-        if self._group is not None:
-            self._group.settle()
-        if job.first is None:
-            return Drawn()
-        parts = [job.first]
-        ends = [start for _, start in job.spans[1:]] + [self._batch.steps]
-        for (row, start), end in zip(job.spans, ends, strict=False):
-            parts += self._batch.recorded(row, start, end)
-        return Drawn(parts, slice(job.generated.skipped, job.generated.skipped + job.generated.steps))
-
-    def _break(self, error: BaseException) -> None:
-        """Fail all requests after an error that none of them caused."""
-        why = f"the engine has failed ({type(error).__name__}: {one_line(error)})"
-        self._broken = f"{why}; create a new Engine."
-        self._room.close(why)
-        self._scheduler.clear()
-        for submission in list(self._alive.values()):
-            alive = [job for job in submission.jobs if not job.ended]
-            if alive:
-                self._fail(alive[0], GenerationError(self._broken))
 
     def _retire(self) -> None:
         self._retiring = True
@@ -433,12 +316,6 @@ def _no_copy(error: BaseException) -> BaseException:
             "there is no memory for a copy of the request's states; end requests, or use fewer rows."
         )
     return error
-
-
-def _tokens(job: Job, drawn: Drawn) -> np.ndarray:
-    """The tokens in the row of a decoding sequence: all but the last drawn one, int64 [n]."""
-    given = np.array(job.generated.given, np.int64) if job.generated.skipped else job.prompt
-    return np.concatenate([given, drawn.array("next_token")])[:-1]
 
 
 def _hand_over(passed: Iterable[tuple[Job, int]]) -> None:
