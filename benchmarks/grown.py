@@ -121,7 +121,7 @@ def train(
         learning_rate = RECIPE.learning_rate * learning_rate_factor(step, progress, RECIPE)
         with torch.autocast("cpu", torch.bfloat16):
             loss = token_losses(model, next(source)).mean()
-        update(model, optimizer, loss, learning_rate, RECIPE)
+        update(model, [optimizer], loss, learning_rate, RECIPE)
         recent.append(loss.item())
         step += 1
         if step in (1, 10) or step % every == 0 or progress >= 1:

@@ -141,15 +141,21 @@ def learning_rate_factor(step: int, progress: float, recipe: Recipe) -> float:
 
 
 def update(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, loss: torch.Tensor, learning_rate: float, recipe: Recipe
+    model: LlamaForCausalLM,
+    optimizers: Sequence[torch.optim.Optimizer],
+    loss: torch.Tensor,
+    learning_rate: float,
+    recipe: Recipe,
 ) -> None:
-    """Take one optimizer step on `loss`, with clipped gradients."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+    """Take one step of each optimizer on `loss`, with clipped gradients."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_norm)
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, minutes: float) -> list[dict]:
@@ -169,7 +175,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe:
         learning_rate = recipe.learning_rate * learning_rate_factor(step, progress, recipe)
         with torch.autocast("cpu", torch.bfloat16, enabled=recipe.precision == "bfloat16"):
             loss = losses(model, next(source)).mean()
-        update(model, optimizer, loss, learning_rate, recipe)
+        update(model, [optimizer], loss, learning_rate, recipe)
         recent.append(loss.item())
         last = step + 1 == recipe.steps or progress >= 1
         if (step + 1) % recipe.evaluate_every == 0 or last:
