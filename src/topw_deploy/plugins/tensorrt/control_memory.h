@@ -1,4 +1,4 @@
-// The kernels' control memory for one TensorRT execution context; see control.py.
+// The kernels' control memory for one TensorRT execution context; see kernels.py.
 #ifndef TOPW_TENSORRT_CONTROL_MEMORY_H
 #define TOPW_TENSORRT_CONTROL_MEMORY_H
 
@@ -6,7 +6,7 @@
 
 namespace topw {
 
-// See control.py.
+// See kernels.py.
 class ControlMemory {
  public:
   ControlMemory() = default;
