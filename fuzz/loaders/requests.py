@@ -142,11 +142,11 @@ def bodies(scratch: Path) -> Loader:
     from starlette.testclient import TestClient
 
     from topw_deploy.serve.app import create_app
-    from topw_deploy.serve.settings import Settings
+    from topw_deploy.serve.options import ServeOptions
 
     place = export(scratch / "toy", Toy.random(3), form="grouped", with_logits=True, chat_template=TEMPLATE)
     opening: dict[str, Any] = {"provider": "cpu", "intra_op_num_threads": 1}
-    client = TestClient(create_app(Settings(models={"toy": place}, opening=opening)), raise_server_exceptions=False)
+    client = TestClient(create_app(ServeOptions(models={"toy": place}, opening=opening)), raise_server_exceptions=False)
     client.__enter__()
     while client.get("/health").status_code != 200:
         pass

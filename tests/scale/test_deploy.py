@@ -64,6 +64,7 @@ def test_the_image_s_packages_are_pinned() -> None:
 
 
 @pytest.mark.parametrize("kind", [each["kind"] for each in DOCUMENTS])
+@pytest.mark.slow
 def test_the_manifest_fits_the_schemas_of_kubernetes(kind: str) -> None:
     """Of the version that docs/guide/scale.md names; strict ones, which refuse unknown fields."""
     kubernetes_validate.validate(document(kind), "1.37", strict=True)
@@ -159,11 +160,11 @@ def test_the_manifest_s_limits_for_gpus_fit_the_schemas() -> None:
 def test_ray_s_example_has_arguments_that_exist() -> None:
     from dataclasses import fields
 
-    from topw_deploy.serve.settings import Settings
+    from topw_deploy.serve.options import ServeOptions
 
     application = yaml.safe_load((ROOT / "examples" / "scale" / "ray.yaml").read_text("utf-8"))["applications"][0]
     arguments = application["args"]
-    assert arguments.keys() - {"prefix_characters", "load_factor"} <= {each.name for each in fields(Settings)}
+    assert arguments.keys() - {"prefix_characters", "load_factor"} <= {each.name for each in fields(ServeOptions)}
     replica = next(each for each in application["deployments"] if each["name"] == "Replica")
     assert replica["graceful_shutdown_timeout_s"] == arguments["drain_timeout"]
     assert replica["autoscaling_config"]["target_ongoing_requests"] == arguments["engine"]["max_batch"]

@@ -15,7 +15,7 @@ from tests.support.toy_model import Toy, export
 from tests.support.waiting import HANG, until
 from topw_deploy.runtime import TopWModel
 from topw_deploy.serve.app import create_app
-from topw_deploy.serve.settings import Settings
+from topw_deploy.serve.options import ServeOptions
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
@@ -27,7 +27,7 @@ HOT: dict[str, Any] = {"temperature": 2.5, "lam": 0.2}
 CPU: dict[str, Any] = {"provider": "cpu", "intra_op_num_threads": 1}
 
 NewClient = Callable[..., TestClient]
-"""The fixture `serve`: (folders by name or one folder, wait=True, **settings) -> a client."""
+"""The fixture `serve`: (folders by name or one folder, wait=True, **options) -> a client."""
 
 
 @pytest.fixture(scope="session")
@@ -51,11 +51,11 @@ def until_ready(client: TestClient) -> None:
     until(lambda: client.get("/health").status_code == 200)
 
 
-def new_client(folders: Path | dict[str, Path], **settings: Any) -> TestClient:
+def new_client(folders: Path | dict[str, Path], **options: Any) -> TestClient:
     models = folders if isinstance(folders, dict) else {"toy": folders}
-    settings.setdefault("opening", CPU)
-    headers = settings.pop("headers", None)
-    return TestClient(create_app(Settings(models=models, **settings)), headers=headers)
+    options.setdefault("opening", CPU)
+    headers = options.pop("headers", None)
+    return TestClient(create_app(ServeOptions(models=models, **options)), headers=headers)
 
 
 @pytest.fixture(scope="session")
@@ -68,11 +68,11 @@ def client(folder: Path) -> Iterator[TestClient]:
 
 @pytest.fixture
 def serve() -> Iterator[NewClient]:
-    """A server with other settings."""
+    """A server with other options."""
     clients: list[TestClient] = []
 
-    def start(folders: Path | dict[str, Path], wait: bool = True, **settings: Any) -> TestClient:
-        client = new_client(folders, **settings)
+    def start(folders: Path | dict[str, Path], wait: bool = True, **options: Any) -> TestClient:
+        client = new_client(folders, **options)
         clients.append(client.__enter__())
         if wait:
             until_ready(client)

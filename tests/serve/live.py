@@ -16,9 +16,9 @@ from typing import Any
 from tests.serve.conftest import CPU
 from tests.support.waiting import HANG, until
 from topw_deploy.serve.app import create_app
+from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.server import Server, new_server, open_socket
 from topw_deploy.serve.service import Service
-from topw_deploy.serve.settings import Settings
 
 TEXT = "/v1/completions"
 SEEDS = range(4)
@@ -112,12 +112,12 @@ def until_closed(raw: socket.socket) -> bytes:
 
 @contextlib.contextmanager
 def live(folder: Path, **options: Any) -> Iterator[Live]:
-    """Serve `folder` under the name toy. options: of Settings, and max_connections."""
+    """Serve `folder` under the name toy. options: of ServeOptions, and max_connections."""
     most = options.pop("max_connections", None)
-    settings = Settings(models={"toy": folder}, opening=CPU, **options)
+    serve_options = ServeOptions(models={"toy": folder}, opening=CPU, **options)
     place = Path(tempfile.mkdtemp(prefix="topw"))  # short: a socket's path has at most 107 characters
-    app = create_app(settings)
-    server = new_server(app, settings, most)
+    app = create_app(serve_options)
+    server = new_server(app, serve_options, most)
     listener, _ = open_socket("", 0, place / "s")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -21,8 +21,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the command runs."""
     found: dict[str, Any] = {}
 
-    def record(settings: Any, **options: Any) -> None:
-        found.update(options, settings=settings)
+    def record(options: Any, **others: Any) -> None:
+        found.update(others, options=options)
 
     monkeypatch.setattr("topw_deploy.serve.server.run", record)
     return found
@@ -32,7 +32,7 @@ def serve(*words: str) -> int:
     return run(topw, "topw", "TOPW", ["serve", *words])
 
 
-def test_options_become_settings(called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_become_options(called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPW_SERVE_API_KEY", "one two")
     words = [
         "--no-page",
@@ -48,15 +48,15 @@ def test_options_become_settings(called: dict[str, Any], tmp_path: Path, monkeyp
         "3",
     ]
     assert serve(str(tmp_path / "a"), str(tmp_path / "b"), *words) == 0
-    settings = called["settings"]
-    assert list(settings.models) == ["a", "b"]
-    assert settings.api_keys == ("one", "two")
-    assert settings.max_body == 2**20
-    assert not settings.page
-    assert settings.engine["kv_bytes"] == 2**31
-    assert settings.engine["max_batch"] == 3
-    assert "max_length" not in settings.engine
-    assert settings.opening["intra_op_num_threads"] == 1
+    options = called["options"]
+    assert list(options.models) == ["a", "b"]
+    assert options.api_keys == ("one", "two")
+    assert options.max_body == 2**20
+    assert not options.page
+    assert options.engine["kv_bytes"] == 2**31
+    assert options.engine["max_batch"] == 3
+    assert "max_length" not in options.engine
+    assert options.opening["intra_op_num_threads"] == 1
     assert (called["host"], called["port"], called["json_logs"]) == ("127.0.0.1", 0, True)
 
 

@@ -20,10 +20,10 @@ from tests.support.waiting import HANG, set_when, until_async
 from topw_deploy.errors import LogitsError, ManifestError, ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.serve.app import create_app
+from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.served import PREPARING, Served
 from topw_deploy.serve.server import new_server
 from topw_deploy.serve.service import Service
-from topw_deploy.serve.settings import Settings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDLESS = {"messages": HELLO, "ignore_eos": True, "seed": 1}
@@ -71,11 +71,11 @@ class Call:
             await asyncio.Event().wait()
 
 
-def with_service(folder: Path, test: Callable[[Starlette, Service], Awaitable[None]], **settings: Any) -> None:
+def with_service(folder: Path, test: Callable[[Starlette, Service], Awaitable[None]], **options: Any) -> None:
     """Run a test in the loop of a ready server."""
 
     async def main() -> None:
-        app = create_app(Settings(models={"toy": folder}, opening=CPU, **settings))
+        app = create_app(ServeOptions(models={"toy": folder}, opening=CPU, **options))
         async with app.router.lifespan_context(app):
             service: Service = app.state.service
             await until_async(lambda: service.state == "ready")
@@ -342,7 +342,7 @@ def test_until_the_models_are_open_requests_get_503(
 
 def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
     async def main() -> None:
-        service = Service(Settings(models={"toy": tmp_path}))
+        service = Service(ServeOptions(models={"toy": tmp_path}))
         told = asyncio.Event()
         service.on_failure = told.set
         service.start()
@@ -357,7 +357,7 @@ def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "name"),
+    ("options", "name"),
     [
         ({"models": {}}, "no model"),
         ({"models": {"a\n": Path()}}, "name of a model"),
@@ -369,9 +369,9 @@ def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
         ({"tool_parser": "none"}, "tool_parser"),
     ],
 )
-def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], name: str) -> None:
+def test_wrong_options_are_refused_by_name(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ParameterError, match=name):
-        Settings(**{"models": {"toy": Path("toy")}, **settings})
+        ServeOptions(**{"models": {"toy": Path("toy")}, **options})
 
 
 @pytest.mark.parametrize(
@@ -394,10 +394,10 @@ def test_a_second_signal_and_one_while_models_are_opened_end_the_process(
         opened.set()
 
     async def main() -> None:
-        settings = Settings(models={"toy": folder}, opening=CPU, drain_timeout=7.0)
-        app = create_app(settings)
+        options = ServeOptions(models={"toy": folder}, opening=CPU, drain_timeout=7.0)
+        app = create_app(options)
         service: Service = app.state.service
-        server = new_server(app, settings)
+        server = new_server(app, options)
         server.end = found.append
         async with app.router.lifespan_context(app):
             if loaded:
@@ -414,8 +414,8 @@ def test_a_second_signal_and_one_while_models_are_opened_end_the_process(
 
 
 def test_a_signal_before_the_server_has_a_loop_ends_the_process(folder: Path) -> None:
-    settings, found = Settings(models={"toy": folder}, opening=CPU), list[int]()
-    server = new_server(create_app(settings), settings)
+    options, found = ServeOptions(models={"toy": folder}, opening=CPU), list[int]()
+    server = new_server(create_app(options), options)
     server.end = found.append
     server.handle_exit(signal.SIGINT, None)
     assert found == [0]
@@ -426,11 +426,11 @@ def test_a_signal_logs_nothing_at_once(folder: Path) -> None:
     said: list[str] = []
 
     async def main() -> None:
-        settings = Settings(models={"toy": folder}, opening=CPU)
-        app = create_app(settings)
+        options = ServeOptions(models={"toy": folder}, opening=CPU)
+        app = create_app(options)
         service: Service = app.state.service
         service.loop = asyncio.get_running_loop()
-        server = new_server(app, settings)
+        server = new_server(app, options)
         server.handle_exit(signal.SIGTERM, None)
         assert said == []
         await until_async(lambda: server.should_exit)

@@ -149,8 +149,8 @@ def command(
     from topw_deploy import install
 
     install.require("serving", "serve")
+    from topw_deploy.serve.options import ServeOptions
     from topw_deploy.serve.server import run
-    from topw_deploy.serve.settings import Settings
 
     for name in ("kv_bytes", "prefix_bytes", "max_body"):
         if options[name] is not None:
@@ -158,7 +158,7 @@ def command(
     opening = {ours: options.pop(name) for name, ours in _OPENING.items()}
     engine = {name: options.pop(name) for name in _ENGINE}
     serving = {name: options.pop(name) for name in _RUN}
-    settings = Settings(
+    serve_options = ServeOptions(
         models=_named(folders, served_model_name),
         api_keys=api_key,
         cors_origins=cors_origin,
@@ -166,7 +166,7 @@ def command(
         engine={name: value for name, value in engine.items() if value is not None},
         **options,
     )
-    run(settings, json_logs=log_format == "json", **serving)
+    run(serve_options, json_logs=log_format == "json", **serving)
 
 
 def _named(folders: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]:

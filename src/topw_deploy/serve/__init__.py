@@ -1,6 +1,6 @@
 """An OpenAI-compatible HTTP server around engines. Needs the extra [serve].
 
-settings: checked options.
+options: the checked options.
 server: opens the sockets, runs uvicorn, drains at a signal.
 connections: closes connections of slow clients.
 log_writer: writes the log from a thread.

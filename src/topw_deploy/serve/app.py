@@ -20,10 +20,10 @@ from topw_deploy.serve.completions import completions
 from topw_deploy.serve.failures import INVALID, Failure, failure_of
 from topw_deploy.serve.framing import Framing
 from topw_deploy.serve.inspect import inspect
+from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.page import page
 from topw_deploy.serve.responses import responses
 from topw_deploy.serve.service import Service
-from topw_deploy.serve.settings import Settings
 from topw_deploy.serve.status import health, live, metrics, model, models
 from topw_deploy.serve.tokens import detokenize, tokenize
 
@@ -45,12 +45,12 @@ PAGE_ROUTES = (
 )
 
 
-def create_app(settings: Settings) -> Starlette:
+def create_app(options: ServeOptions) -> Starlette:
     """The application. Its lifespan opens the models; until then requests get 503.
 
     `app.state.service` is its Service.
     """
-    service = Service(settings)
+    service = Service(options)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -62,8 +62,8 @@ def create_app(settings: Settings) -> Starlette:
 
     log = Middleware(AccessLog, on_request=service.count, on_answer=service.metrics.answered)
     middleware = [log, Middleware(Framing)]
-    if settings.cors_origins:
-        origins = list(settings.cors_origins)
+    if options.cors_origins:
+        origins = list(options.cors_origins)
         middleware.append(
             Middleware(
                 CORSMiddleware,
@@ -73,11 +73,11 @@ def create_app(settings: Settings) -> Starlette:
                 expose_headers=["X-Request-Id"],
             )
         )
-    if settings.api_keys:
-        paths = OPEN_PATHS | {"/"} if settings.page else OPEN_PATHS  # the page asks for a key
-        middleware.append(Middleware(Keys, keys=settings.api_keys, open_paths=paths))
+    if options.api_keys:
+        paths = OPEN_PATHS | {"/"} if options.page else OPEN_PATHS  # the page asks for a key
+        middleware.append(Middleware(Keys, keys=options.api_keys, open_paths=paths))
     handlers = {TopWError: _typed_error, HTTPException: _http_error, ClientDisconnect: _gone}
-    routes = [*ROUTES, *(PAGE_ROUTES if settings.page else ())]
+    routes = [*ROUTES, *(PAGE_ROUTES if options.page else ())]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
     app.state.service = service
     return app

@@ -32,7 +32,7 @@ async def chat_completions(request: Request) -> Response:
     if run.streams:
         pieces = await run.begin(ids, plan.parameters)
         events = _events(run, plan, prompt, ids, pieces, body.stream_options or StreamOptions())
-        return EventStream(events, partial(run.close, pieces), run.settings)
+        return EventStream(events, partial(run.close, pieces), run.options)
     results = await run.whole(ids, plan.parameters)
     choices = [_choice(index, result, plan, prompt, run.returns_ids) for index, result in enumerate(results)]
     given = {"prompt_token_ids": ids} if run.returns_ids else {}

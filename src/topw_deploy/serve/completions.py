@@ -51,7 +51,7 @@ async def completions(request: Request) -> Response:
     if run.streams:
         pieces = await run.begin(prompts.given, parameters)
         events = _events(run, prompts, pieces, body.stream_options or StreamOptions())
-        return EventStream(events, partial(run.close, pieces), run.settings)
+        return EventStream(events, partial(run.close, pieces), run.options)
     results = await run.whole(prompts.given, parameters)
     choices = [_choice(index, result, run, prompts) for index, result in enumerate(results)]
     return JSONResponse({**_head(run), "choices": choices, "usage": run.usage})

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from topw_deploy.serve.access import Record
 from topw_deploy.serve.failures import expected, failure_of
-from topw_deploy.serve.settings import Settings
+from topw_deploy.serve.options import ServeOptions
 
 LOG = logging.getLogger("topw_deploy.serve")
 DONE = ServerSentEvent("[DONE]", sep="\n")
@@ -42,13 +42,13 @@ class EventStream(EventSourceResponse):
         self,
         events: AsyncGenerator[ServerSentEvent, None],
         close: Callable[[], Awaitable[None]],
-        settings: Settings,
+        options: ServeOptions,
     ) -> None:
         self._events, self._close = events, close
         super().__init__(
             events,
-            ping=settings.ping_interval,
-            send_timeout=settings.send_timeout,
+            ping=options.ping_interval,
+            send_timeout=options.send_timeout,
             sep="\n",
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
         )

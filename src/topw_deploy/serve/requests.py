@@ -22,5 +22,5 @@ async def read(request: Request, schema: type[Body]) -> Body:
     """The checked body. Raises RequestError; 503, without reading it, unless requests are accepted."""
     service = service_of(request)
     service.check_ready()
-    settings = service.settings
-    return await read_body(request, schema, most=settings.max_body, seconds=settings.body_timeout)
+    options = service.options
+    return await read_body(request, schema, most=options.max_body, seconds=options.body_timeout)

@@ -35,7 +35,7 @@ async def responses(request: Request) -> Response:
     output = OutputItems(run.record.id)
     if run.streams:
         pieces = await run.begin(ids, plan.parameters)
-        return EventStream(_events(run, body, plan, prompt, pieces, output), partial(run.close, pieces), run.settings)
+        return EventStream(_events(run, body, plan, prompt, pieces, output), partial(run.close, pieces), run.options)
     (result,) = await run.whole(ids, plan.parameters)
     scores = _scores(result, plan, prompt)
     for found in _found(result, plan, prompt):

@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, request: Request, service: Service, body: Generating, kind: str, prompt_field: str) -> None:
         self.record = record_of(request)
-        self.settings, self.served = service.settings, service.find(body.model)
+        self.options, self.served = service.options, service.find(body.model)
         self.id, self.created = f"{kind}-{self.record.id}", int(time.time())
         self.prompt_tokens, self.samples = 0, 1
         self.record.facts["model"] = self.served.name
@@ -141,7 +141,7 @@ class Run:
             raise RequestError(replace(failure, message=message, param=param)) from None
 
     def log_prompt(self, prompt: Any) -> None:
-        if self.settings.log_prompts:
+        if self.options.log_prompts:
             self.record.facts["prompt"] = prompt
 
     async def _whole_pieces(self, pieces: Pieces) -> AsyncIterator[Piece]:
@@ -188,5 +188,5 @@ class Run:
             "first_token_seconds": round(min(each.timings.prefill_seconds for each in results), 6),
             "finish_reasons": [each.finish_reason for each in results],
         }
-        if self.settings.log_prompts:
+        if self.options.log_prompts:
             facts["answers"] = [each.text for each in results]

@@ -23,8 +23,8 @@ from topw_deploy.runtime.next_logits import Logits, gives_logits
 from topw_deploy.runtime.request import Limits, RowRequest, check_text
 from topw_deploy.sampling import REQUEST_PRESETS, preset_parameters
 from topw_deploy.serve.failures import TOO_LONG, invalid, unavailable
+from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.parameters import takes_long
-from topw_deploy.serve.settings import Settings
 
 Result = TypeVar("Result")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -43,15 +43,15 @@ class Served:
     length: maximum tokens of a sequence.
     """
 
-    def __init__(self, name: str, model: TopWModel, engine: Engine, settings: Settings) -> None:
+    def __init__(self, name: str, model: TopWModel, engine: Engine, options: ServeOptions) -> None:
         self.name, self.model, self.engine = name, model, engine
         self.created = int(time.time())
         context = model.manifest.decoder.context_length
-        self.length = min(context, settings.engine.get("max_length") or context)
-        self.tool_family = settings.tool_parser or model.tool_family
-        self._most_prompt = settings.max_prompt_tokens
-        self._timeout = settings.request_timeout
-        self._most_waiting = int(settings.engine.get("max_queue", 256))
+        self.length = min(context, options.engine.get("max_length") or context)
+        self.tool_family = options.tool_parser or model.tool_family
+        self._most_prompt = options.max_prompt_tokens
+        self._timeout = options.request_timeout
+        self._most_waiting = int(options.engine.get("max_queue", 256))
         sampler = model.manifest.sampler
         self._limits = Limits(context, sampler.vocab_size, self.length, opened="engine", rules=sampler.rules)
         self._preparing = anyio.CapacityLimiter(PREPARING)
@@ -87,11 +87,11 @@ class Served:
         }
 
     @classmethod
-    def open(cls, name: str, folder: Path, settings: Settings) -> Served:
+    def open(cls, name: str, folder: Path, options: ServeOptions) -> Served:
         """Raises the errors of `TopWModel.from_pretrained` and `Engine`."""
-        model = TopWModel.from_pretrained(folder, **settings.opening)
+        model = TopWModel.from_pretrained(folder, **options.opening)
         try:
-            return cls(name, model, Engine(model, **settings.engine), settings)
+            return cls(name, model, Engine(model, **options.engine), options)
         except TopWError:
             model.close()
             raise

@@ -24,8 +24,8 @@ from topw_deploy.serve.access import JsonLines, PlainLines
 from topw_deploy.serve.app import create_app
 from topw_deploy.serve.connections import Connection
 from topw_deploy.serve.log_writer import LogWriter
+from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.service import Service
-from topw_deploy.serve.settings import Settings
 
 LOG = logging.getLogger("topw_deploy.serve")
 _CLOSING = 5  # seconds for connections whose clients do not read
@@ -33,7 +33,7 @@ _STUCK = 30.0  # seconds after the drain until a server that does not end is end
 
 
 def run(
-    settings: Settings,
+    options: ServeOptions,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -53,7 +53,7 @@ def run(
 
     Raises ParameterError if the address cannot be used, and the errors of opening a model.
     """
-    app = create_app(settings)
+    app = create_app(options)
     service: Service = app.state.service
     listener, where = open_socket(host, port, uds)
     log = start_log(json_logs, verbose)
@@ -66,10 +66,10 @@ def run(
         os._exit(code)
 
     try:
-        server = new_server(app, settings, max_connections)
+        server = new_server(app, options, max_connections)
         server.end = end
-        LOG.info("listening", extra={"facts": {"address": where, "models": list(settings.models)}})
-        if uds is None and not settings.api_keys and not host.startswith("127.") and host not in ("localhost", "::1"):
+        LOG.info("listening", extra={"facts": {"address": where, "models": list(options.models)}})
+        if uds is None and not options.api_keys and not host.startswith("127.") and host not in ("localhost", "::1"):
             LOG.warning("the server has no API key, and other machines can reach it")
         server.run(sockets=[listener])
     finally:
@@ -82,9 +82,9 @@ def run(
         raise service.failure
 
 
-def new_server(app: Starlette, settings: Settings, max_connections: int | None = None) -> Server:
-    """uvicorn with the limits of `settings`."""
-    connection = partial(Connection, header_timeout=settings.header_timeout, send_timeout=settings.send_timeout)
+def new_server(app: Starlette, options: ServeOptions, max_connections: int | None = None) -> Server:
+    """uvicorn with the limits of `options`."""
+    connection = partial(Connection, header_timeout=options.header_timeout, send_timeout=options.send_timeout)
     config = uvicorn.Config(
         app,
         http=connection,
@@ -124,7 +124,7 @@ class Server(uvicorn.Server):
             return
         self._told = True
         if self.end is not None:
-            seconds = self._service.settings.drain_timeout + _STUCK
+            seconds = self._service.options.drain_timeout + _STUCK
             with contextlib.suppress(Exception):  # stderr is not a file
                 faulthandler.dump_traceback_later(seconds, exit=True)
         loop.call_soon_threadsafe(self._drain, signal.Signals(sig).name)

@@ -10,8 +10,8 @@ from topw_deploy.errors import TopWError
 from topw_deploy.runtime.next_logits import gives_logits
 from topw_deploy.serve.failures import RequestError, invalid, unavailable
 from topw_deploy.serve.metrics import Metrics
+from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.served import Served
-from topw_deploy.serve.settings import Settings
 
 LOG = logging.getLogger("topw_deploy.serve")
 _CANCELLED_SECONDS = 5.0  # for the answers to cancelled requests
@@ -26,8 +26,8 @@ class Service:
     on_failure: called in the loop when the state becomes "failed".
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, options: ServeOptions) -> None:
+        self.options = options
         self.state = "loading"
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -70,7 +70,7 @@ class Service:
         """
         self.state = "draining"
         LOG.info("draining", extra={"facts": {"active": self._active}})
-        if await self._until_idle(self.settings.drain_timeout):
+        if await self._until_idle(self.options.drain_timeout):
             return True
         LOG.warning("cancelling what still runs", extra={"facts": {"active": self._active}})
         for each in self.served():
@@ -113,10 +113,10 @@ class Service:
     async def _open(self) -> None:
         opened: dict[str, Served] = {}
         try:
-            for name, folder in self.settings.models.items():
-                opened[name] = await asyncio.to_thread(Served.open, name, folder, self.settings)
+            for name, folder in self.options.models.items():
+                opened[name] = await asyncio.to_thread(Served.open, name, folder, self.options)
                 LOG.info("opened", extra={"facts": {"model": name, "folder": str(folder)}})
-                if self.settings.page and not gives_logits(opened[name].model.manifest):
+                if self.options.page and not gives_logits(opened[name].model.manifest):
                     LOG.info(_NO_LOGITS, extra={"facts": {"model": name}})
         except Exception as error:  # reported by the caller of `run`
             for each in opened.values():

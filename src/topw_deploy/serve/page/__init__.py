@@ -26,7 +26,7 @@ SCRIPTS = ("dom.js", "api.js", "settings.js", "crop.js", "plot.js", "runs.js", "
 
 async def page(request: Request) -> Response:
     """The page. It holds nothing secret: every call it makes needs the key, if the server has keys."""
-    document, policy = _document(bool(service_of(request).settings.api_keys))
+    document, policy = _document(bool(service_of(request).options.api_keys))
     headers = {
         "Content-Security-Policy": policy,
         "Cache-Control": "no-cache",

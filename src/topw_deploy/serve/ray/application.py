@@ -12,19 +12,19 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.ray.gateway import Gateway
 from topw_deploy.serve.ray.replica import Replica
 from topw_deploy.serve.ray.router import PrefixRouter
-from topw_deploy.serve.settings import Settings
 
 _CALLS = 1024  # that one gateway passes on at once
-_FIELDS = {each.name for each in dataclasses.fields(Settings)}
+_FIELDS = {each.name for each in dataclasses.fields(ServeOptions)}
 
 
 def build(arguments: Mapping[str, Any]) -> Application:
     """The application: a deployment "Gateway" and a deployment "Replica", whose options the config file can set.
 
-    arguments: fields of `topw_deploy.serve.settings.Settings`; `models` maps names to absolute paths, which every
+    arguments: fields of `topw_deploy.serve.options.ServeOptions`; `models` maps names to absolute paths, which every
         machine must have. In addition
         prefix_characters (256): number of a prompt's first characters that choose its replica; 0 switches this off.
         load_factor (1.25): a replica with more than this many times the mean number of requests is not chosen.
@@ -39,19 +39,19 @@ def build(arguments: Mapping[str, Any]) -> Application:
     unknown = given.keys() - _FIELDS
     if unknown:
         raise ParameterError(f"unknown argument {min(unknown)!r}; known are {', '.join(sorted(_FIELDS))}.")
-    settings = Settings(**{**given, "models": _folders(given.get("models")), **_tuples(given)})
-    rows, queue = int(settings.engine.get("max_batch", 8)), int(settings.engine.get("max_queue", 256))
+    options = ServeOptions(**{**given, "models": _folders(given.get("models")), **_tuples(given)})
+    rows, queue = int(options.engine.get("max_batch", 8)), int(options.engine.get("max_queue", 256))
     router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"load_factor": factor})
     replicas = serve.deployment(Replica, name="Replica").options(
         max_ongoing_requests=2 * rows,
         max_queued_requests=queue,
-        graceful_shutdown_timeout_s=settings.drain_timeout,
+        graceful_shutdown_timeout_s=options.drain_timeout,
         request_router_config=router,
     )
     gateway = serve.deployment(Gateway, name="Gateway").options(
-        max_ongoing_requests=_CALLS, graceful_shutdown_timeout_s=settings.drain_timeout
+        max_ongoing_requests=_CALLS, graceful_shutdown_timeout_s=options.drain_timeout
     )
-    return gateway.bind(replicas.bind(settings), settings, characters)
+    return gateway.bind(replicas.bind(options), options, characters)
 
 
 def _check(characters: Any, factor: Any) -> None:

@@ -17,8 +17,8 @@ from topw_deploy.errors import QueueFullError
 from topw_deploy.serve.affinity import prefix_key
 from topw_deploy.serve.bodies import read_bytes
 from topw_deploy.serve.failures import Failure, RequestError, failure_of, invalid, unavailable
+from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.ray.router import PREFIX
-from topw_deploy.serve.settings import Settings
 
 LOG = logging.getLogger("ray.serve")
 ATTEMPTS = 2
@@ -36,17 +36,17 @@ class Gateway:
     prefix_characters: number of a prompt's first characters that choose its replica.
     """
 
-    def __init__(self, replicas: DeploymentHandle, settings: Settings, prefix_characters: int) -> None:
+    def __init__(self, replicas: DeploymentHandle, options: ServeOptions, prefix_characters: int) -> None:
         self._relay = replicas.options(method_name="relay", stream=True)
-        self._settings, self._characters = settings, prefix_characters
+        self._options, self._characters = options, prefix_characters
 
     async def __call__(self, request: Request) -> Response:
         """Called by Ray for each request. If the client disconnects, Ray cancels this and the call of the replica."""
         try:
             if request.url.path == "/metrics":
                 raise _no_metrics()
-            settings = self._settings
-            body = await read_bytes(request, most=settings.max_body, seconds=settings.body_timeout)
+            options = self._options
+            body = await read_bytes(request, most=options.max_body, seconds=options.body_timeout)
             return await self._pass_on(request, body)
         except RequestError as error:
             return _response(error.failure)
@@ -59,7 +59,7 @@ class Gateway:
             try:
                 status, headers = await anext(parts)
             except BackPressureError:
-                full = QueueFullError(f"{self._settings.engine.get('max_queue', 256)} requests wait; try again later.")
+                full = QueueFullError(f"{self._options.engine.get('max_queue', 256)} requests wait; try again later.")
                 return _response(failure_of(full))
             except RayActorError:
                 LOG.warning("a replica ended before it answered, attempt %d of %d", attempt + 1, ATTEMPTS)

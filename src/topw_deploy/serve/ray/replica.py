@@ -8,10 +8,10 @@ from typing import Any
 
 from topw_deploy.errors import GenerationError
 from topw_deploy.serve.app import create_app
+from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.ray.metrics import RayMetrics, report_engines
 from topw_deploy.serve.server import start_log
 from topw_deploy.serve.service import Service
-from topw_deploy.serve.settings import Settings
 
 Head = tuple[int, list[tuple[bytes, bytes]]]
 """An answer's status and headers."""
@@ -23,9 +23,9 @@ class Replica:
     Raises the errors of opening a model.
     """
 
-    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(self, options: ServeOptions) -> None:  # type: ignore[misc]  # Ray awaits it
         start_log(json_lines=True, verbose=False)
-        self._app = create_app(settings)
+        self._app = create_app(options)
         self._service: Service = self._app.state.service
         self._service.metrics = RayMetrics(self._service.served)
         self._service.start()

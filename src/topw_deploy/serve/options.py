@@ -13,7 +13,7 @@ from topw_deploy.runtime.tools import FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ServeOptions:
     """Checked options of the server.
 
     models: the name that requests give -> the exported folder.
