@@ -176,19 +176,23 @@ def geometry_steps(rounds: int) -> str:
 
 
 def rule_steps(rounds: int) -> str:
-    """Steps of other rules that the candidates prove, and that need the whole vocabulary."""
+    """Steps of other rules that are proven by the candidates, by the list of 1,200, and by the whole vocabulary."""
     logits = likely_logits(VOCAB)
     rules = {
         "top-k 50": RuleParameters(top_k=50),
         "min-p 0.05": RuleParameters(min_p=0.05),
-        "top-p 0.9": RuleParameters(top_p=0.9),
         "top-n-sigma 1": RuleParameters(top_n_sigma=1.0),
-        "none": RuleParameters(rule="none"),
+        "Top-H 0.4": RuleParameters(rule="top_h"),
+        "top-k 500, list": RuleParameters(top_k=500),
+        "top-p 0.9, list": RuleParameters(top_p=0.9),
+        "typical 0.9, list": RuleParameters(typical_p=0.9),
+        "top-p 0.99, vocabulary": RuleParameters(top_p=0.99),
+        "none, vocabulary": RuleParameters(rule="none"),
     }
     sides = {"TopK 1200": bound(session(peer("TopK", np.array([1200]), outputs=2, axis=1)), {"logits": logits})}
     for form in FORMS:
         opened = session(tail(form, VOCAB, NARROW))
-        for name, rule in rules.items() if form != "static" else [("none", rules["none"])]:
+        for name, rule in list(rules.items())[-1 if form == "static" else 0 :]:
             chosen = Rules(1)
             chosen.set(0, rule)
             sides[f"tail {form}, {name}"] = bound(opened, feeds(logits) | chosen.arrays)
