@@ -29,6 +29,7 @@ def bench() -> Invoke:
     return run
 
 
+@pytest.mark.slow
 def test_the_table_goes_to_stdout_and_progress_to_stderr(bench: Invoke, tmp_path: Path) -> None:
     done = bench("sampler", *SMALL, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png")
     assert done.exit_code == 0

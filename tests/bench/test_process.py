@@ -27,6 +27,7 @@ def test_the_workers_folder_is_not_on_the_path(side: Path) -> None:
         assert str(WORKERS) not in worker.call("path")
 
 
+@pytest.mark.slow
 def test_a_file_without_start_is_refused() -> None:
     with pytest.raises(BenchmarkError, match="no attribute 'start'"):
         Worker("nothing", WORKERS.parent / "sides.py", {})

@@ -286,6 +286,7 @@ def height(path: Path) -> int:
     return int(struct.unpack(">II", data[16:24])[1])
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_row_of_panels_per_model_with_every_difference(
     asked: RulesRequest, any_machine: Machine, two: ModelReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,7 @@ def test_a_report_is_plain_json_with_all_samples_and_the_machine(small: SamplerR
 
 
 @pytest.mark.parametrize("metric", [name if name == METRICS[0] else slow(name) for name in METRICS])
-@pytest.mark.parametrize("regime", ["certified", "uncertified"])
+@pytest.mark.parametrize("regime", [slow("certified"), "uncertified"])
 def test_all_our_implementations_keep_the_same_set(metric: str, regime: str, tmp_path: Path) -> None:
     sent = as_sent(
         SamplerRequest(vocab=2000, hidden=8, batch=2), tmp_path, sides=list(OURS), regimes=[regime],

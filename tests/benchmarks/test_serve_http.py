@@ -191,6 +191,7 @@ print(json.dumps([result.as_dict() for result in results]))
 """
 
 
+@pytest.mark.slow
 def test_a_server_is_started_for_each_turn_and_measured(tmp_path: Path) -> None:
     """In another process, because tests may not use the network."""
     program, driver = tmp_path / "llama-server", tmp_path / "measure.py"

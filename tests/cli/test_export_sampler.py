@@ -60,6 +60,7 @@ def test_the_default_beta_of_an_export_may_depend_on_the_temperature(invoke: Inv
     assert (load_manifest(out).defaults.beta, load_manifest(out).default_beta) == (3.0, "")
 
 
+@pytest.mark.slow
 def test_a_table_from_a_file_gives_its_geometry(invoke: Invoke, tmp_path: Path) -> None:
     table = np.random.default_rng(0).standard_normal((60, 5)).astype(np.float32)
     np.save(tmp_path / "table.npy", table)

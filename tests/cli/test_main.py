@@ -116,6 +116,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tmp_path_factory.mktemp("endless") / "out", Toy.random(0), chat_template="{{ messages[0].content }}")
 
 
+@pytest.mark.slow
 def test_interruption_is_130_and_leaves_no_traceback(endless: Path) -> None:
     process = subprocess.Popen(
         [*TOPW, "generate", str(endless), "--chat"],

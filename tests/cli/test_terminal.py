@@ -161,6 +161,7 @@ def test_json_loses_no_character_where_stdout_takes_ascii_only(scripted: Path) -
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes the streams")
+@pytest.mark.slow
 def test_a_closed_stderr_gives_its_number_to_no_other_file(scripted: Path) -> None:
     code = "import os, sys; from topw_deploy.cli import terminal; terminal.prepare(); print(os.fstat(2).st_rdev)"
     null = str(os.stat(os.devnull).st_rdev)

@@ -47,6 +47,7 @@ def test_json_holds_every_number_and_text_and_the_page_is_written(
     assert (tmp_path / "c.html").read_text("utf-8").startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.slow
 def test_prompts_come_from_lines_json_lines_or_standard_input(
     folder: Path, prompts: Path, invoke: Invoke, tmp_path: Path
 ) -> None:

@@ -287,7 +287,7 @@ def test_random_faults_change_no_other_request(
 COPIES = ("copy", "growing", "fixed", "restore", "restore_fixed", "exchange")
 
 
-@pytest.mark.parametrize("error", [GenerationError("the copy failed"), MemoryError()], ids=["typed", "no memory"])
+@pytest.mark.parametrize("error", [GenerationError("the copy failed"), slow(MemoryError())], ids=["typed", "no memory"])
 def test_failing_copies_of_states_fail_only_the_requests_that_need_them(
     any_model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

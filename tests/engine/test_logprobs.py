@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
+from tests.support.samples import slow
 from tests.support.toy_model import CONTEXT, VOCAB, Toy, export
 from topw_deploy.engine import Engine
 from topw_deploy.errors import LogitsError, ParameterError
@@ -59,7 +60,7 @@ def begins(result: GenerationResult, whole: GenerationResult) -> bool:
     )
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+@pytest.mark.parametrize("exact", [False, slow(True)], ids=["", "exact"])
 def test_random_schedules_replay_alone(scoring: TopWModel, engine_of: NewEngine, exact: bool) -> None:
     rng = np.random.default_rng(3)
     engine = engine_of(scoring, max_batch=4, prefill_budget=7, exact=exact)

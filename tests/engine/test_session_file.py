@@ -310,7 +310,7 @@ write_session(sys.argv[1], FORM, TOKENS, states_of(5, 1))
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL")
-@pytest.mark.parametrize("at", ["fsync", slow("replace")])
+@pytest.mark.parametrize("at", [slow("fsync"), slow("replace")])
 def test_a_killed_writer_leaves_the_old_file_whole(path: Path, at: str) -> None:
     """Before the new data is on the disk, and before it takes its name."""
     before = path.read_bytes()

@@ -147,6 +147,7 @@ def test_verify_names_what_it_cannot_compare_with(finished: Path, monkeypatch: p
     assert "6 checks passed, 3 not compared" in result.stdout
 
 
+@pytest.mark.slow
 def test_verify_notices_a_changed_file(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "out")
     data = tmp_path / "out" / "model.onnx.data"

@@ -107,11 +107,13 @@ def test_logits_without_a_median_distance_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_table_may_have_more_rows_than_the_vocabulary(npy: Path, tmp_path: Path) -> None:
     export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, vocab_size=80, options=OPTIONS))
     assert load_manifest(tmp_path / "out").sampler.vocab_size == 80
 
 
+@pytest.mark.slow
 def test_a_large_table_is_in_a_data_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, npy: Path) -> None:
     monkeypatch.setattr("topw_deploy.export.write.weights.EXTERNAL_ABOVE", 1000)
     report = export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, options=OPTIONS))
@@ -119,7 +121,7 @@ def test_a_large_table_is_in_a_data_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert load_manifest(tmp_path / "out").verification.status == "passed"
 
 
-@pytest.mark.parametrize("dtype", ["BF16", slow("F16"), slow("F32")])
+@pytest.mark.parametrize("dtype", [slow("BF16"), slow("F16"), slow("F32")])
 def test_input_embeddings_are_mapped_from_a_checkpoint(dtype: str, tmp_path: Path) -> None:
     kind = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}[dtype]
     table = TABLE.astype(kind)
@@ -230,6 +232,7 @@ def test_a_dry_run_writes_nothing(npy: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_sampler_that_disagrees_with_the_reference_is_not_kept(
     npy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def found_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("found_here")
+@pytest.mark.slow
 def test_an_engine_is_built_in_a_copy_and_draws_the_recorded_tokens(
     job: Job, exported: Path, trt: TensorRT  # noqa: F811
 ) -> None:  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.job import PARTS
+from tests.support.samples import thinned
 
 ROOT = Path(__file__).parents[2]
 EXPORTERS = (
@@ -33,7 +34,7 @@ def test_the_parent_imports_the_standard_library_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if find_spec(f"benchmarks.gpu.{part}")])
+@pytest.mark.parametrize("part", thinned([part for part in PARTS if find_spec(f"benchmarks.gpu.{part}")], 4))
 def test_a_part_lists_its_steps_with_the_standard_library_alone(part: str) -> None:
     listing = (
         "from pathlib import Path\nfrom benchmarks.gpu.job import Job, steps_of\n"

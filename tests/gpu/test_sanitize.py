@@ -74,6 +74,7 @@ def test_a_missing_tool_is_reported(tmp_path: Path, emulated_library: Path, monk
     assert found.absent == ("compute-sanitizer is missing on this machine: memcheck was not run",)
 
 
+@pytest.mark.slow
 def test_the_rows_reach_every_stage_and_are_right(emulated_library: Path) -> None:
     words = [sys.executable, "-m", "benchmarks.gpu.small_rows", str(emulated_library), "--emulated"]
     done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True)

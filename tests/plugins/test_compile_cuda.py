@@ -114,6 +114,7 @@ def test_code_for_each_and_ptx_of_the_newest() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_build_that_fails_says_where_and_leaves_the_library_that_was_there(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

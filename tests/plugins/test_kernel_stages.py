@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.native_cases import differences, opened, sampled
+from tests.support.samples import slow
 from tests.support.tail_cases import Case
 from topw_deploy.plugins.kernel import STAGES, Kernel
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
@@ -67,8 +68,8 @@ def beta_at_the_tie(logits: np.ndarray) -> float:
     return low
 
 
-@pytest.mark.parametrize("init_top_p", [0.999, 1.0])
-@pytest.mark.parametrize("best", [8, 20, 50])
+@pytest.mark.parametrize("init_top_p", [0.999, slow(1.0)])
+@pytest.mark.parametrize("best", [8, slow(20), 50])
 def test_a_second_look_settles_up_to_the_tie_with_the_whole_pool_and_not_beyond(
     kernel: Kernel, best: int, init_top_p: float
 ) -> None:

@@ -154,6 +154,7 @@ def test_torchs_truth_values_and_floats_are_no_token_ids(model: TopWModel) -> No
     assert model.generate("a", suppress_tokens=banned, max_new_tokens=2).token_ids == [VOCAB - 1] * 2
 
 
+@pytest.mark.slow
 def test_reading_tensors_loads_no_tensor_library() -> None:
     statement = "import numpy; from topw_deploy.runtime.prompts import read_prompts; read_prompts(numpy.ones(2, int))"
     assert not loaded_by(statement) & HEAVY

@@ -106,6 +106,7 @@ def test_a_silent_fall_back_to_the_cpu_is_an_error(toy_folder: Path, monkeypatch
         TopWModel.from_pretrained(toy_folder, provider="cuda")
 
 
+@pytest.mark.slow
 def test_a_fall_back_that_was_allowed_is_told(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cuda(monkeypatch)
     for settings in ({"provider": "cuda", "allow_fallback": True}, {"provider": "auto"}):

@@ -206,6 +206,7 @@ def test_a_geometry_of_another_metric_is_refused():
         crop(np.zeros(3), TopWParameters(), TopWOptions())
 
 
+@pytest.mark.slow
 def test_a_pool_of_1200_tokens_with_2048_coordinates_is_answered():
     rng = np.random.default_rng(3)
     geometry = Geometry.from_embeddings(rng.normal(size=(1500, 2048)).astype(np.float32), "mahalanobis")

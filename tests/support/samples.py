@@ -18,6 +18,12 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def thinned(cases: Iterable[Any], step: int) -> list[Any]:
+    """`cases` as parameters of a test, of which `make quick` runs every `step`-th. A tuple has several parameters."""
+    listed = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [slow(*case) if place % step else pytest.param(*case) for place, case in enumerate(listed)]
+
+
 def examples(count: int) -> int:
     """`count` examples of a property, for its `@settings`; `make quick` tries a fifth of them."""
     from hypothesis import settings  # takes longer than processes that need the rest

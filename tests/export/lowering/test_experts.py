@@ -21,6 +21,7 @@ from tests.support.experts import (
     random_mixture,
     run,
 )
+from tests.support.samples import thinned
 from topw_deploy.export.graph.editor import ROUTER, GraphEditor
 from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.lowering.experts_operator import is_positive
@@ -50,7 +51,7 @@ def lowered(mixture: Mixture, form: str) -> ir.Model:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("settings", MIXTURES.values(), ids=list(MIXTURES))
+@pytest.mark.parametrize("settings", thinned(MIXTURES.values(), 2), ids=list(MIXTURES))
 def test_every_activation_and_layout_gives_the_literal_sum(settings: dict[str, Any], form: str) -> None:
     mixture = random_mixture(**settings)
     model = lowered(mixture, form)

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.marker_graphs import MarkerGraph
 from tests.support.mixers import literal_recurrence
-from tests.support.samples import slow
+from tests.support.samples import slow, thinned
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering.chunked_recurrence import CHUNK, ChunkedRecurrences
 from topw_deploy.export.lowering.recurrence import RecurrenceLayer, linear_attention
@@ -54,7 +54,7 @@ CASES = [
 ]
 INPUTS = ("query", "key", "value", "decay", "beta")
 FORMS = ("LinearAttention", "standard")
-every_case = pytest.mark.parametrize(("rule", "sizes"), CASES)
+every_case = pytest.mark.parametrize(("rule", "sizes"), thinned(CASES, 3))
 both_forms = pytest.mark.parametrize("form", FORMS)
 
 

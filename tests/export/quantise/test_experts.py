@@ -20,6 +20,7 @@ from tests.support.experts import (
     random_mixture,
     run,
 )
+from tests.support.samples import thinned
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.quantise import Quantisation, quantise
@@ -59,7 +60,7 @@ def quantised(mixture: Mixture, scheme: Quantisation, *, operator: bool, dtype: 
 
 
 @pytest.mark.parametrize("operator", [True, False], ids=["operator", "blocks"])
-@pytest.mark.parametrize("settings", SCHEMES.values(), ids=list(SCHEMES))
+@pytest.mark.parametrize("settings", thinned(SCHEMES.values(), 2), ids=list(SCHEMES))
 def test_products_are_those_of_the_dequantised_matrices(settings: dict[str, Any], operator: bool) -> None:
     scheme, mixture = Quantisation(**settings), random_mixture(biases=True)
     model, notices = quantised(mixture, scheme, operator=operator)

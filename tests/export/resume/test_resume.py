@@ -154,6 +154,7 @@ def test_a_write_to_a_large_file_changes_its_stamp(tmp_path: Path) -> None:
     assert stamp_of_files([path]) != before
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_running_export_is_left_alone(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom topw_deploy.export.write.staging import StagedFolder\n"

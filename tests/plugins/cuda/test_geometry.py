@@ -111,6 +111,7 @@ def test_open_rows_among_certified_and_invalid_ones_are_answered_alike(kernel: E
             assert np.array_equal(getattr(alone, name)[0], getattr(found, name)[i]), name
 
 
+@pytest.mark.slow
 def test_stages_steps_and_pools_are_reported_as_by_the_cpu(kernel: EmulatedKernel) -> None:
     cpu = native_kernel()
     if cpu is None:
@@ -141,7 +142,7 @@ def test_a_repulsive_row_that_never_comes_to_rest_ends_where_the_reference_does(
     assert (again.reports["steps"] < 100_000).all()
 
 
-@pytest.mark.parametrize(("top_m", "metric"), [slow(1278, "cosine"), (4096, "uniform")])
+@pytest.mark.parametrize(("top_m", "metric"), [slow(1278, "cosine"), slow(4096, "uniform")])
 def test_large_pools_are_scanned_where_shared_memory_ends(kernel: EmulatedKernel, top_m: int, metric: str) -> None:
     options = TopWOptions(top_m=top_m, metric=metric)
     table, geometry, cases = open_rows(options, 4500, 5, 1)

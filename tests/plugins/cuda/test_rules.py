@@ -12,6 +12,7 @@ from tests.support.emulated import EmulatedKernel
 from tests.support.masks import masked, masks, packed
 from tests.support.rows import Case
 from tests.support.rule_rows import differences_from_rules, rule_case, rule_columns, rules_of, with_logits
+from tests.support.samples import slow, thinned
 from topw_deploy.plugins.kernel import STAGES, KernelSamples
 from topw_deploy.sampling import TopWOptions
 from topw_deploy.sampling.rules import RULES
@@ -39,12 +40,12 @@ def cases_of(seed: int, vocab: int, rows: int, rule: str | None = None) -> list[
     ("vocab", "top_m", "threads"),
     [
         (1, 1, 32),
-        (7, 3, 64),
-        (64, 64, 64),
+        slow(7, 3, 64),
+        slow(64, 64, 64),
         (300, 5, 32),
-        (1000, 200, 64),
-        (1280, 64, 128),
-        (3000, 1200, 256),
+        slow(1000, 200, 64),
+        slow(1280, 64, 128),
+        slow(3000, 1200, 256),
         (4500, 100, 128),
     ],
 )  # fmt: skip
@@ -56,7 +57,7 @@ def test_every_rule_keeps_and_draws_as_the_reference(
     assert differences_from_rules(sampled(kernel, cases, top_m), cases, **TIES) == []
 
 
-@pytest.mark.parametrize("rule", OTHERS)
+@pytest.mark.parametrize("rule", thinned(OTHERS, 3))
 def test_a_rule_that_the_best_tokens_do_not_decide_is_answered_from_the_whole_row(
     kernel: EmulatedKernel, rule: str
 ) -> None:

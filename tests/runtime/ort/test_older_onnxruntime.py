@@ -75,6 +75,7 @@ needs_a_provider_without_nodes = pytest.mark.skipif(
 
 @needs_a_provider_without_nodes
 @pytest.mark.usefixtures("without_reports")
+@pytest.mark.slow
 def test_a_run_shows_what_a_provider_leaves_to_the_cpu(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ProviderError, match=r"azure leaves \d+ nodes on the CPU: .*TopK.*; pass allow_fallback=True"):
         TopWModel.from_pretrained(folder, provider="azure")

@@ -55,8 +55,8 @@ def by_jinja_alone(source: str, **variables: Any) -> str:
     return environment.from_string(source).render(**TOKENS, documents=None, add_generation_prompt=True, **variables)
 
 
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]], ids=["plain", "system"])
-@pytest.mark.parametrize("tools", [None, [TOOL, TOOL]], ids=["alone", "tools"])
+@pytest.mark.parametrize("system", [slow([]), [{"role": "system", "content": "Be brief."}]], ids=["plain", "system"])
+@pytest.mark.parametrize("tools", [slow(None), [TOOL, TOOL]], ids=["alone", "tools"])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_text_is_what_jinja_alone_gives(name: str, tools: Any, system: list[Any]) -> None:
     for messages in ([*system, *TURN], [*system, *TURN[:3]], [*system, TURN[0]], [*system, *TURN, TURN[0], TURN[1]]):

@@ -10,12 +10,13 @@ import torch
 
 from fuzz import rules as comparison
 from fuzz.rules import FILES, REST, Outcome, fuzz
+from tests.support.samples import thinned
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.rules import RULES, RuleParameters, kept_set
 from topw_deploy.sampling.torch import Stage, rule_rows
 
 
-@pytest.mark.parametrize("rule", REST)
+@pytest.mark.parametrize("rule", thinned(REST, 3))
 def test_every_difference_has_a_cause(rule: str) -> None:
     outcome = fuzz(48, seed=3, rules=(rule,), most_vocabulary=1000)
     assert not outcome.unexplained, outcome.unexplained[0]
@@ -65,6 +66,7 @@ def compared_file(folder: Path, rule: str, code: str) -> Outcome:
     return fuzz(64, seed=4, rules=(rule,), authors={rule: FILES[rule][1](file)}, most_vocabulary=1000)
 
 
+@pytest.mark.slow
 def test_the_authors_p_less_is_judged_by_what_it_draws_from(tmp_path: Path) -> None:
     same = compared_file(tmp_path, "p_less", P_LESS.replace("THRESHOLD", "1"))
     assert same.unexplained == []
@@ -77,6 +79,7 @@ def test_drawing_from_nan_is_keeping_nothing(tmp_path: Path) -> None:
     assert causes["p_less", "authors", "keeps nothing: all within 1e-5 of the threshold"] > 0
 
 
+@pytest.mark.slow
 def test_vllms_min_k_is_loaded_without_vllm(tmp_path: Path) -> None:
     same = compared_file(tmp_path, "min_k", MIN_K.replace("MORE", "0"))
     assert same.unexplained == []

@@ -85,6 +85,7 @@ def test_the_table_shows_the_share_the_excess_and_the_cut_crops() -> None:
     assert "There were no steps" in "\n".join(exact_lines([]))
 
 
+@pytest.mark.slow
 def test_the_picture_shows_every_rule_of_every_setting(tmp_path: Path) -> None:
     both = [summary([step(2.0, 1.0)], [step(2.0, 2.0)], label=f"temperature {T}") for T in (1, 2)]
     save_exact_plot(both, tmp_path / "p.svg", "title $")
