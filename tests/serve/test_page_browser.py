@@ -56,31 +56,55 @@ def address(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     server.communicate()
 
 
-def test_the_page_as_its_users_see_it(address: str, tmp_path: Path) -> None:
-    seen = run_node(SCRIPT, address, KEY, str(tmp_path))
+@pytest.fixture(scope="module")
+def seen(address: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What page.mjs saw in one visit."""
+    found: dict[str, Any] = run_node(SCRIPT, address, KEY, str(tmp_path_factory.mktemp("screenshots")))
+    return found
+
+
+Seen = dict[str, Any]
+
+
+def test_the_page_has_no_errors_and_loads_nothing_from_elsewhere(seen: Seen) -> None:
     assert seen["errors"] == []
     assert seen["outside"] == []
+
+
+def test_every_control_has_a_name_and_every_id_is_unique(seen: Seen) -> None:
     assert seen["unnamed"] == []
     assert seen["duplicates"] == 0
+
+
+def test_every_view_passes_the_accessibility_audit(seen: Seen) -> None:
     assert set(seen["audits"]) == {"key", "desktop", "compare", "phone", "dark", "chat"}
     for name, audit in seen["audits"].items():
         assert audit["violations"] == [], name
         assert {"color-contrast", "label", "target-size", "heading-order"} <= set(audit["passed"]), name
 
+
+def test_a_wrong_key_is_refused_and_the_right_one_stays_in_the_tabs_storage(seen: Seen) -> None:
     assert seen["asks"]
     (bad, where), (wrong, here) = seen["wrong"]
     assert "cannot be a key" in bad
     assert "does not accept" in wrong
     assert where == here == "key"
-    assert seen["stored"] == [["topw-key"], [], ""], "the key is in the tab's storage alone"
+    assert seen["stored"] == [["topw-key"], [], ""], "in neither localStorage nor a cookie"
 
+
+def test_the_keyboard_alone_generates_a_text_and_moves_along_its_tokens(seen: Seen) -> None:
     assert seen["focusStays"] == "prompt"
     assert seen["arrow"] == ["1", "true"]
     assert seen["tokens"] == 48
     assert seen["text"].startswith("class Path")
-    assert 2 <= seen["announced"] < 24, "a screen reader is told of the text, but not of each token"
     assert "token geo" in seen["classes"]
 
+
+def test_a_screen_reader_reads_the_text_but_not_each_token(seen: Seen) -> None:
+    assert 2 <= seen["announced"] < 24
+
+
+def test_a_token_is_explained_by_its_kept_sets_and_a_map_of_the_tokens(seen: Seen) -> None:
     assert seen["drawn"] == ["drawn kept"], "the drawn token is in the kept set"
     assert seen["lead"].startswith("Top-W kept ")
     assert "Distances between tokens" in seen["lead"]
@@ -88,23 +112,46 @@ def test_the_page_as_its_users_see_it(address: str, tmp_path: Path) -> None:
     assert seen["axes"] == ["first principal coordinate", "second principal coordinate"]
     assert 3 <= seen["shown"] <= 60
 
+
+def test_two_settings_answer_side_by_side_with_the_same_seed(seen: Seen) -> None:
     assert seen["titles"] == ["A: Top-W lively", "B: Top-W, the export's defaults"]
     assert seen["seeds"] == ["seed 2", "seed 2"]
     assert seen["texts"][0] != seen["texts"][1]
     assert "certified" in seen["certified"]
+
+
+def test_the_button_and_the_escape_key_stop_an_answer(seen: Seen) -> None:
+    assert len(seen["stopped"]) == 2
     assert all(facts.startswith("stopped after ") for facts in seen["stopped"])
+
+
+def test_every_number_of_every_rule_has_a_slider(seen: Seen) -> None:
     penalties, limits = 3, 2
     assert seen["sliders"] == {
         name: (6 if name == "top_w" else 2 + len(rule.values)) + penalties + limits for name, rule in RULES.items()
     }
-    assert seen["creative"] == ["1.5+1.5*T", 4.5], "the slider shows beta at temperature 2"
+    assert seen["length"] == ["49", "49"], "an arrow key moves the slider from 48"
+
+
+def test_the_slider_of_beta_shows_its_value_at_the_chosen_temperature(seen: Seen) -> None:
+    assert seen["creative"] == ["1.5+1.5*T", 4.5], "at temperature 2"
+    assert seen["beta"] == ["1.5 + .5*T", 2.25], "at 1.5"
+
+
+def test_a_beta_that_is_no_expression_is_refused_at_its_field(seen: Seen) -> None:
+    message, focused = seen["badBeta"]
+    assert message.startswith('beta is "2x"; give a number, or A+B*T')
+    assert focused == "beta-A"
+
+
+def test_another_unit_of_geom_scale_converts_its_value_and_a_preset_resets_it(seen: Seen) -> None:
     raw, per_median, again = seen["scales"]
     assert per_median / raw == pytest.approx(MEDIAN, rel=1e-3)
     assert again == pytest.approx(raw, rel=1e-3)
-    assert seen["badBeta"][0].startswith('beta is "2x"; give a number, or A+B*T')
-    assert seen["badBeta"][1] == "beta-A"
-    assert seen["beta"] == ["1.5 + .5*T", 2.25]
-    assert seen["length"] == ["49", "49"], "an arrow key moves the slider from 48"
+    assert seen["reset"] == "raw"
+
+
+def test_every_field_of_the_form_is_sent_and_named_above_the_answer(seen: Seen) -> None:
     assert seen["sent"] == {
         "model": "demo",
         "prompt": "class Path",
@@ -113,7 +160,7 @@ def test_the_page_as_its_users_see_it(address: str, tmp_path: Path) -> None:
         "preset": "lively",
         "temperature": 1.5,
         "beta": "1.5 + .5*T",
-        "geom_scale": per_median,
+        "geom_scale": seen["scales"][1],
         "geom_unit": "median",
         "min_tokens": 6,
         "no_repeat_ngram_size": 3,
@@ -126,26 +173,48 @@ def test_the_page_as_its_users_see_it(address: str, tmp_path: Path) -> None:
         "Top-W lively", "geom_scale 1.326 per median distance", "beta 1.5 + .5*T", "temperature 1.5", "min_tokens 6",
         "no_repeat_ngram_size 3", r'stop "zz\nz" "qq\\"',
     ])  # fmt: skip
-    assert seen["reset"] == "raw", "a preset brings its own"
 
-    assert seen["widths"] == [360, 640], "nothing is wider than a phone, or than a window at 200 %"
-    assert seen["inSight"]
+
+def test_nothing_is_wider_than_a_phone_or_than_a_window_at_200_percent(seen: Seen) -> None:
+    assert seen["widths"] == [360, 640]
+    assert seen["inSight"], "the explanation of a token that was tapped"
+
+
+def test_colours_have_the_contrast_of_wcag_in_both_schemes(seen: Seen) -> None:
     for scheme in ("light", "dark"):
         assert seen["contrast"][scheme]["text"] >= 4.5, "WCAG 2.2 AA, 1.4.3"
         assert seen["contrast"][scheme]["control"] >= 3, "WCAG 2.2 AA, 1.4.11"
+
+
+def test_nothing_moves_where_reduced_motion_is_preferred(seen: Seen) -> None:
     assert seen["motion"] == "0s"
 
+
+def test_a_model_without_logits_shows_how_many_tokens_it_kept(seen: Seen) -> None:
     assert "--with-logits" in seen["without"]
     assert "tokens kept" in seen["without"]
-    assert seen["turns"][0] == ["user: Hi"]
-    first, answer, second = seen["turns"][1]
+
+
+def test_a_chat_keeps_its_turns_and_draws_the_last_answer_again_with_a_new_seed(seen: Seen) -> None:
+    one, two, again = seen["turns"]
+    assert one == ["user: Hi"]
+    first, answer, second = two
     assert (first, second) == ("user: Hi", "user: Yo")
     assert answer.startswith("assistant: ")
-    assert seen["turns"][2] == seen["turns"][1]
+    assert again == two
     assert seen["again"] != "2"
-    assert "cannot be reached" in seen["away"][0]
-    assert seen["away"][1] == "Still there?"
-    assert seen["noChat"] == [True, False]
+
+
+def test_a_prompt_stays_in_its_field_when_the_server_cannot_be_reached(seen: Seen) -> None:
+    message, prompt = seen["away"]
+    assert "cannot be reached" in message
+    assert prompt == "Still there?"
+
+
+def test_a_model_without_a_chat_template_has_no_chat(seen: Seen) -> None:
+    disabled, note_hidden = seen["noChat"]
+    assert disabled
+    assert not note_hidden
 
 
 def test_the_bundled_model_explains_its_tokens(serve: NewClient, bundled: Path) -> None:
