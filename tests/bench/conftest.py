@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from topw_deploy.bench.measurement import Machine
-from topw_deploy.bench.sampler.request import SamplerRequest
+from topw_deploy.bench.sampler.request import SamplerBenchRequest
 
 WITHOUT_A_GRAPH = ("numpy", "max")
 
@@ -34,8 +34,8 @@ def side(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def small() -> SamplerRequest:
-    return SamplerRequest(vocab=500, hidden=8, batch=2, rounds=2, temperatures=(1.0, 2.0), peers=WITHOUT_A_GRAPH)
+def small() -> SamplerBenchRequest:
+    return SamplerBenchRequest(vocab=500, hidden=8, batch=2, rounds=2, temperatures=(1.0, 2.0), peers=WITHOUT_A_GRAPH)
 
 
 @pytest.fixture

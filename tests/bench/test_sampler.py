@@ -24,7 +24,7 @@ from topw_deploy.bench.sampler.inputs import (
     logits_for,
     pool_bound,
 )
-from topw_deploy.bench.sampler.request import GENAI_SEARCHES, GROUPS, SIDES, SamplerRequest, choose
+from topw_deploy.bench.sampler.request import GENAI_SEARCHES, GROUPS, SIDES, SamplerBenchRequest, choose
 from topw_deploy.bench.sampler.run import run
 from topw_deploy.bench.sampler.worker import agree, sentence
 from topw_deploy.bench.sides import select
@@ -37,7 +37,7 @@ NATIVE = ("native", "native-op") if library_path() is not None else ()
 OURS = (*NATIVE, "graph", "graph-ort", "numpy", "torch")
 
 
-def as_sent(asked: SamplerRequest, folder: Path, **changes: Any) -> dict[str, Any]:
+def as_sent(asked: SamplerBenchRequest, folder: Path, **changes: Any) -> dict[str, Any]:
     sent = {"vocab": asked.vocab, "hidden": asked.hidden, "batch": asked.batch, "seed": 0, "threads": 1,
             "regimes": ["certified"], "temperatures": [1.0], "geom_scale": 1.0, "logits": None, "authors": None,
             "neighbour_bound": False, "options": {}, "sides": ["numpy"], "folder": str(folder)}  # fmt: skip
@@ -47,7 +47,7 @@ def as_sent(asked: SamplerRequest, folder: Path, **changes: Any) -> dict[str, An
 # The report
 
 
-def test_a_report_has_every_side_of_every_case(small: SamplerRequest) -> None:
+def test_a_report_has_every_side_of_every_case(small: SamplerBenchRequest) -> None:
     report = run(small)
     assert [found.case["label"] for found in report.cases] == ["certified, T = 1", "certified, T = 2"]
     for found in report.cases:
@@ -60,7 +60,7 @@ def test_a_report_has_every_side_of_every_case(small: SamplerRequest) -> None:
 
 
 @pytest.mark.slow
-def test_a_report_is_plain_json_with_all_samples_and_the_machine(small: SamplerRequest) -> None:
+def test_a_report_is_plain_json_with_all_samples_and_the_machine(small: SamplerBenchRequest) -> None:
     document = json.loads(json.dumps(run(small).as_dict()))
     assert document["benchmark"] == "sampler"
     assert document["machine"]["cores"] >= 1
@@ -78,7 +78,7 @@ def test_a_report_is_plain_json_with_all_samples_and_the_machine(small: SamplerR
 @pytest.mark.parametrize("regime", [slow("certified"), "uncertified"])
 def test_all_our_implementations_keep_the_same_set(metric: str, regime: str, tmp_path: Path) -> None:
     sent = as_sent(
-        SamplerRequest(vocab=2000, hidden=8, batch=2), tmp_path, sides=list(OURS), regimes=[regime],
+        SamplerBenchRequest(vocab=2000, hidden=8, batch=2), tmp_path, sides=list(OURS), regimes=[regime],
         options={"metric": metric, "top_m": 150}, temperatures=[2.0], neighbour_bound=metric != "uniform",
     )  # fmt: skip
     found = worker.start(sent)["check"](case=0)
@@ -96,7 +96,9 @@ def test_a_wrong_implementation_ends_the_run(monkeypatch: pytest.MonkeyPatch, tm
         return replace(answer, kept=answer.kept[:-1])
 
     monkeypatch.setattr(samplers, "fast_crop", one_too_few)
-    check = worker.start(as_sent(SamplerRequest(vocab=2000, hidden=8), tmp_path, regimes=["flat"], temperatures=[2.0]))
+    check = worker.start(
+        as_sent(SamplerBenchRequest(vocab=2000, hidden=8), tmp_path, regimes=["flat"], temperatures=[2.0])
+    )
     with pytest.raises(BenchmarkError, match=r"numpy keeps \d+ tokens of row 0 where the reference keeps \d+ \(1 diff"):
         check["check"](case=0)
 
@@ -124,7 +126,7 @@ def test_a_difference_at_a_tie_is_counted_and_allowed() -> None:
 
 def test_a_peer_that_is_not_installed_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "onnxruntime_genai", "transformers")
-    present, absent = choose(SamplerRequest())
+    present, absent = choose(SamplerBenchRequest())
     assert not any(side.name.startswith(("genai", "hf")) for side in present)
     reasons = {side.label: side.why_not for side in absent}
     assert str(reasons["onnxruntime-genai greedy"]).startswith("not installed: pip install onnxruntime-genai")
@@ -136,14 +138,14 @@ def test_a_peer_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(
         BenchmarkError, match=r"^genai-greedy was requested, but is not installed: pip install [^.]+\.$"
     ):
-        choose(SamplerRequest(peers=("genai-greedy",)))
+        choose(SamplerBenchRequest(peers=("genai-greedy",)))
     with pytest.raises(BenchmarkError, match="authors was requested, but is without its file: give --authors"):
-        choose(SamplerRequest(peers=("authors",)))
+        choose(SamplerBenchRequest(peers=("authors",)))
 
 
 def test_without_the_native_library_the_native_sides_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPW_NATIVE", "0")
-    present, absent = choose(SamplerRequest())
+    present, absent = choose(SamplerBenchRequest())
     assert "native" not in {side.name for side in present}
     assert {side.label: side.why_not for side in absent}[
         "Top-W native, C function"
@@ -152,11 +154,11 @@ def test_without_the_native_library_the_native_sides_say_why(monkeypatch: pytest
 
 def test_more_threads_than_any_machine_has_are_refused() -> None:
     with pytest.raises(ParameterError, match=r"threads are \[99999\], but must be integers in \[1, 1024\]"):
-        SamplerRequest(threads=99_999)
+        SamplerBenchRequest(threads=99_999)
 
 
 @pytest.mark.slow
-def test_a_greedy_row_is_timed_like_any_other(small: SamplerRequest) -> None:
+def test_a_greedy_row_is_timed_like_any_other(small: SamplerBenchRequest) -> None:
     (found,) = run(replace(small, temperatures=(0.0,))).cases
     assert "numpy" in found.samples
 
@@ -209,7 +211,7 @@ def test_the_rows_of_a_regime_are_certified_or_not_as_it_says(regime: str) -> No
 @pytest.mark.slow
 def test_logits_come_from_a_file_if_one_is_given(tmp_path: Path) -> None:
     np.save(tmp_path / "row.npy", bell_logits(300)[0].astype(np.float16))
-    asked = SamplerRequest(logits=tmp_path / "row.npy", hidden=4, rounds=1, peers=("numpy", "max"))
+    asked = SamplerBenchRequest(logits=tmp_path / "row.npy", hidden=4, rounds=1, peers=("numpy", "max"))
     (first, _) = run(asked).cases
     assert (first.case["vocab"], first.case["batch"]) == (300, 1)
 

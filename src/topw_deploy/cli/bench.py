@@ -154,11 +154,11 @@ def sampler(
     Before timing, every implementation of Top-W must keep the same tokens as the reference.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.bench.sampler.request import SamplerRequest
+    from topw_deploy.bench.sampler.request import SamplerBenchRequest
     from topw_deploy.bench.sampler.run import run
     from topw_deploy.cli.progress import progress
 
-    request = SamplerRequest(
+    request = SamplerBenchRequest(
         regimes=regime,
         temperatures=temperature or (),
         options=TopWOptions(metric=metric, alt_iters=alt_iters),

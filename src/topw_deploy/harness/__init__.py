@@ -2,7 +2,7 @@
 
 model: the class.
 arguments: `--model_args`.
-asked: parameters and seed of a request.
+requests: parameters and seed of a request.
 running: runs requests through the engine.
 scoring: log-likelihoods of continuations.
 chat: chats that end with the beginning of an answer.

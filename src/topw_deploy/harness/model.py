@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.harness.arguments import read_arguments
-from topw_deploy.harness.asked import Seeds, parameters_of
-from topw_deploy.harness.running import Asked, Runner
+from topw_deploy.harness.requests import Seeds, parameters_of
+from topw_deploy.harness.running import PromptRequest, Runner
 from topw_deploy.harness.scoring import Scorer
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.runtime import TopWModel
@@ -152,12 +152,12 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         """The answers, each cut before the first occurrence of a text of its `until`."""
         seeds = Seeds(self._seed)
 
-        def asked() -> Iterator[Asked]:
+        def prompt_requests() -> Iterator[PromptRequest]:
             for context, gen_kwargs in (request.args for request in requests):
                 yield self._generation(context, gen_kwargs, seeds.next(context))
 
         texts = []
-        results = _bar(self._runner.results(asked()), len(requests), "Generating", disable_tqdm)
+        results = _bar(self._runner.results(prompt_requests()), len(requests), "Generating", disable_tqdm)
         for request, result in zip(requests, results, strict=True):
             text, end = result.text, self._arguments.think_end_token
             if end is not None:
@@ -166,7 +166,7 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
-    def _generation(self, context: str, gen_kwargs: Mapping[str, Any], seed: int) -> Asked:
+    def _generation(self, context: str, gen_kwargs: Mapping[str, Any], seed: int) -> PromptRequest:
         given = self._arguments.parameters
         parameters = parameters_of(gen_kwargs, given, self.max_gen_toks, self._model.tokenizer)
         parameters.pop("add_special_tokens", None)  # applies to the prompt, which is encoded here

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from topw_deploy.engine import Engine
 from topw_deploy.runtime import GenerationResult, TopWModel
 
-Asked: TypeAlias = "tuple[list[int], Mapping[str, Any]]"
+PromptRequest: TypeAlias = "tuple[list[int], Mapping[str, Any]]"
 """A prompt's token ids and the parameters of `TopWModel.generate`."""
 
 _WAITING = 8  # requests per row submitted ahead, so that other rows are not idle while a long request runs
@@ -35,15 +35,15 @@ class Runner:
     def engine(self) -> Engine | None:
         return self._engine
 
-    def results(self, asked: Iterable[Asked]) -> Iterator[GenerationResult]:
+    def results(self, requests: Iterable[PromptRequest]) -> Iterator[GenerationResult]:
         """Yield a result for each request, in order. Raises the first request's error, after cancelling the others."""
         if self._engine is None:
-            for prompt, parameters in asked:
+            for prompt, parameters in requests:
                 yield self._model.generate(prompt, **parameters)
             return
         running: deque[Any] = deque()
         try:
-            for prompt, parameters in asked:
+            for prompt, parameters in requests:
                 running.append(self._engine.submit(prompt, **parameters))
                 if len(running) >= self._ahead:
                     yield running.popleft().result()

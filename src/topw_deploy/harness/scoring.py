@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from topw_deploy.errors import ParameterError, PromptError
-from topw_deploy.harness.running import Asked, Runner
+from topw_deploy.harness.running import PromptRequest, Runner
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.logprobs import logits_output
 
@@ -53,11 +53,11 @@ class Scorer:
                 f"log-likelihoods need the output logits, which the graph of {self._model.path} lacks; export it again "
                 "with --with-logits."
             )
-        results = self._runner.results(itertools.chain.from_iterable(map(self._asked, pairs)))
+        results = self._runner.results(itertools.chain.from_iterable(map(self._requests, pairs)))
         for _, continuation in pairs:
             yield self._score(results, len(continuation))
 
-    def _asked(self, pair: Pair) -> Iterable[Asked]:
+    def _requests(self, pair: Pair) -> Iterable[PromptRequest]:
         context, continuation = pair
         if len(continuation) >= self._tokens:
             raise PromptError(

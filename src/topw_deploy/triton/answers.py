@@ -22,7 +22,7 @@ Read = Callable[[str], "np.ndarray | None"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class InferenceRequest:
     """A request that was read. parameters: of `Engine.submit`."""
 
     prompt: str | list[int]
@@ -30,7 +30,7 @@ class Asked:
     streams: bool
 
 
-def read_request(read: Read) -> Asked:
+def read_request(read: Read) -> InferenceRequest:
     """Check the inputs of a request.
 
     Raises PromptError unless exactly one of text_input and input_ids is given, or for a text that is not UTF-8, and
@@ -46,7 +46,7 @@ def read_request(read: Read) -> Asked:
         if "seed" in parameters:
             raise ParameterError("seed is given twice, as an input and in parameters; give it once.", "seed")
         parameters["seed"] = int(_one("seed", seed))
-    return Asked(prompt, parameters, stream is not None and bool(_one("stream", stream)))
+    return InferenceRequest(prompt, parameters, stream is not None and bool(_one("stream", stream)))
 
 
 def _parameters(given: np.ndarray | None) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _some(value: np.ndarray | None) -> np.ndarray:
     return np.zeros(0, np.int64) if value is None else value
 
 
-async def answers(engine: Engine, asked: Asked) -> AsyncGenerator[dict[str, np.ndarray], None]:
+async def answers(engine: Engine, request: InferenceRequest) -> AsyncGenerator[dict[str, np.ndarray], None]:
     """The outputs of each response, by name.
 
     A stream has a response per piece of text, of which the last of each sequence has `token_ids` and `finish_reason`.
@@ -90,9 +90,9 @@ async def answers(engine: Engine, asked: Asked) -> AsyncGenerator[dict[str, np.n
 
     Raises the errors of `Engine.stream`.
     """
-    async for piece in engine.stream(asked.prompt, **asked.parameters):
+    async for piece in engine.stream(request.prompt, **request.parameters):
         result = piece.result
-        if asked.streams:
+        if request.streams:
             yield _response(piece.text, piece.row, result)
         elif result is not None:
             yield _response(result.text, piece.row, result)

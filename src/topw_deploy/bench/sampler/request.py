@@ -19,7 +19,7 @@ GROUPS = ("hf", "genai")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplerRequest:
+class SamplerBenchRequest:
     """Options of `topw bench sampler`.
 
     regimes: names of REGIMES.
@@ -111,7 +111,7 @@ GENAI_SEARCHES: dict[str, dict[str, Any]] = {
 """Side -> search options. top_k is always given, as 0 if unused, because the default is 50."""
 
 
-def choose(request: SamplerRequest) -> tuple[list[SamplerSide], list[SamplerSide]]:
+def choose(request: SamplerBenchRequest) -> tuple[list[SamplerSide], list[SamplerSide]]:
     """Returns (sides to run, sides left out).
 
     Raises ParameterError for an unknown name in `peers`, BenchmarkError for a named side that cannot run.
@@ -122,7 +122,7 @@ def choose(request: SamplerRequest) -> tuple[list[SamplerSide], list[SamplerSide
     return present, [side for side in absent if side.name != "authors"]
 
 
-def _why_not(side: SamplerSide, request: SamplerRequest) -> str | None:
+def _why_not(side: SamplerSide, request: SamplerBenchRequest) -> str | None:
     if side.name == "authors" and request.authors is None:
         return "without its file: give --authors PATH/TO/logit_processor_w1.py"
     if side.name in GENAI_SEARCHES:

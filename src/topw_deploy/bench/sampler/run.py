@@ -25,7 +25,7 @@ from topw_deploy.bench.report import (
 )
 from topw_deploy.bench.sampler import worker
 from topw_deploy.bench.sampler.genai_model import write_model
-from topw_deploy.bench.sampler.request import GENAI_SEARCHES, SIDES, SamplerRequest, choose
+from topw_deploy.bench.sampler.request import GENAI_SEARCHES, SIDES, SamplerBenchRequest, choose
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.reports import counted
 
@@ -38,7 +38,7 @@ _KNOWN = (
 )
 
 
-def run(request: SamplerRequest, progress: Progress = SILENT) -> SamplerReport:
+def run(request: SamplerBenchRequest, progress: Progress = SILENT) -> SamplerReport:
     """Compare the kept sets with the reference's, then time all sides in turn.
 
     Raises ParameterError for a request that does not fit its logits, BenchmarkError for a named side that is
@@ -69,7 +69,7 @@ def run(request: SamplerRequest, progress: Progress = SILENT) -> SamplerReport:
 
 
 @contextmanager
-def _workers(request: SamplerRequest, names: Sequence[str], folder: Path) -> Iterator[dict[str, Worker]]:
+def _workers(request: SamplerBenchRequest, names: Sequence[str], folder: Path) -> Iterator[dict[str, Worker]]:
     plain = {k: v for k, v in asdict(request).items() if k not in ("rounds", "peers", "genai_python")}
     paths = {name: str(plain[name]) if plain[name] else None for name in ("logits", "authors")}
     own = [name for name in names if name not in GENAI_SEARCHES]
@@ -143,7 +143,7 @@ class SamplerReport:
     instruction_set: instruction set of the native library; None if it is not measured.
     """
 
-    request: SamplerRequest
+    request: SamplerBenchRequest
     machine: Machine
     cases: Sequence[CaseReport]
     absent: Sequence[tuple[str, str]]
