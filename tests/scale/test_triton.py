@@ -238,6 +238,15 @@ def test_the_configuration_names_what_the_backend_reads() -> None:
         assert f'{{ name: "{name}" data_type: {kind} ' in text
 
 
+def test_the_options_that_open_a_model_reach_the_repository(folder: Path, tmp_path: Path) -> None:
+    words = ["--threads", "1", "--sampler", "graph", "--allow-fallback", "--hard-link"]
+    done = CliRunner().invoke(command, [str(folder), str(tmp_path), "--name", "m", *words])
+    assert done.exit_code == 0, done.output
+    opening = json.loads(parameters_of((tmp_path / "m" / "config.pbtxt").read_text())["opening"])
+    wanted = {"provider": "auto", "intra_op_num_threads": 1, "sampler": "graph", "allow_fallback": True}
+    assert opening == wanted
+
+
 def test_a_repository_is_written_whole_or_not_at_all(folder: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(command, [str(folder), str(tmp_path), "--name", "m", "--hard-link"])
     assert done.exit_code == 0, done.output

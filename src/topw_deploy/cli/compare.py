@@ -10,7 +10,7 @@ import click
 
 from topw_deploy import install
 from topw_deploy.cli.files import check_output, read_source, write_json, write_text
-from topw_deploy.cli.options import CONTEXT, check_order, quiet_option
+from topw_deploy.cli.options import CONTEXT, check_order, opening_options, quiet_option, take_opening
 from topw_deploy.cli.prompt_lines import prompt_lines
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import PromptError
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 RULES = "top_w,min_p,top_p,top_h,top_k,plain"
 TEMPERATURES = "0.5,1,1.5,2"
 _JSON_LINES = (".jsonl", ".ndjson")
-_OPENING = {"provider": "provider", "threads": "intra_op_num_threads", "allow_fallback": "allow_fallback"}
 """Options that open the model -> their names in `TopWModel.from_pretrained`."""
 
 
@@ -69,11 +68,7 @@ _OPENING = {"provider": "provider", "threads": "intra_op_num_threads", "allow_fa
 @click.option("--chat", is_flag=True, help="Use the chat template: a prompt is the user's message.")
 @click.option("--system", metavar="TEXT", help="System message of the chat.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Texts generated at once.")
-@click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
-@click.option(
-    "--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, tensorrt, ..."
-)
-@click.option("--allow-fallback", is_flag=True, help="Use another provider if this one does not start.")
+@opening_options
 @click.option(
     "--json",
     "json_file",
@@ -122,7 +117,7 @@ def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
         seed=values["seed"],
         ignore_eos=values["ignore_eos"],
         rows=values["batch_size"],
-        opening={ours: values[name] for name, ours in _OPENING.items()},
+        opening=take_opening(values),
     )
     compared = compare(request, progress(values["quiet"]))
     _write(compared, summarise(compared), json_file, html_file)

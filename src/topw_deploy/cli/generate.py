@@ -16,9 +16,11 @@ from topw_deploy.cli.options import (
     CONTEXT,
     check_order,
     geom_unit_option,
+    opening_options,
     parameter_options,
     preset_option,
     rule_options,
+    take_opening,
 )
 from topw_deploy.cli.prompt_lines import user_messages
 from topw_deploy.cli.terminal import GeneratedText, say_json, tell
@@ -29,17 +31,6 @@ if TYPE_CHECKING:
     from topw_deploy.runtime import GenerationResult, Piece, TopWModel
 
     Show: TypeAlias = Callable[[Iterator[Piece]], list[GenerationResult]]
-
-
-_MODEL_OPTIONS = {
-    "provider": "provider",
-    "threads": "intra_op_num_threads",
-    "allow_fallback": "allow_fallback",
-    "sampler": "sampler",
-    "max_context": "max_length",
-    "prefill_chunk": "prefill_chunk",
-}
-"""Options that open the model -> their names in `TopWModel.from_pretrained`."""
 
 
 @click.command(name="generate", context_settings=CONTEXT)
@@ -94,18 +85,7 @@ _MODEL_OPTIONS = {
 @click.option(
     "--prefill-chunk", type=click.IntRange(min=1), help="Maximum number of prompt tokens per run; fewer save memory."
 )
-@click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
-@click.option(
-    "--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, tensorrt, ..."
-)
-@click.option(
-    "--sampler",
-    type=click.Choice(("auto", "native", "graph")),
-    default="auto",
-    show_default=True,
-    help="Implementation of the sampler: the native operator, the graph's own function, or the first one available.",
-)
-@click.option("--allow-fallback", is_flag=True, help="Use another provider if this one does not start.")
+@opening_options
 def command(
     folder: Path,
     prompt: str | None,
@@ -134,7 +114,11 @@ def command(
     if files is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("give only one of PROMPT, --prompt-file and --prompts-jsonl.")
     text = _prompt(prompt, prompt_file, optional=chat) if files is None else None
-    model_options = {ours: parameters.pop(name) for name, ours in _MODEL_OPTIONS.items()}
+    model_options = {
+        **take_opening(parameters),
+        "max_length": parameters.pop("max_context"),
+        "prefill_chunk": parameters.pop("prefill_chunk"),
+    }
     answer = take_answer_options(parameters)
     if "logprobs" in answer and not (as_json or files is not None):
         raise click.UsageError("--logprobs needs --json, which shows them.")

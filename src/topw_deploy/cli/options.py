@@ -277,6 +277,42 @@ def crop_options(command: Command) -> Command:
     return _with_options(command, options)
 
 
+_OPENING = {
+    "provider": "provider",
+    "threads": "intra_op_num_threads",
+    "sampler": "sampler",
+    "allow_fallback": "allow_fallback",
+}
+"""`opening_options` -> their names in `TopWModel.from_pretrained`."""
+
+
+def opening_options(command: Command) -> Command:
+    """Add the options that open a model; `take_opening` takes their values."""
+    options = (
+        click.option(
+            "--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, tensorrt, ..."
+        ),
+        click.option(
+            "--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose."
+        ),
+        click.option(
+            "--sampler",
+            type=click.Choice(("auto", "native", "graph")),
+            default="auto",
+            show_default=True,
+            help="Implementation of the sampler: the native operator, the graph's own function, or the first one "
+            "available.",
+        ),
+        click.option("--allow-fallback", is_flag=True, help="Use another provider if this one does not start."),
+    )
+    return _with_options(command, options)
+
+
+def take_opening(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove the values of `opening_options`; returns them as keywords of `TopWModel.from_pretrained`."""
+    return {ours: values.pop(name) for name, ours in _OPENING.items()}
+
+
 def _with_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
     for option in reversed(options):
         command = option(command)

@@ -7,13 +7,10 @@ from typing import Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT
+from topw_deploy.cli.options import CONTEXT, opening_options, take_opening
 from topw_deploy.sizes import parse_size
 
 _ENGINE = ("max_batch", "max_length", "kv_bytes", "max_queue", "prefill_budget", "reuse_prefixes", "prefix_bytes")
-_OPENING = {
-    "provider": "provider", "threads": "intra_op_num_threads", "sampler": "sampler", "allow_fallback": "allow_fallback",
-}  # fmt: skip
 _RUN = ("host", "port", "uds", "max_connections", "verbose")
 
 
@@ -118,16 +115,7 @@ _RUN = ("host", "port", "uds", "max_connections", "verbose")
 )
 @click.option("--tool-parser", metavar="FAMILY", help="Family of tool calls.  [default: that of the chat template]")
 @click.option("--page/--no-page", default=True, help="Serve a page at / to try the models (default).")
-@click.option("--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, ...")
-@click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
-@click.option(
-    "--sampler",
-    type=click.Choice(("auto", "native", "graph")),
-    default="auto",
-    show_default=True,
-    help="Implementation of the sampler.",
-)
-@click.option("--allow-fallback", is_flag=True, help="Use another provider if this one does not start.")
+@opening_options
 @click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
 @click.option(
     "--log-format", type=click.Choice(("json", "text")), default="json", show_default=True, help="Format of the log."
@@ -155,7 +143,7 @@ def command(
     for name in ("kv_bytes", "prefix_bytes", "max_body"):
         if options[name] is not None:
             options[name] = parse_size(options[name], name)
-    opening = {ours: options.pop(name) for name, ours in _OPENING.items()}
+    opening = take_opening(options)
     engine = {name: options.pop(name) for name in _ENGINE}
     serving = {name: options.pop(name) for name in _RUN}
     serve_options = ServeOptions(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT
+from topw_deploy.cli.options import CONTEXT, opening_options, take_opening
 from topw_deploy.cli.terminal import say
 
 
@@ -29,8 +30,7 @@ from topw_deploy.cli.terminal import say
     type=click.IntRange(1),
     help="Maximum tokens of a sequence, including its prompt.  [default: the model's context]",
 )
-@click.option("--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, ...")
-@click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
+@opening_options
 @click.option("--hard-link", is_flag=True, help="Hard-link the export's files instead of copying them.")
 def command(
     folder: Path,
@@ -39,9 +39,8 @@ def command(
     max_batch: int,
     max_queue: int,
     max_length: int | None,
-    provider: str,
-    threads: int | None,
     hard_link: bool,
+    **options: Any,
 ) -> None:
     """Add the exported model in the folder OUT to a model REPOSITORY of NVIDIA's Triton Inference Server.
 
@@ -50,13 +49,12 @@ def command(
     from topw_deploy.triton.repository import write_repository
 
     engine = {"max_batch": max_batch, "max_queue": max_queue, "max_length": max_length}
-    opening = {"provider": provider, "intra_op_num_threads": threads}
     written = write_repository(
         folder,
         repository,
         name=name,
         engine={key: value for key, value in engine.items() if value is not None},
-        opening={key: value for key, value in opening.items() if value is not None},
+        opening={key: value for key, value in take_opening(options).items() if value is not None},
         hard_link=hard_link,
     )
     say(str(written))
