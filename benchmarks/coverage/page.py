@@ -43,9 +43,9 @@ def _introduction(file: ResultFile, types: Sequence[str]) -> str:
     text = (
         f"transformers {version} maps {len(all_types())} types to a causal language model. {len(types)} are "
         "decoder-only language models, or multimodal models with such a text decoder. This page states which of these "
-        "export. Each is exported as a tiny random model with every kind of layer of its architecture, and compared "
-        "with torch ([what is verified](guide/export.md#what-is-verified)). Real checkpoints differ in sizes, not in "
-        "operators."
+        "export. Each is tried as a tiny random model with every kind of layer of its architecture, and its graph is "
+        "compared with torch ([what is verified](guide/export.md#what-is-verified)). Real checkpoints differ in sizes, "
+        "not in operators."
     )
     return "\n\n".join(["# Models", _filled(text), *([note] if missing else [])])
 
@@ -95,8 +95,9 @@ def _architectures(file: ResultFile, types: Sequence[str]) -> str:
         if 0 < context < CONTEXT:
             short.append(f"`{name}` {context}")
     texts = [
-        "These types export in every form, unless one is named below. Groups are by the kinds of "
-        "[state](contract/graph.md#8-the-graph) of the default export; `--target tensorrt` has `full` for `window`.",
+        "These types export, in every form unless the table [below](#what-does-not-export) names one. Groups are by the "
+        "kinds of [state](contract/graph.md#8-the-graph) of the default export; `--target tensorrt` has `full` for "
+        "`window`.",
         f"In every check the largest difference to torch's logits is at most {NEAR:.0e}"
         + (f", except for {', '.join(far)}." if far else "."),
     ]
