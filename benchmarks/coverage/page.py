@@ -95,8 +95,8 @@ def _architectures(file: ResultFile, types: Sequence[str]) -> str:
         if 0 < context < CONTEXT:
             short.append(f"`{name}` {context}")
     texts = [
-        "These types export, in every form unless the table [below](#what-does-not-export) names one. Groups are by the "
-        "kinds of [state](contract/graph.md#8-the-graph) of the default export; `--target tensorrt` has `full` for "
+        "These types export, in every form unless the table [below](#what-does-not-export) names one. Groups are by "
+        "the kinds of [state](contract/graph.md#8-the-graph) of the default export; `--target tensorrt` has `full` for "
         "`window`.",
         f"In every check the largest difference to torch's logits is at most {NEAR:.0e}"
         + (f", except for {', '.join(far)}." if far else "."),
