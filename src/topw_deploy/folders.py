@@ -43,9 +43,10 @@ def staged(output: Path, *, place: Path | None = None, replace: bool = False) ->
 
 
 def replace_folder(made: Path, output: Path) -> None:
-    """Replace the folder `output` by `made`. The earlier one is removed, or stays where `made` was.
+    """Replace the folder `output` with `made`.
 
-    In one step where the system can exchange folders; else a process killed in between leaves both under hidden names.
+    Where the system can exchange two folders in one step, the old folder is then where `made` was; the caller removes
+    it. Elsewhere it is moved away and removed here; a process killed in between leaves both folders under hidden names.
     """
     if exchange(made, output):
         return

@@ -290,7 +290,11 @@ def _opened(path: str) -> tuple[ort.InferenceSession, onnx.GraphProto]:
 
 
 class Context:
-    """runs: number of runs. touched: number of changes of shapes or addresses."""
+    """An execution context that counts its work.
+
+    runs: number of runs.
+    touched: number of changes of shapes or addresses.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -52,7 +52,7 @@ class PackedFormat:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> PackedFormat | None:
-        """The packing that a quantization_config states; None for one that this module does not read."""
+        """The packing of a quantization_config; None if this module does not read its format."""
         method, bits = str(settings.get("quant_method", "")).lower(), settings.get("bits", settings.get("w_bit"))
         version = str(settings.get("version", "gemm")).lower()
         second = str(settings.get("checkpoint_format", "gptq")).lower() == "gptq_v2"
