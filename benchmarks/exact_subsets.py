@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.common import say, table
 from benchmarks.geometry_share import held_out_logits
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, preset_parameters
-from topw_deploy.sampling.reference import pool
+from topw_deploy.sampling.reference import candidate_pool
 from topw_deploy.stats.exact.analyse import last_step
 from topw_deploy.stats.exact.objective import Floats, Objective
 from topw_deploy.stats.exact_summary import same
@@ -47,7 +47,7 @@ def main() -> None:
     geometry = Geometry.from_embeddings(embeddings, METRIC)
     rows = []
     for row in logits.astype(np.float64):
-        tokens, _ = pool(row, args.tokens)
+        tokens, _ = candidate_pool(row, args.tokens)
         rows.append((row[tokens] - row[tokens[0]], geometry.distances(tokens, tokens)))
     say(f"{len(rows)} rows, {args.tokens} tokens, temperature 1")
     print(table(HEADER, [[name, *_cells(rows, parameters)] for name, parameters in SETTINGS.items()]))

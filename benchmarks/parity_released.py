@@ -24,7 +24,7 @@ import torch
 from benchmarks.common import released_processor
 from topw_deploy.demo import demo_model_path
 from topw_deploy.sampling import FLOAT32_TIES, PRESETS, Geometry, Ties, TopWOptions, TopWParameters, crop
-from topw_deploy.sampling.reference import SetDistance, first_maximiser, objective, pool, warm_start
+from topw_deploy.sampling.reference import SetDistance, candidate_pool, first_maximiser, objective, warm_start
 
 OPTIONS: TopWOptions = PRESETS["released"][1]
 DEFAULTS: TopWParameters = PRESETS["released"][0]
@@ -132,7 +132,7 @@ class SinglePrecision(Geometry):
 def kept_with(row: Row, floor: float = 0.0, k0: int | None = None, geometry: Geometry | None = None) -> frozenset[int]:
     """The kept set of the reference, with one choice of the released code."""
     P, logits = row.parameters, row.logits.astype(np.float64)
-    C, _ = pool(logits, OPTIONS.top_m)
+    C, _ = candidate_pool(logits, OPTIONS.top_m)
     a = (logits - logits.max()) / P.temperature
     p = (np.exp(a) / np.exp(a).sum())[C]
     log_p = np.log(np.maximum(p, floor)) if floor else a[C]
@@ -151,7 +151,7 @@ def kept_with(row: Row, floor: float = 0.0, k0: int | None = None, geometry: Geo
 def rounded_warm_start(row: Row) -> int:
     """k0 for init_top_p 1 by float64 sums, which stop growing before the last token."""
     logits = row.logits.astype(np.float64)
-    C, _ = pool(logits, OPTIONS.top_m)
+    C, _ = candidate_pool(logits, OPTIONS.top_m)
     w = np.exp((logits[C] - logits.max()) / row.parameters.temperature)
     p = w / w.sum()
     return min(len(p), int(np.searchsorted(np.cumsum(p), np.sum(p))) + 1)
@@ -165,7 +165,7 @@ def cause(row: Row, ties: Ties) -> str:
         return "log p floored at 1e-12"
     if row.parameters.init_top_p >= 1 and kept_with(row, k0=rounded_warm_start(row)) == row.theirs:
         return "warm start of the whole pool"
-    if ties.allow(FLOAT32_TIES):
+    if ties.allow_other_set(FLOAT32_TIES):
         return "a tie within float32"
     single = SinglePrecision(*(getattr(row.geometry, name) for name in ("metric", "table", "mean", "inverse_std")))
     return "float32 geometry" if kept_with(row, geometry=single) == row.theirs else "unexplained"

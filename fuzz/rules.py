@@ -101,7 +101,7 @@ def _compare(cases: tuple[RuleCase, ...], outcome: Outcome, authors: Mapping[str
 
 
 def _exact_cause(same: bool, wanted: RuleCrop) -> str | None:
-    return SAME if same else "float64 tie" if wanted.ties.allow(FLOAT64_TIES) else None
+    return SAME if same else "float64 tie" if wanted.ties.allow_other_set(FLOAT64_TIES) else None
 
 
 def _processor(case: RuleCase) -> np.ndarray:
@@ -167,7 +167,7 @@ def _cause(logits: np.ndarray, wanted: RuleCrop, found: np.ndarray) -> str | Non
         return "keeps other ids of equal logits"
     if (torch.from_numpy(logits).softmax(0).numpy()[changed] == 0).all():
         return "probability 0 in float32"
-    if not wanted.ties.allow(FLOAT32_TIES):
+    if not wanted.ties.allow_other_set(FLOAT32_TIES):
         return None
     return "within 1e-5 of the threshold" if len(found) else "keeps nothing: all within 1e-5 of the threshold"
 

@@ -13,7 +13,7 @@ from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.processors import TopWLogitsProcessor, median_distance_of
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.sampling import Geometry, TopWOptions, median_distance
-from topw_deploy.sampling.likely_pairs import PAGE
+from topw_deploy.sampling.likely_pairs import SAMPLE_TEXT
 
 from .tiny import VOCAB
 
@@ -30,7 +30,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def logits(model):
     """The model's logits at the steps of both texts, float32 [128, VOCAB]."""
-    ids = byte_tokenizer().encode(PAGE).ids
+    ids = byte_tokenizer().encode(SAMPLE_TEXT).ids
     with torch.no_grad():
         rows = [model(input_ids=torch.tensor([[BOS, *part]])).logits[0] for part in (ids[:63], ids[-63:])]
     return torch.cat(rows).numpy()

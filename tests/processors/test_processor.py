@@ -13,7 +13,7 @@ from topw_deploy.errors import GenerationError, ParameterError
 from topw_deploy.processors import TopWLogitsProcessor
 from topw_deploy.processors import processor as module
 from topw_deploy.sampling import TopWOptions, TopWParameters, as_float32, preset_parameters
-from topw_deploy.sampling.torch import Stage, TensorGeometry
+from topw_deploy.sampling.torch import CropStage, TensorGeometry
 
 from .tiny import VOCAB, WIDE, kept_sets, reference_sets, tiny_llama
 
@@ -30,7 +30,7 @@ def test_it_keeps_what_the_definition_keeps(model, table, metric, potential):
     topw = TopWLogitsProcessor(model, metric=metric, potential=potential, **WIDE)
     scores = random_scores(20)
     assert kept_sets(topw(PROMPT, scores)) == reference_sets(topw, scores, table)
-    assert (topw.last.stage == Stage.GEOMETRY).sum() > 10
+    assert (topw.last.stage == CropStage.GEOMETRY).sum() > 10
 
 
 @pytest.mark.parametrize("preset", ["paper", "released"])
@@ -146,7 +146,7 @@ def test_a_models_geometry_does_not_keep_the_model_alive():
     model = tiny_llama(1)
     gone = weakref.ref(model.get_input_embeddings())
     TopWLogitsProcessor(model)
-    assert gone() in module._KNOWN
+    assert gone() in module._GEOMETRIES
     del model
     gc.collect()
     assert gone() is None

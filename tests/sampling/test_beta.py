@@ -9,7 +9,7 @@ import pytest
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import PRESETS, TopWParameters, beta_at, preset_values
-from topw_deploy.sampling.beta import coefficients, depends_on_temperature
+from topw_deploy.sampling.beta import beta_coefficients, depends_on_temperature
 
 
 def parameters(beta: Any, temperature: float = 1.0) -> TopWParameters:
@@ -31,7 +31,7 @@ def parameters(beta: Any, temperature: float = 1.0) -> TopWParameters:
     ],
 )
 def test_the_accepted_forms_and_their_numbers(text: str, a: float, b: float) -> None:
-    assert coefficients(text) == (a, b)
+    assert beta_coefficients(text) == (a, b)
     assert depends_on_temperature(text) == (b != 0)
     assert beta_at(text, 0.5) == a + b * 0.5
 
@@ -43,7 +43,7 @@ def test_the_accepted_forms_and_their_numbers(text: str, a: float, b: float) -> 
      "1+1*T;", "1 . 5", "1" * 81 + "+1*T"],
 )  # fmt: skip
 def test_any_other_text_is_refused_with_the_accepted_forms(text: str) -> None:
-    for read in (coefficients, lambda text: beta_at(text, 1.0), parameters):
+    for read in (beta_coefficients, lambda text: beta_at(text, 1.0), parameters):
         with pytest.raises(ParameterError, match=r"beta is .*, but must be a finite number >= 0, or A\+B\*T"):
             read(text)
 

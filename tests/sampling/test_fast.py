@@ -18,7 +18,7 @@ from topw_deploy.sampling import (
     crop,
     fast_crop,
 )
-from topw_deploy.sampling.fast.candidates import Blocks, gap, in_pool_order
+from topw_deploy.sampling.fast.candidates import BlockMaxima, gap, sort_in_pool_order
 
 from .brute_force import Case, Points, random_cases
 
@@ -209,7 +209,7 @@ def test_blocks_find_every_token_at_or_above_a_threshold(vocab):
     for dtype in (np.float32, np.float64):
         row = np.where(rng.random(vocab) < 0.2, -np.inf, np.round(rng.standard_normal(vocab) * 4) / 4).astype(dtype)
         row[0] = 0.0
-        blocks = Blocks(row)
+        blocks = BlockMaxima(row)
         assert blocks.largest == row.max()
         for threshold in (-math.inf, -1e300, -1.0, 0.25, 0.3, float(row.max()), float(row.max()) + 0.1):
             expected = np.flatnonzero((row.astype(np.float64) >= threshold) & np.isfinite(row))
@@ -217,15 +217,15 @@ def test_blocks_find_every_token_at_or_above_a_threshold(vocab):
             limited = blocks.at_least(threshold, most=3)
             assert limited is None or limited.tolist() == expected.tolist()
         for count in (1, 3, vocab // 2, vocab, vocab + 5):
-            held = set(blocks.holding_the_largest(max(1, count)).tolist())
+            held = set(blocks.ids_including_largest(max(1, count)).tolist())
             finite = np.flatnonzero(np.isfinite(row))
-            assert set(in_pool_order(row, finite)[:count].tolist()) <= held
+            assert set(sort_in_pool_order(row, finite)[:count].tolist()) <= held
 
 
 def test_a_threshold_between_two_float32_numbers_lets_the_upper_one_pass_and_the_lower_one_not():
     low = np.float32(0.1)
     high = np.nextafter(low, np.float32(1))
-    blocks = Blocks(np.array([low, high, 1.0], np.float32))
+    blocks = BlockMaxima(np.array([low, high, 1.0], np.float32))
     assert blocks.at_least(float(low)).tolist() == [0, 1, 2]
     assert blocks.at_least(float(high)).tolist() == [1, 2]
     assert {1, 2} <= set(blocks.at_least((float(low) + float(high)) / 2).tolist())

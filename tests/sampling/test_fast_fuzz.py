@@ -56,5 +56,5 @@ def test_equal_logits_in_another_order_are_noticed(monkeypatch):
     def backwards(logits, ids):
         return ids[::-1][np.argsort(-logits[ids[::-1]], kind="stable")]
 
-    monkeypatch.setattr(fast, "in_pool_order", backwards)
+    monkeypatch.setattr(fast, "sort_in_pool_order", backwards)
     assert len(unexplained()) > 20

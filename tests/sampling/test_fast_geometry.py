@@ -34,7 +34,7 @@ def uncertified(seed, count, **fixed):
     for case in random_cases(seed, count, metric="mahalanobis", **fixed):
         watched = replace(case, geometry=Watched(case.geometry.features(np.arange(len(case.logits)))))
         wanted = crop(case.logits, case.parameters, case.options, Points(watched.geometry.table))
-        if not wanted.certified and not wanted.ties.allow_certified(FLOAT64_TIES):
+        if not wanted.certified and not wanted.ties.allow_other_certified(FLOAT64_TIES):
             yield watched, wanted
 
 
@@ -124,7 +124,7 @@ def test_the_steps_are_the_definitions_less_those_that_confirm_a_nested_answer(p
     saved = 0
     for case in shrinking(55, 300, potential=potential):
         wanted, sets = case.crop(), trace(case).sets
-        if wanted.certified or wanted.ties.allow_certified(FLOAT64_TIES):
+        if wanted.certified or wanted.ties.allow_other_certified(FLOAT64_TIES):
             continue
         enough = case.options.knn_k if potential == "knn" else 1
         nested = next((t for t in range(1, len(sets)) if sets[t] < sets[t - 1] and len(sets[t]) >= enough), 9)

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling import Geometry, Row, TopWOptions, apply_mask, mask_words, pack_mask, sample_row, unpack_mask
+from topw_deploy.sampling import (
+    Geometry,
+    SampledRow,
+    TopWOptions,
+    apply_mask,
+    mask_words,
+    pack_mask,
+    sample_row,
+    unpack_mask,
+)
 
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=150).map(lambda flags: np.array(flags, np.bool_))
 
@@ -44,7 +53,7 @@ def test_a_forbidden_token_gets_minus_infinity_whatever_its_logit_was() -> None:
     assert masked.dtype == np.float32
 
 
-def greedy(logits: list[float], word: int, edits: Any = None) -> Row:
+def greedy(logits: list[float], word: int, edits: Any = None) -> SampledRow:
     """The greedy answer of a row with one word of mask."""
     options, words = TopWOptions(metric="uniform"), np.array([word], np.int32)
     return sample_row(logits, {"temperature": 0.0}, options, Geometry.uniform(), edits=edits, allowed=words)
@@ -54,14 +63,14 @@ def test_a_row_draws_among_its_allowed_tokens_only() -> None:
     logits = [3.0, 1.0, 2.0, 0.0]
     assert greedy(logits, 0b1010).next_token == 1
     assert greedy(logits, -1).next_token == 0
-    assert not greedy(logits, 0b10000).valid
+    assert not greedy(logits, 0b10000).is_valid
     assert greedy([np.nan, 1.0], 0b10).next_token == 1
-    assert not greedy([np.nan, 1.0], 0b11).valid
+    assert not greedy([np.nan, 1.0], 0b11).is_valid
 
 
 def test_the_mask_comes_after_the_edits() -> None:
     edits = ([0, 1], [0.0, 1.0], [np.inf, 5.0])  # token 0 becomes NaN
-    assert not greedy([1.0, 1.0, 2.0], 0b111, edits).valid
+    assert not greedy([1.0, 1.0, 2.0], 0b111, edits).is_valid
     assert greedy([1.0, 1.0, 2.0], 0b110, edits).next_token == 1
 
 

@@ -47,7 +47,7 @@ def test_the_crop_is_also_plain_with_a_repulsive_geometry(seed):
     for case in random_cases(seed, 400, geom_scale=-0.7):
         found = case.crop()
         assert not found.certified
-        if not found.ties.allow(FLOAT64_TIES):
+        if not found.ties.allow_other_set(FLOAT64_TIES):
             assert found.kept.tolist() == trace(case).kept
             compared += 1
     assert compared > 200
@@ -217,14 +217,14 @@ def test_a_pool_of_1200_tokens_with_2048_coordinates_is_answered():
 
 
 def test_ties_are_allowed_within_the_bounds_and_not_beyond():
-    assert Ties(objective=1e-5).allow(FLOAT32_TIES)
-    assert not Ties(objective=1.1e-5).allow(FLOAT32_TIES)
-    assert not Ties(objective=1e-5).allow(FLOAT64_TIES)
-    assert Ties(nucleus=2e-6).allow(FLOAT32_TIES)
-    assert Ties(pool_cut=True).allow(FLOAT64_TIES)
-    assert not Ties(certificate=0.0).allow(FLOAT64_TIES)
-    assert Ties(certificate=0.0).allow_certified(FLOAT64_TIES)
-    assert not Ties().allow_certified(FLOAT32_TIES)
+    assert Ties(objective=1e-5).allow_other_set(FLOAT32_TIES)
+    assert not Ties(objective=1.1e-5).allow_other_set(FLOAT32_TIES)
+    assert not Ties(objective=1e-5).allow_other_set(FLOAT64_TIES)
+    assert Ties(nucleus=2e-6).allow_other_set(FLOAT32_TIES)
+    assert Ties(pool_cut=True).allow_other_set(FLOAT64_TIES)
+    assert not Ties(certificate=0.0).allow_other_set(FLOAT64_TIES)
+    assert Ties(certificate=0.0).allow_other_certified(FLOAT64_TIES)
+    assert not Ties().allow_other_certified(FLOAT32_TIES)
 
 
 def test_the_margins_are_the_ones_of_the_run():

@@ -130,6 +130,6 @@ def test_what_no_graph_could_run_is_an_error_even_here():
 
 
 def assert_invalid(answer):
-    assert not answer.valid
+    assert not answer.is_valid
     assert (answer.next_token, answer.kept, answer.certified) == (-1, 0, False)
     assert answer.kept_ids.tolist() == []

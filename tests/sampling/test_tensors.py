@@ -10,7 +10,7 @@ import torch
 from tests.support.tail_cases import Scenario, embedding_table, random_case
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions, TopWParameters, crop
-from topw_deploy.sampling.torch import Stage, TensorCrop, TensorGeometry, crop_rows
+from topw_deploy.sampling.torch import CropStage, TensorCrop, TensorGeometry, crop_rows
 
 PEAKED = torch.tensor([[0.0, 5.0, 4.9, -1.0, 2.0]])
 UNIFORM = TopWOptions(metric="uniform")
@@ -73,9 +73,9 @@ def test_the_kept_sets_are_the_definitions_for_every_metric_potential_and_regime
         for row, case in enumerate(cases):
             wanted = crop(case.logits, TopWParameters(**case.parameters), scenario.options, geometry)
             tied += check_row(result, row, wanted)
-            stages[Stage(int(result.stage[row]))] += 1
-    assert min(stages[stage] for stage in Stage if stage != Stage.INVALID) > 5
-    assert stages[Stage.GEOMETRY] > 100
+            stages[CropStage(int(result.stage[row]))] += 1
+    assert min(stages[stage] for stage in CropStage if stage != CropStage.INVALID) > 5
+    assert stages[CropStage.GEOMETRY] > 100
     assert tied < 15
 
 
@@ -160,7 +160,7 @@ def test_invalid_rows_keep_nothing_and_are_flagged():
     assert result.kept.tolist() == [2, 0, 0, 0, 0, 0]
     assert result.keep_mask.sum(1).tolist() == [2, 0, 0, 0, 0, 0]
     assert result.certified.tolist() == [True, False, False, False, False, False]
-    assert result.stage.tolist() == [Stage.CANDIDATES] + [Stage.INVALID] * 5
+    assert result.stage.tolist() == [CropStage.CANDIDATES] + [CropStage.INVALID] * 5
     assert result.masked(logits).isneginf().sum(1).tolist() == [3, 5, 5, 5, 5, 5]
 
 
@@ -231,9 +231,9 @@ def test_distances_and_those_avoided_add_up_to_the_literal_algorithms():
         result = crop_rows(logits, parameters, scenario.options, on_tensors)
         Counting.pairs = 0
         crop(case.logits, TopWParameters(**case.parameters), scenario.options, counting)
-        if result.stage[0] in (Stage.POOL, Stage.GEOMETRY, Stage.LITERAL):
+        if result.stage[0] in (CropStage.POOL, CropStage.GEOMETRY, CropStage.LITERAL):
             assert int(result.distances + result.distances_avoided) == Counting.pairs
-        if result.stage[0] == Stage.GEOMETRY:
+        if result.stage[0] == CropStage.GEOMETRY:
             computed, literally = computed + int(result.distances), literally + Counting.pairs
     assert 0 < computed < literally / 2
 
@@ -251,7 +251,7 @@ def test_a_neighbour_bound_saves_distances_and_changes_nothing_else():
         plain = crop_rows(logits, parameters, scenario.options, on_tensors)
         bounded = crop_rows(logits, parameters, scenario.options, on_tensors, bound)
         assert torch.equal(plain.keep_mask, bounded.keep_mask)
-        if plain.stage[0] == Stage.GEOMETRY:
+        if plain.stage[0] == CropStage.GEOMETRY:
             without, with_bound = without + int(plain.distances), with_bound + int(bounded.distances)
     assert with_bound < 0.6 * without
 

@@ -15,7 +15,7 @@ from .brute_force import random_cases, trace
 def rows(seed, count, **fixed):
     """Random cases under the uniform metric whose answer is on no tie, each with its trace."""
     for case in random_cases(seed, count, metric="uniform", **fixed):
-        if not case.crop().ties.allow(FLOAT64_TIES):
+        if not case.crop().ties.allow_other_set(FLOAT64_TIES):
             yield case, trace(case)
 
 

@@ -15,7 +15,7 @@ from topw_deploy.plugins import compile_native
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.plugins.kernel import Kernel, KernelSamples, KernelTable
 from topw_deploy.plugins.shared_library import library_path
-from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TopWOptions, sample_row
+from topw_deploy.sampling import FLOAT64_TIES, Geometry, SampledRow, TopWOptions, sample_row
 
 LOGPROB_BOUND = 2e-7  # relative above 1: float64 rounded to float32
 MASS_BOUND = 5e-7  # relative: the exponentials' 3e-7 plus rounding to float32
@@ -66,15 +66,15 @@ def scenario_cases(scenario: Scenario, rows: int) -> tuple[np.ndarray, Geometry,
     return embeddings, geometry_of(scenario.options, embeddings), cases
 
 
-def unexplained(wanted: Row, found: KernelSamples, row: int) -> Iterator[str]:
+def unexplained(wanted: SampledRow, found: KernelSamples, row: int) -> Iterator[str]:
     """Differences beyond the ties of docs/contract/graph.md, section 4."""
     assert found.keep_mask is not None
     assert found.mass is not None
     ids = np.flatnonzero(found.keep_mask[row])
-    if found.certified[row] != wanted.certified and not wanted.ties.allow_certified(FLOAT64_TIES):
+    if found.certified[row] != wanted.certified and not wanted.ties.allow_other_certified(FLOAT64_TIES):
         yield "certified"
     if found.kept[row] != len(ids) or not np.array_equal(ids, np.sort(wanted.kept_ids)):
-        if not wanted.ties.allow(FLOAT64_TIES):
+        if not wanted.ties.allow_other_set(FLOAT64_TIES):
             yield "kept set"
         return
     if found.next_token[row] != wanted.next_token and wanted.draw_margin > FLOAT64_TIES.draw:
@@ -97,10 +97,10 @@ def differences(
     return lines
 
 
-_answers: dict[tuple[bytes, str, TopWOptions, int], Row] = {}
+_answers: dict[tuple[bytes, str, TopWOptions, int], SampledRow] = {}
 
 
-def _wanted(case: Case, options: TopWOptions, geometry: Geometry) -> Row:
+def _wanted(case: Case, options: TopWOptions, geometry: Geometry) -> SampledRow:
     table = 0 if geometry.table is None else hash(geometry.table.tobytes())
     key = (case.logits.tobytes(), f"{case.parameters} {case.uniform}", options, table)
     if key not in _answers:

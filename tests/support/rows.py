@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TieBounds, draw, sample_row
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, SampledRow, TieBounds, draw, sample_row
 from topw_deploy.sampling.parameters import TopWOptions
 
 LOGPROB_BOUND = 1e-5  # absolute below 1, relative above: a few float32 roundings of (l - l_max) / T and a logarithm
@@ -139,7 +139,9 @@ def geometry_of(options: TopWOptions, table: np.ndarray) -> Geometry:
     return Geometry.from_embeddings(table, options.metric, statistics)
 
 
-def explanation(difference: str, wanted: Row, bounds: TieBounds = FLOAT32_TIES, pool_cut: bool = True) -> str | None:
+def explanation(
+    difference: str, wanted: SampledRow, bounds: TieBounds = FLOAT32_TIES, pool_cut: bool = True
+) -> str | None:
     """The tie of docs/contract/graph.md, section 4, that allows the difference, or None.
 
     pool_cut: whether equal logits on both sides of the pool's cut are a tie. They are none where ids order them.
@@ -165,7 +167,7 @@ def _plain(bound: float) -> str:
     return f"{bound:.0e}".replace("e-0", "e-")
 
 
-def reference(scenario: Scenario, geometry: Geometry, case: Case) -> Row:
+def reference(scenario: Scenario, geometry: Geometry, case: Case) -> SampledRow:
     """The reference's answer."""
     rule, values = case.rule, case.rule_values
     return sample_row(
@@ -173,10 +175,10 @@ def reference(scenario: Scenario, geometry: Geometry, case: Case) -> Row:
     )
 
 
-def redrawn(row: Row, case: Case, uniform: float) -> tuple[Row, Case]:
+def redrawn(row: SampledRow, case: Case, uniform: float) -> tuple[SampledRow, Case]:
     """The answer for another uniform number, with the same crop."""
     again = replace(case, uniform=uniform)
-    if not row.valid or case.parameters["temperature"] < 1e-5:
+    if not row.is_valid or case.parameters["temperature"] < 1e-5:
         return row, again
     drawn = draw(case.logits, row.kept_ids, case.parameters["temperature"], uniform)
     return replace(row, next_token=drawn.token, logprob=drawn.logprob, draw_margin=drawn.margin), again

@@ -48,7 +48,7 @@ def _case(rng: np.random.Generator, rule: str, vocab: int) -> RuleCase:
     if rule in _NEAR and rng.random() < _NEAR_SHARE:
         row = OrderedRow.of(made.logits.astype(np.float64), temperature)
         near = float(_NEAR[rule](row, int(min(rng.exponential(5.0), len(row) - 1))))
-        if RULES[rule].valid((float(np.float32(near)), values[1])):
+        if RULES[rule].accepts((float(np.float32(near)), values[1])):
             values, kind = (near, values[1]), f"near, {kind}"
     v0, v1 = (float(np.float32(value)) for value in values)
     return RuleCase(made.logits, rule, (v0, v1), temperature, kind)

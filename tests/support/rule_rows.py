@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.rows import Case
-from topw_deploy.sampling import Geometry, Row, TopWOptions, sample_row
+from topw_deploy.sampling import Geometry, SampledRow, TopWOptions, sample_row
 from topw_deploy.sampling.rules import RULES, RULES_BY_CODE
 
 UNIFORM = TopWOptions(metric="uniform")
@@ -103,17 +103,17 @@ def differences_from_rules(
             rule=case.rule, rule_values=case.rule_values,
         )  # fmt: skip
         name = RULES_BY_CODE[case.rule].name if case.rule in RULES_BY_CODE else str(case.rule)
-        if tied is not None and wanted.valid and wanted.ties.rule <= tie:
+        if tied is not None and wanted.is_valid and wanted.ties.rule <= tie:
             tied[name] += 1
         what = f"{name} {case.rule_values}, {case.regime}, V {len(case.logits)}, {case.parameters['temperature']}"
         lines += [f"{what}: {reason}" for reason in _reasons(found, i, wanted, tie, draw)]
     return lines
 
 
-def _reasons(found: Any, i: int, wanted: Row, tie: float, draw: float) -> list[str]:
+def _reasons(found: Any, i: int, wanted: SampledRow, tie: float, draw: float) -> list[str]:
     kept = np.flatnonzero(found.keep_mask[i])
     reasons = [] if found.kept[i] == len(kept) else [f"kept {found.kept[i]}, but the mask has {len(kept)}"]
-    if wanted.valid and wanted.ties.rule <= tie:
+    if wanted.is_valid and wanted.ties.rule <= tie:
         return reasons
     if not np.array_equal(kept, np.sort(wanted.kept_ids)):
         return [*reasons, f"kept {len(kept)} tokens, not {wanted.kept}"]

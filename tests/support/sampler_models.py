@@ -111,6 +111,6 @@ def clear_rows(wanted: Wanted, inputs: dict[str, np.ndarray]) -> np.ndarray:
             logits, parameters, wanted.options, wanted.geometry, uniform, allowed=allowed,
             rule=int(inputs["rule"][index]), rule_values=inputs["rule_values"][index].tolist(),
         )  # fmt: skip
-        ties = row.ties.allow(FLOAT32_TIES) or row.ties.allow_certified(FLOAT32_TIES)
-        clear.append(row.valid and not ties and row.draw_margin > FLOAT32_TIES.draw)
+        ties = row.ties.allow_other_set(FLOAT32_TIES) or row.ties.allow_other_certified(FLOAT32_TIES)
+        clear.append(row.is_valid and not ties and row.draw_margin > FLOAT32_TIES.draw)
     return np.array(clear)

@@ -26,7 +26,7 @@ from topw_deploy.export.graph.embedding import plain_gather
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec
 from topw_deploy.plugins.shared_library import library_path
-from topw_deploy.sampling import Geometry, Row, pack_mask
+from topw_deploy.sampling import Geometry, SampledRow, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES
 
@@ -123,7 +123,7 @@ class Tally:
     explained: Counter[str] = field(default_factory=Counter)
     unexplained: list[str] = field(default_factory=list)
 
-    def add(self, label: str, case: Case, wanted: Row, found: dict[str, object]) -> None:
+    def add(self, label: str, case: Case, wanted: SampledRow, found: dict[str, object]) -> None:
         """Record one row's differences."""
         regime = case.regime.split(",")[0]
         self.rows[regime] += 1
@@ -148,7 +148,7 @@ def unexplained(
     return tally.unexplained
 
 
-def differences(wanted: Row, found: dict[str, object]) -> Iterator[str]:
+def differences(wanted: SampledRow, found: dict[str, object]) -> Iterator[str]:
     """What differs: the certificate; the kept set, or else the draw."""
     if bool(found["certified"]) != wanted.certified:
         yield "certified"

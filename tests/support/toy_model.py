@@ -48,8 +48,8 @@ from topw_deploy.manifest import (
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import (
     Geometry,
-    Row,
     RuleParameters,
+    SampledRow,
     TopWOptions,
     TopWParameters,
     apply_edits,
@@ -158,7 +158,7 @@ class Toy:
         edits: Any = None,
         allowed: Any = None,
         rule: RuleParameters | None = None,
-    ) -> list[Row]:
+    ) -> list[SampledRow]:
         """The reference's draws.
 
         edits: tokens so far -> (ids, penalties, biases) or None.

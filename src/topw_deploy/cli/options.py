@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.beta import coefficients
+from topw_deploy.sampling.beta import beta_coefficients
 from topw_deploy.sampling.likely_pairs import GEOM_UNITS
 from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, PARAMETER_NAMES, POTENTIALS, PRESETS
 from topw_deploy.sampling.presets import REQUEST_PRESETS
@@ -63,7 +63,7 @@ class _Beta(click.ParamType):
         with contextlib.suppress(ValueError):
             return float(value)
         try:
-            coefficients(value)
+            beta_coefficients(value)
         except ParameterError as error:
             self.fail(str(error), param, ctx)
         return value

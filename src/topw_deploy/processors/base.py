@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from topw_deploy.errors import GenerationError
-from topw_deploy.processors.warpers import caller, check_warpers
+from topw_deploy.processors.warpers import check_warpers, frame_of_caller
 from topw_deploy.sampling.torch import TensorCrop
 
 
@@ -57,7 +57,8 @@ class CropProcessor(LogitsProcessor):
         Raises GenerationError for a row with NaN, +inf or nothing finite, and ParameterError if `generate` would change
         the crop or the scores are wider than the embedding table.
         """
-        check_warpers(self, None if self._any_temperature or self._greedy else self._temperature, caller(), self.label)
+        temperature = None if self._any_temperature or self._greedy else self._temperature
+        check_warpers(self, temperature, frame_of_caller(), self.label)
         self.last = self.crop(scores)
         if self.last.any_invalid:
             row = int(self.last.invalid.int().argmax())

@@ -12,12 +12,17 @@ from numpy.typing import ArrayLike, NDArray
 from topw_deploy.errors import ParameterError
 from topw_deploy.processors.processor import geometry_of
 from topw_deploy.sampling import median_distance
-from topw_deploy.sampling.likely_pairs import LIKELY_COLUMNS, PAGE, ends_of, start_and_body
+from topw_deploy.sampling.likely_pairs import (
+    LIKELY_TEXT_TOKENS,
+    SAMPLE_TEXT,
+    first_and_last_tokens,
+    split_special_prefix,
+)
 from topw_deploy.sampling.torch import TensorGeometry
 
 
 @dataclass(frozen=True)
-class _OnHost:
+class _HostDistances:
     """Distances of a `TensorGeometry`, computed on the CPU in float64."""
 
     geometry: TensorGeometry
@@ -43,13 +48,13 @@ def median_distance_of(model: Any, tokenizer: Any, metric: str = "mahalanobis") 
     if metric == "uniform":
         return 1.0
     geometry = geometry_of(model, metric)
-    encoded = tokenizer(PAGE, return_special_tokens_mask=True)
+    encoded = tokenizer(SAMPLE_TEXT, return_special_tokens_mask=True)
     vocab = model.get_input_embeddings().weight.shape[0]
-    start, body = start_and_body(encoded["input_ids"], encoded["special_tokens_mask"], vocab)
+    start, body = split_special_prefix(encoded["input_ids"], encoded["special_tokens_mask"], vocab)
     context = getattr(model.config, "max_position_embeddings", None)
-    longest = LIKELY_COLUMNS if context is None else min(LIKELY_COLUMNS, context)
-    rows = (row for ids in ends_of(start, body, longest) for row in _logits(model, ids))
-    found = median_distance(_OnHost(geometry), rows)
+    longest = LIKELY_TEXT_TOKENS if context is None else min(LIKELY_TEXT_TOKENS, context)
+    rows = (row for ids in first_and_last_tokens(start, body, longest) for row in _logits_of_steps(model, ids))
+    found = median_distance(_HostDistances(geometry), rows)
     if found is None:
         raise ParameterError(
             "the model has no median distance: no step has two likely tokens at a distance > 0; check the model and "
@@ -59,7 +64,7 @@ def median_distance_of(model: Any, tokenizer: Any, metric: str = "mahalanobis") 
     return found
 
 
-def _logits(model: Any, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def _logits_of_steps(model: Any, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """Logits [n, V] of a text's steps."""
     tokens = torch.from_numpy(ids)[None].to(model.get_input_embeddings().weight.device)
     found: NDArray[np.float32] = model(input_ids=tokens).logits[0].float().cpu().numpy()

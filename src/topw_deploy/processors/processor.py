@@ -32,7 +32,7 @@ Source = Any
 
 # Embedding module -> metric -> (state of the table, its geometry). Cached because computing the statistics reads the
 # whole table twice.
-_KNOWN: WeakKeyDictionary[nn.Module, dict[str, tuple[tuple[int, int], TensorGeometry]]] = WeakKeyDictionary()
+_GEOMETRIES: WeakKeyDictionary[nn.Module, dict[str, tuple[tuple[int, int], TensorGeometry]]] = WeakKeyDictionary()
 
 
 class Choices(TypedDict, total=False):
@@ -106,7 +106,7 @@ class TopWLogitsProcessor(CropProcessor):
         )
         self.geometry = geometry_of(model_or_embeddings, self.options.metric)
         own = {key: value for key, value in given.items() if key in PARAMETER_NAMES}
-        own = _per_unit_of_the_metric(own, geom_unit, median_distance, self.options.metric)
+        own = _to_raw_geom_scale(own, geom_unit, median_distance, self.options.metric)
         if name in PRESETS:
             values = preset_values(name) | own
         else:
@@ -127,7 +127,7 @@ class TopWLogitsProcessor(CropProcessor):
         return crop_rows(scores, self.parameters, self.options, self.geometry, self.neighbour_bound)
 
 
-def _per_unit_of_the_metric(own: dict[str, Any], unit: str, median: float | None, metric: str) -> dict[str, Any]:
+def _to_raw_geom_scale(own: dict[str, Any], unit: str, median: float | None, metric: str) -> dict[str, Any]:
     """`own` with its geom_scale, given in `unit`, per unit of the metric."""
     if median is not None and not 0 < as_number("median_distance", median) < math.inf:
         raise ParameterError(f"median_distance is {median!r}, but must be a finite number > 0.", "median_distance")
@@ -160,7 +160,7 @@ def geometry_of(source: Source, metric: str) -> TensorGeometry:
         kind = type(source).__name__
         raise ParameterError(f"the metric {metric} needs a model or its embeddings, but was given a {kind}.")
     state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-    known = _KNOWN.setdefault(module, {})
+    known = _GEOMETRIES.setdefault(module, {})
     if metric not in known or known[metric][0] != state:
         known[metric] = (state, TensorGeometry.from_embeddings(weight, metric))
     return known[metric][1]

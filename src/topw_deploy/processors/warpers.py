@@ -17,7 +17,7 @@ from topw_deploy.errors import ParameterError
 
 # Warpers that cut the crop: class name -> (generate's argument, attribute, value that cuts nothing). Found by name,
 # because some transformers versions lack some of them.
-_CUTTING = {
+_CUTTING_WARPERS = {
     "TopKLogitsWarper": ("top_k", "top_k", 0),
     "TopPLogitsWarper": ("top_p", "top_p", 1.0),
     "MinPLogitsWarper": ("min_p", "min_p", 0.0),
@@ -28,7 +28,7 @@ _CUTTING = {
 }
 
 
-_CALLS_BETWEEN = 4  # frames to search: a subclass may call its parent
+_MOST_CALLS_BETWEEN = 4  # frames to search: a subclass may call its parent
 
 
 def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: FrameType | None, label: str) -> None:
@@ -40,7 +40,7 @@ def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: 
     Raises ParameterError for beam search, a later warper that removes tokens and another temperature.
     """
     warpers = None
-    for _ in range(_CALLS_BETWEEN):
+    for _ in range(_MOST_CALLS_BETWEEN):
         if frame is None or frame.f_code.co_name != "__call__":
             return
         warpers = frame.f_locals.get("self")
@@ -67,7 +67,7 @@ def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: 
 
 
 def _refuse_cutting(warper: LogitsProcessor, label: str) -> None:
-    name, attribute, neutral = _CUTTING.get(type(warper).__name__, (None, "", None))
+    name, attribute, neutral = _CUTTING_WARPERS.get(type(warper).__name__, (None, "", None))
     if name is None:
         return
     value = getattr(warper, attribute, None)
@@ -80,6 +80,6 @@ def _refuse_cutting(warper: LogitsProcessor, label: str) -> None:
     )
 
 
-def caller() -> FrameType | None:
+def frame_of_caller() -> FrameType | None:
     """The frame two calls up."""
     return sys._getframe(2) if hasattr(sys, "_getframe") else None

@@ -16,7 +16,7 @@ import numpy as np
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.callbacks import check_criteria, check_streamer
 from topw_deploy.runtime.structured.constraint import read_constraint
-from topw_deploy.sampling.beta import coefficients
+from topw_deploy.sampling.beta import beta_coefficients
 from topw_deploy.sampling.likely_pairs import check_geom_unit
 from topw_deploy.sampling.parameters import (
     ALIASES,
@@ -28,7 +28,7 @@ from topw_deploy.sampling.parameters import (
 )
 from topw_deploy.sampling.presets import check_preset
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES
-from topw_deploy.sampling.rules.parameters import unknown_rule
+from topw_deploy.sampling.rules.parameters import unknown_rule_error
 from topw_deploy.sampling.seeds import SEED_BITS
 
 OTHER_SAMPLERS = frozenset({"top_a", "tfs_z", "penalty_alpha", "mirostat"})
@@ -123,7 +123,7 @@ def _topw(name: str, value: Any) -> float:
 def _beta(name: str, value: Any) -> float | str:
     """A number, or stripped text that depends on the temperature."""
     if isinstance(value, str):
-        constant, slope = coefficients(value)
+        constant, slope = beta_coefficients(value)
         if slope:
             return value.strip()
         value = constant
@@ -132,13 +132,13 @@ def _beta(name: str, value: Any) -> float | str:
 
 def _rule(name: str, value: Any) -> str:
     if not isinstance(value, str) or value not in RULES:
-        raise unknown_rule(value)
+        raise unknown_rule_error(value)
     return value
 
 
 def _of_rule(name: str, value: Any) -> float:
     stated = next(each for each in RULE_OF_VALUE[name].values if each.name == name)
-    return _real(name, value, stated.valid, stated.bound)
+    return _real(name, value, stated.accepts, stated.bound)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:

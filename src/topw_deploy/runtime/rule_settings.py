@@ -11,7 +11,7 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, check_range, unknown_name
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, TOP_W, Rule, RuleParameters
-from topw_deploy.sampling.rules.parameters import unknown_rule
+from topw_deploy.sampling.rules.parameters import unknown_rule_error
 
 PLAIN = "plain"
 """The label of the rule `none`."""
@@ -122,7 +122,7 @@ def _rule(name: str) -> Rule:
         return RULES[name]
     if name in RULE_OF_VALUE:
         return RULE_OF_VALUE[name]
-    raise unknown_rule(name)
+    raise unknown_rule_error(name)
 
 
 def _parsed(name: str, text: str) -> Any:

@@ -27,7 +27,7 @@ from topw_deploy.sampling.parameters import (
 )
 from topw_deploy.sampling.presets import REQUEST_PRESETS, preset_parameters, typical_distance
 from topw_deploy.sampling.reference import FLOAT32_TIES, FLOAT64_TIES, Crop, TieBounds, Ties, crop
-from topw_deploy.sampling.row import Draw, Row, apply_edits, as_float32, crop_mass, draw, sample_row
+from topw_deploy.sampling.row import Draw, SampledRow, apply_edits, as_float32, crop_mass, draw, sample_row
 from topw_deploy.sampling.rules import RULES, RuleParameters, take_rule
 from topw_deploy.sampling.seeds import uniform_for
 
@@ -48,8 +48,8 @@ __all__ = [
     "Draw",
     "FastCrop",
     "Geometry",
-    "Row",
     "RuleParameters",
+    "SampledRow",
     "TieBounds",
     "Ties",
     "TopWOptions",

@@ -7,21 +7,21 @@ import re
 
 from topw_deploy.errors import ParameterError
 
-_LONGEST = 80  # characters
-_LARGEST = 3.4028234663852886e38  # float32
+_MOST_CHARACTERS = 80  # characters
+_LARGEST_FLOAT32 = 3.4028234663852886e38  # float32
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _CONSTANT = re.compile(rf"({_NUMBER})")
 _LINEAR = re.compile(rf"(?:({_NUMBER})\s*([+-])\s*)?({_NUMBER})\s*\*\s*T", re.ASCII)
 
 
-def coefficients(text: str) -> tuple[float, float]:
+def beta_coefficients(text: str) -> tuple[float, float]:
     """(a, b) of the beta `text`, which is a + b T at temperature T.
 
     text: "A", "B*T", "A+B*T" or "A-B*T" with numbers A, B >= 0; spaces may stand between them.
 
     Raises ParameterError for any other text.
     """
-    stripped = text.strip() if len(text) <= _LONGEST else ""
+    stripped = text.strip() if len(text) <= _MOST_CHARACTERS else ""
     if constant := _CONSTANT.fullmatch(stripped):
         a, b = float(constant[1]), 0.0
     elif linear := _LINEAR.fullmatch(stripped):
@@ -39,18 +39,18 @@ def coefficients(text: str) -> tuple[float, float]:
 
 
 def depends_on_temperature(beta: object) -> bool:
-    """Whether `beta` is text with a T in it. Raises ParameterError as `coefficients`."""
-    return isinstance(beta, str) and coefficients(beta)[1] != 0
+    """Whether `beta` is text with a T in it. Raises ParameterError as `beta_coefficients`."""
+    return isinstance(beta, str) and beta_coefficients(beta)[1] != 0
 
 
 def beta_at(text: str, temperature: float) -> float:
     """The number that the beta `text` is at `temperature`, a finite number >= 0.
 
-    Raises ParameterError as `coefficients`, and for a result that is negative or beyond float32.
+    Raises ParameterError as `beta_coefficients`, and for a result that is negative or beyond float32.
     """
-    a, b = coefficients(text)
+    a, b = beta_coefficients(text)
     value = a + b * temperature
-    if not 0 <= value <= _LARGEST:
+    if not 0 <= value <= _LARGEST_FLOAT32:
         raise ParameterError(
             f"beta is {text!r}, {value:g} at temperature {temperature:g}, but must be a finite number >= 0, in float32 "
             "too; change it or the temperature.",

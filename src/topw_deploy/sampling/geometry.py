@@ -34,7 +34,7 @@ def normalise(rows: Floats) -> Floats:
     return rows / np.maximum(norms, SMALLEST_NORM)
 
 
-def _blocks(table: Any, metric: str) -> Iterator[Floats]:
+def _float_blocks(table: Any, metric: str) -> Iterator[Floats]:
     rows = max(1, _BLOCK_VALUES // max(1, table.shape[1]))
     for start in range(0, table.shape[0], rows):
         block = np.asarray(table[start : start + rows]).astype(np.float64)
@@ -56,16 +56,16 @@ def embedding_statistics(table: ArrayLike, metric: str) -> tuple[Floats, Floats]
     """
     if metric not in METRICS or metric == "uniform":
         raise ParameterError(f"metric {metric!r} takes no embedding statistics; only mahalanobis, unit and cosine do.")
-    matrix = _as_table(table)
+    matrix = _checked_table(table)
     count = matrix.shape[0]
-    mean = sum(block.sum(axis=0) for block in _blocks(matrix, metric)) / count
-    variance = sum(np.square(block - mean).sum(axis=0) for block in _blocks(matrix, metric)) / count
+    mean = sum(block.sum(axis=0) for block in _float_blocks(matrix, metric)) / count
+    variance = sum(np.square(block - mean).sum(axis=0) for block in _float_blocks(matrix, metric)) / count
     if metric == "mahalanobis":
         return mean, 1.0 / np.sqrt(variance + VARIANCE_ADDED)
     return mean, 1.0 / np.sqrt(np.maximum(variance, VARIANCE_FLOOR))
 
 
-def _as_table(table: ArrayLike) -> Any:
+def _checked_table(table: ArrayLike) -> Any:
     array: Any = table if hasattr(table, "shape") else np.asarray(table)
     if len(array.shape) != 2 or 0 in array.shape:
         raise ParameterError(f"the embedding table has shape {tuple(array.shape)}, but must be [V, d], both >= 1.")
@@ -91,7 +91,7 @@ class Geometry:
         """
         mean, inverse_std = embedding_statistics(table, metric) if statistics is None else statistics
         return cls(
-            metric, _as_table(table), np.asarray(mean, dtype=np.float64), np.asarray(inverse_std, dtype=np.float64)
+            metric, _checked_table(table), np.asarray(mean, dtype=np.float64), np.asarray(inverse_std, dtype=np.float64)
         )
 
     @classmethod

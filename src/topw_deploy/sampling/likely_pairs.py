@@ -1,7 +1,7 @@
 """A model's median distance of likely pairs, the unit of `geom_scale` under `geom_unit="median"`.
 
 Distances depend on the metric, the embedding width and the table. The median makes them comparable between models
-(docs/contract/graph.md, section 2). It is measured at the steps of the first and the last tokens of PAGE.
+(docs/contract/graph.md, section 2). It is measured at the steps of the first and the last tokens of SAMPLE_TEXT.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ GEOM_UNITS = ("raw", "median")
 LIKELY_TOKENS = 64
 """The likeliest tokens of a step whose pairs count."""
 
-LIKELY_COLUMNS = 64
+LIKELY_TEXT_TOKENS = 64
 """Tokens of each text, with the tokenizer's leading special tokens."""
 
-PAGE = """The river had been rising since noon. By four o'clock it had covered the stepping stones below the mill, and
+SAMPLE_TEXT = """\
+The river had been rising since noon. By four o'clock it had covered the stepping stones below the mill, and
 the children who crossed there on their way home from school were sent round by the bridge. Nobody was alarmed: it
 rose every spring when the snow went, and every spring it fell again within a week. Old Martha, who had kept a record
 of the height in chalk on the wall of her cellar for thirty-one years, said that it had been higher in eleven of them.
@@ -53,7 +54,7 @@ _NOT_MEASURED = (
 )
 
 
-class Distances(Protocol):
+class TokenDistances(Protocol):
     """What `median_distance` needs of a `Geometry`."""
 
     def distances(self, rows: ArrayLike, cols: ArrayLike) -> Floats:
@@ -104,7 +105,7 @@ def raw_geom_scale(geom_scale: float, median: float | None, unknown: str = _NOT_
     return raw
 
 
-def median_distance(geometry: Distances, logits: Iterable[NDArray[Any]]) -> float | None:
+def median_distance(geometry: TokenDistances, logits: Iterable[NDArray[Any]]) -> float | None:
     """The median distance of two independent draws at one step, given that they are different tokens.
 
     A pair (i, j) of a step counts with the weight p_i p_j, p the softmax at temperature 1: pairs of likely tokens count
@@ -115,7 +116,7 @@ def median_distance(geometry: Distances, logits: Iterable[NDArray[Any]]) -> floa
 
     Returns None without two likely tokens at any step, and if the median is 0.
     """
-    found = [_pairs(geometry, row) for row in logits if np.isfinite(row.max())]
+    found = [_pair_distances(geometry, row) for row in logits if np.isfinite(row.max())]
     if not found:
         return None
     distances, weights = (np.concatenate(part) for part in zip(*found, strict=True))
@@ -127,7 +128,7 @@ def median_distance(geometry: Distances, logits: Iterable[NDArray[Any]]) -> floa
     return median if median > 0 else None
 
 
-def start_and_body(ids: Sequence[int], special: Sequence[int], vocab_size: int) -> tuple[Ids, Ids]:
+def split_special_prefix(ids: Sequence[int], special: Sequence[int], vocab_size: int) -> tuple[Ids, Ids]:
     """The leading special tokens of an encoded text and its other tokens, without ids outside the vocabulary.
 
     special: 1 for each special token of `ids`, else 0.
@@ -138,7 +139,7 @@ def start_and_body(ids: Sequence[int], special: Sequence[int], vocab_size: int) 
     return start[start < vocab_size], body[body < vocab_size]
 
 
-def ends_of(start: Ids, body: Ids, longest: int) -> list[Ids]:
+def first_and_last_tokens(start: Ids, body: Ids, longest: int) -> list[Ids]:
     """The first and the last tokens of `body`, each after `start`, with at most `longest` tokens; [] if none fit."""
     length = longest - len(start)
     if length < 1 or not len(body):
@@ -147,7 +148,7 @@ def ends_of(start: Ids, body: Ids, longest: int) -> list[Ids]:
     return [np.concatenate([start, end]) for end in ends]
 
 
-def _pairs(geometry: Distances, row: NDArray[Any]) -> tuple[Floats, Floats]:
+def _pair_distances(geometry: TokenDistances, row: NDArray[Any]) -> tuple[Floats, Floats]:
     """Distances and weights of the step's pairs, each [n (n - 1) / 2]."""
     weights = np.exp(row.astype(np.float64) - row.max())
     weights /= weights.sum()

@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 from topw_deploy.errors import ParameterError
 
 WORD_BITS = 32
-ALL = np.int32(-1)  # every bit set
-_LITTLE = np.dtype("<i4")
+ALL_ALLOWED = np.int32(-1)  # every bit set
+_LITTLE_ENDIAN = np.dtype("<i4")
 
 
 def mask_words(vocab: int) -> int:
@@ -32,7 +32,7 @@ def pack_mask(allowed: ArrayLike) -> NDArray[np.int32]:
     vocab = flags.shape[-1]
     octets = np.zeros((*flags.shape[:-1], mask_words(vocab) * 4), np.uint8)
     octets[..., : -(-vocab // 8)] = np.packbits(flags, axis=-1, bitorder="little")
-    return octets.view(_LITTLE).astype(np.int32, copy=False)
+    return octets.view(_LITTLE_ENDIAN).astype(np.int32, copy=False)
 
 
 def unpack_mask(words: ArrayLike, vocab: int) -> NDArray[np.bool_]:
@@ -46,7 +46,7 @@ def unpack_mask(words: ArrayLike, vocab: int) -> NDArray[np.bool_]:
             f"the mask is {given.dtype} {list(given.shape)}, but must be int32 [..., {mask_words(vocab)}] for "
             f"{vocab} tokens."
         )
-    octets = np.ascontiguousarray(given, _LITTLE).view(np.uint8)
+    octets = np.ascontiguousarray(given, _LITTLE_ENDIAN).view(np.uint8)
     return np.unpackbits(octets, axis=-1, count=vocab, bitorder="little").view(np.bool_)
 
 

@@ -50,15 +50,15 @@ def _require(name: str, value: object, holds: bool, bound: str) -> None:
         raise ParameterError(f"{name} is {value!r}, but must be {bound}.", name)
 
 
-def _finite_and_not_negative(value: float) -> bool:
+def _is_finite_and_not_negative(value: float) -> bool:
     return 0 <= value < math.inf
 
 
 _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
-    "lam": (_finite_and_not_negative, "a finite number >= 0"),
-    "beta": (_finite_and_not_negative, "a finite number >= 0"),
-    "temperature": (_finite_and_not_negative, "a finite number >= 0"),
-    "selection_temperature": (_finite_and_not_negative, "a finite number >= 0"),
+    "lam": (_is_finite_and_not_negative, "a finite number >= 0"),
+    "beta": (_is_finite_and_not_negative, "a finite number >= 0"),
+    "temperature": (_is_finite_and_not_negative, "a finite number >= 0"),
+    "selection_temperature": (_is_finite_and_not_negative, "a finite number >= 0"),
     "init_top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
     "geom_scale": (math.isfinite, "finite"),
 }

@@ -34,7 +34,8 @@ class Ties:
     nucleus: the mass by which the warm start's cut misses another size, relative to the requested mass.
     certificate: the gap between the best base J inside and outside the warm start.
     pool_cut: whether the pool ends between equal logits, so token ids decide.
-    warm_cut: the same for the warm start of an uncertified row. `allow` ignores it, as it affects only unstable sorts.
+    warm_cut: the same for the warm start of an uncertified row. `allow_other_set` ignores it, because it affects only
+        unstable sorts.
     rule: for a rule other than Top-W, the relative distance of its deciding quantity from its threshold
         (docs/contract/rules.md).
     """
@@ -46,14 +47,14 @@ class Ties:
     warm_cut: bool = False
     rule: float = math.inf
 
-    def allow(self, bounds: TieBounds) -> bool:
+    def allow_other_set(self, bounds: TieBounds) -> bool:
         """Whether an implementation with these rounding bounds may keep another set."""
         near = min(self.objective, self.rule) <= bounds.objective
         return self.pool_cut or near or self.nucleus <= bounds.nucleus
 
-    def allow_certified(self, bounds: TieBounds) -> bool:
+    def allow_other_certified(self, bounds: TieBounds) -> bool:
         """Whether it may give another value of `certified`."""
-        return self.allow(bounds) or self.certificate <= bounds.objective
+        return self.allow_other_set(bounds) or self.certificate <= bounds.objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def crop(
     if parameters.greedy:
         return Crop(np.array([np.argmax(row)], dtype=np.int64), True, 1, 1, 0, Ties())
 
-    C, pool_cut = pool(row, options.top_m)
+    C, pool_cut = candidate_pool(row, options.top_m)
     selection = parameters.selection_temperature or parameters.temperature
     log_p = (row[C] - row[C[0]]) / selection  # in units of the largest weight: scale cancels (F0)
     p = np.exp(np.maximum(log_p, SMALLEST_LOG_WEIGHT))
@@ -129,7 +130,7 @@ def crop(
         J = objective(p[order], phi[order], c)
         k = first_maximiser(J, c)
         largest = np.abs(f).max() if scale < 0 else 0.0
-        margin = min(margin, _lead(J, phi[order], k, c, scale) / max(unit, largest))
+        margin = min(margin, _objective_lead(J, phi[order], k, c, scale) / max(unit, largest))
         previous, S = S, np.zeros_like(S)
         S[order[:k]] = True
         if np.array_equal(S, previous):
@@ -141,7 +142,7 @@ def crop(
     return Crop(C[S], certified, k0, K, steps, ties, distance_to.computed)
 
 
-def pool(logits: Floats, top_m: int) -> tuple[Ids, bool]:
+def candidate_pool(logits: Floats, top_m: int) -> tuple[Ids, bool]:
     """The candidate pool C: the `top_m` largest finite logits, by (logit descending, id ascending).
 
     Returns (ids int64 [|C|], whether a logit left out equals the last one taken).
@@ -208,7 +209,7 @@ class SetDistance:
         return np.where(S, 0.0, nearest.mean(axis=1))
 
 
-def _lead(J: Floats, phi: Floats, k: int, c: float, scale: float) -> float:
+def _objective_lead(J: Floats, phi: Floats, k: int, c: float, scale: float) -> float:
     if len(J) == 1 or (c <= 0 and scale >= 0):  # the set is the largest logit, at phi = 0
         return math.inf
     if c <= 0:

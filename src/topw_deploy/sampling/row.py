@@ -21,7 +21,7 @@ PADDING = -1  # edit id without effect: rows of a batch have different numbers o
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SampledRow:
     """The answer for one row: the graph's outputs, then reference-only values.
 
     next_token: -1 if the row is invalid.
@@ -42,7 +42,7 @@ class Row:
     draw_margin: float = math.inf
 
     @property
-    def valid(self) -> bool:
+    def is_valid(self) -> bool:
         return self.next_token >= 0
 
 
@@ -72,7 +72,7 @@ def sample_row(
     allowed: ArrayLike | None = None,
     rule: int = TOP_W.code,
     rule_values: Sequence[float] = (0.0, 0.0),
-) -> Row:
+) -> SampledRow:
     """Edit, mask, crop and draw one row as the graph does, but in float64 from its float32 inputs.
 
     logits: [V], any float type, cast to float32.
@@ -82,9 +82,12 @@ def sample_row(
     allowed: int32 [ceil(V / 32)], see `apply_mask`; None allows every token.
     rule: the sampling rule's code, and `rule_values` its (v0, v1), rounded to float32.
 
-    Returns `Row()` for an invalid row (edited and masked logits with NaN, +inf or nothing finite; a parameter, a rule's
-    value or u out of range; an unknown rule), as a graph cannot raise. Raises ParameterError for inputs a graph cannot
-    run: a wrong shape, edits out of range, a geometry of another metric.
+    Returns `SampledRow()` for an invalid row, because a graph cannot raise. A row is invalid if its edited and masked
+    logits hold NaN, +inf or nothing finite, if a parameter, a value of the rule or u is out of range, and if the rule
+    is unknown.
+
+    Raises ParameterError for inputs that a graph cannot run: a wrong shape, edits out of range, a geometry of another
+    metric.
     """
     with np.errstate(over="ignore"):
         row = np.asarray(logits).astype(np.float32)
@@ -96,18 +99,18 @@ def sample_row(
     try:
         rounded = as_float32(parameters)
     except ParameterError:
-        return Row()
+        return SampledRow()
     with np.errstate(over="ignore"):
         values = np.asarray(rule_values, dtype=np.float32).tolist()
     known = RULES_BY_CODE.get(rule)
-    if not _usable(row) or not 0 <= u < 1 or known is None or not known.valid(values):
-        return Row()
+    if not _usable(row) or not 0 <= u < 1 or known is None or not known.accepts(values):
+        return SampledRow()
     chosen = crop(row, rounded, options, geometry) if known is TOP_W else _rule_crop(row, rounded, known, values)
     mass = crop_mass(row, chosen, rounded)
     if rounded.greedy:
-        return Row(int(chosen.kept[0]), 0.0, 1, chosen.kept, True, mass, chosen.ties)
+        return SampledRow(int(chosen.kept[0]), 0.0, 1, chosen.kept, True, mass, chosen.ties)
     drawn = draw(row, chosen.kept, rounded.temperature, u)
-    return Row(
+    return SampledRow(
         drawn.token, drawn.logprob, len(chosen.kept), chosen.kept, chosen.certified, mass, chosen.ties, drawn.margin
     )
 

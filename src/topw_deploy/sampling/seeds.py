@@ -9,13 +9,13 @@ import numpy as np
 from topw_deploy.errors import ParameterError
 
 SEED_BITS = 64
-_FRESH_BITS = 53  # exact in a double, for JSON
-_WORD = 1 << 64
+_FRESH_SEED_BITS = 53  # exact in a double, for JSON
+_COUNTER_VALUES = 1 << 64
 
 
 def fresh_seed() -> int:
     """A seed below 2**53 from the operating system."""
-    return secrets.randbits(_FRESH_BITS)
+    return secrets.randbits(_FRESH_SEED_BITS)
 
 
 def prompt_seed(seed: int, index: int) -> int:
@@ -24,8 +24,8 @@ def prompt_seed(seed: int, index: int) -> int:
     It uses the largest sample index, which no draw uses.
     """
     # numpy converts lists with integers >= 2**63 to floats
-    counter = np.array([index, _WORD - 1, 0, 0], np.uint64)
-    return int(np.random.Philox(key=seed, counter=counter).random_raw()) >> (SEED_BITS - _FRESH_BITS)
+    counter = np.array([index, _COUNTER_VALUES - 1, 0, 0], np.uint64)
+    return int(np.random.Philox(key=seed, counter=counter).random_raw()) >> (SEED_BITS - _FRESH_SEED_BITS)
 
 
 def uniform_for(seed: int, position: int, sample: int = 0) -> float:
@@ -39,7 +39,7 @@ def uniform_for(seed: int, position: int, sample: int = 0) -> float:
     numpy increments the counter before the first block.
     """
     for name, value in (("seed", seed), ("position", position), ("sample", sample)):
-        if not 0 <= value < _WORD:
+        if not 0 <= value < _COUNTER_VALUES:
             raise ParameterError(f"{name} is {value!r}, but must be in 0..2^64 - 1.")
     counter = np.array([position, sample, 0, 0], dtype=np.uint64)  # a list would become float64
     word = np.random.Philox(key=seed, counter=counter).random_raw()

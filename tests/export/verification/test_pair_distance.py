@@ -13,7 +13,7 @@ from topw_deploy.export.verification.evaluation_text import page_ends
 from topw_deploy.export.verification.results import Outcome, PairDistance, decoded_result, encoded_result, printed
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.sampling import Geometry, TopWOptions, median_distance
-from topw_deploy.sampling.likely_pairs import PAGE
+from topw_deploy.sampling.likely_pairs import SAMPLE_TEXT
 
 TOY = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
 
@@ -41,7 +41,7 @@ def test_the_text_is_the_beginning_and_the_end_of_a_page_each_behind_bos(folder:
     assert first.tolist() == whole[:40].tolist()
     assert last[1:].tolist() == again[-39:].tolist()
     assert first[1:].tolist() != last[1:].tolist()
-    assert len(PAGE) > 10 * 40
+    assert len(SAMPLE_TEXT) > 10 * 40
 
 
 def test_a_folder_without_a_tokenizer_has_no_text_and_no_median(tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ def unexplained(found: KernelSamples, cases: list[Case], options: TopWOptions, g
     for i, case in enumerate(cases):
         wanted = sample_row(case.logits, case.parameters, options, geometry, case.uniform)
         same = np.array_equal(np.flatnonzero(found.keep_mask[i]), np.sort(wanted.kept_ids))
-        if not same and not replace(wanted.ties, pool_cut=False).allow(FLOAT32_TIES):
+        if not same and not replace(wanted.ties, pool_cut=False).allow_other_set(FLOAT32_TIES):
             lines.append(f"row {i}: {case.regime}, {case.parameters}, {wanted.ties}")
-        if bool(found.certified[i]) != wanted.certified and not wanted.ties.allow_certified(FLOAT32_TIES):
+        if bool(found.certified[i]) != wanted.certified and not wanted.ties.allow_other_certified(FLOAT32_TIES):
             lines.append(f"certificate of row {i}")
         if same and found.next_token[i] != wanted.next_token and wanted.draw_margin > FLOAT32_TIES.draw:
             lines.append(f"token of row {i}")

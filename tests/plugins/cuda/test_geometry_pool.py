@@ -12,7 +12,7 @@ import pytest
 from tests.support.emulated import EmulatedKernel
 from topw_deploy.plugins.kernel import STAGES
 from topw_deploy.sampling import TopWOptions
-from topw_deploy.sampling.reference import pool
+from topw_deploy.sampling.reference import candidate_pool
 
 WHOLE = {"lam": 0.0, "beta": 1.0, "geom_scale": 0.0, "init_top_p": 0.5, "temperature": 20.0, "uniform": 0.5}
 
@@ -56,7 +56,7 @@ def rows(vocab: int, seed: int) -> dict[str, np.ndarray]:
 def test_the_pool_is_the_best_tokens_however_the_logits_lie(kernel: EmulatedKernel, vocab: int, top_m: int) -> None:
     for n, (name, row) in enumerate(rows(vocab, vocab).items()):
         kernel.emulate(seed=n + 1, threads=(64, 96, 128)[n % 3], blocks=1)
-        wanted = np.sort(pool(row.astype(np.float64), top_m)[0])
+        wanted = np.sort(candidate_pool(row.astype(np.float64), top_m)[0])
         assert np.array_equal(pools(kernel, row[None], top_m)[0], wanted), name
 
 
@@ -67,7 +67,7 @@ def test_the_short_types_of_logits_are_taken_as_float32_ones(kernel: EmulatedKer
         bits = (drawn.view(np.uint32) >> 16).astype(np.uint16)
         for given, meant in ((half, half.astype(np.float32)), (bits, (bits.astype(np.uint32) << 16).view(np.float32))):
             for found, row in zip(pools(kernel, given, 300), meant, strict=True):
-                assert np.array_equal(found, np.sort(pool(row.astype(np.float64), 300)[0]))
+                assert np.array_equal(found, np.sort(candidate_pool(row.astype(np.float64), 300)[0]))
 
 
 def test_edits_decide_who_is_in_the_pool(kernel: EmulatedKernel) -> None:
@@ -82,4 +82,4 @@ def test_edits_decide_who_is_in_the_pool(kernel: EmulatedKernel) -> None:
         edited = row[n].copy()
         value = edited[ids[n]]
         edited[ids[n]] = np.where(value > 0, value / penalty[n], value * penalty[n]) + bias[n]
-        assert np.array_equal(found[n], np.sort(pool(edited.astype(np.float64), 200)[0]))
+        assert np.array_equal(found[n], np.sort(candidate_pool(edited.astype(np.float64), 200)[0]))

@@ -13,7 +13,7 @@ from fuzz.rules import FILES, REST, Outcome, fuzz
 from tests.support.samples import thinned
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.rules import RULES, RuleParameters, kept_set
-from topw_deploy.sampling.torch import Stage, rule_rows
+from topw_deploy.sampling.torch import CropStage, rule_rows
 
 
 @pytest.mark.parametrize("rule", thinned(REST, 3))
@@ -113,7 +113,7 @@ def test_64_candidates_settle_rows_of_language_models(name: str) -> None:
     wanted = {"min_p": 0.05, "top_k": 50, "top_p": 0.6, "typical_p": 0.2, "eta_cutoff": 0.01}
     value = {v.name: wanted.get(v.name, v.default) for v in RULES[name].values}
     crop = rule_rows(torch.from_numpy(rows)[None], RuleParameters(rule=name, **value))
-    assert crop.stage.tolist() == [Stage.CANDIDATES]
+    assert crop.stage.tolist() == [CropStage.CANDIDATES]
 
 
 BEYOND = {
@@ -132,7 +132,7 @@ def test_candidates_do_not_settle_rows_that_other_tokens_decide(rule: str) -> No
     logits = torch.tensor(row)[order][None]
     crop = rule_rows(logits, RuleParameters(**choices))
     wanted = kept_set(logits[0], rule, RuleParameters(**choices).values)
-    assert crop.stage.tolist() == [Stage.POOL]
+    assert crop.stage.tolist() == [CropStage.POOL]
     assert crop.ids[0, : crop.kept[0]].tolist() == wanted.kept.tolist()
     assert crop.certified.tolist() == [wanted.certified]
 
@@ -142,7 +142,7 @@ def test_invalid_rows_keep_nothing() -> None:
     logits[1, 3], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf
     crop = rule_rows(logits, RuleParameters(min_p=0.1))
     assert crop.kept.tolist() == [9, 0, 0, 0]
-    assert crop.stage.tolist() == [Stage.CANDIDATES, Stage.INVALID, Stage.INVALID, Stage.INVALID]
+    assert crop.stage.tolist() == [CropStage.CANDIDATES, CropStage.INVALID, CropStage.INVALID, CropStage.INVALID]
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

@@ -132,12 +132,12 @@ def test_temperatures_select_and_draw() -> None:
 
 def test_margins_are_relative_distances_from_the_threshold() -> None:
     assert kept_set(ROW, "min_p", (0.299,)).ties.rule == pytest.approx(0.3 / 0.299 - 1)
-    assert kept_set(ROW, "epsilon", (0.2,)).ties.allow(FLOAT64_TIES)
-    assert kept_set(ROW, "top_p", (0.7,)).ties.allow(FLOAT64_TIES)
+    assert kept_set(ROW, "epsilon", (0.2,)).ties.allow_other_set(FLOAT64_TIES)
+    assert kept_set(ROW, "top_p", (0.7,)).ties.allow_other_set(FLOAT64_TIES)
     assert kept_set(ROW, "top_k", (3,)).ties.rule == math.inf
     near = kept_set(ROW, "epsilon", (0.2 * (1 + 5e-6),)).ties
-    assert near.allow(FLOAT32_TIES)
-    assert not near.allow(FLOAT64_TIES)
+    assert near.allow_other_set(FLOAT32_TIES)
+    assert not near.allow_other_set(FLOAT64_TIES)
 
 
 def test_typical_margin_is_small_where_another_token_could_come_first() -> None:
@@ -180,11 +180,11 @@ def test_sample_row_draws_by_rule() -> None:
 )
 def test_a_wrong_rule_or_value_makes_the_row_invalid(code: int, values: tuple[float, float]) -> None:
     for temperature in (1.0, 0.0):
-        assert not sample_row(ROW, {"temperature": temperature}, rule=code, rule_values=values).valid
+        assert not sample_row(ROW, {"temperature": temperature}, rule=code, rule_values=values).is_valid
 
 
 def test_values_that_a_rule_does_not_use_have_no_effect() -> None:
-    assert sample_row(ROW, {}, rule=9, rule_values=(math.nan, -3.0)).valid
+    assert sample_row(ROW, {}, rule=9, rule_values=(math.nan, -3.0)).is_valid
 
 
 def test_kept_set_refuses_top_w_and_invalid_arguments() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, as_float32
-from topw_deploy.sampling.reference import pool
+from topw_deploy.sampling.reference import candidate_pool
 
 Logits = NDArray[np.float32]
 Table = NDArray[np.float32]
@@ -153,7 +153,9 @@ def pool_bound(geometry: Geometry, rows: Sequence[Logits], top_m: int) -> NDArra
     Samplers read only those entries, which cost pool x V distances instead of V x V.
     """
     vocab = rows[0].shape[1]
-    ids = np.unique(np.concatenate([pool(row.astype(np.float64), top_m)[0] for batch in rows for row in batch]))
+    ids = np.unique(
+        np.concatenate([candidate_pool(row.astype(np.float64), top_m)[0] for batch in rows for row in batch])
+    )
     points = geometry.features(ids).astype(np.float32)  # [n, d]
     nearest = np.full(len(ids), np.inf, np.float32)
     for start in range(0, vocab, _BLOCK):

@@ -14,7 +14,7 @@ import numpy as np
 from topw_deploy.errors import TokenizerError
 from topw_deploy.export.verification.quantised_checks import EvaluationText
 from topw_deploy.manifest import DecoderManifest, Manifest, open_listed
-from topw_deploy.sampling.likely_pairs import PAGE, ends_of, start_and_body
+from topw_deploy.sampling.likely_pairs import SAMPLE_TEXT, first_and_last_tokens, split_special_prefix
 
 _COLUMNS = 256  # tokens in a row
 _MOST, _FEWEST = 8192, 1024  # tokens of text
@@ -41,15 +41,15 @@ def page_ends(folder: Path, manifest: DecoderManifest, columns: int) -> list[np.
     """The first and the last tokens of a page of prose and code, each int64 [at most `columns`], behind the tokenizer's
     leading special tokens; [] without tokenizer.json.
     """
-    found = _encoding(folder, manifest, PAGE)
+    found = _encoding(folder, manifest, SAMPLE_TEXT)
     if found is None:
         return []
     length = min(columns, manifest.decoder.context_length)
-    return ends_of(*_start_and_body(found, manifest.sampler.vocab_size), length)
+    return first_and_last_tokens(*_start_and_body(found, manifest.sampler.vocab_size), length)
 
 
 def _start_and_body(found: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    return start_and_body(found.ids, found.special_tokens_mask, vocab_size)
+    return split_special_prefix(found.ids, found.special_tokens_mask, vocab_size)
 
 
 def tokens_for(parameters: int) -> int:
@@ -96,5 +96,5 @@ def _general() -> tuple[str, str]:
     try:
         manual = "\n\n".join(topic_sections())
     except ImportError:
-        return PAGE, "prose and code"
-    return f"{PAGE}\n\n{manual}", "prose, code and Python's reference manual"
+        return SAMPLE_TEXT, "prose and code"
+    return f"{SAMPLE_TEXT}\n\n{manual}", "prose, code and Python's reference manual"

@@ -18,7 +18,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.session_options import SessionOptions
-from topw_deploy.sampling import Geometry, Row, TopWParameters, sample_row, uniform_for
+from topw_deploy.sampling import Geometry, SampledRow, TopWParameters, sample_row, uniform_for
 
 TOKENS = 10
 SEED = 7
@@ -132,7 +132,7 @@ def compare_tokens(
 
 
 def _near_tie(
-    row: Row, token: int, logits: np.ndarray, parameters: TopWParameters, uniform: float, error: float
+    row: SampledRow, token: int, logits: np.ndarray, parameters: TopWParameters, uniform: float, error: float
 ) -> bool:
     """Whether logits [V] with this relative error may draw `token` instead.
 
@@ -150,7 +150,7 @@ def _near_tie(
 
 
 def _drawn_nearby(
-    row: Row, token: int, logits: np.ndarray, temperature: float, uniform: float, apart: float, error: float
+    row: SampledRow, token: int, logits: np.ndarray, temperature: float, uniform: float, apart: float, error: float
 ) -> bool:
     """Whether `uniform` may fall on `token` of the unchanged crop.
 

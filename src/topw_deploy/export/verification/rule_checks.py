@@ -10,7 +10,7 @@ import numpy as np
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.export.verification.sampler_checks import LOGPROB_BOUND
 from topw_deploy.manifest import Check, NotCompared
-from topw_deploy.sampling import FLOAT32_TIES, Row, RuleParameters, TopWParameters, sample_row
+from topw_deploy.sampling import FLOAT32_TIES, RuleParameters, SampledRow, TopWParameters, sample_row
 
 RULES = (
     RuleParameters(top_k=20),
@@ -56,7 +56,7 @@ def rule_checks(
         found = probe.run(np.repeat(row[None], len(cases), 0), [asdict(p) for p in parameters], uniform, None, rules)
         for index, (rule, chosen, u) in enumerate(cases):
             wanted = sample_row(row, chosen, uniform=u, rule=rule.code, rule_values=rule.values)
-            if wanted.ties.allow(FLOAT32_TIES) or wanted.draw_margin <= FLOAT32_TIES.draw:
+            if wanted.ties.allow_other_set(FLOAT32_TIES) or wanted.draw_margin <= FLOAT32_TIES.draw:
                 ties += 1
                 continue
             answer = {name: value[index] for name, value in found.items()}
@@ -71,6 +71,6 @@ def rule_checks(
     yield Check(f"{title} rules' log-probabilities", worst <= LOGPROB_BOUND, worst, LOGPROB_BOUND, detail)
 
 
-def _same(wanted: Row, found: dict[str, np.ndarray]) -> bool:
+def _same(wanted: SampledRow, found: dict[str, np.ndarray]) -> bool:
     names = ("kept", "certified", "next_token")
     return all(found[name] == getattr(wanted, name) for name in names)

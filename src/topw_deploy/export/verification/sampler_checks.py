@@ -16,7 +16,16 @@ from topw_deploy.export.graph.table import EmbeddingTable, stored_array
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.manifest import MODEL_NAME, Check, NotCompared, SamplerInfo
-from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, pack_mask, sample_row
+from topw_deploy.sampling import (
+    FLOAT32_TIES,
+    Geometry,
+    SampledRow,
+    TopWOptions,
+    TopWParameters,
+    draw,
+    pack_mask,
+    sample_row,
+)
 
 LOGPROB_BOUND = 1e-4
 # Minimum number of rows without a tie, and of those among them without a certificate, whose crops the pool's distances
@@ -53,20 +62,20 @@ class _Tally:
     def wrong(self) -> dict[str, int]:
         return {"kept sets": self.kept_sets, "tokens": self.tokens, "certificates": self.certificates}
 
-    def add_all(self, answers: Iterable[tuple[Row, dict[str, np.ndarray]]]) -> None:
+    def add_all(self, answers: Iterable[tuple[SampledRow, dict[str, np.ndarray]]]) -> None:
         for wanted, found in answers:
             self.add(wanted, found)
 
-    def add(self, wanted: Row, found: dict[str, np.ndarray]) -> None:
+    def add(self, wanted: SampledRow, found: dict[str, np.ndarray]) -> None:
         self.rows += 1
-        if wanted.ties.allow(FLOAT32_TIES):
+        if wanted.ties.allow_other_set(FLOAT32_TIES):
             self.ties += 1
             return
         self.uncertified += not wanted.certified
         self.kept_sets += bool(found["kept"] != wanted.kept)
         # A missing certificate only costs time.
         false_claim = bool(found["certified"]) and not wanted.certified
-        self.certificates += false_claim and not wanted.ties.allow_certified(FLOAT32_TIES)
+        self.certificates += false_claim and not wanted.ties.allow_other_certified(FLOAT32_TIES)
         if wanted.draw_margin <= FLOAT32_TIES.draw:
             self.ties += 1
         elif found["next_token"] != wanted.next_token:
@@ -170,9 +179,9 @@ def _answers(
     geometry: Geometry,
     logits: np.ndarray,
     masks: np.ndarray | None = None,
-) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
+) -> Iterator[tuple[SampledRow, dict[str, np.ndarray]]]:
     """(reference, graph) pairs. masks: int32 [n, words], which are compared with the defaults and by geometry."""
-    cases: list[tuple[int, TopWParameters, float, Row]] = []
+    cases: list[tuple[int, TopWParameters, float, SampledRow]] = []
     for setting in _settings(sampler)[: None if masks is None else _MASKED_SETTINGS]:
         parameters = TopWParameters(**{**asdict(defaults), **setting})
         for index, row in enumerate(logits):
@@ -195,17 +204,17 @@ def _answers(
             yield wanted, {name: value[number] for name, value in results.items()}
 
 
-def _drawn_with(row: Row, logits: np.ndarray, parameters: TopWParameters, uniform: float) -> Row:
+def _drawn_with(row: SampledRow, logits: np.ndarray, parameters: TopWParameters, uniform: float) -> SampledRow:
     """`row` with the token drawn at `uniform`, on which its crop does not depend."""
-    if parameters.greedy or not row.valid:
+    if parameters.greedy or not row.is_valid:
         return row
     drawn = draw(logits, row.kept_ids, float(np.float32(parameters.temperature)), float(np.float32(uniform)))
     return replace(row, next_token=drawn.token, logprob=drawn.logprob, draw_margin=drawn.margin)
 
 
-def _uniforms(logits: np.ndarray, row: Row, parameters: TopWParameters) -> list[float]:
+def _uniforms(logits: np.ndarray, row: SampledRow, parameters: TopWParameters) -> list[float]:
     """The middles of kept tokens' intervals: drawing with all of them lists the crop."""
-    if parameters.greedy or not row.valid:
+    if parameters.greedy or not row.is_valid:
         return [0.5]
     kept = logits[row.kept_ids].astype(np.float64)
     edges = np.concatenate([[0.0], np.cumsum(np.exp((kept - kept[0]) / parameters.temperature))])

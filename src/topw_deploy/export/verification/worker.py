@@ -32,7 +32,7 @@ from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_mani
 from topw_deploy.memory import peak_bytes
 from topw_deploy.runtime.ort.native_sampler import operator_library
 from topw_deploy.sampling import Geometry, median_distance
-from topw_deploy.sampling.likely_pairs import LIKELY_COLUMNS
+from topw_deploy.sampling.likely_pairs import LIKELY_TEXT_TOKENS
 
 _TEXT = (
     "def parse(text):\n    return text.split()\nThe quick brown fox jumps over the lazy dog. In 1815 it was 3.14159, "
@@ -125,7 +125,7 @@ def _cost_of_quantisation(
 def _pair_distance(
     folder: Path, manifest: DecoderManifest, reference: Reference, geometry: Geometry
 ) -> Iterator[PairDistance]:
-    texts = page_ends(folder, manifest, LIKELY_COLUMNS)
+    texts = page_ends(folder, manifest, LIKELY_TEXT_TOKENS)
     median = median_distance(geometry, (row for ids in texts for row in reference.logits(ids)))
     if median is not None:
         yield PairDistance(median)

@@ -31,7 +31,7 @@ class Alternation:
     penalty: geom_scale >= 0.
     distance_to: dist(i, S) of positions i outside S; None if always 1.
     bound: lower bounds [n] of distances to any other token.
-    settled_at: a step that ends in a subset of at least this size is final (T1).
+    final_size: a step that ends in a subset of at least this size is final (T1).
     """
 
     p: Floats
@@ -41,7 +41,7 @@ class Alternation:
     penalty: float
     distance_to: Callable[[Ids, Mask], Floats] | None
     bound: Floats | float
-    settled_at: int
+    final_size: int
 
     def run(self, S: Mask, most_steps: int) -> tuple[Mask, Mask, int]:
         """Alternate from the warm start S. Returns (last set, union of earlier sets, steps)."""
@@ -49,7 +49,7 @@ class Alternation:
         for steps in range(1, most_steps + 1):
             before, S = S, self._step(S)
             grown = bool((S & ~before).any())
-            if not grown and (int(S.sum()) >= self.settled_at or np.array_equal(S, before)):
+            if not grown and (int(S.sum()) >= self.final_size or np.array_equal(S, before)):
                 return S, seen, steps
             if steps < most_steps:
                 seen |= S
@@ -126,7 +126,7 @@ class SetDistances:
             missing = S & ~self._known[group]
             if missing.any():
                 self._measure(same, np.flatnonzero(missing))
-                self._group[same] = self._group_with(self._known[group] | missing)
+                self._group[same] = self._group_measuring(self._known[group] | missing)
         to_members = self._store[np.ix_(rows, np.flatnonzero(S))]  # [n, |S|]
         count = min(self._neighbours or 1, to_members.shape[1])
         if count == 1:
@@ -150,7 +150,7 @@ class SetDistances:
         assert self._features is not None  # the first positions are all new
         return self._features[positions]
 
-    def _group_with(self, columns: Mask) -> int:
+    def _group_measuring(self, columns: Mask) -> int:
         for group, known in enumerate(self._known):
             if np.array_equal(known, columns):
                 return group

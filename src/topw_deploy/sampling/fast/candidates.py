@@ -19,7 +19,7 @@ _ONE_BLOCK_EACH = 4096  # up to this many tokens, one block per token
 _GAP_SLACK = 1e-9
 
 
-class Blocks:
+class BlockMaxima:
     """Block maxima of one row of logits [V], float32 or float64. `largest` propagates NaN and infinities."""
 
     def __init__(self, logits: Logits) -> None:
@@ -37,7 +37,7 @@ class Blocks:
 
     def at_least(self, threshold: float, most: int | None = None) -> Ids | None:
         """Ascending ids of all finite logits >= `threshold`; None if more than `most` blocks hold one."""
-        bound = _rounded_down(threshold, self._logits.dtype)
+        bound = _round_down(threshold, self._logits.dtype)
         if not bound > -np.inf:
             return None if most is not None else np.flatnonzero(self._logits > -np.inf)
         columns = np.flatnonzero(self._maxima >= bound)
@@ -50,7 +50,7 @@ class Blocks:
         rest = np.flatnonzero(self._rest >= bound)
         return np.concatenate([ids, rest + self._grid.size]) if len(rest) else ids
 
-    def holding_the_largest(self, count: int) -> Ids:
+    def ids_including_largest(self, count: int) -> Ids:
         """Ascending ids that include the `count` largest finite logits and their ties."""
         values = self._maxima if count <= len(self._maxima) // 2 else self._logits
         if count >= len(values):
@@ -62,7 +62,7 @@ class Blocks:
         return found
 
 
-def _rounded_down(threshold: float, dtype: np.dtype) -> np.floating:
+def _round_down(threshold: float, dtype: np.dtype) -> np.floating:
     with np.errstate(over="ignore"):
         near = dtype.type(threshold)
     return near if float(near) <= threshold else np.nextafter(near, dtype.type(-np.inf))
@@ -77,5 +77,5 @@ def gap(lam: float, c: float, most_mass: float) -> float:
     return (c / lam) * (1.0 + math.log(most_mass)) * (1.0 + _GAP_SLACK) if lam > 0 else math.inf
 
 
-def in_pool_order(logits: Logits, ids: Ids) -> Ids:
+def sort_in_pool_order(logits: Logits, ids: Ids) -> Ids:
     return ids[np.argsort(-logits[ids], kind="stable")]

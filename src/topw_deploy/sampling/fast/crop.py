@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.fast.alternation import Alternation, SetDistances
-from topw_deploy.sampling.fast.candidates import Blocks, Logits, gap, in_pool_order
+from topw_deploy.sampling.fast.candidates import BlockMaxima, Logits, gap, sort_in_pool_order
 from topw_deploy.sampling.geometry import Floats, Geometry, Ids
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.reference import (
@@ -68,13 +68,13 @@ def fast_crop(
     row = np.asarray(logits)
     if row.ndim != 1 or row.dtype not in (np.float32, np.float64):
         row = checked_row(row)
-    bound = None if neighbour_bound is None else _long_enough(neighbour_bound, len(row))
+    bound = None if neighbour_bound is None else _checked_neighbour_bound(neighbour_bound, len(row))
     if parameters.geom_scale < 0 and not parameters.greedy:  # no proof covers it
-        return _literal(row, parameters, options, geometry)
-    return _Row(row, parameters, options, geometry, bound).settle()
+        return _crop_literally(row, parameters, options, geometry)
+    return _RowCrop(row, parameters, options, geometry, bound).choose()
 
 
-class _Row:
+class _RowCrop:
     def __init__(
         self,
         row: Logits,
@@ -93,29 +93,29 @@ class _Row:
         # Otherwise a pool token may lack an embedding, which is an error even if no distance is needed.
         self.every_token_embedded = table is None or table.shape[0] >= len(row)
 
-    def settle(self) -> FastCrop:
+    def choose(self) -> FastCrop:
         if self.parameters.greedy or (self.c <= 0 and self.every_token_embedded):  # singleton collapse
-            return self._largest()
-        self.blocks = Blocks(self.row)
-        self._check(self.blocks.largest)
-        candidates = self._candidates()
+            return self._crop_to_largest()
+        self.blocks = BlockMaxima(self.row)
+        self._check_largest(self.blocks.largest)
+        candidates = self._ids_within_gap()
         if candidates is not None and len(candidates) <= self.options.top_m and self.every_token_embedded:
-            found = self._by_candidates(candidates)
+            found = self._certify_by_candidates(candidates)
             if found is not None:
                 return found
-        return self._by_pool(candidates)
+        return self._crop_by_pool(candidates)
 
-    def _check(self, largest: float) -> None:
+    def _check_largest(self, largest: float) -> None:
         if not math.isfinite(largest):  # NaN if the row holds one; the reference raises the error
             checked_row(self.row)
 
-    def _largest(self) -> FastCrop:
+    def _crop_to_largest(self) -> FastCrop:
         best = int(self.row.argmax())  # the first NaN, if any
-        self._check(float(self.row[best]))
+        self._check_largest(float(self.row[best]))
         stage = "greedy" if self.parameters.greedy else "candidates"
         return FastCrop(np.array([best], dtype=np.int64), True, stage, 0, 0, 0, 0)
 
-    def _candidates(self) -> Ids | None:
+    def _ids_within_gap(self) -> Ids | None:
         """All tokens within the gap, which contain the crop; None if too many."""
         lam, top_m = self.parameters.lam, self.options.top_m
         width = gap(lam, self.c, min(top_m, len(self.row)))  # no weight exceeds the largest
@@ -132,10 +132,10 @@ class _Row:
     def _log_weights(self, ids: Ids) -> Floats:
         return (self.row[ids].astype(np.float64) - self.blocks.largest) / self.selection
 
-    def _by_candidates(self, ids: Ids) -> FastCrop | None:
+    def _certify_by_candidates(self, ids: Ids) -> FastCrop | None:
         """Certify the row by the candidates, a prefix of the pool; None if they prove nothing."""
         lam, share = self.parameters.lam, self.parameters.init_top_p
-        ordered = in_pool_order(self.row, ids)
+        ordered = sort_in_pool_order(self.row, ids)
         log_p = self._log_weights(ordered)
         p = _weights(log_p)
         K = first_maximiser(objective(p, lam * log_p, self.c), self.c)
@@ -145,12 +145,12 @@ class _Row:
                 return None
         return FastCrop(ordered[:K], True, "candidates", len(ids), 0, 0, 0)
 
-    def _by_pool(self, candidates: Ids | None) -> FastCrop:
+    def _crop_by_pool(self, candidates: Ids | None) -> FastCrop:
         """Certify the row by the pool (T2), otherwise alternate."""
         size = self.options.top_m
         if candidates is None or len(candidates) < size:
-            candidates = self.blocks.holding_the_largest(size)
-        C = in_pool_order(self.row, candidates)[:size]
+            candidates = self.blocks.ids_including_largest(size)
+        C = sort_in_pool_order(self.row, candidates)[:size]
         if not self.every_token_embedded:
             self.geometry.features(C.max(keepdims=True))  # raises if that token has none
         log_p = self._log_weights(C)
@@ -160,9 +160,9 @@ class _Row:
         K = first_maximiser(objective(p, scores, self.c), self.c)
         if k0 >= K:
             return FastCrop(C[:K], True, "pool", len(C), 0, 0, len(C) * k0)
-        return self._by_geometry(C, p, scores, k0)
+        return self._crop_by_geometry(C, p, scores, k0)
 
-    def _by_geometry(self, C: Ids, p: Floats, scores: Floats, k0: int) -> FastCrop:
+    def _crop_by_geometry(self, C: Ids, p: Floats, scores: Floats, k0: int) -> FastCrop:
         scale, neighbours = self.parameters.geom_scale, self.options.neighbours
         measured = self.options.metric != "uniform" and scale > 0
         distances = SetDistances(self.geometry, C, neighbours) if measured else None
@@ -173,14 +173,14 @@ class _Row:
             unit=max(1.0, self.parameters.lam, self.parameters.beta),
             penalty=scale,
             distance_to=distances,
-            bound=self._bounds(C) if measured else 1.0,
-            settled_at=max(1, neighbours),
+            bound=self._neighbour_bounds(C) if measured else 1.0,
+            final_size=max(1, neighbours),
         )
         S, seen, steps = alternation.run(np.arange(len(C)) < k0, self.options.alt_iters)
         computed = distances.computed if distances else 0
         return FastCrop(C[S], False, "geometry", len(C), steps, computed, len(C) * int(seen.sum()) - computed)
 
-    def _bounds(self, C: Ids) -> Floats | float:
+    def _neighbour_bounds(self, C: Ids) -> Floats | float:
         if self.neighbour_bound is None:
             return 0.0
         bounds = self.neighbour_bound[C].astype(np.float64)
@@ -196,7 +196,7 @@ def _weights(log_p: Floats) -> Floats:
     return np.exp(np.maximum(log_p, SMALLEST_LOG_WEIGHT))
 
 
-def _long_enough(neighbour_bound: ArrayLike, vocab: int) -> np.ndarray:
+def _checked_neighbour_bound(neighbour_bound: ArrayLike, vocab: int) -> np.ndarray:
     bound = np.asarray(neighbour_bound)
     if bound.ndim != 1 or len(bound) < vocab:
         raise ParameterError(
@@ -205,7 +205,7 @@ def _long_enough(neighbour_bound: ArrayLike, vocab: int) -> np.ndarray:
     return bound
 
 
-def _literal(row: Logits, parameters: TopWParameters, options: TopWOptions, geometry: Geometry) -> FastCrop:
+def _crop_literally(row: Logits, parameters: TopWParameters, options: TopWOptions, geometry: Geometry) -> FastCrop:
     found = crop(row, parameters, options, geometry)
     looked_at = min(options.top_m, int(np.isfinite(row).sum()))
     return FastCrop(found.kept, False, "literal", looked_at, found.steps, found.distances, 0)

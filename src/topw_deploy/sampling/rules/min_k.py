@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from topw_deploy.sampling.rules.row import Choice, OrderedRow, prefix
+from topw_deploy.sampling.rules.row import Choice, OrderedRow, keep_first
 
 
 def min_k(row: OrderedRow, tau: float, _: float) -> Choice:
@@ -21,7 +21,7 @@ def min_k(row: OrderedRow, tau: float, _: float) -> Choice:
     n = len(row)
     R = float(row.logits[0] - row.logits[-1])
     if R == 0:
-        return prefix(n if tau > 0 else 1)
+        return keep_first(n if tau > 0 else 1)
     decay = (row.logits[:-1] - row.logits[1:]) / np.arange(1, n)  # [n - 1]; R cancels
     cliff = int(np.argmax(decay)) + 1
     flat = tau / R
@@ -29,7 +29,7 @@ def min_k(row: OrderedRow, tau: float, _: float) -> Choice:
     size = max(cliff, fallback)
     rivals = decay[np.maximum(np.arange(1, n), fallback) != size]  # cliffs that would keep a different number of tokens
     lead = (decay[cliff - 1] - rivals.max()) / decay[cliff - 1] if len(rivals) else math.inf
-    return prefix(size, min(float(lead), _floor_margin(flat, cliff, n)))
+    return keep_first(size, min(float(lead), _floor_margin(flat, cliff, n)))
 
 
 def _floor_margin(flat: float, cliff: int, n: int) -> float:

@@ -7,17 +7,17 @@ import math
 import numpy as np
 
 from topw_deploy.sampling.geometry import Floats
-from topw_deploy.sampling.rules.row import Choice, OrderedRow, prefix
+from topw_deploy.sampling.rules.row import Choice, OrderedRow, keep_first
 
 
 def top_p(row: OrderedRow, p: float, _: float) -> Choice:
     """The shortest prefix with a mass of at least p; every finite token for p = 1."""
     if p >= 1.0:
-        return prefix(len(row))
-    return prefix(*shortest(row.weights, p))
+        return keep_first(len(row))
+    return keep_first(*shortest_prefix(row.weights, p))
 
 
-def shortest(weights: Floats, share: float) -> tuple[int, float]:
+def shortest_prefix(weights: Floats, share: float) -> tuple[int, float]:
     """Size of the shortest prefix with at least `share` < 1 of the weights' sum, and the relative margin of the cut."""
     G = np.cumsum(weights)
     target = share * G[-1]

@@ -44,13 +44,13 @@ class RuleParameters:
     values: tuple[float, float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        chosen = self._named_or_implied()
-        for name in self._given():
+        chosen = self._named_or_implied_rule()
+        for name in self._given_names():
             if RULE_OF_VALUE[name] is not chosen:
-                raise _foreign(name, chosen)
+                raise _foreign_parameter_error(name, chosen)
         for value in chosen.values:
-            _check(value, self._value(value), chosen)
-        given = [float(np.float32(self._value(value))) for value in chosen.values]
+            _check_value(value, self._value_or_default(value), chosen)
+        given = [float(np.float32(self._value_or_default(value))) for value in chosen.values]
         v0, v1, *_ = (*given, 0.0, 0.0)
         for name, computed in (("name", chosen.name), ("code", chosen.code), ("values", (v0, v1))):
             object.__setattr__(self, name, computed)
@@ -60,10 +60,10 @@ class RuleParameters:
         """The named or implied rule."""
         return RULES[self.name]
 
-    def _named_or_implied(self) -> Rule:
+    def _named_or_implied_rule(self) -> Rule:
         if self.rule is not None:
-            return _named(self.rule)
-        given = {RULE_OF_VALUE[name].name: name for name in self._given()}
+            return _find_rule(self.rule)
+        given = {RULE_OF_VALUE[name].name: name for name in self._given_names()}
         if len(given) > 1:
             first, second = list(given.values())[:2]
             raise ParameterError(
@@ -73,10 +73,10 @@ class RuleParameters:
             )
         return RULES[next(iter(given))] if given else TOP_W
 
-    def _given(self) -> list[str]:
+    def _given_names(self) -> list[str]:
         return [name for name in RULE_OF_VALUE if getattr(self, name) is not None]
 
-    def _value(self, value: RuleValue) -> Any:
+    def _value_or_default(self, value: RuleValue) -> Any:
         given = getattr(self, value.name)
         return value.default if given is None else given
 
@@ -94,20 +94,20 @@ def take_rule(given: Mapping[str, Any]) -> tuple[RuleParameters, dict[str, Any]]
     return RuleParameters(**own), {name: value for name, value in given.items() if name not in own}
 
 
-def _named(name: object) -> Rule:
+def _find_rule(name: object) -> Rule:
     if isinstance(name, str) and name in RULES:
         return RULES[name]
-    raise unknown_rule(name)
+    raise unknown_rule_error(name)
 
 
-def unknown_rule(name: object) -> ParameterError:
+def unknown_rule_error(name: object) -> ParameterError:
     """The error for an unknown rule, suggesting the nearest known one."""
     close = difflib.get_close_matches(name, RULES, n=1) if isinstance(name, str) else []
     hint = f"did you mean {close[0]}? " if close else ""
     return ParameterError(f"rule is {name!r:.60}: {hint}known are {', '.join(RULES)}.", "rule")
 
 
-def _foreign(name: str, chosen: Rule) -> ParameterError:
+def _foreign_parameter_error(name: str, chosen: Rule) -> ParameterError:
     owner = RULE_OF_VALUE[name].name
     return ParameterError(
         f"{name} is a parameter of the rule {owner}, but the rule is {chosen.name}; leave it out, or choose {owner}.",
@@ -116,13 +116,13 @@ def _foreign(name: str, chosen: Rule) -> ParameterError:
     )
 
 
-def _check(value: RuleValue, given: object, chosen: Rule) -> None:
+def _check_value(value: RuleValue, given: object, chosen: Rule) -> None:
     if given is None:
         raise ParameterError(f"the rule {chosen.name} needs {value.name}, {value.bound}; give it.", value.name)
     number = as_number(value.name, given)
-    if not value.valid(number):
+    if not value.accepts(number):
         raise ParameterError(f"{value.name} is {given!r}, but must be {value.bound}.", value.name)
     with np.errstate(over="ignore"):
         rounded = float(np.float32(number))
-    if not value.valid(rounded):
+    if not value.accepts(rounded):
         raise ParameterError(f"{value.name} is {given!r}, but must be {value.bound} {IN_FLOAT32}.", value.name)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from topw_deploy.sampling.rules.row import Choice, OrderedRow, prefix
+from topw_deploy.sampling.rules.row import Choice, OrderedRow, keep_first
 
 
 def top_k(row: OrderedRow, k: float, _: float) -> Choice:
     """The first k tokens."""
-    return prefix(min(int(k), len(row)))
+    return keep_first(min(int(k), len(row)))
 
 
 def keep_all(row: OrderedRow, _: float, __: float) -> Choice:
     """Every finite token."""
-    return prefix(len(row))
+    return keep_first(len(row))

@@ -51,7 +51,7 @@ def kept_set(
     Raises ParameterError for an unknown rule, values outside their intervals, and logits that `sampling.crop` refuses.
     """
     chosen = _known(rule)
-    if len(values) < len(chosen.values) or not chosen.valid(values):
+    if len(values) < len(chosen.values) or not chosen.accepts(values):
         bounds = ", ".join(f"{value.name} {value.bound}" for value in chosen.values)
         raise ParameterError(f"the rule {chosen.name} has the values {tuple(values)}, but needs {bounds}.", "rule")
     row = checked_row(logits)

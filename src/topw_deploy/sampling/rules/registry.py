@@ -16,7 +16,7 @@ from topw_deploy.sampling.rules.threshold import epsilon, eta, min_p, p_less
 from topw_deploy.sampling.rules.top_h import top_h
 from topw_deploy.sampling.rules.typical import typical
 
-MOST_COUNT = 1 << 24
+LARGEST_COUNT = 1 << 24
 """The largest count: float32 holds every integer up to it."""
 
 
@@ -34,7 +34,7 @@ class RuleValue:
     bound: str
     default: float | None = None
 
-    def valid(self, value: float) -> bool:
+    def accepts(self, value: float) -> bool:
         return math.isfinite(value) and self.holds(value)
 
 
@@ -55,29 +55,29 @@ class Rule:
     choose: Callable[[OrderedRow, float, float], Choice] | None = None
     uses_temperature: bool = True
 
-    def valid(self, values: Sequence[float]) -> bool:
+    def accepts(self, values: Sequence[float]) -> bool:
         """Whether (v0, v1) are in their intervals. A value that the rule does not use may be any number."""
-        return all(value.valid(number) for value, number in zip(self.values, values, strict=False))
+        return all(value.accepts(number) for value, number in zip(self.values, values, strict=False))
 
 
-def _count(name: str, default: float | None = None) -> RuleValue:
+def _count_value(name: str, default: float | None = None) -> RuleValue:
     return RuleValue(
         name,
-        lambda value: value == math.floor(value) and 1 <= value <= MOST_COUNT,
-        f"an integer in 1..{MOST_COUNT}",
+        lambda value: value == math.floor(value) and 1 <= value <= LARGEST_COUNT,
+        f"an integer in 1..{LARGEST_COUNT}",
         default,
     )
 
 
-def _share(name: str, default: float | None = None) -> RuleValue:
+def _share_value(name: str, default: float | None = None) -> RuleValue:
     return RuleValue(name, lambda value: 0 < value <= 1, "in (0, 1]", default)
 
 
-def _inside(name: str) -> RuleValue:
+def _open_share_value(name: str) -> RuleValue:
     return RuleValue(name, lambda value: 0 < value < 1, "in (0, 1)")
 
 
-def _not_negative(name: str, default: float) -> RuleValue:
+def _non_negative_value(name: str, default: float) -> RuleValue:
     return RuleValue(name, lambda value: value >= 0, "a finite number >= 0", default)
 
 
@@ -86,16 +86,16 @@ _MIN_P = RuleValue("min_p", lambda value: 0 <= value <= 1, "in [0, 1]")
 TOP_W = Rule(0, "top_w")
 ALL_RULES = (
     TOP_W,
-    Rule(1, "top_k", (_count("top_k"),), top_k, uses_temperature=False),
-    Rule(2, "top_p", (_share("top_p"),), top_p),
+    Rule(1, "top_k", (_count_value("top_k"),), top_k, uses_temperature=False),
+    Rule(2, "top_p", (_share_value("top_p"),), top_p),
     Rule(3, "min_p", (_MIN_P,), min_p),
-    Rule(4, "top_h", (_share("top_h", 0.4), _count("top_h_pool", 100)), top_h),
-    Rule(5, "typical", (_inside("typical_p"),), typical),
-    Rule(6, "epsilon", (_inside("epsilon_cutoff"),), epsilon),
-    Rule(7, "eta", (_inside("eta_cutoff"),), eta),
-    Rule(8, "top_n_sigma", (_not_negative("top_n_sigma", 1.0),), top_n_sigma, uses_temperature=False),
+    Rule(4, "top_h", (_share_value("top_h", 0.4), _count_value("top_h_pool", 100)), top_h),
+    Rule(5, "typical", (_open_share_value("typical_p"),), typical),
+    Rule(6, "epsilon", (_open_share_value("epsilon_cutoff"),), epsilon),
+    Rule(7, "eta", (_open_share_value("eta_cutoff"),), eta),
+    Rule(8, "top_n_sigma", (_non_negative_value("top_n_sigma", 1.0),), top_n_sigma, uses_temperature=False),
     Rule(9, "p_less", (), p_less),
-    Rule(10, "min_k", (_not_negative("min_k_tau", 3.0),), min_k, uses_temperature=False),
+    Rule(10, "min_k", (_non_negative_value("min_k_tau", 3.0),), min_k, uses_temperature=False),
     Rule(11, "none", (), keep_all, uses_temperature=False),
 )
 

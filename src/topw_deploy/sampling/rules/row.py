@@ -77,12 +77,12 @@ class Choice:
     margin: float = math.inf
 
 
-def prefix(size: int, margin: float = math.inf) -> Choice:
+def keep_first(size: int, margin: float = math.inf) -> Choice:
     """The first `size` tokens."""
     return Choice(np.arange(size, dtype=np.int64), float(margin))
 
 
-def nearest(values: Floats, threshold: float) -> float:
+def nearest_margin(values: Floats, threshold: float) -> float:
     """The smallest |value / threshold - 1|; inf for no values or a threshold of 0."""
     if len(values) == 0 or threshold == 0:
         return math.inf

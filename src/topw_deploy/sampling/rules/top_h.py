@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from topw_deploy.sampling.rules.row import Choice, OrderedRow, nearest, prefix
+from topw_deploy.sampling.rules.row import Choice, OrderedRow, keep_first, nearest_margin
 
 
 def top_h(row: OrderedRow, alpha: float, pool: float) -> Choice:
@@ -25,7 +25,7 @@ def top_h(row: OrderedRow, alpha: float, pool: float) -> Choice:
     E = np.cumsum(terms)
     limit = alpha * E[-1]
     if limit == 0.0:
-        return prefix(1)
+        return keep_first(1)
     k = max(1, int((limit >= E).sum()))
     cuts = E[1 : n - 1] if alpha == 1.0 else E[1:]  # for alpha = 1, E_n equals the limit exactly
-    return prefix(k, nearest(cuts, limit) if len(cuts) else math.inf)
+    return keep_first(k, nearest_margin(cuts, limit) if len(cuts) else math.inf)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from topw_deploy.sampling.rules.nucleus import shortest
+from topw_deploy.sampling.rules.nucleus import shortest_prefix
 from topw_deploy.sampling.rules.row import Choice, OrderedRow
 
 
@@ -18,7 +18,7 @@ def typical(row: OrderedRow, mass: float, _: float) -> Choice:
     m = row.total_surprise / row.total
     distance = np.abs(row.surprise - m)
     order = np.argsort(distance, kind="stable")
-    k, margin = shortest(row.weights[order], mass)
+    k, margin = shortest_prefix(row.weights[order], mass)
     return Choice(np.sort(order[:k]), min(margin, _order_margin(row, distance, int(order[k - 1]), m)))
 
 

@@ -38,7 +38,7 @@ class SetDistances:
             if missing.any():
                 same = rows[self._group[rows] == group]
                 self._measure(same, missing.nonzero()[:, 0])
-                self._group[same] = self._group_with(self._known[group] | missing)
+                self._group[same] = self._group_measuring(self._known[group] | missing)
         to_members = self._store[rows[:, None], S.nonzero()[:, 0]]
         count = min(self._neighbours or 1, to_members.shape[1])
         return to_members.amin(1) if count == 1 else to_members.topk(count, dim=1, largest=False).values.mean(1)
@@ -57,7 +57,7 @@ class SetDistances:
             self._has_point[new] = True
         return self._points[positions]
 
-    def _group_with(self, columns: Tensor) -> int:
+    def _group_measuring(self, columns: Tensor) -> int:
         for group, known in enumerate(self._known):
             if torch.equal(known, columns):
                 return group
@@ -81,7 +81,7 @@ class Alternation:
     scale: float
     distances: SetDistances | None
     bound: Tensor | float
-    settled_at: int
+    final_size: int
 
     def run(self, S: Tensor, most_steps: int) -> tuple[Tensor, Tensor]:
         """Alternate from the mask S [n]. Returns (last set, union of the sets before each step)."""
@@ -89,7 +89,7 @@ class Alternation:
         for step in range(most_steps):
             before, S = S, self._step(S)
             grown = bool((S & ~before).any())
-            if not grown and (int(S.sum()) >= self.settled_at or torch.equal(S, before)):
+            if not grown and (int(S.sum()) >= self.final_size or torch.equal(S, before)):
                 break
             if step + 1 < most_steps:
                 seen |= S

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT
 from topw_deploy.sampling.torch.largest import Largest, largest_logits
-from topw_deploy.sampling.torch.rows import Rows
+from topw_deploy.sampling.torch.rows import ParameterColumns
 
 CANDIDATES = 64
 """Number of largest logits that stage A examines; with the defaults, crops of language models have a handful."""
@@ -24,11 +24,11 @@ _SLACK = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-5, 1e-5)}
 
 
 @dataclass(frozen=True)
-class Candidates:
+class TensorCandidates:
     """The outcome of stage A; all but `found` are [B, 1].
 
     found: the largest logits.
-    valid: whether parameters are usable and logits have no NaN or +inf and are not all -inf.
+    valid: whether parameters are in_range and logits have no NaN or +inf and are not all -inf.
     settled: whether the first K of `found` are the crop, greedy or certified.
     """
 
@@ -38,26 +38,26 @@ class Candidates:
     K: Tensor
 
 
-def settle_by_candidates(logits: Tensor, rows: Rows, top_m: int) -> Candidates:
+def settle_by_candidates(logits: Tensor, rows: ParameterColumns, top_m: int) -> TensorCandidates:
     """Stage A on logits [B, V]. Never syncs the device."""
     count = min(CANDIDATES, top_m, logits.shape[1])
     found = largest_logits(logits, count, _CANDIDATE_BLOCK, any_last=True)
-    valid = (found.top.abs() < torch.inf) & rows.usable
+    valid = (found.top.abs() < torch.inf) & rows.in_range
     scan = base_scan(found, rows)
     settled = valid & (_inside_warm_start(scan, rows) & _covers_the_pool(scan, rows, logits, top_m) | rows.greedy)
     if count < logits.shape[1]:  # ties with the last candidate are undefined here
         settled &= found.logits.gather(1, scan.K - 1) > found.logits[:, -1:]
-    return Candidates(found, valid, settled, scan.K)
+    return TensorCandidates(found, valid, settled, scan.K)
 
 
-def _inside_warm_start(scan: Scan, rows: Rows) -> Tensor:
+def _inside_warm_start(scan: Scan, rows: ParameterColumns) -> Tensor:
     """K <= k0: the mass before token K is less than `init_top_p` of the candidates'."""
     slack = _SLACK[scan.p.dtype][1]
     before = (scan.Gamma - scan.p).gather(1, scan.K - 1)  # 0 for K = 1
     return (rows.geom_scale >= 0) & (before < rows.init_top_p * (1.0 - slack) * scan.Gamma[:, -1:])
 
 
-def _covers_the_pool(scan: Scan, rows: Rows, logits: Tensor, top_m: int) -> Tensor:
+def _covers_the_pool(scan: Scan, rows: ParameterColumns, logits: Tensor, top_m: int) -> Tensor:
     """Whether every prefix longer than the candidates is proven not to be the first maximiser.
 
     The last candidate's weight and score bound those of every other pool token.
@@ -70,11 +70,11 @@ def _covers_the_pool(scan: Scan, rows: Rows, logits: Tensor, top_m: int) -> Tens
     whole = scan.Gamma[:, -1:] + mass
     longest = (scan.Phi[:, -1:] + mass * (rows.lam * scan.log_p[:, -1:])) / whole + rows.reward * whole.log()
     slack = _SLACK[scan.p.dtype][0] * rows.unit
-    return (longest < scan.J.gather(1, scan.K - 1) - slack) | nothing_left | (rows.scanned == 0)
+    return (longest < scan.J.gather(1, scan.K - 1) - slack) | nothing_left | (rows.compares_prefixes == 0)
 
 
 @dataclass(frozen=True)
-class Pool:
+class TensorPool:
     """The pool of each row.
 
     found: its tokens in order, -inf logits last.
@@ -90,14 +90,14 @@ class Pool:
     certified: Tensor
 
 
-def take_pool(logits: Tensor, rows: Rows, top_m: int) -> Pool:
+def take_pool(logits: Tensor, rows: ParameterColumns, top_m: int) -> TensorPool:
     """Stage B on logits [B, V] of valid rows."""
     found = largest_logits(logits, min(top_m, logits.shape[1]), _POOL_BLOCK)
     scan = base_scan(found, rows)
     size = (~scan.banned).sum(1, keepdim=True)
     reached = rows.init_top_p * scan.Gamma[:, -1:] <= scan.Gamma
     k0 = torch.where(rows.init_top_p < 1, reached.int().argmax(1, keepdim=True) + 1, size)
-    return Pool(found, scan, size, k0, rows.greedy | ((rows.geom_scale >= 0) & (k0 >= scan.K)))
+    return TensorPool(found, scan, size, k0, rows.greedy | ((rows.geom_scale >= 0) & (k0 >= scan.K)))
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Scan:
     K: Tensor
 
 
-def base_scan(found: Largest, rows: Rows) -> Scan:
+def base_scan(found: Largest, rows: ParameterColumns) -> Scan:
     """Sum in the reference's order, in float64 (float32 on MPS)."""
     logits = found.logits.to(rows.lam.dtype)
     banned = logits == -torch.inf
@@ -128,5 +128,5 @@ def base_scan(found: Largest, rows: Rows) -> Scan:
     Gamma = p.cumsum(1)
     Phi = (rows.lam * log_p).mul_(p).cumsum(1)
     J = (Phi / Gamma).add_(rows.reward * Gamma.log())
-    K = J.argmax(1, keepdim=True) * rows.scanned + 1  # argmax returns the first maximiser
+    K = J.argmax(1, keepdim=True) * rows.compares_prefixes + 1  # argmax returns the first maximiser
     return Scan(log_p, p, banned, Gamma, Phi, J, K)

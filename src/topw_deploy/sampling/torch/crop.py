@@ -12,12 +12,12 @@ from torch import Tensor
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.parameters import TopWOptions
 from topw_deploy.sampling.torch.alternation import Alternation, SetDistances, literal
-from topw_deploy.sampling.torch.certificate import Candidates, Pool, settle_by_candidates, take_pool
+from topw_deploy.sampling.torch.certificate import TensorCandidates, TensorPool, settle_by_candidates, take_pool
 from topw_deploy.sampling.torch.geometry import TensorGeometry
-from topw_deploy.sampling.torch.rows import Rows, TensorParameters, read_parameters
+from topw_deploy.sampling.torch.rows import ParameterColumns, TensorParameters, read_parameters
 
 
-class Stage(IntEnum):
+class CropStage(IntEnum):
     """What settled a row."""
 
     INVALID = -1
@@ -36,7 +36,7 @@ class TensorCrop:
     kept: int32 [B].
     certified: bool [B].
     invalid: bool [B], rows with NaN, +inf, nothing finite or a parameter out of range; they keep nothing.
-    stage: int8 [B], see `Stage`.
+    stage: int8 [B], see `CropStage`.
     distances, distances_avoided: int64 [B], as in `FastCrop`.
     any_invalid: a bool on the host, so that reading it does not sync.
     """
@@ -101,15 +101,15 @@ def crop_rows(
             "token needs one; cut the logits, or give the table of the same model."
         )
     if neighbour_bound is not None:
-        _check_bound(neighbour_bound, logits.shape[1])
+        _check_neighbour_bound(neighbour_bound, logits.shape[1])
     row_logits = logits.to(torch.float32)
     rows = read_parameters(parameters, len(logits), logits.device)
     first = settle_by_candidates(row_logits, rows, options.top_m)
-    crop = _by_candidates(first, rows, logits.shape[1])
+    crop = _crop_of_candidates(first, rows, logits.shape[1])
     if bool(first.settled.all()):  # the one sync
         return crop
     left = (first.valid & ~first.settled)[:, 0].nonzero()[:, 0]
-    return _finish(crop, left, row_logits[left], rows.at(left), options, geometry, neighbour_bound)
+    return _settle_remaining(crop, left, row_logits[left], rows.at(left), options, geometry, neighbour_bound)
 
 
 def check_logits(logits: Tensor) -> None:
@@ -119,11 +119,11 @@ def check_logits(logits: Tensor) -> None:
         raise ParameterError(f"logits are {kind}, but must be floating point [B, V], both >= 1.")
 
 
-def _by_candidates(first: Candidates, rows: Rows, vocab: int) -> TensorCrop:
+def _crop_of_candidates(first: TensorCandidates, rows: ParameterColumns, vocab: int) -> TensorCrop:
     settled = first.settled[:, 0]
     none = torch.zeros_like(settled, dtype=torch.int64)
-    by_what = Stage.CANDIDATES - rows.greedy.to(torch.int8)  # GREEDY is CANDIDATES - 1
-    stage = torch.where(first.valid, by_what, int(Stage.INVALID))
+    by_what = CropStage.CANDIDATES - rows.greedy.to(torch.int8)  # GREEDY is CANDIDATES - 1
+    stage = torch.where(first.valid, by_what, int(CropStage.INVALID))
     return TensorCrop(
         ids=first.found.ids,
         kept=(first.K * first.settled)[:, 0].to(torch.int32),
@@ -136,17 +136,22 @@ def _by_candidates(first: Candidates, rows: Rows, vocab: int) -> TensorCrop:
     )
 
 
-def _finish(
-    crop: TensorCrop, left: Tensor, logits: Tensor, rows: Rows, options: TopWOptions, geometry: TensorGeometry,
+def _settle_remaining(
+    crop: TensorCrop,
+    left: Tensor,
+    logits: Tensor,
+    rows: ParameterColumns,
+    options: TopWOptions,
+    geometry: TensorGeometry,
     neighbour_bound: Tensor | None,
-) -> TensorCrop:  # fmt: skip
+) -> TensorCrop:
     crop = replace(crop, any_invalid=bool(crop.invalid.any()))
     if not len(left):
         return crop
     pool = take_pool(logits, rows, options.top_m)
-    answer = _Answer.of(pool, geometry, rows)
+    answer = _PoolAnswer.of(pool, geometry, rows)
     for row in (~pool.certified[:, 0]).nonzero()[:, 0].tolist():
-        _PoolRow(pool, rows, row, geometry, options, neighbour_bound).answer_into(answer)
+        _PoolRow(pool, rows, row, geometry, options, neighbour_bound).write_crop(answer)
     width = pool.found.ids.shape[1]
     ids = torch.nn.functional.pad(crop.ids, (0, width - crop.ids.shape[1]))
 
@@ -165,7 +170,7 @@ def _finish(
 
 
 @dataclass
-class _Answer:
+class _PoolAnswer:
     ids: Tensor
     kept: Tensor
     stage: Tensor
@@ -173,16 +178,16 @@ class _Answer:
     avoided: Tensor
 
     @classmethod
-    def of(cls, pool: Pool, geometry: TensorGeometry, rows: Rows) -> _Answer:
+    def of(cls, pool: TensorPool, geometry: TensorGeometry, rows: ParameterColumns) -> _PoolAnswer:
         measures = geometry.metric != "uniform"
         avoided = (pool.size * pool.k0 * ~rows.greedy)[:, 0] if measures else torch.zeros_like(pool.size[:, 0])
-        stage = torch.full_like(avoided, int(Stage.POOL))
+        stage = torch.full_like(avoided, int(CropStage.POOL))
         return cls(pool.found.ids.clone(), pool.scan.K[:, 0].clone(), stage, torch.zeros_like(avoided), avoided)
 
 
 class _PoolRow:
     def __init__(
-        self, pool: Pool, rows: Rows, row: int, geometry: TensorGeometry, options: TopWOptions,
+        self, pool: TensorPool, rows: ParameterColumns, row: int, geometry: TensorGeometry, options: TopWOptions,
         neighbour_bound: Tensor | None,
     ) -> None:  # fmt: skip
         size = int(pool.size[row])
@@ -193,12 +198,12 @@ class _PoolRow:
         self.lam, self.c = float(own.lam), float(own.reward)
         self.scale, self.unit = float(own.geom_scale), float(own.unit)
 
-    def answer_into(self, answer: _Answer) -> None:
+    def write_crop(self, answer: _PoolAnswer) -> None:
         S, seen, computed = self._literally() if self.scale < 0 else self._alternate()
         kept = self.C[S]
         answer.ids[self.row, : len(kept)] = kept
         answer.kept[self.row] = len(kept)
-        answer.stage[self.row] = int(Stage.LITERAL if self.scale < 0 else Stage.GEOMETRY)
+        answer.stage[self.row] = int(CropStage.LITERAL if self.scale < 0 else CropStage.GEOMETRY)
         answer.distances[self.row] = computed
         answer.avoided[self.row] = 0 if self.geometry.metric == "uniform" else len(self.C) * seen - computed
 
@@ -219,14 +224,14 @@ class _PoolRow:
                 raise ParameterError("the neighbour bound contains NaN, but must contain numbers; compute it again.")
         rule = Alternation(
             p=self.p, scores=self.lam * self.log_p, c=self.c, unit=self.unit, scale=self.scale, distances=distances,
-            bound=bound, settled_at=max(1, self.options.neighbours),
+            bound=bound, final_size=max(1, self.options.neighbours),
         )  # fmt: skip
         warm = torch.arange(len(self.C), device=self.C.device) < self.k0
         S, seen = rule.run(warm, self.options.alt_iters)
         return S, int(seen.sum()), distances.computed if distances else 0
 
 
-def _check_bound(neighbour_bound: object, vocab: int) -> None:
+def _check_neighbour_bound(neighbour_bound: object, vocab: int) -> None:
     if not isinstance(neighbour_bound, Tensor):
         kind = type(neighbour_bound).__name__
         raise ParameterError(f"the neighbour bound is of type {kind}, but must be a tensor; see torch.as_tensor.")

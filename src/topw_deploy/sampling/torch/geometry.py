@@ -51,8 +51,9 @@ class TensorGeometry:
             raise ParameterError(f"the embedding table is {kind}, but must be floating point [V, d], in memory.")
         table = weight.detach()
         count = table.shape[0]
-        mean = torch.stack([block.sum(0) for block in _blocks(table, metric)]).sum(0) / count
-        variance = torch.stack([(block - mean).square_().sum(0) for block in _blocks(table, metric)]).sum(0) / count
+        mean = torch.stack([block.sum(0) for block in _float_blocks(table, metric)]).sum(0) / count
+        squares = [(block - mean).square_().sum(0) for block in _float_blocks(table, metric)]
+        variance = torch.stack(squares).sum(0) / count
         if not bool(mean.isfinite().all() & variance.isfinite().all()):
             raise ParameterError("the embedding table contains NaN or infinity; check the checkpoint.")
         floored = variance + VARIANCE_ADDED if metric == "mahalanobis" else variance.clamp(min=VARIANCE_FLOOR)
@@ -87,7 +88,7 @@ class TensorGeometry:
         return _euclidean(x, y)
 
 
-def _blocks(table: Tensor, metric: str) -> Iterator[Tensor]:
+def _float_blocks(table: Tensor, metric: str) -> Iterator[Tensor]:
     for block in table.split(max(1, _BLOCK_VALUES // table.shape[1])):
         rows = block.to(working_dtype(table.device), copy=True)
         yield normalise(rows) if metric == "mahalanobis" else rows

@@ -38,7 +38,7 @@ def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = F
     any_last: halves the cost, but leaves the choice among ties with the last token undefined. Tokens above it are
         exact: no block left out has a larger maximum than the last block taken.
     """
-    first = _first_values if any_last else _first
+    first = _first_by_value if any_last else _first_by_key
     vocab = logits.shape[1]
     blocks = vocab // block
     if blocks <= count:
@@ -47,7 +47,7 @@ def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = F
     grid = logits[:, : blocks * block].unflatten(1, (blocks, block))
     maxima = grid.amax(2)  # [B, blocks]
     top = maxima.amax(1, keepdim=True)
-    chosen = maxima.topk(count, dim=1, sorted=False).indices if any_last else _first(maxima, count)[1]
+    chosen = maxima.topk(count, dim=1, sorted=False).indices if any_last else _first_by_key(maxima, count)[1]
     chosen = chosen.sort(1).values  # restores id order
     searched = grid.gather(1, chosen[:, :, None].expand(-1, -1, block)).flatten(1)  # [B, count * block]
     if blocks * block < vocab:
@@ -60,19 +60,19 @@ def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = F
     return Largest(values, (chosen.gather(1, whole) - whole).mul_(block).add_(place), top)
 
 
-def _first_values(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _first_by_value(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     found = values.topk(count, dim=1, sorted=False)
     place, order = found.indices.sort(1)
     ordered, order = torch.sort(found.values.gather(1, order), dim=1, descending=True, stable=True)
     return ordered, place.gather(1, order)
 
 
-def _first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _first_by_key(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Values and positions [B, count], by (value descending, position ascending)."""
-    return _decoded(_keys(values).topk(count, dim=1).values, values.shape[1])
+    return _decode_keys(_sort_keys(values).topk(count, dim=1).values, values.shape[1])
 
 
-def _keys(values: Tensor) -> Tensor:
+def _sort_keys(values: Tensor) -> Tensor:
     """Unique int64 keys [B, n] that sort as (value, lower position)."""
     # The bits of float32 sort as integers once negative magnitudes are inverted; adding 0.0 turns -0 into 0.
     bits = (values + 0.0).view(torch.int32)
@@ -80,7 +80,7 @@ def _keys(values: Tensor) -> Tensor:
     return (ordered << _POSITION_BITS) | torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
 
 
-def _decoded(keys: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _decode_keys(keys: Tensor, length: int) -> tuple[Tensor, Tensor]:
     ordered = (keys >> _POSITION_BITS).to(torch.int32)
     bits = ordered ^ ((ordered >> 31) & _MAGNITUDE)
     return bits.view(torch.float32), (length - 1) - (keys & ((1 << _POSITION_BITS) - 1))

@@ -17,14 +17,14 @@ TensorParameters = TopWParameters | Mapping[str, "float | Tensor"]
 
 
 @dataclass(frozen=True)
-class Rows:
+class ParameterColumns:
     """Parameters as tensors [B, 1], or [1, 1] where all rows share them.
 
     reward: beta - lam.
     unit: max(1, lam, beta), the scale of differences in J.
     selection: the temperature that chooses the crop, 1 for greedy rows.
-    scanned: int64, 1 where prefixes are compared, 0 where one token is kept (greedy, beta <= lam).
-    usable: whether every number is in its interval.
+    compares_prefixes: int64, 1 where prefixes are compared, 0 where one token is kept (greedy, beta <= lam).
+    in_range: whether every number is in its interval.
     """
 
     lam: Tensor
@@ -34,13 +34,13 @@ class Rows:
     init_top_p: Tensor
     geom_scale: Tensor
     greedy: Tensor
-    scanned: Tensor
-    usable: Tensor
+    compares_prefixes: Tensor
+    in_range: Tensor
 
-    def at(self, rows: Tensor) -> Rows:
+    def at(self, rows: Tensor) -> ParameterColumns:
         """The rows with these indices [R]."""
         columns = (getattr(self, f.name) for f in fields(self))
-        return Rows(*(column if len(column) == 1 else column[rows] for column in columns))
+        return ParameterColumns(*(column if len(column) == 1 else column[rows] for column in columns))
 
 
 def working_dtype(device: torch.device) -> torch.dtype:
@@ -48,19 +48,19 @@ def working_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def read_parameters(parameters: TensorParameters, batch: int, device: torch.device) -> Rows:
+def read_parameters(parameters: TensorParameters, batch: int, device: torch.device) -> ParameterColumns:
     """The columns of a batch.
 
     Raises ParameterError for unknown names, numbers out of range and tensors that are not [batch]. Tensor values are
-    not checked here, because that would sync the device; a row out of range is not `usable`.
+    not checked here, because that would sync the device; a row out of range is not `in_range`.
     """
     if isinstance(parameters, TopWParameters):
-        return _shared(parameters, device)
+        return _shared_columns(parameters, device)
     given = canonical_names(parameters)
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     shared = TopWParameters(**{name: value for name, value in given.items() if name not in tensors})
     if not tensors:
-        return _shared(shared, device)
+        return _shared_columns(shared, device)
     columns = {}
     for name in PARAMETER_NAMES:
         value = tensors.get(name)
@@ -72,26 +72,26 @@ def read_parameters(parameters: TensorParameters, batch: int, device: torch.devi
             if value is not None
             else torch.full((1, 1), getattr(shared, name), dtype=dtype, device=device)
         )
-    return _derived(columns)
+    return _derive_columns(columns)
 
 
 @lru_cache(maxsize=64)
-def _shared(parameters: TopWParameters, device: torch.device) -> Rows:
+def _shared_columns(parameters: TopWParameters, device: torch.device) -> ParameterColumns:
     """Cached: a decoding loop passes the same numbers at every step."""
     values = [getattr(parameters, name) for name in PARAMETER_NAMES]
     packed = torch.tensor(values, dtype=working_dtype(device), device=device)[:, None, None]
-    return _derived(dict(zip(PARAMETER_NAMES, packed, strict=True)))
+    return _derive_columns(dict(zip(PARAMETER_NAMES, packed, strict=True)))
 
 
-def _derived(given: Mapping[str, Tensor]) -> Rows:
+def _derive_columns(given: Mapping[str, Tensor]) -> ParameterColumns:
     lam, beta, share, scale = given["lam"], given["beta"], given["init_top_p"], given["geom_scale"]
     temperature, selection = given["temperature"], given["selection_temperature"]
     greedy = temperature < GREEDY_BELOW
-    usable = scale.isfinite() & (share > 0) & (share <= 1)
+    in_range = scale.isfinite() & (share > 0) & (share <= 1)
     for value in (lam, beta, temperature, selection):
-        usable = usable & (value >= 0) & value.isfinite()
+        in_range = in_range & (value >= 0) & value.isfinite()
     chosen = torch.where(selection > 0, selection, temperature)
-    return Rows(
+    return ParameterColumns(
         lam=lam,
         reward=beta - lam,
         unit=torch.maximum(lam, beta).clamp(min=1.0),
@@ -99,6 +99,6 @@ def _derived(given: Mapping[str, Tensor]) -> Rows:
         init_top_p=share,
         geom_scale=scale,
         greedy=greedy,
-        scanned=((beta > lam) & ~greedy).to(torch.int64),
-        usable=usable,
+        compares_prefixes=((beta > lam) & ~greedy).to(torch.int64),
+        in_range=in_range,
     )

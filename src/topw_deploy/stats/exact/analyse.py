@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
-from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT, first_maximiser, objective, pool, warm_start
+from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT, candidate_pool, first_maximiser, objective, warm_start
 from topw_deploy.sampling.rules import TOP_W as TOP_W_RULE
 from topw_deploy.sampling.rules import RuleParameters, kept_set
 from topw_deploy.stats.exact.objective import Best, Floats, Mask, Objective, Places, Value
@@ -82,7 +82,7 @@ class ExactAnalyser:
         """
         row = logits.astype(np.float64)
         Ts = parameters.selection_temperature or parameters.temperature
-        tokens, _ = pool(row, self.most)
+        tokens, _ = candidate_pool(row, self.most)
         log_w = (row[tokens] - row[tokens[0]]) / Ts
         tokens, log_w = tokens[log_w >= SMALLEST_LOG_WEIGHT], log_w[log_w >= SMALLEST_LOG_WEIGHT]
         w = np.exp(log_w)

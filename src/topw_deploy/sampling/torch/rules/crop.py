@@ -11,11 +11,11 @@ from torch import Tensor
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.rules import RULES_BY_CODE, TOP_W, Rule, RuleParameters
 from topw_deploy.sampling.torch.certificate import CANDIDATES
-from topw_deploy.sampling.torch.crop import Stage, TensorCrop, check_logits
+from topw_deploy.sampling.torch.crop import CropStage, TensorCrop, check_logits
 from topw_deploy.sampling.torch.largest import Largest, largest_logits
-from topw_deploy.sampling.torch.rows import Rows, read_parameters
-from topw_deploy.sampling.torch.rules.keep import KEEP
-from topw_deploy.sampling.torch.rules.listed import Listed
+from topw_deploy.sampling.torch.rows import ParameterColumns, read_parameters
+from topw_deploy.sampling.torch.rules.best_tokens import BestTokens
+from topw_deploy.sampling.torch.rules.keep import KEEP_BY_RULE
 
 _BLOCK = 64  # of `largest_logits`
 Temperature = float | Tensor
@@ -44,21 +44,23 @@ def rule_rows(
     given = {"temperature": temperature, "selection_temperature": selection_temperature}
     rows = read_parameters(given, len(logits), logits.device)
     if isinstance(rule, RuleParameters):
-        return _one_rule(row_logits, rows, rule.chosen, rule.values)
+        return _crop_by_one_rule(row_logits, rows, rule.chosen, rule.values)
     codes, values = rule
     if codes.shape != (len(logits),) or values.shape != (len(logits), 2) or codes.is_floating_point():
         raise ParameterError(
             f"the rule codes are {tuple(codes.shape)} and the values {tuple(values.shape)}, but must be integers "
             f"[{len(logits)}] and numbers [{len(logits)}, 2]."
         )
-    return _by_row(row_logits, rows, codes.tolist(), values.to(torch.float32).tolist())
+    return _crop_by_row_rules(row_logits, rows, codes.tolist(), values.to(torch.float32).tolist())
 
 
-def _by_row(logits: Tensor, rows: Rows, codes: list[int], values: list[list[float]]) -> TensorCrop:
+def _crop_by_row_rules(
+    logits: Tensor, rows: ParameterColumns, codes: list[int], values: list[list[float]]
+) -> TensorCrop:
     groups: dict[tuple[int, float, float], list[int]] = {}
     for row, (code, (v0, v1)) in enumerate(zip(codes, values, strict=True)):
         rule = RULES_BY_CODE.get(code)
-        usable = rule is not None and rule.valid((v0, v1))
+        usable = rule is not None and rule.accepts((v0, v1))
         groups.setdefault((code, v0, v1) if usable else (-1, 0.0, 0.0), []).append(row)
     if TOP_W.code in codes:
         raise ParameterError("the rule of a row is top_w; give its rows to crop_rows.", "rule")
@@ -68,12 +70,12 @@ def _by_row(logits: Tensor, rows: Rows, codes: list[int], values: list[list[floa
         rule = RULES_BY_CODE.get(code)
         own = rows.at(at)
         if rule is None:
-            own, rule = replace(own, usable=torch.zeros_like(own.usable)), RULES_BY_CODE[11]
-        parts.append((at, _one_rule(logits[at], own, rule, (v0, v1))))
-    return _joined(parts, len(logits))
+            own, rule = replace(own, in_range=torch.zeros_like(own.in_range)), RULES_BY_CODE[11]
+        parts.append((at, _crop_by_one_rule(logits[at], own, rule, (v0, v1))))
+    return _join_groups(parts, len(logits))
 
 
-def _joined(parts: list[tuple[Tensor, TensorCrop]], batch: int) -> TensorCrop:
+def _join_groups(parts: list[tuple[Tensor, TensorCrop]], batch: int) -> TensorCrop:
     order = torch.cat([at for at, _ in parts]).argsort()
     width = max(crop.ids.shape[1] for _, crop in parts)
     pad = torch.nn.functional.pad
@@ -87,37 +89,37 @@ def _joined(parts: list[tuple[Tensor, TensorCrop]], batch: int) -> TensorCrop:
     )
 
 
-def _one_rule(logits: Tensor, rows: Rows, rule: Rule, values: tuple[float, float]) -> TensorCrop:
+def _crop_by_one_rule(logits: Tensor, rows: ParameterColumns, rule: Rule, values: tuple[float, float]) -> TensorCrop:
     if rule is TOP_W:
         raise ParameterError("the rule is top_w; crop_rows computes it.", "rule")
     found = largest_logits(logits, min(CANDIDATES, logits.shape[1]), _BLOCK, any_last=True)
-    valid = (found.top.abs() < torch.inf) & rows.usable
-    first = _from_list(logits, found, rows, rule, values)
+    valid = (found.top.abs() < torch.inf) & rows.in_range
+    first = _keep_from_list(logits, found, rows, rule, values)
     settled = first[2]
     if found.ids.shape[1] < logits.shape[1]:  # ties with the last candidate are undefined here
-        settled = settled & _above_the_last(found, first[0])
+        settled = settled & _keeps_only_above_last(found, first[0])
     none = torch.zeros_like(valid[:, 0], dtype=torch.int64)
     crop = TensorCrop(
         ids=first[1],
         kept=(first[0].sum(1) * valid[:, 0]).to(torch.int32),
         certified=valid[:, 0],
         invalid=~valid[:, 0],
-        stage=torch.where(valid, Stage.CANDIDATES - rows.greedy.to(torch.int8), int(Stage.INVALID))[:, 0],
+        stage=torch.where(valid, CropStage.CANDIDATES - rows.greedy.to(torch.int8), int(CropStage.INVALID))[:, 0],
         distances=none,
         distances_avoided=none,
         vocab=logits.shape[1],
         any_invalid=not bool(valid.all()),
     )
     left = (valid & ~settled)[:, 0].nonzero()[:, 0]
-    return _sorted(crop, left, logits[left], rows.at(left), rule, values) if len(left) else crop
+    return _settle_by_sorting(crop, left, logits[left], rows.at(left), rule, values) if len(left) else crop
 
 
-def _from_list(
-    logits: Tensor, found: Largest, rows: Rows, rule: Rule, values: tuple[float, float]
+def _keep_from_list(
+    logits: Tensor, found: Largest, rows: ParameterColumns, rule: Rule, values: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(kept places bool [R, m], ids with the kept ones first [R, m], settled bool [R, 1])."""
-    listed = Listed(logits, found, rows.selection)
-    keep, settled = KEEP[rule.name](listed, *values)
+    listed = BestTokens(logits, found, rows.selection)
+    keep, settled = KEEP_BY_RULE[rule.name](listed, *values)
     keep = torch.where(rows.greedy, listed.places == 0, keep & listed.finite)
     ids = found.ids
     if rule.name == "typical":  # not a prefix
@@ -125,19 +127,19 @@ def _from_list(
     return keep, ids, settled | rows.greedy
 
 
-def _above_the_last(found: Largest, keep: Tensor) -> Tensor:
+def _keeps_only_above_last(found: Largest, keep: Tensor) -> Tensor:
     """Whether every kept token has a larger logit than the list's last token, or the latter is banned; [R, 1]."""
     last = found.logits[:, -1:]
     lowest = torch.where(keep, found.logits, torch.inf).amin(1, keepdim=True)
     return (lowest > last) | (last == -torch.inf)
 
 
-def _sorted(
-    crop: TensorCrop, left: Tensor, logits: Tensor, rows: Rows, rule: Rule, values: tuple[float, float]
+def _settle_by_sorting(
+    crop: TensorCrop, left: Tensor, logits: Tensor, rows: ParameterColumns, rule: Rule, values: tuple[float, float]
 ) -> TensorCrop:
     """Settle the rows `left`, whose logits are [R, V], by sorting them."""
     ordered, order = torch.sort(logits, dim=1, descending=True, stable=True)
-    keep, ids, _ = _from_list(logits, Largest(ordered, order, ordered[:, :1]), rows, rule, values)
+    keep, ids, _ = _keep_from_list(logits, Largest(ordered, order, ordered[:, :1]), rows, rule, values)
     kept = keep.sum(1)
     width = max(crop.ids.shape[1], int(kept.max()))
 
@@ -149,5 +151,7 @@ def _sorted(
         ids=put(torch.nn.functional.pad(crop.ids, (0, width - crop.ids.shape[1])), ids[:, :width]),
         kept=put(crop.kept, kept),
         certified=put(crop.certified, ~keep[:, CANDIDATES:].any(1)),
-        stage=put(crop.stage, torch.where(rows.greedy, int(Stage.GREEDY), int(Stage.POOL)).expand(len(left), 1)[:, 0]),
+        stage=put(
+            crop.stage, torch.where(rows.greedy, int(CropStage.GREEDY), int(CropStage.POOL)).expand(len(left), 1)[:, 0]
+        ),
     )

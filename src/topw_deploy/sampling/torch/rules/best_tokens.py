@@ -11,7 +11,7 @@ from topw_deploy.sampling.torch.largest import Largest
 from topw_deploy.sampling.torch.rows import working_dtype
 
 
-class Listed:
+class BestTokens:
     """The m best tokens of R rows; symbols as in docs/contract/rules.md, section 2. Sums are computed on demand.
 
     logits: [R, m], descending; float64 (float32 on MPS), like all floats here.
