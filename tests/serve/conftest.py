@@ -25,6 +25,13 @@ HELLO = [{"role": "user", "content": "Hi"}]
 RENDERED = "u:Hi;a:"
 HOT: dict[str, Any] = {"temperature": 2.5, "lam": 0.2}
 CPU: dict[str, Any] = {"provider": "cpu", "intra_op_num_threads": 1}
+UNLIMITED: dict[str, float] = dict.fromkeys(
+    (
+        "header_timeout", "body_timeout", "request_timeout", "send_timeout", "drain_timeout", "ping_interval",
+    ),
+    10 * HANG,
+)  # fmt: skip
+"""The server's limits in seconds, which no test reaches. A test of a limit replaces that limit."""
 
 NewClient = Callable[..., TestClient]
 """The fixture `serve`: (folders by name or one folder, wait=True, **options) -> a client."""
@@ -53,9 +60,9 @@ def until_ready(client: TestClient) -> None:
 
 def new_client(folders: Path | dict[str, Path], **options: Any) -> TestClient:
     models = folders if isinstance(folders, dict) else {"toy": folders}
-    options.setdefault("opening", CPU)
     headers = options.pop("headers", None)
-    return TestClient(create_app(ServeOptions(models=models, **options)), headers=headers)
+    serve_options = ServeOptions(models=models, **{"opening": CPU, **UNLIMITED, **options})
+    return TestClient(create_app(serve_options), headers=headers)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
-from tests.serve.conftest import CPU
+from tests.serve.conftest import CPU, UNLIMITED
 from tests.support.waiting import HANG, until
 from topw_deploy.serve.app import create_app
 from topw_deploy.serve.options import ServeOptions
@@ -25,19 +25,26 @@ SEEDS = range(4)
 
 
 def ask(seed: int = 0, **fields: Any) -> dict[str, Any]:
-    """A completion, another one for each seed."""
+    """The body of a completion request. Each seed gives another text."""
     return {"prompt": "ab", "max_tokens": 6, "temperature": 2.5, "lam": 0.2, "seed": seed, **fields}
 
 
 def post(body: Any, path: str = TEXT, headers: str = "", close: bool = True) -> bytes:
-    """The bytes of a request. body: bytes, or what becomes JSON."""
+    """The bytes of a POST request.
+
+    body: bytes, or an object to send as JSON.
+    close: whether to ask the server to close the connection after the answer.
+    """
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     end = "Connection: close\r\n" if close else ""
     return f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Length: {len(data)}\r\n{end}{headers}\r\n".encode() + data
 
 
 class Live:
-    """A running server. thread: the ident of its event loop's thread."""
+    """A running server.
+
+    thread: ident of the thread that runs its event loop.
+    """
 
     def __init__(self, uds: Path, server: Server, service: Service, thread: int | None) -> None:
         self._uds, self._server, self.service, self.thread = uds, server, service, thread
@@ -49,7 +56,7 @@ class Live:
         return raw
 
     def begin(self, data: bytes) -> socket.socket:
-        """A connection with bytes that are there when its time begins: the server accepts it afterwards."""
+        """Open a connection and send `data` before the server accepts it, so that no timeout has begun."""
         reached, sent = threading.Event(), threading.Event()
 
         def hold() -> None:
@@ -67,19 +74,20 @@ class Live:
             sent.set()
 
     def send(self, data: bytes) -> bytes:
-        """All that the server answers until it closes the connection."""
+        """Send bytes. Returns all that the server sends until it closes the connection."""
         with self.connect() as raw:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may answer before it has everything
                 raw.sendall(data)
-            return until_closed(raw)
+            return read_until_closed(raw)
 
     def call(self, body: Any, path: str = TEXT, headers: str = "") -> tuple[int, Any]:
-        """Returns (status, JSON of the answer)."""
+        """Post `body`. Returns (status, JSON of the answer)."""
         with self.connect() as raw:
             raw.sendall(post(body, path, headers))
             return read_answer(raw)
 
     def text(self, seed: int) -> str:
+        """The text of the answer to `ask(seed)`."""
         status, answer = self.call(ask(seed))
         assert status == 200, answer
         text: str = answer["choices"][0]["text"]
@@ -96,13 +104,14 @@ class Live:
 
 
 def read_answer(raw: socket.socket) -> tuple[int, Any]:
-    """Returns (status, JSON) of the next answer."""
+    """Read the next answer. Returns (status, its JSON)."""
     with HTTPResponse(raw) as response:
         response.begin()
         return response.status, json.loads(response.read())
 
 
-def until_closed(raw: socket.socket) -> bytes:
+def read_until_closed(raw: socket.socket) -> bytes:
+    """Read until the server closes the connection. Returns the bytes."""
     found = []
     with contextlib.suppress(ConnectionResetError):  # closed with bytes unread
         while data := raw.recv(2**16):
@@ -112,9 +121,12 @@ def until_closed(raw: socket.socket) -> bytes:
 
 @contextlib.contextmanager
 def live(folder: Path, **options: Any) -> Iterator[Live]:
-    """Serve `folder` under the name toy. options: of ServeOptions, and max_connections."""
+    """Serve `folder` under the name toy.
+
+    options: of ServeOptions, by default without limits of time; and max_connections.
+    """
     most = options.pop("max_connections", None)
-    serve_options = ServeOptions(models={"toy": folder}, opening=CPU, **options)
+    serve_options = ServeOptions(models={"toy": folder}, opening=CPU, **{**UNLIMITED, **options})
     place = Path(tempfile.mkdtemp(prefix="topw"))  # short: a socket's path has at most 107 characters
     app = create_app(serve_options)
     server = new_server(app, serve_options, most)
@@ -127,6 +139,6 @@ def live(folder: Path, **options: Any) -> Iterator[Live]:
         yield Live(place / "s", server, service, thread.ident)
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(HANG)
         listener.close()
         shutil.rmtree(place)

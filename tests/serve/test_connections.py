@@ -1,4 +1,4 @@
-"""Clients that send or read too slowly lose their connection; others do not."""
+"""A client that sends or reads too slowly loses its connection; another one keeps it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
 from tests.serve.conftest import Gate
-from tests.serve.live import Live, ask, live, post, read_answer, until_closed
+from tests.serve.live import Live, ask, live, post, read_answer, read_until_closed
 from tests.support.waiting import until
 from topw_deploy.serve.connections import READ, Connection
 
 SHORT = 0.2
+"""Seconds of a timeout that a test waits for. A slower machine only makes that longer."""
+
 LONG = {"tokens": [70] * 400_000}  # more text than a socket holds
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\n"
 
@@ -30,7 +32,7 @@ def server(folder: Path) -> Iterator[Live]:
 
 def test_a_client_that_sends_nothing_is_cut_off(server: Live) -> None:
     with server.connect() as raw:
-        assert until_closed(raw) == b""
+        assert read_until_closed(raw) == b""
 
 
 @pytest.mark.parametrize("start", [b"", post(ask(), close=False)], ids=["first request", "second request"])
@@ -71,7 +73,7 @@ def test_an_answer_may_take_longer_than_the_headers(folder: Path, gate: Gate) ->
     with live(folder, header_timeout=SHORT) as slow, slow.begin(post(ask())) as raw:
         until(lambda: slow.in_use == 1)
         with slow.connect() as idle:
-            assert until_closed(idle) == b""  # the time is over
+            assert read_until_closed(idle) == b""  # the time is over
         gate.opened.set()
         assert read_answer(raw)[0] == 200
 
@@ -81,7 +83,7 @@ def test_a_client_that_does_not_read_a_whole_answer_is_cut_off(server: Live) -> 
     with server.begin(sent[:1000]) as raw:
         raw.sendall(sent[1000:])
         until(lambda: server.connections == 0)
-        answer = until_closed(raw)
+        answer = read_until_closed(raw)
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert len(answer) < len(LONG["tokens"])
 
@@ -92,12 +94,12 @@ def test_a_client_that_reads_gets_the_whole_of_a_long_answer(folder: Path) -> No
 
 
 class Loop:
-    """An event loop's timers, run by hand."""
+    """An event loop whose timers the test runs."""
 
     def __init__(self) -> None:
         self.timers: list[tuple[float, Callable[..., None], tuple[Any, ...]]] = []
 
-    def call_later(self, delay: float, call: Callable[..., None], *arguments: Any) -> Any:
+    def defer_call(self, delay: float, call: Callable[..., None], *arguments: Any) -> Any:
         timer = (delay, call, arguments)
         self.timers.append(timer)
 
@@ -109,13 +111,15 @@ class Loop:
         return Handle()
 
     def run(self, delay: float) -> None:
-        """Run the timer of this delay."""
+        """Call the function of the only timer with this delay."""
         (timer,) = [each for each in self.timers if each[0] == delay]
         self.timers.remove(timer)
         timer[1](*timer[2])
 
 
 class Transport:
+    """A connection's transport, of which the test sets how many bytes the client has not read (`left`)."""
+
     max_size = 2**18
     left, high, closed, aborted = 0, 2**16, False, False
 
@@ -161,7 +165,7 @@ def test_a_client_that_reads_slowly_is_waited_for(connection: tuple[Connection, 
     assert transport.aborted
 
 
-def test_no_timer_outlives_what_it_waits_for(connection: tuple[Connection, Loop, Transport]) -> None:
+def test_every_timer_is_cancelled_when_its_wait_ends(connection: tuple[Connection, Loop, Transport]) -> None:
     made, loop, transport = connection
     transport.left = 100
     made.pause_writing()

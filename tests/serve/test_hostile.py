@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.serve.conftest import HELLO, HOT, Gate
-from tests.serve.live import SEEDS, TEXT, Live, ask, live, post, read_answer, until_closed
-from tests.support.waiting import until
+from tests.serve.live import SEEDS, TEXT, Live, ask, live, post, read_answer, read_until_closed
+from tests.support.waiting import HANG, until
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.structured import grammars
 
@@ -148,9 +148,10 @@ def test_clients_that_leave_amid_a_stream_free_their_rows(folder: Path, gate: Ga
         with held.connect() as raw:
             raw.sendall(post({"prompt": "ab", "max_tokens": 50, "ignore_eos": True, "n": 4, "stream": True}))
             assert raw.recv(10) == b"HTTP/1.1 2"
+            until(lambda: held.in_use == 4)  # the engine's inbox is empty
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         (served,) = held.service.served()
-        until(served.engine._worker._inbox.qsize)
+        until(served.engine._worker._inbox.qsize)  # it has the cancellation
         gate.opened.set()
         until(lambda: held.in_use == 0)
         assert served.engine.stats().new_tokens <= 8
@@ -235,7 +236,7 @@ def test_others_are_answered_while_a_grammar_compiles(
 
     def slow(*arguments: Any) -> Any:
         compiling.set()
-        assert opened.wait(60)
+        assert opened.wait(HANG)
         return compile_grammar(*arguments)
 
     monkeypatch.setattr(grammars, "compile_grammar", slow)
@@ -243,12 +244,12 @@ def test_others_are_answered_while_a_grammar_compiles(
     new = {"structured_outputs": {"regex": f"[ab]{{{len(path)}}}{'c' * stream}"}}  # the server keeps those it compiled
     with server.connect() as raw:
         raw.sendall(post({**prompt, **new, "seed": 1, "stream": stream}, path))
-        assert compiling.wait(60)
+        assert compiling.wait(HANG)
         try:
             assert [server.text(seed) for seed in SEEDS] == list(texts.values())
         finally:
             opened.set()
-        assert statuses(until_closed(raw)) == [200]
+        assert statuses(read_until_closed(raw)) == [200]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,4 +1,4 @@
-"""Draining, full queues, deadlines, and clients that go away."""
+"""Draining, full queues, time limits, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 
-from tests.serve.conftest import CPU, HELLO, Gate, NewClient
+from tests.serve.conftest import CPU, HELLO, UNLIMITED, Gate, NewClient
 from tests.support.waiting import HANG, set_when, until_async
 from topw_deploy.errors import LogitsError
 from topw_deploy.runtime import TopWModel
@@ -27,9 +28,12 @@ ENDLESS = {"messages": HELLO, "ignore_eos": True, "seed": 1}
 
 
 class Call:
-    """One request to the application, driven by hand.
+    """One request to the application, without a socket.
 
-    whole: whether all of the body arrives. reads: whether the client takes the answer.
+    whole: whether all of the body arrives.
+    reads: whether the client takes the answer.
+    sent: messages that the application has sent.
+    gone: set by the test to disconnect the client.
     """
 
     def __init__(
@@ -69,10 +73,13 @@ class Call:
 
 
 def with_service(folder: Path, test: Callable[[Starlette, Service], Awaitable[None]], **options: Any) -> None:
-    """Run a test in the loop of a ready server."""
+    """Run a test in the event loop of a ready server.
+
+    options: of ServeOptions, by default without limits of time.
+    """
 
     async def main() -> None:
-        app = create_app(ServeOptions(models={"toy": folder}, opening=CPU, **options))
+        app = create_app(ServeOptions(models={"toy": folder}, opening=CPU, **{**UNLIMITED, **options}))
         async with app.router.lifespan_context(app):
             service: Service = app.state.service
             await until_async(lambda: service.state == "ready")
@@ -82,12 +89,13 @@ def with_service(folder: Path, test: Callable[[Starlette, Service], Awaitable[No
 
 
 def in_use(service: Service) -> int:
+    """Number of sequences that have a row of the cache."""
     (served,) = service.served()
     return served.engine.stats().in_use
 
 
 def posted(service: Service) -> int:
-    """Number of messages that the engine's thread has not taken, because a gate holds it."""
+    """Number of messages that wait for the engine's thread, which a gate holds."""
     (served,) = service.served()
     return served.engine._worker._inbox.qsize()
 
@@ -150,7 +158,10 @@ def test_all_sequences_of_a_client_that_goes_away_count_as_aborted(folder: Path,
 def test_a_stream_that_the_engine_fails_ends_with_its_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = TopWModel._requests
 
+    begun = threading.Event()
+
     def fails(ids: Any) -> bool:
+        assert begun.wait(HANG)  # an earlier error would be the whole answer
         raise LogitsError("there is no token left to draw; relax the constraints.")
 
     def failing(model: TopWModel, prompt: Any, parameters: Any, limits: Any) -> Any:
@@ -161,6 +172,8 @@ def test_a_stream_that_the_engine_fails_ends_with_its_error(folder: Path, monkey
 
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, TEXT, {"prompt": "a", "n": 2, "ignore_eos": True, "stream": True})
+        await until_async(lambda: call.status == 200)
+        begun.set()
         await asyncio.wait_for(call.task, HANG)
         last = json.loads(call.text.split("data: ")[-2])
         assert last["error"]["code"] == "no_token_to_draw"
@@ -173,8 +186,7 @@ def test_a_stream_that_the_engine_fails_ends_with_its_error(folder: Path, monkey
 def test_a_stream_that_was_never_read_frees_its_row(folder: Path, gate: Gate) -> None:
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, CHAT, {**ENDLESS, "stream": True}, reads=False)
-        await until_async(lambda: call.status == 200)
-        assert in_use(service) == 1
+        await until_async(lambda: call.status == 200 and in_use(service) == 1)
         call.gone.set()
         await asyncio.wait_for(call.task, HANG)
         await until_async(lambda: posted(service))
@@ -186,7 +198,7 @@ def test_a_stream_that_was_never_read_frees_its_row(folder: Path, gate: Gate) ->
     with_service(folder, test)
 
 
-def test_a_thread_that_nobody_waits_for_keeps_its_place(folder: Path) -> None:
+def test_a_thread_whose_client_left_still_counts_until_it_ends(folder: Path) -> None:
     """Otherwise clients that leave could start any number of slow grammars."""
 
     async def test(app: Starlette, service: Service) -> None:
@@ -215,7 +227,7 @@ def test_a_stream_begins_before_its_first_token_and_is_kept_alive(folder: Path, 
         assert call.status == 200
         gate.opened.set()
         await asyncio.wait_for(call.task, HANG)
-        assert call.text.endswith("data: [DONE]\n\n")
+        assert call.text.replace(": keep-alive\n\n", "").endswith("data: [DONE]\n\n")  # one may follow
 
     with_service(folder, test, ping_interval=0.05)
 
@@ -262,19 +274,25 @@ def test_probes_are_answered_while_prompts_are_read(folder: Path, gate: Gate) ->
     with_service(folder, test)
 
 
-def test_a_request_out_of_time_returns_what_it_has(serve: NewClient, folder: Path, gate: Gate) -> None:
-    client, seconds = serve(folder, request_timeout=0.05), 0.05
+def test_a_request_out_of_time_returns_what_it_has(
+    serve: NewClient, folder: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds, passed = UNLIMITED["request_timeout"], 0.0
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + passed)
+    monkeypatch.setattr("topw_deploy.engine.worker.time", clock)
+    client = serve(folder, request_timeout=seconds)
     service: Service = client.app.state.service  # type: ignore[attr-defined]
 
     def is_out_of_time() -> bool:
-        if in_use(service):
-            time.sleep(seconds)  # at least
-            return True
-        return False
+        nonlocal passed
+        passed = seconds * in_use(service)
+        return passed > 0
 
     set_when(gate.opened, is_out_of_time)
-    choice = client.post(CHAT, json=ENDLESS).json()["choices"][0]
+    answer = client.post(CHAT, json=ENDLESS).json()
+    (choice,) = answer["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
+    assert answer["usage"]["completion_tokens"] == 2, "of the iteration that the gate held: the first one and a step's"
 
 
 def test_draining_refuses_new_requests_and_finishes_the_running_ones(folder: Path, gate: Gate) -> None:

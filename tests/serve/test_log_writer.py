@@ -1,7 +1,8 @@
-"""The log never delays the server, and says how many lines it dropped."""
+"""Writing the log never delays the server. A line says how many lines were dropped."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -10,10 +11,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.waiting import HANG
+from topw_deploy.serve import log_writer
 from topw_deploy.serve.access import JsonLines
 from topw_deploy.serve.log_writer import LogWriter
 
 SIZE = 1000
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `close` wait for the thread as long as it takes."""
+    monkeypatch.setattr(log_writer, "_ENDING", HANG)
 
 
 @pytest.fixture
@@ -31,7 +40,7 @@ def logger(writer: LogWriter) -> logging.Logger:
     return found
 
 
-def test_an_unread_pipe_delays_nobody(pipe: tuple[int, int]) -> None:
+def test_a_pipe_that_nobody_reads_delays_no_line(pipe: tuple[int, int]) -> None:
     out, into = pipe
     with os.fdopen(into, "w", closefd=False) as stream:
         writer = LogWriter(stream, most=10)
@@ -64,14 +73,21 @@ def test_closing_writes_the_last_lines(pipe: tuple[int, int]) -> None:
 
 
 def test_closing_gives_up_on_a_pipe_that_nobody_reads(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topw_deploy.serve.log_writer._ENDING", 0.05)
-    _, into = pipe
+    monkeypatch.setattr(log_writer, "_ENDING", 0.05)
+    out, into = pipe
+    os.set_blocking(into, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(into, bytes(SIZE)):  # fills the pipe
+            pass
+    os.set_blocking(into, True)
     with os.fdopen(into, "w", closefd=False) as stream:
-        writer = LogWriter(stream, most=2)
-        for _ in range(200):
-            logger(writer).info("x" * 1000)
+        writer = LogWriter(stream)
+        logger(writer).info("x" * SIZE)
         writer.close()
-        os.read(pipe[0], 2**20)  # lets the thread go on
+        assert writer._thread.is_alive()
+        while writer._thread.is_alive():  # lets it end
+            os.read(out, 2**20)
+            writer._thread.join(0.05)
 
 
 def test_a_pipe_without_a_reader_is_ignored() -> None:
@@ -86,7 +102,7 @@ def test_a_pipe_without_a_reader_is_ignored() -> None:
         assert not writer._thread.is_alive()
 
 
-def test_a_stream_without_a_file(pipe: tuple[int, int]) -> None:
+def test_a_stream_without_a_file_gets_the_lines_too() -> None:
     stream = io.StringIO()
     writer = LogWriter(stream)
     logger(writer).info("line")
