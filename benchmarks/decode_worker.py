@@ -27,7 +27,7 @@ from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, prefill
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
 from topw_deploy.runtime.ort.session import OrtSession
-from topw_deploy.runtime.row_inputs import Rules
+from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.sampling import TopWParameters
 
 CHOICE = "argmax"  # input, bool
@@ -122,7 +122,7 @@ class ArgMax:
         self.unused |= {name: np.ones(1, np.float32) for name in TopWParameters.__slots__}
         self.unused |= {"edit_ids": np.zeros((1, 0), np.int64), "uniform": np.zeros(1, np.float32)}
         self.unused["allowed"] = np.zeros((1, 0), np.int32)
-        self.unused |= Rules(1).arrays
+        self.unused |= RuleInputs(1).arrays
         self.unused |= {CHOICE: np.array(True)}
 
     def begin(self, prompt: list[int], new_tokens: int) -> None:

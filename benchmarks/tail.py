@@ -23,7 +23,7 @@ from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.export.graph.embedding import plain_gather
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec
-from topw_deploy.runtime.row_inputs import Rules
+from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES, RuleParameters
@@ -53,7 +53,7 @@ def feeds(logits: np.ndarray, **chosen: float) -> Feeds:
         "edit_bias": np.zeros((1, 0), np.float32),
         "allowed": np.zeros((1, 0), np.int32),
         "uniform": np.array([0.37], np.float32),
-        **Rules(1).arrays,
+        **RuleInputs(1).arrays,
         **{name: np.array([getattr(parameters, name)], np.float32) for name in names},
     }
 
@@ -193,7 +193,7 @@ def rule_steps(rounds: int) -> str:
     for form in FORMS:
         opened = session(tail(form, VOCAB, NARROW))
         for name, rule in list(rules.items())[-1 if form == "static" else 0 :]:
-            chosen = Rules(1)
+            chosen = RuleInputs(1)
             chosen.set(0, rule)
             sides[f"tail {form}, {name}"] = bound(opened, feeds(logits) | chosen.arrays)
     return measure(sides, rounds, "TopK 1200")

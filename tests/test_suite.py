@@ -26,7 +26,6 @@ LEFT_OUT = re.compile(r"pytest\.mark\.(slow|long|broad)\b")
 ELSEWHERE = {
     "topw_deploy.__main__": "cli/test_main.py",
     "topw_deploy.bench.workers.genai": "bench/test_peers.py",
-    "topw_deploy.runtime.next_logits": "serve/test_page.py",
     "topw_deploy.serve.schemas.inspect": "serve/test_page.py",
     "topw_deploy.serve.schemas.responses": "serve/test_responses.py",
     "topw_deploy.serve.schemas.tokens": "serve/test_completions.py",
@@ -50,6 +49,7 @@ CLOCKS = {
     "engine/test_delivery.py": "a clock that the test sets forward",
     "gpu/test_runner.py": "a clock that the test holds",
     "runtime/ort/test_device_binding.py": "the start that a model is given",
+    "serve/test_lifecycle.py": "a clock that the test sets forward",
     "benchmarks/llama_server.py": "a double of a server that loads for a while",
     "nvidia/worker.py": "seconds that are printed",
     "peers/run_builders.py": "seconds that are printed",

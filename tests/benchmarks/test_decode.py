@@ -14,7 +14,7 @@ from benchmarks.decode_worker import CHOICE, write_either
 from tests.support.toy_graph import FORMS, HEAD_DIMS
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.bench.process import Worker
-from topw_deploy.runtime.row_inputs import Rules
+from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.sampling import TopWParameters
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def feeds(session: ort.InferenceSession, uniform: float) -> dict[str, np.ndarray
         "edit_penalty": np.zeros((1, 0), np.float32),
         "edit_bias": np.zeros((1, 0), np.float32),
         "allowed": np.zeros((1, 0), np.int32),
-        **Rules(1).arrays,
+        **RuleInputs(1).arrays,
         **{name: np.array([getattr(parameters, name)], np.float32) for name in TopWParameters.__slots__},
     }
     for node in session.get_inputs():

@@ -80,7 +80,7 @@ def test_sequences_of_one_request_fail_together_and_once(
         failing.result(60)
     with pytest.raises(ParameterError, match="edits more than 4 tokens"):
         engine.submit("ab", n=3, logit_bias=dict.fromkeys(range(5), 1.0)).result(60)
-    assert not engine._batch.edits.active
+    assert not engine._batch.inputs.edits.is_active
     assert engine.submit("a", seed=1, **HOT).result(60) == model.generate("a", seed=1, **HOT)
     assert (engine.stats().failed, engine.stats().ended) == (2, 7)
 
@@ -284,7 +284,7 @@ def test_random_faults_change_no_other_request(
     assert engine.stats().failed == failed
 
 
-COPIES = ("copy", "growing", "fixed", "restore", "restore_fixed", "exchange")
+COPIES = ("copy_row", "copy_growing", "copy_fixed", "restore_growing", "restore_fixed", "exchange")
 
 
 @pytest.mark.parametrize("error", [GenerationError("the copy failed"), slow(MemoryError())], ids=["typed", "no memory"])
@@ -327,7 +327,7 @@ def test_failing_copies_of_states_fail_only_the_requests_that_need_them(
         except GenerationError as found:
             errors.append(str(found))
     inject = False
-    assert {"copy", "restore", "exchange"} <= injected
+    assert {"copy_row", "restore_growing", "exchange"} <= injected
     assert 5 < len(errors) < 100
     assert all("the copy failed" in message or "no memory for a copy" in message for message in errors)
     for one, request in zip(given, requests, strict=True):

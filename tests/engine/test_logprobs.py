@@ -192,7 +192,7 @@ def test_too_many_edits_fail_a_scored_request_once_it_draws(
     scoring: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(scoring)
-    monkeypatch.setattr(engine._batch.edits, "_most", 16)
+    monkeypatch.setattr(engine._batch.inputs.edits, "_most", 16)
     wide = dict.fromkeys(range(10, 40), 1.0)
     with pytest.raises(ParameterError, match="more than 16 tokens"):
         engine.submit([7] * 5, prompt_logprobs=0, logit_bias=wide).result(60)

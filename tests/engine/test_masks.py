@@ -31,7 +31,7 @@ class Rows:
         self.requests.append(request)
         self.tokens.append([])
         self.masked.append(masked)
-        self.batch.set(row, request)
+        self.batch.assign(row, request)
         self._mask(row)
         assert self.batch.read(row, request, 0, 1) is None
         token = self.batch.read(row, request, 1, len(request.prompt))
@@ -62,7 +62,7 @@ class Rows:
 
     def _mask(self, row: int) -> None:
         if self.masked[row]:
-            set_mask(self.batch.allowed, row, [*self.requests[row].prompt, *self.tokens[row]])
+            set_mask(self.batch.inputs.masks, row, [*self.requests[row].prompt, *self.tokens[row]])
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -82,10 +82,10 @@ def test_masked_and_other_rows_draw_the_references_tokens(any_model: TopWModel, 
         plain = rows.leave()
         rows.step(2)
         second = rows.leave()
-        assert rows.batch.allowed.array.shape[1] == (9 if always or rows.batch.allowed.active else 0)
+        assert rows.batch.inputs.masks.array.shape[1] == (9 if always or rows.batch.inputs.masks.is_active else 0)
         rows.step(2)
         first = rows.leave()
-        assert not rows.batch.allowed.active
+        assert not rows.batch.inputs.masks.is_active
         rows.join("hello", 1, masked=False)
         rows.step(5)
     finally:

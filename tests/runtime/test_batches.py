@@ -81,7 +81,7 @@ def test_draws_depend_on_real_tokens_not_on_padding(model: TopWModel, monkeypatc
 
     def watched(generation: loop.Generation) -> list[int]:
         tokens = original(generation)
-        seen.append(generation.uniform.copy())
+        seen.append(generation.inputs.uniform.copy())
         return tokens
 
     monkeypatch.setattr(loop, "run_step", watched)

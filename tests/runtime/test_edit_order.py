@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.toy_model import VOCAB, Toy, export_sampler
 from topw_deploy.runtime import TopWSampler
+from topw_deploy.runtime.edits import EditInputs
 from topw_deploy.runtime.request import Limits, resolve, split
-from topw_deploy.runtime.row_inputs import Edits
 from topw_deploy.sampling import TopWParameters, apply_edits
 
 A, B, C = 10, 11, 12
@@ -23,9 +23,9 @@ THEIRS = [2.5, 3.0, -2.0]  # (2 + 3) / 2, 3, (-2 + 1) * 2
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "runtime.md"
 
 
-def edits() -> Edits:
+def edits() -> EditInputs:
     named, _ = split({"seed": 1, "repetition_penalty": PENALTY, "logit_bias": BIASES})
-    return Edits(resolve([PROMPT], named, {}, TopWParameters(), Limits(1000, VOCAB)))
+    return EditInputs(resolve([PROMPT], named, {}, TopWParameters(), Limits(1000, VOCAB)))
 
 
 def test_numpys_edits_give_the_numbers_of_the_example() -> None:

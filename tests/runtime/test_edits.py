@@ -13,7 +13,7 @@ import pytest
 from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.row_inputs import Edits
+from topw_deploy.runtime.edits import EditInputs
 from topw_deploy.sampling import TopWParameters
 
 PROMPT = byte_ids("hello")
@@ -161,8 +161,8 @@ def test_all_edits_together_fit_and_agree(model: TopWModel, toy: Toy) -> None:
 
 def test_a_batch_without_edits_sends_empty_inputs(model: TopWModel) -> None:
     requests, _, _ = model._requests(["a", "b"], {})
-    edits = Edits(requests)
-    assert not edits.active
+    edits = EditInputs(requests)
+    assert not edits.is_active
     assert edits.ids.shape == (2, 0)
 
 
@@ -170,15 +170,15 @@ def test_slots_stay_distinct_within_a_row(model: TopWModel) -> None:
     requests, _, _ = model._requests(
         ["banana", "a"], {"repetition_penalty": 1.1, "presence_penalty": 1.0, "no_repeat_ngram_size": 1, "seed": 1}
     )
-    edits = Edits(requests)
+    edits = EditInputs(requests)
     rng = np.random.default_rng(0)
     for _ in range(80):
-        for row in edits._rows.values():
-            row.prepare()
+        edits.write_bans()
         for ids in edits.ids:
             used = ids[ids >= 0]
             assert len(set(used.tolist())) == len(used)
-        edits.accept(rng.integers(0, VOCAB, 2).tolist())
+        for row, token in enumerate(rng.integers(0, VOCAB, 2).tolist()):
+            edits.add_token(row, token)
 
 
 def test_rows_are_set_cleared_and_exchanged_alone(model: TopWModel) -> None:
@@ -188,13 +188,13 @@ def test_rows_are_set_cleared_and_exchanged_alone(model: TopWModel) -> None:
     (second,), *_ = model._requests("x", {"logit_bias": dict.fromkeys(range(3, 40), 1.0)})
     (plain,), *_ = model._requests("y", {})
 
-    def inputs(edits: Edits, row: int) -> set[tuple[int, float, float]]:
-        edits.write(row)
+    def inputs(edits: EditInputs, row: int) -> set[tuple[int, float, float]]:
+        edits.write_bans(row)
         rows = zip(edits.ids[row].tolist(), edits.penalty[row].tolist(), edits.bias[row].tolist(), strict=True)
         return {edit for edit in rows if edit[0] >= 0}
 
-    alone, together = Edits([first]), Edits([None] * 3)
-    assert (together.active, together.slots) == (False, 0)
+    alone, together = EditInputs([first]), EditInputs([None] * 3)
+    assert (together.is_active, together.slots) == (False, 0)
     together.set(1, first)
     place = 1
     for step, token in enumerate(byte_ids("ananas banana")):
@@ -208,28 +208,28 @@ def test_rows_are_set_cleared_and_exchanged_alone(model: TopWModel) -> None:
             together.set(0, plain)
             assert not inputs(together, 1)
         assert inputs(together, place) == inputs(alone, 0)
-        alone.accept([token])
-        together.add(place, token)
+        alone.add_token(0, token)
+        together.add_token(place, token)
     together.clear(place)
-    assert (together.active, together.slots) == (False, 0)
+    assert (together.is_active, together.slots) == (False, 0)
 
 
 def test_a_row_whose_edits_do_not_fit_is_without_edits(model: TopWModel) -> None:
     (large,), *_ = model._requests("abc", {"logit_bias": dict.fromkeys(range(3, 8), 1.0)})
-    edits = Edits([None, None], fixed=4)
+    edits = EditInputs([None, None], fixed=4)
     with pytest.raises(ParameterError, match="edits more than 4 tokens"):
         edits.set(1, large)
-    assert not edits.active
+    assert not edits.is_active
     assert edits.ids.tolist() == [[-1] * 4] * 2
 
 
 def test_a_graph_with_fixed_slots_refuses_what_does_not_fit(model: TopWModel) -> None:
     requests, _, _ = model._requests("abc", {"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}})
-    assert Edits(requests, fixed=3).ids.tolist() == [[1, 2, 3]]
+    assert EditInputs(requests, fixed=3).ids.tolist() == [[1, 2, 3]]
     with pytest.raises(ParameterError, match="edits more than 2 tokens"):
-        Edits(requests, fixed=2)
+        EditInputs(requests, fixed=2)
     plain, _, _ = model._requests("abc", {})
-    assert Edits(plain, fixed=4).ids.tolist() == [[-1] * 4]
+    assert EditInputs(plain, fixed=4).ids.tolist() == [[-1] * 4]
 
 
 def test_penalties_that_add_up_beyond_float32_stay_finite(model: TopWModel) -> None:

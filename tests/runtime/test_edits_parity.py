@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.support.toy_model import VOCAB
+from topw_deploy.runtime.edits import EditInputs
 from topw_deploy.runtime.request import Limits, resolve, split
-from topw_deploy.runtime.row_inputs import Edits
-from topw_deploy.sampling import TopWParameters, apply_edits
+from topw_deploy.sampling import TopWParameters
 
 torch = pytest.importorskip("torch")
 processors = pytest.importorskip("transformers").generation.logits_process
@@ -51,19 +51,11 @@ def test_each_edit_agrees_step_by_step(request_: dict[str, Any], make: Any) -> N
         for _ in range(25):
             logits = (rng.standard_normal(VOCAB) * 4).astype(np.float32)
             theirs = processor(torch.tensor([tokens]), torch.tensor(logits)[None])[0].numpy()
-            np.testing.assert_allclose(edited(edits, logits), theirs, rtol=1e-6)
+            np.testing.assert_allclose(edits.apply(0, logits), theirs, rtol=1e-6)
             tokens.append(int(rng.integers(2, 12)))
-            edits.accept([tokens[-1]])
+            edits.add_token(0, tokens[-1])
 
 
-def edits_of(prompt: Sequence[int], request: dict[str, Any]) -> Edits:
+def edits_of(prompt: Sequence[int], request: dict[str, Any]) -> EditInputs:
     named, _ = split({"seed": 1, "eos_token_id": EOS, **request})
-    return Edits(resolve([prompt], named, {}, TopWParameters(), Limits(1000, VOCAB)))
-
-
-def edited(edits: Edits, logits: np.ndarray) -> np.ndarray:
-    """The next step's logits, edited as in the graph."""
-    for row in edits._rows.values():
-        row.prepare()
-    used = edits.ids[0] >= 0
-    return apply_edits(logits, edits.ids[0][used], edits.penalty[0][used], edits.bias[0][used])
+    return EditInputs(resolve([prompt], named, {}, TopWParameters(), Limits(1000, VOCAB)))

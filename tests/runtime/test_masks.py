@@ -30,7 +30,7 @@ def generated(model: TopWModel, masked: tuple[bool, ...]) -> list[list[int]]:
         active = list(generation.active)
         for row in active:
             if masked[row.index]:
-                set_mask(generation.allowed, row.index, [*row.request.prompt, *tokens[row.index]])
+                set_mask(generation.inputs.masks, row.index, [*row.request.prompt, *tokens[row.index]])
         drawn = run(generation)  # type: ignore[operator]
         accept(generation, drawn)
         for row in active:

@@ -13,7 +13,7 @@ from tests.support.toy_model import VOCAB, Load, Toy, byte_ids, export_sampler
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.request import Limits, resolve
-from topw_deploy.runtime.row_inputs import Rules
+from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.runtime.rules import LONGEST_LIST, longest_pool
 from topw_deploy.sampling import RULES, RuleParameters, TopWParameters, sample_row
 
@@ -107,7 +107,7 @@ def test_a_models_configuration_has_to_name_the_rule(load: Load) -> None:
 
 
 def test_rules_are_cleared_and_bound_by_row() -> None:
-    rules = Rules(2)
+    rules = RuleInputs(2)
     rules.set(1, RuleParameters(top_h=0.5))
     assert rules.arrays["rule"].tolist() == [0, RULES["top_h"].code]
     assert rules.arrays["rule_values"].tolist() == [[0, 0], [0.5, 100]]

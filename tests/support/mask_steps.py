@@ -24,13 +24,13 @@ def words_after(tokens: Sequence[int]) -> np.ndarray | None:
     return pack_mask(flags)
 
 
-def set_mask(allowed: Any, index: int, tokens: Sequence[int]) -> None:
-    """Give row `index` of an `Allowed` the mask after `tokens`."""
+def set_mask(masks: Any, index: int, tokens: Sequence[int]) -> None:
+    """Give row `index` of a `MaskInputs` the mask after `tokens`."""
     words = words_after(tokens)
     if words is None:
-        allowed.clear(index)
+        masks.clear(index)
     else:
-        allowed.set(index, words)
+        masks.set(index, words)
 
 
 def expected(toy: Toy, prompt: Sequence[int], steps: int, seed: int, *, masked: bool) -> list[int]:

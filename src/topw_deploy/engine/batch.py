@@ -10,35 +10,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import HostMemory, MemoryPool
 from topw_deploy.runtime.cache.in_place import bind_total
-from topw_deploy.runtime.logprobs import Logits
+from topw_deploy.runtime.logprobs import LogitsBuffer
 from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.request import RowRequest
-from topw_deploy.runtime.row_inputs import ALLOWED, EDITS, Allowed, Draws, Edits, Rules, greedy
-from topw_deploy.runtime.row_inputs import RULE as RULE_INPUTS
+from topw_deploy.runtime.row_inputs import BoundInputs, Draws, SamplerInputs, bind_greedy
 from topw_deploy.runtime.rows import Record, Values
-from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
-
-
-@dataclass
-class _Bound:
-    """A binding of a step of some width, or of a row's last chunk.
-
-    edit_ids, version: the `Edits.ids` and the `Batch._version` that it was last updated to.
-    allowed, masks: the `Allowed.array` and the `Allowed.version` that it was last updated to.
-    """
-
-    binding: Binding
-    edit_ids: np.ndarray
-    version: int
-    allowed: np.ndarray
-    masks: int
 
 
 class Batch:
@@ -58,34 +40,26 @@ class Batch:
         decoder: DecoderInfo,
         rows: int,
         length: int,
-        new_logits: Callable[[int], Logits | None] = lambda rows: None,
+        new_logits: Callable[[int], LogitsBuffer | None] = lambda rows: None,
     ) -> None:
         self._session, self._decoder, self._length = session, decoder, length
         self._new_logits = new_logits
-        self._logits: Logits | None = None
+        self._logits: LogitsBuffer | None = None
         self._pool = MemoryPool(session, decoder, length, rows)
         self._buffers = self._pool.borrow(rows, length, 1)
-        self._base = session.bind()
+        self._base_binding = session.bind()
         self._chunk_start, self._chunk_length = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        self._ids = np.zeros((rows, 1), np.int64)
-        self._written = np.zeros(rows, np.int64)  # slot that the next run writes first
-        self._unused = 0 if decoder.recurs else 1  # row_lengths of rows that do not decode
-        self._lengths = np.full(rows, self._unused, np.int64)
-        self._uniform = np.zeros(rows, np.float32)
-        greedily = TopWParameters(temperature=0.0)
-        values = [[getattr(greedily, name)] * rows for name in PARAMETER_NAMES]
-        self._parameter_rows = np.array(values, np.float32)  # [parameters, rows]
-        self._parameters = dict(zip(PARAMETER_NAMES, self._parameter_rows, strict=True))
-        self._rules = Rules(rows)
-        self._ids_view, self._written_view = self._ids.reshape(-1).data, self._written.data
-        self._uniform_view = self._uniform.data
-        self.edits = Edits([None] * rows, session.fixed_edits, session.most_edits)
-        self.allowed = Allowed(rows, session.mask_words, always=session.always_masked)
+        self._input_ids = np.zeros((rows, 1), np.int64)
+        self._next_slots = np.zeros(rows, np.int64)  # slot that the next run writes first
+        self._idle_length = 0 if decoder.recurs else 1  # row_lengths of rows that do not decode
+        self._row_lengths = np.full(rows, self._idle_length, np.int64)
+        self._input_ids_view, self._next_slots_view = self._input_ids.reshape(-1).data, self._next_slots.data
+        self.inputs = SamplerInputs(session, rows)
+        self._uniform_view = self.inputs.uniform.data
         self._draws = Draws([0] * rows, [0] * rows, [0] * rows)
-        self._record = Record(session.outputs, rows, length)
-        self._first = Record(session.outputs, 1, 1)  # of the last chunk's run
-        self._unchecked: dict[int, int] = {}  # free row -> slots whose states may not be finite
-        self._version = 0
+        self._step_record = Record(session.outputs, rows, length)
+        self._chunk_record = Record(session.outputs, 1, 1)  # of the last chunk's run
+        self._unchecked_slots: dict[int, int] = {}  # free row -> slots whose states may not be finite
         self.wants_logits = False
         self.steps, self.run_seconds = 0, 0.0
         self._forget_bindings()
@@ -108,77 +82,68 @@ class Batch:
         return self._buffers.length
 
     @property
-    def grown(self) -> bool:
-        """Whether `rest` would make steps cheaper."""
+    def can_shrink(self) -> bool:
+        """Whether `shrink` would make steps cheaper."""
         return 0 < self._decoder.buffer_step < self._buffers.length
 
     def close(self) -> None:
         """Release the bindings and the cache."""
         self._forget_bindings()
-        self._base.close()
+        self._base_binding.close()
         self._pool.give_back(self._buffers)
         self._pool.free()
         del self._buffers  # which holds the memory too
 
-    def set(self, row: int, request: RowRequest) -> None:
+    def assign(self, row: int, request: RowRequest) -> None:
         """Assign a free row to a request.
 
         Raises ParameterError if it edits more tokens than the graph allows; the row is then free.
         """
-        self.edits.set(row, request)
-        if request.allowed_token_ids:
-            self.allowed.limit(row, request.allowed_token_ids)
-        for name, values in self._parameters.items():
-            values[row] = getattr(request.top_w, name)
-        self._rules.set(row, request.rule)
-        self._version += 1
+        self.inputs.set(row, request)
 
-    def clear(self, row: int, *, spoilt: bool = False, unchecked: bool = False) -> None:
-        """Free a row and make it greedy, which costs least in steps. Call `keep` if its tokens will be reused.
+    def clear(self, row: int, *, nonfinite: bool = False, unchecked: bool = False) -> None:
+        """Free a row and make it greedy, which costs least in steps. Call `keep_tokens` if its tokens will be reused.
 
-        spoilt: whether its states may not be finite. Graphs of standard operators (those with a buffer_step) would pass
-            such values on to the row's next sequence.
-        unchecked: whether its states are unchecked: a part of its prompt was read and nothing drawn. Slots that the
-            next sequence does not reuse are then cleared.
+        nonfinite: whether its states may be NaN or infinite; they are cleared now. Graphs of standard operators (those
+            with a buffer_step) would pass such values on to the row's next sequence.
+        unchecked: whether nobody knows if its states are finite, because a part of its prompt was read and nothing
+            drawn. The slots that the next sequence does not reuse are cleared later.
         """
-        written = int(self._written[row]) + 1  # steps write one more slot
-        self._parameters["temperature"][row] = 0.0
-        self._rules.clear(row)
-        self.edits.clear(row)
-        self.allowed.clear(row)
+        written = int(self._next_slots[row]) + 1  # steps write one more slot
+        self.inputs.clear(row)
         self._draws.clear(row)
-        self._ids[row], self._written[row], self._lengths[row] = 0, 0, self._unused
-        self._version += 1
-        if spoilt:
+        self._input_ids[row], self._next_slots[row], self._row_lengths[row] = 0, 0, self._idle_length
+        self._refresh_lengths()
+        if nonfinite:
             self._buffers.clear_row(row, written)
         elif unchecked and (self._decoder.buffer_step or self.copies_rows):
-            self._unchecked[row] = written
+            self._unchecked_slots[row] = written
 
-    def keep(self, row: int, tokens: int) -> None:
+    def keep_tokens(self, row: int, tokens: int) -> None:
         """Keep the first `tokens` tokens of a row that does not decode."""
-        self._written[row] = tokens
+        self._next_slots[row] = tokens
 
-    def copy(self, source: int, target: int, tokens: int) -> None:
+    def copy_row(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` tokens, and states of fixed size, of a row to one that does not decode."""
         self._buffers.copy_row(source, target, tokens)
-        self.keep(target, tokens)
+        self.keep_tokens(target, tokens)
 
-    def growing(self, row: int, tokens: int) -> list[np.ndarray]:
+    def copy_growing(self, row: int, tokens: int) -> list[np.ndarray]:
         """A copy of the states of a row's first `tokens` tokens, without those of fixed size."""
         return self._buffers.snapshot(row, tokens, self._buffers.layout.growing)
 
-    def fixed(self, row: int) -> list[np.ndarray]:
+    def copy_fixed(self, row: int) -> list[np.ndarray]:
         """A copy of a row's states of fixed size."""
         return self._buffers.snapshot(row, 0, self._buffers.layout.fixed_ones)
 
-    def restore(self, row: int, growing: Sequence[np.ndarray], tokens: int) -> None:
-        """Put the first `tokens` tokens of a copy by `growing` into a row that does not decode."""
+    def restore_growing(self, row: int, growing: Sequence[np.ndarray], tokens: int) -> None:
+        """Put the first `tokens` tokens of a copy by `copy_growing` into a row that does not decode."""
         self._make_room(tokens)
         self._buffers.restore(row, growing, tokens, self._buffers.layout.growing)
-        self.keep(row, tokens)
+        self.keep_tokens(row, tokens)
 
     def restore_fixed(self, row: int, fixed: Sequence[np.ndarray]) -> None:
-        """Put a copy by `fixed` into a row that does not decode."""
+        """Put a copy by `copy_fixed` into a row that does not decode."""
         self._buffers.restore(row, fixed, None, self._buffers.layout.fixed_ones)
 
     def read(self, row: int, request: RowRequest, start: int, end: int) -> int | None:
@@ -189,43 +154,43 @@ class Batch:
         """
         ids = np.array([request.prompt[start:end]], np.int64)  # [1, S]
         self._make_room(end)
-        unchecked = self._unchecked.pop(row, 0)
+        unchecked = self._unchecked_slots.pop(row, 0)
         if start == 0 or unchecked:
             self._buffers.clear_row(row, unchecked, first=start)
         last = end == len(request.prompt)
         if last:
-            self.edits.write(row)
-            self._uniform[row] = self._draws.begin(row, request.seed, request.sample, end, self.steps)
-        binding = self._drawer(row, self.wants_logits) if last else self._filler(row)
+            self.inputs.edits.write_bans(row)
+            self.inputs.uniform[row] = self._draws.begin(row, request.seed, request.sample, end, self.steps)
+        binding = self._last_chunk_binding(row, self.wants_logits) if last else self._chunk_binding(row)
         self._chunk_start[0], self._chunk_length[0] = start, end - start
         binding.bind_array("input_ids", ids)
         bind_total(self._session, binding, end)
-        self._written[row] = end
+        self._next_slots[row] = end
         self._run(binding, 0 if last else None)
-        return self._first.keep(0)[0] if last else None
+        return self._chunk_record.keep(0)[0] if last else None
 
-    def first(self) -> Values:
+    def first_outputs(self) -> Values:
         """The outputs of the last chunk's run."""
-        return self._first.copy(0, 0, 1)
+        return self._chunk_record.copy(0, 0, 1)
 
     def begin(self, row: int, token: int) -> None:
         """Start decoding a row with the next step, after the first token, which the last `read` drew.
 
         Raises ParameterError for too many edits.
         """
-        self._ids[row], self._lengths[row] = token, 1
-        self.edits.add(row, token)
-        self._version += 1
+        self._input_ids[row], self._row_lengths[row] = token, 1
+        self.inputs.edits.add_token(row, token)
+        self._refresh_lengths()
 
     def step(self, width: int) -> list[int]:
         """Draw a token for each of the first `width` rows. Only the tokens of decoding rows are valid."""
         if self._decoder.buffer_step:
-            self._make_room(max(self._written_view[:width].tolist()) + 1)
-        bound = self._steps.get((width, self.wants_logits)) or self._bind_step(width, self.wants_logits)
-        self._update(bound, slice(width))
+            self._make_room(max(self._next_slots_view[:width].tolist()) + 1)
+        bound = self._step_bindings.get((width, self.wants_logits)) or self._bind_step(width, self.wants_logits)
+        self.inputs.update(bound)
         self._draws.write(self.steps, self._uniform_view)
         self._run(bound.binding, self.steps + 1)  # 0 is a prompt's last chunk
-        tokens = self._record.keep(self.steps % self._length)
+        tokens = self._step_record.keep(self.steps % self._length)
         self.steps += 1
         return tokens
 
@@ -239,19 +204,19 @@ class Batch:
 
         Raises ParameterError for too many edits.
         """
-        self._ids_view[row] = token
-        self._written_view[row] += 1
-        if self.edits.active:
-            self.edits.add(row, token)
+        self._input_ids_view[row] = token
+        self._next_slots_view[row] += 1
+        if self.inputs.edits.is_active:
+            self.inputs.edits.add_token(row, token)
 
     def accept_all(self, width: int) -> None:
         """`accept` the last step's tokens of the first `width` rows, all of which decode without edits."""
-        self._ids_view[:width] = self._record.tokens[:width]
-        written = self._written_view
+        self._input_ids_view[:width] = self._step_record.tokens[:width]
+        written = self._next_slots_view
         for row in range(width):
             written[row] += 1
 
-    def recorded(self, row: int, start: int, end: int) -> list[Values]:
+    def recorded_outputs(self, row: int, start: int, end: int) -> list[Values]:
         """The outputs of a row in the steps `start` to `end`, exclusive, in parts. Only the last `length` steps are
         kept.
         """
@@ -259,35 +224,31 @@ class Batch:
             return []
         first, last = start % self._length, end % self._length
         if first < last:
-            return [self._record.copy(row, first, last)]
-        return [self._record.copy(row, first, self._length), self._record.copy(row, 0, last)]
+            return [self._step_record.copy(row, first, last)]
+        return [self._step_record.copy(row, first, self._length), self._step_record.copy(row, 0, last)]
 
     def exchange(self, one: int, other: int, saves: bool = True) -> None:
         """Exchange two rows with their states.
 
         saves: whether the states of `other` are needed. If not, only those of `one` move.
         """
-        buffers, tokens = self._buffers, self._written.tolist()
+        buffers, tokens = self._buffers, self._next_slots.tolist()
         saved = buffers.snapshot(other, tokens[other]) if saves else None
         buffers.copy_row(one, other, tokens[one])
-        unchecked = self._unchecked.pop(other, 0)
+        unchecked = self._unchecked_slots.pop(other, 0)
         if unchecked:
             buffers.clear_row(other, unchecked, first=tokens[one])
         if saved is not None:
             buffers.restore(one, saved)
             if unchecked:
-                self._unchecked[one] = unchecked
-        pair, swapped = [one, other], [other, one]
-        arrays: list[np.ndarray] = [self._ids, self._written, self._lengths, *self._rules.arrays.values()]
-        for array in arrays:
-            array[pair] = array[swapped]
-        self._parameter_rows[:, pair] = self._parameter_rows[:, swapped]
-        self.edits.swap(one, other)
-        self.allowed.swap(one, other)
+                self._unchecked_slots[one] = unchecked
+        for array in (self._input_ids, self._next_slots, self._row_lengths):
+            array[[one, other]] = array[[other, one]]
+        self.inputs.swap(one, other)
         self._draws.swap(one, other)
-        self._version += 1
+        self._refresh_lengths()
 
-    def rest(self) -> None:
+    def shrink(self) -> None:
         """Shorten the buffers again, and forget all rows. Call this only while no row is in use."""
         self._pool.give_back(self._buffers)
         self._buffers = self._pool.borrow(self._buffers.batch, self._length, 1)
@@ -304,27 +265,28 @@ class Batch:
             self._forget_bindings()
 
     def _forget_bindings(self) -> None:
-        self._steps: dict[tuple[int, bool], _Bound] = {}  # of (width, logits)
-        self._fillers: dict[int, Binding] = {}
-        self._drawers: dict[tuple[int, bool], _Bound] = {}  # of (row, logits)
+        self._step_bindings: dict[tuple[int, bool], BoundInputs] = {}  # of (width, logits)
+        self._chunk_bindings: dict[int, Binding] = {}
+        self._last_chunk_bindings: dict[tuple[int, bool], BoundInputs] = {}  # of (row, logits)
 
-    def _filler(self, row: int) -> Binding:
+    def _chunk_binding(self, row: int) -> Binding:
         """A binding for chunks that draw nothing."""
-        binding = self._fillers.get(row)
+        binding = self._chunk_bindings.get(row)
         if binding is None:
-            binding = self._fillers[row] = greedy(self._session, self._base.another(), 1)
+            binding = self._chunk_bindings[row] = self._base_binding.another()
+            bind_greedy(self._session, binding, 1)
             self._buffers.bind(binding, range(row, row + 1))
             self._bind_chunk(binding)
         return binding
 
-    def _drawer(self, row: int, logits: bool) -> Binding:
+    def _last_chunk_binding(self, row: int, logits: bool) -> Binding:
         """A binding for the last chunk, which draws with the row's parameters."""
-        bound = self._drawers.get((row, logits))
+        bound = self._last_chunk_bindings.get((row, logits))
         if bound is None:
-            bound = self._drawers[row, logits] = self._bind_sampler(slice(row, row + 1), logits)
-            self._first.bind(bound.binding)
+            bound = self._last_chunk_bindings[row, logits] = self._bind_sampler(slice(row, row + 1), logits)
+            self._chunk_record.bind(bound.binding)
             self._bind_chunk(bound.binding)
-        self._update(bound, slice(row, row + 1))
+        self.inputs.update(bound)
         return bound.binding
 
     def _bind_chunk(self, binding: Binding) -> None:
@@ -332,49 +294,29 @@ class Batch:
         binding.bind_changing("write_indices", self._chunk_start)
         binding.bind_changing("row_lengths", self._chunk_length)
 
-    def _bind_step(self, width: int, logits: bool) -> _Bound:
-        bound = self._steps[width, logits] = self._bind_sampler(slice(width), logits)
-        bound.binding.bind_changing("input_ids", self._ids[:width])
-        bound.binding.bind_changing("write_indices", self._written[:width])
-        bound.binding.bind_array("row_lengths", self._lengths[:width])
+    def _bind_step(self, width: int, logits: bool) -> BoundInputs:
+        bound = self._step_bindings[width, logits] = self._bind_sampler(slice(width), logits)
+        bound.binding.bind_changing("input_ids", self._input_ids[:width])
+        bound.binding.bind_changing("write_indices", self._next_slots[:width])
+        bound.binding.bind_array("row_lengths", self._row_lengths[:width])
         bind_total(self._session, bound.binding, self._buffers.length)
-        self._record.bind(bound.binding, width)
+        self._step_record.bind(bound.binding, width)
         return bound
 
-    def _bind_sampler(self, rows: slice, logits: bool) -> _Bound:
+    def _bind_sampler(self, rows: slice, logits: bool) -> BoundInputs:
         """A new binding of adjacent rows with their states and the sampler's inputs."""
-        binding = self._base.another()
+        binding = self._base_binding.another()
         self._buffers.bind(binding, range(rows.start or 0, rows.stop))
-        binding.bind_changing("uniform", self._uniform[rows])
-        for name, values in self._parameters.items():
-            binding.bind_array(name, values[rows])
-        self._rules.bind(binding, rows)
-        self.edits.bind(binding, rows)
-        self.allowed.bind(binding, rows)
+        bound = self.inputs.bind(binding, rows)
         if logits:
             self._logits = self._logits or self._new_logits(self._buffers.batch)
             if self._logits is not None:
                 self._logits.bind(binding, rows)
-        return _Bound(binding, self.edits.ids, self._version, self.allowed.array, self.allowed.version)
+        return bound
 
-    def _update(self, bound: _Bound, rows: slice) -> None:
-        """Pass changed rows, edits and masks to a binding."""
-        binding, edits, allowed = bound.binding, self.edits, self.allowed
-        if bound.edit_ids is not edits.ids:
-            edits.bind(binding, rows)
-            bound.edit_ids = edits.ids
-        elif edits.active:
-            for name in EDITS:
-                binding.refresh(name)
-        if bound.allowed is not allowed.array:
-            allowed.bind(binding, rows)
-        elif bound.masks != allowed.version:
-            binding.refresh(ALLOWED)
-        bound.allowed, bound.masks = allowed.array, allowed.version
-        if bound.version != self._version:
-            for name in (*PARAMETER_NAMES, *RULE_INPUTS, *EDITS, "row_lengths"):
-                binding.refresh(name)
-            bound.version = self._version
+    def _refresh_lengths(self) -> None:
+        for bound in self._step_bindings.values():
+            bound.binding.refresh("row_lengths")
 
 
 def row_bytes(decoder: DecoderInfo, length: int) -> int:

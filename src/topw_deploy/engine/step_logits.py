@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.engine.engine import Engine
-from topw_deploy.engine.tasks import Signal
+from topw_deploy.engine.tasks import TaskFlag
 from topw_deploy.errors import GenerationError, PromptError
-from topw_deploy.runtime.logprobs import Scores
-from topw_deploy.runtime.next_logits import Logits
+from topw_deploy.runtime.logprobs import Logits, Scores
 
 _ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0.0, "seed": 0, "logprobs": 0}
 
 
-class _Kept(Scores):
+class _FirstLogits(Scores):
     """Keeps the logits of a sequence's first token, in place of its log-probabilities."""
 
     logits: Logits | None = None
@@ -37,11 +36,11 @@ async def logits_after(engine: Engine, tokens: Sequence[int], max_time: float | 
     for another one, LogitsError for NaN or +infinity, QueueFullError if the queue is full, and GenerationError if the
     engine is shut down or `max_time` is over first.
     """
-    ended = Signal(engine._running_bell())
-    draft = engine._intake.draft(list(tokens), _ONE_TOKEN, max_time)
-    submission = engine._intake.submission(draft, on_end=ended.send)
-    (job,) = submission.jobs
-    kept = job.generated.scores = _Kept(job.generated.request, str)
+    ended = TaskFlag(engine._loop_waker())
+    draft = engine._builder.draft(list(tokens), _ONE_TOKEN, max_time)
+    submission = engine._builder.build(draft, on_end=ended.set)
+    (sequence,) = submission.sequences
+    kept = sequence.generation.scores = _FirstLogits(sequence.generation.request, str)
     await engine._start(submission)
     try:
         await ended.wait()

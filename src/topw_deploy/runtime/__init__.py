@@ -4,22 +4,28 @@ A call of `TopWModel.generate` crosses these modules:
 model: the public class.
 prompts, tokenizer: a prompt and its token ids.
 request, parameters: the parameters of each row.
-loop: prefill and steps.
-rows, row_inputs: what each row draws, and what it feeds the sampler.
-cache.in_place, cache.buffers: key-value caches and their memory; those of the form `concat`, cache.concat.
+loop: prefill and decode steps.
+rows: what each row has drawn, its text and its end.
+row_inputs, edits: the sampler's inputs for each row.
+cache.in_place, cache.buffers: key-value caches and their memory; for a cache of the form `concat`, cache.concat.
 ort.session: runs of the graph; on a device, ort.device_binding.
 text: the text of the drawn tokens.
 
-Others are for what a request may add:
+Other modules read what a request may add:
 rules, generation_config: sampling rules, transformers' settings.
-edits, callbacks, logprobs, structured: penalties and bans, streamers, log-probabilities, schemas and grammars.
+callbacks, logprobs, structured: streamers and stopping criteria, log-probabilities, schemas and grammars.
 chat, template, tools: chat templates, tool calls.
 
-And for opening a model:
-folder, token_bound, token_growth, device_lock: files, bounds of a tokenizer, access to a device.
-protocols, session_options, open_session, ort: sessions; TensorRT's are in `topw_deploy.tensorrt.run`.
+Others open a model:
+folder: files that the manifest lists.
+token_bound, token_growth: bounds on a tokenizer.
+protocols, session_options, open_session, ort: sessions; those of TensorRT are in `topw_deploy.tensorrt.run`.
+device_lock: access to a device.
 
-sampler: `TopWSampler`. results: public results. next_logits, token_geometry, rule_settings: inspection, comparisons.
+The rest:
+sampler: the public class for logits from elsewhere.
+results: public results.
+token_geometry, rule_settings: inspection of steps, comparison of rules.
 """
 
 from topw_deploy import install, telemetry

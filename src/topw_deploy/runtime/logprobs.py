@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import LogitsError, ParameterError
@@ -20,6 +21,9 @@ from topw_deploy.runtime.results import TokenLogprob, TopLogprob
 
 OUTPUT = "logits"
 _BLOCKS_PER_TOKEN = 8  # of `best`: more blocks leave fewer candidates
+
+Logits: TypeAlias = NDArray[np.float32]
+"""The logits [V] of one step."""
 
 TextOf: TypeAlias = Callable[[int], str]
 """From a token id to its text alone."""
@@ -137,7 +141,7 @@ class Scores:
         ]
 
 
-class Logits:
+class LogitsBuffer:
     """The graph's output `logits` for a batch, on the host.
 
     spec: float [batch, V], or, in another exporter's decoder, [batch, columns, V], where the last column is that of
@@ -174,6 +178,12 @@ class Logits:
 def logits_output(manifest: DecoderManifest) -> TensorSpec | None:
     """The graph's output `logits`, or None."""
     return next((spec for spec in manifest.outputs if spec.name == OUTPUT), None)
+
+
+def gives_logits(manifest: DecoderManifest) -> bool:
+    """Whether the graph has the output `logits` (`--with-logits`), in a type that numpy reads."""
+    spec = logits_output(manifest)
+    return spec is not None and bool(ELEMENT_TYPES[spec.dtype].numpy)
 
 
 def check_output(requests: Sequence[RowRequest], spec: TensorSpec | None, path: object) -> None:

@@ -1,6 +1,6 @@
 """The generation loop: `prefill`, then `decode_one_token` until all rows end.
 
-Each run of the graph (decoder and Top-W) is one step. Logits and cache stay on the device.
+Each run of the graph (decoder and Top-W) is one step. LogitsBuffer and cache stay on the device.
 """
 
 from __future__ import annotations
@@ -8,18 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.callbacks import Criterion, Streamer, Watch
-from topw_deploy.runtime.logprobs import Logits, Scores, TextOf
+from topw_deploy.runtime.logprobs import LogitsBuffer, Scores, TextOf
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Piece
-from topw_deploy.runtime.row_inputs import Allowed, Draws, Edits, Rules
+from topw_deploy.runtime.row_inputs import Draws, SamplerInputs
 from topw_deploy.runtime.rows import Follow, Record, Row, new_text, result_of
 from topw_deploy.runtime.structured.guide import Guide
-from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 
 class Generation:
@@ -28,46 +25,35 @@ class Generation:
     logits: the graph's output, for rows with scores.
     """
 
-    def __init__(self, session: Session, caches: Caches, rows: Sequence[Row], logits: Logits | None = None) -> None:
+    def __init__(
+        self, session: Session, caches: Caches, rows: Sequence[Row], logits: LogitsBuffer | None = None
+    ) -> None:
         if any(row.unread for row in rows) and not caches.takes_ragged_batches:
             for row in rows:
                 row.read_one_by_one()
         requests = [row.request for row in rows]
-        batch, prompts, budgets = len(rows), [row.given for row in rows], [r.request.budget + r.unread for r in rows]
+        prompts, budgets = [row.given for row in rows], [r.request.budget + r.unread for r in rows]
         self.active = list(rows)
-        self.going_on = list(range(batch))
+        self.active_indices = [row.index for row in rows]
         self.step = 0
         self.prefilled_at = 0.0  # time.perf_counter()
-        self.last_first = max(row.skipped for row in rows)  # step of the last row's first token
-        edited = [None if row.unread else row.request for row in rows]
-        self.edits = Edits(edited, session.fixed_edits, session.most_edits)
-        self.allowed = Allowed(batch, session.mask_words, always=session.always_masked)
-        for row in rows:
-            if row.request.allowed_token_ids and not row.unread:
-                self.allowed.limit(row.index, row.request.allowed_token_ids)
-        self.binding = session.bind()
+        self.last_first_step = max(row.skipped for row in rows)  # step of the last row's first token
         self.draws = Draws([r.seed for r in requests], [r.sample for r in requests], [len(p) for p in prompts])
-        self.uniform = np.zeros(batch, np.float32)  # [B]
-        self.binding.bind_changing("uniform", self.uniform)
-        self.uniform_view = self.uniform.data
-        self.temperature = self._bind_parameters(requests)  # [B]
-        self.rules = Rules(batch)
+        self.inputs = SamplerInputs(session, len(rows))
+        self.uniform_view = self.inputs.uniform.data
         for row in rows:
             if not row.unread:
-                self.rules.set(row.index, row.request.rule)
-        self.rules.bind(self.binding)
-        self.edits.bind(self.binding)
-        self.allowed.bind(self.binding)
+                self.inputs.set(row.index, row.request)
+        self.binding = session.bind()
+        self.bound_inputs = self.inputs.bind(self.binding)
         self.logits = logits
-        self.record = Record(session.outputs, batch, max(budgets))
+        self.record = Record(session.outputs, len(rows), max(budgets))
         self.record.bind(self.binding)
         self.cache = caches.open(self.binding, prompts, budgets)
         self.next_ids = self.cache.input_ids.reshape(-1).data  # [B] next inputs
         for row in rows:
-            self.allow(row)
-            if row.unread:
-                self.temperature[row.index] = 0.0  # cheapest: its draws do not count
-            elif row.request.budget == 0:
+            self.update_mask(row)
+            if not row.unread and row.request.budget == 0:
                 row.end("length")
                 self.retire(row)
 
@@ -79,41 +65,22 @@ class Generation:
     def retire(self, row: Row) -> None:
         """Make an ended row greedy, without rule, edits and mask. It stays in the batch; greedy rows cost least."""
         self.active.remove(row)
-        self.going_on.remove(row.index)
+        self.active_indices.remove(row.index)
         self.next_ids[row.index] = row.request.pad_token_id
-        self.edits.clear(row.index)
-        self.allowed.clear(row.index)
-        self.rules.clear(row.index)
-        self.rules.refresh(self.binding)
-        self.temperature[row.index] = 0.0
-        self.binding.refresh("temperature")
+        self.inputs.clear(row.index)
 
     def begin_drawing(self, row: Row) -> None:
         """Make a row draw, with its parameters, edits and mask, from the next run on.
 
         Raises ParameterError for too many edits.
         """
-        self.temperature[row.index] = row.request.top_w.temperature
-        self.binding.refresh("temperature")
-        self.rules.set(row.index, row.request.rule)
-        self.rules.refresh(self.binding)
-        self.edits.set(row.index, row.request)
-        if row.request.allowed_token_ids:
-            self.allowed.limit(row.index, row.request.allowed_token_ids)
-        self.allow(row)
+        self.inputs.set(row.index, row.request)
+        self.update_mask(row)
 
-    def allow(self, row: Row) -> None:
-        """Pass on which tokens a row's grammar allows next."""
+    def update_mask(self, row: Row) -> None:
+        """Mask the tokens that a row's grammar does not allow next."""
         if row.guide is not None and not row.unread:
-            self.allowed.set(row.index, row.guide.mask)
-
-    def _bind_parameters(self, requests: Sequence[RowRequest]) -> np.ndarray:
-        for name in PARAMETER_NAMES:
-            values = np.array([getattr(r.top_w, name) for r in requests], np.float32)  # [B]
-            self.binding.bind_array(name, values)
-            if name == "temperature":
-                temperature = values
-        return temperature
+            self.inputs.masks.set(row.index, row.guide.mask)
 
 
 def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
@@ -123,7 +90,7 @@ def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
     tokens = prefill(generation)
     while True:
         changed = accept(generation, tokens)
-        if generation.step <= generation.last_first + 1:
+        if generation.step <= generation.last_first_step + 1:
             generation.prefilled_at = time.perf_counter()
         if changed:
             yield changed
@@ -146,7 +113,7 @@ def prefill(generation: Generation) -> list[int]:
 def decode_one_token(generation: Generation) -> list[int]:
     """Feed each row's last token and draw the next. [B, 1] -> [B]"""
     g = generation
-    g.cache.advance(g.going_on)
+    g.cache.advance(g.active_indices)
     if g.logits is not None and g.logits.columns != 1:
         g.logits.bind(g.binding)
     return run_step(g)
@@ -156,9 +123,9 @@ def run_step(generation: Generation) -> list[int]:
     """Draw uniforms, run the graph and record its outputs. Returns the tokens [B]."""
     g = generation
     g.draws.write(g.step, g.uniform_view)
-    if g.edits.active:
-        g.edits.prepare(g.binding)
-    g.allowed.prepare(g.binding)
+    if g.inputs.edits.is_active:
+        g.inputs.edits.write_bans()
+    g.inputs.update(g.bound_inputs)
     g.binding.run(g.step)
     tokens = g.record.keep(g.step)
     g.step += 1
@@ -184,11 +151,11 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
         token = tokens[row.index]
         if token < 0:
             raise row.invalid(f"row {row.index}")
-        if g.edits.active:
-            g.edits.add(row.index, token)
+        if g.inputs.edits.is_active:
+            g.inputs.edits.add_token(row.index, token)
         gained = row.take(token, logits)
         g.next_ids[row.index] = token
-        g.allow(row)
+        g.update_mask(row)
         if gained or row.finish_reason is not None:
             changed.append((row, gained))
     for row, _ in changed:
@@ -218,7 +185,7 @@ class RequestRun:
         streaming: bool,
         streamer: Streamer | None = None,
         criteria: Sequence[Criterion] = (),
-        logits: Logits | None = None,
+        logits: LogitsBuffer | None = None,
         text_of: TextOf = str,
         guides: Sequence[Guide | None] = (),
     ) -> None:
@@ -232,7 +199,7 @@ class RequestRun:
                 request,
                 new_text(request, follow) if streaming or request.stop_strings else None,
                 Watch(request.prompt, request.budget, streamer, criteria) if watched else None,
-                Scores(request, text_of) if request.scored else None,
+                Scores(request, text_of) if request.needs_scores else None,
                 guides[index] if guides else None,
             )
             for index, request in enumerate(requests)

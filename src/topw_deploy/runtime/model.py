@@ -16,14 +16,14 @@ from topw_deploy.runtime.callbacks import end_streamer, ending
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.generation_config import bos_token, model_defaults
-from topw_deploy.runtime.logprobs import Logits, check_output, logits_output
+from topw_deploy.runtime.logprobs import LogitsBuffer, check_output, logits_output
 from topw_deploy.runtime.open_session import open_session
 from topw_deploy.runtime.ort.providers import short_name
 from topw_deploy.runtime.prompts import read_prompts, split_inputs, with_banned_ids
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_rows, check_text, resolver, split
 from topw_deploy.runtime.results import GenerationResult, Piece
-from topw_deploy.runtime.row_inputs import ALLOWED
+from topw_deploy.runtime.row_inputs import MASK_INPUT
 from topw_deploy.runtime.rules import longest_pool
 from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.runtime.structured.grammars import Grammars
@@ -289,7 +289,7 @@ class TopWModel:
                 f"a streamer follows one sequence, but the request has {len(rows)}; generate them one by one, or use "
                 "model.stream, whose pieces name their row."
             )
-        scored = [row for row in rows if row.scored]
+        scored = [row for row in rows if row.needs_scores]
         if scored:
             check_output(scored, self._logits_output, self.path)
         return rows, whole, alone and samples == 1
@@ -315,10 +315,10 @@ class TopWModel:
         """See `Grammars.guides`; [] without constraints. Raises ParameterError if the graph cannot mask tokens."""
         if all(row.constraint is None for row in rows):
             return []
-        if ALLOWED not in self._opened()[0].inputs:
+        if MASK_INPUT not in self._opened()[0].inputs:
             raise ParameterError(
-                f"structured_outputs needs a graph with the input {ALLOWED!r}, which this one lacks; export the model "
-                "again.",
+                f"structured_outputs needs a graph with the input {MASK_INPUT!r}, which this one lacks; export the "
+                "model again.",
                 "structured_outputs",
             )
         return self._grammars.guides([(row.constraint, row.eos_token_ids) for row in rows])
@@ -336,14 +336,14 @@ class TopWModel:
             streamer=whole["streamer"],
             criteria=whole["stopping_criteria"],
             guides=self._guides(requests),
-            logits=self._new_logits(len(requests)) if any(request.scored for request in requests) else None,
+            logits=self._new_logits(len(requests)) if any(request.needs_scores for request in requests) else None,
             text_of=self.tokenizer.text_of,
         ).pieces()
 
-    def _new_logits(self, rows: int) -> Logits | None:
+    def _new_logits(self, rows: int) -> LogitsBuffer | None:
         """Room for the graph's logits, or None if it has no such output."""
         spec = self._logits_output
-        return None if spec is None else Logits(spec, rows, self.manifest.sampler.vocab_size)
+        return None if spec is None else LogitsBuffer(spec, rows, self.manifest.sampler.vocab_size)
 
     def _opened(self) -> tuple[Session, cache.Caches]:
         if self._session is None or self._caches is None:

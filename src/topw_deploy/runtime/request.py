@@ -70,12 +70,12 @@ class RowRequest:
     rule: RuleParameters = TOP_W
 
     @property
-    def scored(self) -> bool:
+    def needs_scores(self) -> bool:
         """Whether it asks for log-probabilities under the model."""
         return self.logprobs is not None or self.prompt_logprobs is not None
 
     @property
-    def edited(self) -> bool:
+    def has_edits(self) -> bool:
         """Whether it has penalties, biases or bans."""
         return bool(
             self.repetition_penalty != 1

@@ -1,5 +1,4 @@
-"""The sampler's inputs that differ by row, as arrays of a batch: uniform numbers, edits, masks of allowed tokens and
-sampling rules (docs/contract/graph.md, sections 5 and 6).
+"""The sampler's inputs that differ by row, as arrays of a batch (docs/contract/graph.md, sections 5 and 6).
 
 A row changes alone: by `set` (of `Draws`, `begin`), `clear` and, in an engine, `swap`.
 """
@@ -7,28 +6,24 @@ A row changes alone: by `set` (of `Draws`, `begin`), `clear` and, in an engine, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.edits import RowEdits
+from topw_deploy.runtime.edits import EDIT_INPUTS, EditInputs
 from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.request import RowRequest
-from topw_deploy.sampling.mask import ALL, WORD_BITS, pack_mask
+from topw_deploy.sampling.mask import ALL_ALLOWED, WORD_BITS, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.rules import RuleParameters
 
-EDITS = ("edit_ids", "edit_penalty", "edit_bias")
-ALLOWED = "allowed"
-RULE = ("rule", "rule_values")
+MASK_INPUT = "allowed"
+RULE_INPUTS = ("rule", "rule_values")
 
 _BLOCK = 256  # steps whose numbers are computed at once
 _WORDS = 4  # 64-bit words per Philox counter
-_FIRST_SLOTS = 16
 _TOP_W = RuleParameters()
-_NO_EDIT = {"edit_ids": (np.int64, -1), "edit_penalty": (np.float32, 1), "edit_bias": (np.float32, 0)}
-AnyBinding = TypeVar("AnyBinding", bound=Binding)
 
 
 def uniforms(seed: int, position: int, sample: int, count: int) -> np.ndarray:
@@ -54,7 +49,7 @@ class _Uniforms:
 
 
 class Draws:
-    """The `uniform` input of consecutive steps: at step s, row r draws for position `lengths[r] + s`.
+    """The numbers of the input `uniform` in consecutive steps: at step s, row r draws for position `lengths[r] + s`.
 
     `begin` and `clear` change what a single row draws from the next step on; a cleared row's numbers are arbitrary.
     """
@@ -89,129 +84,18 @@ class Draws:
         return float(numbers[0])
 
     def clear(self, row: int) -> None:
+        """Compute no further numbers for a row."""
         self._rows[row] = None
 
     def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
         rows, pair = self._rows, [one, other]
         rows[one], rows[other] = rows[other], rows[one]
         self._block[:, pair] = self._block[:, pair[::-1]]
 
 
-class Edits:
-    """A batch's edit inputs: `bind` once, then per step `prepare` before the run and `add` or `accept` after it.
-
-    rows: None for a row without a request. `set` and `clear` change a single row.
-    fixed: the graph's fixed number of slots, or None.
-    most: the engine's maximum number of slots, or None.
-    active: whether any running row has edits.
-    """
-
-    def __init__(self, rows: Sequence[RowRequest | None], fixed: int | None = None, most: int | None = None) -> None:
-        self._fixed, self._most = fixed, most
-        self._batch = len(rows)
-        self._bound: np.ndarray | None = None
-        self._rows: dict[int, RowEdits] = {}
-        self.active = False
-        self._allocate(fixed or 0)
-        for index, row in enumerate(rows):
-            if row is not None:
-                self.set(index, row)
-
-    def set(self, index: int, row: RowRequest) -> None:
-        """Write the edits of a new request.
-
-        Raises ParameterError if it has more than the slots allow; the row is then without edits.
-        """
-        if not row.edited:
-            return
-        try:
-            if not self.slots and self._fixed is None:
-                self.grow()
-            self._rows[index] = RowEdits(self, index, row)
-        except ParameterError:
-            self._neutralize(index)
-            raise
-        self.active = True
-
-    def clear(self, index: int) -> None:
-        """Remove a row's edits. Without any, the inputs have no slots, which costs least."""
-        if self._rows.pop(index, None) is not None:
-            self._neutralize(index)
-
-    def swap(self, one: int, other: int) -> None:
-        """Exchange two rows."""
-        pair = [one, other]
-        for array in (self.ids, self.penalty, self.bias):
-            array[pair] = array[pair[::-1]]
-        moved = {other: self._rows.pop(one, None), one: self._rows.pop(other, None)}
-        for index, row in moved.items():
-            if row is not None:
-                row.index, self._rows[index] = index, row
-
-    def bind(self, binding: Binding, rows: slice = slice(None)) -> None:
-        """Bind the arrays of adjacent `rows`."""
-        arrays: tuple[np.ndarray, ...] = (self.ids, self.penalty, self.bias)
-        for name, array in zip(EDITS, arrays, strict=True):
-            binding.bind_array(name, array[rows])
-        self._bound = self.ids
-
-    def prepare(self, binding: Binding) -> None:
-        """Write the next step's bans."""
-        for row in self._rows.values():
-            row.prepare()
-        if self.ids is not self._bound:
-            self.bind(binding)
-        else:
-            for name in EDITS:
-                binding.refresh(name)
-
-    def write(self, index: int) -> None:
-        """Write the next step's bans of a row, without binding the arrays. May allocate new ones."""
-        if index in self._rows:
-            self._rows[index].prepare()
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Add the drawn tokens [B]."""
-        for index, row in self._rows.items():
-            row.accept(tokens[index])
-
-    def add(self, index: int, token: int) -> None:
-        """Add a row's drawn token."""
-        if index in self._rows:
-            self._rows[index].accept(token)
-
-    def grow(self) -> None:
-        if self._fixed is not None:
-            raise ParameterError(
-                f"the request edits more than {self._fixed} tokens, the maximum this graph was exported with; "
-                "use fewer penalties, biases or bans, or export with more slots."
-            )
-        if self.slots == self._most:
-            raise ParameterError(
-                f"the request edits more than {self._most} tokens of a row, the maximum this engine was built for; "
-                "use fewer penalties, biases or bans, or build it with a higher --max-edits."
-            )
-        slots, ids, penalty, bias = self.slots, self.ids, self.penalty, self.bias
-        wider = max(2 * slots, _FIRST_SLOTS)
-        self._allocate(min(wider, self._most or wider))
-        self.ids[:, :slots], self.penalty[:, :slots], self.bias[:, :slots] = ids, penalty, bias
-
-    def _neutralize(self, index: int) -> None:
-        self.active = bool(self._rows)
-        if not self.active and self._fixed is None:
-            self._allocate(0)
-        else:
-            self.ids[index], self.penalty[index], self.bias[index] = -1, 1.0, 0.0
-
-    def _allocate(self, slots: int) -> None:
-        self.slots = slots
-        self.ids = np.full((self._batch, slots), -1, np.int64)
-        self.penalty = np.ones((self._batch, slots), np.float32)
-        self.bias = np.zeros((self._batch, slots), np.float32)
-
-
-class Allowed:
-    """A batch's masks: `bind` once, then per step `set` the masked rows and `prepare` before the run.
+class MaskInputs:
+    """The input `allowed` of a batch: for each row, a bit per token that may be drawn.
 
     words: of a row, ceil(V / 32).
     always: whether the graph takes all words in every run. Otherwise it gets none while no row is masked, which costs
@@ -222,23 +106,22 @@ class Allowed:
     def __init__(self, batch: int, words: int, *, always: bool = False) -> None:
         self.words, self.version = words, 0
         self._always = always
-        self._none = np.empty((batch, 0), np.int32)
-        self._all: np.ndarray | None = None  # [B, words], from the first mask on
+        self._no_words = np.empty((batch, 0), np.int32)
+        self._all_words: np.ndarray | None = None  # [B, words], from the first mask on
         self._masked: set[int] = set()
         self._limits: dict[int, np.ndarray] = {}
-        self._bound: tuple[np.ndarray | None, int] = (None, 0)
 
     @property
     def array(self) -> np.ndarray:
         """The input, int32 [B, 0] or [B, words]. Rows without a mask allow everything."""
-        return self._grown() if self._always or self._masked else self._none
+        return self._allocated() if self._always or self._masked else self._no_words
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether a row is masked."""
         return bool(self._masked)
 
-    def set(self, index: int, words: np.ndarray) -> None:
+    def set(self, row: int, words: np.ndarray) -> None:
         """Mask a row: copy `words`, int32 [words], within the row's limit.
 
         Raises ParameterError for another type or shape; the row's mask is then as before.
@@ -247,29 +130,29 @@ class Allowed:
             raise ParameterError(
                 f"the mask is {words.dtype} {list(words.shape)}, but must be int32 [{self.words}]: a bit per token."
             )
-        self._grown()[index] = words & self._limits[index] if index in self._limits else words
-        self._masked.add(index)
+        self._allocated()[row] = words & self._limits[row] if row in self._limits else words
+        self._masked.add(row)
         self.version += 1
 
-    def limit(self, index: int, tokens: Iterable[int]) -> None:
+    def limit(self, row: int, tokens: Iterable[int]) -> None:
         """Allow a row no other tokens, whatever `set` allows, until `clear`. tokens: ids of the vocabulary."""
         flags = np.zeros(self.words * WORD_BITS, np.bool_)
         flags[list(tokens)] = True
-        self._limits[index] = pack_mask(flags)
-        self.set(index, self._limits[index])
+        self._limits[row] = pack_mask(flags)
+        self.set(row, self._limits[row])
 
-    def clear(self, index: int) -> None:
+    def clear(self, row: int) -> None:
         """Remove a row's mask and limit."""
-        self._limits.pop(index, None)
-        if index in self._masked:
-            self._masked.discard(index)
-            self._grown()[index] = ALL
+        self._limits.pop(row, None)
+        if row in self._masked:
+            self._masked.discard(row)
+            self._allocated()[row] = ALL_ALLOWED
             self.version += 1
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
         if self._masked & {one, other}:
-            array, pair = self._grown(), [one, other]
+            array, pair = self._allocated(), [one, other]
             array[pair] = array[pair[::-1]]
             names = {one: other, other: one}
             self._masked = {names.get(row, row) for row in self._masked}
@@ -278,64 +161,139 @@ class Allowed:
 
     def bind(self, binding: Binding, rows: slice = slice(None)) -> None:
         """Bind the masks of adjacent `rows`."""
-        binding.bind_array(ALLOWED, self.array[rows])
-        self._bound = (self.array, self.version)
+        binding.bind_array(MASK_INPUT, self.array[rows])
 
-    def prepare(self, binding: Binding) -> None:
-        """Pass the masks that changed since the last call to the binding of all rows."""
-        array, version = self._bound
-        if self.array is not array:
-            self.bind(binding)
-        elif self.version != version:
-            binding.refresh(ALLOWED)
-            self._bound = (array, self.version)
-
-    def _grown(self) -> np.ndarray:
-        if self._all is None:
-            self._all = np.full((len(self._none), self.words), ALL, np.int32)
-        return self._all
+    def _allocated(self) -> np.ndarray:
+        if self._all_words is None:
+            self._all_words = np.full((len(self._no_words), self.words), ALL_ALLOWED, np.int32)
+        return self._all_words
 
 
-class Rules:
-    """The rule of each row, initially Top-W.
+class RuleInputs:
+    """The sampling rule of each row of a batch, initially Top-W.
 
-    arrays: the inputs by name; `rule` int32 [rows], `rule_values` float32 [rows, 2].
+    arrays: the inputs by name; `rule` int32 [B], `rule_values` float32 [B, 2].
     """
 
-    def __init__(self, rows: int) -> None:
-        self.arrays = {"rule": np.zeros(rows, np.int32), "rule_values": np.zeros((rows, 2), np.float32)}
+    def __init__(self, batch: int) -> None:
+        self.arrays = {"rule": np.zeros(batch, np.int32), "rule_values": np.zeros((batch, 2), np.float32)}
 
     def set(self, row: int, rule: RuleParameters) -> None:
+        """Write the rule of a row."""
         self.arrays["rule"][row] = rule.code
         self.arrays["rule_values"][row] = rule.values
 
     def clear(self, row: int) -> None:
+        """Make a row's rule Top-W again."""
         self.set(row, _TOP_W)
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+        for array in self.arrays.values():
+            array[[one, other]] = array[[other, one]]
 
     def bind(self, binding: Binding, rows: slice = slice(None)) -> None:
         """Bind the arrays of adjacent `rows`."""
         for name, array in self.arrays.items():
             binding.bind_array(name, array[rows])
 
-    @staticmethod
-    def refresh(binding: Binding) -> None:
-        for name in RULE:
-            binding.refresh(name)
+
+@dataclass
+class BoundInputs:
+    """A binding of adjacent `rows`, and the state of the SamplerInputs that it has.
+
+    edit_ids, allowed: the arrays that are bound.
+    mask_version, version: those of the last `update`.
+    """
+
+    binding: Binding
+    rows: slice
+    edit_ids: np.ndarray
+    allowed: np.ndarray
+    mask_version: int
+    version: int
 
 
-def greedy(session: Session, binding: AnyBinding, batch: int) -> AnyBinding:
-    """Bind greedy sampling without edits and masks, the cheapest inputs. Returns `binding`."""
-    parameters = TopWParameters(temperature=0.0)
-    for name in (*PARAMETER_NAMES, "uniform"):
-        if name in session.inputs:
-            binding.bind_array(name, np.full(batch, getattr(parameters, name, 0.0), np.float32))
-    for name, (dtype, value) in _NO_EDIT.items():
-        if name in session.inputs:
-            binding.bind_array(name, np.full((batch, session.fixed_edits or 0), value, dtype))
-    if ALLOWED in session.inputs:
-        words = session.mask_words if session.always_masked else 0
-        binding.bind_array(ALLOWED, np.full((batch, words), ALL, np.int32))
-    for name, array in Rules(batch).arrays.items():
-        if name in session.inputs:
-            binding.bind_array(name, array)
-    return binding
+class SamplerInputs:
+    """All inputs of the sampler for a batch of `rows` rows, for one generation or an engine.
+
+    A row is greedy, without rule, edits and mask, until `set` and after `clear`: such a row costs least. Call `update`
+    before each run of a binding; it passes on what has changed since.
+
+    uniform: float32 [B]; every run reads it.
+    """
+
+    def __init__(self, session: Session, rows: int) -> None:
+        greedy = TopWParameters(temperature=0.0)
+        values = [[getattr(greedy, name)] * rows for name in PARAMETER_NAMES]
+        self._parameter_rows = np.array(values, np.float32)  # [parameters, B]
+        self._parameters = dict(zip(PARAMETER_NAMES, self._parameter_rows, strict=True))
+        self.uniform = np.zeros(rows, np.float32)
+        self.edits = EditInputs([None] * rows, session.fixed_edits, session.most_edits)
+        self.masks = MaskInputs(rows, session.mask_words, always=session.always_masked)
+        self._rules = RuleInputs(rows)
+        self._version = 0
+
+    def set(self, row: int, request: RowRequest) -> None:
+        """Make a row draw with a request's parameters, rule, edits and allowed tokens, from the next run on.
+
+        Raises ParameterError if the request edits more tokens than the graph allows; the row is then as before.
+        """
+        self.edits.set(row, request)
+        if request.allowed_token_ids:
+            self.masks.limit(row, request.allowed_token_ids)
+        for name, values in self._parameters.items():
+            values[row] = getattr(request.top_w, name)
+        self._rules.set(row, request.rule)
+        self._version += 1
+
+    def clear(self, row: int) -> None:
+        """Make a row greedy, without rule, edits and mask."""
+        self._parameters["temperature"][row] = 0.0
+        self._rules.clear(row)
+        self.edits.clear(row)
+        self.masks.clear(row)
+        self._version += 1
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows, except in `uniform`."""
+        self._parameter_rows[:, [one, other]] = self._parameter_rows[:, [other, one]]
+        self._rules.swap(one, other)
+        self.edits.swap(one, other)
+        self.masks.swap(one, other)
+        self._version += 1
+
+    def bind(self, binding: Binding, rows: slice = slice(None)) -> BoundInputs:
+        """Bind the inputs of adjacent `rows`."""
+        binding.bind_changing("uniform", self.uniform[rows])
+        for name, values in self._parameters.items():
+            binding.bind_array(name, values[rows])
+        self._rules.bind(binding, rows)
+        self.edits.bind(binding, rows)
+        self.masks.bind(binding, rows)
+        return BoundInputs(binding, rows, self.edits.ids, self.masks.array, self.masks.version, self._version)
+
+    def update(self, bound: BoundInputs) -> None:
+        """Pass the rows, edits and masks that have changed since the last call to a binding."""
+        binding, edits, masks = bound.binding, self.edits, self.masks
+        if bound.edit_ids is not edits.ids:
+            edits.bind(binding, bound.rows)
+            bound.edit_ids = edits.ids
+        elif edits.is_active:  # bans change at every step
+            for name in EDIT_INPUTS:
+                binding.refresh(name)
+        allowed = masks.array
+        if bound.allowed is not allowed:
+            masks.bind(binding, bound.rows)
+        elif bound.mask_version != masks.version:
+            binding.refresh(MASK_INPUT)
+        bound.allowed, bound.mask_version = allowed, masks.version
+        if bound.version != self._version:
+            for name in (*PARAMETER_NAMES, *RULE_INPUTS, *EDIT_INPUTS):
+                binding.refresh(name)
+            bound.version = self._version
+
+
+def bind_greedy(session: Session, binding: Binding, rows: int) -> None:
+    """Bind greedy sampling without edits and masks, the cheapest inputs, for runs whose draws are discarded."""
+    SamplerInputs(session, rows).bind(binding)

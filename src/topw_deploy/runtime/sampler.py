@@ -15,12 +15,12 @@ from topw_deploy.manifest import SamplerManifest
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.parameters import show, spread
-from topw_deploy.runtime.row_inputs import Rules, uniforms
+from topw_deploy.runtime.row_inputs import RuleInputs, uniforms
 from topw_deploy.runtime.rules import check_carried, check_pool, longest_pool, rule_of
 from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
-from topw_deploy.sampling.beta import coefficients
+from topw_deploy.sampling.beta import beta_coefficients
 from topw_deploy.sampling.likely_pairs import check_geom_unit, with_raw_scale
-from topw_deploy.sampling.mask import ALL, pack_mask
+from topw_deploy.sampling.mask import ALL_ALLOWED, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
 from topw_deploy.sampling.presets import preset_parameters
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
@@ -142,7 +142,7 @@ class TopWSampler:
     def _mask(self, rows: int, allowed: Any) -> np.ndarray:
         words, vocab = self._session.mask_words, self.vocab_size
         if allowed is None:
-            return np.full((rows, words if self._session.always_masked else 0), ALL, np.int32)
+            return np.full((rows, words if self._session.always_masked else 0), ALL_ALLOWED, np.int32)
         try:
             given = np.atleast_2d(allowed)
         except ValueError:  # rows of different lengths
@@ -171,7 +171,7 @@ class TopWSampler:
 
     def _rules(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
         columns = {name: spread(name, value, rows, "rows") for name, value in given.items()}
-        rules, longest = Rules(rows), longest_pool(self.sampler, self.manifest.sampler)
+        rules, longest = RuleInputs(rows), longest_pool(self.sampler, self.manifest.sampler)
         for row in range(rows):
             rule = rule_of(lambda _: None, {name: each[row] for name, each in columns.items() if each[row] is not None})
             check_carried(rule, self.manifest.sampler.rules)
@@ -200,7 +200,7 @@ def _betas(beta: Any, temperature: Any, rows: int) -> Any:
     several = isinstance(beta, (list, tuple)) or (isinstance(beta, np.ndarray) and beta.ndim == 1)
     values = list(beta) if several else [beta]
     for text in (value for value in values if isinstance(value, str)):
-        coefficients(text)  # also of a batch without rows
+        beta_coefficients(text)  # also of a batch without rows
     if not any(isinstance(value, str) for value in values) or (several and len(values) != rows):
         return beta
     temperatures = _column("temperature", temperature, rows, np.float64).tolist()

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.runtime.next_logits import Logits, gives_logits
+from topw_deploy.runtime.logprobs import Logits, gives_logits
 from topw_deploy.runtime.token_geometry import read_geometry
 from topw_deploy.sampling import Geometry
 from topw_deploy.serve.failures import invalid

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy.errors import LogitsError
-from topw_deploy.runtime.next_logits import Logits, edited_logits
+from topw_deploy.runtime.edits import edited_logits
+from topw_deploy.runtime.logprobs import Logits
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.rule_settings import read_rules
 from topw_deploy.sampling import (

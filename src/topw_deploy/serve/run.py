@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from topw_deploy.errors import PromptError, TopWError
 from topw_deploy.runtime import GenerationResult, Piece
-from topw_deploy.runtime.next_logits import Logits
+from topw_deploy.runtime.logprobs import Logits
 from topw_deploy.serve.access import record_of
 from topw_deploy.serve.choices import usage_of
 from topw_deploy.serve.failures import TOO_LONG, RequestError, expected, failure_of

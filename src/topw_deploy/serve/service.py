@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from topw_deploy.errors import TopWError
-from topw_deploy.runtime.next_logits import gives_logits
+from topw_deploy.runtime.logprobs import gives_logits
 from topw_deploy.serve.failures import RequestError, invalid, unavailable
 from topw_deploy.serve.metrics import Metrics
 from topw_deploy.serve.options import ServeOptions

@@ -25,16 +25,16 @@ from topw_deploy.manifest import MODEL_NAME, DecoderManifest
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
+from topw_deploy.runtime.edits import EditInputs
 from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolver
-from topw_deploy.runtime.row_inputs import Edits
-from topw_deploy.sampling import Geometry, RuleParameters, TopWParameters, apply_edits, as_float32
-from topw_deploy.stats.analyse import Analyser, Step
-from topw_deploy.stats.exact.analyse import ExactAnalyser, ExactStep, check, spread_steps
-from topw_deploy.stats.request import ExactRequest, Prompt, Setting
+from topw_deploy.sampling import Geometry, RuleParameters, TopWParameters, as_float32
+from topw_deploy.stats.analyse import Analyser, StepAnalysis
+from topw_deploy.stats.exact.analyse import ExactAnalyser, ExactStep, evenly_spaced_steps, require_objective
+from topw_deploy.stats.request import ExactRequest, Setting, TextPrompt
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedSequence:
     """Request and result of one prompt under one setting."""
 
     request: RowRequest
@@ -42,36 +42,36 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class Analysed:
-    """A generated sequence and its steps.
+class AnalysedSequence:
+    """A generated sequence and the analysis of its steps.
 
-    agreed: number of steps whose crop has the reported size and certificate.
+    agreed: number of steps whose crop has the size and certificate that the graph reported.
     exact: the steps analysed under the exact objective, by position from 0.
     """
 
-    generated: Generated
-    steps: list[Step]
+    generated: GeneratedSequence
+    steps: list[StepAnalysis]
     agreed: int
     exact: dict[int, ExactStep] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectedRuns:
     """Result of `collect`.
 
-    runs: each setting with its sequences: the prompts in order, once for each seed.
-    texts: the texts of added and dropped tokens, by id.
+    runs: each setting with its sequences: all prompts in order with the first seed, then with the next seed, and so on.
+    texts: the text of each token that distances added or dropped, by token id.
     prompts: number of prompts; None if every sequence has its own.
     """
 
-    runs: list[tuple[Setting, list[Analysed]]]
+    runs: list[tuple[Setting, list[AnalysedSequence]]]
     texts: dict[int, str]
     prompts: int | None = None
 
 
 def collect(
     folder: Path,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TextPrompt],
     settings: Sequence[Setting],
     *,
     batch_size: int = 1,
@@ -79,13 +79,13 @@ def collect(
     seeds: int = 1,
     exact: ExactRequest | None = None,
     progress: Progress = SILENT,
-) -> Collected:
+) -> CollectedRuns:
     """Generate from every prompt under every setting and analyse each step.
 
     folder: an exported model.
     batch_size: prompts per batch; batching can change the last bits of logits.
     generation: further parameters of `TopWModel.generate`.
-    seeds: texts of each prompt, with consecutive seeds from that of `generation`.
+    seeds: number of texts per prompt; their seeds are consecutive and start with the seed in `generation`.
     exact: also analyse steps under the exact objective; needs the extra `exact`.
 
     Raises ManifestError for a folder without a decoder, PromptError for a prompt longer than the context,
@@ -94,35 +94,41 @@ def collect(
     n = len(prompts)
     batches = [range(start, min(start + batch_size, n)) for start in range(0, n, batch_size)]
     with TopWModel.from_pretrained(folder) as model:
-        ids = [_ids(model, prompt) for prompt in prompts]
         manifest, tokenizer = model.manifest, model.tokenizer
-        analyser, asked = analyser_of(folder, manifest), [{**(generation or {}), **s.parameters} for s in settings]
-        firsts = [_requests(model, ids[:1], parameters)[0] for parameters in asked]  # refuse wrong ones early
-        solver = None if exact is None else _solver(exact, analyser, firsts)
+        ids = [_prompt_ids(model, prompt) for prompt in prompts]
+        analyser = load_analyser(folder, manifest)
+        # For each setting, the parameters of every seed.
+        parameters = [_parameters_by_seed({**(generation or {}), **s.parameters}, seeds) for s in settings]
+        # Resolve one prompt with all of them first: wrong parameters are refused before anything is generated.
+        requests = [_resolve(model, ids[:1], each)[0] for by_seed in parameters for each in by_seed]
+        exact_analyser = None if exact is None else _exact_analyser(exact, analyser, requests)
         progress.say(f"Generating from {counted(n, 'prompt')} under {counted(len(settings), 'setting')}")
-        written = []
         with progress.bar(n * len(settings) * seeds, "prompts") as advance:
-            for parameters in asked:
-                written.append(_generate(model, ids, batches, _by_seed(parameters, seeds), advance))
+            generated = [_generate_run(model, ids, batches, by_seed, advance) for by_seed in parameters]
     progress.say("Analysing every step")
     probe = LogitsProbe(folder, manifest.decoder)
-    total = sum(len(one.result.token_ids) for run in written for one in run)
     runs = []
-    with progress.bar(total, "tokens") as advance:
-        for setting, run in zip(settings, written, strict=True):
-            chosen = spread_steps([len(one.result.token_ids) for one in run], exact.steps if exact is not None else 0)
-            rows: list[Analysed] = []
+    with progress.bar(sum(len(one.result.token_ids) for run in generated for one in run), "tokens") as advance:
+        for setting, run in zip(settings, generated, strict=True):
+            lengths = [len(one.result.token_ids) for one in run]
+            positions = evenly_spaced_steps(lengths, 0 if exact is None else exact.steps)
+            exact_steps = [_ExactSteps(exact_analyser, chosen) for chosen in positions]
+            sequences: list[AnalysedSequence] = []
             for batch in (range(b.start + n * s, b.stop + n * s) for s in range(seeds) for b in batches):
-                solved = [_Solved(solver, chosen[i]) for i in batch]
-                rows += _analyse(probe, analyser, [run[i] for i in batch], solved, advance)
-            runs.append((setting, rows))
-    moved = {token for _, run in runs for one in run for step in one.steps for token in (*step.added, *step.dropped)}
-    texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(moved)}
-    return Collected(runs, texts, n)
+                rows = [run[i] for i in batch]
+                sequences += _analyse_batch(probe, analyser, rows, [exact_steps[i] for i in batch], advance)
+            runs.append((setting, sequences))
+    return CollectedRuns(runs, _moved_token_texts(runs, tokenizer), n)
 
 
-def analyser_of(folder: Path, manifest: DecoderManifest) -> Analyser:
-    """An analyser with the sampler node's table, statistics and bound.
+def _moved_token_texts(runs: Sequence[tuple[Setting, Sequence[AnalysedSequence]]], tokenizer: Any) -> dict[int, str]:
+    steps = [step for _, sequences in runs for sequence in sequences for step in sequence.steps]
+    moved = {token for step in steps for token in (*step.added, *step.dropped)}
+    return {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(moved)}
+
+
+def load_analyser(folder: Path, manifest: DecoderManifest) -> Analyser:
+    """Load the embedding table, statistics and neighbour bound of the sampler node in `folder`.
 
     Raises ManifestError if the node has no statistics.
     """
@@ -131,145 +137,131 @@ def analyser_of(folder: Path, manifest: DecoderManifest) -> Analyser:
         return Analyser(sampler.options, Geometry.uniform())
     graph = ir.load(folder / MODEL_NAME).graph
     inputs = sampler_node(graph).inputs[len(TAIL_INPUTS) :]
-    statistics, data = inputs[: len(GEOMETRY_INPUTS)], inputs[len(GEOMETRY_INPUTS) :]
-    mean, inverse_std, bound = (_stored(value) for value in statistics)
-    lookup = replace(find_embedding(graph), data=tuple(data), hidden=sampler.hidden_size)
+    statistics, table_inputs = inputs[: len(GEOMETRY_INPUTS)], inputs[len(GEOMETRY_INPUTS) :]
+    mean, inverse_std, bound = (_statistic_array(value) for value in statistics)
+    lookup = replace(find_embedding(graph), data=tuple(table_inputs), hidden=sampler.hidden_size)
     table: Any = EmbeddingTable(lookup, sampler.vocab_size)
     geometry = Geometry.from_embeddings(table, sampler.options.metric, (mean, inverse_std))
     return Analyser(sampler.options, geometry, bound if len(bound) else None)
 
 
-def _stored(value: ir.Value | None) -> NDArray[np.float32]:
+def _statistic_array(value: ir.Value | None) -> NDArray[np.float32]:
     if value is None or value.const_value is None:
         raise ManifestError("the sampler node has no stored statistics; export the model again.")
     return np.array(stored_array(value.const_value))
 
 
-def _ids(model: TopWModel, prompt: Prompt) -> list[int]:
-    """Raises PromptError if the prompt fills the context."""
-    most = model.manifest.decoder.context_length
-    check_text(prompt.text, model.tokenizer, Limits(most, model.manifest.sampler.vocab_size), prompt.where)
-    ids = model.tokenizer.encode(prompt.text)
-    if len(ids) >= most:
+def _prompt_ids(model: TopWModel, prompt: TextPrompt) -> list[int]:
+    """Raises PromptError, naming the prompt, if it is not valid Unicode or fills the context."""
+    context = model.manifest.decoder.context_length
+    check_text(prompt.text, model.tokenizer, Limits(context, model.manifest.sampler.vocab_size), prompt.where)
+    try:
+        ids = model.tokenizer.encode(prompt.text)
+    except PromptError as error:
+        raise PromptError(f"{prompt.where}: {error}") from None
+    if len(ids) >= context:
         raise PromptError(
-            f"{prompt.where} has {len(ids)} tokens, but the model's context of {most} must hold it and a new one; "
+            f"{prompt.where} has {len(ids)} tokens, but the model's context of {context} must hold it and a new one; "
             "shorten it."
         )
     return ids
 
 
-def _requests(model: TopWModel, ids: Sequence[list[int]], parameters: Mapping[str, Any]) -> list[RowRequest]:
+def _resolve(model: TopWModel, ids: Sequence[list[int]], parameters: Mapping[str, Any]) -> list[RowRequest]:
     limits = Limits(model.manifest.decoder.context_length, model.manifest.sampler.vocab_size)
     return resolver(model.manifest, model.defaults)(ids, parameters, limits=limits)
 
 
-def _solver(exact: ExactRequest, analyser: Analyser, firsts: Sequence[RowRequest]) -> ExactAnalyser:
-    """Raises ParameterError for a pool or settings that the exact objective does not allow."""
+def _exact_analyser(exact: ExactRequest, analyser: Analyser, requests: Sequence[RowRequest]) -> ExactAnalyser:
+    """Raises ParameterError for a pool or requests that the exact objective does not allow."""
     top_m = analyser.options.top_m
-    solver = ExactAnalyser(analyser.options, analyser.geometry, top_m if exact.pool is None else exact.pool)
-    for request in firsts:
-        check(request.top_w)
-    return solver
+    exact_analyser = ExactAnalyser(analyser.options, analyser.geometry, top_m if exact.pool is None else exact.pool)
+    for request in requests:
+        require_objective(request.top_w)
+    return exact_analyser
 
 
-def _by_seed(parameters: Mapping[str, Any], seeds: int) -> list[Mapping[str, Any]]:
-    """`parameters` once for each of `seeds` consecutive seeds."""
+def _parameters_by_seed(parameters: Mapping[str, Any], seeds: int) -> list[Mapping[str, Any]]:
+    """`parameters` with each of `seeds` consecutive seeds."""
     if seeds == 1:
         return [parameters]
-    return [{**parameters, "seed": parameters.get("seed", 0) + more} for more in range(seeds)]
+    return [{**parameters, "seed": parameters.get("seed", 0) + offset} for offset in range(seeds)]
 
 
-def _generate(
+def _generate_run(
     model: TopWModel,
     ids: Sequence[list[int]],
     batches: Sequence[range],
-    runs: Sequence[Mapping[str, Any]],
+    parameters_by_seed: Sequence[Mapping[str, Any]],
     advance: Advance,
-) -> list[Generated]:
-    """Generate from all prompts, once with each of the parameters `runs`."""
+) -> list[GeneratedSequence]:
+    """Generate from all prompts once per seed."""
     requests: list[RowRequest] = []
     results: list[GenerationResult] = []
-    for parameters in runs:
-        requests += _requests(model, ids, parameters)
+    for parameters in parameters_by_seed:
+        requests += _resolve(model, ids, parameters)
         for batch in batches:
             results += model.generate([ids[i] for i in batch], **parameters)
             advance(len(batch))
-    return [Generated(request, result) for request, result in zip(requests, results, strict=True)]
+    return [GeneratedSequence(request, result) for request, result in zip(requests, results, strict=True)]
 
 
 @dataclass
-class _Solved:
-    """Analyses a sequence's steps at the positions `chosen` under the exact objective."""
+class _ExactSteps:
+    """Analyses the steps of one sequence at the positions `chosen` under the exact objective."""
 
-    solver: ExactAnalyser | None
+    analyser: ExactAnalyser | None
     chosen: set[int]
     steps: dict[int, ExactStep] = field(default_factory=dict)
 
     def analyse(
         self, position: int, logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters
     ) -> None:
-        if self.solver is not None and position in self.chosen:
-            self.steps[position] = self.solver.analyse(logits, parameters, rule)
+        if self.analyser is not None and position in self.chosen:
+            self.steps[position] = self.analyser.analyse(logits, parameters, rule)
 
 
-def _analyse(
+def _analyse_batch(
     probe: LogitsProbe,
     analyser: Analyser,
-    batch: Sequence[Generated],
-    solved: Sequence[_Solved],
+    batch: Sequence[GeneratedSequence],
+    exact_steps: Sequence[_ExactSteps],
     advance: Advance,
-) -> Iterator[Analysed]:
-    edits = [_Edits(one) for one in batch]
-    steps: list[list[Step]] = [[] for _ in batch]
+) -> Iterator[AnalysedSequence]:
+    edits = EditInputs([sequence.request for sequence in batch])
+    steps: list[list[StepAnalysis]] = [[] for _ in batch]
     agreed = [0] * len(batch)
     for position, logits in enumerate(recomputed_logits(probe, batch)):
-        for row, one in enumerate(batch):
-            if position >= len(one.result.token_ids):
+        for row, sequence in enumerate(batch):
+            request, result = sequence.request, sequence.result
+            if position >= len(result.token_ids):
                 continue
-            edited, parameters = edits[row].apply(logits[row]), as_float32(one.request.top_w)
-            step = analyser.analyse(edited, parameters, one.request.rule)
-            solved[row].analyse(position, edited, parameters, one.request.rule)
-            edits[row].accept(one.result.token_ids[position])
-            reported = one.result.kept[position], one.result.certified[position]
-            agreed[row] += reported == (step.kept, step.certified)
+            edited, parameters = edits.apply(row, logits[row]), as_float32(request.top_w)
+            step = analyser.analyse(edited, parameters, request.rule)
+            exact_steps[row].analyse(position, edited, parameters, request.rule)
+            edits.add_token(row, result.token_ids[position])
+            agreed[row] += (step.kept, step.certified) == (result.kept[position], result.certified[position])
             steps[row].append(step)
             advance(1)
-    exact = [one.steps for one in solved]
-    return (Analysed(*parts) for parts in zip(batch, steps, agreed, exact, strict=True))
+    exact = [each.steps for each in exact_steps]
+    return (AnalysedSequence(*fields) for fields in zip(batch, steps, agreed, exact, strict=True))
 
 
-def recomputed_logits(probe: LogitsProbe, batch: Sequence[Generated]) -> Iterator[NDArray[np.float32]]:
+def recomputed_logits(probe: LogitsProbe, batch: Sequence[GeneratedSequence]) -> Iterator[NDArray[np.float32]]:
     """Yield the logits [batch, vocab] of every step, before edits. Those of finished rows are arbitrary."""
-    lengths = [len(one.result.token_ids) for one in batch]
-    width = max(len(one.request.prompt) for one in batch)
+    lengths = [len(sequence.result.token_ids) for sequence in batch]
+    width = max(len(sequence.request.prompt) for sequence in batch)
     ids, mask = (np.zeros((len(batch), width), np.int64) for _ in range(2))
-    for row, one in enumerate(batch):
-        start = width - len(one.request.prompt)
-        ids[row, start:], mask[row, start:] = one.request.prompt, 1
+    for row, sequence in enumerate(batch):
+        start = width - len(sequence.request.prompt)
+        ids[row, start:], mask[row, start:] = sequence.request.prompt, 1
     probe.start(len(batch))
     for position in range(max(lengths)):
         yield probe.step(ids, mask)
         alive = np.array([[position + 1 < length] for length in lengths])
-        tokens = [one.result.token_ids[min(position, n - 1)] if n else 0 for one, n in zip(batch, lengths, strict=True)]
+        tokens = [
+            sequence.result.token_ids[min(position, length - 1)] if length else 0
+            for sequence, length in zip(batch, lengths, strict=True)
+        ]
         ids = np.array(tokens, np.int64)[:, None]
         mask = np.concatenate([mask, alive.astype(np.int64)], axis=1)
-
-
-class _Edits:
-    def __init__(self, one: Generated) -> None:
-        self._edits = Edits([one.request])
-
-    def apply(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        if not self._edits.active:
-            return logits
-        self._edits.prepare(_NoBinding())  # type: ignore[arg-type]  # `prepare` only binds arrays
-        return apply_edits(logits, self._edits.ids[0], self._edits.penalty[0], self._edits.bias[0])
-
-    def accept(self, token: int) -> None:
-        self._edits.accept([token])
-
-
-class _NoBinding:
-    def bind_array(self, name: str, array: NDArray[Any]) -> None: ...
-
-    def refresh(self, name: str) -> None: ...

@@ -9,36 +9,44 @@ from tests.support.samples import slow
 from topw_deploy.export.graph.embedding import plain_gather
 from topw_deploy.export.tail.answer import draw_member
 from topw_deploy.export.tail.candidates import (
-    Candidates,
+    CandidateLogits,
     block_candidates,
-    certificate,
+    certificate_bounds,
     draw_candidate,
     kept_candidates,
     largest_blocks,
-    short_scan,
+    scan_candidates,
 )
 from topw_deploy.export.tail.function import sample
 from topw_deploy.export.tail.geometry import (
     FARTHER,
-    Metric,
+    SetDistance,
     closeness,
     distance_to_set,
     features,
     recompute_nearest,
 )
-from topw_deploy.export.tail.inputs import BLOCK, PARAMETERS, Rows, apply_edits, padded_width, row_parameters, within
-from topw_deploy.export.tail.ops import Eager
-from topw_deploy.export.tail.pool import alternate, best_prefix, candidate_pool, certified, potential, warm_start
+from topw_deploy.export.tail.inputs import (
+    BLOCK,
+    PARAMETERS,
+    RowParameters,
+    apply_edits,
+    are_in_range,
+    padded_width,
+    row_parameters,
+)
+from topw_deploy.export.tail.ops import EagerOps
+from topw_deploy.export.tail.pool import alternate, best_prefix, candidate_pool, certified, potential, prefix_ends
 from topw_deploy.export.tail.spec import FORMS, TailSpec
-from topw_deploy.runtime.row_inputs import Rules
+from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.sampling import Geometry, crop, sample_row
 from topw_deploy.sampling import apply_edits as reference_edits
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
-OP = Eager(18)
+OP = EagerOps(18)
 
 
-def rows(batch: int = 1, uniform: float = 0.5, **chosen: float) -> Rows:
+def rows(batch: int = 1, uniform: float = 0.5, **chosen: float) -> RowParameters:
     values = {"uniform": uniform} | {name: getattr(TopWParameters(**chosen), name) for name in PARAMETERS[:-1]}
     return row_parameters(OP, [np.full(batch, values[name], np.float32) for name in PARAMETERS])
 
@@ -92,7 +100,7 @@ def test_candidates_are_the_largest_logits_with_their_ids(vocab: int, top_m: int
 
 def test_equal_logits_are_drawn_and_kept_in_the_order_of_their_ids() -> None:
     logits = np.array([[3.0, 1.0, 1.0, 1.0, 0.0] + [-np.inf] * 11], np.float32)
-    shuffled = Candidates(logits, np.array([[7, 9, 2, 5, 1, *range(20, 31)]]), 5)
+    shuffled = CandidateLogits(logits, np.array([[7, 9, 2, 5, 1, *range(20, 31)]]), 5)
     last = np.array([[2]])
     tokens = []
     for uniform in (0.0, 0.85, 0.95):
@@ -104,7 +112,7 @@ def test_equal_logits_are_drawn_and_kept_in_the_order_of_their_ids() -> None:
 def test_the_short_scan_finds_the_base_size_of_the_reference() -> None:
     logits = np.sort(np.random.default_rng(3).standard_normal((1, 40)).astype(np.float32) * 0.3)[:, ::-1]
     for lam, beta in ((2.2, 2.8), (0.3, 2.0), (1.0, 0.5), (0.0, 1.0)):
-        scan = short_scan(OP, logits - logits[:, :1], 40, rows(lam=lam, beta=beta))
+        scan = scan_candidates(OP, logits - logits[:, :1], 40, rows(lam=lam, beta=beta))
         wanted = crop(logits[0], TopWParameters(lam=lam, beta=beta), TopWOptions(metric="uniform"))
         assert int(array(scan.last)[0, 0]) + 1 == wanted.base_size
 
@@ -121,8 +129,8 @@ def test_no_row_is_certified_whose_base_size_exceeds_the_warm_start() -> None:
         row = rows(**chosen)
         candidates = block_candidates(OP, largest_blocks(OP, wide, padded_width(300)), 300, 300)
         drop = array(candidates.logits) - logits.max()
-        scan = short_scan(OP, drop, candidates.width, row)
-        proof = certificate(OP, candidates, drop, scan, row, spec)
+        scan = scan_candidates(OP, drop, candidates.width, row)
+        proof = certificate_bounds(OP, candidates, drop, scan, row, spec)
         if all(low <= float(array(column)[0, 0]) <= high for column, low, high in proof):
             given += 1
             assert crop(logits[0], TopWParameters(**chosen), spec.options).certified
@@ -150,7 +158,7 @@ def test_greedy_rows_have_reward_minus_one_and_scale_zero() -> None:
 def test_a_parameter_outside_its_interval_is_detected(name: str, wrong: float) -> None:
     fine = {n: getattr(TopWParameters(), n) for n in PARAMETERS[:-1]} | {"uniform": 0.5}
     columns = [np.array([fine[n], wrong if n == name else fine[n]], np.float32) for n in PARAMETERS]
-    assert array(within(OP, row_parameters(OP, columns))).all(axis=1).tolist() == [True, False]
+    assert array(are_in_range(OP, row_parameters(OP, columns))).all(axis=1).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine"])
@@ -159,7 +167,7 @@ def test_distances_to_a_set_match_the_reference(metric: str, neighbours: int) ->
     embeddings = table()
     embeddings[7], embeddings[8] = embeddings[3], embeddings[3] * np.float32(1.0001)
     geometry = Geometry.from_embeddings(embeddings, metric)
-    kind = Metric(metric, neighbours, len(embeddings))
+    kind = SetDistance(metric, neighbours, len(embeddings))
     mean, inverse_std = np.asarray(geometry.mean, np.float32), np.asarray(geometry.inverse_std, np.float32)
     x = features(OP, embeddings[None], mean, inverse_std, kind)
     near = recompute_nearest(OP, closeness(OP, x, x, kind), x, kind)
@@ -177,7 +185,7 @@ def test_distances_to_a_set_match_the_reference(metric: str, neighbours: int) ->
 def test_near_duplicates_keep_their_digits_where_the_product_loses_them() -> None:
     embeddings = np.random.default_rng(0).standard_normal((20, 512)).astype(np.float32)
     embeddings[1] = embeddings[0] * np.float32(1.0) + np.float32(1e-4)
-    kind = Metric("mahalanobis", 0, 20)
+    kind = SetDistance("mahalanobis", 0, 20)
     x = features(OP, embeddings[None], np.zeros(512, np.float32), np.full(512, 22.6, np.float32), kind)
     rough = closeness(OP, x, x, kind)
     good = array(recompute_nearest(OP, rough, x, kind))[0, 0, 1]
@@ -191,7 +199,7 @@ def test_one_iteration_of_the_alternation_matches_the_reference() -> None:
     chosen = {"lam": 0.4, "beta": 2.0, "init_top_p": 0.3, "geom_scale": 0.5}
     row = rows(3, **chosen)
     pool = candidate_pool(OP, logits, row, 25)
-    start = warm_start(OP, pool, row)
+    start = prefix_ends(OP, pool, row)
     options = TopWOptions(metric="uniform", alt_iters=1)
     sets = array(alternate(OP, pool, start.warm, row, lambda op, members: np.float64(1.0).reshape(()), 1))
     for index in range(3):
@@ -243,7 +251,7 @@ def test_the_whole_sampler_matches_the_reference_operator_by_operator(form: str)
         "edit_bias": np.zeros((4, 0), np.float32),
         "allowed": np.zeros((4, 0), np.int32),
         "uniform": np.array(uniform, np.float32),
-        **Rules(4).arrays,
+        **RuleInputs(4).arrays,
         "mean": np.asarray(geometry.mean, np.float32),
         "inverse_std": np.asarray(geometry.inverse_std, np.float32),
         "neighbour_bound": np.zeros(0, np.float32),

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from topw_deploy.bench.sampler.inputs import TABLE, Case, Inputs, Logits
 from topw_deploy.errors import ProviderError
-from topw_deploy.runtime.row_inputs import Rules
+from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.sampling import draw
 from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
@@ -186,7 +186,7 @@ def feeds(inputs: Inputs, case: Case, logits: Logits) -> dict[str, np.ndarray]:
     nothing = {"edit_ids": np.int64, "edit_penalty": np.float32, "edit_bias": np.float32, "allowed": np.int32}
     columns = {n: np.full(batch, getattr(case.parameters, n), np.float32) for n in PARAMETER_NAMES}
     edits = {name: np.zeros((batch, 0), dtype) for name, dtype in nothing.items()}
-    return {"logits": logits, "uniform": inputs.uniform, **edits, **columns, **Rules(batch).arrays}
+    return {"logits": logits, "uniform": inputs.uniform, **edits, **columns, **RuleInputs(batch).arrays}
 
 
 def sampler_file(inputs: Inputs, form: str, *, with_keep_mask: bool) -> Path:

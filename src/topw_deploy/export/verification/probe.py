@@ -19,7 +19,7 @@ from topw_deploy.export.graph.editor import GraphEditor, external_files, require
 from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.export.verification.cache_drivers import cache_driver
 from topw_deploy.manifest import MODEL_NAME, DecoderInfo
-from topw_deploy.runtime.row_inputs import Rules
+from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.sampling.rules import RuleParameters
 
 LOGITS = "topw.probe.logits"
@@ -113,7 +113,7 @@ class SamplerProbe:
         rules: one per row, None for Top-W.
         """
         batch = len(logits)
-        chosen = Rules(batch)
+        chosen = RuleInputs(batch)
         for row, rule in enumerate(rules or ()):
             chosen.set(row, rule)
         feeds: dict[str, np.ndarray] = {

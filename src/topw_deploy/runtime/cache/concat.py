@@ -11,7 +11,7 @@ from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import zeroed
 from topw_deploy.runtime.protocols import Binding, Memory, Session
-from topw_deploy.runtime.row_inputs import greedy
+from topw_deploy.runtime.row_inputs import bind_greedy
 
 
 class AllocatingBinding(Binding, Protocol):
@@ -90,7 +90,8 @@ class ConcatCache:
         *ends, last = [*range(self._chunk, self._width, self._chunk), self._width]
         start = 0
         if ends:
-            chunks = greedy(self._session, self._binding.another(), self._batch)
+            chunks = self._binding.another()
+            bind_greedy(self._session, chunks, self._batch)
             places = self._begin(chunks)
             for end in ends:
                 self._bind(chunks, ids[:, start:end], positions[:, start:end], end)

@@ -11,7 +11,7 @@ import numpy as np
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import MemoryPool
 from topw_deploy.runtime.protocols import Binding, Session
-from topw_deploy.runtime.row_inputs import greedy
+from topw_deploy.runtime.row_inputs import bind_greedy
 
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(ids [b, s], starts [b], lengths [b]): append lengths[r] ids to row r, which has starts[r] tokens.
@@ -119,7 +119,8 @@ class InPlaceCache(ABC):
     def _feed_together(self) -> Chunk:
         *undrawn, last = self._chunks()
         if undrawn:
-            binding = greedy(self._session, self._binding.another(), len(self._prompts))
+            binding = self._binding.another()
+            bind_greedy(self._session, binding, len(self._prompts))
             self._buffers.bind(binding)
             for chunk in undrawn:
                 if self._make_room(_end(chunk)):
@@ -140,7 +141,8 @@ class InPlaceCache(ABC):
 
     def _feed_in_groups(self) -> Chunk:
         for rows in self._groups():
-            binding = greedy(self._session, self._binding.another(), len(rows))
+            binding = self._binding.another()
+            bind_greedy(self._session, binding, len(rows))
             self._buffers.bind(binding, rows)
             bodies = [self._prompts[row][:-1] for row in rows]
             if not self._pool.layout.recurs:  # a row needs at least one token; the last run overwrites it
