@@ -6,12 +6,16 @@ import path from "node:path";
 const folder = process.env.TOPW_BROWSER;
 const require = createRequire(path.join(folder, "package.json"));
 
-/** flags: more of Chromium's. */
+/** Milliseconds after which a wait is a hang; what pages are waited for takes a few seconds, at most. */
+export const HANG = 240_000;
+
+/** flags: further flags of Chromium. */
 export async function openBrowser(flags = []) {
   const puppeteer = require("puppeteer-core");
   return puppeteer.launch({
     executablePath: path.join(folder, "chromium"),
     headless: "shell",
+    protocolTimeout: HANG,
     args: ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", ...flags],
   });
 }

@@ -1,7 +1,7 @@
 // Drives the page of `topw serve` as its users do. Arguments: its address, a key, a folder for screenshots.
 // Prints what it saw as one line of JSON; tests/serve/test_page_browser.py judges it.
 import path from "node:path";
-import { audited, openBrowser } from "./open_browser.mjs";
+import { HANG, audited, openBrowser } from "./open_browser.mjs";
 
 const [address, key, folder] = process.argv.slice(2);
 const NAMED = ["button", "textbox", "combobox", "slider", "spinbutton", "checkbox", "radio", "link"];
@@ -12,6 +12,7 @@ const browser = await openBrowser();
 try {
   const page = await browser.newPage();
   watch(page);
+  page.setDefaultTimeout(HANG);
   await page.setViewport({ width: 1280, height: 900 });
   await page.goto(address);
   await entry(page);
@@ -178,9 +179,11 @@ async function sideBySide(page) {
   await page.click("#compare");
 }
 
-// By the button, and by the Escape key.
+// By the button, and by the Escape key. The network is too slow for the rest of the answer: 400 chunks of about 500
+// bytes would take minutes.
 async function stopped(page) {
   await page.$eval("#max-tokens", (field) => (field.value = 400));
+  await page.emulateNetworkConditions({ download: 1000, upload: -1, latency: 0 });
   await page.select("#preset-A", "lively");
   seen.stopped = [];
   for (const stop of [() => page.click("#stop"), () => page.keyboard.press("Escape")]) {
@@ -190,6 +193,7 @@ async function stopped(page) {
     await settled(page);
     seen.stopped.push(await text(page, ".facts"));
   }
+  await page.emulateNetworkConditions(null);
   await page.$eval("#max-tokens", (field) => (field.value = 24));
   await page.click("#go");
   await settled(page);

@@ -1,4 +1,4 @@
-"""Other people's clients call `topw serve`, each in an environment without this package.
+"""Clients of other projects call `topw serve`, from an environment without this package.
 
 `make clients` makes that environment. `make peers-serve` adds guidellm, which needs torch, and runs these tests.
 """
@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import HOT, RENDERED, TEMPLATE
+from tests.serve.conftest import HOT, RENDERED, TEMPLATE, UNLIMITED
 from tests.support.toy_model import EOS, Toy, byte_ids, byte_tokenizer, export
+from tests.support.waiting import HANG
 from topw_deploy.runtime import TopWModel
 
 pytestmark = pytest.mark.long
@@ -41,7 +42,11 @@ def installed() -> None:
 
 @dataclass(frozen=True)
 class Served:
-    """address: of the API. folders: the exports by name."""
+    """A running server.
+
+    address: URL of the API.
+    folders: exported folders by the name of the model.
+    """
 
     address: str
     folders: Mapping[str, Path]
@@ -50,7 +55,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(installed: None, demo_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The bundled model, a chat model, and one that calls a tool."""
+    """A server of the bundled model, a chat model, and a model that calls a tool."""
     place = tmp_path_factory.mktemp("clients")
     chat = export(place / "toy", Toy.random(3), form="grouped", chat_template=TEMPLATE)
     script = Toy.script([*byte_ids("So: " + CALL), EOS], prompt_tokens=7)
@@ -58,8 +63,9 @@ def served(installed: None, demo_export: Path, tmp_path_factory: pytest.TempPath
     folders = {"demo": demo_export, "toy": chat, "caller": caller}
     words = [sys.executable, "-m", "topw_deploy", "serve", *map(str, folders.values())]
     names = [word for name in folders for word in ("--served-model-name", name)]
+    limits = [word for name, seconds in UNLIMITED.items() for word in (f"--{name.replace('_', '-')}", str(seconds))]
     with subprocess.Popen(
-        [*words, *names, "--port", "0", "--provider", "cpu", "--threads", "1", "--api-key", "sk-test"],
+        [*words, *names, *limits, "--port", "0", "--provider", "cpu", "--threads", "1", "--api-key", "sk-test"],
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
@@ -76,17 +82,17 @@ def served(installed: None, demo_export: Path, tmp_path_factory: pytest.TempPath
 
 
 def client(words: list[str], home: Path, **variables: str) -> str:
-    """Run a program of the environment. Returns what it prints."""
+    """Run a program of the clients' environment. Returns what it prints."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment |= {"HOME": str(home), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", **variables}
     program = str(ENVIRONMENT / "bin" / words[0])
-    done = subprocess.run([program, *words[1:]], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([program, *words[1:]], env=environment, capture_output=True, text=True, timeout=10 * HANG)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
 def answers(name: str, served: Served, home: Path) -> dict[str, Any]:
-    """What call_NAME.py got."""
+    """The answers that call_NAME.py received."""
     printed = client(["python", str(HERE / f"call_{name}.py"), served.address], home)
     found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
