@@ -99,7 +99,7 @@ class Loop:
     def __init__(self) -> None:
         self.timers: list[tuple[float, Callable[..., None], tuple[Any, ...]]] = []
 
-    def defer_call(self, delay: float, call: Callable[..., None], *arguments: Any) -> Any:
+    def call_later(self, delay: float, call: Callable[..., None], *arguments: Any) -> Any:
         timer = (delay, call, arguments)
         self.timers.append(timer)
 
