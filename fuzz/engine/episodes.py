@@ -19,7 +19,7 @@ from fuzz.engine.models import Subject
 from fuzz.engine.replay import Outcome, complaints
 from fuzz.engine.requests import Given, malformed_request, random_request
 from topw_deploy.engine import Engine
-from topw_deploy.engine.job import Submission
+from topw_deploy.engine.sequences import Submission
 from topw_deploy.errors import GenerationError
 
 _THREADS, _LOOPS, _TASKS = 5, 2, 4
@@ -92,7 +92,7 @@ class _Started:
 
     def __call__(self, submission: Submission) -> None:
         with self._lock:
-            self.sequences += len(submission.jobs)
+            self.sequences += len(submission.sequences)
         self._start(submission)
 
 
@@ -267,13 +267,13 @@ def _end(house: House, rng: np.random.Generator, report: Report) -> None:
     while worker._thread.is_alive() and time.perf_counter() < until:
         gc.collect()  # callers' errors are in cycles with frames, which refer to the engine
         worker.join(0.05)
-    used = house.capacity.used
+    used = house.capacity.sequences
     wrong = []
     if worker._thread.is_alive():
         wrong.append("the engine's thread goes on")
-    if used or worker._lifecycle.alive or not (worker._scheduler.idle or worker._lifecycle.broken):
+    if used or worker._lifecycle.alive or not (worker._scheduler.is_idle or worker._lifecycle.failure):
         wrong.append(f"{used} reservations, {len(worker._lifecycle.alive)} requests are not released")
-    if worker.counts.ended != house.started.sequences:
-        wrong.append(f"{house.started.sequences} sequences started, but {worker.counts.ended} ended")
+    if worker.counters.ended != house.started.sequences:
+        wrong.append(f"{house.started.sequences} sequences started, but {worker.counters.ended} ended")
     report.count("engines")
     report.complain([f"after {ending.__name__.strip('_')}, engine {house.options}: {one}" for one in wrong])

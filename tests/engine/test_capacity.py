@@ -22,8 +22,8 @@ class Callers(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def try_reserve(self, count: int) -> None:
-        reservation = Reservation(min(count, self.capacity.most))
-        fits = self.used() + reservation.left <= self.capacity.most
+        reservation = Reservation(min(count, self.capacity.max_sequences))
+        fits = self.used() + reservation.sequences_left <= self.capacity.max_sequences
         entered = self.capacity.try_reserve(reservation)
         assert entered == (fits and not self.waiting), "nobody overtakes a caller that waits"
         if entered:
@@ -31,9 +31,9 @@ class Callers(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def wait(self, count: int) -> None:
-        reservation = Reservation(min(count, self.capacity.most))
+        reservation = Reservation(min(count, self.capacity.max_sequences))
         self.waiting.append(reservation)
-        self.capacity.wait(reservation, lambda: self.settled.append(reservation))
+        self.capacity.enqueue(reservation, lambda: self.settled.append(reservation))
         self.grant()
 
     @precondition(lambda self: self.held)
@@ -41,7 +41,7 @@ class Callers(RuleBasedStateMachine):
     def release_one(self, data: st.DataObject) -> None:
         reservation = data.draw(st.sampled_from(self.held))
         self.capacity.release_one(reservation)
-        if not reservation.left:
+        if not reservation.sequences_left:
             self.held.remove(reservation)
         self.grant()
 
@@ -55,19 +55,19 @@ class Callers(RuleBasedStateMachine):
         self.grant()
 
     def used(self) -> int:
-        return sum(reservation.left for reservation in self.held)
+        return sum(reservation.sequences_left for reservation in self.held)
 
     def grant(self) -> None:
-        while self.waiting and self.used() + self.waiting[0].left <= self.capacity.most:
+        while self.waiting and self.used() + self.waiting[0].left <= self.capacity.max_sequences:
             assert self.settled.pop(0) is self.waiting[0], "in the order of arrival"
             self.held.append(self.waiting.pop(0))
 
     @invariant()
     def the_bound_holds(self) -> None:
-        assert self.capacity.used == self.used() <= self.capacity.most
+        assert self.capacity.sequences == self.used() <= self.capacity.max_sequences
         assert not self.settled
-        assert all(map(self.capacity.holds, self.held))
-        assert not any(map(self.capacity.holds, self.waiting))
+        assert all(map(self.capacity.is_granted, self.held))
+        assert not any(map(self.capacity.is_granted, self.waiting))
 
 
 Callers.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=30)
@@ -78,25 +78,25 @@ def test_a_reservation_granted_too_late_is_released() -> None:
     capacity, settled = Capacity(1), []
     first, second = Reservation(1), Reservation(1)
     assert capacity.try_reserve(first)
-    capacity.wait(second, lambda: settled.append(1))
+    capacity.enqueue(second, lambda: settled.append(1))
     capacity.release_one(first)
-    assert (capacity.holds(second), capacity.used, settled) == (True, 1, [1])
+    assert (capacity.is_granted(second), capacity.sequences, settled) == (True, 1, [1])
     capacity.release(second)
-    assert capacity.used == 0
+    assert capacity.sequences == 0
 
 
 def test_closing_tells_those_who_wait_and_refuses_the_rest() -> None:
     capacity, settled = Capacity(1), []
     first, second = Reservation(1), Reservation(1)
     assert capacity.try_reserve(first)
-    capacity.wait(second, lambda: settled.append(1))
+    capacity.enqueue(second, lambda: settled.append(1))
     capacity.close("closed for a reason")
     capacity.close("another one")
-    assert (capacity.holds(second), settled) == (False, [1])
+    assert (capacity.is_granted(second), settled) == (False, [1])
     for refused in (
-        capacity.check,
+        capacity.check_open,
         lambda: capacity.try_reserve(Reservation(1)),
-        lambda: capacity.wait(Reservation(1), capacity.check),
+        lambda: capacity.enqueue(Reservation(1), capacity.check_open),
     ):
         with pytest.raises(GenerationError, match="closed for a reason; create a new Engine"):
             refused()

@@ -17,7 +17,7 @@ from tests.support.waiting import HANG, until
 from topw_deploy.engine import Engine
 from topw_deploy.engine import worker as engine_thread
 from topw_deploy.engine.batch import Batch
-from topw_deploy.engine.delivery import Delivery, call_later
+from topw_deploy.engine.delivery import Delivery, defer_call
 from topw_deploy.engine.request import Request
 from topw_deploy.errors import GenerationError, LogitsError
 from topw_deploy.runtime import TopWModel
@@ -51,14 +51,14 @@ def test_what_waits_for_the_calls_of_a_send_comes_after_them() -> None:
     made: list[str] = []
     delivery = Delivery(lambda error: made.append(type(error).__name__))
     for number in range(2):
-        delivery.add(call_later, lambda: made.append("later"))
+        delivery.add(defer_call, lambda: made.append("later"))
         delivery.add(made.append, str(number))
-    delivery.add(call_later, lambda: 1 // 0)
+    delivery.add(defer_call, lambda: 1 // 0)
     delivery.send()
     delivery.add(made.append, "next")
     delivery.close()
     assert made == ["0", "1", "later", "later", "ZeroDivisionError", "next"]
-    call_later(lambda: made.append("at once"))
+    defer_call(lambda: made.append("at once"))
     assert made[-1] == "at once"
 
 
@@ -68,19 +68,19 @@ def test_calls_that_may_wait_are_made_with_the_first_that_may_not(monkeypatch: p
     delivery.add(made.append, 0)
     delivery.send_due()
     monkeypatch.setattr("topw_deploy.engine.delivery.HOLD", math.inf)
-    delivery.add_soon(made.append, 1)
+    delivery.add_delayable(made.append, 1)
     delivery.send_due()
     assert delivery._added
     monkeypatch.setattr("topw_deploy.engine.delivery.HOLD", 0.0)
     delivery.send_due()
     assert not delivery._added
     monkeypatch.setattr("topw_deploy.engine.delivery.HOLD", math.inf)
-    delivery.add_soon(made.append, 2)
+    delivery.add_delayable(made.append, 2)
     delivery.add(made.append, 3)
-    delivery.add_soon(made.append, 4)
+    delivery.add_delayable(made.append, 4)
     delivery.send_due()
     assert not delivery._added
-    delivery.add_soon(made.append, 5)
+    delivery.add_delayable(made.append, 5)
     delivery.close()
     assert made == [0, 1, 2, 3, 4, 5]
 
@@ -97,7 +97,7 @@ def test_only_the_tokens_of_several_rows_wait_and_not_for_prompts_or_ends(
         for _ in range(iterations):
             worker._iterate()
         while not worker._delivery._sent.empty():
-            worker._delivery._next()
+            worker._delivery._make_calls()
         return request._events.qsize()
 
     monkeypatch.setattr("topw_deploy.engine.delivery.HOLD", math.inf)
@@ -129,7 +129,7 @@ def test_an_error_while_tokens_are_delivered_fails_the_requests_instead_of_leavi
     monkeypatch.setattr(Request, "end_sequence", fail_once)
     with pytest.raises(RuntimeError, match="no more room"):
         engine.submit("b", max_new_tokens=3, seed=1, **HOT).result(60)
-    until(lambda: engine._worker._lifecycle.broken)
+    until(lambda: engine._worker._lifecycle.failure)
     with pytest.raises(GenerationError, match=r"the engine has failed \(RuntimeError: no more room\)"):
         engine.submit("c", **HOT)
 

@@ -21,8 +21,8 @@ def request_of(model: TopWModel, budget: int, ends: frozenset[int] = frozenset()
 
 
 def group_of(rows: list[Row], width: int | None = None) -> Group:
-    jobs: list[Any] = [SimpleNamespace(row=place, generated=row) for place, row in enumerate(rows)]
-    return Group(jobs[::-1], len(rows) if width is None else width)
+    sequences: list[Any] = [SimpleNamespace(row=place, generation=row) for place, row in enumerate(rows)]
+    return Group(sequences[::-1], len(rows) if width is None else width)
 
 
 def test_a_group_passes_the_tokens_that_each_row_passes_alone(model: TopWModel) -> None:
@@ -54,6 +54,6 @@ def test_a_group_passes_the_tokens_that_each_row_passes_alone(model: TopWModel) 
 def test_rows_that_are_read_as_text_or_leave_room_between_them_are_not_together(model: TopWModel) -> None:
     request = request_of(model, 9)
     plain, watched = Row(0, request, None), Row(1, request, RowText(model.tokenizer.follow([5, 6]), (), 0))
-    assert not group_of([plain, watched]).together
-    assert not group_of([plain], width=2).together
-    assert group_of([plain]).together
+    assert not group_of([plain, watched]).can_pass
+    assert not group_of([plain], width=2).can_pass
+    assert group_of([plain]).can_pass

@@ -69,7 +69,7 @@ class Stepped:
     def submit(self, given: dict[str, Any]) -> None:
         count = min(given.get("n", 1), self._most)
         given["n"] = count
-        fits = self.engine._capacity.used + count <= self._most
+        fits = self.engine._capacity.sequences + count <= self._most
         try:
             self.running.append((given, self.engine.submit(**given)))
         except QueueFullError:
@@ -82,7 +82,7 @@ class Stepped:
         session: Any = self.model._session
         if fault:
             session.fault = failing_once(fault, lambda: setattr(session, "fault", no_fault))
-        if not (self.worker._inbox.empty() and self.worker._scheduler.idle):
+        if not (self.worker._inbox.empty() and self.worker._scheduler.is_idle):
             self.worker._iterate()
         session.fault = no_fault
         self.check()
@@ -95,7 +95,7 @@ class Stepped:
         delivery = self.worker._delivery
         delivery.send()
         while not delivery._sent.empty():
-            delivery._next()
+            delivery._make_calls()
 
     def finish(self) -> None:
         for _ in range(2000):
@@ -103,11 +103,11 @@ class Stepped:
             if not self.running:
                 break
         assert not self.running, "everything ends"
-        assert self.worker._scheduler.idle
-        assert self.engine._capacity.used == 0
+        assert self.worker._scheduler.is_idle
+        assert self.engine._capacity.sequences == 0
 
     def check(self) -> None:
-        assert not self.worker._lifecycle.broken
+        assert not self.worker._lifecycle.failure
         self.deliver()
         ended = [pair for pair in self.running if pair[1].done]
         self.running = [pair for pair in self.running if not pair[1].done]

@@ -85,7 +85,7 @@ def interrupt_everywhere(call: Callable[[], object], after: Callable[[], None]) 
 
 
 def serves_and_is_empty(engine: topw_deploy.engine.Engine) -> None:
-    assert engine._capacity.wait_until_empty(30), f"{engine._capacity.used} reservations are lost"
+    assert engine._capacity.wait_until_empty(30), f"{engine._capacity.sequences} reservations are lost"
     served: list[Any] = []
     other = threading.Thread(target=lambda: served.append(engine.submit("b", max_new_tokens=1).result(30)))
     other.start()
@@ -134,7 +134,7 @@ def modules(*names: str) -> tuple[str, ...]:
 
 
 WAITING: dict[str, tuple[Callable[[Engine], object], tuple[str, ...]]] = {
-    "result": (lambda e: e.submit("a", max_new_tokens=9, seed=1, **HOT).result(), modules("request.py", "flag.py")),
+    "result": (lambda e: e.submit("a", max_new_tokens=9, seed=1, **HOT).result(), modules("request.py")),
     "stream": (lambda e: asyncio.run(read_stream(e)), modules("request.py", "tasks.py")),
     "drain": (lambda e: e.drain(), modules("worker.py", "inbox.py")),
 }

@@ -20,7 +20,7 @@ from tests.engine.conftest import HOT, Gate, NewEngine
 from tests.support.toy_model import Toy, byte_ids
 from tests.support.waiting import HANG, set_when, until, until_async
 from topw_deploy.engine import Engine
-from topw_deploy.engine.worker import Worker
+from topw_deploy.engine.worker import EngineWorker
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError
 from topw_deploy.runtime import TopWModel
 
@@ -76,7 +76,7 @@ def test_an_idle_engine_waits_for_messages(model: TopWModel, engine_of: NewEngin
     assert gate.reached.wait(HANG)
 
     def let_it_take(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code is not Worker._post.__code__:
+        if frame.f_code is not EngineWorker._post.__code__:
             return None
         if event == "return":
             gate.opened.set()
@@ -168,7 +168,7 @@ def test_a_task_cancelled_at_its_turn_is_cancelled(model: TopWModel, engine_of: 
         await until_async(lambda: engine._capacity._waiting)
         (reservation,) = engine._capacity._waiting
         gate.opened.set()
-        until(lambda: engine._capacity.holds(reservation))  # without running the loop
+        until(lambda: engine._capacity.is_granted(reservation))  # without running the loop
         for _ in range(turns):
             await asyncio.sleep(0)
         second.cancel()

@@ -8,82 +8,86 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.samples import examples
-from topw_deploy.engine.scheduler import WAITING, Scheduler, Task
+from topw_deploy.engine.scheduler import WAITING, ScheduledSequence, Scheduler
 
 
 class Interleavings(RuleBasedStateMachine):
     """Random arrivals, ends and iterations, on a model of rows that remembers what was written where."""
 
     @initialize(
-        rows=st.integers(1, 5), chunk=st.integers(1, 4), dense=st.booleans(), moves=st.booleans(), steady=st.booleans(),
+        rows=st.integers(1, 5), chunk=st.integers(1, 4),
+        decoding_only=st.booleans(), moves_rows=st.booleans(), runs_all_rows=st.booleans(),
     )  # fmt: skip
-    def start(self, rows: int, chunk: int, dense: bool, moves: bool, steady: bool) -> None:
-        self.rows, self.chunk, self.dense, self.steady = rows, chunk, dense, steady and not dense
-        self.scheduler = Scheduler(rows, chunk, dense=dense, moves=moves, steady=steady)
-        self.submitted: list[Task] = []
-        self.admitted: list[Task] = []
-        self.ended: list[Task] = []
-        self.left_waiting: list[Task] = []
-        self.cache: list[list[object]] = [[] for _ in range(rows)]  # tokens as (task, position)
-        self.last_chunk: tuple[Task, bool] | None = None  # the oldest prompt then, and whether it was read
+    def start(self, rows: int, chunk: int, decoding_only: bool, moves_rows: bool, runs_all_rows: bool) -> None:
+        self.rows, self.chunk, self.decoding_only = rows, chunk, decoding_only
+        self.runs_all_rows = runs_all_rows and not decoding_only
+        self.scheduler = Scheduler(
+            rows, chunk, decoding_only=decoding_only, moves_rows=moves_rows, runs_all_rows=runs_all_rows
+        )
+        self.submitted: list[ScheduledSequence] = []
+        self.admitted: list[ScheduledSequence] = []
+        self.ended: list[ScheduledSequence] = []
+        self.left_waiting: list[ScheduledSequence] = []
+        self.cache: list[list[object]] = [[] for _ in range(rows)]  # tokens as (sequence, position)
+        self.last_chunk: tuple[ScheduledSequence, bool] | None = None  # the oldest prompt then, and whether it was read
 
     @rule(tokens=st.integers(1, 12), branch=st.integers(0, 12))
     def submit(self, tokens: int, branch: int) -> None:
-        task = Task(tokens)
-        task.branch = branch
-        self.submitted.append(task)
-        self.scheduler.submit(task)
+        sequence = ScheduledSequence(tokens)
+        sequence.branch_position = branch
+        self.submitted.append(sequence)
+        self.scheduler.submit(sequence)
 
     @precondition(lambda self: len(self.ended) < len(self.submitted))
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         """Cancellations, deadlines and ordinary ends are the same to the scheduler."""
-        alive = [task for task in self.submitted if task not in self.ended]
-        task = data.draw(st.sampled_from(alive))
-        if task.row == WAITING:
-            self.left_waiting.append(task)
-        self.scheduler.end(task)
-        self.ended.append(task)
+        alive = [sequence for sequence in self.submitted if sequence not in self.ended]
+        sequence = data.draw(st.sampled_from(alive))
+        if sequence.row == WAITING:
+            self.left_waiting.append(sequence)
+        self.scheduler.end(sequence)
+        self.ended.append(sequence)
 
     @rule()
     def iterate(self) -> None:
         scheduler = self.scheduler
-        for task in scheduler.admit():
-            self.cache[task.row] = []
-            self.admitted.append(task)
-        oldest = scheduler.reading()[:1]
+        for sequence in scheduler.admit():
+            self.cache[sequence.row] = []
+            self.admitted.append(sequence)
+        oldest = scheduler.reading_sequences()[:1]
         chunk = scheduler.next_chunk()
         if chunk is not None:
-            task = chunk.task
+            sequence = chunk.sequence
             assert 0 < chunk.end - chunk.start <= self.chunk
-            assert not chunk.start < task.branch < chunk.end
-            if task is not oldest[0]:
+            assert not chunk.start < sequence.branch_position < chunk.end
+            if sequence is not oldest[0]:
                 assert self.last_chunk != (oldest[0], False), "the oldest prompt gets every second chunk"
-            self.last_chunk = (oldest[0], task is oldest[0])
-            held = self.cache[task.row]
+            self.last_chunk = (oldest[0], sequence is oldest[0])
+            held = self.cache[sequence.row]
             del held[chunk.start :]  # a step may have written one more slot
-            held += [(task, position) for position in range(chunk.start, chunk.end)]
-            scheduler.read(chunk)
+            held += [(sequence, position) for position in range(chunk.start, chunk.end)]
+            scheduler.record_read(chunk)
         pairs = scheduler.arrange()
-        assert not (self.steady and pairs)
+        assert not (self.runs_all_rows and pairs)
         for one, other in pairs:
             self.cache[one], self.cache[other] = self.cache[other], self.cache[one]
-        if self.steady:
+        if self.runs_all_rows:
             assert scheduler.width == (self.rows if scheduler.decoding else 0)
         for row in range(scheduler.width):
             self.step(row)
 
     def step(self, row: int) -> None:
         owner = self.owner(row)
-        if owner is not None and owner.decoding:
+        if owner is not None and owner.is_decoding:
             self.cache[row].append((owner, len(self.cache[row])))
         else:
-            assert not self.dense
-            del self.cache[row][0 if owner is None else owner.read :]
+            assert not self.decoding_only
+            del self.cache[row][0 if owner is None else owner.read_tokens :]
             self.cache[row].append("arbitrary")
 
-    def owner(self, row: int) -> Task | None:
-        found = [task for task in self.submitted if task.row == row and task not in self.ended]
+    def owner(self, row: int) -> ScheduledSequence | None:
+        found = [sequence for sequence in self.submitted if sequence.row == row and sequence not in self.ended]
         assert len(found) <= 1, "a row serves one sequence"
         return found[0] if found else None
 
@@ -92,60 +96,64 @@ class Interleavings(RuleBasedStateMachine):
         for row in range(self.rows):
             owner = self.owner(row)
             if owner is not None:
-                prompt = self.cache[row][: owner.read]
-                assert prompt == [(owner, position) for position in range(owner.read)]
-                if owner.decoding:
+                prompt = self.cache[row][: owner.read_tokens]
+                assert prompt == [(owner, position) for position in range(owner.read_tokens)]
+                if owner.is_decoding:
                     assert self.cache[row] == [(owner, position) for position in range(len(self.cache[row]))]
 
     @invariant()
     def every_sequence_is_in_one_place(self) -> None:
         scheduler = self.scheduler
-        alive = [task for task in self.submitted if task not in self.ended]
-        assert scheduler.waiting + scheduler.used == len(alive)
-        assert set(scheduler.decoding) == {task for task in alive if task.decoding}
-        assert set(scheduler.reading()) == {task for task in alive if task.row != WAITING and not task.decoding}
-        assert scheduler.idle == (not alive)
+        alive = [sequence for sequence in self.submitted if sequence not in self.ended]
+        assert scheduler.waiting_count + scheduler.rows_in_use == len(alive)
+        assert set(scheduler.decoding) == {sequence for sequence in alive if sequence.is_decoding}
+        assert set(scheduler.reading_sequences()) == {
+            sequence for sequence in alive if sequence.row != WAITING and not sequence.is_decoding
+        }
+        assert scheduler.is_idle == (not alive)
 
     @invariant()
     def rows_are_given_in_the_order_of_arrival(self) -> None:
-        stayed = [task for task in self.submitted if task not in self.left_waiting]
+        stayed = [sequence for sequence in self.submitted if sequence not in self.left_waiting]
         assert self.admitted == stayed[: len(self.admitted)]
 
     @rule()
     def nobody_waits_while_a_row_is_free(self) -> None:
         self.iterate()
-        assert not self.scheduler.waiting or self.scheduler.used == self.rows
+        assert not self.scheduler.waiting_count or self.scheduler.rows_in_use == self.rows
 
     @rule()
     def everything_ends(self) -> None:
         """No sequence waits for ever: if each ends after its first step, all end in bounded time."""
-        alive = [task for task in self.submitted if task not in self.ended]
-        most = sum(2 * -(-task.prompt_tokens // self.chunk) + 1 for task in alive)
+        alive = [sequence for sequence in self.submitted if sequence not in self.ended]
+        most = sum(2 * -(-sequence.prompt_tokens // self.chunk) + 1 for sequence in alive)
         for _ in range(most):
             self.iterate()
-            for task in list(self.scheduler.decoding):
-                self.scheduler.end(task)
-                self.ended.append(task)
-        assert self.scheduler.idle
+            for sequence in list(self.scheduler.decoding):
+                self.scheduler.end(sequence)
+                self.ended.append(sequence)
+        assert self.scheduler.is_idle
 
 
 Interleavings.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestInterleavings = Interleavings.TestCase
 
 
-def started(prompts: list[int], rows: int = 4, chunk: int = 2, **settings: bool) -> tuple[Scheduler, list[Task]]:
-    scheduler, tasks = Scheduler(rows, chunk, **settings), [Task(tokens) for tokens in prompts]
-    for task in tasks:
-        scheduler.submit(task)
+def started(
+    prompts: list[int], rows: int = 4, chunk: int = 2, **settings: bool
+) -> tuple[Scheduler, list[ScheduledSequence]]:
+    scheduler, sequences = Scheduler(rows, chunk, **settings), [ScheduledSequence(tokens) for tokens in prompts]
+    for sequence in sequences:
+        scheduler.submit(sequence)
     scheduler.admit()
-    return scheduler, tasks
+    return scheduler, sequences
 
 
-def read_one(scheduler: Scheduler) -> Task:
+def read_one(scheduler: Scheduler) -> ScheduledSequence:
     chunk = scheduler.next_chunk()
     assert chunk is not None
-    scheduler.read(chunk)
-    return chunk.task
+    scheduler.record_read(chunk)
+    return chunk.sequence
 
 
 def test_chunks_alternate_between_the_oldest_and_the_shortest_prompt() -> None:
@@ -157,22 +165,22 @@ def test_a_short_prompt_behind_a_long_one_waits_for_at_most_one_chunk() -> None:
     scheduler, (long,) = started([100])
     for _ in range(5):
         read_one(scheduler)
-        short = Task(1)
+        short = ScheduledSequence(1)
         scheduler.submit(short)
         scheduler.admit()
         assert short in (read_one(scheduler), read_one(scheduler))
         scheduler.end(short)
-    assert long.read > 0
+    assert long.read_tokens > 0
 
 
-@pytest.mark.parametrize(("moves", "width", "pairs"), [(True, 2, [(2, 0)]), (False, 3, [])])
-def test_the_last_row_moves_into_a_hole(moves: bool, width: int, pairs: list[tuple[int, int]]) -> None:
-    scheduler, tasks = started([1, 1, 1], moves=moves)
-    for _ in tasks:
+@pytest.mark.parametrize(("moves_rows", "width", "pairs"), [(True, 2, [(2, 0)]), (False, 3, [])])
+def test_the_last_row_moves_into_a_hole(moves_rows: bool, width: int, pairs: list[tuple[int, int]]) -> None:
+    scheduler, sequences = started([1, 1, 1], moves_rows=moves_rows)
+    for _ in sequences:
         read_one(scheduler)
     assert scheduler.arrange() == []
     assert scheduler.width == 3
-    scheduler.end(tasks[0])
+    scheduler.end(sequences[0])
     assert scheduler.arrange() == pairs
     assert scheduler.width == width
 
@@ -185,7 +193,7 @@ def test_a_step_leaves_out_rows_above_the_last_decoding_one() -> None:
 
 
 def test_where_a_step_may_hold_decoding_rows_only_they_change_places_with_prompts() -> None:
-    scheduler, (long, short) = started([9, 2], dense=True)
+    scheduler, (long, short) = started([9, 2], decoding_only=True)
     read_one(scheduler)
     assert read_one(scheduler) is short
     assert scheduler.arrange() == [(1, 0)]

@@ -179,7 +179,7 @@ def test_what_is_there_is_not_loaded_again(
 ) -> None:
     engine = engine_of(model, max_batch=1)
     ask(engine, next_turn(model))
-    monkeypatch.setattr(Batch, "restore", lambda *_: pytest.fail("restored"))
+    monkeypatch.setattr(Batch, "restore_growing", lambda *_: pytest.fail("restored"))
     engine.load_session(saved)
     assert ask(engine, next_turn(model)).cached_tokens == 36
 
@@ -255,7 +255,7 @@ def test_callbacks_forks_and_failed_engines_are_refused(
         with pytest.raises(GenerationError, match=r"load_session\(\) was called in process -7"):
             engine.load_session(saved)
     engine._worker._post(lambda: 1 / 0)
-    engine._worker.pass_by()
+    engine._worker.wait_for_posted()
     with pytest.raises(GenerationError, match="the engine has failed"):
         engine.save_session("a", saved)
 

@@ -7,49 +7,50 @@ from collections.abc import Sequence
 import numpy as np
 
 from topw_deploy.engine.batch import Batch
-from topw_deploy.engine.job import Drawn, Job
 from topw_deploy.engine.scheduler import Scheduler
+from topw_deploy.engine.sequences import RequestSequence, TokenOutputs
 
 
 class Group:
-    """The sequences of a step. `Decoding` makes a new group when one joins, leaves or moves.
+    """The sequences of a step. `Decoding` makes a new group when a sequence joins, leaves or moves.
 
-    While all tokens pass, steps leave the sequences untouched, because each run evicts them from the CPU cache.
+    While every token only lengthens its sequence, the group counts the tokens and `settle` adds them later: each run
+    evicts the sequences from the CPU cache, so touching them in every step is slow.
 
-    jobs: in the order of their rows.
-    scored: whether one of them has log-probabilities.
-    together: whether `passes` can return True.
+    sequences: in the order of their rows.
+    has_scores: whether a sequence has log-probabilities.
+    can_pass: whether `passes` can return True.
     """
 
-    def __init__(self, jobs: Sequence[Job], width: int) -> None:
-        """width: rows of a step."""
-        self.jobs = sorted(jobs, key=lambda job: job.row)
-        self._rows = [job.generated for job in self.jobs]
-        self.scored = any(row.scores is not None for row in self._rows)
-        self.together = len(jobs) == width and all(row.plain for row in self._rows)
-        self._left = min(row.left for row in self._rows)
-        self._ends = frozenset[int]().union(*(row.request.eos_token_ids for row in self._rows))
-        self._passed = 0
+    def __init__(self, sequences: Sequence[RequestSequence], width: int) -> None:
+        """width: number of rows of a step."""
+        self.sequences = sorted(sequences, key=lambda sequence: sequence.row)
+        self._generations = [sequence.generation for sequence in self.sequences]
+        self.has_scores = any(generation.scores is not None for generation in self._generations)
+        self.can_pass = len(sequences) == width and all(generation.plain for generation in self._generations)
+        self._fewest_left = min(generation.left for generation in self._generations)
+        self._ends = frozenset[int]().union(*(one.request.eos_token_ids for one in self._generations))
+        self._passed_steps = 0
 
     def passes(self, tokens: list[int]) -> bool:
-        """`Row.passes` for all rows; `settle` adds their tokens.
+        """Count a step's tokens if each only lengthens its sequence, as `Row.passes` does for one sequence.
 
-        Returns False, and adds nothing, if a token may not pass. Make a new group then.
+        Otherwise counts nothing and returns False. Make a new group then.
 
         tokens: of all rows of a step.
         """
-        if self._left <= 1 or min(tokens) < 0 or not self._ends.isdisjoint(tokens):
+        if self._fewest_left <= 1 or min(tokens) < 0 or not self._ends.isdisjoint(tokens):
             return False
-        self._left -= 1
-        self._passed += 1
+        self._fewest_left -= 1
+        self._passed_steps += 1
         return True
 
     def settle(self) -> None:
-        """Add the tokens that have passed to the sequences."""
-        if self._passed:
-            for row in self._rows:
-                row.steps += self._passed
-            self._passed = 0
+        """Add the counted tokens to the sequences."""
+        if self._passed_steps:
+            for generation in self._generations:
+                generation.steps += self._passed_steps
+            self._passed_steps = 0
 
 
 class Decoding:
@@ -58,7 +59,7 @@ class Decoding:
     group: None if a sequence has joined, left or moved since the last step, or must process its token.
     """
 
-    def __init__(self, batch: Batch, scheduler: Scheduler[Job]) -> None:
+    def __init__(self, batch: Batch, scheduler: Scheduler[RequestSequence]) -> None:
         self._batch, self._scheduler = batch, scheduler
         self.group: Group | None = None
 
@@ -74,25 +75,29 @@ class Decoding:
             self.group.settle()
             self.group = None
 
-    def drawn(self, job: Job) -> Drawn:
-        """A copy of the outputs of a sequence."""
+    def outputs_of(self, sequence: RequestSequence) -> TokenOutputs:
+        """A copy of the sampler's outputs for a sequence's tokens."""
         if self.group is not None:
             self.group.settle()
-        if job.first is None:
-            return Drawn()
-        parts = [job.first]
-        ends = [start for _, start in job.spans[1:]] + [self._batch.steps]
-        for (row, start), end in zip(job.spans, ends, strict=False):
-            parts += self._batch.recorded(row, start, end)
-        return Drawn(parts, slice(job.generated.skipped, job.generated.skipped + job.generated.steps))
+        if sequence.first_outputs is None:
+            return TokenOutputs()
+        parts = [sequence.first_outputs]
+        ends = [start for _, start in sequence.spans[1:]] + [self._batch.steps]
+        for (row, start), end in zip(sequence.spans, ends, strict=False):
+            parts += self._batch.recorded_outputs(row, start, end)
+        skipped = sequence.generation.skipped
+        return TokenOutputs(parts, slice(skipped, skipped + sequence.generation.steps))
 
-    def tokens(self, row: int) -> np.ndarray | None:
-        """The tokens in a row; None if it is not decoding."""
-        job = self._scheduler.at(row)
-        return None if job is None or not job.decoding else tokens_read(job, self.drawn(job))
+    def tokens_in(self, row: int) -> np.ndarray | None:
+        """The tokens in a row, int64 [n]; None if the row is not decoding."""
+        sequence = self._scheduler.sequence_in(row)
+        if sequence is None or not sequence.is_decoding:
+            return None
+        return tokens_in_cache(sequence, self.outputs_of(sequence))
 
 
-def tokens_read(job: Job, drawn: Drawn) -> np.ndarray:
+def tokens_in_cache(sequence: RequestSequence, outputs: TokenOutputs) -> np.ndarray:
     """The tokens in the row of a decoding sequence: all but the last drawn one, int64 [n]."""
-    given = np.array(job.generated.given, np.int64) if job.generated.skipped else job.prompt
-    return np.concatenate([given, drawn.array("next_token")])[:-1]
+    generation = sequence.generation
+    prompt = np.array(generation.given, np.int64) if generation.skipped else sequence.prompt
+    return np.concatenate([prompt, outputs.array("next_token")])[:-1]

@@ -12,41 +12,43 @@ from queue import SimpleQueue
 from typing import Any
 
 HOLD = 2e-3
-"""Seconds by which `Delivery.send_due` may delay what `add_soon` added."""
+"""Seconds by which `Delivery.send_due` may delay what `add_delayable` added."""
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
-class _Later(threading.local):
-    """functions: those to call after the calls that this thread makes; None if it makes none."""
+class _Deferred(threading.local):
+    """functions: to call after the calls that this thread makes now; None in a thread that makes no deliveries."""
 
     functions: list[Callable[[], object]] | None = None
 
 
-_later = _Later()
+_deferred = _Deferred()
 
 
-def call_later(function: Callable[[], object]) -> None:
-    """Call a function after the calls of the `send` in progress; at once in threads that deliver nothing.
+def defer_call(function: Callable[[], object]) -> None:
+    """Call a function after the other calls of the same `send`, or at once in a thread that delivers nothing.
 
-    A woken thread may take the interpreter lock, which delays the remaining calls.
+    Use it for functions that wake a thread: a woken thread may take the interpreter lock, which delays the other calls.
     """
-    if _later.functions is None:
+    if _deferred.functions is None:
         function()
     else:
-        _later.functions.append(function)
+        _deferred.functions.append(function)
 
 
 class Delivery:
-    """Calls functions in the order of `add`, which only one thread may call. The functions must not block.
+    """Calls functions in its own thread, in the order in which they were added. The functions must not block.
 
-    failed: called with an error of a function, in this thread.
+    Only one thread may call the methods.
+
+    on_error: called in the delivering thread with the error of a function.
     """
 
-    def __init__(self, failed: Callable[[BaseException], None]) -> None:
-        self._failed = failed
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self._on_error = on_error
         self._added: list[Call] = []
-        self._due = False  # whether `send_due` must not wait
+        self._must_send = False  # whether `send_due` must not wait
         self._sent_at = 0.0  # time.perf_counter()
         self._closed = False
         self._sent: SimpleQueue[list[Call] | None] = SimpleQueue()
@@ -54,11 +56,11 @@ class Delivery:
         self._thread.start()
 
     def add(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Make `send` and `send_due` call a function; after `close`, call it at once."""
-        self._due = True
-        self.add_soon(function, *arguments)
+        """Add a call, which the next `send` or `send_due` starts. After `close`, call the function at once."""
+        self._must_send = True
+        self.add_delayable(function, *arguments)
 
-    def add_soon(self, function: Callable[..., object], *arguments: Any) -> None:
+    def add_delayable(self, function: Callable[..., object], *arguments: Any) -> None:
         """Like `add`, but `send_due` may wait until HOLD seconds after the last calls were sent."""
         if self._closed:
             function(*arguments)
@@ -69,11 +71,11 @@ class Delivery:
         """Start the calls that were added."""
         if self._added:
             self._sent.put(self._added)
-            self._added, self._due, self._sent_at = [], False, time.perf_counter()
+            self._added, self._must_send, self._sent_at = [], False, time.perf_counter()
 
     def send_due(self) -> None:
-        """`send`, unless the calls may wait for those of the next step."""
-        if self._due or (self._added and time.perf_counter() - self._sent_at >= HOLD):
+        """Call `send`, unless the added calls may wait for those of the next step."""
+        if self._must_send or (self._added and time.perf_counter() - self._sent_at >= HOLD):
             self.send()
 
     def close(self) -> None:
@@ -84,17 +86,20 @@ class Delivery:
         self._thread.join()
 
     def _main(self) -> None:
-        while self._next():
+        while self._make_calls():
             pass
 
-    def _next(self) -> bool:
-        """Make the calls of one `send`. Returns False at the end. Keeps no references to them while waiting."""
+    def _make_calls(self) -> bool:
+        """Make the calls of one `send`. Returns False after `close`.
+
+        A function of its own, so that no reference to the calls is kept while it waits for the next `send`.
+        """
         calls = self._sent.get()
-        later = _later.functions = []
+        deferred = _deferred.functions = []
         for function, arguments in calls or ():
             self._call(function, *arguments)
-        _later.functions = None
-        for function in later:
+        _deferred.functions = None
+        for function in deferred:
             self._call(function)
         return calls is not None
 
@@ -102,4 +107,4 @@ class Delivery:
         try:
             function(*arguments)
         except BaseException as error:  # noqa: BLE001  # callers must not wait forever
-            self._failed(error)
+            self._on_error(error)

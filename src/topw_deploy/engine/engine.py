@@ -18,16 +18,16 @@ import numpy as np
 
 from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.capacity import Capacity
-from topw_deploy.engine.intake import Draft, Intake
-from topw_deploy.engine.job import Job, Submission
 from topw_deploy.engine.options import check_form, check_tensorrt, read_options
 from topw_deploy.engine.request import PieceReader, Request
+from topw_deploy.engine.request_builder import RequestBuilder, RequestDraft
 from topw_deploy.engine.scheduler import Scheduler
 from topw_deploy.engine.seconds import read_timeout
+from topw_deploy.engine.sequences import RequestSequence, Submission
 from topw_deploy.engine.session_file import SessionInfo, read_session, session_form, write_session
 from topw_deploy.engine.stats import EngineStats
-from topw_deploy.engine.tasks import Bell, Events, Signal
-from topw_deploy.engine.worker import Worker
+from topw_deploy.engine.tasks import EventQueue, LoopWaker, TaskFlag
+from topw_deploy.engine.worker import EngineWorker
 from topw_deploy.errors import ParameterError, PromptError, QueueFullError, TopWError
 from topw_deploy.runtime.callbacks import ending
 from topw_deploy.runtime.model import TopWModel
@@ -47,16 +47,17 @@ class Engine:
     max_queue: maximum number of sequences that wait for a row.
     when_full: what `submit` does if the queue is full: "error" raises QueueFullError, "wait" waits.
     prefill_budget: maximum tokens of a chunk. While a prompt is read, each step of the others takes longer by a chunk.
-    reuse_prefixes: do not read again the longest beginning that a prompt shares with the sequence of a row, running or
-        ended. If a state has a fixed size (convolutions, recurrences, windows), this beginning is a whole sequence, or
-        ends where states were stored in `prefix_bytes`.
-    prefix_bytes: maximum host memory for sequences whose rows were taken by others, for states of fixed size at the
+    reuse_prefixes: whether a prompt starts after the longest beginning that it shares with the sequence of a row,
+        running or ended, instead of reading this beginning again. If a state has a fixed size (convolutions,
+        recurrences, windows), the beginning must be a whole sequence, or end where states were stored in
+        `prefix_bytes`.
+    prefix_bytes: maximum host memory for sequences whose rows other sequences took, for states of fixed size at the
         ends of chunks, and for loaded sessions. The least recently used is dropped first. Not used on devices.
-    exact: give a request the same bits whatever was reused and whatever runs beside it: reuse only whole chunks of
-        prompts, and run all rows in every step; see docs/guide/engine.md.
+    exact: whether a request gets the same bits whatever was reused and whatever runs beside it. If so, the engine
+        reuses only whole chunks of prompts, and runs all rows in every step; see docs/guide/engine.md.
 
-    Raises ParameterError for an invalid option, a cache of another form than `static`, or a TensorRT
-    engine that is too small, GenerationError if there is no memory for the cache.
+    Raises ParameterError for an invalid option, a cache of another form than `static`, or a TensorRT engine that was
+    built for fewer rows, and GenerationError if there is no memory for the cache.
     """
 
     def __init__(
@@ -92,17 +93,21 @@ class Engine:
         check_tensorrt(session, decoder, options)
         self._model, self._session, self._options = model, session, options
         self._batch = Batch(session, decoder, options.rows, options.length, model._new_logits)
-        self._scheduler: Scheduler[Job] = Scheduler(
-            options.rows, options.chunk, dense=decoder.evicts, moves=self._batch.copies_rows, steady=options.exact
+        self._scheduler: Scheduler[RequestSequence] = Scheduler(
+            options.rows,
+            options.chunk,
+            decoding_only=decoder.evicts,
+            moves_rows=self._batch.copies_rows,
+            runs_all_rows=options.exact,
         )
-        self._form = session_form(model.manifest, options)
+        self._session_form = session_form(model.manifest, options)
         self._capacity = Capacity(options.rows + options.queue)
-        self._worker = Worker(self._batch, self._scheduler, self._capacity, decoder, options)
-        self._intake = Intake(model, options, self._capacity, self._worker)
-        self._shutting = threading.RLock()  # a signal handler may call shutdown during another
-        self._stopped = False
-        self._bell: Bell | None = None
-        self._forgotten = weakref.finalize(self, self._worker.retire)  # which finishes its requests
+        self._worker = EngineWorker(self._batch, self._scheduler, self._capacity, decoder, options)
+        self._builder = RequestBuilder(model, options, self._capacity, self._worker)
+        self._shutdown_lock = threading.RLock()  # a signal handler may call shutdown during another
+        self._is_stopped = False
+        self._waker: LoopWaker | None = None
+        self._finalizer = weakref.finalize(self, self._worker.retire)  # running requests still finish
 
     def submit(
         self, prompt: Any = None, *, max_time: float | None = None, reuse_prefix: bool = True, **parameters: Any
@@ -110,23 +115,23 @@ class Engine:
         """Queue a request. Its result is that of `TopWModel.generate` with the same arguments.
 
         prompt, parameters: those of `TopWModel.generate`. Callbacks run in the engine's thread and must be quick.
-        max_time: seconds, including queueing, after which it ends with what it drew (finish_reason "timeout").
-        reuse_prefix: whether its prompts may start after tokens that the engine holds. If not, they are read whole, and
-            later prompts may still reuse them.
+        max_time: seconds, including queueing, after which the request ends with what it drew (finish_reason "timeout").
+        reuse_prefix: whether its prompts may start after tokens that the engine holds. If not, the prompts are read
+            whole; later prompts may still reuse their tokens.
 
         Raises ParameterError and PromptError at once, QueueFullError if the queue is full, GenerationError after
         `drain` or `shutdown`.
         """
         with ending(parameters.get("streamer")):
-            submission = self._intake.submission(self._intake.draft(prompt, parameters, max_time, reuse_prefix))
-            with self._accepting(submission):
-                if not self._takes(submission):
+            submission = self._builder.build(self._builder.draft(prompt, parameters, max_time, reuse_prefix))
+            with self._release_on_error(submission):
+                if not self._try_reserve(submission):
                     self._worker.check_caller("submit")
                     settled: SimpleQueue[None] = SimpleQueue()
-                    self._capacity.wait(submission.reservation, partial(settled.put, None))
+                    self._capacity.enqueue(submission.reservation, partial(settled.put, None))
                     with contextlib.suppress(Empty):
-                        settled.get(timeout=submission.left)
-                    if not self._has_turn(submission):
+                        settled.get(timeout=submission.seconds_left)
+                    if not self._finish_waiting(submission):
                         return submission.request
                 self._worker.start(submission)
         return submission.request
@@ -138,10 +143,10 @@ class Engine:
 
         A grammar is compiled in a thread of the loop's executor; everything else runs in the loop's thread.
         """
-        ended = Signal(self._running_bell())
+        ended = TaskFlag(self._loop_waker())
         with ending(parameters.get("streamer")):
-            draft = self._intake.draft(prompt, parameters, max_time, reuse_prefix)
-            submission = await self._intake.submission_aside(draft, on_end=ended.send)
+            draft = self._builder.draft(prompt, parameters, max_time, reuse_prefix)
+            submission = await self._builder.build_async(draft, on_end=ended.set)
             await self._start(submission)
         try:
             await ended.wait()
@@ -158,12 +163,12 @@ class Engine:
         Raises what `submit` raises: errors of parameters and prompts at once, others from the first piece. In a task, a
         grammar is compiled like that of `generate`, before the first piece; in a thread without a loop, at once.
         """
-        events = Events()
+        events = EventQueue()
         with ending(parameters.get("streamer")):
-            draft = self._intake.draft(prompt, parameters, max_time, reuse_prefix)
-            wait = draft.compiles and _in_loop()
-            submission = None if wait else self._intake.submission(draft, put=events.put)
-        return self._pieces(draft, submission, events)
+            draft = self._builder.draft(prompt, parameters, max_time, reuse_prefix)
+            builds_later = draft.has_grammars and _is_in_loop()
+            submission = None if builds_later else self._builder.build(draft, put=events.put)
+        return self._stream_pieces(draft, submission, events)
 
     def save_session(self, prompt: Any, path: str | Path, *, add_special_tokens: bool = True) -> SessionInfo:
         """Write the states after a prompt to a file, so that another process can continue from it after `load_session`.
@@ -171,7 +176,7 @@ class Engine:
         prompt: a text or token ids; for a chat, the last prompt and the tokens drawn after it. The longest beginning
             that the engine holds is saved.
         path: a file there is replaced atomically.
-        add_special_tokens: whether to add them to a text.
+        add_special_tokens: whether to add the tokenizer's special tokens to a text.
 
         Requests continue: the engine's thread copies the states, and the caller's thread writes them. Returns the
         number of saved tokens and the file's size.
@@ -180,12 +185,12 @@ class Engine:
         SessionFileError if the file cannot be written.
         """
         self._check_reuse()
-        rows, _, _ = self._model._requests(prompt, {"add_special_tokens": add_special_tokens}, self._intake.limits)
+        rows, _, _ = self._model._requests(prompt, {"add_special_tokens": add_special_tokens}, self._builder.limits)
         if len(rows) > 1:
             raise PromptError(f"there are {len(rows)} prompts, but a session has one; save them one by one.")
         tokens = np.array(rows[0].prompt, np.int64)
         count, states = self._worker.save(tokens)
-        return write_session(path, self._form, tokens[:count], states)
+        return write_session(path, self._session_form, tokens[:count], states)
 
     def load_session(self, path: str | Path) -> SessionInfo:
         """Load a file written by `save_session` of the same export. Prompts that begin with its tokens then reuse them.
@@ -197,21 +202,22 @@ class Engine:
         or `shutdown`.
         """
         self._check_reuse()
-        self._capacity.check()
+        self._capacity.check_open()
         self._worker.check_caller("load_session")
-        tokens, states, info = read_session(path, self._form)
+        tokens, states, info = read_session(path, self._session_form)
         self._worker.load(tokens, states)
         return info
 
     def stats(self) -> EngineStats:
-        used = self._scheduler.used
+        """The engine's state, and its totals so far. Any thread may call this, also after `shutdown`."""
+        in_use = self._scheduler.rows_in_use
         return EngineStats(
             rows=self._options.rows,
-            in_use=used,
-            queued=max(0, self._capacity.used - used),
+            in_use=in_use,
+            queued=max(0, self._capacity.sequences - in_use),
             cache_bytes=self._batch.bytes,
             run_seconds=self._batch.run_seconds,
-            **asdict(self._worker.counts),
+            **asdict(self._worker.counters),
         )
 
     def drain(self, timeout: float | None = None) -> None:
@@ -224,34 +230,34 @@ class Engine:
         self._capacity.close("the engine accepts no more requests")
         if not self._capacity.wait_until_empty(seconds):
             raise TimeoutError(f"requests were still running after {timeout} s; wait again, or call shutdown().")
-        with self._shutting:
-            if not self._stopped:
-                self._worker.pass_by()
+        with self._shutdown_lock:
+            if not self._is_stopped:
+                self._worker.wait_for_posted()
 
     def shutdown(self, *, cancel: bool = True) -> None:
         """Accept no new requests, end all others, and free the cache and the thread. The model stays open.
 
-        cancel: end them with what they drew so far (finish_reason "cancelled"); otherwise wait for them. While one
-            caller waits, another may cancel.
+        cancel: whether to end requests with what they drew so far (finish_reason "cancelled"); otherwise wait for them.
+            While one caller waits, another may cancel.
 
-        Does nothing in a fork of the engine's process. A signal handler that interrupts `submit` and calls this would
-        deadlock; let it raise an exception or set an event instead.
+        Does nothing in a fork of the engine's process. A signal handler that interrupts `submit` and calls `shutdown`
+        would deadlock; let it raise an exception or set an event instead.
         """
-        if self._worker.forked:
+        if self._worker.is_forked:
             return
         self._worker.check_caller("shutdown")
         self._capacity.close("the engine is shut down")
-        if cancel and not self._stopped:
+        if cancel and not self._is_stopped:
             self._worker.end_early(None, "cancelled")
             while not self._capacity.wait_until_empty(0.1):  # callers between `try_reserve` and `start`
                 self._worker.end_early(None, "cancelled")
         self._capacity.wait_until_empty(None)
-        with self._shutting:
-            if not self._stopped:
-                self._stopped = True
+        with self._shutdown_lock:
+            if not self._is_stopped:
+                self._is_stopped = True
                 self._worker.retire()
                 self._worker.join()
-                self._forgotten.detach()  # it keeps the worker, and what that refers to
+                self._finalizer.detach()  # it refers to the worker and so to all that the worker holds
 
     def __enter__(self) -> Engine:
         return self
@@ -263,77 +269,88 @@ class Engine:
         self.shutdown(cancel=error is not None)
 
     def _check_reuse(self) -> None:
-        if not self._options.reuses:
+        if not self._options.reuses_prefixes:
             raise ParameterError(
                 "sessions need the reuse of prefixes, but reuse_prefixes is False; create the engine with True.",
                 "reuse_prefixes",
             )
 
     @contextlib.contextmanager
-    def _accepting(self, submission: Submission) -> Iterator[None]:
+    def _release_on_error(self, submission: Submission) -> Iterator[None]:
         """Release the reservation if the block fails, also by a KeyboardInterrupt at any moment."""
         try:
             yield
-        except TopWError:  # before `start`
+        except TopWError:  # only raised before `EngineWorker.start`
             self._capacity.release(submission.reservation)
             raise
         except BaseException:
             self._worker.withdraw(submission)
             raise
 
-    def _takes(self, submission: Submission) -> bool:
-        """Reserve capacity for a request. Returns False if it must wait for it."""
+    def _try_reserve(self, submission: Submission) -> bool:
+        """Reserve capacity for a request. Returns False if the request must wait for capacity.
+
+        Raises QueueFullError if the queue is full and requests do not wait.
+        """
         if self._capacity.try_reserve(submission.reservation):
             return True
-        if not self._options.waits:
+        if not self._options.waits_if_full:
             raise QueueFullError(
-                f"the engine has {self._capacity.used} sequences, but room for only {self._capacity.most}; try again "
-                "later, or create it with a higher max_queue or when_full='wait'.",
+                f"the engine has {self._capacity.sequences} sequences, but room for only "
+                f"{self._capacity.max_sequences}; try again later, or create it with a higher max_queue or "
+                "when_full='wait'.",
                 "max_queue",
                 "when_full",
             )
         return False
 
-    def _has_turn(self, submission: Submission) -> bool:
-        """Called after waiting for capacity. Returns False if the deadline has passed.
+    def _finish_waiting(self, submission: Submission) -> bool:
+        """Check the result of waiting for capacity. Returns False if the deadline passed first; the request has then
+        ended.
 
         Raises GenerationError if the engine was closed meanwhile.
         """
-        if self._capacity.holds(submission.reservation):
+        if self._capacity.is_granted(submission.reservation):
             return True
         self._capacity.release(submission.reservation)
-        self._capacity.check()
+        self._capacity.check_open()
         submission.abandon("timeout")
         return False
 
     async def _start(self, submission: Submission) -> None:
-        with self._accepting(submission):
-            if not self._takes(submission):
-                signal = Signal(self._running_bell(), gone=partial(self._capacity.release, submission.reservation))
-                self._capacity.wait(submission.reservation, signal.send)
-                left = submission.left
+        """Start a request, or wait until there is capacity for it, like `submit`."""
+        with self._release_on_error(submission):
+            if not self._try_reserve(submission):
+                release = partial(self._capacity.release, submission.reservation)
+                flag = TaskFlag(self._loop_waker(), on_loop_closed=release)
+                self._capacity.enqueue(submission.reservation, flag.set)
+                seconds_left = submission.seconds_left
                 # Not wait_for, which before Python 3.12 loses a cancellation that coincides with the result.
-                timer = None if left is None else asyncio.get_running_loop().call_later(left, signal.event.set)
+                timer = None
+                if seconds_left is not None:
+                    timer = asyncio.get_running_loop().call_later(seconds_left, flag.event.set)
                 try:
-                    await signal.wait()
+                    await flag.wait()
                 finally:
                     if timer is not None:
                         timer.cancel()
-                if not self._has_turn(submission):
+                if not self._finish_waiting(submission):
                     return
             self._worker.start(submission)
 
-    async def _pieces(self, draft: Draft, submission: Submission | None, events: Events) -> AsyncIterator[Piece]:
-        """submission: of the draft; None if its grammar is to be compiled in a thread."""
+    async def _stream_pieces(
+        self, draft: RequestDraft, submission: Submission | None, events: EventQueue
+    ) -> AsyncIterator[Piece]:
+        """The pieces of `stream`. submission: built from the draft; None to build it in a thread, for its grammars."""
         with ending(draft.streamer):
             if submission is None:
-                submission = await self._intake.submission_aside(draft, put=events.put)
+                submission = await self._builder.build_async(draft, put=events.put)
             request = submission.request
-            events.listen(self._running_bell(), request.cancel)
+            listener = events.listen(self._loop_waker(), request.cancel)
             await self._start(submission)
         reader = PieceReader(request)
         try:
-            while (event := await events.get()) is not None:
+            while (event := await listener.get()) is not None:
                 piece = reader.piece(event)
                 if piece is not None:
                     yield piece
@@ -341,15 +358,15 @@ class Engine:
             request.cancel()
         request.raise_error()
 
-    def _running_bell(self) -> Bell:
-        """The running loop's bell."""
-        bell = self._bell
-        if bell is None or bell.loop is not asyncio.get_running_loop():
-            bell = self._bell = Bell()
-        return bell
+    def _loop_waker(self) -> LoopWaker:
+        """The waker of the running loop, which all its tasks share."""
+        waker = self._waker
+        if waker is None or waker.loop is not asyncio.get_running_loop():
+            waker = self._waker = LoopWaker()
+        return waker
 
 
-def _in_loop() -> bool:
+def _is_in_loop() -> bool:
     """Whether this thread runs an event loop."""
     try:
         asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A thread that runs the calls that other threads post to it."""
+"""A thread that runs the functions that other threads post to it."""
 
 from __future__ import annotations
 
@@ -16,35 +16,42 @@ Result = TypeVar("Result")
 
 
 class InboxThread(ABC):
-    """A subclass starts `_thread`, which runs `_main`. At its end `_main` sets `_ended` and empties the inbox."""
+    """A thread that runs `_main`, and the functions that other threads put into its inbox.
+
+    A subclass starts `_thread`. Its `_main` takes functions from `_inbox` and calls them. Before it returns, it sets
+    `_has_ended` and calls `_empty_inbox`.
+    """
 
     def __init__(self, name: str) -> None:
         # Unlike threading's locks, its `put` may run in a signal handler or garbage collection during another `put`.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._ended = False
+        self._has_ended = False
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     @property
-    def forked(self) -> bool:
+    def is_forked(self) -> bool:
         """Whether this process is a fork of the engine's process, and so lacks the engine's thread."""
         return os.getpid() != self._process
 
-    def check_caller(self, what: str) -> None:
-        """Raises GenerationError in a thread that would wait forever for the engine's thread."""
-        self.check_process(what)
+    def check_caller(self, method: str) -> None:
+        """Raises GenerationError if the caller of `method` would wait forever for this thread: in a fork, or in this
+        thread.
+        """
+        self.check_process(method)
         if threading.current_thread() is self._thread:
-            raise GenerationError(f"a callback called {what}(), which would wait for itself; call it elsewhere.")
+            raise GenerationError(f"a callback called {method}(), which would wait for itself; call it elsewhere.")
 
-    def check_process(self, what: str) -> None:
+    def check_process(self, method: str) -> None:
         """Raises GenerationError in a fork of the engine's process."""
-        if self.forked:
+        if self.is_forked:
             raise GenerationError(
-                f"{what}() was called in process {os.getpid()}, a fork of process {self._process}, which has the "
+                f"{method}() was called in process {os.getpid()}, a fork of process {self._process}, which has the "
                 "engine's thread; create the Engine in the process that uses it, or start processes with 'spawn'."
             )
 
     def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread ends, at most `timeout` seconds."""
         self._thread.join(timeout)
 
     @abstractmethod
@@ -55,13 +62,13 @@ class InboxThread(ABC):
     def _check_alive(self) -> None:
         """Raises GenerationError if the thread runs no more calls."""
 
-    def _call(self, what: str, function: Callable[[], Result]) -> Result:
-        """Run a function in the thread, and wait for its result or error.
+    def _call(self, method: str, function: Callable[[], Result]) -> Result:
+        """Run a function in the thread, and wait for its result or error. method: the caller's, for messages.
 
         Raises GenerationError if the thread has ended, or the engine has failed.
         """
-        self.check_caller(what)
-        ended: SimpleQueue[None] = SimpleQueue()
+        self.check_caller(method)
+        done: SimpleQueue[None] = SimpleQueue()
         results, errors = list[Result](), list[BaseException]()
 
         def run() -> None:
@@ -70,21 +77,22 @@ class InboxThread(ABC):
                 results.append(function())
             except BaseException as error:  # noqa: BLE001  # the caller's
                 errors.append(error)
-            ended.put(None)
+            done.put(None)
 
         self._post(run)
-        if self._ended:  # perhaps after it read the inbox for the last time
+        if self._has_ended:  # perhaps it read the inbox for the last time before `_post`
             self._empty_inbox()
-        ended.get()
+        done.get()
         if errors:
             raise errors.pop()
         return results[0]
 
-    def _post(self, message: Callable[[], None]) -> None:
-        self._inbox.put(message)
+    def _post(self, function: Callable[[], None]) -> None:
+        """Let the thread run a function. Does not wait."""
+        self._inbox.put(function)
 
     def _empty_inbox(self) -> None:
-        """Run what was posted to a thread that has ended."""
+        """Run, in the caller's thread, the functions that were posted to a thread that has ended."""
         with suppress(Empty):
             while True:
                 self._inbox.get_nowait()()

@@ -1,8 +1,8 @@
 """Which tokens the rows of the cache and the snapshots hold, and which of them a prompt can reuse. Needs no session.
 
-Tokens are int64 [n]. A row or snapshot holds tokens if it has their states, from position 0 on. States of fixed size
-(convolutions, recurrences, windows) are known only at certain points: after the last token of a row, and where they
-were stored.
+Tokens are int64 [n]. A row or snapshot holds tokens if it has their states, from position 0 on. "Growing" states have a
+token axis and so include the states of every beginning of the tokens. States of fixed size (convolutions, recurrences,
+windows) are known only after certain tokens: after all tokens of a row, and where a snapshot of them was stored.
 """
 
 from __future__ import annotations
@@ -14,168 +14,187 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-NOTHING = np.zeros(0, np.int64)
+NO_TOKENS = np.zeros(0, np.int64)
 AnyStates = TypeVar("AnyStates")
 
 
-def common(one: np.ndarray, other: np.ndarray) -> int:
+def shared_length(one: np.ndarray, other: np.ndarray) -> int:
     """Number of leading tokens that are equal."""
     count = min(len(one), len(other))
     differ = one[:count] != other[:count]
     return int(differ.argmax()) if differ.any() else count
 
 
-class Rule:
-    """How many held tokens can be reused for wanted ones. A prompt's last token is never reused, because its run draws
-    the first token.
+def begins_with(tokens: np.ndarray, beginning: np.ndarray) -> bool:
+    """Whether `beginning` is a beginning of `tokens`."""
+    count = len(beginning)
+    if count > len(tokens) or (count and tokens[count - 1] != beginning[-1]):  # cheap, and the usual case
+        return False
+    return bool((tokens[:count] == beginning).all())
+
+
+class ReusePolicy:
+    """Decides how many held tokens a prompt can reuse.
+
+    A prompt's last token is never reused, because the run that reads this token draws the first new one. Callers
+    therefore pass prompts without their last tokens.
 
     unit: the number of reused tokens is a multiple of this.
-    whole: whether some states have a fixed size and are known only at certain points.
-    own: whether a row has those states after the tokens that it holds.
+    has_fixed_states: whether the model has states of fixed size.
+    rows_have_fixed: whether a row has the states of fixed size after the tokens that it holds.
     """
 
-    def __init__(self, unit: int = 1, *, whole: bool = False, own: bool = True) -> None:
-        self._unit, self.whole, self.own = unit, whole, own
+    def __init__(self, unit: int = 1, *, has_fixed_states: bool = False, rows_have_fixed: bool = True) -> None:
+        self._unit, self.has_fixed_states, self.rows_have_fixed = unit, has_fixed_states, rows_have_fixed
 
-    def cut(self, tokens: int) -> int:
+    def round_down(self, tokens: int) -> int:
         """The largest multiple of `unit` up to `tokens`."""
         return tokens - tokens % self._unit
 
-    def usable(self, held: np.ndarray, wanted: np.ndarray, points: Sequence[int] = (), *, own: bool = True) -> int:
+    def reusable_count(
+        self, held: np.ndarray, wanted: np.ndarray, fixed_lengths: Sequence[int] = (), *, in_row: bool = True
+    ) -> int:
         """The number of tokens of `held` that can be reused for `wanted`.
 
-        points: beginnings of `wanted` after which states of fixed size are stored.
-        own: whether `held` is a row's.
+        fixed_lengths: lengths of the beginnings of `wanted` after which states of fixed size are stored.
+        in_row: whether a row holds `held`; otherwise a snapshot.
         """
-        shared = common(held, wanted)
-        if not self.whole:
-            return self.cut(shared)
-        if own and self.own and shared == len(held):
+        shared = shared_length(held, wanted)
+        if not self.has_fixed_states:
+            return self.round_down(shared)
+        if in_row and self.rows_have_fixed and shared == len(held):
             return shared
-        return max((point for point in points if point <= shared), default=0)
-
-
-def covers(held: np.ndarray, tokens: np.ndarray) -> bool:
-    """Whether `held` begins with `tokens`."""
-    count = len(tokens)
-    if count > len(held) or (count and held[count - 1] != tokens[-1]):  # cheap, and the usual case
-        return False
-    return bool((held[:count] == tokens).all())
+        return max((length for length in fixed_lengths if length <= shared), default=0)
 
 
 class RowPrefixes:
-    """The tokens that each row holds, and which row a new prompt should take."""
+    """The tokens that each row holds, and which row a new prompt should take.
 
-    def __init__(self, rows: int, rule: Rule) -> None:
-        self.held = [NOTHING] * rows
-        self._rule = rule
-        self._released = [0] * rows  # larger: released later
+    held: row -> tokens.
+    """
+
+    def __init__(self, rows: int, policy: ReusePolicy) -> None:
+        self.held = [NO_TOKENS] * rows
+        self._policy = policy
+        self._release_numbers = [0] * rows  # larger: released later
         self._releases = 0
 
-    def release(self, row: int) -> None:
+    def record_release(self, row: int) -> None:
         """Record that a row became free now."""
         self._releases += 1
-        self._released[row] = self._releases
+        self._release_numbers[row] = self._releases
 
     def exchange(self, one: int, other: int) -> None:
-        held, released = self.held, self._released
+        """Record that two rows were exchanged."""
+        held, numbers = self.held, self._release_numbers
         held[one], held[other] = held[other], held[one]
-        released[one], released[other] = released[other], released[one]
+        numbers[one], numbers[other] = numbers[other], numbers[one]
 
-    def by_age(self) -> list[int]:
+    def rows_by_release(self) -> list[int]:
         """All rows, in the order in which they were released."""
-        return sorted(range(len(self.held)), key=lambda row: self._released[row])
+        return sorted(range(len(self.held)), key=self._release_numbers.__getitem__)
 
-    def choose(self, wanted: np.ndarray, free: Sequence[int], points: Sequence[int] = ()) -> int:
+    def choose_row(self, wanted: np.ndarray, free: Sequence[int], fixed_lengths: Sequence[int] = ()) -> int:
         """The free row with the most reusable tokens, unless it would lose more tokens than that; among equals, the one
         that loses fewest. Otherwise the first empty row, else the row released first.
         """
-        usable = {row: self._rule.usable(self.held[row], wanted, points) for row in free}
-        row = max(free, key=lambda row: (usable[row], -len(self.held[row])))
-        if usable[row] and 2 * usable[row] >= len(self.held[row]):
+        reusable = {row: self._policy.reusable_count(self.held[row], wanted, fixed_lengths) for row in free}
+        row = max(free, key=lambda row: (reusable[row], -len(self.held[row])))
+        if reusable[row] and 2 * reusable[row] >= len(self.held[row]):
             return row
-        return min(free, key=lambda row: (self._released[row] if len(self.held[row]) else 0, row))
+        return min(free, key=lambda row: (self._release_numbers[row] if len(self.held[row]) else 0, row))
 
 
 @dataclass(slots=True)
-class _Stored(Generic[AnyStates]):
-    """Stored states. point: whether they are the states of fixed size after all tokens, or those with a token axis."""
+class _Snapshot(Generic[AnyStates]):
+    """States after tokens.
+
+    size: bytes, including the tokens.
+    is_fixed: whether these are the states of fixed size after all tokens; otherwise the growing states.
+    """
 
     tokens: np.ndarray
     states: AnyStates
     size: int
-    point: bool
+    is_fixed: bool
 
 
 class Snapshots(Generic[AnyStates]):
-    """A store of states after tokens, of at most `most` bytes. The least recently used is dropped first.
+    """Stores states after tokens, at most `max_bytes` of them. The least recently used snapshot is dropped first.
 
-    A snapshot has the states with a token axis, which include those of every beginning of its tokens. A point has the
-    states of fixed size after all its tokens.
+    Growing states and states of fixed size after the same tokens are two snapshots.
     """
 
-    def __init__(self, most: int, rule: Rule) -> None:
-        self.most, self._rule = most, rule
-        self._stored: OrderedDict[int, _Stored[AnyStates]] = OrderedDict()
-        self._number = 0
+    def __init__(self, max_bytes: int, policy: ReusePolicy) -> None:
+        self.max_bytes, self._policy = max_bytes, policy
+        self._snapshots: OrderedDict[int, _Snapshot[AnyStates]] = OrderedDict()
+        self._last_number = 0
         self.bytes = 0
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._snapshots)
 
-    def takes(self, tokens: np.ndarray, size: int, *, point: bool = False) -> bool:
-        """Whether to store states of `size` bytes: there is room, and they are not stored yet."""
-        return len(tokens) > 0 and size <= self.most and self._holder(tokens, point) is None
+    def accepts(self, tokens: np.ndarray, size: int, *, is_fixed: bool = False) -> bool:
+        """Whether states of `size` bytes should be stored: they fit into `max_bytes`, and are not stored yet."""
+        return len(tokens) > 0 and size <= self.max_bytes and self._find(tokens, is_fixed) is None
 
-    def put(self, tokens: np.ndarray, states: AnyStates, size: int, *, point: bool = False) -> None:
-        """Store states that `takes` accepts. A snapshot replaces those of its beginnings."""
-        if not point:
-            for number, stored in list(self._stored.items()):
-                if not stored.point and covers(tokens, stored.tokens):
+    def put(self, tokens: np.ndarray, states: AnyStates, size: int, *, is_fixed: bool = False) -> None:
+        """Store states that `accepts` accepts. Growing states replace those of beginnings of `tokens`."""
+        if not is_fixed:
+            for number, snapshot in list(self._snapshots.items()):
+                if not snapshot.is_fixed and begins_with(tokens, snapshot.tokens):
                     self._drop(number)
-        while self.bytes + size > self.most:
-            self._drop(next(iter(self._stored)))
-        self._number += 1
-        self._stored[self._number] = _Stored(tokens, states, size, point)
+        while self.bytes + size > self.max_bytes:
+            self._drop(next(iter(self._snapshots)))
+        self._last_number += 1
+        self._snapshots[self._last_number] = _Snapshot(tokens, states, size, is_fixed)
         self.bytes += size
 
-    def find(self, wanted: np.ndarray, least: int, points: Sequence[int] = ()) -> tuple[int, AnyStates] | None:
-        """The largest number of usable tokens, at least `least`, and the states of their snapshot."""
-        usable = {
-            number: self._rule.usable(stored.tokens, wanted, points, own=False)
-            for number, stored in self._stored.items()
-            if not stored.point
-        }
-        best = max(usable, key=usable.__getitem__, default=None)
-        if best is None or usable[best] < least:
-            return None
-        self._stored.move_to_end(best)
-        return usable[best], self._stored[best].states
+    def find_growing(
+        self, wanted: np.ndarray, least: int, fixed_lengths: Sequence[int] = ()
+    ) -> tuple[int, AnyStates] | None:
+        """Find the growing states with the most reusable tokens, which then count as used.
 
-    def points(self, wanted: np.ndarray) -> list[int]:
-        """The beginnings of `wanted` that have a point."""
+        Returns (number of these tokens, the states), or None for fewer than `least` tokens.
+        """
+        reusable = {
+            number: self._policy.reusable_count(snapshot.tokens, wanted, fixed_lengths, in_row=False)
+            for number, snapshot in self._snapshots.items()
+            if not snapshot.is_fixed
+        }
+        best = max(reusable, key=reusable.__getitem__, default=None)
+        if best is None or reusable[best] < least:
+            return None
+        self._snapshots.move_to_end(best)
+        return reusable[best], self._snapshots[best].states
+
+    def fixed_lengths(self, wanted: np.ndarray) -> list[int]:
+        """Lengths of the beginnings of `wanted` after which states of fixed size are stored."""
         return [
-            len(stored.tokens) for stored in self._stored.values() if stored.point and covers(wanted, stored.tokens)
+            len(snapshot.tokens)
+            for snapshot in self._snapshots.values()
+            if snapshot.is_fixed and begins_with(wanted, snapshot.tokens)
         ]
 
-    def point(self, tokens: np.ndarray) -> AnyStates | None:
-        """The states of fixed size after `tokens`."""
-        number = self._holder(tokens, True)
+    def find_fixed(self, tokens: np.ndarray) -> AnyStates | None:
+        """Find the states of fixed size after `tokens`, which then count as used."""
+        number = self._find(tokens, is_fixed=True)
         if number is None:
             return None
-        self._stored.move_to_end(number)
-        return self._stored[number].states
+        self._snapshots.move_to_end(number)
+        return self._snapshots[number].states
 
-    def common(self, wanted: np.ndarray) -> int:
-        """The largest number of leading tokens that a snapshot or point shares with `wanted`."""
-        return max((common(stored.tokens, wanted) for stored in self._stored.values()), default=0)
+    def longest_shared(self, wanted: np.ndarray) -> int:
+        """The largest number of leading tokens that a snapshot shares with `wanted`."""
+        return max((shared_length(snapshot.tokens, wanted) for snapshot in self._snapshots.values()), default=0)
 
-    def _holder(self, tokens: np.ndarray, point: bool) -> int | None:
-        for number, stored in self._stored.items():
-            equal = not point or len(stored.tokens) == len(tokens)
-            if stored.point == point and equal and covers(stored.tokens, tokens):
+    def _find(self, tokens: np.ndarray, is_fixed: bool) -> int | None:
+        """The number of a snapshot that has the states after `tokens`."""
+        for number, snapshot in self._snapshots.items():
+            long_enough = not is_fixed or len(snapshot.tokens) == len(tokens)
+            if snapshot.is_fixed == is_fixed and long_enough and begins_with(snapshot.tokens, tokens):
                 return number
         return None
 
     def _drop(self, number: int) -> None:
-        self.bytes -= self._stored.pop(number).size
+        self.bytes -= self._snapshots.pop(number).size

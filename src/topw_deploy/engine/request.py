@@ -1,4 +1,4 @@
-"""A request from the caller's side: results, pieces and cancellation; and a flag that signal handlers can wait for."""
+"""A request from the caller's side: results, pieces and cancellation."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ from topw_deploy.runtime.rows import Follow, Row, new_text, result_of
 from topw_deploy.runtime.text import RowText
 
 Event: TypeAlias = "tuple[int, int | str | None, int] | None"
-"""(sequence, its next shown token, or new text, or None at its end, tokens drawn until then); None after all
-sequences."""
+"""(index of a sequence; its next token, or new text, or None at its end; number of its tokens so far).
+
+The number is 0 for a token that the engine's thread did not count. None instead of a tuple follows the last event.
+"""
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedSequence:
     """An ended sequence.
 
-    drawn: function from the name of a sampler's output to its values, one per token.
-    begun_at: when the first chunk of its prompt was begun; None if it ended before.
-    first_at: time of its first token.
+    outputs: function from the name of a sampler's output to its values, one per token.
+    prefill_began_at: time.perf_counter() before the first chunk of its prompt; None if it ended before.
+    first_token_at: time.perf_counter() at its first token.
     cached_tokens: see GenerationResult.
     """
 
     row: Row
-    drawn: Callable[[str], list[Any]]
-    begun_at: float | None
-    first_at: float
+    outputs: Callable[[str], list[Any]]
+    prefill_began_at: float | None
+    first_token_at: float
     cached_tokens: int
 
 
 @dataclass(frozen=True)
-class Source:
+class ResultContext:
     """The parts of the model that a request's results need. follow: see `topw_deploy.runtime.rows`."""
 
     session: Session
@@ -54,40 +56,44 @@ class Source:
 class Request:
     """A submitted request of one or several sequences. Any thread may use it.
 
-    error: why it failed, once it has.
+    error: the error with which it failed; None if it did not fail.
     """
 
     def __init__(
         self,
         rows: Sequence[Row],
-        alone: bool,
-        source: Source,
+        is_single: bool,
+        context: ResultContext,
         cancel: Callable[[Request], None],
         put: Callable[[Event], None] | None = None,
         on_end: Callable[[], None] = lambda: None,
-        check_caller: Callable[[str], None] = lambda what: None,
+        check_caller: Callable[[str], None] = lambda method: None,
         deliver: Callable[..., None] = lambda function, *arguments: function(*arguments),
         started: float | None = None,
     ) -> None:
-        """alone: whether there is one result, not a list. put: receives the events. on_end: called after the last one.
+        """`Engine.submit` creates requests.
 
-        check_caller: called with a method's name before it waits; see `Worker.check_caller`.
-        deliver: calls `put` for the engine's thread; see `Worker.deliver`.
-        started: when the caller asked, by time.perf_counter(); None for now.
+        rows: one per sequence.
+        is_single: whether there is one result, not a list.
+        put: receives the events; None to let the request keep them for its iterator.
+        on_end: called after the last event.
+        check_caller: called with a method's name before the method waits; see `InboxThread.check_caller`.
+        deliver: calls `put` on behalf of the engine's thread; see `EngineWorker.deliver`.
+        started: time.perf_counter() at the caller's call; None for now.
         """
         self.started = time.perf_counter() if started is None else started
         self.error: BaseException | None = None
-        self._rows, self._alone, self._source, self._cancel = rows, alone, source, cancel
+        self._rows, self._is_single, self._context, self._cancel = rows, is_single, context, cancel
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self.take: Callable[[Event], None] = put or self._events.put
-        self.put: Callable[[Event], None] = partial(deliver, self.take)  # by the engine's thread
+        self.put_event: Callable[[Event], None] = put or self._events.put  # in the delivering thread
+        self.deliver_event: Callable[[Event], None] = partial(deliver, self.put_event)  # in the engine's thread
         self._on_end, self._check_caller = on_end, check_caller
         self._trace: TracebackType | None = None  # the error's
-        self._ended: dict[int, Ended] = {}
+        self._ended: dict[int, EndedSequence] = {}
         self._results: dict[int, GenerationResult] = {}
-        self._done = Flag()
+        self._done = LockFreeEvent()
         self._lock = threading.Lock()
-        self._iterated = False
+        self._is_iterated = False
 
     @property
     def done(self) -> bool:
@@ -108,7 +114,7 @@ class Request:
             raise TimeoutError(f"the request did not end within {timeout} s; wait again, or call cancel().")
         self.raise_error()
         results = self.results()
-        return results[0] if self._alone else results
+        return results[0] if self._is_single else results
 
     def results(self) -> list[GenerationResult]:
         """The results of the sequences that have ended, in order; with finish_reason "error" if the request failed."""
@@ -127,8 +133,8 @@ class Request:
         if not self.done:
             self._check_caller("iteration")
         with self._lock:
-            again, self._iterated = self._iterated, True
-        if again:
+            was_iterated, self._is_iterated = self._is_iterated, True
+        if was_iterated:
             raise GenerationError("the pieces of a request can be read only once; use result() for the whole text.")
         reader = PieceReader(self)
         try:
@@ -137,7 +143,7 @@ class Request:
                 if piece is not None:
                     yield piece
         finally:
-            self.cancel()  # without effect at its end
+            self.cancel()  # no effect if all events were read
         self.raise_error()
 
     def raise_error(self) -> None:
@@ -155,7 +161,7 @@ class Request:
     def new_text(self, index: int) -> RowText | None:
         """A decoder of a sequence's tokens, or None if the engine's thread decodes them."""
         row = self._rows[index]
-        return None if row.text is not None else new_text(row.request, self._source.follow)
+        return None if row.text is not None else new_text(row.request, self._context.follow)
 
     def next_scores(self, index: int, drawn: int) -> list[TokenLogprob] | None:
         """The log-probabilities of a sequence's first `drawn` tokens that no piece has had yet, if requested."""
@@ -163,7 +169,9 @@ class Request:
         return None if scores is None else scores.next_piece(drawn)
 
     def next_tokens(self, index: int, drawn: int) -> tuple[int, ...]:
-        """The first `drawn` tokens of a sequence with `Row.text` that no piece has had yet."""
+        """Those of the first `drawn` tokens of a sequence that no piece has had yet. Only for sequences whose text the
+        engine's thread decodes.
+        """
         return self._rows[index].next_tokens(drawn)
 
     def fail(self, error: BaseException) -> None:
@@ -171,26 +179,26 @@ class Request:
         if self.error is None:
             self.error, self._trace = error, error.__traceback__
 
-    def end_sequence(self, index: int, ended: Ended) -> None:
-        """Called at the end of each sequence, after its events were delivered."""
+    def end_sequence(self, index: int, ended: EndedSequence) -> None:
+        """Record the end of a sequence. Called in the delivering thread, after the sequence's other events."""
         self._ended[index] = ended
-        self.take((index, None, ended.row.steps))
+        self.put_event((index, None, ended.row.steps))
         if len(self._ended) == len(self._rows):
             self._done.set()
-            self.take(None)
+            self.put_event(None)
             self._on_end()
 
-    def _new_result(self, ended: Ended, text: str | None) -> GenerationResult:
-        begun_at = ended.row.finished_at if ended.begun_at is None else ended.begun_at
+    def _new_result(self, ended: EndedSequence, text: str | None) -> GenerationResult:
+        began_at = ended.row.finished_at if ended.prefill_began_at is None else ended.prefill_began_at
         return result_of(
             ended.row,
-            ended.drawn,
-            self._source.session,
-            self._source.follow,
-            load_seconds=self._source.load_seconds,
+            ended.outputs,
+            self._context.session,
+            self._context.follow,
+            load_seconds=self._context.load_seconds,
             started=self.started,
-            prefilled=ended.first_at,
-            queued=max(0.0, begun_at - self.started),
+            prefilled=ended.first_token_at,
+            queued=max(0.0, began_at - self.started),
             cached_tokens=ended.cached_tokens,
             text=text,
         )
@@ -204,7 +212,7 @@ class PieceReader:
         self._sequences: dict[int, _SequenceReader] = {}
 
     def piece(self, event: tuple[int, int | str | None, int]) -> Piece | None:
-        """None for a token that ends no character."""
+        """The piece of an event; None for a token that completes no character."""
         index, new, counted = event
         sequence = self._sequences.get(index)
         if sequence is None:
@@ -213,70 +221,75 @@ class PieceReader:
 
 
 class _SequenceReader:
-    """One sequence's events."""
+    """Turns the events of one sequence into pieces."""
 
-    __slots__ = ("_drawn", "_given", "_index", "_request", "_text", "_texts", "_waiting")
+    __slots__ = ("_drawn", "_index", "_pending_tokens", "_piece_texts", "_piece_tokens", "_request", "_text")
 
     def __init__(self, request: Request, index: int) -> None:
         self._request, self._index = request, index
         self._text = request.new_text(index)
-        self._texts: list[str] = []  # of the pieces
-        self._waiting: list[int] = []  # tokens that no piece has had yet
-        self._given = 0  # tokens that pieces have had
-        self._drawn = 0
+        self._piece_texts: list[str] = []
+        self._pending_tokens: list[int] = []  # tokens that no piece has had yet
+        self._piece_tokens = 0  # number of tokens that pieces have had
+        self._drawn = 0  # number of tokens so far
 
     def piece(self, new: int | str | None, counted: int) -> Piece | None:
-        request, index, text = self._request, self._index, self._text
-        self._drawn = self._drawn + 1 if new is not None and not counted else counted  # 0: by the engine's thread
+        """The piece of an event; see `Event` and `PieceReader.piece`."""
+        request, index, decoder = self._request, self._index, self._text
+        self._drawn = self._drawn + 1 if new is not None and not counted else counted
         if isinstance(new, str):
-            return self._new(new, counted, request.next_tokens(index, counted))
+            return self._new_piece(new, counted, request.next_tokens(index, counted))
         if new is not None:
-            self._waiting.append(new)
-            gained = "" if text is None else text.push(new)
-            if not gained:
+            self._pending_tokens.append(new)
+            text = "" if decoder is None else decoder.push(new)
+            if not text:
                 return None
-            self._texts.append(gained)
-            tokens, self._waiting = self._waiting, []
-            return self._new(gained, counted, tokens)
-        last = "" if text is None else text.flush()
-        result = request.result_of(index, None if text is None else "".join([*self._texts, last]))
-        rest = result.token_ids[self._given :]  # with an EOS, which has no event
-        return self._new(last, counted, rest, result)
+            self._piece_texts.append(text)
+            tokens, self._pending_tokens = self._pending_tokens, []
+            return self._new_piece(text, counted, tokens)
+        text = "" if decoder is None else decoder.flush()
+        result = request.result_of(index, None if decoder is None else "".join([*self._piece_texts, text]))
+        tokens = result.token_ids[self._piece_tokens :]  # with an EOS, which has no event
+        return self._new_piece(text, counted, tokens, result)
 
-    def _new(self, text: str, counted: int, tokens: Sequence[int], result: GenerationResult | None = None) -> Piece:
-        self._given += len(tokens)
+    def _new_piece(
+        self, text: str, counted: int, tokens: Sequence[int], result: GenerationResult | None = None
+    ) -> Piece:
+        self._piece_tokens += len(tokens)
         scores = self._request.next_scores(self._index, counted)
         return Piece(text, self._index, result, scores, self._drawn, tuple(tokens))
 
 
-class Flag:
-    """Like threading.Event, but waiting takes no lock. A signal handler that interrupted the lock's holder and waited
-    for the thread that calls `set`, as `Engine.shutdown` does, would deadlock.
+class LockFreeEvent:
+    """Like threading.Event, but `wait` shares no lock with `set`.
+
+    A signal handler may interrupt `wait` and wait for the thread that calls `set`, as `Engine.shutdown` does. With a
+    shared lock, both threads would wait for each other.
     """
 
     def __init__(self) -> None:
-        self._set = False
-        self._waiting: deque[threading.Lock] = deque()  # each is held until `set`
+        self._is_set = False
+        self._waiting: deque[threading.Lock] = deque()  # one per waiting thread; `set` releases them
 
     def is_set(self) -> bool:
-        return self._set
+        return self._is_set
 
     def set(self) -> None:
         """Wake all threads that wait."""
-        self._set = True
-        with contextlib.suppress(IndexError):  # no more
+        self._is_set = True
+        with contextlib.suppress(IndexError):  # the deque is empty
             while True:
                 self._waiting.popleft().release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, at most `timeout` seconds. Returns whether it is."""
+        """Wait until the event is set, at most `timeout` seconds. Returns whether it is set."""
         waiting = threading.Lock()
         waiting.acquire()
         self._waiting.append(waiting)
         try:
-            if not self._set:  # otherwise `set` may have missed it
+            if not self._is_set:  # otherwise `set` may not have seen `waiting`
                 waiting.acquire(timeout=-1 if timeout is None else timeout)
         finally:
-            with contextlib.suppress(ValueError):  # `set` took it
+            with contextlib.suppress(ValueError):  # `set` removed it
                 self._waiting.remove(waiting)
-        return self._set
+        return self._is_set

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from topw_deploy.engine.batch import Batch, row_bytes
-from topw_deploy.engine.options import Options
-from topw_deploy.engine.prefixes import NOTHING, RowPrefixes, Rule, Snapshots, common, covers
+from topw_deploy.engine.options import EngineOptions
+from topw_deploy.engine.prefixes import NO_TOKENS, ReusePolicy, RowPrefixes, Snapshots, begins_with, shared_length
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.sizes import decimal_size
@@ -29,10 +29,11 @@ LEAST_GAIN = 16  # tokens; reading fewer again costs about as much as another ru
 
 
 @dataclass(slots=True)
-class _Found:
-    """The longest known beginning of the wanted tokens.
+class _KnownPrefix:
+    """The longest beginning of a prompt whose states are known.
 
-    row: the row with its states that have a token axis; None if `growing` has them.
+    tokens: its length.
+    row: the row with its growing states; None if `growing` has them.
     fixed: its states of fixed size; None for those of `row`.
     """
 
@@ -43,203 +44,243 @@ class _Found:
 
 
 class Reuse:
-    """Which tokens are held where, and how prompts reuse them. Used only by the engine's thread.
+    """Records which rows and snapshots hold which tokens, and lets prompts reuse them.
 
-    running: row -> all tokens that it holds if it is decoding, else None.
-    on: whether prompts reuse tokens.
+    Used only by the engine's thread.
+
+    decoding_tokens: function from a row to all tokens that it holds, or None if it is not decoding.
+    is_enabled: whether prompts reuse tokens.
     """
 
     def __init__(
-        self, batch: Batch, decoder: DecoderInfo, options: Options, running: Callable[[int], np.ndarray | None]
+        self,
+        batch: Batch,
+        decoder: DecoderInfo,
+        options: EngineOptions,
+        decoding_tokens: Callable[[int], np.ndarray | None],
     ) -> None:
-        self._batch, self._decoder, self._running = batch, decoder, running
-        self._exact, self.on = options.exact, options.reuses
-        self._grows = any(state.grows for state in decoder.states)
+        self._batch, self._decoder, self._decoding_tokens = batch, decoder, decoding_tokens
+        self._exact, self.is_enabled = options.exact, options.reuses_prefixes
+        self._has_growing = any(state.grows for state in decoder.states)
         # A row of an exact engine goes past the last multiple of a chunk, so its states are not known at a multiple.
-        self._rule = Rule(options.chunk if options.exact else 1, whole=decoder.recurs, own=not options.exact)
+        unit = options.chunk if options.exact else 1
+        self._policy = ReusePolicy(unit, has_fixed_states=decoder.recurs, rows_have_fixed=not options.exact)
         self._fixed_bytes = sum(state.row_bytes(0) for state in decoder.states if not state.grows)
-        self._stores_points = decoder.recurs and batch.copies_rows and options.prefix_bytes > 0
-        self._rows = RowPrefixes(options.rows, self._rule)
-        self._stored: Snapshots[list[np.ndarray]] = Snapshots(options.prefix_bytes, self._rule)
+        self._stores_fixed = decoder.recurs and batch.copies_rows and options.prefix_bytes > 0
+        self._prefixes = RowPrefixes(options.rows, self._policy)
+        self._snapshots: Snapshots[list[np.ndarray]] = Snapshots(options.prefix_bytes, self._policy)
 
-    def choose(self, prompt: np.ndarray, free: Sequence[int], *, reuses: bool = True) -> int:
-        """The free row for a prompt. reuses: see `start`."""
-        wanted = prompt[:-1] if reuses else NOTHING
-        return self._rows.choose(wanted, free, self._stored.points(wanted))
+    def choose_row(self, prompt: np.ndarray, free: Sequence[int], *, reuses_prefix: bool = True) -> int:
+        """The free row for a prompt. reuses_prefix: see `restore_prefix`."""
+        wanted = prompt[:-1] if reuses_prefix else NO_TOKENS
+        return self._prefixes.choose_row(wanted, free, self._snapshots.fixed_lengths(wanted))
 
-    def start(self, row: int, prompt: np.ndarray, *, reuses: bool = True) -> int:
-        """Put the longest known prefix of a prompt into its row, or nothing if not `reuses`. Returns its length."""
-        if not self.on:
+    def restore_prefix(self, row: int, prompt: np.ndarray, *, reuses_prefix: bool = True) -> int:
+        """Put the states of the longest known prefix of a prompt into its row. Returns the prefix's length.
+
+        reuses_prefix: if False, the row is emptied and 0 is returned.
+        """
+        if not self.is_enabled:
             return 0
-        held = self._rows.held[row]
-        found = self._longest(prompt[:-1] if reuses else NOTHING, row)
-        tokens = found.tokens
-        if common(held, prompt[:tokens]) < len(held):
-            self._store(row)
-        elif self._rule.own:
-            self._put_point(held, lambda: self._batch.fixed(row))  # the next chunk changes them
-        if found.growing is not None:
-            self._batch.restore(row, found.growing, tokens)
-        elif found.row is not None and found.row != row:
-            self._batch.copy(found.row, row, tokens)
-        if found.fixed is not None:
-            self._batch.restore_fixed(row, found.fixed)
-        self._rows.held[row] = prompt[:tokens]
-        self._batch.keep(row, tokens)
+        held = self._prefixes.held[row]
+        known = self._find_longest(prompt[:-1] if reuses_prefix else NO_TOKENS, row)
+        tokens = known.tokens
+        if shared_length(held, prompt[:tokens]) < len(held):
+            self._store_row(row)
+        elif self._policy.rows_have_fixed:
+            self._store_fixed(held, lambda: self._batch.copy_fixed(row))  # the next chunk changes them
+        if known.growing is not None:
+            self._batch.restore_growing(row, known.growing, tokens)
+        elif known.row is not None and known.row != row:
+            self._batch.copy_row(known.row, row, tokens)
+        if known.fixed is not None:
+            self._batch.restore_fixed(row, known.fixed)
+        self._prefixes.held[row] = prompt[:tokens]
+        self._batch.keep_tokens(row, tokens)
         return tokens
 
-    def branch(self, prompt: np.ndarray, start: int) -> int:
+    def branch_position(self, prompt: np.ndarray, start: int) -> int:
         """The position at which a chunk of a prompt that is read from `start` on should end; 0 for none.
 
         The prompt first differs from another sequence there, and no states of fixed size are stored for that position.
         Storing them lets the next prompt with the same beginning reuse them.
         """
-        if not (self.on and self._stores_points) or self._exact:
+        if not (self.is_enabled and self._stores_fixed) or self._exact:
             return 0
         wanted = prompt[:-1]
-        rows = (common(self._held_now(row, wanted), wanted) for row in range(len(self._rows.held)))
-        shared = max(self._stored.common(wanted), *rows)
+        in_rows = (shared_length(self._tokens_in(row, wanted), wanted) for row in range(len(self._prefixes.held)))
+        shared = max(self._snapshots.longest_shared(wanted), *in_rows)
         return shared if shared - start >= LEAST_GAIN else 0
 
-    def read(self, row: int, tokens: np.ndarray, *, sound: bool = True) -> None:
-        """Record that a row holds the beginning of its prompt. sound: whether its states can be stored."""
-        if self.on:
-            cut = self._rule.cut(len(tokens))
-            self._rows.held[row] = tokens[:cut]
-            if sound and cut == len(tokens):
-                self._put_point(tokens, lambda: self._batch.fixed(row))
+    def record_read(self, row: int, tokens: np.ndarray, *, is_finite: bool = True) -> None:
+        """Record that a row holds `tokens`, the beginning of its prompt.
 
-    def release(self, row: int, tokens: np.ndarray | None) -> None:
-        """Record that a row is free. tokens: the tokens that it holds; None for those given to `read`."""
-        if tokens is not None and self.on and not (self._exact and len(tokens)):
-            self._rows.held[row] = tokens
-        self._rows.release(row)
-        self._batch.keep(row, len(self._rows.held[row]))
+        is_finite: whether its states are finite, as far as known; others are not stored.
+        """
+        if self.is_enabled:
+            count = self._policy.round_down(len(tokens))
+            self._prefixes.held[row] = tokens[:count]
+            if is_finite and count == len(tokens):
+                self._store_fixed(tokens, lambda: self._batch.copy_fixed(row))
 
-    def holds(self, row: int) -> bool:
+    def release_row(self, row: int, tokens: np.ndarray | None) -> None:
+        """Record that a row is free. tokens: the tokens that it holds; None for those given to `record_read`."""
+        if tokens is not None and self.is_enabled and not (self._exact and len(tokens)):
+            self._prefixes.held[row] = tokens
+        self._prefixes.record_release(row)
+        self._batch.keep_tokens(row, len(self._prefixes.held[row]))
+
+    def has_tokens(self, row: int) -> bool:
         """Whether a row holds tokens that a prompt may reuse."""
-        return len(self._rows.held[row]) > 0
+        return len(self._prefixes.held[row]) > 0
 
     def exchange(self, one: int, other: int) -> None:
-        self._rows.exchange(one, other)
+        """Record that two rows were exchanged."""
+        self._prefixes.exchange(one, other)
 
-    def rest(self, prompt: np.ndarray) -> None:
+    def shrink_buffers(self, prompt: np.ndarray) -> None:
         """Store what rows hold and shorten the buffers again, if that makes steps cheaper.
 
         Does nothing if the next prompt reuses half of their length. Call this only while no row is in use.
         """
-        wanted, points = prompt[:-1], self._stored.points(prompt[:-1])
-        reused = max(self._rule.usable(held, wanted, points) for held in self._rows.held)
-        if not self._batch.grown or 2 * reused >= self._batch.slots:
+        wanted = prompt[:-1]
+        fixed_lengths = self._snapshots.fixed_lengths(wanted)
+        reusable = max(self._policy.reusable_count(held, wanted, fixed_lengths) for held in self._prefixes.held)
+        if not self._batch.can_shrink or 2 * reusable >= self._batch.slots:
             return
-        for row in self._rows.by_age():
-            self._store(row)
-            self._rows.held[row] = NOTHING
-            self._batch.keep(row, 0)
-        self._batch.rest()
+        for row in self._prefixes.rows_by_release():
+            self._store_row(row)
+            self._prefixes.held[row] = NO_TOKENS
+            self._batch.keep_tokens(row, 0)
+        self._batch.shrink()
 
-    def saved(self, tokens: np.ndarray) -> tuple[int, list[np.ndarray]]:
-        """(Length of the longest known beginning of `tokens`, its states in the order of the cache's layout).
+    def longest_states(self, tokens: np.ndarray) -> tuple[int, list[np.ndarray]]:
+        """Returns (length of the longest known beginning of `tokens`, its states in the order of the cache's layout).
 
-        The states are copies, or belong to a snapshot, which does not change; they may be of more tokens.
+        The states are copies, or belong to a snapshot, which does not change. They may be of more tokens.
 
         Raises GenerationError if no beginning is known, or there is no memory for the copy.
         """
-        found = self._longest(tokens)
-        if not found.tokens:
+        known = self._find_longest(tokens)
+        if not known.tokens:
             raise GenerationError(
                 f"the engine holds no states after a beginning of the {len(tokens)} tokens; generate from them first."
             )
-        growing, fixed = found.growing, found.fixed
+        growing, fixed = known.growing, known.fixed
         try:
             if growing is None:
-                growing = [] if found.row is None else self._batch.growing(found.row, found.tokens)
+                growing = [] if known.row is None else self._batch.copy_growing(known.row, known.tokens)
             if fixed is None:
-                fixed = [] if found.row is None else self._batch.fixed(found.row)
+                fixed = [] if known.row is None else self._batch.copy_fixed(known.row)
         except MemoryError:
             raise GenerationError(
-                f"there is no memory for a copy of {found.tokens} tokens; end requests first."
+                f"there is no memory for a copy of {known.tokens} tokens; end requests first."
             ) from None
-        return found.tokens, [*fixed, *growing]
+        return known.tokens, [*fixed, *growing]
 
     def load(self, tokens: np.ndarray, states: Sequence[np.ndarray], free: Sequence[int]) -> None:
-        """Store the states that `saved` returned, or put them into a free row.
+        """Store the states that `longest_states` returned for `tokens`, or put them into one of the `free` rows.
 
         Raises GenerationError if neither has room.
         """
-        if self._longest(tokens).tokens == len(tokens):
+        if self._find_longest(tokens).tokens == len(tokens):
             return
         count = sum(not state.grows for state in self._decoder.states)
         fixed, growing = list(states[:count]), list(states[count:])
-        size = row_bytes(self._decoder, len(tokens)) + tokens.nbytes
-        if self._batch.copies_rows and size <= self._stored.most:
-            self._put(tokens, lambda: growing)
-            self._put_point(tokens, lambda: fixed)
+        if self._fits_snapshots(tokens):
+            self._store_growing(tokens, lambda: growing)
+            self._store_fixed(tokens, lambda: fixed)
             return
-        if not free or (self._exact and self._rule.whole):
-            raise GenerationError(
-                f"the session takes {decimal_size(size)}, but prefix_bytes is {decimal_size(self._stored.most)}"
-                f"{'' if free else ' and all rows are in use'}; create the engine with a higher prefix_bytes.",
-                "prefix_bytes",
-            )
-        row = self._rows.choose(tokens, free, self._stored.points(tokens))
-        self._store(row)
-        self._rows.held[row] = NOTHING
-        self._batch.restore(row, growing, len(tokens))
+        if not free or (self._exact and self._policy.has_fixed_states):
+            raise self._no_room(tokens, has_free_row=bool(free))
+        row = self._prefixes.choose_row(tokens, free, self._snapshots.fixed_lengths(tokens))
+        self._store_row(row)
+        self._prefixes.held[row] = NO_TOKENS
+        self._batch.restore_growing(row, growing, len(tokens))
         self._batch.restore_fixed(row, fixed)
-        self._rows.held[row] = tokens
-        self._rows.release(row)
+        self._prefixes.held[row] = tokens
+        self._prefixes.record_release(row)
 
-    def _longest(self, wanted: np.ndarray, row: int | None = None) -> _Found:
-        """The longest known beginning of `wanted`, to put into `row`, or to copy."""
-        rule, points, best, own = self._rule, self._stored.points(wanted), _Found(0), False
-        rows: list[int] = list(range(len(self._rows.held)))
+    def _no_room(self, tokens: np.ndarray, has_free_row: bool) -> GenerationError:
+        """The error for a session that fits neither host memory nor a row."""
+        if not self._batch.copies_rows:
+            if has_free_row:
+                return GenerationError(
+                    "an exact engine on a device cannot load a session of a model with states of fixed size; create "
+                    "the engine without exact=True.",
+                    "exact",
+                )
+            return GenerationError("all rows are in use, and a device has no other place for a session; end requests.")
+        size = decimal_size(self._snapshot_bytes(tokens))
+        return GenerationError(
+            f"the session takes {size}, but prefix_bytes is {decimal_size(self._snapshots.max_bytes)}"
+            f"{'' if has_free_row else ' and all rows are in use'}; create the engine with a higher prefix_bytes.",
+            "prefix_bytes",
+        )
+
+    def _find_longest(self, wanted: np.ndarray, row: int | None = None) -> _KnownPrefix:
+        """Find the longest known beginning of `wanted`, to put into `row`, or to copy."""
+        policy, fixed_lengths = self._policy, self._snapshots.fixed_lengths(wanted)
+        best, row_has_fixed = _KnownPrefix(0), False
+        rows: list[int] = list(range(len(self._prefixes.held)))
         if row is not None:
             others = [other for other in rows if other != row]
             rows = [row, *others] if self._batch.copies_rows else [row]
         for other in rows:
-            held = self._rows.held[row] if other == row else self._held_now(other, wanted)
-            usable = rule.usable(held, wanted, points)
-            if usable > best.tokens:
-                best = _Found(usable, other)
-                own = rule.own and usable == len(held)
-        found = self._stored.find(wanted, best.tokens + 1, points)
-        if found is not None:
-            best, own = _Found(found[0], growing=found[1]), False
-        if not self._grows and max(points, default=0) > best.tokens:
-            best, own = _Found(max(points)), False
-        if best.tokens and rule.whole and not own:
-            best.fixed = self._stored.point(wanted[: best.tokens])
+            held = self._prefixes.held[row] if other == row else self._tokens_in(other, wanted)
+            reusable = policy.reusable_count(held, wanted, fixed_lengths)
+            if reusable > best.tokens:
+                best = _KnownPrefix(reusable, other)
+                row_has_fixed = policy.rows_have_fixed and reusable == len(held)
+        stored = self._snapshots.find_growing(wanted, best.tokens + 1, fixed_lengths)
+        if stored is not None:
+            best, row_has_fixed = _KnownPrefix(stored[0], growing=stored[1]), False
+        if not self._has_growing and max(fixed_lengths, default=0) > best.tokens:
+            best, row_has_fixed = _KnownPrefix(max(fixed_lengths)), False
+        if best.tokens and policy.has_fixed_states and not row_has_fixed:
+            best.fixed = self._snapshots.find_fixed(wanted[: best.tokens])
         return best
 
-    def _held_now(self, row: int, wanted: np.ndarray) -> np.ndarray:
+    def _tokens_in(self, row: int, wanted: np.ndarray) -> np.ndarray:
         """The tokens that a row holds. Those that a decoding row drew are looked up only if `wanted` may share them."""
-        held = self._rows.held[row]
-        if self._exact or not len(held) or common(held, wanted) < len(held):
+        held = self._prefixes.held[row]
+        if self._exact or not len(held) or shared_length(held, wanted) < len(held):
             return held
-        running = self._running(row)
-        return held if running is None else running
+        decoding = self._decoding_tokens(row)
+        return held if decoding is None else decoding
 
-    def _store(self, row: int) -> None:
+    def _store_row(self, row: int) -> None:
         """Store the tokens that a row holds, unless another row or a snapshot can be used instead."""
-        tokens = self._rows.held[row]
-        size = row_bytes(self._decoder, len(tokens)) + tokens.nbytes
-        if not self._batch.copies_rows or size > self._stored.most:
+        tokens = self._prefixes.held[row]
+        if not self._fits_snapshots(tokens):
             return
-        others = (held for other, held in enumerate(self._rows.held) if other != row)
-        if not any(covers(held, tokens) for held in others):
-            self._put(tokens, lambda: self._batch.growing(row, len(tokens)))
-        if self._rule.own:
-            self._put_point(tokens, lambda: self._batch.fixed(row))
+        others = (held for other, held in enumerate(self._prefixes.held) if other != row)
+        if not any(begins_with(held, tokens) for held in others):
+            self._store_growing(tokens, lambda: self._batch.copy_growing(row, len(tokens)))
+        if self._policy.rows_have_fixed:
+            self._store_fixed(tokens, lambda: self._batch.copy_fixed(row))
 
-    def _put(self, tokens: np.ndarray, states: Callable[[], list[np.ndarray]]) -> None:
-        size = row_bytes(self._decoder, len(tokens)) - self._fixed_bytes + tokens.nbytes
-        if self._grows and self._stored.takes(tokens, size):
+    def _fits_snapshots(self, tokens: np.ndarray) -> bool:
+        """Whether all states of `tokens` fit into host memory together."""
+        return self._batch.copies_rows and self._snapshot_bytes(tokens) <= self._snapshots.max_bytes
+
+    def _snapshot_bytes(self, tokens: np.ndarray) -> int:
+        """Bytes of all snapshots that store the states of `tokens`."""
+        growing = self._growing_bytes(tokens) if self._has_growing else 0
+        return growing + (self._fixed_bytes + tokens.nbytes if self._policy.has_fixed_states else 0)
+
+    def _growing_bytes(self, tokens: np.ndarray) -> int:
+        """Bytes of a snapshot of growing states."""
+        return row_bytes(self._decoder, len(tokens)) - self._fixed_bytes + tokens.nbytes
+
+    def _store_growing(self, tokens: np.ndarray, copy_states: Callable[[], list[np.ndarray]]) -> None:
+        size = self._growing_bytes(tokens)
+        if self._has_growing and self._snapshots.accepts(tokens, size):
             with contextlib.suppress(MemoryError):  # then these tokens are read again
-                self._stored.put(tokens.copy(), states(), size)
+                self._snapshots.put(tokens.copy(), copy_states(), size)
 
-    def _put_point(self, tokens: np.ndarray, states: Callable[[], list[np.ndarray]]) -> None:
+    def _store_fixed(self, tokens: np.ndarray, copy_states: Callable[[], list[np.ndarray]]) -> None:
         size = self._fixed_bytes + tokens.nbytes
-        if self._stores_points and self._stored.takes(tokens, size, point=True):
+        if self._stores_fixed and self._snapshots.accepts(tokens, size, is_fixed=True):
             with contextlib.suppress(MemoryError):
-                self._stored.put(tokens.copy(), states(), size, point=True)
+                self._snapshots.put(tokens.copy(), copy_states(), size, is_fixed=True)

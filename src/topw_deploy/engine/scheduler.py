@@ -3,7 +3,7 @@
 One iteration of the engine calls, in this order:
 
     admit()        sequences that get a row now
-    next_chunk()   at most one chunk of one prompt; after its run `read`
+    next_chunk()   at most one chunk of one prompt; after its run `record_read`
     arrange()      rows to exchange, so that the step is narrow
     width          rows 0 .. width - 1 take part in the step
 
@@ -21,183 +21,201 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-WAITING = -1
+WAITING = -1  # the row of a sequence that has none
 
 
-class Task:
+class ScheduledSequence:
     """One sequence.
 
     prompt_tokens: length of the prompt, at least 1.
-    read: number of tokens of the prompt that are in the cache.
-    branch: a position of the prompt at which a chunk must end; 0 for none.
+    read_tokens: number of tokens of the prompt that are in the cache.
+    branch_position: a position of the prompt at which a chunk must end; 0 for none.
     row: its row, or WAITING.
     """
 
     def __init__(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
-        self.read = self.branch = 0
+        self.read_tokens = self.branch_position = 0
         self.row = WAITING
 
     @property
-    def decoding(self) -> bool:
-        return self.read == self.prompt_tokens
+    def is_decoding(self) -> bool:
+        """Whether the prompt was read, so that each step draws a token for it."""
+        return self.read_tokens == self.prompt_tokens
 
 
-AnyTask = TypeVar("AnyTask", bound=Task)
+AnySequence = TypeVar("AnySequence", bound=ScheduledSequence)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk(Generic[AnyTask]):
-    """Tokens `start` to `end`, exclusive, of a prompt. last: whether they are its last ones."""
+class Chunk(Generic[AnySequence]):
+    """Tokens `start` to `end`, exclusive, of a sequence's prompt."""
 
-    task: AnyTask
+    sequence: AnySequence
     start: int
     end: int
 
     @property
-    def last(self) -> bool:
-        return self.end == self.task.prompt_tokens
+    def is_last(self) -> bool:
+        """Whether these are the prompt's last tokens."""
+        return self.end == self.sequence.prompt_tokens
 
 
-class Scheduler(Generic[AnyTask]):
+class Scheduler(Generic[AnySequence]):
     """Assigns sequences to `rows` rows.
 
     chunk: maximum tokens of a chunk.
-    dense: whether the rows of a step must all be decoding. If not, a step may include free rows and rows that read
-        their prompt.
-    moves: whether sequences may be moved merely to make a step narrower. `dense` moves them in any case.
-    steady: whether every step runs all rows, so that kernels round alike in all steps. `dense` rules it out.
+    decoding_only: whether the rows of a step must all be decoding. If not, a step may include free rows and rows whose
+        prompt is not read yet.
+    moves_rows: whether sequences may move to other rows merely to make a step narrower. With `decoding_only` they move
+        in any case.
+    runs_all_rows: whether every step runs all rows, so that kernels round alike in all steps. No effect with
+        `decoding_only`.
+
+    decoding: the sequences whose prompts were read.
+    width: number of rows of the next step; set by `arrange`.
     """
 
-    def __init__(self, rows: int, chunk: int, *, dense: bool = False, moves: bool = True, steady: bool = False) -> None:
-        self._chunk, self._dense = chunk, dense
-        self._steady = steady and not dense
-        self._moves = dense or (moves and not steady)
-        self._waiting: deque[AnyTask] = deque()
-        self._rows: list[AnyTask | None] = [None] * rows
-        self._reading: list[AnyTask] = []  # in the order of admission
-        self._oldest_next = True
-        self._arranged = True
-        self.decoding: list[AnyTask] = []
+    def __init__(
+        self,
+        rows: int,
+        chunk: int,
+        *,
+        decoding_only: bool = False,
+        moves_rows: bool = True,
+        runs_all_rows: bool = False,
+    ) -> None:
+        self._chunk, self._decoding_only = chunk, decoding_only
+        self._runs_all_rows = runs_all_rows and not decoding_only
+        self._moves_rows = decoding_only or (moves_rows and not runs_all_rows)
+        self._waiting: deque[AnySequence] = deque()
+        self._rows: list[AnySequence | None] = [None] * rows
+        self._reading: list[AnySequence] = []  # in the order of admission
+        self._oldest_is_next = True
+        self._is_arranged = True
+        self.decoding: list[AnySequence] = []
         self.width = 0
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether there is no sequence."""
         return not (self._waiting or self._reading or self.decoding)
 
     @property
-    def waiting(self) -> int:
-        """Sequences without a row."""
+    def waiting_count(self) -> int:
+        """Number of sequences without a row."""
         return len(self._waiting)
 
     @property
-    def used(self) -> int:
-        """Rows in use."""
+    def rows_in_use(self) -> int:
+        """Number of rows that have a sequence."""
         return len(self._reading) + len(self.decoding)
 
-    def reading(self) -> list[AnyTask]:
-        """Sequences that have a row and a part of their prompt to read."""
+    def reading_sequences(self) -> list[AnySequence]:
+        """Sequences that have a row and whose prompt is not read yet, in the order in which they got their rows."""
         return list(self._reading)
 
-    def submit(self, task: AnyTask) -> None:
-        self._waiting.append(task)
+    def submit(self, sequence: AnySequence) -> None:
+        """Add a sequence, which waits for a row."""
+        self._waiting.append(sequence)
 
     @property
-    def first(self) -> AnyTask | None:
+    def first_waiting(self) -> AnySequence | None:
         """The sequence that has waited longest."""
         return self._waiting[0] if self._waiting else None
 
     @property
-    def free(self) -> list[int]:
+    def free_rows(self) -> list[int]:
         """Rows without a sequence, in ascending order."""
-        return [row for row, task in enumerate(self._rows) if task is None]
+        return [row for row, sequence in enumerate(self._rows) if sequence is None]
 
-    def at(self, row: int) -> AnyTask | None:
+    def sequence_in(self, row: int) -> AnySequence | None:
         """The sequence that has a row."""
         return self._rows[row]
 
-    def admit(self, choose: Callable[[AnyTask, list[int]], int] = lambda _, free: free[0]) -> list[AnyTask]:
+    def admit(self, choose: Callable[[AnySequence, list[int]], int] = lambda _, free: free[0]) -> list[AnySequence]:
         """Give free rows to the sequences that have waited longest. Returns these sequences.
 
         choose: picks one of the free rows, which are in ascending order, for a sequence.
         """
-        admitted: list[AnyTask] = []
-        while self._waiting and self.used < len(self._rows):
-            task = self._waiting.popleft()
-            task.row = choose(task, self.free)
-            self._rows[task.row] = task
-            self._reading.append(task)
-            admitted.append(task)
+        admitted: list[AnySequence] = []
+        while self._waiting and self.rows_in_use < len(self._rows):
+            sequence = self._waiting.popleft()
+            sequence.row = choose(sequence, self.free_rows)
+            self._rows[sequence.row] = sequence
+            self._reading.append(sequence)
+            admitted.append(sequence)
         return admitted
 
-    def next_chunk(self) -> Chunk[AnyTask] | None:
-        """The chunk to read now, or None. After its run call `read`, or `end` if the sequence ended."""
+    def next_chunk(self) -> Chunk[AnySequence] | None:
+        """The chunk to read now, or None. After its run call `record_read`, or `end` if the sequence ended."""
         if not self._reading:
             return None
-        task = self._reading[0]
-        if not self._oldest_next:
-            task = min(self._reading, key=lambda task: task.prompt_tokens - task.read)
-        self._oldest_next = not self._oldest_next
-        return self._chunk_of(task)
+        sequence = self._reading[0]
+        if not self._oldest_is_next:
+            sequence = min(self._reading, key=lambda sequence: sequence.prompt_tokens - sequence.read_tokens)
+        self._oldest_is_next = not self._oldest_is_next
+        return self._next_chunk_of(sequence)
 
-    def skip(self, task: AnyTask, tokens: int) -> Chunk[AnyTask]:
+    def skip_prefix(self, sequence: AnySequence, tokens: int) -> Chunk[AnySequence]:
         """Record that a row already holds the first `tokens` tokens of its prompt. Returns the chunk after them."""
-        task.read = tokens
-        return self._chunk_of(task)
+        sequence.read_tokens = tokens
+        return self._next_chunk_of(sequence)
 
-    def read(self, chunk: Chunk[AnyTask]) -> None:
+    def record_read(self, chunk: Chunk[AnySequence]) -> None:
         """Record that a chunk was read. After the last one the sequence decodes."""
-        chunk.task.read = chunk.end
-        if chunk.last:
-            self._reading.remove(chunk.task)
-            self.decoding.append(chunk.task)
-            self._arranged = False
+        chunk.sequence.read_tokens = chunk.end
+        if chunk.is_last:
+            self._reading.remove(chunk.sequence)
+            self.decoding.append(chunk.sequence)
+            self._is_arranged = False
 
-    def end(self, task: AnyTask) -> None:
+    def end(self, sequence: AnySequence) -> None:
         """Remove a sequence in any state."""
-        if task.row == WAITING:
-            self._waiting.remove(task)
+        if sequence.row == WAITING:
+            self._waiting.remove(sequence)
             return
-        self._rows[task.row] = None
-        (self.decoding if task.decoding else self._reading).remove(task)
-        self._arranged = False
+        self._rows[sequence.row] = None
+        (self.decoding if sequence.is_decoding else self._reading).remove(sequence)
+        self._is_arranged = False
 
     def clear(self) -> None:
         """Remove all sequences."""
         self._waiting.clear()
         self._rows = [None] * len(self._rows)
         self._reading, self.decoding = [], []
-        self._arranged = False
+        self._is_arranged = False
 
-    def _chunk_of(self, task: AnyTask) -> Chunk[AnyTask]:
-        end = min(task.read + self._chunk, task.prompt_tokens)
-        return Chunk(task, task.read, task.branch if task.read < task.branch < end else end)
+    def _next_chunk_of(self, sequence: AnySequence) -> Chunk[AnySequence]:
+        end = min(sequence.read_tokens + self._chunk, sequence.prompt_tokens)
+        if sequence.read_tokens < sequence.branch_position < end:
+            end = sequence.branch_position
+        return Chunk(sequence, sequence.read_tokens, end)
 
     def arrange(self) -> list[tuple[int, int]]:
         """Set `width`. Returns pairs of rows to exchange before the step; the first row of each pair is decoding."""
-        if self._arranged:
+        if self._is_arranged:
             return []
-        self._arranged = True
+        self._is_arranged = True
         pairs: list[tuple[int, int]] = []
         while True:
-            last = max((task.row for task in self.decoding), default=-1)
-            target = next((row for row in range(last) if self._may_take(row)), None) if self._moves else None
+            last = max((sequence.row for sequence in self.decoding), default=-1)
+            target = next((row for row in range(last) if self._can_move_to(row)), None) if self._moves_rows else None
             if target is None:
-                self.width = len(self._rows) if self._steady and self.decoding else last + 1
+                self.width = len(self._rows) if self._runs_all_rows and self.decoding else last + 1
                 return pairs
             self._exchange(last, target)
             pairs.append((last, target))
 
-    def _may_take(self, row: int) -> bool:
+    def _can_move_to(self, row: int) -> bool:
         """Whether a decoding row may be moved to `row`."""
-        task = self._rows[row]
-        return task is None or (self._dense and not task.decoding)
+        sequence = self._rows[row]
+        return sequence is None or (self._decoding_only and not sequence.is_decoding)
 
     def _exchange(self, one: int, other: int) -> None:
         rows = self._rows
         rows[one], rows[other] = rows[other], rows[one]
         for row in (one, other):
-            task = rows[row]
-            if task is not None:
-                task.row = row
+            sequence = rows[row]
+            if sequence is not None:
+                sequence.row = row

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.engine.options import Options
+from topw_deploy.engine.options import EngineOptions
 from topw_deploy.errors import ParameterError, SessionFileError
 from topw_deploy.files import NotRegularError, kind_of, open_regular, replacing
 from topw_deploy.manifest import DecoderManifest, State
@@ -79,7 +79,7 @@ class Form:
         return dict(sorted(found.items(), key=lambda item: -ELEMENT_BYTES[item[1][0]]))
 
 
-def session_form(manifest: DecoderManifest, options: Options) -> Form:
+def session_form(manifest: DecoderManifest, options: EngineOptions) -> Form:
     return Form(
         # The file's own, unless another version of this package wrote it.
         manifest=hashlib.sha256(manifest.to_json().encode("utf-8")).hexdigest(),

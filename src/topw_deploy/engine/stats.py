@@ -1,4 +1,4 @@
-"""State and totals of an engine."""
+"""The engine's counters, and what `Engine.stats` returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class EngineStats:
     rows: rows of the cache.
     in_use: rows in use.
     queued: accepted sequences without a row.
-    steps: runs that drew a token per row.
+    steps: runs that drew a token for each decoding row.
     chunks: runs that read a part of a prompt.
     prompt_tokens: prompt tokens that were read.
     cached_tokens: prompt tokens that were reused instead.
@@ -20,10 +20,10 @@ class EngineStats:
     ended: sequences that ended for any reason.
     failed: requests that failed.
     cache_bytes: size of the cache.
-    busy_seconds: time in iterations.
-    run_seconds: time in runs of the session, which is part of `busy_seconds`; the rest is overhead. A run may include
-        waiting for another thread that holds Python's interpreter lock when it ends.
-    steady_seconds, steady_run_seconds: the same of iterations that only ran a step, of the same sequences as the step
+    busy_seconds: time in iterations of the engine's thread.
+    run_seconds: the part of `busy_seconds` in runs of the session; the rest is overhead. A run may include a wait for
+        another thread that holds Python's interpreter lock when the run ends.
+    steady_seconds, steady_run_seconds: the same of iterations that ran only a step, with the same sequences as the step
         before.
     """
 
@@ -42,3 +42,19 @@ class EngineStats:
     run_seconds: float
     steady_seconds: float
     steady_run_seconds: float
+
+
+@dataclass
+class Counters:
+    """The counters of the engine's thread, as in EngineStats."""
+
+    steps: int = 0
+    chunks: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    ended: int = 0
+    failed: int = 0
+    busy_seconds: float = 0.0
+    steady_seconds: float = 0.0
+    steady_run_seconds: float = 0.0

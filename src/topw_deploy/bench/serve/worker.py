@@ -132,7 +132,7 @@ class Server:
         ]
         if rows not in self._batches:
             self._batches[rows] = Batch(self._model._opened()[0], decoder, rows, decoder.context_length)
-        took = run_all(self._batches[rows], rows, self._budget, rows_of, callers, dense=decoder.evicts)
+        took = run_all(self._batches[rows], rows, self._budget, rows_of, callers, decoding_only=decoder.evicts)
         return {"seconds": took, "first": [], "between": []}
 
     def behind(self, long: list[int], short: list[int], budget: int) -> float:
