@@ -27,10 +27,10 @@ from topw_deploy.demo.corpus import Corpus, gather_corpus
 from topw_deploy.demo.train import (
     Recipe,
     batches,
+    encode_documents,
     held_out_loss,
     learning_rate_factor,
     optimizer_for,
-    pack,
     token_losses,
     update,
     write_json,
@@ -111,7 +111,7 @@ def train(
 ) -> None:
     """Train for `minutes`, writing `folder` every `every` steps."""
     optimizer = optimizer_for(model, RECIPE)
-    source = batches(pack(corpus.train, tokenizer), RECIPE)
+    source = batches(encode_documents(corpus.train, tokenizer), RECIPE)
     some = corpus.held_out[::8]
     started, curve, recent = time.monotonic(), [], []
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(corpus.train)} documents")

@@ -50,10 +50,10 @@ def held_out_rows(folder: Path) -> np.ndarray:
     from tokenizers import Tokenizer
 
     from topw_deploy.demo.corpus import gather_corpus
-    from topw_deploy.demo.train import pack
+    from topw_deploy.demo.train import encode_documents
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    stream = np.concatenate([ids.numpy() for ids in pack(gather_corpus().held_out, tokenizer)])
+    stream = np.concatenate([ids.numpy() for ids in encode_documents(gather_corpus().held_out, tokenizer)])
     count = (len(stream) - 1) // COLUMNS
     return np.stack([stream[row * COLUMNS : (row + 1) * COLUMNS + 1] for row in range(count)])
 

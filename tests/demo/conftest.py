@@ -1,4 +1,4 @@
-"""Gathers the corpus, which takes seconds, once."""
+"""A corpus that all tests share, because gathering takes seconds."""
 
 from __future__ import annotations
 

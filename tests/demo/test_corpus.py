@@ -1,4 +1,4 @@
-"""The corpus: deterministic, with separate training and held-out parts."""
+"""The corpus is deterministic, and its training and held-out parts are separate."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from topw_deploy.demo.corpus import (
     SHORTEST_DOCUMENT,
     Corpus,
     core_docstrings,
-    is_chosen,
+    is_held_out_candidate,
     library_docstrings,
     long_paragraphs,
-    split,
+    split_documents,
     split_sections,
     topic_sections,
 )
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.slow
 def test_another_process_gathers_the_same_text() -> None:
     # Another hash seed would expose set ordering.
     script = (
-        "from topw_deploy.demo.corpus import *\nd = [*topic_sections(), *core_docstrings()]\nprint(split(d).digest)"
+        "from topw_deploy.demo.corpus import *\nprint(split_documents([*topic_sections(), *core_docstrings()]).digest)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == split([*topic_sections(), *core_docstrings()]).digest
+    assert result.stdout.strip() == split_documents([*topic_sections(), *core_docstrings()]).digest
 
 
 def test_the_digest_depends_on_every_document(corpus: Corpus) -> None:
@@ -50,7 +50,7 @@ def test_no_long_paragraph_is_on_both_sides_of_the_split(corpus: Corpus) -> None
 
 
 def test_documents_are_held_out_by_their_hash(corpus: Corpus) -> None:
-    assert all(map(is_chosen, corpus.held_out))
+    assert all(map(is_held_out_candidate, corpus.held_out))
     # 5 in 100 by hash: a binomial share, deviation below 0.4 points at 3,700 documents.
     share = len(corpus.held_out) / (len(corpus.held_out) + len(corpus.train))
     assert 0.03 < share < 0.065
@@ -71,7 +71,7 @@ def test_documents_have_no_control_characters_or_empty_lines_around_them(corpus:
         assert document == document.strip("\n")
 
 
-def test_reading_the_library_imports_none_of_it(tmp_path: Path) -> None:
+def test_the_library_is_read_without_importing_it(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text('"""A module that must stay unimported while its docstring is read."""\n1 / 0\n')
     assert list(library_docstrings(tmp_path)) == [
         "loud\n====\n\nA module that must stay unimported while its docstring is read."
@@ -136,17 +136,17 @@ def test_sections_are_cut_at_headings_of_every_depth() -> None:
     assert list(split_sections(text)) == ["Preamble.", "Top\n===\n\nFirst.", "Deeper\n======\n\nSecond.", ""]
 
 
-def test_a_chosen_document_that_shares_a_paragraph_is_trained_on_however_it_is_indented() -> None:
+def test_a_document_that_shares_an_indented_paragraph_is_not_held_out() -> None:
     paragraph = "word " * (LONG_PARAGRAPH // 4)
     chosen = [f"{paragraph}\n\nNumber {i}" for i in range(100)]
-    chosen = [document for document in chosen if is_chosen(document)][:1]
+    chosen = [document for document in chosen if is_held_out_candidate(document)][:1]
     copy = "Elsewhere\n\n    " + paragraph.replace("word word", "word\n    word")
     assert len(chosen) == 1
-    assert split(chosen).held_out == tuple(chosen)
-    assert split([*chosen, copy]) == Corpus(train=(*chosen, copy), held_out=())
+    assert split_documents(chosen).held_out == tuple(chosen)
+    assert split_documents([*chosen, copy]) == Corpus(train=(*chosen, copy), held_out=())
 
 
 def test_exact_copies_and_stubs_are_dropped() -> None:
     document = "text " * SHORTEST_DOCUMENT
-    corpus = split([document, "too short", document])
+    corpus = split_documents([document, "too short", document])
     assert [*corpus.train, *corpus.held_out] == [document]

@@ -1,4 +1,4 @@
-"""The bundled model: size, files and held-out loss."""
+"""Size, files and held-out loss of the bundled model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from topw_deploy.demo import demo_model_path
 from topw_deploy.demo.corpus import Corpus
-from topw_deploy.demo.train import Recipe, held_out_loss, pack
+from topw_deploy.demo.train import Recipe, encode_documents, held_out_loss
 
 pytestmark = pytest.mark.slow
 
@@ -78,9 +78,9 @@ def test_held_out_text_is_far_better_predicted_than_by_token_frequencies(
     loss = held_out_loss(model, sample, tokenizer, RECIPE).loss
     # Token frequencies (add-one smoothed) bound a model without context, ln V an untrained one; the trained model must
     # halve the latter.
-    counts = Counter(t for ids in pack(corpus.train, tokenizer) for t in ids[1:].tolist())
+    counts = Counter(t for ids in encode_documents(corpus.train, tokenizer) for t in ids[1:].tolist())
     total = counts.total() + RECIPE.vocab_size
-    tokens = [t for ids in pack(sample, tokenizer) for t in ids[1:].tolist()]
+    tokens = [t for ids in encode_documents(sample, tokenizer) for t in ids[1:].tolist()]
     without_context = -sum(math.log((counts[t] + 1) / total) for t in tokens) / len(tokens)
     assert loss < math.log(RECIPE.vocab_size) / 2 < without_context
 

@@ -1,4 +1,4 @@
-"""The bundled tokenizer: every text round-trips."""
+"""Every text round-trips through the bundled tokenizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_awkward_text_round_trips(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids) == text
 
 
-def test_special_tokens_come_first_and_bos_opens_every_text() -> None:
+def test_special_tokens_have_the_first_ids_and_every_text_starts_with_bos() -> None:
     assert [TOKENIZER.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2]
     assert TOKENIZER.encode("").tokens == [BOS]
     assert TOKENIZER.encode("x").tokens[0] == BOS

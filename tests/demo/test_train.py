@@ -1,4 +1,4 @@
-"""Training and its parts at toy sizes."""
+"""Training and its functions, on a tiny model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from topw_deploy.demo.train import (
     Recipe,
     batches,
     build_model,
+    encode_documents,
     held_out_loss,
     learning_rate_factor,
     optimizer_for,
-    pack,
+    parse_arguments,
     plot_curve,
     run,
     train,
@@ -95,6 +96,15 @@ def test_training_stops_when_the_minutes_are_over() -> None:
     assert curve[-1]["learning_rate"] < 0.1 * recipe.learning_rate
 
 
+@pytest.mark.parametrize("words", [("--minutes", "0"), ("--minutes", "nan"), ("--steps", "0"), ("--threads", "-1")])
+def test_a_number_that_is_not_positive_is_a_usage_error(
+    words: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(words)
+    assert f"argument {words[0]}: {words[1]} is not greater than 0" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_training_lowers_the_loss() -> None:
     recipe = dataclasses.replace(TINY, steps=60, warmup=5, evaluate_every=60, learning_rate=1e-2)
@@ -106,8 +116,8 @@ def test_training_lowers_the_loss() -> None:
     assert curve[-1]["train_loss"] < 0.7 * before
 
 
-def test_every_document_is_closed_and_one_pass_shows_each_token_once() -> None:
-    documents = pack(CORPUS.train, TOKENIZER)
+def test_every_document_ends_with_eos_and_an_epoch_has_each_token_once() -> None:
+    documents = encode_documents(CORPUS.train, TOKENIZER)
     assert all(ids[0] == 0 and ids[-1] == 1 for ids in documents)
     total = sum(map(len, documents))
     width = TINY.context + 1
@@ -123,7 +133,7 @@ def test_held_out_loss_counts_each_token_once_and_no_bos() -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight.zero_()  # equal logits: ln V per token
     result = held_out_loss(model, CORPUS.held_out, TOKENIZER, TINY)
-    scored = sum(len(ids) - 1 for ids in pack(CORPUS.held_out, TOKENIZER))
+    scored = sum(len(ids) - 1 for ids in encode_documents(CORPUS.held_out, TOKENIZER))
     assert result.loss == pytest.approx(torch.tensor(300.0).log().item(), rel=1e-5)
     size = sum(len(d.encode()) for d in CORPUS.held_out)
     assert result.bits_per_byte == pytest.approx(scored * torch.tensor(300.0).log2().item() / size, rel=1e-5)

@@ -8,5 +8,5 @@ __all__ = ["demo_model_path"]
 
 
 def demo_model_path() -> Path:
-    """Folder of config.json, model.safetensors (float16), tokenizer.json and training log."""
+    """The folder with config.json, model.safetensors (float16), tokenizer.json and the training log."""
     return Path(__file__).parent / "model"

@@ -1,4 +1,4 @@
-"""Byte-level BPE for the demo model."""
+"""The demo model's tokenizer: byte-level BPE."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ SPECIAL_TOKENS = (BOS, EOS, PAD)  # ids 0, 1, 2
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn merges from `documents`. Encoding prepends BOS but does not append EOS.
+    """Learn merges from `documents`. The tokenizer prepends BOS to a text, but does not append EOS.
 
-    vocab_size: includes three special tokens and the 256 bytes, so that no byte is unknown.
+    vocab_size: number of tokens, including three special tokens and one for each of the 256 bytes, so that no byte is
+        unknown.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,7 +39,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_config(context: int) -> dict[str, Any]:
-    """tokenizer_config.json; transformers 4 and 5 both have the class."""
+    """The content of tokenizer_config.json, for a class that transformers 4 and 5 both have.
+
+    context: maximum number of tokens.
+    """
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

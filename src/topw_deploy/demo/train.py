@@ -9,7 +9,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from topw_deploy.demo.tokenizer import BOS, EOS, PAD, tokenizer_config, train_to
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings that, with the corpus and the library versions, determine the weights."""
+    """The settings of a training run. With the corpus and the library versions, they determine the weights."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -42,12 +42,12 @@ class Recipe:
     batch: int = 4  # sequences per step
     steps: int = 3600
     warmup: int = 200  # steps
-    learning_rate: float = 3e-3  # peak; a cosine reduces it to a twentieth
+    learning_rate: float = 3e-3  # peak; a cosine then lowers the rate to a twentieth
     weight_decay: float = 0.1  # matrices only
     betas: tuple[float, float] = (0.9, 0.95)
-    gradient_norm: float = 1.0
+    gradient_norm: float = 1.0  # maximum
     evaluate_every: int = 250  # steps
-    precision: str = "bfloat16"  # of training matmuls: "bfloat16" or "float32"
+    precision: str = "bfloat16"  # of matrix products in training: "bfloat16" or "float32"
     compiled: bool = False  # torch.compile: 1.5 times as fast, needs a C++ compiler
     seed: int = 1
 
@@ -60,14 +60,14 @@ class HeldOut:
     bits_per_byte: float
 
 
-def pack(documents: Sequence[str], tokenizer: Tokenizer) -> list[torch.Tensor]:
-    """Each document as int64 ids [n]: BOS, tokens, EOS."""
+def encode_documents(documents: Sequence[str], tokenizer: Tokenizer) -> list[torch.Tensor]:
+    """Encode each document as int64 ids [n]: BOS, tokens, EOS."""
     eos = tokenizer.token_to_id(EOS)
     return [torch.tensor([*e.ids, eos]) for e in tokenizer.encode_batch(list(documents))]
 
 
 def batches(documents: list[torch.Tensor], recipe: Recipe) -> Iterator[torch.Tensor]:
-    """Endless training batches, int64 [batch, context + 1], shuffled every epoch."""
+    """Yield training batches without end, int64 [batch, context + 1]. Documents are shuffled in every epoch."""
     rng = np.random.default_rng(recipe.seed)
     rows: list[torch.Tensor] = []
     width = recipe.context + 1
@@ -76,7 +76,7 @@ def batches(documents: list[torch.Tensor], recipe: Recipe) -> Iterator[torch.Ten
         order = rng.permutation(len(documents))
         stream = torch.cat([stream, *(documents[i] for i in order)])
         count = len(stream) // width
-        # Shuffle rows too, to separate parts of a long document.
+        # Shuffle rows too, so that the parts of a long document are in different batches.
         rows += [stream[i * width : (i + 1) * width] for i in rng.permutation(count)]
         stream = stream[count * width :]
         while len(rows) >= recipe.batch:
@@ -93,20 +93,20 @@ def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, documents: Sequence[str], tokenizer: Tokenizer, recipe: Recipe) -> HeldOut:
-    """The held-out loss in float32, over windows of the context's length. Bytes are those of the UTF-8 text."""
-    stream = torch.cat(pack(documents, tokenizer))
+    """Compute the held-out loss in float32, over windows as long as the context. Bits are per byte of UTF-8 text."""
+    stream = torch.cat(encode_documents(documents, tokenizer))
     bos = model.config.bos_token_id
     losses, scored = 0.0, 0
     for start in range(0, len(stream) - 1, recipe.context):
         window = stream[start : start + recipe.context + 1]
-        wanted = torch.ne(window[1:], bos)  # do not score starts of documents
-        losses += token_losses(model, window[None])[wanted].sum().item()
-        scored += int(wanted.sum())
+        is_scored = torch.ne(window[1:], bos)  # the start of a document is not predicted
+        losses += token_losses(model, window[None])[is_scored].sum().item()
+        scored += int(is_scored.sum())
     return HeldOut(losses / scored, losses / math.log(2) / sum(len(d.encode()) for d in documents))
 
 
 def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """A new float32 Llama with tied embeddings."""
+    """Make a float32 Llama with random weights and tied embeddings."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
         vocab_size=recipe.vocab_size,
@@ -125,7 +125,7 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
 
 
 def optimizer_for(model: LlamaForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW without weight decay for vectors (norm gains)."""
+    """AdamW with weight decay for matrices, and none for vectors (the gains of norms)."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
@@ -135,7 +135,7 @@ def optimizer_for(model: LlamaForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def learning_rate_factor(step: int, progress: float, recipe: Recipe) -> float:
-    """Linear warm-up times a cosine from 1 to 1/20 over `progress` in [0, 1]."""
+    """Factor on the peak learning rate: a linear warm-up times a cosine from 1 to 1/20 over `progress` in [0, 1]."""
     cosine = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return cosine * min(1.0, (step + 1) / recipe.warmup)
 
@@ -159,13 +159,15 @@ def update(
 
 
 def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, minutes: float) -> list[dict]:
-    """Train in place; returns the curve: step, learning rate, losses, elapsed seconds.
+    """Train `model` in place. Returns the loss curve: step, learning rate, losses and elapsed seconds of each point.
 
-    The schedule follows steps, or the clock if `minutes` run out first, so a slow machine also ends at the low learning
-    rate. Runs that end by steps are reproducible.
+    minutes: maximum training time.
+
+    The learning rate follows the steps, or the clock if the time would run out first, so that a slow machine also ends
+    at the low learning rate. Runs that end after `recipe.steps` steps are reproducible.
     """
     optimizer = optimizer_for(model, recipe)
-    source = batches(pack(corpus.train, tokenizer), recipe)
+    source = batches(encode_documents(corpus.train, tokenizer), recipe)
     curve, recent = [], []
     losses = torch.compile(token_losses) if recipe.compiled else token_losses
     started = time.monotonic()
@@ -198,7 +200,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe:
 
 
 def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, folder: Path) -> None:
-    """Write a Hugging Face folder with float16 weights; stores the tied output layer once."""
+    """Write a Hugging Face folder with float16 weights. The table of the tied output layer is stored once."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {n: p.detach().to(torch.float16).contiguous() for n, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -209,7 +211,7 @@ def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, f
 
 
 def write_tokenizer(model: LlamaForCausalLM, tokenizer: Tokenizer, context: int, folder: Path) -> None:
-    """Write the tokenizer's files and the generation config, which has the model's special tokens."""
+    """Write the tokenizer's files, and the generation config with the ids of the special tokens."""
     ends = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     GenerationConfig(**ends, do_sample=True, temperature=1.0).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -227,13 +229,13 @@ def versions() -> dict[str, str]:
 
 
 def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[str, Any]:
-    """Train and write the folder; returns `training_log.json`."""
+    """Train a tokenizer and a model, and write their folder. Returns the content of `training_log.json`."""
     started = time.monotonic()
     tokenizer = train_tokenizer(corpus.train, recipe.vocab_size)
     model = build_model(recipe, tokenizer)
     curve = train(model, corpus, tokenizer, recipe, minutes)
     write_model(model, tokenizer, recipe, folder)
-    # the float16 file's loss, in float32
+    # The log states the loss of the float16 weights, computed in float32.
     written = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     final = held_out_loss(written, corpus.held_out, tokenizer, recipe)
     log = {
@@ -241,8 +243,8 @@ def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[st
         "parameters": sum(p.numel() for p in model.parameters()),
         "corpus": {
             "sha256": corpus.digest,
-            "train": _extent(corpus.train, tokenizer),
-            "held_out": _extent(corpus.held_out, tokenizer),
+            "train": _text_sizes(corpus.train, tokenizer),
+            "held_out": _text_sizes(corpus.held_out, tokenizer),
         },
         "minutes": minutes,  # the limit
         "steps": curve[-1]["step"],
@@ -257,11 +259,11 @@ def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[st
     return log
 
 
-def _extent(documents: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
+def _text_sizes(documents: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
     return {
         "documents": len(documents),
         "bytes": sum(len(d.encode()) for d in documents),
-        "tokens": sum(map(len, pack(documents, tokenizer))),
+        "tokens": sum(map(len, encode_documents(documents, tokenizer))),
     }
 
 
@@ -270,7 +272,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def plot_curve(log: dict[str, Any], path: Path) -> None:
-    """Losses over steps. Needs matplotlib."""
+    """Draw the losses over steps. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -285,22 +287,43 @@ def plot_curve(log: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """A type of argparse: a number of this kind, greater than 0."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
+        return value
+
+    return number
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m topw_deploy.demo.train", description="Train the demo model on this Python's documentation."
     )
     parser.add_argument("--output", type=Path, default=Path("demo-model"), help="folder (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="maximum training time (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="training steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=Recipe.seed, help="default: %(default)s")
     parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: all (%(default)s)"
+        "--minutes", type=_positive(float), default=30.0, help="maximum training time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=_positive(int), default=Recipe.steps, help="training steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=Recipe.seed, help="seed of weights and batches (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=_positive(int),
+        default=torch.get_num_threads(),
+        help="CPU threads; default: all (%(default)s)",
     )
     parser.add_argument(
         "--precision",
         choices=("bfloat16", "float32"),
         default=Recipe.precision,
-        help="of matrix products in training; float32 suits processors without bfloat16 (default: %(default)s)",
+        help="type of matrix products in training; float32 suits processors without bfloat16 (default: %(default)s)",
     )
     parser.add_argument("--compile", action="store_true", help="use torch.compile; needs a C++ compiler")
     parser.add_argument("--plot", type=Path, help="draw the loss curve to this file (.png)")
