@@ -96,6 +96,7 @@ def test_a_beta_that_depends_on_the_temperature_needs_generates_temperature(mode
         ({"beta": "1.5+T"}, r"beta is '1.5\+T', but must be"),
         ({"top_m": 0}, "top_m is 0"),
         ({"preset": "ours"}, "preset is 'ours', but must be one of paper, released, creative, lively"),
+        ({"preset": ["paper"]}, r"preset is \['paper'\], but must be one of paper"),
     ],
 )
 def test_choices_that_cannot_be_right_are_refused(model, choices, message):
@@ -163,7 +164,7 @@ def test_an_invalid_row_is_named(model, value):
 def test_a_neighbour_bound_saves_distances_here_too(model, table):
     geometry = TensorGeometry.from_embeddings(table, "mahalanobis")
     points = geometry.features(torch.arange(VOCAB))
-    between = geometry.between(points, points).fill_diagonal_(torch.inf)
+    between = geometry.point_distances(points, points).fill_diagonal_(torch.inf)
     bound = (between.amin(1) * 0.999).float()
     plain, bounded = TopWLogitsProcessor(model, **WIDE), TopWLogitsProcessor(model, neighbour_bound=bound, **WIDE)
     scores = random_scores(10)

@@ -213,8 +213,8 @@ def test_blocks_find_every_token_at_or_above_a_threshold(vocab):
         assert blocks.largest == row.max()
         for threshold in (-math.inf, -1e300, -1.0, 0.25, 0.3, float(row.max()), float(row.max()) + 0.1):
             expected = np.flatnonzero((row.astype(np.float64) >= threshold) & np.isfinite(row))
-            assert blocks.at_least(threshold).tolist() == expected.tolist()
-            limited = blocks.at_least(threshold, most=3)
+            assert blocks.ids_at_least(threshold).tolist() == expected.tolist()
+            limited = blocks.few_ids_at_least(threshold, most_blocks=3)
             assert limited is None or limited.tolist() == expected.tolist()
         for count in (1, 3, vocab // 2, vocab, vocab + 5):
             held = set(blocks.ids_including_largest(max(1, count)).tolist())
@@ -226,9 +226,9 @@ def test_a_threshold_between_two_float32_numbers_lets_the_upper_one_pass_and_the
     low = np.float32(0.1)
     high = np.nextafter(low, np.float32(1))
     blocks = BlockMaxima(np.array([low, high, 1.0], np.float32))
-    assert blocks.at_least(float(low)).tolist() == [0, 1, 2]
-    assert blocks.at_least(float(high)).tolist() == [1, 2]
-    assert {1, 2} <= set(blocks.at_least((float(low) + float(high)) / 2).tolist())
+    assert blocks.ids_at_least(float(low)).tolist() == [0, 1, 2]
+    assert blocks.ids_at_least(float(high)).tolist() == [1, 2]
+    assert {1, 2} <= set(blocks.ids_at_least((float(low) + float(high)) / 2).tolist())
 
 
 def test_the_gap_at_the_defaults_is_what_the_theory_page_says():

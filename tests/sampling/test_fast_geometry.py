@@ -24,9 +24,9 @@ class Watched(Points):
         self.asked.extend(np.asarray(ids).tolist())
         return super().features(ids)
 
-    def between(self, x, y):
+    def point_distances(self, x, y):
         object.__setattr__(self, "measured", self.measured + len(x) * len(y))
-        return super().between(x, y)
+        return super().point_distances(x, y)
 
 
 def uncertified(seed, count, **fixed):

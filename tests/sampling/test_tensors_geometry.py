@@ -39,14 +39,14 @@ def test_the_distances_are_those_of_the_reference(metric, kind):
         TensorGeometry.from_embeddings(torch.from_numpy(table), metric),
     )
     rows, columns = ours.features(torch.from_numpy(ids)), ours.features(torch.arange(300))
-    np.testing.assert_allclose(ours.between(rows, columns).numpy(), reference.distances(ids, np.arange(300)),
+    np.testing.assert_allclose(ours.point_distances(rows, columns).numpy(), reference.distances(ids, np.arange(300)),
                                rtol=1e-10, atol=1e-13)  # fmt: skip
 
 
 def test_the_uniform_metric_needs_no_table():
     uniform = TensorGeometry.uniform()
     points = uniform.features(torch.tensor([4, 7]))
-    assert uniform.between(points, points).tolist() == [[0.0, 1.0], [1.0, 0.0]]
+    assert uniform.point_distances(points, points).tolist() == [[0.0, 1.0], [1.0, 0.0]]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The base of the processors: arguments for `generate`, and the checks of every call."""
+"""The base class of the processors: arguments for `generate`, and the checks of every call."""
 
 from __future__ import annotations
 
@@ -22,18 +22,23 @@ class CropProcessor(LogitsProcessor):
     """The rule's name in messages."""
 
     def __init__(self, temperature: float, *, greedy: bool, any_temperature: bool) -> None:
-        """temperature: what `generate` must draw at, not rounded, unless `greedy` or `any_temperature`."""
+        """Set what `generate` may draw at.
+
+        temperature: the temperature of the draw, not rounded.
+        greedy: whether a crop keeps only the largest logit, so that the temperature has no effect.
+        any_temperature: whether `generate` may draw at any temperature.
+        """
         self.last: TensorCrop | None = None
         self._temperature = temperature
         self._greedy = greedy
         self._any_temperature = any_temperature
 
     def crop(self, scores: Tensor) -> TensorCrop:
-        """The kept sets of scores [B, V]."""
+        """Choose the kept sets of scores [B, V]."""
         raise NotImplementedError
 
     def generate_arguments(self) -> dict[str, Any]:
-        """Arguments for `generate` that apply this processor and no other warper."""
+        """Arguments for `generate` that apply this processor and switch off `generate`'s own warpers."""
         arguments: dict[str, Any] = {
             "logits_processor": LogitsProcessorList([self]),
             "do_sample": True,
@@ -47,15 +52,15 @@ class CropProcessor(LogitsProcessor):
         }
         if hasattr(GenerationConfig(), "top_h"):  # absent in some transformers versions
             arguments["top_h"] = None
-        if self._greedy:  # generate refuses 0
+        if self._greedy:  # generate refuses the temperature 0
             return arguments | {"temperature": 1.0}
         return arguments if self._any_temperature else arguments | {"temperature": self._temperature}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [B, V], same dtype and device, with -inf outside the crop.
+        """Set the scores [B, V] of tokens outside the crop to -inf. Returns the same dtype and device.
 
         Raises GenerationError for a row with NaN, +inf or nothing finite, and ParameterError if `generate` would change
-        the crop or the scores are wider than the embedding table.
+        the crop or if the scores are wider than the embedding table.
         """
         temperature = None if self._any_temperature or self._greedy else self._temperature
         check_warpers(self, temperature, frame_of_caller(), self.label)

@@ -29,7 +29,7 @@ class _HostDistances:
 
     def distances(self, rows: ArrayLike, cols: ArrayLike) -> NDArray[np.float64]:
         x, y = (self.geometry.features(torch.as_tensor(ids)) for ids in (rows, cols))
-        found: NDArray[np.float64] = self.geometry.between(x, y).numpy()
+        found: NDArray[np.float64] = self.geometry.point_distances(x, y).numpy()
         return found
 
 
@@ -37,13 +37,13 @@ class _HostDistances:
 def median_distance_of(model: Any, tokenizer: Any, metric: str = "mahalanobis") -> float:
     """The median distance of likely pairs (docs/contract/graph.md, section 2), for `geom_unit="median"`.
 
-    Runs the model on two texts of up to 64 tokens.
+    Runs the model on at most two texts of up to 64 tokens.
 
     model: a transformers causal language model.
-    tokenizer: its tokenizer; one that reports special tokens, as those of transformers do.
-    metric: one of METRICS; 1 for `uniform`, without a run.
+    tokenizer: the model's tokenizer; it must report special tokens, as those of transformers do.
+    metric: one of METRICS. Under `uniform` the median is 1, and the model does not run.
 
-    Raises ParameterError for a model without embeddings, and if no step has two likely tokens.
+    Raises ParameterError for a model without embeddings, and if no step has two likely tokens at a distance > 0.
     """
     if metric == "uniform":
         return 1.0
@@ -65,7 +65,7 @@ def median_distance_of(model: Any, tokenizer: Any, metric: str = "mahalanobis") 
 
 
 def _logits_of_steps(model: Any, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Logits [n, V] of a text's steps."""
+    """Logits [n, V] of a text's n steps."""
     tokens = torch.from_numpy(ids)[None].to(model.get_input_embeddings().weight.device)
     found: NDArray[np.float32] = model(input_ids=tokens).logits[0].float().cpu().numpy()
     return found

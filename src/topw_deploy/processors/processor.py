@@ -66,7 +66,8 @@ class TopWLogitsProcessor(CropProcessor):
     Rows of a batch are independent and stay on their device.
 
     parameters: rounded to float32, as in an exported graph.
-    options, geometry: in use.
+    options: the `TopWOptions` in use.
+    geometry: the `TensorGeometry` in use.
     last: the `TensorCrop` of the last call, or None.
     """
 
@@ -82,37 +83,39 @@ class TopWLogitsProcessor(CropProcessor):
         median_distance: float | None = None,
         **choices: Unpack[Choices],
     ) -> None:
-        """Raises ParameterError for an unknown name or preset, a number out of range and a model without embeddings.
+        """Choose the parameters, and compute the embedding statistics.
 
         model_or_embeddings: the model, its embedding module, a table [V, d] or a `TensorGeometry`; optional for
             `uniform`.
         preset: "paper" (default), "released", "creative" or "lively"; `choices` override it.
         neighbour_bound: float32 [V], see `crop_rows`.
-        geom_unit: "raw", or "median" for a `geom_scale` per `median_distance`.
-        median_distance: of likely pairs, > 0 (`median_distance_of`); 1 for `uniform`.
+        geom_unit: the unit of `geom_scale`: "raw" (the metric's), or "median" (`median_distance`).
+        median_distance: the median distance of likely pairs, > 0 (`median_distance_of`); 1 for `uniform`.
         beta: a number, or text that depends on `temperature` (`sampling.beta`).
-        temperature: temperature of the draw; `generate` must get the same.
-        selection_temperature: temperature for choosing the crop; default `temperature`. If only this one is given and
-            `beta` is a number, `generate` may have any temperature.
+        temperature: temperature of the draw; `generate` must get the same one.
+        selection_temperature: temperature for choosing the crop; default `temperature`. If `temperature` is not given
+            and `beta` is a number, `generate` may then draw at any temperature.
+
+        Raises ParameterError for an unknown name or preset, a number out of range and a model without embeddings.
         """
         given = canonical_names(choices, (*PARAMETER_NAMES, *OPTION_NAMES))
         name = "paper" if preset is None else preset
         known = dict.fromkeys((*PRESETS, *REQUEST_PRESETS))
-        if name not in known:
-            raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(known)}.")
+        if not isinstance(name, str) or name not in known:
+            raise ParameterError(f"preset is {preset!r:.60}, but must be one of {', '.join(known)}.")
         _, options = PRESETS.get(name, (None, TopWOptions()))
         self.options = TopWOptions(
             **(asdict(options) | {key: value for key, value in given.items() if key in OPTION_NAMES})
         )
         self.geometry = geometry_of(model_or_embeddings, self.options.metric)
-        own = {key: value for key, value in given.items() if key in PARAMETER_NAMES}
-        own = _to_raw_geom_scale(own, geom_unit, median_distance, self.options.metric)
+        overrides = {key: value for key, value in given.items() if key in PARAMETER_NAMES}
+        overrides = _to_raw_geom_scale(overrides, geom_unit, median_distance, self.options.metric)
         if name in PRESETS:
-            values = preset_values(name) | own
+            values = preset_values(name) | overrides
         else:
             table = self.geometry.table
             width = None if table is None else table.shape[1]
-            values = preset_parameters(name, self.options.metric, width) | own
+            values = preset_parameters(name, self.options.metric, width) | overrides
         self.parameters = as_float32(TopWParameters(**values))
         self.neighbour_bound = neighbour_bound
         super().__init__(
@@ -127,16 +130,16 @@ class TopWLogitsProcessor(CropProcessor):
         return crop_rows(scores, self.parameters, self.options, self.geometry, self.neighbour_bound)
 
 
-def _to_raw_geom_scale(own: dict[str, Any], unit: str, median: float | None, metric: str) -> dict[str, Any]:
-    """`own` with its geom_scale, given in `unit`, per unit of the metric."""
+def _to_raw_geom_scale(stated: dict[str, Any], unit: str, median: float | None, metric: str) -> dict[str, Any]:
+    """Convert the geom_scale of `stated`, if there is one, from `unit` to the metric's unit."""
     if median is not None and not 0 < as_number("median_distance", median) < math.inf:
         raise ParameterError(f"median_distance is {median!r}, but must be a finite number > 0.", "median_distance")
-    known = 1.0 if metric == "uniform" else median
-    if "geom_scale" in own:
-        as_number("geom_scale", own["geom_scale"])
-    stated = dict(with_raw_scale({**own, "geom_unit": unit}, known, _NO_MEDIAN))
-    del stated["geom_unit"]
-    return stated
+    if "geom_scale" in stated:
+        as_number("geom_scale", stated["geom_scale"])
+    known_median = 1.0 if metric == "uniform" else median
+    converted = dict(with_raw_scale({**stated, "geom_unit": unit}, known_median, _NO_MEDIAN))
+    del converted["geom_unit"]
+    return converted
 
 
 def geometry_of(source: Source, metric: str) -> TensorGeometry:

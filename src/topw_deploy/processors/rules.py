@@ -37,6 +37,7 @@ class RuleLogitsProcessor(CropProcessor):
         model.generate(**inputs, **sigma.generate_arguments(), temperature=1.5, max_new_tokens=64)
 
     rule: the `RuleParameters` in use.
+    parameters: the temperatures, rounded to float32.
     last: the `TensorCrop` of the last call, or None.
     """
 
@@ -60,8 +61,8 @@ class RuleLogitsProcessor(CropProcessor):
         given = TopWParameters(temperature=temperature, selection_temperature=selection_temperature)
         self.parameters = as_float32(given)
         self.label = self.rule.chosen.name
-        free = self.parameters.selection_temperature > 0 or not self.rule.chosen.uses_temperature
-        super().__init__(float(temperature), greedy=self.parameters.greedy, any_temperature=free)
+        any_temperature = self.parameters.selection_temperature > 0 or not self.rule.chosen.uses_temperature
+        super().__init__(float(temperature), greedy=self.parameters.greedy, any_temperature=any_temperature)
 
     def crop(self, scores: Tensor) -> TensorCrop:
         return rule_rows(scores, self.rule, self.parameters.temperature, self.parameters.selection_temperature)

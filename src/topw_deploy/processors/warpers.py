@@ -1,8 +1,7 @@
 """Refuse warpers of `generate` that would change a processor's result.
 
-`generate` appends its own warpers (by default top-k 50), which processors cannot see. They are in the
-`LogitsProcessorList` that calls the processor, so that list is read from the calling frame. Other callers are not
-checked.
+`generate` appends its own warpers (by default top-k 50) to the `LogitsProcessorList` that calls the processor. The call
+does not pass that list, so it is read from the calling frame. If anything else calls a processor, nothing is checked.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from topw_deploy.errors import ParameterError
 
-# Warpers that cut the crop: class name -> (generate's argument, attribute, value that cuts nothing). Found by name,
-# because some transformers versions lack some of them.
+# Warpers that remove tokens: class name -> (generate's argument, attribute, value that removes nothing). They are
+# recognised by name, because some transformers versions lack some of them.
 _CUTTING_WARPERS = {
     "TopKLogitsWarper": ("top_k", "top_k", 0),
     "TopPLogitsWarper": ("top_p", "top_p", 1.0),
@@ -28,16 +27,17 @@ _CUTTING_WARPERS = {
 }
 
 
-_MOST_CALLS_BETWEEN = 4  # frames to search: a subclass may call its parent
+_MOST_CALLS_BETWEEN = 4  # frames to search, because a subclass may call its parent's __call__
 
 
 def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: FrameType | None, label: str) -> None:
-    """Check the list that calls `processor`, and the list's caller.
+    """Check the warpers in the list that calls `processor`, and the caller of that list.
 
     temperature: the temperature that `generate` must draw at; None for any.
     frame: the frame of the caller of `processor.__call__`.
     label: the processor's rule, for messages.
-    Raises ParameterError for beam search, a later warper that removes tokens and another temperature.
+
+    Raises ParameterError for beam search, for a later warper that removes tokens, and for another temperature.
     """
     warpers = None
     for _ in range(_MOST_CALLS_BETWEEN):
@@ -81,5 +81,5 @@ def _refuse_cutting(warper: LogitsProcessor, label: str) -> None:
 
 
 def frame_of_caller() -> FrameType | None:
-    """The frame two calls up."""
+    """The frame of the caller of the function that calls this one; None if Python has no frames."""
     return sys._getframe(2) if hasattr(sys, "_getframe") else None

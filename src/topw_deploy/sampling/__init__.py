@@ -2,8 +2,8 @@
 
 `rules`: the other rules, which a row may use instead of Top-W.
 `reference`: the literal algorithm in float64, which is the definition.
-`fast`: the same crops in numpy, one row at a time, skipping work proven unnecessary.
-`torch`: the same for batches of tensors on any device. Only this module imports torch.
+`fast`: the same crops in numpy, one row at a time, without work that is proven unnecessary.
+`torch`: the same crops for batches of tensors on any device. Only this module imports torch.
 """
 
 from topw_deploy.sampling.beta import beta_at

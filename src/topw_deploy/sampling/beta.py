@@ -15,9 +15,9 @@ _LINEAR = re.compile(rf"(?:({_NUMBER})\s*([+-])\s*)?({_NUMBER})\s*\*\s*T", re.AS
 
 
 def beta_coefficients(text: str) -> tuple[float, float]:
-    """(a, b) of the beta `text`, which is a + b T at temperature T.
+    """Parse the beta `text`. Returns (a, b): beta is a + b T at temperature T.
 
-    text: "A", "B*T", "A+B*T" or "A-B*T" with numbers A, B >= 0; spaces may stand between them.
+    text: "A", "B*T", "A+B*T" or "A-B*T" with numbers A, B >= 0; spaces are allowed around operators.
 
     Raises ParameterError for any other text.
     """
@@ -39,14 +39,14 @@ def beta_coefficients(text: str) -> tuple[float, float]:
 
 
 def depends_on_temperature(beta: object) -> bool:
-    """Whether `beta` is text with a T in it. Raises ParameterError as `beta_coefficients`."""
+    """Whether `beta` is text that contains T with a factor other than 0. Raises the errors of `beta_coefficients`."""
     return isinstance(beta, str) and beta_coefficients(beta)[1] != 0
 
 
 def beta_at(text: str, temperature: float) -> float:
-    """The number that the beta `text` is at `temperature`, a finite number >= 0.
+    """Evaluate the beta `text` at `temperature`, to a finite number >= 0.
 
-    Raises ParameterError as `beta_coefficients`, and for a result that is negative or beyond float32.
+    Raises the errors of `beta_coefficients`, and ParameterError for a result that is negative or beyond float32.
     """
     a, b = beta_coefficients(text)
     value = a + b * temperature

@@ -29,7 +29,7 @@ _NEAR_SHARE = 1e-3
 
 
 def normalise(rows: Floats) -> Floats:
-    """`rows` [n, d] divided by max(norm, 1e-12)."""
+    """Divide each of `rows` [n, d] by max(norm, 1e-12)."""
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     return rows / np.maximum(norms, SMALLEST_NORM)
 
@@ -87,7 +87,7 @@ class Geometry:
     ) -> Self:
         """The geometry of an embedding table [V, d], kept by reference, under a metric other than `uniform`.
 
-        statistics: replace `embedding_statistics(table, metric)`, for example with a graph's float32 ones.
+        statistics: used in place of `embedding_statistics(table, metric)`, for example a graph's float32 statistics.
         """
         mean, inverse_std = embedding_statistics(table, metric) if statistics is None else statistics
         return cls(
@@ -118,9 +118,9 @@ class Geometry:
 
     def distances(self, rows: ArrayLike, cols: ArrayLike) -> Floats:
         """Distances [n, m] between token ids [n] and [m]."""
-        return self.between(self.features(rows), self.features(cols))
+        return self.point_distances(self.features(rows), self.features(cols))
 
-    def between(self, x: Floats, y: Floats) -> Floats:
+    def point_distances(self, x: Floats, y: Floats) -> Floats:
         """Distances [n, m] between points `x` [n, d] and `y` [m, d] of `features`.
 
         `uniform`: 0 or 1.
@@ -135,8 +135,9 @@ class Geometry:
 
 
 def euclidean(x: Floats, y: Floats) -> Floats:
-    """Euclidean distances [n, m] between rows of `x` [n, d] and `y` [m, d], within about 1e-12 relative; duplicates
-    give 0.
+    """Euclidean distances [n, m] between the rows of `x` [n, d] and `y` [m, d], within about 1e-12 relative.
+
+    Equal rows have distance 0.
     """
     sizes = np.square(x).sum(axis=1)[:, None] + np.square(y).sum(axis=1)  # [n, m]
     squares = sizes - 2.0 * (x @ y.T)

@@ -1,7 +1,8 @@
 """A model's median distance of likely pairs, the unit of `geom_scale` under `geom_unit="median"`.
 
 Distances depend on the metric, the embedding width and the table. The median makes them comparable between models
-(docs/contract/graph.md, section 2). It is measured at the steps of the first and the last tokens of SAMPLE_TEXT.
+(docs/contract/graph.md, section 2). It is measured over the decode steps of the first and the last tokens of
+SAMPLE_TEXT.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ GEOM_UNITS = ("raw", "median")
 """Units of `geom_scale`: per unit of the metric, or per median distance of likely pairs."""
 
 LIKELY_TOKENS = 64
-"""The likeliest tokens of a step whose pairs count."""
+"""The number of likeliest tokens of a step whose pairs are counted."""
 
 LIKELY_TEXT_TOKENS = 64
-"""Tokens of each text, with the tokenizer's leading special tokens."""
+"""The largest number of tokens in each text, including the tokenizer's leading special tokens."""
 
 SAMPLE_TEXT = """\
 The river had been rising since noon. By four o'clock it had covered the stepping stones below the mill, and
@@ -46,7 +47,7 @@ The same can be written with one key function that returns a tuple. If an except
 the list is left unchanged. The function returns None for an empty sequence and raises ValueError if the size of the
 step is zero or negative.
 """
-"""Prose and code, at whose steps the median is measured."""
+"""Prose and code on which the median is measured."""
 
 _NOT_MEASURED = (
     "this export has no median distance of likely pairs, which its verification measures; export the model again "
@@ -69,12 +70,13 @@ def check_geom_unit(unit: object) -> str:
 
 
 def with_raw_scale(stated: Mapping[str, Any], median: float | None, unknown: str = _NOT_MEASURED) -> Mapping[str, Any]:
-    """`stated` with geom_scale per unit of the metric. Its geom_unit applies to its own geom_scale only.
+    """Convert the geom_scale of `stated` to the metric's unit if its geom_unit is `median`; else return `stated`.
 
-    stated: parameters by name, from one source.
-    median: the median distance, None if it is not known; `unknown` then says why, and the next step.
+    stated: parameters by name, from one source: its geom_unit applies only to its own geom_scale.
+    median: the median distance, or None if it is unknown.
+    unknown: why `median` is None, and the next step, as a clause for the error message.
 
-    Raises ParameterError for an unknown unit, a geom_unit without geom_scale, and as `raw_geom_scale`.
+    Raises ParameterError for an unknown unit and a geom_unit without geom_scale, and the errors of `raw_geom_scale`.
     """
     unit = stated.get("geom_unit")
     if unit is None or check_geom_unit(unit) == "raw":
@@ -89,9 +91,9 @@ def with_raw_scale(stated: Mapping[str, Any], median: float | None, unknown: str
 
 
 def raw_geom_scale(geom_scale: float, median: float | None, unknown: str = _NOT_MEASURED) -> float:
-    """`geom_scale`, given per `median` distance, per unit of the metric: geom_scale / median.
+    """Convert `geom_scale` from units of the median distance to the metric's unit: geom_scale / median.
 
-    Raises ParameterError without a median, with the reason `unknown`, and for a result beyond float32.
+    Raises ParameterError if `median` is None, with the reason `unknown`, and for a result beyond float32.
     """
     if median is None:
         raise ParameterError(f"geom_unit is 'median', but {unknown}.", "geom_unit")
@@ -106,30 +108,30 @@ def raw_geom_scale(geom_scale: float, median: float | None, unknown: str = _NOT_
 
 
 def median_distance(geometry: TokenDistances, logits: Iterable[NDArray[Any]]) -> float | None:
-    """The median distance of two independent draws at one step, given that they are different tokens.
+    """The median distance between two independent draws at one step, given that they are different tokens.
 
-    A pair (i, j) of a step counts with the weight p_i p_j, p the softmax at temperature 1: pairs of likely tokens count
-    most, and steps with one certain token hardly at all. Each step contributes its LIKELY_TOKENS likeliest tokens.
+    A pair (i, j) has the weight p_i p_j, where p is the softmax at temperature 1. So pairs of likely tokens weigh most,
+    and steps with one certain token weigh hardly anything. Each step contributes its LIKELY_TOKENS likeliest tokens.
 
     geometry: any metric.
     logits: one row [V] per step; rows with NaN, +inf or nothing finite are left out.
 
-    Returns None without two likely tokens at any step, and if the median is 0.
+    Returns None if no step has two likely tokens, or if the median is 0.
     """
-    found = [_pair_distances(geometry, row) for row in logits if np.isfinite(row.max())]
-    if not found:
+    steps = [_pair_distances(geometry, row) for row in logits if np.isfinite(row.max())]
+    if not steps:
         return None
-    distances, weights = (np.concatenate(part) for part in zip(*found, strict=True))
+    distances, weights = (np.concatenate(part) for part in zip(*steps, strict=True))
     order = np.argsort(distances)
-    upto = np.cumsum(weights[order])
-    if not len(upto) or upto[-1] <= 0:
+    cumulative = np.cumsum(weights[order])
+    if not len(cumulative) or cumulative[-1] <= 0:
         return None
-    median = float(distances[order][np.searchsorted(upto, upto[-1] / 2)])
+    median = float(distances[order][np.searchsorted(cumulative, cumulative[-1] / 2)])
     return median if median > 0 else None
 
 
 def split_special_prefix(ids: Sequence[int], special: Sequence[int], vocab_size: int) -> tuple[Ids, Ids]:
-    """The leading special tokens of an encoded text and its other tokens, without ids outside the vocabulary.
+    """Split an encoded text into (its leading special tokens, its other tokens), without ids outside the vocabulary.
 
     special: 1 for each special token of `ids`, else 0.
     """
@@ -140,7 +142,10 @@ def split_special_prefix(ids: Sequence[int], special: Sequence[int], vocab_size:
 
 
 def first_and_last_tokens(start: Ids, body: Ids, longest: int) -> list[Ids]:
-    """The first and the last tokens of `body`, each after `start`, with at most `longest` tokens; [] if none fit."""
+    """Texts of at most `longest` tokens: `start` and the first tokens of `body`, `start` and its last tokens.
+
+    Returns one text if all of `body` fits, and [] if `start` leaves no space or `body` is empty.
+    """
     length = longest - len(start)
     if length < 1 or not len(body):
         return []

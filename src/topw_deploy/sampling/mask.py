@@ -17,7 +17,7 @@ _LITTLE_ENDIAN = np.dtype("<i4")
 
 
 def mask_words(vocab: int) -> int:
-    """The words of one row's mask: ceil(vocab / 32)."""
+    """The number of words in one row's mask: ceil(vocab / 32)."""
     return -(-vocab // WORD_BITS)
 
 
@@ -51,7 +51,7 @@ def unpack_mask(words: ArrayLike, vocab: int) -> NDArray[np.bool_]:
 
 
 def apply_mask(logits: ArrayLike, words: ArrayLike) -> NDArray[np.float32]:
-    """The logits [..., V] with -inf for every token that `words` [..., ceil(V / 32)] does not allow, in float32.
+    """Set the logits [..., V] of tokens that `words` [..., ceil(V / 32)] does not allow to -inf. Returns float32.
 
     Raises the errors of `unpack_mask`.
     """

@@ -17,13 +17,17 @@ POTENTIALS = ("nearest", "knn")
 GREEDY_BELOW = 9.999999747378752e-06  # 1e-5 in float32; below it, a temperature means argmax
 
 ALIASES = {"lambda_geom": "lam", "warm_p": "init_top_p", "m": "top_m"}
-"""The names of the authors' released code -> ours."""
+"""Name in the authors' released code -> name here."""
 
 IN_FLOAT32 = "in float32 too, which holds magnitudes from 1.4e-45 to 3.4e+38"
+"""The end of a message about a value that leaves its interval when rounded to float32."""
 
 
 def as_number(name: str, value: object) -> float:
-    """The parameter `name` as a float, infinite beyond float64. Raises ParameterError for anything but a number."""
+    """Convert the value of the parameter `name` to a float; an integer beyond float64 becomes inf or -inf.
+
+    Raises ParameterError for anything but a number.
+    """
     if not isinstance(value, bool) and hasattr(value, "__float__"):  # numpy's scalars have it, strings do not
         with contextlib.suppress(TypeError, ValueError):  # arrays and tensors have it too, but raise
             try:
@@ -36,7 +40,7 @@ def as_number(name: str, value: object) -> float:
 def check_range(name: str, value: float, rounded: float | None = None) -> None:
     """Raises ParameterError unless `value` is in the range of the parameter `name`.
 
-    rounded: its float32 value, checked in place of `value`.
+    rounded: `value` rounded to float32, checked in its place; the message quotes `value`.
     """
     holds, bound = _RANGES[name]
     number = as_number(name, value)
@@ -69,14 +73,13 @@ class TopWParameters:
     """Parameters of a row; the graph takes each as float32 [batch].
 
     lam: weight of the entropy term, >= 0.
-    beta: weight of the log-mass reward, >= 0; text such as "1.5+1.5*T" becomes its number at `temperature`
-        (`sampling.beta`).
+    beta: weight of the log-mass reward, >= 0; text such as "1.5+1.5*T" is evaluated at `temperature` (`sampling.beta`).
     temperature: sampling temperature T >= 0; below 1e-5 the row is greedy.
     selection_temperature: temperature for choosing the crop, >= 0; 0 means `temperature`.
-    init_top_p: mass of the nucleus warm start relative to the pool's, in (0, 1].
-    geom_scale: factor on distances, finite; negative is the paper's repulsive variant.
+    init_top_p: mass of the nucleus warm start relative to the pool's mass, in (0, 1].
+    geom_scale: factor on distances, finite; a negative one is the paper's repulsive variant.
 
-    Raises ParameterError naming the parameter, its value and its interval.
+    Raises ParameterError with the parameter's name, value and interval.
     """
 
     lam: float = 2.2
@@ -107,9 +110,9 @@ class TopWOptions:
     alt_iters: maximum number of alternations, >= 1.
     metric: token distance, one of METRICS.
     potential: distance to a set: `nearest` (the smallest) or `knn` (mean of the knn_k smallest).
-    knn_k: neighbours for `knn`, >= 1.
+    knn_k: number of neighbours for `knn`, >= 1.
 
-    Raises ParameterError naming the option, its value and the allowed values.
+    Raises ParameterError with the option's name, its value and the allowed values.
     """
 
     top_m: int = 1200
@@ -133,19 +136,19 @@ class TopWOptions:
         return self.knn_k if self.potential == "knn" else 0
 
 
-_BETAS: Mapping[str, Any] = {"creative": "1.5+1.5*T"}  # presets whose beta depends on the temperature
+_BETA_TEXTS: Mapping[str, Any] = {"creative": "1.5+1.5*T"}  # for presets whose beta depends on the temperature
 
 PRESETS: Mapping[str, tuple[TopWParameters, TopWOptions]] = {
     "paper": (TopWParameters(), TopWOptions()),
     "released": (TopWParameters(geom_scale=0.6), TopWOptions(alt_iters=9, metric="cosine")),
-    "creative": (TopWParameters(beta=_BETAS["creative"]), TopWOptions()),
+    "creative": (TopWParameters(beta=_BETA_TEXTS["creative"]), TopWOptions()),
 }
-"""Presets of an export: parameters at their temperature, and options."""
+"""Name of an export's preset -> (its parameters, its options). `beta` is evaluated at the preset's temperature."""
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """The parameters of a preset in PRESETS; a `beta` that depends on the temperature is text."""
-    return {**asdict(PRESETS[name][0]), **({"beta": _BETAS[name]} if name in _BETAS else {})}
+    """The parameters of a preset in PRESETS, by name. A `beta` that depends on the temperature stays text."""
+    return {**asdict(PRESETS[name][0]), **({"beta": _BETA_TEXTS[name]} if name in _BETA_TEXTS else {})}
 
 
 PARAMETER_NAMES = tuple(f.name for f in fields(TopWParameters))
@@ -153,9 +156,9 @@ OPTION_NAMES = tuple(f.name for f in fields(TopWOptions))
 
 
 def canonical_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETER_NAMES) -> dict[str, Any]:
-    """`given` with the authors' aliases replaced by our names.
+    """Replace the authors' aliases in `given` by the names used here.
 
-    Raises ParameterError for a name outside `known` (listing them) and for a parameter given under two names.
+    Raises ParameterError for a name outside `known`, listing the known ones, and for a parameter given under two names.
     """
     known = tuple(known)
     used: dict[str, str] = {}

@@ -25,11 +25,13 @@ REQUEST_PRESETS: Mapping[str, str] = {
 
 
 def preset_parameters(name: str, metric: str, width: int | None) -> dict[str, Any]:
-    """The six parameters of preset `name`, for a model with this metric and embedding width: numbers, but for a `beta`
-    that depends on the temperature, which is text (`sampling.beta`).
+    """The six parameters of preset `name`, by name. A `beta` that depends on the temperature is text (`sampling.beta`).
 
-    `mahalanobis` distances grow with the width, so `lively` divides its geom_scale by the typical distance. Raises
-    ParameterError for an unknown name, listing the known ones.
+    metric, width: the model's metric and embedding width. `mahalanobis` distances grow with the width, so `lively`
+        divides its geom_scale by the typical distance.
+
+    Raises ParameterError for an unknown name, listing the known ones, and for `lively` under `mahalanobis` without a
+    width.
     """
     check_preset(name)
     if name in PRESETS:
@@ -45,10 +47,12 @@ def check_preset(name: object) -> str:
 
 
 def typical_distance(metric: str, width: int | None) -> float:
-    """The distance of two tokens with uncorrelated features.
+    """The typical distance between two tokens whose features are uncorrelated.
 
-    Standardised features have a mean square of 1 per coordinate: sqrt(2 width) under `mahalanobis`. `unit` and `cosine`
-    normalise features; `uniform` has only the distance 1. Raises ParameterError for `mahalanobis` without a width.
+    Under `mahalanobis`, each coordinate of the features has a mean square of 1, so the distance is sqrt(2 width).
+    `unit` and `cosine` normalise features: sqrt(2) and 1. `uniform` has only the distance 1.
+
+    Raises ParameterError for `mahalanobis` without a width.
     """
     if metric == "mahalanobis":
         if width is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +18,17 @@ from topw_deploy.sampling.geometry import Floats, Geometry, Ids
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 Mask = NDArray[np.bool_]
+
+
+class HasMetric(Protocol):
+    """A `Geometry`, or the same on tensors."""
+
+    @property
+    def metric(self) -> str:
+        """One of METRICS."""
+
+
+AnyGeometry = TypeVar("AnyGeometry", bound=HasMetric)
 
 # Weights are in units of the largest and at least e^-60. With geom_scale >= 0 every prefix holds the largest logit: the
 # floor changes no sum. Otherwise a prefix may hold only tiny weights; the floor keeps its mass normal in float32 and
@@ -53,7 +65,7 @@ class Ties:
         return self.pool_cut or near or self.nucleus <= bounds.nucleus
 
     def allow_other_certified(self, bounds: TieBounds) -> bool:
-        """Whether it may give another value of `certified`."""
+        """Whether such an implementation may give another value of `certified`."""
         return self.allow_other_set(bounds) or self.certificate <= bounds.objective
 
 
@@ -103,7 +115,7 @@ def crop(
     another metric.
     """
     options = TopWOptions() if options is None else options
-    geometry = geometry_for(options, geometry)
+    geometry = checked_geometry(options, geometry)
     row = checked_row(logits)
     if parameters.greedy:
         return Crop(np.array([np.argmax(row)], dtype=np.int64), True, 1, 1, 0, Ties())
@@ -145,7 +157,7 @@ def crop(
 def candidate_pool(logits: Floats, top_m: int) -> tuple[Ids, bool]:
     """The candidate pool C: the `top_m` largest finite logits, by (logit descending, id ascending).
 
-    Returns (ids int64 [|C|], whether a logit left out equals the last one taken).
+    Returns (ids int64 [|C|], whether a logit outside the pool equals the last one inside).
     """
     finite = int(np.isfinite(logits).sum())
     size = min(top_m, finite)
@@ -156,7 +168,7 @@ def candidate_pool(logits: Floats, top_m: int) -> tuple[Ids, bool]:
 
 
 def warm_start(p: Floats, init_top_p: float) -> tuple[int, float]:
-    """k0, the size of the shortest pool prefix with `init_top_p` of the pool's mass, and the cut's relative margin."""
+    """The size k0 of the shortest pool prefix with `init_top_p` of the pool's mass, and the cut's relative margin."""
     if init_top_p >= 1.0:
         return len(p), math.inf
     G = np.cumsum(p)
@@ -201,7 +213,7 @@ class SetDistance:
     def __call__(self, S: Mask) -> Floats:
         missing = S & ~self._known
         if missing.any():
-            self._matrix[:, missing] = self._geometry.between(self._features, self._features[missing])
+            self._matrix[:, missing] = self._geometry.point_distances(self._features, self._features[missing])
             self._known |= missing
         to_members = self._matrix[:, S]  # [|C|, |S|]
         n = min(self._neighbours or 1, to_members.shape[1])
@@ -221,18 +233,26 @@ def _certificate_lead(base: Floats, k0: int, c: float) -> float:
     return math.inf if c <= 0 or k0 == len(base) else float(abs(base[:k0].max() - base[k0:].max()))
 
 
-def geometry_for(options: TopWOptions, geometry: Geometry | None) -> Geometry:
+def checked_geometry(options: TopWOptions, geometry: Geometry | None) -> Geometry:
+    """`geometry`, or the uniform one if none is needed. Raises ParameterError unless it has the options' metric."""
     if geometry is None and options.metric == "uniform":
         return Geometry.uniform()
-    if geometry is None or geometry.metric != options.metric:
+    return require_metric(options.metric, geometry)
+
+
+def require_metric(metric: str, geometry: AnyGeometry | None) -> AnyGeometry:
+    """Return `geometry`. Raises ParameterError unless it is a geometry of `metric`."""
+    if geometry is None or geometry.metric != metric:
         given = "no geometry" if geometry is None else f"a {geometry.metric} geometry"
-        raise ParameterError(
-            f"the options have the metric {options.metric}, but {given} was given; give one of that metric."
-        )
+        raise ParameterError(f"the options have the metric {metric}, but {given} was given; give one of that metric.")
     return geometry
 
 
 def checked_row(logits: ArrayLike) -> Floats:
+    """Convert one row of logits [V] to float64.
+
+    Raises ParameterError for another shape, NaN, +inf or nothing finite.
+    """
     given = np.asarray(logits)
     if given.ndim != 1 or len(given) == 0:
         raise ParameterError(f"logits have shape {given.shape}, but must be one row [V], V >= 1.")

@@ -22,7 +22,7 @@ PADDING = -1  # edit id without effect: rows of a batch have different numbers o
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """The answer for one row: the graph's outputs, then reference-only values.
+    """The sampled token of one row: the graph's outputs, and values that only the reference computes.
 
     next_token: -1 if the row is invalid.
     logprob: the token's log probability in the renormalised crop at `temperature`; 0 if greedy or invalid.
@@ -47,7 +47,7 @@ class SampledRow:
 
 
 def as_float32(parameters: TopWParameters | Mapping[str, float]) -> TopWParameters:
-    """The parameters rounded to float32, as a graph receives them, with defaults for missing names.
+    """Round parameters to float32, as a graph receives them. Missing names get defaults.
 
     Raises ParameterError if a rounded value is out of range: 1e-50 is a valid init_top_p, but 0 in float32.
     """
@@ -103,9 +103,9 @@ def sample_row(
     with np.errstate(over="ignore"):
         values = np.asarray(rule_values, dtype=np.float32).tolist()
     known = RULES_BY_CODE.get(rule)
-    if not _usable(row) or not 0 <= u < 1 or known is None or not known.accepts(values):
+    if not _has_valid_logits(row) or not 0 <= u < 1 or known is None or not known.accepts(values):
         return SampledRow()
-    chosen = crop(row, rounded, options, geometry) if known is TOP_W else _rule_crop(row, rounded, known, values)
+    chosen = crop(row, rounded, options, geometry) if known is TOP_W else _crop_by_rule(row, rounded, known, values)
     mass = crop_mass(row, chosen, rounded)
     if rounded.greedy:
         return SampledRow(int(chosen.kept[0]), 0.0, 1, chosen.kept, True, mass, chosen.ties)
@@ -115,7 +115,7 @@ def sample_row(
     )
 
 
-def _rule_crop(row: NDArray[np.float32], parameters: TopWParameters, rule: Rule, values: list[float]) -> RuleCrop:
+def _crop_by_rule(row: NDArray[np.float32], parameters: TopWParameters, rule: Rule, values: list[float]) -> RuleCrop:
     selection = parameters.selection_temperature
     return kept_set(row, rule, values, temperature=parameters.temperature, selection_temperature=selection)
 
@@ -130,7 +130,7 @@ def crop_mass(logits: ArrayLike, chosen: Crop | RuleCrop, parameters: TopWParame
     return float(w[chosen.kept].sum() / w.sum())
 
 
-def _usable(row: NDArray[np.float32]) -> bool:
+def _has_valid_logits(row: NDArray[np.float32]) -> bool:
     return not np.isnan(row).any() and not (row == np.inf).any() and bool(np.isfinite(row).any())
 
 

@@ -21,7 +21,7 @@ def fresh_seed() -> int:
 def prompt_seed(seed: int, index: int) -> int:
     """The seed, below 2**53, of prompt `index` (from 0) in a file.
 
-    It uses the largest sample index, which no draw uses.
+    Its Philox counter has the largest sample index, which no draw uses.
     """
     # numpy converts lists with integers >= 2**63 to floats
     counter = np.array([index, _COUNTER_VALUES - 1, 0, 0], np.uint64)
@@ -31,12 +31,14 @@ def prompt_seed(seed: int, index: int) -> int:
 def uniform_for(seed: int, position: int, sample: int = 0) -> float:
     """The uniform number in [0, 1) of one draw, a pure function of its arguments.
 
-    seed: of the request, 0 <= seed < 2^64.
-    position: real tokens before the drawn one.
+    seed: the request's seed, 0 <= seed < 2^64.
+    position: number of real tokens before the drawn one.
     sample: index among the request's `n` answers.
 
-    The top 24 bits of the first word of Philox 4x64-10, key (seed, 0), counter (position, sample, 0, 0), times 2^-24.
-    numpy increments the counter before the first block.
+    Returns the top 24 bits of the first word of Philox 4x64-10, times 2^-24. The key is (seed, 0), the counter
+    (position, sample, 0, 0); numpy increments the counter before it computes the first block.
+
+    Raises ParameterError for an argument outside 0..2^64 - 1.
     """
     for name, value in (("seed", seed), ("position", position), ("sample", sample)):
         if not 0 <= value < _COUNTER_VALUES:

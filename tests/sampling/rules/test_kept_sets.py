@@ -130,6 +130,13 @@ def test_temperatures_select_and_draw() -> None:
     assert kept("none", row=row, temperature=0.0) == [2]
 
 
+@pytest.mark.parametrize("name", ["temperature", "selection_temperature"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_a_temperature_out_of_range_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ParameterError, match=f"^{name} is {value!r}, but must be a finite number >= 0"):
+        kept_set(ROW, "min_p", (0.2,), **{name: value})
+
+
 def test_margins_are_relative_distances_from_the_threshold() -> None:
     assert kept_set(ROW, "min_p", (0.299,)).ties.rule == pytest.approx(0.3 / 0.299 - 1)
     assert kept_set(ROW, "epsilon", (0.2,)).ties.allow_other_set(FLOAT64_TIES)

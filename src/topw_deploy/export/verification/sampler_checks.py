@@ -257,7 +257,7 @@ def nearest_distances(geometry: Geometry, chosen: np.ndarray, tokens: int) -> np
     nearest = np.full(len(chosen), np.inf)
     for start in range(0, tokens, _BLOCK):
         others = np.arange(start, min(start + _BLOCK, tokens))
-        distances = geometry.between(points, geometry.features(others))
+        distances = geometry.point_distances(points, geometry.features(others))
         distances[chosen[:, None] == others] = np.inf
         np.minimum(nearest, distances.min(axis=1), out=nearest)
     return nearest

@@ -14,11 +14,11 @@ import numpy as np
 from topw_deploy.sampling.geometry import Floats, Geometry, Ids
 from topw_deploy.sampling.reference import Mask, first_maximiser, objective
 
-# Tokens measured before the row test is repeated; the number doubles. The most probable tokens bound mass and objective
-# best, so a small batch of them comes first.
+# Number of tokens whose distances are computed before the row test is repeated; it doubles each time. The most probable
+# tokens give the tightest bounds of mass and objective, so a small batch of them comes first.
 _FIRST_ROWS, _MOST_ROWS = 64, 256
 _FEATURES_AT_ONCE = 128  # rows whose float64 intermediates fit in the CPU's cache
-_SLACK = 1e-9  # times max(1, lam, beta); rounding then only lets more tokens pass the row test
+_SLACK = 1e-9  # times max(1, lam, beta); with it, rounding only lets more tokens pass the row test
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Alternation:
     c: beta - lam > 0.
     unit: max(1, lam, beta).
     penalty: geom_scale >= 0.
-    distance_to: dist(i, S) of positions i outside S; None if always 1.
-    bound: lower bounds [n] of distances to any other token.
+    distance_to: (positions outside S, S) -> their dist(i, S); None if every distance is 1.
+    bound: lower bounds of each token's distance to any other token, [n], or one number for all.
     final_size: a step that ends in a subset of at least this size is final (T1).
     """
 
@@ -56,7 +56,8 @@ class Alternation:
         return S, seen, most_steps
 
     def _step(self, S: Mask) -> Mask:
-        phi = np.where(S, self.scores, self.scores - self.penalty * self.bound)  # an upper bound until measured
+        # Upper bounds of phi, replaced by phi once the distances are computed.
+        phi = np.where(S, self.scores, self.scores - self.penalty * self.bound)
         known = np.ones_like(S) if self.distance_to is None else S.copy()
         rows = _FIRST_ROWS
         while True:
@@ -66,13 +67,13 @@ class Alternation:
                 after = np.zeros_like(S)
                 after[best] = True
                 return after
-            todo = outside[:rows]
-            phi[todo] = self.scores[todo] - self.penalty * self.distance_to(todo, S)
-            known[todo] = True
+            batch = outside[:rows]
+            phi[batch] = self.scores[batch] - self.penalty * self.distance_to(batch, S)
+            known[batch] = True
             rows = min(2 * rows, _MOST_ROWS)
 
     def _best_prefix(self, phi: Floats, known: Mask) -> tuple[Ids, float]:
-        """The best prefix of the tokens with known phi, the first if tied, and its J."""
+        """The best prefix of the tokens with known phi, the shortest if tied, and its J."""
         positions = np.flatnonzero(known)
         order = positions[np.argsort(-phi[positions], kind="stable")]  # stable: pool position breaks ties
         J = objective(self.p[order], phi[order], self.c)
@@ -80,8 +81,10 @@ class Alternation:
         return order[:k], float(J[k - 1])
 
     def _may_be_kept(self, phi: Floats, best: float) -> Mask:
-        """The row test, with upper bounds `phi` and a lower bound `best` of J. The tokens that pass bound the kept
-        mass; the test repeats until they no longer change.
+        """The tokens [n] that pass the row test, given upper bounds `phi` and a lower bound `best` of the best J.
+
+        The mass of the passing tokens bounds the kept mass, which tightens the test. So it is repeated until that mass
+        shrinks by less than 0.1 %.
         """
         G = float(self.p.sum())
         while True:
@@ -100,21 +103,21 @@ def loss_of_share(y: Floats) -> Floats:
 
 
 class SetDistances:
-    """dist(i, S) for pool tokens i outside a changing set S, each distance computed once.
+    """dist(i, S) for pool tokens i outside a changing set S. Computes each distance once.
 
     C: token ids of the pool [n].
-    neighbours: 0 for the smallest distance, otherwise the mean of this many smallest ones.
+    neighbours: dist(i, S) is the mean of this many smallest distances; 0 for the smallest alone.
     """
 
     def __init__(self, geometry: Geometry, C: Ids, neighbours: int) -> None:
         self._geometry = geometry
         self._C = C
         self._neighbours = neighbours
-        self._features: Floats | None = None
+        self._features = np.empty((len(C), geometry.features(C[:0]).shape[1]))
         self._has_features = np.zeros(len(C), dtype=np.bool_)
         self._store = np.empty((len(C), len(C)))
-        # Rows measured in the same steps form a group: they have the same columns filled, so missing values form a
-        # rectangle.
+        # Rows whose distances were computed in the same steps form a group: they have the same columns filled, so their
+        # missing values form a rectangle.
         self._group = np.zeros(len(C), dtype=np.int64)
         self._known: list[Mask] = [np.zeros(len(C), dtype=np.bool_)]
         self.computed = 0
@@ -125,32 +128,28 @@ class SetDistances:
             same = rows[self._group[rows] == group]
             missing = S & ~self._known[group]
             if missing.any():
-                self._measure(same, np.flatnonzero(missing))
-                self._group[same] = self._group_measuring(self._known[group] | missing)
+                self._compute(same, np.flatnonzero(missing))
+                self._group[same] = self._group_with_columns(self._known[group] | missing)
         to_members = self._store[np.ix_(rows, np.flatnonzero(S))]  # [n, |S|]
         count = min(self._neighbours or 1, to_members.shape[1])
         if count == 1:
             return to_members.min(axis=1)
         return np.partition(to_members, count - 1, axis=1)[:, :count].mean(axis=1)
 
-    def _measure(self, rows: Ids, columns: Ids) -> None:
-        x, y = self._points(rows), self._points(columns)
-        self._store[np.ix_(rows, columns)] = self._geometry.between(x, y)
+    def _compute(self, rows: Ids, columns: Ids) -> None:
+        x, y = self._features_at(rows), self._features_at(columns)
+        self._store[np.ix_(rows, columns)] = self._geometry.point_distances(x, y)
         self.computed += len(rows) * len(columns)
 
-    def _points(self, positions: Ids) -> Floats:
+    def _features_at(self, positions: Ids) -> Floats:
         missing = positions[~self._has_features[positions]]
         for start in range(0, len(missing), _FEATURES_AT_ONCE):
             new = missing[start : start + _FEATURES_AT_ONCE]
-            points = self._geometry.features(self._C[new])
-            if self._features is None:
-                self._features = np.empty((len(self._C), points.shape[1]))
-            self._features[new] = points
+            self._features[new] = self._geometry.features(self._C[new])
             self._has_features[new] = True
-        assert self._features is not None  # the first positions are all new
         return self._features[positions]
 
-    def _group_measuring(self, columns: Mask) -> int:
+    def _group_with_columns(self, columns: Mask) -> int:
         for group, known in enumerate(self._known):
             if np.array_equal(known, columns):
                 return group

@@ -15,10 +15,10 @@ from topw_deploy.sampling.geometry import Floats, Geometry, Ids
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.reference import (
     SMALLEST_LOG_WEIGHT,
+    checked_geometry,
     checked_row,
     crop,
     first_maximiser,
-    geometry_for,
     objective,
     warm_start,
 )
@@ -31,12 +31,12 @@ class FastCrop:
     """The kept set of one row, and the work it took.
 
     kept, certified: as in `reference.Crop`.
-    stage: what settled the row: "greedy"; "candidates", without the pool; "pool", without a distance; "geometry", the
-        alternation; "literal", the reference, for a negative geom_scale.
-    candidates: tokens with computed weights; 0 if greedy or beta <= lam.
-    steps: alternations, without the reference's last one, which confirms the set.
+    stage: what decided the crop: "greedy"; "candidates", without the pool; "pool", without a distance; "geometry", by
+        the alternation; "literal", by the reference, for a negative geom_scale.
+    candidates: number of tokens whose weights were computed; 0 if greedy or beta <= lam.
+    steps: number of alternations, without the reference's last one, which only confirms the set.
     distances: number of computed ordered pairs (pool token, member of a set).
-    distances_avoided: `reference.Crop.distances` less `distances`; 0 if unknown ("candidates").
+    distances_avoided: `reference.Crop.distances` minus `distances`; 0 if unknown ("candidates").
     """
 
     kept: Ids
@@ -57,14 +57,17 @@ def fast_crop(
 ) -> FastCrop:
     """The kept set of `reference.crop` for one row, except where rounding decides.
 
-    neighbour_bound: float32 [V] or longer, lower bounds of distances to any other token. Only affects speed.
+    neighbour_bound: float32 [V] or longer, lower bounds of each token's distance to any other token. They affect only
+        the speed.
 
-    Other arguments and errors: see `reference.crop`. Float32 logits are searched as they are; decisions use float64,
-    summed in the reference's order. Raises ParameterError also for a neighbour bound that is too short or NaN at a pool
+    For the other arguments see `reference.crop`. Float32 logits are searched without conversion; decisions use float64,
+    summed in the reference's order.
+
+    Raises the errors of `reference.crop`, and ParameterError for a neighbour bound that is too short or NaN at a pool
     token.
     """
     options = _DEFAULT_OPTIONS if options is None else options
-    geometry = geometry_for(options, geometry)
+    geometry = checked_geometry(options, geometry)
     row = np.asarray(logits)
     if row.ndim != 1 or row.dtype not in (np.float32, np.float64):
         row = checked_row(row)
@@ -75,6 +78,8 @@ def fast_crop(
 
 
 class _RowCrop:
+    """The crop of one row with geom_scale >= 0, tried in the order of its cost."""
+
     def __init__(
         self,
         row: Logits,
@@ -90,14 +95,14 @@ class _RowCrop:
         self.c = parameters.beta - parameters.lam
         self.selection = parameters.selection_temperature or parameters.temperature
         table = geometry.table
-        # Otherwise a pool token may lack an embedding, which is an error even if no distance is needed.
+        # If false, a pool token may lack an embedding, which is an error even if no distance is needed.
         self.every_token_embedded = table is None or table.shape[0] >= len(row)
 
     def choose(self) -> FastCrop:
         if self.parameters.greedy or (self.c <= 0 and self.every_token_embedded):  # singleton collapse
             return self._crop_to_largest()
-        self.blocks = BlockMaxima(self.row)
-        self._check_largest(self.blocks.largest)
+        self.maxima = BlockMaxima(self.row)
+        self._check_largest(self.maxima.largest)
         candidates = self._ids_within_gap()
         if candidates is not None and len(candidates) <= self.options.top_m and self.every_token_embedded:
             found = self._certify_by_candidates(candidates)
@@ -116,10 +121,10 @@ class _RowCrop:
         return FastCrop(np.array([best], dtype=np.int64), True, stage, 0, 0, 0, 0)
 
     def _ids_within_gap(self) -> Ids | None:
-        """All tokens within the gap, which contain the crop; None if too many."""
+        """Ids of all tokens within the gap, which contain the crop; None if more than top_m blocks hold one."""
         lam, top_m = self.parameters.lam, self.options.top_m
         width = gap(lam, self.c, min(top_m, len(self.row)))  # no weight exceeds the largest
-        ids = self.blocks.at_least(self.blocks.largest - self.selection * width, most=top_m)
+        ids = self.maxima.few_ids_at_least(self.maxima.largest - self.selection * width, most_blocks=top_m)
         while ids is not None and len(ids) > top_m:
             below = self._log_weights(ids)
             width = gap(lam, self.c, float(np.exp(below).sum()) * (1.0 + 1e-12))
@@ -130,10 +135,10 @@ class _RowCrop:
         return ids
 
     def _log_weights(self, ids: Ids) -> Floats:
-        return (self.row[ids].astype(np.float64) - self.blocks.largest) / self.selection
+        return (self.row[ids].astype(np.float64) - self.maxima.largest) / self.selection
 
     def _certify_by_candidates(self, ids: Ids) -> FastCrop | None:
-        """Certify the row by the candidates, a prefix of the pool; None if they prove nothing."""
+        """The crop if the candidates `ids`, a prefix of the pool, certify the row; else None."""
         lam, share = self.parameters.lam, self.parameters.init_top_p
         ordered = sort_in_pool_order(self.row, ids)
         log_p = self._log_weights(ordered)
@@ -146,10 +151,10 @@ class _RowCrop:
         return FastCrop(ordered[:K], True, "candidates", len(ids), 0, 0, 0)
 
     def _crop_by_pool(self, candidates: Ids | None) -> FastCrop:
-        """Certify the row by the pool (T2), otherwise alternate."""
+        """The crop from the whole pool: certified (T2), or by alternation."""
         size = self.options.top_m
         if candidates is None or len(candidates) < size:
-            candidates = self.blocks.ids_including_largest(size)
+            candidates = self.maxima.ids_including_largest(size)
         C = sort_in_pool_order(self.row, candidates)[:size]
         if not self.every_token_embedded:
             self.geometry.features(C.max(keepdims=True))  # raises if that token has none

@@ -20,8 +20,8 @@ class RuleParameters:
 
     rule: a name in RULES; None for the rule whose parameter is given, or Top-W if none is.
     top_k and so on: each is a parameter of one rule (see RULE_OF_VALUE); None means not given.
-    name, code: of the named or implied rule; the code is the graph's input `rule`.
-    values: the graph's input `rule_values`: (v0, v1) rounded to float32, 0 where the rule has no such parameter.
+    name, code: the named or implied rule's; the code is the graph's input `rule`.
+    values: (v0, v1) of the graph's input `rule_values`, rounded to float32; 0 where the rule has no such parameter.
 
     Raises ParameterError for an unknown rule, a parameter of another rule, parameters of two rules, a missing parameter
     without a default, and a value that is outside its interval before or after rounding to float32.

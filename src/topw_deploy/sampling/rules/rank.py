@@ -6,10 +6,10 @@ from topw_deploy.sampling.rules.row import Choice, OrderedRow, keep_first
 
 
 def top_k(row: OrderedRow, k: float, _: float) -> Choice:
-    """The first k tokens."""
+    """Keep the first k tokens."""
     return keep_first(min(int(k), len(row)))
 
 
 def keep_all(row: OrderedRow, _: float, __: float) -> Choice:
-    """Every finite token."""
+    """Keep every finite token."""
     return keep_first(len(row))

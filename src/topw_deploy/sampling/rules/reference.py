@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.geometry import Ids
-from topw_deploy.sampling.parameters import GREEDY_BELOW
+from topw_deploy.sampling.parameters import GREEDY_BELOW, check_range
 from topw_deploy.sampling.reference import Ties, checked_row
-from topw_deploy.sampling.rules.registry import RULES, RULES_BY_CODE, Rule
+from topw_deploy.sampling.rules.registry import RULES, RULES_BY_CODE, Choose, Rule
 from topw_deploy.sampling.rules.row import OrderedRow
 
 CANDIDATES = 64
@@ -24,7 +24,7 @@ class RuleCrop:
     """The kept set of one row.
 
     kept: token ids, int64 [k], by (logit descending, id ascending), the order of the draw.
-    certified: whether the row is greedy or all kept tokens are among the CANDIDATES best.
+    certified: whether the row is greedy or all kept tokens are among the CANDIDATES largest logits.
     ties: `Ties.rule` holds the rule's margin.
     """
 
@@ -48,9 +48,12 @@ def kept_set(
     values: the rule's parameters, at most (v0, v1); further ones are ignored.
     temperature, selection_temperature: as in `TopWParameters`.
 
-    Raises ParameterError for an unknown rule, values outside their intervals, and logits that `sampling.crop` refuses.
+    Raises ParameterError for an unknown rule, values and temperatures outside their intervals, and logits that
+    `sampling.crop` refuses.
     """
-    chosen = _known(rule)
+    chosen, choose = _find_rule(rule)
+    check_range("temperature", temperature)
+    check_range("selection_temperature", selection_temperature)
     if len(values) < len(chosen.values) or not chosen.accepts(values):
         bounds = ", ".join(f"{value.name} {value.bound}" for value in chosen.values)
         raise ParameterError(f"the rule {chosen.name} has the values {tuple(values)}, but needs {bounds}.", "rule")
@@ -59,13 +62,12 @@ def kept_set(
         return RuleCrop(np.array([np.argmax(row)], dtype=np.int64), True, Ties())
     ordered = OrderedRow.of(row, selection_temperature or temperature)
     v0, v1, *_ = (*values, 0.0, 0.0)
-    assert chosen.choose is not None
-    choice = chosen.choose(ordered, float(v0), float(v1))
+    choice = choose(ordered, float(v0), float(v1))
     certified = bool(choice.places[-1] < CANDIDATES)
     return RuleCrop(ordered.ids[choice.places], certified, Ties(rule=choice.margin))
 
 
-def _known(rule: str | int | Rule) -> Rule:
+def _find_rule(rule: str | int | Rule) -> tuple[Rule, Choose]:
     if isinstance(rule, Rule):
         found: Rule | None = rule
     else:
@@ -73,4 +75,4 @@ def _known(rule: str | int | Rule) -> Rule:
     if found is None or found.choose is None:
         known = ", ".join(f"{each.code} {name}" for name, each in RULES.items() if each.choose is not None)
         raise ParameterError(f"rule is {rule!r:.60}, but must be one of: {known}.", "rule")
-    return found
+    return found, found.choose

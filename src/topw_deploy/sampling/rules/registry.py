@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.rules.min_k import min_k
@@ -20,39 +21,44 @@ LARGEST_COUNT = 1 << 24
 """The largest count: float32 holds every integer up to it."""
 
 
+Choose: TypeAlias = Callable[[OrderedRow, float, float], Choice]
+"""A rule's definition: (row, v0, v1) -> the kept tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class RuleValue:
     """A parameter of a rule.
 
-    holds: whether a finite number is in the interval; NaN and infinities never are.
-    bound: the interval, in the words of an error message.
-    default: the default of the rule's source; None if it has none and the request must give a value.
+    contains: whether a finite number is in the interval.
+    bound: the interval as an error message states it.
+    default: the default in the rule's source; None if the source has none, so a request must give a value.
     """
 
     name: str
-    holds: Callable[[float], bool]
+    contains: Callable[[float], bool]
     bound: str
     default: float | None = None
 
     def accepts(self, value: float) -> bool:
-        return math.isfinite(value) and self.holds(value)
+        """Whether `value` is finite and in the interval."""
+        return math.isfinite(value) and self.contains(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A sampling rule.
 
-    code: its number in the graph's input `rule`.
-    name: its name in a request.
-    values: its parameters, at most two: v0 and v1 of `rule_values`.
-    choose: (row, v0, v1) -> Choice; None for Top-W, which `sampling.reference` defines.
+    code: the rule's number in the graph's input `rule`.
+    name: the rule's name in a request.
+    values: the rule's parameters, at most two: v0 and v1 of the graph's input `rule_values`.
+    choose: the rule's definition; None for Top-W, which `sampling.reference` defines.
     uses_temperature: whether the kept set depends on the selection temperature.
     """
 
     code: int
     name: str
     values: tuple[RuleValue, ...] = ()
-    choose: Callable[[OrderedRow, float, float], Choice] | None = None
+    choose: Choose | None = None
     uses_temperature: bool = True
 
     def accepts(self, values: Sequence[float]) -> bool:
@@ -106,11 +112,11 @@ RULES_BY_CODE: Mapping[int, Rule] = {rule.code: rule for rule in ALL_RULES}
 """The graph's code -> rule."""
 
 RULE_OF_VALUE: Mapping[str, Rule] = {value.name: rule for rule in ALL_RULES for value in rule.values}
-"""The name of a parameter -> its rule."""
+"""Name of a parameter -> its rule."""
 
 
 def carried_rules(names: Iterable[str]) -> tuple[str, ...]:
-    """`names` and Top-W, in the order of the codes.
+    """The rules that an export carries: `names` and Top-W, in the order of their codes.
 
     Raises ParameterError for an unknown rule.
     """

@@ -28,7 +28,7 @@ class OrderedRow:
 
     @classmethod
     def of(cls, logits: Floats, selection: float) -> OrderedRow:
-        """Order logits [V] (a `reference.checked_row`) at the selection temperature Ts > 0."""
+        """Order logits [V], the result of `reference.checked_row`. selection: the temperature Ts > 0."""
         finite = np.flatnonzero(np.isfinite(logits))
         ids = finite[np.argsort(-logits[finite], kind="stable")]
         ordered = logits[ids]
@@ -70,7 +70,7 @@ class Choice:
     """The tokens of an `OrderedRow` that a rule keeps.
 
     places: int64 [k], ascending.
-    margin: relative distance of the deciding quantity from its threshold; inf if rounding cannot change the choice.
+    margin: the relative distance of the deciding quantity from its threshold; inf if rounding cannot change the choice.
     """
 
     places: Ids
@@ -78,7 +78,7 @@ class Choice:
 
 
 def keep_first(size: int, margin: float = math.inf) -> Choice:
-    """The first `size` tokens."""
+    """The choice of the first `size` tokens."""
     return Choice(np.arange(size, dtype=np.int64), float(margin))
 
 

@@ -19,7 +19,7 @@ from topw_deploy.sampling.rules.row import Choice, OrderedRow, keep_first, neare
 
 
 def top_h(row: OrderedRow, alpha: float, pool: float) -> Choice:
-    """The longest prefix of the `pool` best tokens with E_k <= alpha E_n; the first token if E_n rounds to 0."""
+    """Keep the longest prefix of the `pool` best tokens with E_k <= alpha E_n; the first token if E_n rounds to 0."""
     n = min(int(pool), len(row))
     terms = row.weighted_surprise[:n] + row.weights[:n] * row.log_total  # Z times -p_i ln p_i
     E = np.cumsum(terms)

@@ -11,7 +11,7 @@ from topw_deploy.sampling.rules.row import Choice, OrderedRow
 
 
 def typical(row: OrderedRow, mass: float, _: float) -> Choice:
-    """The tokens nearest to the entropy, by ascending |-ln p_i - H|, ties by place, until their mass reaches `mass`.
+    """Keep the tokens nearest to the entropy, by ascending (|-ln p_i - H|, place), until their mass reaches `mass`.
 
     H = ln Z + m with m = D / Z, the mean of y, so -ln p_i - H = y_i - m: ln Z cancels.
     """
@@ -23,9 +23,10 @@ def typical(row: OrderedRow, mass: float, _: float) -> Choice:
 
 
 def _order_margin(row: OrderedRow, distance: np.ndarray, last: int, m: float) -> float:
-    """The least difference in distance, in units of 2 m, between the last token and one that could be kept instead.
+    """The smallest difference of distances, in units of 2 m, between the last kept token and a possible replacement.
 
-    Above the mean, y gives the order for every m, so only a token below the mean can change places with another.
+    Two tokens above the mean are ordered by y, whatever m is. So rounding of m can swap two tokens only if at least one
+    is below the mean.
     """
     y = row.surprise
     other = (y != y[last]) if y[last] < m else (y < m)

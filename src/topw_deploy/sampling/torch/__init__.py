@@ -1,10 +1,10 @@
 """Top-W on torch tensors: a batch of rows, on the device of the logits.
 
-Top-W in transformers (`processors`) needs it: copying the logits to the host for `sampling.fast`, which takes one row
-at a time and no torch, would wait for the device at every step.
+Top-W in transformers (`processors`) uses this package. `sampling.fast` would need the logits on the host, and copying
+them would sync the device at every step.
 
-Decisions use float64; on MPS, which lacks it, float32 with looser ties (docs/contract/graph.md, section 4). Tested only
-on the CPU.
+Decisions use float64. MPS lacks it, so decisions there use float32 with looser ties (docs/contract/graph.md,
+section 4). Tested only on the CPU.
 """
 
 from topw_deploy.sampling.torch.crop import CropStage, TensorCrop, crop_rows

@@ -1,6 +1,6 @@
 """Stage C: the alternation of one row over its pool (docs/contract/theory.md, sections 3 and 4), and the literal one.
 
-Its steps depend on computed values, so it syncs the device; only uncertified rows need it.
+Each step depends on values computed before, so it syncs the device. Only uncertified rows need it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from torch import Tensor
 
 from topw_deploy.sampling.torch.geometry import TensorGeometry
 
-# Tokens measured before the row test is repeated; the number doubles. The most probable ones bound mass and objective
-# best.
-_FIRST_ROWS = 64
-_SLACK = {torch.float64: 1e-9, torch.float32: 1e-5}  # of J, in its unit; rounding then only lets more tokens pass
+_FIRST_ROWS = 64  # as in `fast.alternation`
+_SLACK = {torch.float64: 1e-9, torch.float32: 1e-5}  # of J, in its unit; with it, rounding only lets more tokens pass
 
 
 class SetDistances:
-    """As `fast.alternation.SetDistances`."""
+    """`fast.alternation.SetDistances` for tensors."""
 
     def __init__(self, geometry: TensorGeometry, C: Tensor, neighbours: int) -> None:
         self._geometry, self._C, self._neighbours = geometry, C, neighbours
-        self._points: Tensor | None = None
-        self._has_point = torch.zeros_like(C, dtype=torch.bool)
-        self._store = geometry.features(C[:0]).new_empty(len(C), len(C))
-        # As in `fast.alternation`: rows measured in the same steps have the same columns filled.
+        none = geometry.features(C[:0])
+        self._features = none.new_empty(len(C), none.shape[1])
+        self._has_features = torch.zeros_like(C, dtype=torch.bool)
+        self._store = none.new_empty(len(C), len(C))
+        # As in `fast.alternation`: the rows of a group have the same columns filled.
         self._group = torch.zeros_like(C)
-        self._known = [torch.zeros_like(self._has_point)]
+        self._known = [torch.zeros_like(self._has_features)]
         self.computed = 0
 
     def __call__(self, rows: Tensor, S: Tensor) -> Tensor:
@@ -37,27 +36,25 @@ class SetDistances:
             missing = S & ~self._known[group]
             if missing.any():
                 same = rows[self._group[rows] == group]
-                self._measure(same, missing.nonzero()[:, 0])
-                self._group[same] = self._group_measuring(self._known[group] | missing)
+                self._compute(same, missing.nonzero()[:, 0])
+                self._group[same] = self._group_with_columns(self._known[group] | missing)
         to_members = self._store[rows[:, None], S.nonzero()[:, 0]]
         count = min(self._neighbours or 1, to_members.shape[1])
         return to_members.amin(1) if count == 1 else to_members.topk(count, dim=1, largest=False).values.mean(1)
 
-    def _measure(self, rows: Tensor, columns: Tensor) -> None:
-        self._store[rows[:, None], columns] = self._geometry.between(self._features(rows), self._features(columns))
+    def _compute(self, rows: Tensor, columns: Tensor) -> None:
+        x, y = self._features_at(rows), self._features_at(columns)
+        self._store[rows[:, None], columns] = self._geometry.point_distances(x, y)
         self.computed += len(rows) * len(columns)
 
-    def _features(self, positions: Tensor) -> Tensor:
-        new = positions[~self._has_point[positions]]
-        if len(new) or self._points is None:
-            points = self._geometry.features(self._C[new])
-            if self._points is None:
-                self._points = points.new_empty(len(self._C), points.shape[1])
-            self._points[new] = points
-            self._has_point[new] = True
-        return self._points[positions]
+    def _features_at(self, positions: Tensor) -> Tensor:
+        new = positions[~self._has_features[positions]]
+        if len(new):
+            self._features[new] = self._geometry.features(self._C[new])
+            self._has_features[new] = True
+        return self._features[positions]
 
-    def _group_measuring(self, columns: Tensor) -> int:
+    def _group_with_columns(self, columns: Tensor) -> int:
         for group, known in enumerate(self._known):
             if torch.equal(known, columns):
                 return group
@@ -67,11 +64,11 @@ class SetDistances:
 
 @dataclass(frozen=True)
 class Alternation:
-    """Like `fast.alternation.Alternation`, for tensors.
+    """`fast.alternation.Alternation` for tensors; the fields without a line here are the same.
 
     scale: geom_scale.
     distances: None if every distance to a set is 1 or geom_scale is 0.
-    bound: lower bounds of each token's distance to any other, [n] or 1.
+    bound: lower bounds of each token's distance to any other token, [n], or one number for all.
     """
 
     p: Tensor
@@ -84,7 +81,7 @@ class Alternation:
     final_size: int
 
     def run(self, S: Tensor, most_steps: int) -> tuple[Tensor, Tensor]:
-        """Alternate from the mask S [n]. Returns (last set, union of the sets before each step)."""
+        """Alternate from the warm start S, a mask [n]. Returns (last set, union of the sets before each step)."""
         seen = S.clone()
         for step in range(most_steps):
             before, S = S, self._step(S)
@@ -95,23 +92,39 @@ class Alternation:
                 seen |= S
         return S, seen
 
+    def run_literally(self, distances: SetDistances, S: Tensor, most_steps: int) -> Tensor:
+        """Alternate from the warm start S without shortcuts, for geom_scale < 0. Returns the last set."""
+        everyone = torch.arange(len(S), device=S.device)
+        for _ in range(most_steps):
+            phi = torch.where(S, 0.0, -self.scale * distances(everyone, S)) + self.scores
+            order = sort_by_phi(phi, everyone)
+            k = (
+                int(objective(self.p[order], phi[order], self.c).argmax()) + 1 if self.c > 0 else 1
+            )  # singleton collapse
+            before, S = S, torch.zeros_like(S)
+            S[order[:k]] = True
+            if torch.equal(S, before):
+                break
+        return S
+
     def _step(self, S: Tensor) -> Tensor:
-        phi = torch.where(S, self.scores, self.scores - self.scale * self.bound)  # an upper bound until measured
+        # Upper bounds of phi, replaced by phi once the distances are computed.
+        phi = torch.where(S, self.scores, self.scores - self.scale * self.bound)
         known = torch.ones_like(S) if self.distances is None else S.clone()
         rows = _FIRST_ROWS
         while True:
             best, lead = self._best_prefix(phi, known)
-            todo = (~known & self._may_be_kept(phi, lead)).nonzero()[:rows, 0]
-            if self.distances is None or not len(todo):
+            batch = (~known & self._may_be_kept(phi, lead)).nonzero()[:rows, 0]
+            if self.distances is None or not len(batch):
                 after = torch.zeros_like(S)
                 after[best] = True
                 return after
-            phi[todo] = self.scores[todo] - self.scale * self.distances(todo, S)
-            known[todo] = True
+            phi[batch] = self.scores[batch] - self.scale * self.distances(batch, S)
+            known[batch] = True
             rows *= 2
 
     def _best_prefix(self, phi: Tensor, known: Tensor) -> tuple[Tensor, float]:
-        order = in_order_of(phi, known.nonzero()[:, 0])
+        order = sort_by_phi(phi, known.nonzero()[:, 0])
         J = objective(self.p[order], phi[order], self.c)
         k = int(J.argmax()) + 1
         return order[:k], float(J[k - 1])
@@ -128,26 +141,7 @@ class Alternation:
             G = mass
 
 
-def literal(
-    C: Tensor, p: Tensor, log_p: Tensor, k0: int, lam: float, c: float, scale: float, steps: int, neighbours: int,
-    geometry: TensorGeometry,
-) -> tuple[Tensor, int]:  # fmt: skip
-    """The literal rule, for geom_scale < 0. Returns (set [n], distances computed)."""
-    S = torch.arange(len(C), device=C.device) < k0
-    everyone = torch.arange(len(C), device=C.device)
-    distance_to = SetDistances(geometry, C, neighbours)
-    for _ in range(steps):
-        phi = torch.where(S, 0.0, -scale * distance_to(everyone, S)) + lam * log_p
-        order = in_order_of(phi, everyone)
-        k = int(objective(p[order], phi[order], c).argmax()) + 1 if c > 0 else 1  # singleton collapse
-        before, S = S, torch.zeros_like(S)
-        S[order[:k]] = True
-        if torch.equal(S, before):
-            break
-    return S, distance_to.computed
-
-
-def in_order_of(phi: Tensor, positions: Tensor) -> Tensor:
+def sort_by_phi(phi: Tensor, positions: Tensor) -> Tensor:
     """Sort ascending `positions` by phi descending, keeping pool order among ties."""
     return positions[phi[positions].neg().argsort(stable=True)]
 

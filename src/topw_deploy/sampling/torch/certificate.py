@@ -1,6 +1,6 @@
-"""Rows settled without a distance: by a few candidates (stage A) or the whole pool (stage B).
+"""Certify rows without computing a distance: by a few candidates (stage A), or by the whole pool (stage B).
 
-Both compute the objective without geometry over a prefix of the tokens (docs/contract/theory.md, section 4).
+Both stages compute the objective without geometry over a prefix of the tokens (docs/contract/theory.md, section 4).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from topw_deploy.sampling.torch.largest import Largest, largest_logits
 from topw_deploy.sampling.torch.rows import ParameterColumns
 
 CANDIDATES = 64
-"""Number of largest logits that stage A examines; with the defaults, crops of language models have a handful."""
+"""Number of largest logits that stage A reads. With the defaults, crops of language models have a handful of tokens."""
 
-_CANDIDATE_BLOCK, _POOL_BLOCK = 64, 8  # of `largest_logits`
-# Margins of J, in its unit, and of the warm start's mass, relative. Rows within a margin go to the pool, so that stage
-# A settles no row that the pool would not certify.
+_CANDIDATE_BLOCK, _POOL_BLOCK = 64, 8  # block sizes for `largest_logits`
+# (Margin of J, in its unit; relative margin of the warm start's mass). Rows within a margin go to stage B, so stage A
+# settles no row that stage B would not certify.
 _SLACK = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-5, 1e-5)}
 
 
@@ -28,8 +28,9 @@ class TensorCandidates:
     """The outcome of stage A; all but `found` are [B, 1].
 
     found: the largest logits.
-    valid: whether parameters are in_range and logits have no NaN or +inf and are not all -inf.
-    settled: whether the first K of `found` are the crop, greedy or certified.
+    valid: whether the parameters are in range and the logits have no NaN or +inf and are not all -inf.
+    settled: whether the first K tokens of `found` are the crop of a greedy or certified row.
+    K: see `Scan`.
     """
 
     found: Largest
@@ -39,19 +40,19 @@ class TensorCandidates:
 
 
 def settle_by_candidates(logits: Tensor, rows: ParameterColumns, top_m: int) -> TensorCandidates:
-    """Stage A on logits [B, V]. Never syncs the device."""
+    """Run stage A on logits [B, V], without syncing the device."""
     count = min(CANDIDATES, top_m, logits.shape[1])
     found = largest_logits(logits, count, _CANDIDATE_BLOCK, any_last=True)
     valid = (found.top.abs() < torch.inf) & rows.in_range
     scan = base_scan(found, rows)
     settled = valid & (_inside_warm_start(scan, rows) & _covers_the_pool(scan, rows, logits, top_m) | rows.greedy)
-    if count < logits.shape[1]:  # ties with the last candidate are undefined here
+    if count < logits.shape[1]:  # `largest_logits` leaves ties with the last candidate undefined
         settled &= found.logits.gather(1, scan.K - 1) > found.logits[:, -1:]
     return TensorCandidates(found, valid, settled, scan.K)
 
 
 def _inside_warm_start(scan: Scan, rows: ParameterColumns) -> Tensor:
-    """K <= k0: the mass before token K is less than `init_top_p` of the candidates'."""
+    """Whether K <= k0 is proven: the mass before token K is less than `init_top_p` times the candidates' mass."""
     slack = _SLACK[scan.p.dtype][1]
     before = (scan.Gamma - scan.p).gather(1, scan.K - 1)  # 0 for K = 1
     return (rows.geom_scale >= 0) & (before < rows.init_top_p * (1.0 - slack) * scan.Gamma[:, -1:])
@@ -77,10 +78,10 @@ def _covers_the_pool(scan: Scan, rows: ParameterColumns, logits: Tensor, top_m: 
 class TensorPool:
     """The pool of each row.
 
-    found: its tokens in order, -inf logits last.
-    scan: the objective without geometry over its prefixes.
-    size, k0 [B, 1]: tokens of the pool and of the warm start.
-    certified [B, 1]: see `reference.Crop`.
+    found: the pool's tokens in order, -inf logits last.
+    scan: the objective without geometry over the pool's prefixes.
+    size, k0: number of tokens in the pool and in the warm start, int64 [B, 1].
+    certified: bool [B, 1], see `reference.Crop`.
     """
 
     found: Largest
@@ -91,7 +92,7 @@ class TensorPool:
 
 
 def take_pool(logits: Tensor, rows: ParameterColumns, top_m: int) -> TensorPool:
-    """Stage B on logits [B, V] of valid rows."""
+    """Run stage B on logits [B, V] of valid rows."""
     found = largest_logits(logits, min(top_m, logits.shape[1]), _POOL_BLOCK)
     scan = base_scan(found, rows)
     size = (~scan.banned).sum(1, keepdim=True)
@@ -105,9 +106,11 @@ class Scan:
     """The objective without geometry over each row's prefixes; all [B, n] but `K`.
 
     log_p, p: log weights and weights, in units of the largest weight.
-    banned: whether the logit is -inf: outside every pool, with log_p and p set to 0.
-    Gamma, Phi: inclusive sums of p and lam p log p.
-    K [B, 1]: the size of the first best prefix; 1 if greedy or beta <= lam (singleton collapse), despite rounding.
+    banned: whether the logit is -inf; such a token is outside every pool, and its log_p and p are 0.
+    Gamma, Phi: inclusive sums of p and of lam p log p.
+    J: the objective.
+    K: int64 [B, 1], the size of the first best prefix; 1 if greedy or beta <= lam (singleton collapse), whatever
+        rounding does to J.
     """
 
     log_p: Tensor
@@ -120,7 +123,7 @@ class Scan:
 
 
 def base_scan(found: Largest, rows: ParameterColumns) -> Scan:
-    """Sum in the reference's order, in float64 (float32 on MPS)."""
+    """Scan the tokens `found`. Sums in the reference's order, in float64 (float32 on MPS)."""
     logits = found.logits.to(rows.lam.dtype)
     banned = logits == -torch.inf
     log_p = ((logits - logits[:, :1]) / rows.selection).masked_fill_(banned, 0.0)

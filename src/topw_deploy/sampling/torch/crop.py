@@ -1,24 +1,29 @@
-"""Top-W for a batch of rows: candidates (A), the pool (B), geometry (C), each only for rows not yet settled."""
+"""Top-W for a batch of rows, in three stages: candidates (A), the pool (B), geometry (C).
+
+Each stage runs only on the rows that the one before left undecided.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.parameters import TopWOptions
-from topw_deploy.sampling.torch.alternation import Alternation, SetDistances, literal
+from topw_deploy.sampling.reference import require_metric
+from topw_deploy.sampling.torch.alternation import Alternation, SetDistances
 from topw_deploy.sampling.torch.certificate import TensorCandidates, TensorPool, settle_by_candidates, take_pool
 from topw_deploy.sampling.torch.geometry import TensorGeometry
 from topw_deploy.sampling.torch.rows import ParameterColumns, TensorParameters, read_parameters
 
 
 class CropStage(IntEnum):
-    """What settled a row."""
+    """The stage that decided a row's crop."""
 
     INVALID = -1
     GREEDY = 0  # the largest logit
@@ -38,7 +43,8 @@ class TensorCrop:
     invalid: bool [B], rows with NaN, +inf, nothing finite or a parameter out of range; they keep nothing.
     stage: int8 [B], see `CropStage`.
     distances, distances_avoided: int64 [B], as in `FastCrop`.
-    any_invalid: a bool on the host, so that reading it does not sync.
+    vocab: V.
+    any_invalid: whether `invalid` has a true value; on the host, so that reading it does not sync the device.
     """
 
     ids: Tensor
@@ -58,17 +64,28 @@ class TensorCrop:
 
     @cached_property
     def keep_mask(self) -> Tensor:
-        """Kept tokens, bool [B, V]."""
+        """Whether each token is kept, bool [B, V]."""
         mask = torch.zeros(len(self.kept), self.vocab, dtype=torch.bool, device=self.ids.device)
         return mask.scatter_(1, self._kept_ids, ~self.invalid[:, None].expand_as(self.ids))
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Logits [B, V], same type, with -inf for tokens not kept."""
+        """Set the logits [B, V] of tokens that are not kept to -inf. Returns the same type."""
         chosen = logits.gather(1, self._kept_ids).masked_fill_(self.invalid[:, None], -torch.inf)
         return torch.full_like(logits, -torch.inf).scatter_(1, self._kept_ids, chosen)
 
+    def with_rows(self, rows: Tensor, ids: Tensor, **columns: Tensor) -> TensorCrop:
+        """Replace the crops of the rows with these indices [R] by `ids` [R, m] and other fields [R] by name."""
+        width = max(self.ids.shape[1], ids.shape[1])
+
+        def put(old: Tensor, new: Tensor) -> Tensor:
+            return old.index_copy(0, rows, new.to(old.dtype))
+
+        replaced: dict[str, Any] = {name: put(getattr(self, name), column) for name, column in columns.items()}
+        return replace(self, ids=put(padded_ids(self.ids, width), padded_ids(ids, width)), **replaced)
+
     @cached_property
     def _kept_ids(self) -> Tensor:
+        # Places beyond a row's crop repeat its first token, so that scattering them changes nothing.
         place = torch.arange(self.ids.shape[1], device=self.ids.device)
         return torch.where(place < self.kept[:, None], self.ids, self.ids[:, :1])
 
@@ -88,12 +105,13 @@ def crop_rows(
     options, geometry: as for `reference.crop`.
     neighbour_bound: [V], see `fast_crop`.
 
-    Rows are independent. The device syncs once if candidates settle every row; logits are never copied to the host.
+    Rows are independent. The device syncs once if stage A settles every row; logits are never copied to the host.
+
     Raises ParameterError for wrong shapes, numbers out of range, a geometry of another metric or with too few tokens,
     and a NaN bound where one is needed.
     """
     options = TopWOptions() if options is None else options
-    geometry = _geometry_for(options, geometry)
+    geometry = _checked_geometry(options, geometry)
     check_logits(logits)
     if geometry.table is not None and len(geometry.table) < logits.shape[1]:
         raise ParameterError(
@@ -109,11 +127,19 @@ def crop_rows(
     if bool(first.settled.all()):  # the one sync
         return crop
     left = (first.valid & ~first.settled)[:, 0].nonzero()[:, 0]
-    return _settle_remaining(crop, left, row_logits[left], rows.at(left), options, geometry, neighbour_bound)
+    crop = replace(crop, any_invalid=bool(crop.invalid.any()))
+    if not len(left):
+        return crop
+    return _settle_by_pool(crop, left, row_logits[left], rows.of_rows(left), options, geometry, neighbour_bound)
+
+
+def padded_ids(ids: Tensor, width: int) -> Tensor:
+    """Widen ids [B, n] to [B, width]."""
+    return torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raises ParameterError unless they are floating point [B, V], both >= 1."""
+    """Raises ParameterError unless `logits` are floating point [B, V], both >= 1."""
     if logits.ndim != 2 or 0 in logits.shape or not logits.is_floating_point():
         kind = f"{str(logits.dtype).removeprefix('torch.')} {tuple(logits.shape)}"
         raise ParameterError(f"logits are {kind}, but must be floating point [B, V], both >= 1.")
@@ -122,8 +148,8 @@ def check_logits(logits: Tensor) -> None:
 def _crop_of_candidates(first: TensorCandidates, rows: ParameterColumns, vocab: int) -> TensorCrop:
     settled = first.settled[:, 0]
     none = torch.zeros_like(settled, dtype=torch.int64)
-    by_what = CropStage.CANDIDATES - rows.greedy.to(torch.int8)  # GREEDY is CANDIDATES - 1
-    stage = torch.where(first.valid, by_what, int(CropStage.INVALID))
+    valid_stage = CropStage.CANDIDATES - rows.greedy.to(torch.int8)  # GREEDY is CANDIDATES - 1
+    stage = torch.where(first.valid, valid_stage, int(CropStage.INVALID))
     return TensorCrop(
         ids=first.found.ids,
         kept=(first.K * first.settled)[:, 0].to(torch.int32),
@@ -136,7 +162,7 @@ def _crop_of_candidates(first: TensorCandidates, rows: ParameterColumns, vocab: 
     )
 
 
-def _settle_remaining(
+def _settle_by_pool(
     crop: TensorCrop,
     left: Tensor,
     logits: Tensor,
@@ -145,32 +171,26 @@ def _settle_remaining(
     geometry: TensorGeometry,
     neighbour_bound: Tensor | None,
 ) -> TensorCrop:
-    crop = replace(crop, any_invalid=bool(crop.invalid.any()))
-    if not len(left):
-        return crop
+    """Decide the rows `left`, whose logits are [R, V], by stages B and C."""
     pool = take_pool(logits, rows, options.top_m)
-    answer = _PoolAnswer.of(pool, geometry, rows)
+    answer = _PoolAnswer.certified(pool, geometry, rows)
     for row in (~pool.certified[:, 0]).nonzero()[:, 0].tolist():
         _PoolRow(pool, rows, row, geometry, options, neighbour_bound).write_crop(answer)
-    width = pool.found.ids.shape[1]
-    ids = torch.nn.functional.pad(crop.ids, (0, width - crop.ids.shape[1]))
-
-    def put(old: Tensor, new: Tensor) -> Tensor:
-        return old.index_copy(0, left, new.to(old.dtype))
-
-    return replace(
-        crop,
-        ids=put(ids, answer.ids),
-        kept=put(crop.kept, answer.kept),
-        certified=put(crop.certified, pool.certified[:, 0]),
-        stage=put(crop.stage, answer.stage),
-        distances=put(crop.distances, answer.distances),
-        distances_avoided=put(crop.distances_avoided, answer.avoided),
+    return crop.with_rows(
+        left,
+        answer.ids,
+        kept=answer.kept,
+        certified=pool.certified[:, 0],
+        stage=answer.stage,
+        distances=answer.distances,
+        distances_avoided=answer.avoided,
     )
 
 
 @dataclass
 class _PoolAnswer:
+    """Columns of `TensorCrop` for rows of a pool."""
+
     ids: Tensor
     kept: Tensor
     stage: Tensor
@@ -178,28 +198,39 @@ class _PoolAnswer:
     avoided: Tensor
 
     @classmethod
-    def of(cls, pool: TensorPool, geometry: TensorGeometry, rows: ParameterColumns) -> _PoolAnswer:
-        measures = geometry.metric != "uniform"
-        avoided = (pool.size * pool.k0 * ~rows.greedy)[:, 0] if measures else torch.zeros_like(pool.size[:, 0])
+    def certified(cls, pool: TensorPool, geometry: TensorGeometry, rows: ParameterColumns) -> _PoolAnswer:
+        """The answer if every row is certified."""
+        avoided = (pool.size * pool.k0 * ~rows.greedy)[:, 0]
+        if geometry.metric == "uniform":
+            avoided = torch.zeros_like(avoided)
         stage = torch.full_like(avoided, int(CropStage.POOL))
         return cls(pool.found.ids.clone(), pool.scan.K[:, 0].clone(), stage, torch.zeros_like(avoided), avoided)
 
 
 class _PoolRow:
+    """An uncertified row, decided by stage C."""
+
     def __init__(
-        self, pool: TensorPool, rows: ParameterColumns, row: int, geometry: TensorGeometry, options: TopWOptions,
+        self,
+        pool: TensorPool,
+        rows: ParameterColumns,
+        row: int,
+        geometry: TensorGeometry,
+        options: TopWOptions,
         neighbour_bound: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         size = int(pool.size[row])
-        own = rows.at(torch.tensor([row], device=rows.lam.device))
+        own = rows.of_rows(torch.tensor([row], device=rows.lam.device))
         self.row, self.geometry, self.options, self.neighbour_bound = row, geometry, options, neighbour_bound
-        self.C, self.p, self.log_p = pool.found.ids[row, :size], pool.scan.p[row, :size], pool.scan.log_p[row, :size]
-        self.k0 = int(pool.k0[row])
+        self.C, self.p = pool.found.ids[row, :size], pool.scan.p[row, :size]
         self.lam, self.c = float(own.lam), float(own.reward)
+        self.scores = self.lam * pool.scan.log_p[row, :size]
+        self.warm_start = torch.arange(size, device=self.C.device) < int(pool.k0[row])
         self.scale, self.unit = float(own.geom_scale), float(own.unit)
 
     def write_crop(self, answer: _PoolAnswer) -> None:
-        S, seen, computed = self._literally() if self.scale < 0 else self._alternate()
+        """Write the row's crop into its place in `answer`."""
+        S, seen, computed = self._literal_crop() if self.scale < 0 else self._alternated_crop()
         kept = self.C[S]
         answer.ids[self.row, : len(kept)] = kept
         answer.kept[self.row] = len(kept)
@@ -207,28 +238,42 @@ class _PoolRow:
         answer.distances[self.row] = computed
         answer.avoided[self.row] = 0 if self.geometry.metric == "uniform" else len(self.C) * seen - computed
 
-    def _literally(self) -> tuple[Tensor, int, int]:
-        S, computed = literal(
-            self.C, self.p, self.log_p, self.k0, self.lam, self.c, self.scale, self.options.alt_iters,
-            self.options.neighbours, self.geometry,
-        )  # fmt: skip
-        return S, computed // len(self.C), computed
+    def _literal_crop(self) -> tuple[Tensor, int, int]:
+        """(The kept set [n], the number of tokens in any earlier set, the number of computed distances)."""
+        distances = self._set_distances()
+        S = self._alternation(distances, 0.0).run_literally(distances, self.warm_start, self.options.alt_iters)
+        return S, distances.computed // len(self.C), distances.computed
 
-    def _alternate(self) -> tuple[Tensor, int, int]:
-        measured = self.geometry.metric != "uniform" and self.scale > 0
-        distances = SetDistances(self.geometry, self.C, self.options.neighbours) if measured else None
-        bound: Tensor | float = 0.0 if measured else 1.0
-        if measured and self.neighbour_bound is not None:
-            bound = self.neighbour_bound.to(self.C.device)[self.C].to(self.p.dtype).clamp(min=0.0)
-            if bool(bound.isnan().any()):
-                raise ParameterError("the neighbour bound contains NaN, but must contain numbers; compute it again.")
-        rule = Alternation(
-            p=self.p, scores=self.lam * self.log_p, c=self.c, unit=self.unit, scale=self.scale, distances=distances,
-            bound=bound, final_size=max(1, self.options.neighbours),
-        )  # fmt: skip
-        warm = torch.arange(len(self.C), device=self.C.device) < self.k0
-        S, seen = rule.run(warm, self.options.alt_iters)
+    def _alternated_crop(self) -> tuple[Tensor, int, int]:
+        """As `_literal_crop`, for geom_scale >= 0."""
+        needs_distances = self.geometry.metric != "uniform" and self.scale > 0
+        distances = self._set_distances() if needs_distances else None
+        alternation = self._alternation(distances, self._lower_bounds() if needs_distances else 1.0)
+        S, seen = alternation.run(self.warm_start, self.options.alt_iters)
         return S, int(seen.sum()), distances.computed if distances else 0
+
+    def _set_distances(self) -> SetDistances:
+        return SetDistances(self.geometry, self.C, self.options.neighbours)
+
+    def _alternation(self, distances: SetDistances | None, bound: Tensor | float) -> Alternation:
+        return Alternation(
+            p=self.p,
+            scores=self.scores,
+            c=self.c,
+            unit=self.unit,
+            scale=self.scale,
+            distances=distances,
+            bound=bound,
+            final_size=max(1, self.options.neighbours),
+        )
+
+    def _lower_bounds(self) -> Tensor | float:
+        if self.neighbour_bound is None:
+            return 0.0
+        bound = self.neighbour_bound.to(self.C.device)[self.C].to(self.p.dtype).clamp(min=0.0)
+        if bool(bound.isnan().any()):
+            raise ParameterError("the neighbour bound contains NaN, but must contain numbers; compute it again.")
+        return bound
 
 
 def _check_neighbour_bound(neighbour_bound: object, vocab: int) -> None:
@@ -242,12 +287,7 @@ def _check_neighbour_bound(neighbour_bound: object, vocab: int) -> None:
         )
 
 
-def _geometry_for(options: TopWOptions, geometry: TensorGeometry | None) -> TensorGeometry:
+def _checked_geometry(options: TopWOptions, geometry: TensorGeometry | None) -> TensorGeometry:
     if geometry is None and options.metric == "uniform":
         return TensorGeometry.uniform()
-    if geometry is None or geometry.metric != options.metric:
-        given = "no geometry" if geometry is None else f"a {geometry.metric} geometry"
-        raise ParameterError(
-            f"the options have the metric {options.metric}, but {given} was given; give one of that metric."
-        )
-    return geometry
+    return require_metric(options.metric, geometry)

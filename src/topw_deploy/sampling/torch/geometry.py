@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
 _BLOCK_VALUES = 1 << 19  # values per block of a table: 4 MiB in float64, to fit in cache
-# Like the bound in `sampling.geometry`; larger for float32, which has fewer digits.
+# As in `sampling.geometry`; larger for float32, which has fewer digits.
 _NEAR_SHARE = {torch.float64: 1e-3, torch.float32: 0.05}
 
 
 def normalise(points: Tensor) -> Tensor:
-    """`points` [n, d] divided by max(norm, 1e-12)."""
+    """Divide each of `points` [n, d] by max(norm, 1e-12)."""
     return points / torch.linalg.vector_norm(points, dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
 
 
 @dataclass(frozen=True)
 class TensorGeometry:
-    """Like `sampling.Geometry`, on tensors."""
+    """`sampling.Geometry` on tensors."""
 
     metric: str
     table: Tensor | None = None  # [V, d], or None for `uniform`
@@ -40,8 +40,11 @@ class TensorGeometry:
     def from_embeddings(cls, weight: Tensor, metric: str) -> Self:
         """The geometry of an embedding table [V, d] under `mahalanobis`, `unit` or `cosine`.
 
-        weight: any floating type and device; kept by reference, so do not train it further. Statistics as in
-            `sampling.embedding_statistics`, in float64 (float32 on MPS), on its device.
+        weight: any floating type and device; kept by reference, so do not train it further.
+
+        The statistics are those of `sampling.embedding_statistics`, computed on the table's device in float64 (float32
+        on MPS).
+
         Raises ParameterError for another metric, a table that is not a floating [V, d] and values that are not finite.
         """
         if metric not in METRICS or metric == "uniform":
@@ -80,7 +83,8 @@ class TensorGeometry:
             return (normalise(rows) - mean) * inverse_std
         return normalise((rows - mean) * inverse_std)
 
-    def between(self, x: Tensor, y: Tensor) -> Tensor:
+    def point_distances(self, x: Tensor, y: Tensor) -> Tensor:
+        """Distances [n, m] between points `x` [n, d] and `y` [m, d] of `features`; see `Geometry.point_distances`."""
         if self.metric == "uniform":
             return (x != y.T).to(x.dtype)
         if self.metric == "cosine":

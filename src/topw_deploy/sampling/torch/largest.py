@@ -1,6 +1,7 @@
 """The largest logits of each row by (logit descending, id ascending), without sorting the row.
 
-No backend's topk orders ties. Where order matters, logit and position form one integer key, unique in the row.
+torch.topk leaves the order of ties undefined. Where that order matters, logit and position form one integer key that
+is unique in the row.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class Largest:
 def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = False) -> Largest:
     """The `count` <= V largest logits of each row [B, V], float32.
 
-    Takes the maxima of blocks of `block` neighbouring tokens. The first `count` blocks by (maximum descending, position
-    ascending) contain the result: each has a token that precedes all tokens of other blocks. A last, partial block is
-    always searched.
+    Computes the maxima of blocks of `block` neighbouring tokens, then searches `count` blocks and any last, partial
+    block. The first `count` blocks by (maximum descending, position ascending) contain the result, because each of them
+    has a token that precedes all tokens of the other blocks.
 
-    any_last: halves the cost, but leaves the choice among ties with the last token undefined. Tokens above it are
-        exact: no block left out has a larger maximum than the last block taken.
+    any_last: leave the choice among ties with the last token undefined, at half the cost. The tokens above the last one
+        stay exact, because no block outside the search has a larger maximum than a block inside.
     """
     first = _first_by_value if any_last else _first_by_key
     vocab = logits.shape[1]
@@ -61,6 +62,7 @@ def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = F
 
 
 def _first_by_value(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`_first_by_key`, except that ties with the last value are chosen at will."""
     found = values.topk(count, dim=1, sorted=False)
     place, order = found.indices.sort(1)
     ordered, order = torch.sort(found.values.gather(1, order), dim=1, descending=True, stable=True)
@@ -73,14 +75,15 @@ def _first_by_key(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _sort_keys(values: Tensor) -> Tensor:
-    """Unique int64 keys [B, n] that sort as (value, lower position)."""
-    # The bits of float32 sort as integers once negative magnitudes are inverted; adding 0.0 turns -0 into 0.
+    """Unique int64 keys [B, n] whose descending order is (value descending, position ascending)."""
+    # float32 bits sort as integers once the magnitudes of negative numbers are inverted. Adding 0.0 turns -0 into 0.
     bits = (values + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & _MAGNITUDE)).to(torch.int64)
     return (ordered << _POSITION_BITS) | torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
 
 
 def _decode_keys(keys: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Values and positions of `_sort_keys` of rows with `length` values."""
     ordered = (keys >> _POSITION_BITS).to(torch.int32)
     bits = ordered ^ ((ordered >> 31) & _MAGNITUDE)
     return bits.view(torch.float32), (length - 1) - (keys & ((1 << _POSITION_BITS) - 1))

@@ -13,7 +13,7 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.parameters import GREEDY_BELOW, PARAMETER_NAMES, TopWParameters, canonical_names
 
 TensorParameters = TopWParameters | Mapping[str, "float | Tensor"]
-"""One set of numbers for all rows, or a mapping of names to numbers and tensors [B]; missing names take defaults."""
+"""One set of numbers for all rows, or numbers and tensors [B] by name. Missing names get defaults."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class ParameterColumns:
     reward: beta - lam.
     unit: max(1, lam, beta), the scale of differences in J.
     selection: the temperature that chooses the crop, 1 for greedy rows.
-    compares_prefixes: int64, 1 where prefixes are compared, 0 where one token is kept (greedy, beta <= lam).
-    in_range: whether every number is in its interval.
+    compares_prefixes: int64, 0 where a row keeps one token without comparing prefixes (greedy, beta <= lam), else 1.
+    in_range: whether every parameter is in its interval.
     """
 
     lam: Tensor
@@ -37,22 +37,22 @@ class ParameterColumns:
     compares_prefixes: Tensor
     in_range: Tensor
 
-    def at(self, rows: Tensor) -> ParameterColumns:
-        """The rows with these indices [R]."""
+    def of_rows(self, rows: Tensor) -> ParameterColumns:
+        """The parameters of the rows with these indices [R]."""
         columns = (getattr(self, f.name) for f in fields(self))
         return ParameterColumns(*(column if len(column) == 1 else column[rows] for column in columns))
 
 
 def working_dtype(device: torch.device) -> torch.dtype:
-    """float64; float32 on MPS, which lacks float64."""
+    """The floating type of decisions: float64, or float32 on MPS, which lacks float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def read_parameters(parameters: TensorParameters, batch: int, device: torch.device) -> ParameterColumns:
-    """The columns of a batch.
+    """Read the parameters of a batch.
 
-    Raises ParameterError for unknown names, numbers out of range and tensors that are not [batch]. Tensor values are
-    not checked here, because that would sync the device; a row out of range is not `in_range`.
+    Raises ParameterError for unknown names, numbers out of range and tensors that are not [batch]. Values of tensors
+    are not checked here, because that would sync the device; `in_range` marks the rows with valid ones.
     """
     if isinstance(parameters, TopWParameters):
         return _shared_columns(parameters, device)
@@ -77,10 +77,10 @@ def read_parameters(parameters: TensorParameters, batch: int, device: torch.devi
 
 @lru_cache(maxsize=64)
 def _shared_columns(parameters: TopWParameters, device: torch.device) -> ParameterColumns:
-    """Cached: a decoding loop passes the same numbers at every step."""
+    """Columns with one value for all rows. Cached, because a decoding loop passes the same numbers at every step."""
     values = [getattr(parameters, name) for name in PARAMETER_NAMES]
-    packed = torch.tensor(values, dtype=working_dtype(device), device=device)[:, None, None]
-    return _derive_columns(dict(zip(PARAMETER_NAMES, packed, strict=True)))
+    stacked = torch.tensor(values, dtype=working_dtype(device), device=device)[:, None, None]
+    return _derive_columns(dict(zip(PARAMETER_NAMES, stacked, strict=True)))
 
 
 def _derive_columns(given: Mapping[str, Tensor]) -> ParameterColumns:

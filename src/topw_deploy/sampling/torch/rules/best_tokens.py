@@ -12,16 +12,23 @@ from topw_deploy.sampling.torch.rows import working_dtype
 
 
 class BestTokens:
-    """The m best tokens of R rows; symbols as in docs/contract/rules.md, section 2. Sums are computed on demand.
+    """The m best tokens of R rows. Sums over the whole rows are computed on demand.
 
-    logits: [R, m], descending; float64 (float32 on MPS), like all floats here.
+    Symbols are those of docs/contract/rules.md, section 2; floats are float64 (float32 on MPS).
+
+    logits: [R, m], descending.
     finite: bool [R, m].
     complete: bool [R, 1], whether the list holds every finite token of the row.
-    y, w: [R, m]; inf and 0 where not finite.
+    top: l_1, the largest logit, [R, 1].
+    y, w: [R, m]; inf and 0 for tokens that are not finite.
     """
 
     def __init__(self, row_logits: Tensor, found: Largest, selection: Tensor) -> None:
-        """row_logits: float32 [R, V]. selection: Ts [R, 1]. found: its largest logits."""
+        """Take the list `found` of the rows' largest logits.
+
+        row_logits: the whole rows, float32 [R, V].
+        selection: the selection temperature Ts, [R, 1].
+        """
         self._rows, self._selection, self._first = row_logits, selection, found.ids[:, :1]
         self.logits = found.logits.to(working_dtype(row_logits.device))
         self.finite = self.logits > -torch.inf
@@ -64,7 +71,7 @@ class BestTokens:
 
     @cached_property
     def rest(self) -> Tensor:
-        """Z - 1, summed without the first token so that a peaked row does not lose it to rounding, [R, 1]."""
+        """Z - 1, [R, 1], summed without the first token: in a peaked row, its weight 1 would round away the others."""
         return self._others.sum(1, keepdim=True)
 
     @cached_property

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.rules import RULES_BY_CODE, TOP_W, Rule, RuleParameters
+from topw_deploy.sampling.rules import RULES, RULES_BY_CODE, TOP_W, Rule, RuleParameters
 from topw_deploy.sampling.torch.certificate import CANDIDATES
-from topw_deploy.sampling.torch.crop import CropStage, TensorCrop, check_logits
+from topw_deploy.sampling.torch.crop import CropStage, TensorCrop, check_logits, padded_ids
 from topw_deploy.sampling.torch.largest import Largest, largest_logits
 from topw_deploy.sampling.torch.rows import ParameterColumns, read_parameters
 from topw_deploy.sampling.torch.rules.best_tokens import BestTokens
 from topw_deploy.sampling.torch.rules.keep import KEEP_BY_RULE
 
-_BLOCK = 64  # of `largest_logits`
+_BLOCK = 64  # block size for `largest_logits`
 Temperature = float | Tensor
 
 
@@ -34,8 +34,8 @@ def rule_rows(
     rule: one rule for all rows, or the graph's two inputs: codes, integers [B], and values [B, 2].
     temperature, selection_temperature: numbers for all rows, or tensors [B]; as in `TopWParameters`.
 
-    A row's stage is CANDIDATES (64 logits proved the crop), POOL (the row was sorted), GREEDY or INVALID. A row whose
-    code is unknown or whose values are out of range is INVALID. Rows are independent.
+    A row's stage is CANDIDATES (64 logits proved the crop), POOL (the row was sorted), GREEDY or INVALID. A row is
+    INVALID also if its code is unknown or its values are out of range. Rows are independent.
 
     Raises ParameterError for wrong shapes, numbers out of range, and the rule top_w, which `crop_rows` computes.
     """
@@ -68,22 +68,22 @@ def _crop_by_row_rules(
     for (code, v0, v1), members in groups.items():
         at = torch.tensor(members, device=logits.device)
         rule = RULES_BY_CODE.get(code)
-        own = rows.at(at)
-        if rule is None:
-            own, rule = replace(own, in_range=torch.zeros_like(own.in_range)), RULES_BY_CODE[11]
+        own = rows.of_rows(at)
+        if rule is None:  # any rule will do for rows that are out of range
+            own, rule = replace(own, in_range=torch.zeros_like(own.in_range)), RULES["none"]
         parts.append((at, _crop_by_one_rule(logits[at], own, rule, (v0, v1))))
-    return _join_groups(parts, len(logits))
+    return _join_groups(parts)
 
 
-def _join_groups(parts: list[tuple[Tensor, TensorCrop]], batch: int) -> TensorCrop:
+def _join_groups(parts: list[tuple[Tensor, TensorCrop]]) -> TensorCrop:
+    """The crop of the whole batch, from the crops of its groups and the indices of their rows."""
     order = torch.cat([at for at, _ in parts]).argsort()
     width = max(crop.ids.shape[1] for _, crop in parts)
-    pad = torch.nn.functional.pad
     names = ("kept", "certified", "invalid", "stage", "distances", "distances_avoided")
     columns: dict[str, Any] = {name: torch.cat([getattr(crop, name) for _, crop in parts])[order] for name in names}
     return replace(
         parts[0][1],
-        ids=torch.cat([pad(crop.ids, (0, width - crop.ids.shape[1])) for _, crop in parts])[order],
+        ids=torch.cat([padded_ids(crop.ids, width) for _, crop in parts])[order],
         any_invalid=any(crop.any_invalid for _, crop in parts),
         **columns,
     )
@@ -94,14 +94,13 @@ def _crop_by_one_rule(logits: Tensor, rows: ParameterColumns, rule: Rule, values
         raise ParameterError("the rule is top_w; crop_rows computes it.", "rule")
     found = largest_logits(logits, min(CANDIDATES, logits.shape[1]), _BLOCK, any_last=True)
     valid = (found.top.abs() < torch.inf) & rows.in_range
-    first = _keep_from_list(logits, found, rows, rule, values)
-    settled = first[2]
-    if found.ids.shape[1] < logits.shape[1]:  # ties with the last candidate are undefined here
-        settled = settled & _keeps_only_above_last(found, first[0])
+    keep, ids, settled = _keep_from_list(logits, found, rows, rule, values)
+    if found.ids.shape[1] < logits.shape[1]:  # `largest_logits` leaves ties with the last candidate undefined
+        settled = settled & _keeps_only_above_last(found, keep)
     none = torch.zeros_like(valid[:, 0], dtype=torch.int64)
     crop = TensorCrop(
-        ids=first[1],
-        kept=(first[0].sum(1) * valid[:, 0]).to(torch.int32),
+        ids=ids,
+        kept=(keep.sum(1) * valid[:, 0]).to(torch.int32),
         certified=valid[:, 0],
         invalid=~valid[:, 0],
         stage=torch.where(valid, CropStage.CANDIDATES - rows.greedy.to(torch.int8), int(CropStage.INVALID))[:, 0],
@@ -111,13 +110,16 @@ def _crop_by_one_rule(logits: Tensor, rows: ParameterColumns, rule: Rule, values
         any_invalid=not bool(valid.all()),
     )
     left = (valid & ~settled)[:, 0].nonzero()[:, 0]
-    return _settle_by_sorting(crop, left, logits[left], rows.at(left), rule, values) if len(left) else crop
+    return _settle_by_sorting(crop, left, logits[left], rows.of_rows(left), rule, values) if len(left) else crop
 
 
 def _keep_from_list(
     logits: Tensor, found: Largest, rows: ParameterColumns, rule: Rule, values: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(kept places bool [R, m], ids with the kept ones first [R, m], settled bool [R, 1])."""
+    """Apply the rule to the list `found` of the rows' largest logits.
+
+    Returns (kept places bool [R, m], ids with the kept ones first [R, m], settled bool [R, 1]); see `keep`.
+    """
     listed = BestTokens(logits, found, rows.selection)
     keep, settled = KEEP_BY_RULE[rule.name](listed, *values)
     keep = torch.where(rows.greedy, listed.places == 0, keep & listed.finite)
@@ -128,7 +130,7 @@ def _keep_from_list(
 
 
 def _keeps_only_above_last(found: Largest, keep: Tensor) -> Tensor:
-    """Whether every kept token has a larger logit than the list's last token, or the latter is banned; [R, 1]."""
+    """Whether every kept token has a larger logit than the list's last token, or that token is banned; bool [R, 1]."""
     last = found.logits[:, -1:]
     lowest = torch.where(keep, found.logits, torch.inf).amin(1, keepdim=True)
     return (lowest > last) | (last == -torch.inf)
@@ -141,17 +143,11 @@ def _settle_by_sorting(
     ordered, order = torch.sort(logits, dim=1, descending=True, stable=True)
     keep, ids, _ = _keep_from_list(logits, Largest(ordered, order, ordered[:, :1]), rows, rule, values)
     kept = keep.sum(1)
-    width = max(crop.ids.shape[1], int(kept.max()))
-
-    def put(old: Tensor, new: Tensor) -> Tensor:
-        return old.index_copy(0, left, new.to(old.dtype))
-
-    return replace(
-        crop,
-        ids=put(torch.nn.functional.pad(crop.ids, (0, width - crop.ids.shape[1])), ids[:, :width]),
-        kept=put(crop.kept, kept),
-        certified=put(crop.certified, ~keep[:, CANDIDATES:].any(1)),
-        stage=put(
-            crop.stage, torch.where(rows.greedy, int(CropStage.GREEDY), int(CropStage.POOL)).expand(len(left), 1)[:, 0]
-        ),
+    stage = torch.where(rows.greedy, int(CropStage.GREEDY), int(CropStage.POOL))
+    return crop.with_rows(
+        left,
+        ids[:, : int(kept.max())],
+        kept=kept,
+        certified=~keep[:, CANDIDATES:].any(1),
+        stage=stage.expand(len(left), 1)[:, 0],
     )

@@ -1,8 +1,8 @@
-"""Each rule on a list of the best tokens (docs/contract/rules.md, section 4).
+"""Apply each rule to a list of the best tokens (docs/contract/rules.md, section 4).
 
 A function takes (the list, v0, v1) and returns (kept places bool [R, m], settled bool [R, 1]). A row is settled if no
-token outside the list can change the kept set, provided that the list's last token is not kept. If the list is
-complete, every row is settled.
+token outside the list can change the kept set, provided that the list's last token is not kept. Every row whose list is
+complete is settled.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from topw_deploy.sampling.torch.rules.best_tokens import BestTokens
 
 Kept = tuple[Tensor, Tensor]
+"""(Kept places, settled)."""
 
 
 def top_k(best: BestTokens, k: float, _: float) -> Kept:
@@ -55,7 +56,7 @@ def top_n_sigma(best: BestTokens, n: float, _: float) -> Kept:
 
 
 def top_h(best: BestTokens, alpha: float, pool: float) -> Kept:
-    """Each token of the pool that is not in the list adds between 0 and e(w_m) to the pool's sum."""
+    """Each pool token outside the list adds between 0 and e(w_m) to the pool's sum E_n."""
     size = best.logits.shape[1]
     inside = best.places < pool
     surprise = torch.where(best.w > 0, best.y, 0.0)
@@ -69,7 +70,7 @@ def top_h(best: BestTokens, alpha: float, pool: float) -> Kept:
 
 
 def typical(best: BestTokens, mass: float, _: float) -> Kept:
-    """A token outside the list can precede a kept one only if the list's last token, which is nearer, is also kept."""
+    """A token outside the list precedes a kept one only if the list's last token is kept too: it is nearer to H."""
     distance = torch.where(best.finite, (best.y - best.mean).abs(), torch.inf)
     order = torch.sort(distance, dim=1, stable=True).indices
     k, reached = _shortest_prefix(best.w.gather(1, order), mass * best.Z)
@@ -88,18 +89,22 @@ def min_k(best: BestTokens, tau: float, _: float) -> Kept:
         steepest = decay.gather(1, at)
         cliff = torch.where(steepest > 0, at + 1, cliff)
         proven = proven | (steepest >= (best.logits[:, -1:] - best.least) / size)
-    # Tensor by tensor: torch computes number / tensor as number * (1 / tensor), which may round a whole number down.
-    flat = torch.where(span > 0, torch.full_like(span, tau) / span, math.inf if tau > 0 else 0.0)
-    k = torch.maximum(cliff, flat.clamp(max=2.0**31).floor().to(torch.int64))
+    # Divide tensor by tensor: torch computes number / tensor as number * (1 / tensor), which may round an integer down.
+    least_size = torch.where(span > 0, torch.full_like(span, tau) / span, math.inf if tau > 0 else 0.0)
+    k = torch.maximum(cliff, least_size.clamp(max=2.0**31).floor().to(torch.int64))
     return best.places < k, best.complete | (proven & (k <= size))
 
 
 def _keep_above(best: BestTokens, threshold: Tensor) -> Kept:
+    """Keep the tokens with w >= `threshold` [R, 1], and the first."""
     return (best.w >= threshold) | (best.places == 0), best.complete | (best.w[:, -1:] < threshold)
 
 
 def _shortest_prefix(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(Size of the shortest prefix that reaches `target`, int64 [R, 1], or of the whole list; whether one does)."""
+    """The size of the shortest prefix that reaches `target`.
+
+    Returns (size int64 [R, 1], that of the whole list if no prefix reaches `target`; whether one does, bool [R, 1]).
+    """
     reached = weights.cumsum(1) >= target
     any_does = reached.any(1, keepdim=True)
     first = reached.to(torch.uint8).argmax(1, keepdim=True) + 1
@@ -119,4 +124,4 @@ KEEP_BY_RULE: Mapping[str, Callable[[BestTokens, float, float], Kept]] = {
     "min_k": min_k,
     "none": keep_all,
 }
-"""Rule name -> function."""
+"""Name of a rule -> its function."""
