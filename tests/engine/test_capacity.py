@@ -58,7 +58,7 @@ class Callers(RuleBasedStateMachine):
         return sum(reservation.sequences_left for reservation in self.held)
 
     def grant(self) -> None:
-        while self.waiting and self.used() + self.waiting[0].left <= self.capacity.max_sequences:
+        while self.waiting and self.used() + self.waiting[0].sequences_left <= self.capacity.max_sequences:
             assert self.settled.pop(0) is self.waiting[0], "in the order of arrival"
             self.held.append(self.waiting.pop(0))
 

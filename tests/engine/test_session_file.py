@@ -18,7 +18,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.support.samples import slow
-from topw_deploy.engine.session_file import Form, SessionInfo, read_session, write_session
+from topw_deploy.engine.session_file import SessionForm, SessionInfo, read_session, write_session
 from topw_deploy.errors import ParameterError, SessionFileError
 from topw_deploy.manifest import State
 
@@ -35,7 +35,7 @@ STATES = (
     state("latent", "bfloat16", 1, 0, 5),
     state("codes", "uint8", 0, 7),
 )
-FORM = Form("ab" * 32, "a model", STATES, length=9, vocabulary=50, chunk=0)
+FORM = SessionForm("ab" * 32, "a model", STATES, length=9, vocabulary=50, chunk=0)
 TOKENS = np.array([3, 1, 49, 0, 7])
 
 
@@ -219,7 +219,7 @@ def test_a_changed_bit_a_missing_byte_or_one_more_is_refused(path: Path) -> None
 
 
 def test_an_exact_engine_takes_files_with_its_own_chunks_only(path: Path, tmp_path: Path) -> None:
-    exact = Form(FORM.manifest, FORM.model, STATES, 9, 50, chunk=4)
+    exact = SessionForm(FORM.manifest, FORM.model, STATES, 9, 50, chunk=4)
     with pytest.raises(SessionFileError, match="not saved by an engine with exact=True and chunks of 4 tokens"):
         read_session(path, exact)
     write_session(path, exact, TOKENS, states_of(5))

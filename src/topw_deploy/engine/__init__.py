@@ -1,23 +1,21 @@
 """Continuous batching: requests of many callers share one session.
 
-engine, request, stats: public classes.
-capacity: the bound on accepted sequences.
-intake: from a call's arguments to sequences.
-options: checked options.
-scheduler: which sequence has which row; what an iteration runs.
-prefixes: which tokens rows and snapshots hold.
-reuse: starts prompts after a known prefix.
-session_file: saved sessions.
-batch: the arrays and bindings of the runs.
+A call passes these modules, in this order:
+
+engine, request, stats: the public classes.
+options, seconds: checks of options and times.
+request_builder: makes a request and its sequences from a call's arguments.
+capacity: bounds the number of accepted sequences.
 worker, inbox: the engine's thread, and how other threads call it.
-lifecycle, deadlines: the start and end of requests.
+lifecycle, sequences: the start and end of requests; the thread's records of them.
+scheduler: which sequence has which row, and what an iteration runs.
+reuse, prefixes: which tokens rows and snapshots hold, and how prompts reuse them.
+batch: the arrays and bindings of the runs.
 decoding: the sequences of a step and their tokens.
-delivery: the thread that hands events to callers.
-job: the engine's records of sequences and requests.
+delivery, tasks: the thread that hands events to callers; asyncio callers.
+
+session_file: files of saved sessions.
 step_logits: the logits of a step, recomputed for inspection.
-seconds: checks of timeouts.
-flag: an event that a signal handler may wait for.
-tasks: asyncio.
 """
 
 from topw_deploy.engine.engine import Engine

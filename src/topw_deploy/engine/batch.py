@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
+from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import HostMemory, MemoryPool
 from topw_deploy.runtime.cache.in_place import bind_total
@@ -23,10 +25,15 @@ from topw_deploy.runtime.row_inputs import BoundInputs, Draws, SamplerInputs, bi
 from topw_deploy.runtime.rows import Record, Values
 
 
+def no_logits(rows: int) -> LogitsBuffer:
+    """The `new_logits` of a graph without the output `logits`. Raises ParameterError."""
+    raise ParameterError("the graph has no output logits; export the model again with --with-logits.", "logprobs")
+
+
 class Batch:
     """`rows` rows of at most `length` tokens.
 
-    new_logits: allocates the logits of `rows` rows, for requests that ask for log-probabilities.
+    new_logits: allocates the logits of so many rows; called once, before the first run with `wants_logits`.
     wants_logits: whether the next runs (chunks or steps) copy their logits to the host.
     steps: number of steps so far; outputs are recorded by step number.
     run_seconds: time spent in the session's runs so far.
@@ -40,11 +47,10 @@ class Batch:
         decoder: DecoderInfo,
         rows: int,
         length: int,
-        new_logits: Callable[[int], LogitsBuffer | None] = lambda rows: None,
+        new_logits: Callable[[int], LogitsBuffer] = no_logits,
     ) -> None:
         self._session, self._decoder, self._length = session, decoder, length
         self._new_logits = new_logits
-        self._logits: LogitsBuffer | None = None
         self._pool = MemoryPool(session, decoder, length, rows)
         self._buffers = self._pool.borrow(rows, length, 1)
         self._base_binding = session.bind()
@@ -66,7 +72,7 @@ class Batch:
 
     @property
     def bytes(self) -> int:
-        """Size of the cache."""
+        """Size of the cache in bytes."""
         return self._pool.bytes
 
     @property
@@ -92,12 +98,12 @@ class Batch:
         self._base_binding.close()
         self._pool.give_back(self._buffers)
         self._pool.free()
-        del self._buffers  # which holds the memory too
+        del self._buffers  # it refers to the memory too
 
     def assign(self, row: int, request: RowRequest) -> None:
-        """Assign a free row to a request.
+        """Give a free row to a request: set the row's parameters, rule, edits and mask.
 
-        Raises ParameterError if it edits more tokens than the graph allows; the row is then free.
+        Raises ParameterError if the request edits more tokens than the graph allows; the row is then free.
         """
         self.inputs.set(row, request)
 
@@ -120,7 +126,7 @@ class Batch:
             self._unchecked_slots[row] = written
 
     def keep_tokens(self, row: int, tokens: int) -> None:
-        """Keep the first `tokens` tokens of a row that does not decode."""
+        """Let the next run of a row that does not decode write after its first `tokens` tokens."""
         self._next_slots[row] = tokens
 
     def copy_row(self, source: int, target: int, tokens: int) -> None:
@@ -170,7 +176,7 @@ class Batch:
         return self._chunk_record.keep(0)[0] if last else None
 
     def first_outputs(self) -> Values:
-        """The outputs of the last chunk's run."""
+        """A copy of the sampler's outputs of the last `read`, [1] each."""
         return self._chunk_record.copy(0, 0, 1)
 
     def begin(self, row: int, token: int) -> None:
@@ -195,8 +201,7 @@ class Batch:
         return tokens
 
     def logits(self, row: int) -> np.ndarray:
-        """A row's logits of the last run, which needs `wants_logits`: float [V], valid until the next run."""
-        assert self._logits is not None, "bound by the run"
+        """A row's logits of the last run, if `wants_logits` was True: float [V], valid until the next run."""
         return self._logits.of(row)
 
     def accept(self, row: int, token: int) -> None:
@@ -212,13 +217,13 @@ class Batch:
     def accept_all(self, width: int) -> None:
         """`accept` the last step's tokens of the first `width` rows, all of which decode without edits."""
         self._input_ids_view[:width] = self._step_record.tokens[:width]
-        written = self._next_slots_view
+        next_slots = self._next_slots_view
         for row in range(width):
-            written[row] += 1
+            next_slots[row] += 1
 
     def recorded_outputs(self, row: int, start: int, end: int) -> list[Values]:
-        """The outputs of a row in the steps `start` to `end`, exclusive, in parts. Only the last `length` steps are
-        kept.
+        """Copies of the sampler's outputs for a row in the steps `start` to `end`, exclusive, in parts. Only the last
+        `length` steps are kept.
         """
         if start == end:
             return []
@@ -230,16 +235,16 @@ class Batch:
     def exchange(self, one: int, other: int, saves: bool = True) -> None:
         """Exchange two rows with their states.
 
-        saves: whether the states of `other` are needed. If not, only those of `one` move.
+        saves: whether the states of `other` are still needed. If not, only those of `one` move.
         """
         buffers, tokens = self._buffers, self._next_slots.tolist()
-        saved = buffers.snapshot(other, tokens[other]) if saves else None
+        snapshot = buffers.snapshot(other, tokens[other]) if saves else None
         buffers.copy_row(one, other, tokens[one])
         unchecked = self._unchecked_slots.pop(other, 0)
         if unchecked:
             buffers.clear_row(other, unchecked, first=tokens[one])
-        if saved is not None:
-            buffers.restore(one, saved)
+        if snapshot is not None:
+            buffers.restore(one, snapshot)
             if unchecked:
                 self._unchecked_slots[one] = unchecked
         for array in (self._input_ids, self._next_slots, self._row_lengths):
@@ -270,7 +275,7 @@ class Batch:
         self._last_chunk_bindings: dict[tuple[int, bool], BoundInputs] = {}  # of (row, logits)
 
     def _chunk_binding(self, row: int) -> Binding:
-        """A binding for chunks that draw nothing."""
+        """The binding for a row's chunks that draw nothing."""
         binding = self._chunk_bindings.get(row)
         if binding is None:
             binding = self._chunk_bindings[row] = self._base_binding.another()
@@ -280,7 +285,7 @@ class Batch:
         return binding
 
     def _last_chunk_binding(self, row: int, logits: bool) -> Binding:
-        """A binding for the last chunk, which draws with the row's parameters."""
+        """The binding for the last chunk of a row's prompt, which draws with the row's parameters."""
         bound = self._last_chunk_bindings.get((row, logits))
         if bound is None:
             bound = self._last_chunk_bindings[row, logits] = self._bind_sampler(slice(row, row + 1), logits)
@@ -290,11 +295,12 @@ class Batch:
         return bound.binding
 
     def _bind_chunk(self, binding: Binding) -> None:
-        """Bind the inputs of a chunk that have the same shape for all."""
+        """Bind the inputs of a chunk whose shape is the same for all chunks."""
         binding.bind_changing("write_indices", self._chunk_start)
         binding.bind_changing("row_lengths", self._chunk_length)
 
     def _bind_step(self, width: int, logits: bool) -> BoundInputs:
+        """Make the binding for steps of the first `width` rows."""
         bound = self._step_bindings[width, logits] = self._bind_sampler(slice(width), logits)
         bound.binding.bind_changing("input_ids", self._input_ids[:width])
         bound.binding.bind_changing("write_indices", self._next_slots[:width])
@@ -304,17 +310,20 @@ class Batch:
         return bound
 
     def _bind_sampler(self, rows: slice, logits: bool) -> BoundInputs:
-        """A new binding of adjacent rows with their states and the sampler's inputs."""
+        """Make a binding of adjacent rows with their states, the sampler's inputs and, if asked for, the logits."""
         binding = self._base_binding.another()
         self._buffers.bind(binding, range(rows.start or 0, rows.stop))
         bound = self.inputs.bind(binding, rows)
         if logits:
-            self._logits = self._logits or self._new_logits(self._buffers.batch)
-            if self._logits is not None:
-                self._logits.bind(binding, rows)
+            self._logits.bind(binding, rows)
         return bound
 
+    @cached_property
+    def _logits(self) -> LogitsBuffer:
+        return self._new_logits(self._buffers.batch)
+
     def _refresh_lengths(self) -> None:
+        """Pass changed `row_lengths` to the bindings of steps."""
         for bound in self._step_bindings.values():
             bound.binding.refresh("row_lengths")
 

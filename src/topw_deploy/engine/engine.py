@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.batch import Batch, no_logits
 from topw_deploy.engine.capacity import Capacity
 from topw_deploy.engine.options import check_form, check_tensorrt, read_options
 from topw_deploy.engine.request import PieceReader, Request
@@ -30,6 +30,7 @@ from topw_deploy.engine.tasks import EventQueue, LoopWaker, TaskFlag
 from topw_deploy.engine.worker import EngineWorker
 from topw_deploy.errors import ParameterError, PromptError, QueueFullError, TopWError
 from topw_deploy.runtime.callbacks import ending
+from topw_deploy.runtime.logprobs import LogitsBuffer, logits_output
 from topw_deploy.runtime.model import TopWModel
 from topw_deploy.runtime.results import Piece
 
@@ -92,7 +93,10 @@ class Engine:
         )
         check_tensorrt(session, decoder, options)
         self._model, self._session, self._options = model, session, options
-        self._batch = Batch(session, decoder, options.rows, options.length, model._new_logits)
+        spec = logits_output(model.manifest)
+        vocab_size = model.manifest.sampler.vocab_size
+        new_logits = no_logits if spec is None else partial(LogitsBuffer, spec, vocab=vocab_size)
+        self._batch = Batch(session, decoder, options.rows, options.length, new_logits)
         self._scheduler: Scheduler[RequestSequence] = Scheduler(
             options.rows,
             options.chunk,

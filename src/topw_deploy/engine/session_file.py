@@ -4,11 +4,11 @@ The tensor `tokens` is int64 [n]. Each state has the name of its graph input and
 are little-endian and have no gaps. `__metadata__` has
 
 format: "topw-session".
-version: of the format.
+version: version of the format.
 manifest: SHA-256 of the export's manifest.
 model: the model's id, for messages.
-chunk: see `Form`.
-sha256: of the data.
+chunk: see `SessionForm`.
+sha256: SHA-256 of all tensors' bytes, in the order of the file.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from topw_deploy.safetensors_header import ELEMENT_BYTES, METADATA, Entry, read_
 
 FORMAT, VERSION = "topw-session", "1"
 TOKENS = "tokens"
-_LARGEST_HEADER = 16 << 20  # bytes; a manifest has at most that
-_EXPONENTS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
+_MAX_HEADER_BYTES = 16 << 20  # bytes; a manifest has at most that
+_EXPONENT_BITS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class SessionInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class SessionForm:
     """The form of the sessions that an engine saves and accepts.
 
     manifest: SHA-256 of the export's manifest.
     model: the model's id.
-    states: in the order of the cache's layout.
-    length: maximum tokens.
+    states: the states of the cache, in the order of its layout.
+    length: maximum tokens of a session.
     vocabulary: number of token ids.
     chunk: an exact engine reuses tokens only up to multiples of this; 0 if the engine is not exact.
     """
@@ -73,15 +73,19 @@ class Form:
     chunk: int
 
     def tensors(self, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name -> (element type, shape), in the order of the file. Wider elements come first, which aligns all."""
-        found: dict[str, tuple[str, tuple[int, ...]]] = {TOKENS: ("I64", (tokens,))}
-        found |= {state.past: (ELEMENT_TYPES[state.dtype].safetensors, state.sized(tokens)) for state in self.states}
-        return dict(sorted(found.items(), key=lambda item: -ELEMENT_BYTES[item[1][0]]))
+        """The tensors of a session: name -> (safetensors' element type, shape), in the order of the file.
+
+        Wider elements come first, which aligns all tensors.
+        """
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {TOKENS: ("I64", (tokens,))}
+        tensors |= {state.past: (ELEMENT_TYPES[state.dtype].safetensors, state.sized(tokens)) for state in self.states}
+        return dict(sorted(tensors.items(), key=lambda item: -ELEMENT_BYTES[item[1][0]]))
 
 
-def session_form(manifest: DecoderManifest, options: EngineOptions) -> Form:
-    return Form(
-        # The file's own, unless another version of this package wrote it.
+def session_form(manifest: DecoderManifest, options: EngineOptions) -> SessionForm:
+    """The form of the sessions of an engine with these options."""
+    return SessionForm(
+        # Equals the SHA-256 of manifest.json, unless another version of this package wrote that file.
         manifest=hashlib.sha256(manifest.to_json().encode("utf-8")).hexdigest(),
         model=manifest.source.get("id", ""),
         states=tuple(Layout(manifest.decoder).states),
@@ -91,10 +95,11 @@ def session_form(manifest: DecoderManifest, options: EngineOptions) -> Form:
     )
 
 
-def write_session(path: str | Path, form: Form, tokens: np.ndarray, states: Sequence[np.ndarray]) -> SessionInfo:
-    """Write `tokens`, int64 [n], and their states, uint8 [parts, bytes] of at least n tokens each.
+def write_session(path: str | Path, form: SessionForm, tokens: np.ndarray, states: Sequence[np.ndarray]) -> SessionInfo:
+    """Write `tokens`, int64 [n], and the states after them. A file at `path` is replaced atomically; after an error it
+    is unchanged.
 
-    A file at `path` is replaced atomically; after an error it is unchanged.
+    states: the bytes of each state of the form, of n or more tokens: uint8 [runs of tokens, bytes of a run].
 
     Raises SessionFileError if `path` cannot be written or states are not finite, ParameterError if it is not a path.
     """
@@ -104,14 +109,14 @@ def write_session(path: str | Path, form: Form, tokens: np.ndarray, states: Sequ
         size = state.row_bytes(count) // len(array)
         raw[state.past] = np.ascontiguousarray(array[:, :size]).reshape(-1)
     tensors = form.tensors(count)
-    odd = next((name for name, (dtype, _) in tensors.items() if not _is_valid(dtype, raw[name])), None)
-    if odd is not None:
-        raise SessionFileError(f"the session is not saved: its state {odd} is not finite; generate again.")
+    invalid = next((name for name, (dtype, _) in tensors.items() if not _has_valid_values(dtype, raw[name])), None)
+    if invalid is not None:
+        raise SessionFileError(f"the session is not saved: its state {invalid} is not finite; generate again.")
     digest = hashlib.sha256()
     for name in tensors:
         digest.update(raw[name].data)
-    header = _header(form, tensors, digest.hexdigest())
-    path = _path(path)
+    header = _header_bytes(form, tensors, digest.hexdigest())
+    path = _check_path(path)
     try:
         if os.path.lexists(path) and not stat.S_ISREG(mode := path.lstat().st_mode):
             raise NotRegularError(kind_of(mode), path)
@@ -127,18 +132,18 @@ def write_session(path: str | Path, form: Form, tokens: np.ndarray, states: Sequ
     return SessionInfo(count, len(header) + sum(map(len, raw.values())))
 
 
-def read_session(path: str | Path, form: Form) -> tuple[np.ndarray, list[np.ndarray], SessionInfo]:
-    """Returns (tokens, states as `write_session` takes them, info).
+def read_session(path: str | Path, form: SessionForm) -> tuple[np.ndarray, list[np.ndarray], SessionInfo]:
+    """Read a session. Returns (tokens int64 [n], states as `write_session` takes them, info).
 
-    Checks everything, and checks sizes before it allocates memory.
+    Checks the whole file; checks sizes before it allocates memory for them.
 
     Raises SessionFileError if the file cannot be read, is damaged, does not fit the engine, or has states that are not
     finite, and ParameterError if `path` is not a path.
     """
-    path = _path(path)
+    path = _check_path(path)
     try:
         with open_regular(path) as stream:
-            return _read(stream, form)
+            return _read_stream(stream, form)
     except NotRegularError as error:
         raise SessionFileError(f"{path} is {error.kind}, not a regular file; name the file itself.") from None
     except OSError as error:
@@ -147,14 +152,15 @@ def read_session(path: str | Path, form: Form) -> tuple[np.ndarray, list[np.ndar
         raise SessionFileError(f"{str(path)!r} cannot be loaded: {error}; save the session again.") from None
 
 
-def _path(given: object) -> Path:
+def _check_path(given: object) -> Path:
+    """Returns the path. Raises ParameterError if `given` is not a path."""
     if not isinstance(given, (str, os.PathLike)):
         raise ParameterError(f"path is {show(given)}, but must be the path of a file.", "path")
     return Path(given)
 
 
-def _header(form: Form, tensors: Mapping[str, tuple[str, tuple[int, ...]]], digest: str) -> bytes:
-    metadata = {"format": FORMAT, "version": VERSION, **_keys(form), "model": form.model, "sha256": digest}
+def _header_bytes(form: SessionForm, tensors: Mapping[str, tuple[str, tuple[int, ...]]], digest: str) -> bytes:
+    metadata = {"format": FORMAT, "version": VERSION, **_matching_metadata(form), "model": form.model, "sha256": digest}
     header: dict[str, Any] = {METADATA: metadata}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -165,41 +171,42 @@ def _header(form: Form, tensors: Mapping[str, tuple[str, tuple[int, ...]]], dige
     return struct.pack("<Q", len(text)) + text
 
 
-def _keys(form: Form) -> dict[str, str]:
+def _matching_metadata(form: SessionForm) -> dict[str, str]:
+    """The metadata that must be the same in the engine that saves a session and in the one that loads it."""
     return {"manifest": form.manifest, "chunk": str(form.chunk)}
 
 
-def _read(stream: BinaryIO, form: Form) -> tuple[np.ndarray, list[np.ndarray], SessionInfo]:
+def _read_stream(stream: BinaryIO, form: SessionForm) -> tuple[np.ndarray, list[np.ndarray], SessionInfo]:
     size = os.fstat(stream.fileno()).st_size
-    header, start = read_header(stream, size, _LARGEST_HEADER)
-    digest = _check_metadata(header.pop(METADATA, None), form)
+    header, start = read_header(stream, size, _MAX_HEADER_BYTES)
+    wanted_digest = _check_metadata(header.pop(METADATA, None), form)
     entries = {name: read_entry(name, given) for name, given in header.items()}
-    count = _count(entries.get(TOKENS), form)
+    count = _check_tokens(entries.get(TOKENS), form)
     tensors = form.tensors(count)
     _check_tensors(entries, tensors)
     _check_offsets(entries, size - start)
-    raw, found = {}, hashlib.sha256()
+    raw, digest = {}, hashlib.sha256()
     for name in sorted(entries, key=lambda name: entries[name].begin):
         entry = entries[name]
         data = raw[name] = zeroed("the session", (entry.end - entry.begin,), np.uint8)
         if stream.readinto(data) != len(data):  # type: ignore[attr-defined]
             raise ValueError("it became shorter while it was read")
-        found.update(data.data)
-    if found.hexdigest() != digest:
-        raise ValueError(f"its data has SHA-256 {found.hexdigest()[:16]}…, its header says {digest[:16]}…")
+        digest.update(data.data)
+    if digest.hexdigest() != wanted_digest:
+        raise ValueError(f"its data has SHA-256 {digest.hexdigest()[:16]}…, its header says {wanted_digest[:16]}…")
     tokens = raw.pop(TOKENS).view("<i8").astype(np.int64)
-    odd = tokens[(tokens < 0) | (tokens >= form.vocabulary)]
-    if len(odd):
-        raise ValueError(f"it has the token {odd[0]}, but the vocabulary has {form.vocabulary} tokens")
+    unknown = tokens[(tokens < 0) | (tokens >= form.vocabulary)]
+    if len(unknown):
+        raise ValueError(f"it has the token {unknown[0]}, but the vocabulary has {form.vocabulary} tokens")
     for name, data in raw.items():
-        if not _is_valid(tensors[name][0], data):
+        if not _has_valid_values(tensors[name][0], data):
             raise ValueError(f"its state {name} is not finite")
-    states = [raw[state.past].reshape(_parts(state), -1) for state in form.states]
+    states = [raw[state.past].reshape(_token_runs(state), -1) for state in form.states]
     return tokens, states, SessionInfo(count, size)
 
 
-def _check_metadata(given: Any, form: Form) -> str:
-    """Returns the data's SHA-256."""
+def _check_metadata(given: Any, form: SessionForm) -> str:
+    """Check a file's metadata. Returns the SHA-256 that it states. Raises ValueError."""
     if not isinstance(given, dict) or given.get("format") != FORMAT:
         raise ValueError("it is not a saved session")
     if given.get("version") != VERSION:
@@ -218,7 +225,8 @@ def _check_metadata(given: Any, form: Form) -> str:
     return str(given["sha256"])
 
 
-def _count(entry: Entry | None, form: Form) -> int:
+def _check_tokens(entry: Entry | None, form: SessionForm) -> int:
+    """Check the entry of the tensor `tokens`. Returns the number of tokens. Raises ValueError."""
     if entry is None or entry.dtype != "I64" or len(entry.shape) != 1:
         raise ValueError("it has no tokens")
     (count,) = entry.shape
@@ -231,15 +239,16 @@ def _count(entry: Entry | None, form: Form) -> int:
 
 def _check_tensors(entries: Mapping[str, Entry], wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
     if entries.keys() != wanted.keys():
-        odd = min(entries.keys() ^ wanted.keys())
-        raise ValueError(f"it {'has no' if odd in wanted else 'has the unknown'} tensor {odd!r:.60}")
+        name = min(entries.keys() ^ wanted.keys())
+        raise ValueError(f"it {'has no' if name in wanted else 'has the unknown'} tensor {name!r:.60}")
     for name, (dtype, shape) in wanted.items():
-        found = entries[name]
-        if (found.dtype, found.shape) != (dtype, shape):
-            raise ValueError(f"its {name} is {found.dtype} {list(found.shape)}, not {dtype} {list(shape)}")
+        entry = entries[name]
+        if (entry.dtype, entry.shape) != (dtype, shape):
+            raise ValueError(f"its {name} is {entry.dtype} {list(entry.shape)}, not {dtype} {list(shape)}")
 
 
 def _check_offsets(entries: Mapping[str, Entry], size: int) -> None:
+    """Raises ValueError unless the tensors fill the file's `size` bytes of data without gaps."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
         if entry.begin != end:
@@ -249,16 +258,16 @@ def _check_offsets(entries: Mapping[str, Entry], size: int) -> None:
         raise ValueError(f"it has {size} bytes of data, but its tensors have {end}")
 
 
-def _parts(state: State) -> int:
-    """Number of separate runs of tokens in a row's bytes."""
+def _token_runs(state: State) -> int:
+    """Number of contiguous runs of tokens in a row's bytes, such as one per head; 1 for a state of fixed size."""
     return math.prod(state.shape[: state.shape.index(0)]) if state.grows else 1
 
 
-def _is_valid(dtype: str, raw: np.ndarray) -> bool:
-    """Whether all values are finite, or 0 or 1 for booleans."""
+def _has_valid_values(dtype: str, raw: np.ndarray) -> bool:
+    """Whether all values are finite, or, for booleans, 0 or 1. raw: uint8 [bytes]."""
     if dtype == "BOOL":
         return bool((raw <= 1).all())
-    if dtype not in _EXPONENTS:
+    if dtype not in _EXPONENT_BITS:
         return True
-    unsigned, exponent = _EXPONENTS[dtype]
+    unsigned, exponent = _EXPONENT_BITS[dtype]
     return bool(((raw.view(unsigned) & unsigned(exponent)) != exponent).all())
