@@ -24,7 +24,7 @@ from tests.support.experts import (
 from tests.support.samples import thinned
 from topw_deploy.export.graph.editor import ROUTER, GraphEditor
 from topw_deploy.export.lowering.experts import lower_experts
-from topw_deploy.export.lowering.experts_operator import is_positive
+from topw_deploy.export.lowering.experts_operator import is_nonnegative
 
 FLOAT32 = 1e-4  # of outputs up to 30, sums of 96 products; measured: 2e-5
 HALF = 2e-2  # of the largest output: float16 has 11 bits; measured: 1.4e-3
@@ -169,5 +169,5 @@ def test_weights_count_as_positive_only_by_their_operators(op_type: str, inputs:
     made = editor.op(op_type, [scores] * inputs)
     top, _ = editor.outputs("TopK", [made, editor.constant(np.array([2]))], 2)
     shares = editor.op("Div", [top, editor.op("ReduceSum", [top, editor.constant(np.array([1]))])])
-    assert is_positive(editor.op("Mul", [shares, editor.constant(np.float32(2.5))])) == positive
-    assert not is_positive(editor.op("Mul", [shares, editor.constant(np.float32(-2.5))]))
+    assert is_nonnegative(editor.op("Mul", [shares, editor.constant(np.float32(2.5))])) == positive
+    assert not is_nonnegative(editor.op("Mul", [shares, editor.constant(np.float32(-2.5))]))

@@ -8,7 +8,7 @@ import onnxruntime as ort
 import pytest
 
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.lowering.norms import cast_rows_of_norms, fuse_skip_norms
+from topw_deploy.export.lowering.rewrites import cast_rows_of_norms, fuse_skip_norms
 
 HIDDEN = 8
 SHAPE: list[int | str | None] = ["batch", "sequence", HIDDEN]

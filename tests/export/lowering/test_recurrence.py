@@ -14,7 +14,7 @@ from tests.support.mixers import literal_recurrence
 from tests.support.samples import slow, thinned
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering.chunked_recurrence import CHUNK, ChunkedRecurrences
-from topw_deploy.export.lowering.recurrence import RecurrenceLayer, linear_attention
+from topw_deploy.export.lowering.recurrence import RecurrenceLayer, add_linear_attention
 
 BATCH = 2
 BOUND = 2e-5  # of the largest output: float32 sums of at most 64 columns in another order, against float64
@@ -85,7 +85,7 @@ def lowered(rule: str, feeds: Mapping[str, torch.Tensor | None], form: str, scal
         layer = RecurrenceLayer.of(marker)
         if form == "standard":
             return ChunkedRecurrences(editor, values["real"]).build(layer, values["past"])
-        return linear_attention(editor, layer, values["past"], values["real"])
+        return add_linear_attention(editor, layer, values["past"], values["real"])
 
     inputs = {name: feeds[name] for name in INPUTS}
     others = {name: feeds[name] for name in ("past", "real")}

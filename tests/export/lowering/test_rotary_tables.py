@@ -40,6 +40,17 @@ def test_rows_are_the_angles_of_their_positions(traced: TracedDecoder) -> None:
         np.testing.assert_allclose(found, function(angles), atol=1e-5)  # float32 angles
 
 
+def test_two_tables_of_exactly_the_largest_size_are_stored(
+    traced: TracedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 2 * LENGTH * 8 * 4  # cosines and sines of 16 rotated elements, float32
+    monkeypatch.setattr(rotary_tables, "_SHARE_OF_WEIGHTS", 0)
+    for most, rotates in ((size, 1), (size - 1, 0)):
+        monkeypatch.setattr(rotary_tables, "_ALWAYS_SMALL", most)
+        nodes = attention_nodes(lowered(traced))
+        assert [node.attributes["do_rotary"].as_int() for node in nodes] == [rotates, rotates]
+
+
 def test_scaled_frequencies_are_in_the_table() -> None:
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     config = LlamaConfig(**ONE_LAYER, rope_parameters=rope)
@@ -48,11 +59,17 @@ def test_scaled_frequencies_are_in_the_table() -> None:
     np.testing.assert_allclose(node.inputs[7].const_value.numpy(), np.cos(angles), atol=1e-5)
 
 
-def test_tables_that_are_large_beside_the_weights_are_not_made(
+def test_tables_that_are_large_beside_the_weights_are_neither_computed_nor_stored(
     traced: TracedDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The table of a context of 10 million tokens has gigabytes."""
+
+    def compute(*_arguments: object) -> None:
+        raise AssertionError("computed")
+
     monkeypatch.setattr(rotary_tables, "_ALWAYS_SMALL", 0)
     monkeypatch.setattr(rotary_tables, "_SHARE_OF_WEIGHTS", 1e-6)
+    monkeypatch.setattr(rotary_tables, "_evaluate", compute)
     decoder = lowered(traced)
     assert [node.attributes["do_rotary"].as_int() for node in attention_nodes(decoder)] == [0, 0]
     assert sum(node.op_type == "RotaryEmbedding" for node in decoder.model.graph) == 4

@@ -1,4 +1,4 @@
-"""Choose the lowering for a target."""
+"""Choose and run the lowering for a target, and the rewrites around it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
 from topw_deploy.export.lowering.experts import lower_experts
-from topw_deploy.export.lowering.fused_projections import fuse_gate_up
 from topw_deploy.export.lowering.mixers import SINCE as MIXERS_SINCE
 from topw_deploy.export.lowering.mixers import has_mixers, most_columns
-from topw_deploy.export.lowering.norms import cast_rows_of_norms
-from topw_deploy.export.lowering.rewrites import drop_softplus_thresholds, merge_reshapes, spell_out_exclusive_or
+from topw_deploy.export.lowering.projections import fuse_gate_up
+from topw_deploy.export.lowering.rewrites import (
+    cast_rows_of_norms,
+    drop_softplus_thresholds,
+    merge_reshapes,
+    spell_out_exclusive_or,
+)
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
-_MULTIPLE = 64  # tokens; max_length is a multiple of it
-_DEFAULT_LENGTH = 4096  # tokens; at most 0.5 GB of cache up to 3 B parameters
+_LENGTH_MULTIPLE = 64  # tokens; max_length is a multiple of it
+_LONGEST_DEFAULT = 4096  # tokens; the cache of a model of at most 3 B parameters then takes at most 0.5 GB
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """How to drive the lowered decoder; the fields are those of manifest.DecoderInfo.
+    """How to run a lowered decoder. Other fields than these are those of manifest.DecoderInfo.
 
-    context_length: None for the model's own.
-    least_onnxruntime: as in the manifest.
+    context_length: longest sequence in tokens; None for the model's own context.
+    notice: a sentence for the user about the choice, or None.
     """
 
     states: tuple[State, ...]
@@ -54,26 +58,28 @@ def lower(
 ) -> Lowered:
     """Replace every marker of `decoder` in place.
 
-    kv: `static`, `concat`, or None for static where possible.
+    kv: `concat` for a concatenated cache; `static` or None for a static cache, or a concatenated one where
+        onnxruntime's operator cannot compute the attention.
     target: `onnxruntime` or `tensorrt`.
     context_length: longest sequence in tokens.
-    max_length: cache slots for tensorrt, a multiple of 64. None: `default_length`. 0: symbolic, onnxruntime only.
-    window_cache: for onnxruntime's static cache, keep only the window's tokens in layers that have one.
-    fuse_gates: fuse gate and up products; needs a static cache.
-    quantised: weights will be quantised, for onnxruntime's operators.
+    max_length: number of slots of tensorrt's static cache, a multiple of 64. None: `default_length`. 0: chosen at run
+        time, which only onnxruntime supports.
+    fuse_gates: fuse gate and up products, if the cache is static.
+    quantised: the weights will be quantised for onnxruntime's operators.
+    window_cache: for onnxruntime's static cache: layers with a sliding window keep only its tokens.
     Raises UnsupportedModelError for a recurrence that the target's operators cannot compute.
     """
     lower_experts(decoder.model, operator=target != "tensorrt" and (quantised or kv != "concat"), quantised=quantised)
     if target == "tensorrt":
         spell_out_exclusive_or(decoder.model)
-    # Merge equal nodes: the lowerings compare rotary angles by identity.
+    # Merge equal nodes, because the lowerings compare rotary angles by identity.
     CommonSubexpressionEliminationPass()(decoder.model)
     fuse_rotary(decoder.model)
     narrow_rotary(decoder.model)
     fuse_partial_rotary(decoder.model)
-    if target == "onnxruntime":  # whose operator does not overflow
+    if target == "onnxruntime":  # its Softplus does not overflow
         drop_softplus_thresholds(decoder.model)
-    mixes = has_mixers(decoder) and target == "onnxruntime"
+    uses_mixer_operators = has_mixers(decoder) and target == "onnxruntime"
     columns = most_columns(decoder, contrib=target == "onnxruntime")
     if kv == "concat":
         lowered = Lowered(tuple(concat.lower(decoder, tensorrt=target == "tensorrt")))
@@ -86,13 +92,13 @@ def lower(
     cast_rows_of_norms(decoder.model)
     merge_reshapes(decoder.model)
     states = sorted(lowered.states, key=lambda state: state.layer)
-    least = lowered.least_onnxruntime or (MIXERS_SINCE if mixes else "")
+    least = lowered.least_onnxruntime or (MIXERS_SINCE if uses_mixer_operators else "")
     return replace(lowered, states=tuple(states), most_columns=columns, least_onnxruntime=least)
 
 
 def default_length(context_length: int) -> int:
-    """Cache slots for tensorrt: the context, at most 4,096."""
-    return min(-(-context_length // _MULTIPLE) * _MULTIPLE, _DEFAULT_LENGTH)
+    """Number of slots of tensorrt's cache: the context rounded up to a multiple of 64, at most 4,096."""
+    return min(-(-context_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, _LONGEST_DEFAULT)
 
 
 def _lower_for_onnxruntime(decoder: TracedDecoder, context_length: int, window_cache: bool) -> Lowered:
@@ -111,13 +117,13 @@ def _lower_for_tensorrt(decoder: TracedDecoder, context_length: int, max_length:
     if not slots:
         notice = (
             "the cache's length is chosen at run time (--max-length 0), so only onnxruntime can run this file: "
-            "NVIDIA's parser needs a number"
+            "NVIDIA's parser needs a fixed length"
         )
         return Lowered(states, "static", scatter.OPERATOR, buffer_step=scatter.BUFFER_STEP, notice=notice)
     context = min(context_length, slots)
     notice = (
         f"a sequence may reach {context:,} tokens, prompt and answer together; the model's own limit is "
-        f"{context_length:,}, and --max-length sets another one"
+        f"{context_length:,}, and --max-length changes the limit of the export"
     )
     return Lowered(
         states,

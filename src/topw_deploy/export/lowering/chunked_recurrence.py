@@ -1,12 +1,13 @@
-"""Recurrences in standard operators, for calls of at most 64 columns.
+"""Recurrences in standard operators without loops, for calls of at most 64 columns.
 
-The graph has no loops. With S_0 the past state, g the log decay and u_s the value that column s writes,
+With S_0 the past state, g the log decay and u_s the value that column s writes, the state after column t is
     S_t = exp(g_1 + .. + g_t) S_0 + sum_(s <= t) exp(g_(s+1) + .. + g_t) k_s u_s^T.
-Every exponent is a sum of decays, thus at most 0, so nothing overflows.
-- u = v without a delta rule. With it, u solves (I + A) u = beta (v - S_0^T k), with S_0 decayed to each column and
+Every exponent is a sum of log decays, thus at most 0, so nothing overflows.
+- Without a delta rule, u = v. With one, u solves (I + A) u = beta (v - S_0^T k), with S_0 decayed to each column and
   A_ts = beta_t (k_t . k_s) times the decay from s to t, for s < t.
 - States of one value per key (Mamba, RG-LRU) use a prefix scan over columns, which takes fewer operations.
-Tensors are [batch, groups, heads of a group, ...]: a group shares a query and a key.
+
+Tensors are [batch, groups, members, ...]: the heads of a group are its members, and share a query and a key.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import onnx_ir as ir
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.lowering.recurrence import RecurrenceLayer, like_the_marker, prepared
+from topw_deploy.export.lowering.recurrence import RecurrenceLayer, cast_to_marker, mask_padding
 
-CHUNK = 64  # columns of a call, at most
+CHUNK = 64  # the largest number of columns in a call
 _LEVELS = 6  # 2**6 == CHUNK
 
 
@@ -28,21 +29,23 @@ class ChunkedRecurrences:
     """Builds the recurrences of one graph.
 
     real: bool [batch, sequence], True for columns that are not padding.
-    started: bool [batch], True for rows with tokens of earlier calls; None if states are never written in place.
+    started: bool [batch], True for rows with tokens from earlier calls; None if states are never written in place.
     """
 
     def __init__(self, editor: GraphEditor, real: ir.Value, started: ir.Value | None = None) -> None:
         self._editor, self._started = editor, started
         columns = editor.op("Shape", [real], start=1, end=2)
-        # A longer call fails at this And: CHUNK flags do not broadcast to its columns.
+        # A longer call must fail, and fails at this And: CHUNK flags do not broadcast to its columns.
         allowed = self._cut(np.ones(CHUNK, bool), columns, axes=(0,))
         self._real = editor.op("And", [real, allowed], dtype=ir.DataType.BOOL)
         self._columns = columns
-        self._masks: _Masks | None = None
+        self._masks: _ColumnMasks | None = None
 
     def build(self, layer: RecurrenceLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Returns the output [batch, sequence, output_heads, value_dim] and the present state.
+        """Build the recurrence of `layer`.
 
+        past: the state before the call, [batch, heads, key_dim, value_dim].
+        Returns the output [batch, sequence, output_heads, value_dim] and the state after the call.
         Raises UnsupportedModelError for several query heads per state.
         """
         if layer.query_heads > layer.heads:
@@ -50,43 +53,47 @@ class ChunkedRecurrences:
                 f"layer {layer.layer} has {layer.query_heads} query heads for {layer.heads} recurrent states, but "
                 "standard operators support at most one query head per state; use --target onnxruntime."
             )
-        ready = prepared(self._editor, layer, self._real)
-        past = self._begun(past)
-        if layer.value_dim == 1 and layer.beta is None and ready.decay is not None:
-            output, present = _Scan(self._editor, ready, ready.decay).build(past)
+        masked = mask_padding(self._editor, layer, self._real)
+        past = self._zero_new_rows(past)
+        if layer.value_dim == 1 and layer.beta is None and masked.decay is not None:
+            output, present = _PrefixScan(self._editor, masked, masked.decay).build(past)
         else:
-            output, present = _Quadratic(self._editor, ready, self.masks()).build(past)
-        return like_the_marker(self._editor, layer, output), present
+            output, present = _PairwiseScores(self._editor, masked, self.masks()).build(past)
+        return cast_to_marker(self._editor, layer, output), present
 
-    def _begun(self, past: ir.Value) -> ir.Value:
-        """The past state, zero in rows without earlier tokens.
+    def _zero_new_rows(self, past: ir.Value) -> ir.Value:
+        """Clear the past state of rows without earlier tokens.
 
-        Only this node reads the input: a runtime may then write the present state to the same memory.
+        Only this node reads the input, so that a runtime may write the present state to the same memory.
         """
         if self._started is None:
             return past
         started = self._editor.op("Unsqueeze", [self._started, self._editor.constant(np.array([1, 2, 3]))])
         return self._editor.op("Where", [started, past, self._editor.constant(np.float32(0))])
 
-    def masks(self) -> _Masks:
+    def masks(self) -> _ColumnMasks:
+        """The masks that all recurrences of the graph share."""
         if self._masks is None:
             rows, columns = np.indices((CHUNK, CHUNK))
-            self._masks = _Masks(
-                lower=self._triangle(rows >= columns),
-                strict=self._triangle(rows > columns),
-                upper=self._triangle(rows < columns),
-                identity=self._triangle(rows == columns),
-                pairs=[self._triangle(_pairs(level)) for level in range(_LEVELS)],
-                level_pairs=self._triangle(np.stack([rows == columns, *map(_pairs, range(_LEVELS))])),
-                level_starts=self._triangle(np.stack([rows < 0, *map(_since_block_start, range(_LEVELS))])),
-                level_ends=self._triangle(np.stack([rows < 0, *map(_until_block_end, range(_LEVELS))])),
+            cut = self._cut_to_call
+            self._masks = _ColumnMasks(
+                lower=cut(rows >= columns),
+                strict=cut(rows > columns),
+                upper=cut(rows < columns),
+                identity=cut(rows == columns),
+                neighbours=[cut(_in_neighbouring_blocks(level)) for level in range(_LEVELS)],
+                level_pairs=cut(np.stack([rows == columns, *map(_in_neighbouring_blocks, range(_LEVELS))])),
+                level_starts=cut(np.stack([rows < 0, *map(_since_block_start, range(_LEVELS))])),
+                level_ends=cut(np.stack([rows < 0, *map(_until_block_end, range(_LEVELS))])),
             )
         return self._masks
 
-    def _triangle(self, mask: np.ndarray) -> ir.Value:
+    def _cut_to_call(self, mask: np.ndarray) -> ir.Value:
+        """The float32 `mask` [..., CHUNK, CHUNK], cut to [..., sequence, sequence]."""
         return self._cut(mask.astype(np.float32), self._columns, axes=(mask.ndim - 2, mask.ndim - 1))
 
     def _cut(self, mask: np.ndarray, columns: ir.Value, axes: tuple[int, ...]) -> ir.Value:
+        """The first `columns` elements of `mask` on each of `axes`."""
         constant = self._editor.constant
         ends = columns if len(axes) == 1 else self._editor.op("Concat", [columns] * len(axes), axis=0)
         starts = constant(np.zeros(len(axes), np.int64))
@@ -94,27 +101,28 @@ class ChunkedRecurrences:
 
 
 @dataclass(frozen=True)
-class _Masks:
+class _ColumnMasks:
     """Float32 matrices over pairs (t, s) of the call's columns: 1 where the condition holds, else 0.
 
     lower, strict, upper, identity: t >= s, t > s, t < s, t == s.
-    pairs: per level, t is in an odd block of 2**level columns and s in the block before it.
-    level_pairs: `identity`, then `pairs`, stacked; together they are `lower`.
-    level_starts, level_ends: their products with the decays are the decay of t since its block's start, and of s until
-        its block's end; 0 for `identity`.
+    neighbours: for each level, t is in an odd block of 2**level columns and s in the block before it.
+    level_pairs: `identity`, then `neighbours`, stacked; their sum is `lower`.
+    level_starts: for each level, its product with the log decays is t's log decay since the start of its block; 0 for
+        `identity`.
+    level_ends: the same for s's log decay until the end of its block.
     """
 
     lower: ir.Value
     strict: ir.Value
     upper: ir.Value
     identity: ir.Value
-    pairs: list[ir.Value]
+    neighbours: list[ir.Value]
     level_pairs: ir.Value
     level_starts: ir.Value
     level_ends: ir.Value
 
 
-def _pairs(level: int) -> np.ndarray:
+def _in_neighbouring_blocks(level: int) -> np.ndarray:
     rows, columns = np.indices((CHUNK, CHUNK)) >> level
     return (rows % 2 == 1) & (columns == rows - 1)
 
@@ -129,18 +137,21 @@ def _until_block_end(level: int) -> np.ndarray:
     return (rows >> level == columns >> level) & (columns > rows)
 
 
-class _Grouped:
-    """Splits heads [batch, sequence, heads, dim] into groups that share a query and a key."""
+class _HeadGroups:
+    """Splits heads into groups that share a query and a key, and merges them again."""
 
     def __init__(self, editor: GraphEditor, layer: RecurrenceLayer) -> None:
         self._editor = editor
         self._layer = layer
-        shared = layer.query_heads == layer.key_heads
-        self.groups = layer.key_heads if shared else layer.heads
+        can_share = layer.query_heads == layer.key_heads
+        self.groups = layer.key_heads if can_share else layer.heads
         self.members = layer.heads // self.groups
 
     def split(self, value: ir.Value, heads: int, width: int) -> ir.Value:
-        """[batch, sequence, groups, members, width], with one member if the group shares `value`."""
+        """[batch, sequence, heads, width] -> [batch, sequence, groups, members, width].
+
+        There is one member if the group shares `value`.
+        """
         op, constant = self._editor.op, self._editor.constant
         if heads < self.groups:
             value = op("Unsqueeze", [value, constant(np.array([3]))])  # [batch, sequence, heads, 1, width]
@@ -150,27 +161,31 @@ class _Grouped:
         shape = constant(np.array([0, 0, self.groups, heads // self.groups, width]))
         return op("Reshape", [value, shape])
 
-    def state(self, past: ir.Value) -> ir.Value:
-        """[batch, groups, members, key_dim, value_dim]."""
+    def split_state(self, past: ir.Value) -> ir.Value:
+        """[batch, heads, key_dim, value_dim] -> [batch, groups, members, key_dim, value_dim]."""
         shape = np.array([0, self.groups, self.members, self._layer.key_dim, self._layer.value_dim])
         return self._editor.op("Reshape", [past, self._editor.constant(shape)])
 
-    def merged_state(self, state: ir.Value) -> ir.Value:
+    def merge_state(self, state: ir.Value) -> ir.Value:
+        """[batch, groups, members, key_dim, value_dim] -> [batch, heads, key_dim, value_dim]."""
         shape = self._editor.constant(np.array([0, *self._layer.state_shape]))
         return self._editor.op("Reshape", [state, shape], dtype=ir.DataType.FLOAT)
 
-    def merged_output(self, output: ir.Value) -> ir.Value:
+    def merge_output(self, output: ir.Value) -> ir.Value:
         """[batch, sequence, groups, members, value_dim] -> [batch, sequence, heads, value_dim]."""
         shape = np.array([0, 0, self._layer.heads, self._layer.value_dim])
         return self._editor.op("Reshape", [output, self._editor.constant(shape)])
 
 
-class _Quadratic:
-    """Computes scores between all pairs of the call's columns."""
+class _PairwiseScores:
+    """A recurrence that computes scores between all pairs of the call's columns.
 
-    def __init__(self, editor: GraphEditor, layer: RecurrenceLayer, masks: _Masks) -> None:
+    Its attributes are [batch, groups, members, sequence, width].
+    """
+
+    def __init__(self, editor: GraphEditor, layer: RecurrenceLayer, masks: _ColumnMasks) -> None:
         self._editor, self._layer, self._masks = editor, layer, masks
-        self._grouped = _Grouped(editor, layer)
+        self._groups = _HeadGroups(editor, layer)
         self._query = self._columns(layer.query, layer.query_heads, layer.key_dim)
         self._key = self._columns(layer.key, layer.key_heads, layer.key_dim)
         self._value = self._columns(layer.value, layer.heads, layer.value_dim)
@@ -179,39 +194,40 @@ class _Quadratic:
         self._decay = None if layer.decay is None else self._columns(layer.decay, layer.heads, width)
 
     def build(self, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The output and the present state, as `ChunkedRecurrences.build` returns them."""
         op = self._editor.op
-        state = self._grouped.state(past)
-        written = self._written(state)
-        seen = self._decayed(self._query, self._masks.lower)
-        output = op("Add", [op("MatMul", [seen, state]), op("MatMul", [self._scores(self._query), written])])
+        state = self._groups.split_state(past)
+        written = self._written_values(state)
+        query = self._decay_vectors(self._query, self._masks.lower)
+        output = op("Add", [op("MatMul", [query, state]), op("MatMul", [self._scores(self._query), written])])
         if self._layer.scale != 1:
             output = op("Mul", [output, self._editor.constant(np.float32(self._layer.scale))])
-        output = self._grouped.merged_output(op("Transpose", [output], perm=[0, 3, 1, 2, 4]))
-        kept = self._transposed(self._decayed(self._key, self._masks.upper))
-        present = op("Add", [self._decayed_state(state), op("MatMul", [kept, written])])
-        return output, self._grouped.merged_state(present)
+        output = self._groups.merge_output(op("Transpose", [output], perm=[0, 3, 1, 2, 4]))
+        key = self._transpose(self._decay_vectors(self._key, self._masks.upper))
+        present = op("Add", [self._decay_state(state), op("MatMul", [key, written])])
+        return output, self._groups.merge_state(present)
 
-    def _written(self, state: ir.Value) -> ir.Value:
-        """u, [batch, groups, members, sequence, value_dim]."""
+    def _written_values(self, state: ir.Value) -> ir.Value:
+        """The module's u, [batch, groups, members, sequence, value_dim]."""
         op = self._editor.op
         if self._beta is None:
             return self._value
-        held = op("MatMul", [self._decayed(self._key, self._masks.lower), state])
+        held = op("MatMul", [self._decay_vectors(self._key, self._masks.lower), state])
         target = op("Mul", [self._beta, op("Sub", [self._value, held])])
         earlier = op("Mul", [op("Mul", [self._scores(self._key), self._masks.strict]), self._beta])
         return op("MatMul", [self._inverse(earlier), target])
 
     def _inverse(self, strict: ir.Value) -> ir.Value:
-        """(I + strict)^-1 of a strictly lower triangular matrix.
+        """(I + strict)^-1, of a strictly lower triangular matrix.
 
-        Blocks of doubled size: the inverse of [[A, 0], [B, C]] is [[A^-1, 0], [-C^-1 B A^-1, C^-1]]. As stable as
-        forward substitution.
+        Inverts blocks of doubling size: the inverse of [[A, 0], [B, C]] is [[A^-1, 0], [-C^-1 B A^-1, C^-1]]. This is
+        as stable as forward substitution.
         """
         op = self._editor.op
-        first, *others = self._masks.pairs
+        first, *others = self._masks.neighbours
         inverse = op("Sub", [self._masks.identity, op("Mul", [strict, first])])
-        for pairs in others:
-            below = op("MatMul", [inverse, op("MatMul", [op("Mul", [strict, pairs]), inverse])])
+        for neighbours in others:
+            below = op("MatMul", [inverse, op("MatMul", [op("Mul", [strict, neighbours]), inverse])])
             inverse = op("Sub", [inverse, below])
         return inverse
 
@@ -220,17 +236,17 @@ class _Quadratic:
         if self._layer.decays_per_key:
             return self._scores_by_level(left)
         op, masks = self._editor.op, self._masks
-        scores = op("Mul", [op("MatMul", [left, self._transposed(self._key)]), masks.lower])
+        scores = op("Mul", [op("MatMul", [left, self._transpose(self._key)]), masks.lower])
         if self._decay is None:
             return scores
         between = op("MatMul", [masks.lower, op("Mul", [self._decay, masks.strict])])  # decays of s+1 .. t
         return op("Mul", [scores, op("Exp", [between])])
 
     def _scores_by_level(self, left: ir.Value) -> ir.Value:
-        """As `_scores`, for a decay per key dim.
+        """The scores if each element of a key has a decay of its own.
 
-        Columns s < t are in neighbouring blocks at exactly one level. The decay between them is the decay until the end
-        of s's block times the decay since the start of t's block.
+        Two columns s < t are in neighbouring blocks at exactly one level. The decay between them is the decay until the
+        end of s's block times the decay since the start of t's block.
         """
         op, masks = self._editor.op, self._masks
         axis = self._editor.constant(np.array([3]))
@@ -242,45 +258,51 @@ class _Quadratic:
         scores = op("MatMul", [rows, op("Transpose", [columns], perm=[0, 1, 2, 3, 5, 4])])
         return op("ReduceSum", [op("Mul", [scores, masks.level_pairs]), axis], keepdims=0)
 
-    def _decayed(self, vectors: ir.Value, mask: ir.Value) -> ir.Value:
-        """`vectors` times the decay over the columns that `mask` selects."""
+    def _decay_vectors(self, vectors: ir.Value, mask: ir.Value) -> ir.Value:
+        """Multiply each column's vector with the decay over the columns that `mask` selects for it."""
         op = self._editor.op
         if self._decay is None:
             return vectors
         return op("Mul", [vectors, op("Exp", [op("MatMul", [mask, self._decay])])])
 
-    def _decayed_state(self, state: ir.Value) -> ir.Value:
+    def _decay_state(self, state: ir.Value) -> ir.Value:
+        """Multiply the state with the decay over the whole call."""
         op = self._editor.op
         if self._decay is None:
             return state
         total = op("ReduceSum", [self._decay, self._editor.constant(np.array([3]))], keepdims=1)
-        return op("Mul", [state, op("Exp", [self._transposed(total)])])
+        return op("Mul", [state, op("Exp", [self._transpose(total)])])
 
     def _columns(self, value: ir.Value, heads: int, width: int) -> ir.Value:
-        """[batch, groups, members, sequence, width]."""
-        return self._editor.op("Transpose", [self._grouped.split(value, heads, width)], perm=[0, 2, 3, 1, 4])
+        """[batch, sequence, heads, width] -> [batch, groups, members, sequence, width]."""
+        return self._editor.op("Transpose", [self._groups.split(value, heads, width)], perm=[0, 2, 3, 1, 4])
 
-    def _transposed(self, value: ir.Value) -> ir.Value:
+    def _transpose(self, value: ir.Value) -> ir.Value:
+        """Swap the last two of five axes."""
         return self._editor.op("Transpose", [value], perm=[0, 1, 2, 4, 3])
 
 
-class _Scan:
-    """h_t = a_t h_(t-1) + b_t for every element of the state; each level doubles the number of columns summed."""
+class _PrefixScan:
+    """A recurrence h_t = a_t h_(t-1) + b_t for every element of the state.
+
+    Each level doubles the number of columns that a sum covers.
+    """
 
     def __init__(self, editor: GraphEditor, layer: RecurrenceLayer, decay: ir.Value) -> None:
         self._editor, self._layer, self._decay = editor, layer, decay
-        self._grouped = _Grouped(editor, layer)
+        self._groups = _HeadGroups(editor, layer)
 
     def build(self, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The output and the present state, as `ChunkedRecurrences.build` returns them."""
         op, constant, layer = self._editor.op, self._editor.constant, self._layer
-        split = self._grouped.split
+        split = self._groups.split
         key = split(layer.key, layer.key_heads, layer.key_dim)
         total = op("Mul", [key, split(layer.value, layer.heads, 1)])  # b, [batch, sequence, groups, members, key_dim]
         factor = op("Exp", [split(self._decay, layer.heads, layer.key_dim if layer.decays_per_key else 1)])
         for level in range(_LEVELS):
-            total = op("Add", [op("Mul", [factor, self._earlier(total, 1 << level, 0.0)]), total])
-            factor = op("Mul", [factor, self._earlier(factor, 1 << level, 1.0)])
-        state = self._grouped.state(past)  # [batch, groups, members, key_dim, 1]
+            total = op("Add", [op("Mul", [factor, self._shift_later(total, 1 << level, 0.0)]), total])
+            factor = op("Mul", [factor, self._shift_later(factor, 1 << level, 1.0)])
+        state = self._groups.split_state(past)  # [batch, groups, members, key_dim, 1]
         before = op("Unsqueeze", [op("Squeeze", [state, constant(np.array([4]))]), constant(np.array([1]))])
         states = op("Add", [op("Mul", [factor, before]), total])
         query = split(layer.query, layer.query_heads, layer.key_dim)
@@ -288,10 +310,10 @@ class _Scan:
         if layer.scale != 1:
             output = op("Mul", [output, constant(np.float32(layer.scale))])
         present = op("Gather", [states, constant(np.array(-1))], axis=1)
-        return self._grouped.merged_output(output), self._grouped.merged_state(present)
+        return self._groups.merge_output(output), self._groups.merge_state(present)
 
-    def _earlier(self, values: ir.Value, columns: int, fill: float) -> ir.Value:
-        """`values` shifted later by `columns`, with `fill` before the first."""
+    def _shift_later(self, values: ir.Value, columns: int, fill: float) -> ir.Value:
+        """Shift `values` later by `columns` columns, with `fill` in the first ones."""
         op, constant = self._editor.op, self._editor.constant
         pads = constant(np.array([columns, -columns]))
         return op("Pad", [values, pads, constant(np.float32(fill)), constant(np.array([1]))], mode="constant")

@@ -1,7 +1,7 @@
 """Lower markers to standard attention over a concatenated cache.
 
-Causal masks compare cache slots; windows compare positions (running sums of `attention_mask`). So padding may be left,
-right or between chunks. Every query sees its own slot, so no softmax is empty.
+Causal masks compare cache slots, and windows compare positions (running sums of `attention_mask`). So padding may be on
+the left, on the right or between chunks. Every query sees its own slot, so no row of a softmax is empty.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import onnx_ir as ir
 from topw_deploy.export.graph.editor import GraphEditor, required_input
 from topw_deploy.export.lowering.layers import attention_layers
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
-from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
+from topw_deploy.export.lowering.standard_attention import Masks, Positions, attend, tensorrt_fuses
 from topw_deploy.export.lowering.states import States
-from topw_deploy.export.lowering.visibility import Masks, Positions
 from topw_deploy.export.trace.marker import MARKER_DOMAIN
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
@@ -23,9 +22,10 @@ PREFIX = "topw.attention"
 
 
 def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> list[State]:
-    """Replace every marker; adds input `attention_mask`, int64 [batch, past + new]. Returns the states.
+    """Replace every marker of `decoder` in place. Returns the states.
 
-    tensorrt: decompose attention that TensorRT cannot build.
+    Adds the input `attention_mask`, int64 [batch, past + sequence].
+    tensorrt: use standard operators only, and decompose attention that TensorRT cannot build as one operator.
     """
     graph = decoder.model.graph
     editor = GraphEditor(graph, PREFIX)
@@ -41,8 +41,8 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> list[State]:
     for layer in attention_layers(decoder):
         if layer.source is None:
             presents[layer.index] = [
-                editor.op("Concat", [states.past(state), new], axis=2)
-                for state, new in zip(layer.states, layer.news, strict=True)
+                editor.op("Concat", [states.past(state), part], axis=2)
+                for state, part in zip(layer.states, layer.new_parts, strict=True)
             ]
             for state, present in zip(layer.states, presents[layer.index], strict=True):
                 states.present(state, present)
@@ -53,10 +53,11 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> list[State]:
         lower_mixers(editor, decoder, states, padding, contrib=not tensorrt)
     decoder.model.opset_imports.pop(MARKER_DOMAIN, None)
     editor.finish()
-    return states.found
+    return states.declared
 
 
 def _masks(editor: GraphEditor, attention_mask: ir.Value) -> Masks:
+    """Masks over all slots, [batch, 1, sequence, past + sequence]."""
     op, constant = editor.op, editor.constant
     ids = required_input(editor.graph, "input_ids")
     total = op("Squeeze", [op("Shape", [attention_mask], start=1, end=2)])
@@ -70,14 +71,14 @@ def _masks(editor: GraphEditor, attention_mask: ir.Value) -> Masks:
     visible = op("And", [op("LessOrEqual", [slots, own_slots]), attended])
     own = op("Equal", [slots, own_slots])
 
-    def positions() -> tuple[ir.Value, ir.Value]:
-        """For each slot, the number of attended tokens before it: padding takes no position."""
+    def add_positions() -> tuple[ir.Value, ir.Value]:
+        """The positions of queries and keys: the number of attended tokens before each."""
         counts = op("CumSum", [attention_mask, constant(np.int64(1))])  # [batch, past + sequence]
-        every = op("Sub", [counts, one])
+        positions = op("Sub", [counts, one])
         start = op("Unsqueeze", [past, constant(np.array([0]))])
-        far = constant(np.array([np.iinfo(np.int64).max]))
-        queries = op("Slice", [every, start, far, constant(np.array([1]))])  # [batch, sequence]
-        keys = op("Unsqueeze", [every, constant(np.array([1, 2]))])
+        end = constant(np.array([np.iinfo(np.int64).max]))
+        queries = op("Slice", [positions, start, end, constant(np.array([1]))])  # [batch, sequence]
+        keys = op("Unsqueeze", [positions, constant(np.array([1, 2]))])
         return op("Unsqueeze", [queries, constant(np.array([1, 3]))]), keys
 
-    return Masks(editor, Positions(editor, positions), visible, own)
+    return Masks(editor, Positions(editor, add_positions), visible, own)

@@ -1,4 +1,4 @@
-"""Lower Convolution and History markers.
+"""Lower the Convolution and History markers of `trace.markers`.
 
 In a static cache rows are padded on the right, so the state ends at a row's last column that is not padding. Padding
 on the left becomes columns of zeros, which equal the state of a new sequence.
@@ -15,13 +15,15 @@ from topw_deploy.export.graph.editor import GraphEditor, fixed_size
 
 CONTRIB_DOMAIN = "com.microsoft"
 OPERATOR = "CausalConvWithState"  # since onnxruntime 1.25
-_STATE_AXIS = 2
+_COLUMN_AXIS = 2
 
 
 @dataclass(frozen=True)
 class ConvolutionLayer:
-    """A marker and its values.
+    """A Convolution marker with its inputs and attributes.
 
+    layer: number of the layer.
+    state: number of the state in the layer.
     x: [batch, channels, sequence].
     weight: [channels, 1, kernel].
     bias: [channels] or None.
@@ -40,7 +42,7 @@ class ConvolutionLayer:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """The shape of a row's state."""
+        """The shape of one row's state."""
         return (self.channels, self.kernel - 1)
 
     @staticmethod
@@ -61,10 +63,12 @@ class ConvolutionLayer:
 
 @dataclass(frozen=True)
 class HistoryLayer:
-    """A marker and its values.
+    """A History marker with its input and attributes.
 
+    layer: number of the layer.
+    state: number of the state in the layer.
     x: [batch, channels, sequence].
-    columns: the number of columns before it.
+    columns: number of earlier columns that the output has before `x`.
     """
 
     marker: ir.Node
@@ -76,7 +80,7 @@ class HistoryLayer:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """The shape of a row's state."""
+        """The shape of one row's state."""
         return (self.channels, self.columns)
 
     @staticmethod
@@ -93,7 +97,7 @@ class HistoryLayer:
 
 
 def _stored_weight(weight: ir.Value) -> ir.Value:
-    """`weight` before reshapes that cancel out: some mixers drop an axis that the marker then restores."""
+    """`weight` before reshapes that cancel out: some mixers drop an axis, and the marker restores it."""
     shape, value = weight.shape, weight
     while (node := value.producer()) is not None and node.op_type in ("Squeeze", "Unsqueeze", "Reshape"):
         (value, *_) = node.inputs
@@ -103,11 +107,11 @@ def _stored_weight(weight: ir.Value) -> ir.Value:
 
 
 class Convolutions:
-    """Builds the convolutions of one graph.
+    """Builds the convolutions and histories of one graph.
 
     real: bool [batch, sequence], True for columns that are not padding; None if rows are padded on the right only.
-    lengths: int64 [batch], columns of a row before the padding; None if no row is padded on the right.
-    contrib: use onnxruntime's operator.
+    lengths: int64 [batch], number of a row's columns before its padding; None if no row is padded on the right.
+    contrib: use onnxruntime's operator instead of Conv.
     """
 
     def __init__(self, editor: GraphEditor, *, real: ir.Value | None, lengths: ir.Value | None, contrib: bool) -> None:
@@ -118,59 +122,59 @@ class Convolutions:
         self._last_columns: dict[int, ir.Value] = {}
 
     def build(self, layer: ConvolutionLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Returns the output [batch, channels, sequence] and the present state, shaped like `past`."""
-        x = self._without_padding(layer.x)
+        """Build a convolution. Returns the output [batch, channels, sequence] and the present state.
+
+        Only one node reads `past`, so that a runtime may write the present state to the same memory.
+        """
+        x = self._zero_padding(layer.x)
         if self._contrib and self._lengths is None:
-            return self._operator(layer, x, past)
-        # Only one node reads the input: a runtime may then write the present state to the same memory.
+            return self._add_operator(layer, x, past)
+        if self._contrib:  # two nodes read the past below, so copy it
+            past = self._editor.op("Concat", [past], axis=_COLUMN_AXIS, dtype=past.dtype, shape=past.shape)
+        columns = self._append(past, x)
         if self._contrib:
-            past = self._editor.op("Concat", [past], axis=_STATE_AXIS, dtype=past.dtype, shape=past.shape)  # a copy
-        window = self._window(past, x)
-        if self._contrib:
-            output, _ = self._operator(layer, x, past)
+            output, _ = self._add_operator(layer, x, past)
         else:
-            output = self._convolved(layer, window)
-        return output, self._present(layer.state_shape, window)
+            output = self._convolve(layer, columns)
+        return output, self._present(layer.state_shape, columns)
 
     def history(self, layer: HistoryLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Returns the output [batch, channels, columns + sequence] and the present state, shaped like `past`."""
-        window = self._window(past, self._without_padding(layer.x))
-        return window, self._present(layer.state_shape, window)
+        """Build a history. Returns the output [batch, channels, columns + sequence] and the present state."""
+        columns = self._append(past, self._zero_padding(layer.x))
+        return columns, self._present(layer.state_shape, columns)
 
-    def _without_padding(self, x: ir.Value) -> ir.Value:
+    def _zero_padding(self, x: ir.Value) -> ir.Value:
         if self._real is None:
             return x
         zero = self._editor.constant(np.array(0, x.dtype.numpy()))
         return self._editor.op("Where", [self._real, x, zero], dtype=x.dtype)
 
-    def _window(self, past: ir.Value, x: ir.Value) -> ir.Value:
-        return self._editor.op("Concat", [past, x], axis=_STATE_AXIS, dtype=x.dtype)
+    def _append(self, past: ir.Value, x: ir.Value) -> ir.Value:
+        return self._editor.op("Concat", [past, x], axis=_COLUMN_AXIS, dtype=x.dtype)
 
-    def _operator(self, layer: ConvolutionLayer, x: ir.Value, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def _add_operator(self, layer: ConvolutionLayer, x: ir.Value, past: ir.Value) -> tuple[ir.Value, ir.Value]:
         inputs = [x, layer.weight, layer.bias, past]
         activation = layer.activation or "none"
         output, present = self._editor.outputs(OPERATOR, inputs, 2, domain=CONTRIB_DOMAIN, activation=activation)
         output.type = present.type = ir.TensorType(x.dtype)
         return output, present
 
-    def _cut(self, window: ir.Value, start: int, end: int) -> ir.Value:
-        places = (self._editor.constant(np.array([number])) for number in (start, end, _STATE_AXIS))
-        return self._editor.op("Slice", [window, *places])
-
-    def _convolved(self, layer: ConvolutionLayer, window: ir.Value) -> ir.Value:
+    def _convolve(self, layer: ConvolutionLayer, columns: ir.Value) -> ir.Value:
         op, dtype = self._editor.op, layer.x.dtype
-        inputs = [window, layer.weight] if layer.bias is None else [window, layer.weight, layer.bias]
+        inputs = [columns, layer.weight] if layer.bias is None else [columns, layer.weight, layer.bias]
         output = op("Conv", inputs, group=layer.channels, kernel_shape=[layer.kernel], dtype=dtype)
         return op("Mul", [output, op("Sigmoid", [output])], dtype=dtype) if layer.activation else output
 
-    def _present(self, state_shape: tuple[int, ...], window: ir.Value) -> ir.Value:
+    def _present(self, state_shape: tuple[int, ...], columns: ir.Value) -> ir.Value:
+        """The last columns of each row that are not padding: the state after the call."""
         op, constant = self._editor.op, self._editor.constant
-        channels, columns = state_shape
+        channels, count = state_shape
         if self._lengths is None:
-            return self._cut(window, -columns, np.iinfo(np.int64).max)
-        if columns not in self._last_columns:
+            bounds = (constant(np.array([number])) for number in (-count, np.iinfo(np.int64).max, _COLUMN_AXIS))
+            return op("Slice", [columns, *bounds])
+        if count not in self._last_columns:
             start = op("Unsqueeze", [self._lengths, constant(np.array([1, 2]))])
-            self._last_columns[columns] = op("Add", [start, constant(np.arange(columns))])  # [batch, 1, columns]
+            self._last_columns[count] = op("Add", [start, constant(np.arange(count))])  # [batch, 1, count]
         shape = constant(np.array([1, channels, 1]))
-        indices = op("Expand", [self._last_columns[columns], shape])
-        return op("GatherElements", [window, indices], axis=_STATE_AXIS)
+        indices = op("Expand", [self._last_columns[count], shape])
+        return op("GatherElements", [columns, indices], axis=_COLUMN_AXIS)

@@ -1,13 +1,17 @@
 """Lower markers to onnxruntime's GroupQueryAttention over a static cache.
 
-The operator reads only used slots and can rotate queries and keys. Rules of onnxruntime 1.24 to 1.31:
+The operator reads only used slots, and can rotate queries and keys. Its rules in onnxruntime 1.24 to 1.31:
 - A call with as many columns as total_sequence_length ignores the past of all rows. In any other call, a batch may have
   only one new token per row (`ragged_chunks: false`).
-- total_sequence_length is read on the host: a computed one would be copied from the GPU, so it is an input.
-- With `sliding_window_cache` the buffer holds only the window. The slot of a token follows from the row's length, which
-  would count padding, so rows of different lengths are read one by one. A step then reads only the window; without the
-  attribute it reads the whole sequence (`python -m benchmarks.window_cache`).
+- The operator reads total_sequence_length on the host. If the graph computed it, it would be copied from the GPU, so it
+  is an input.
 - seqlens_k is a row's length *after* the call, less one, counting padded columns.
+- With `sliding_window_cache` the buffer holds only the window, so a step reads only the window; without the attribute
+  it reads the whole sequence (`python -m benchmarks.window_cache`). The slot of a token follows from the row's length,
+  which would count padding, so the runtime reads rows of different lengths one by one.
+
+The operator has an input for a bias of scores; ALiBi, biases by distance and chunks use it. It lacks latent attention,
+which becomes products and a softmax over the used slots (`UsedSlots`).
 """
 
 from __future__ import annotations
@@ -19,40 +23,43 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor, fixed_size
-from topw_deploy.export.lowering.attended_keys import LATENT_OPSET, AttendedKeys, lower_latent
-from topw_deploy.export.lowering.fused_projections import fuse_qkv
-from topw_deploy.export.lowering.heads import merge_heads
 from topw_deploy.export.lowering.layers import HALF, AttentionLayer, attention_layers
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
-from topw_deploy.export.lowering.norms import fuse_skip_norms
+from topw_deploy.export.lowering.projections import fuse_qkv, merge_heads
+from topw_deploy.export.lowering.rewrites import fuse_skip_norms
 from topw_deploy.export.lowering.rotary_tables import RotaryTable, RotaryTables
+from topw_deploy.export.lowering.standard_attention import Masks, Positions, attend, lowest_finite
 from topw_deploy.export.lowering.states import StaticStates
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
-_MULTIPLE = 8  # of the operator's head sizes
+_HEAD_MULTIPLE = 8  # the operator's head sizes are multiples of it
 PREFIX = "topw.attention"
 DOMAIN = "com.microsoft"
 OPERATOR = "GroupQueryAttention"
 WINDOW_CACHE_SINCE = "1.29"  # onnxruntime
+_LATENT_OPSET = 24  # the first with TensorScatter
 _DTYPES = (ir.DataType.FLOAT, *HALF)
 
 
 def refusal(decoder: TracedDecoder) -> str | None:
-    """Why GroupQueryAttention cannot serve this decoder, or None."""
+    """The reason why GroupQueryAttention cannot compute the attention of `decoder`; None if it can."""
     for layer in attention_layers(decoder):
         if layer.heads % layer.kv_heads:
-            return f"layer {layer.index} has {layer.heads} query heads, no multiple of {layer.kv_heads} key heads"
+            return (
+                f"layer {layer.index} has {layer.heads} query heads, which is not a multiple of its "
+                f"{layer.kv_heads} key heads"
+            )
         if layer.dtype not in _DTYPES:
             return f"layer {layer.index} computes in {layer.dtype}, which the operator does not support"
     return None
 
 
 def lower(decoder: TracedDecoder, context_length: int, *, window_cache: bool = True) -> list[State]:
-    """Replace every marker in place; `refusal` must be None. Returns the states.
+    """Replace every marker of `decoder` in place; `refusal` must return None for it. Returns the states.
 
     context_length: rows of the rotary tables.
-    window_cache: keep only the window's tokens in layers that have one; needs onnxruntime `WINDOW_CACHE_SINCE`.
+    window_cache: layers with a sliding window keep only its tokens; needs onnxruntime `WINDOW_CACHE_SINCE`.
     """
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
@@ -62,45 +69,51 @@ def lower(decoder: TracedDecoder, context_length: int, *, window_cache: bool = T
         last_slots = _last_slots(editor, cache, half=layers[0].dtype in HALF)
         lengths = (last_slots, cache.host_length())
         tables = RotaryTables(editor, decoder, context_length)
-        operands = _Operands(editor, cache, lengths, tables, AttendedKeys(editor, cache, lengths[1]))
+        shared = _Shared(editor, cache, lengths, tables, UsedSlots(editor, cache, lengths[1]))
         for layer in layers:
             if layer.source is None:
-                kept = _kept(layer, context_length) if window_cache else 0
-                presents[layer.index] = _keep(operands, replace(layer, kept=kept))
+                window = _window_to_keep(layer, context_length) if window_cache else 0
+                presents[layer.index] = _lower_with_own_states(shared, replace(layer, state_window=window))
             else:
-                _borrow(operands, layer, presents[layer.source])
+                _lower_with_borrowed_states(shared, layer, presents[layer.source])
     if has_mixers(decoder):
         lower_mixers(editor, decoder, cache, Padding.of_static_cache(editor, cache), contrib=True)
     model.opset_imports[DOMAIN] = 1
     if any(layer.latent for layer in layers):
-        model.opset_imports[""] = max(LATENT_OPSET, model.opset_imports[""])
+        model.opset_imports[""] = max(_LATENT_OPSET, model.opset_imports[""])
     cache.finish(model)
     fuse_skip_norms(model)
-    return cache.found
+    return cache.declared
 
 
-def _kept(layer: AttentionLayer, context_length: int) -> int:
-    """The window, if the cache can hold only that; 0 to hold all tokens, as where other layers read the states."""
-    held = layer.window < context_length and not (layer.shared_by or layer.latent or layer.chunk)
-    return layer.window if held and layer.slopes is None and layer.relative is None else 0
+def _window_to_keep(layer: AttentionLayer, context_length: int) -> int:
+    """The layer's window in tokens if its states can hold only the window; else 0, and they hold all tokens.
+
+    Layers with a bias and layers whose states others read need all tokens.
+    """
+    can_drop = layer.window < context_length and not (layer.shared_by or layer.latent or layer.chunk)
+    return layer.window if can_drop and layer.slopes is None and layer.relative is None else 0
 
 
 @dataclass(frozen=True)
-class _Operands:
-    """What all layers share. lengths: seqlens_k and total_sequence_length."""
+class _Shared:
+    """What the lowering of every layer uses.
+
+    lengths: the operator's inputs seqlens_k and total_sequence_length.
+    """
 
     editor: GraphEditor
     cache: StaticStates
     lengths: tuple[ir.Value, ir.Value]
     tables: RotaryTables
-    keys: AttendedKeys
+    slots: UsedSlots
 
 
 def _last_slots(editor: GraphEditor, cache: StaticStates, *, half: bool) -> ir.Value:
-    """The operator's seqlens_k, int32 [batch].
+    """The operator's input seqlens_k: each row's last used slot, int32 [batch].
 
-    half: avoid adding the column count, which is on the host and would be copied to CUDA; take the last element of a
-    Range of that length instead.
+    half: use the last element of a Range over the columns instead of the number of columns, which is on the host and
+        would be copied to the GPU.
     """
     op, constant = editor.op, editor.constant
     if half:
@@ -111,18 +124,18 @@ def _last_slots(editor: GraphEditor, cache: StaticStates, *, half: bool) -> ir.V
     return op("Cast", [last], to=ir.DataType.INT32)
 
 
-def _keep(operands: _Operands, layer: AttentionLayer) -> list[ir.Value]:
+def _lower_with_own_states(shared: _Shared, layer: AttentionLayer) -> list[ir.Value]:
     """Replace the marker of a layer that has states of its own. Returns the states after the call."""
-    editor, cache = operands.editor, operands.cache
+    editor, cache = shared.editor, shared.cache
     if layer.latent:
-        return [lower_latent(editor, layer, cache, operands.keys)]
+        return [_lower_latent(shared, layer)]
     width = operator_width(layer)
-    padded = width != layer.head_dim or width != layer.value_dim
+    is_padded = width != layer.head_dim or width != layer.value_dim
     query, key = merge_heads(editor, layer.query), merge_heads(editor, layer.new_key)
     value = merge_heads(editor, layer.new_value).unrotated
-    table = None if padded else operands.tables.of(query, key, layer.head_dim)
+    table = None if is_padded else shared.tables.of(query, key, layer.head_dim)
     parts = (query.unrotated, key.unrotated, value) if table else (query.rotated(editor), key.rotated(editor), value)
-    if padded:
+    if is_padded:
         counts = (layer.heads, layer.kv_heads, layer.kv_heads)
         widened = (pad_heads(editor, part, count, width) for part, count in zip(parts, counts, strict=True))
         projections: Sequence[ir.Value | None] = tuple(widened)
@@ -131,35 +144,43 @@ def _keep(operands: _Operands, layer: AttentionLayer) -> list[ir.Value]:
         projections = parts if fused is None else (fused, None, None)
     states = replace(layer, head_dim=width, value_dim=width).states
     pasts = [cache.past(state) for state in states]
-    output, *presents = _attend(operands, layer, [*projections, *pasts], 3, table)
+    output, *presents = _add_operator(shared, layer, [*projections, *pasts], 3, table)
     _replace_output(editor, layer, output, width)
     for state, present in zip(states, presents, strict=True):
         cache.present(state, present)
     return presents
 
 
-def _borrow(operands: _Operands, layer: AttentionLayer, presents: Sequence[ir.Value]) -> None:
-    """Replace the marker of a layer that reads another layer's states: its operator gets no new keys and values."""
-    editor, width = operands.editor, operator_width(layer)
+def _lower_with_borrowed_states(shared: _Shared, layer: AttentionLayer, presents: Sequence[ir.Value]) -> None:
+    """Replace the marker of a layer that reads another layer's states `presents`.
+
+    Its operator gets new keys and values of no columns.
+    """
+    editor, width = shared.editor, operator_width(layer)
     if layer.latent:
-        operands.keys.attend(layer, presents)
+        shared.slots.attend(layer, presents)
         return
     query = merge_heads(editor, layer.query).rotated(editor)
     if width != layer.head_dim:
         query = pad_heads(editor, query, layer.heads, width)
     ends = np.array([0, layer.kv_heads * width])
     nothing = editor.op("Slice", [query, *map(editor.constant, (np.array([0, 0]), ends, np.array([1, 2])))])
-    (output,) = _attend(operands, layer, [query, nothing, nothing, *presents], 1, None)
+    (output,) = _add_operator(shared, layer, [query, nothing, nothing, *presents], 1, None)
     _replace_output(editor, layer, output, width)
 
 
-def _attend(
-    operands: _Operands,
+def _add_operator(
+    shared: _Shared,
     layer: AttentionLayer,
     inputs: Sequence[ir.Value | None],
     outputs: int,
     table: RotaryTable | None,
 ) -> Sequence[ir.Value]:
+    """Add a GroupQueryAttention for `layer`. Returns its first `outputs` outputs.
+
+    inputs: query, key, value, past key and past value.
+    table: rotate queries and keys by it in the operator.
+    """
     attributes: dict[str, int | float] = {
         "num_heads": layer.heads,
         "kv_num_heads": layer.kv_heads,
@@ -168,21 +189,24 @@ def _attend(
     }
     if layer.window:
         attributes["local_window_size"] = layer.window
-    if layer.kept:
+    if layer.state_window:
         attributes["sliding_window_cache"] = 1
     if layer.softcap:
         attributes["softcap"] = layer.softcap
     if table is not None:
         attributes["rotary_interleaved"] = table.interleaved
     rotation = (table.cos, table.sin) if table else (None, None)
-    operator_inputs = [*inputs, *operands.lengths, *rotation, None, operands.keys.bias(layer), layer.sink]
+    operator_inputs = [*inputs, *shared.lengths, *rotation, None, shared.slots.bias(layer), layer.sink]
     while operator_inputs[-1] is None:
         operator_inputs.pop()
-    return operands.editor.outputs(OPERATOR, operator_inputs, outputs, domain=DOMAIN, **attributes)
+    return shared.editor.outputs(OPERATOR, operator_inputs, outputs, domain=DOMAIN, **attributes)
 
 
 def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value, width: int) -> None:
-    """output: [batch, sequence, heads * width]."""
+    """Let `output` [batch, sequence, heads * width] replace the output of the layer's marker.
+
+    Readers that merge the heads read it as it is; the others read a reshape to [batch, sequence, heads, value_dim].
+    """
     output.type = layer.output.type
     output.shape = ir.Shape(["batch_size", "sequence_length", layer.heads * width])
     if width != layer.value_dim:
@@ -200,17 +224,17 @@ def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value
             node.replace_input_with(place, separate)
 
 
-# Heads are widened for GroupQueryAttention, which needs keys and values of one width, a multiple of 8. Zeros at the end
-# of each head change neither scores nor values.
+# GroupQueryAttention needs keys and values of one width, a multiple of 8. Zeros at the end of each head change neither
+# scores nor values.
 
 
 def operator_width(layer: AttentionLayer) -> int:
-    """The head size in the operator and its states."""
-    return -(-max(layer.head_dim, layer.value_dim) // _MULTIPLE) * _MULTIPLE
+    """The head size in the operator and its states, in elements."""
+    return -(-max(layer.head_dim, layer.value_dim) // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
 
 
 def pad_heads(editor: GraphEditor, merged: ir.Value, heads: int, width: int) -> ir.Value:
-    """[batch, sequence, heads * dim] -> [batch, sequence, heads * width]."""
+    """Append zeros to each head: [batch, sequence, heads * dim] -> [batch, sequence, heads * width]."""
     op, constant = editor.op, editor.constant
     dim = fixed_size(merged, 2) // heads
     if dim == width:
@@ -222,10 +246,75 @@ def pad_heads(editor: GraphEditor, merged: ir.Value, heads: int, width: int) -> 
 
 
 def narrow_heads(editor: GraphEditor, merged: ir.Value, layer: AttentionLayer, width: int) -> ir.Value:
-    """[batch, sequence, heads * width] -> [batch, sequence, heads, value_dim]."""
+    """Cut the zeros off each head: [batch, sequence, heads * width] -> [batch, sequence, heads, value_dim]."""
     op, constant = editor.op, editor.constant
     separate = op("Reshape", [merged, constant(np.array([0, 0, layer.heads, width]))])
     ends = (constant(np.array([number])) for number in (0, layer.value_dim, 3))
     narrow = op("Slice", [separate, *ends], dtype=merged.dtype)
     narrow.shape = layer.output.shape
     return narrow
+
+
+class UsedSlots:
+    """Biases and attention over the used slots of a static cache.
+
+    total: number of used slots of the longest row, int32 [1], on the host.
+    """
+
+    def __init__(self, editor: GraphEditor, cache: StaticStates, total: ir.Value) -> None:
+        self._editor, self._cache, self._total = editor, cache, total
+        self._positions = Positions(editor, self._add_positions)
+        self._biases: dict[tuple[ir.Value | None, int], ir.Value] = {}
+        self._masks: Masks | None = None
+
+    def bias(self, layer: AttentionLayer) -> ir.Value | None:
+        """The operator's bias of scores, [batch or 1, heads or 1, sequence, total]; None for no bias.
+
+        It need not hide later tokens: the operator does.
+        """
+        bias = self._positions.bias(layer)
+        if not layer.chunk and (bias is None or layer.relative is not None):
+            return bias
+        key = (bias, layer.chunk)
+        if key not in self._biases:
+            self._biases[key] = self._hide_other_chunks(layer, bias) if layer.chunk else self._repeat_per_query(bias)
+        return self._biases[key]
+
+    def attend(self, layer: AttentionLayer, tokens: Sequence[ir.Value]) -> None:
+        """Replace the layer's marker by products over its states `tokens`, [batch, kv_heads, slots, dim] each."""
+        op, constant = self._editor.op, self._editor.constant
+        if self._masks is None:
+            queries, keys = self._positions.of_queries_and_keys()
+            visible = op("LessOrEqual", [keys, queries], dtype=ir.DataType.BOOL)
+            self._masks = Masks(self._editor, self._positions, visible)
+        ends = [constant(np.array([0])), op("Cast", [self._total], to=ir.DataType.INT64), constant(np.array([2]))]
+        used = [op("Slice", [state, *ends]) for state in tokens]
+        attend(self._editor, layer, used, self._masks.of(layer))
+
+    def _hide_other_chunks(self, layer: AttentionLayer, bias: ir.Value | None) -> ir.Value:
+        constant, dtype = self._editor.constant, layer.dtype
+        (inside,) = self._positions.limits(replace(layer, window=0))  # the operator applies windows
+        shown = constant(dtype.numpy().type(0)) if bias is None else bias
+        return self._editor.op("Where", [inside, shown, constant(lowest_finite(dtype))], dtype=dtype)
+
+    def _repeat_per_query(self, bias: ir.Value | None) -> ir.Value:
+        """Expand axis 2 of `bias` to the call's columns: the operator broadcasts batch and heads only."""
+        ones, one = (self._editor.constant(np.ones(count, np.int64)) for count in (2, 1))
+        rows = self._editor.op("Concat", [ones, self._cache.sequence, one], axis=0)
+        return self._editor.op("Expand", [bias, rows])
+
+    def _add_positions(self) -> tuple[ir.Value, ir.Value]:
+        op, constant = self._editor.op, self._editor.constant
+        total = op("Squeeze", [op("Cast", [self._total], to=ir.DataType.INT64)])
+        keys = op("Range", [constant(np.int64(0)), total, constant(np.int64(1))])
+        return op("Unsqueeze", [self._cache.positions(), constant(np.array([1, 3]))]), keys
+
+
+def _lower_latent(shared: _Shared, layer: AttentionLayer) -> ir.Value:
+    """Replace the marker of a latent layer. Returns its state after the call."""
+    (state,) = layer.states
+    cache = shared.cache
+    present = shared.editor.op("TensorScatter", [cache.past(state), layer.new_key, cache.write_indices], axis=2)
+    shared.slots.attend(layer, [present])
+    cache.present(state, present)
+    return present

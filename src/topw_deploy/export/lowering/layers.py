@@ -16,18 +16,19 @@ HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """An attention marker and its values.
+    """An attention marker with its inputs and attributes (see `trace.markers.mark_attention`).
 
+    index: number of the layer.
     query: [batch, heads, sequence, head_dim].
-    new_key, new_value: [batch, kv_heads, sequence, head_dim or value_dim].
+    new_key, new_value: this call's keys and values, [batch, kv_heads, sequence, head_dim or value_dim].
+    softcap: the largest absolute score; 0 for no cap.
+    window: number of visible tokens, including the query; 0 for all.
+    chunk: tokens see only their own chunk of this many tokens; 0 for no chunks.
     latent: whether values are the first value_dim columns of the keys; then new_value is new_key.
-    softcap: 0 for none.
-    window: visible tokens including the query; 0 for all.
-    source: an earlier layer with the same keys and values, whose states this layer reads. None: it has its own.
-    shared_by: later layers that read its states.
-    chunk: tokens see their own chunk of this size only; 0 for no chunks.
-    kept: number of tokens in a state that holds only the window; 0 if it holds the whole sequence.
-    stride: of layers with two keys per token, of `head_dim` together (`trace.marker.mark_attention`); 0 for others.
+    stride: above 0 for layers with two keys per token, which together have head_dim columns; else 0.
+    source: the earlier layer with the same keys and values, whose states this layer reads; None if it has its own.
+    shared_by: the later layers that read this layer's states.
+    state_window: number of tokens in states that hold only the window; 0 if they hold the whole sequence.
     """
 
     index: int
@@ -47,36 +48,39 @@ class AttentionLayer:
     stride: int = 0
     source: int | None = None
     shared_by: tuple[int, ...] = ()
-    kept: int = 0
+    state_window: int = 0
 
     @property
     def owner(self) -> int:
-        """The layer whose states it reads."""
+        """The layer whose states this layer reads: `source`, or itself."""
         return self.index if self.source is None else self.source
 
     @property
     def dtype(self) -> ir.DataType:
-        """The type in which it computes."""
+        """The type in which the layer computes."""
         return element_type(self.query)
 
     @property
     def sink(self) -> ir.Value | None:
-        """Additional scores [heads] in the softmax, which select no value."""
-        return _input(self.marker, 3)
+        """Scores [heads] that take part in the softmax but have no value; None for none."""
+        return _optional_input(self.marker, 3)
 
     @property
     def slopes(self) -> ir.Value | None:
-        """ALiBi's slopes [heads]; bfloat16 for Falcon's rounding."""
-        return _input(self.marker, 4)
+        """ALiBi's slopes [heads], in bfloat16 for Falcon's rounding; None for none."""
+        return _optional_input(self.marker, 4)
 
     @property
     def relative(self) -> ir.Value | None:
-        """Biases of a query by distance [batch, heads, sequence, extent], the last one of all larger distances."""
-        return _input(self.marker, 5)
+        """Each query's biases by distance, [batch, heads, sequence, extent]; None for none.
+
+        The last bias holds for all larger distances too.
+        """
+        return _optional_input(self.marker, 5)
 
     @property
     def states(self) -> tuple[State, ...]:
-        """Keys and values of all tokens, in one state if latent."""
+        """The layer's states: one of keys and one of values, or a single latent one."""
         dtype = element_type(self.new_key).name.lower()
         if self.latent:
             return (
@@ -91,28 +95,29 @@ class AttentionLayer:
                 ),
             )
         sizes = self.kv_heads, self.head_dim, self.value_dim
-        return key_value_states(self.index, dtype, *sizes, window=self.kept, shared_by=self.shared_by)
+        return key_value_states(self.index, dtype, *sizes, window=self.state_window, shared_by=self.shared_by)
 
     @property
-    def news(self) -> tuple[ir.Value, ...]:
-        """The part that this call adds to each state."""
+    def new_parts(self) -> tuple[ir.Value, ...]:
+        """What this call adds to each of `states`, [batch, kv_heads, sequence, dim]."""
         return (self.new_key,) if self.latent else (self.new_key, self.new_value)
 
     @property
     def output(self) -> ir.Value:
-        """[batch, sequence, heads, value_dim]."""
+        """The marker's output, [batch, sequence, heads, value_dim]."""
         return self.marker.outputs[0]
 
 
-def _input(marker: ir.Node, place: int) -> ir.Value | None:
+def _optional_input(marker: ir.Node, place: int) -> ir.Value | None:
     return marker.inputs[place] if place < len(marker.inputs) else None
 
 
 def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
+    """The attention layers of `decoder`, in layer order."""
     layers = []
     for marker in marker_nodes(decoder.model.graph):
         query, key = marker.inputs[:2]
-        value = _input(marker, 2)
+        value = _optional_input(marker, 2)
         latent = marker.attributes["latent"].as_int()
         layers.append(
             AttentionLayer(
@@ -133,10 +138,11 @@ def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
                 stride=marker.attributes["stride"].as_int(),
             )
         )
-    return _with_sources(layers)
+    return _link_shared_states(layers)
 
 
-def _with_sources(layers: list[AttentionLayer]) -> list[AttentionLayer]:
+def _link_shared_states(layers: list[AttentionLayer]) -> list[AttentionLayer]:
+    """Copies of `layers` with `source` and `shared_by`: layers with the same keys and values share states."""
     owners: dict[tuple[ir.Value, ir.Value], int] = {}
     readers: dict[int, list[int]] = {}
     sources: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Lower the markers of mixers, and add their states to the graph."""
+"""Lower the markers of mixers (convolutions, histories and recurrences), and add their states to the graph."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import onnx_ir as ir
 from topw_deploy.export.graph.editor import GraphEditor, element_type, required_input
 from topw_deploy.export.lowering.chunked_recurrence import CHUNK, ChunkedRecurrences
 from topw_deploy.export.lowering.convolution import CONTRIB_DOMAIN, ConvolutionLayer, Convolutions, HistoryLayer
-from topw_deploy.export.lowering.recurrence import RecurrenceLayer, linear_attention
+from topw_deploy.export.lowering.recurrence import RecurrenceLayer, add_linear_attention
 from topw_deploy.export.lowering.states import States, StaticStates
 from topw_deploy.export.trace.marker import MARKER_DOMAIN
 from topw_deploy.export.trace.mixer_markers import CONVOLUTION, HISTORY, RECURRENCE
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
-SINCE = "1.25"  # onnxruntime with LinearAttention and CausalConvWithState
-_KINDS = {CONVOLUTION: "convolution", HISTORY: "convolution", RECURRENCE: "recurrent"}
+SINCE = "1.25"  # the first onnxruntime with LinearAttention and CausalConvWithState
+_STATE_KINDS = {CONVOLUTION: "convolution", HISTORY: "convolution", RECURRENCE: "recurrent"}
 
 
 @dataclass(frozen=True)
 class Padding:
     """Which columns of a call are padding.
 
-    real: bool [batch, sequence], True for columns that are not.
-    lengths: int64 [batch], columns of a row before the padding; None if padding is on the left.
-    started: bool [batch], True for rows with tokens of earlier calls; None if states are never written in place.
+    real: bool [batch, sequence], True for columns that are not padding.
+    lengths: int64 [batch], number of a row's columns before its padding; None if padding is on the left.
+    started: bool [batch], True for rows with tokens from earlier calls; None if states are never written in place.
     """
 
     real: ir.Value
@@ -45,7 +45,7 @@ class Padding:
 
     @staticmethod
     def of_attention_mask(editor: GraphEditor, attention_mask: ir.Value) -> Padding:
-        """attention_mask: int64 [batch, past + sequence], 0 on the left of a row's tokens."""
+        """The padding in `attention_mask`, int64 [batch, past + sequence], 0 on the left of a row's tokens."""
         op, constant = editor.op, editor.constant
         total = op("Shape", [attention_mask], start=1, end=2)
         new = op("Shape", [required_input(editor.graph, "input_ids")], start=1, end=2)
@@ -54,21 +54,22 @@ class Padding:
 
 
 def has_mixers(decoder: TracedDecoder) -> bool:
+    """Whether `decoder` has markers of mixers."""
     return bool(_markers(decoder.model.graph))
 
 
 def most_columns(decoder: TracedDecoder, *, contrib: bool) -> int:
-    """The maximum number of tokens per row and call after `lower_mixers`, 0 for any."""
-    recurs = any(marker.op_type == RECURRENCE for marker in _markers(decoder.model.graph))
-    return CHUNK if recurs and not contrib else 0
+    """The largest number of columns in a call after `lower_mixers`; 0 for no limit. contrib: as there."""
+    has_recurrence = any(marker.op_type == RECURRENCE for marker in _markers(decoder.model.graph))
+    return CHUNK if has_recurrence and not contrib else 0
 
 
 def lower_mixers(
     editor: GraphEditor, decoder: TracedDecoder, states: States, padding: Padding, *, contrib: bool
 ) -> None:
-    """Replace every marker of a convolution, a history or a recurrence.
+    """Replace every marker of a mixer in `decoder`, and add its state to `states`.
 
-    contrib: use onnxruntime's operators instead of standard ones.
+    contrib: use onnxruntime's own operators instead of standard ones.
     """
     markers = _markers(decoder.model.graph)
     left = padding.real if padding.lengths is None else None
@@ -88,7 +89,7 @@ def lower_mixers(
             layer = RecurrenceLayer.of(marker)
             state = _state(layer, "float")
             if contrib:
-                output, present = linear_attention(editor, layer, states.past(state), padding.real)
+                output, present = add_linear_attention(editor, layer, states.past(state), padding.real)
             else:
                 chunked = chunked or ChunkedRecurrences(editor, padding.real, padding.started)
                 output, present = chunked.build(layer, states.past(state))
@@ -100,7 +101,8 @@ def lower_mixers(
 
 
 def _markers(graph: ir.Graph) -> list[ir.Node]:
-    nodes = [node for node in graph if node.domain == MARKER_DOMAIN and node.op_type in _KINDS]
+    """The markers of mixers, ordered by layer, kind and number of the state in the layer."""
+    nodes = [node for node in graph if node.domain == MARKER_DOMAIN and node.op_type in _STATE_KINDS]
 
     def place(node: ir.Node) -> tuple[int, str, int]:
         return node.attributes["layer"].as_int(), node.op_type, node.attributes["state"].as_int()
@@ -109,7 +111,7 @@ def _markers(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _state(layer: ConvolutionLayer | HistoryLayer | RecurrenceLayer, dtype: str) -> State:
-    kind = _KINDS[layer.marker.op_type]
+    kind = _STATE_KINDS[layer.marker.op_type]
     name = f"{layer.layer}.{kind}.{layer.state}"
     return State(
         layer=layer.layer,

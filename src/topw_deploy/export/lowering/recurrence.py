@@ -1,6 +1,7 @@
-"""Lower Recurrence markers to onnxruntime's LinearAttention or to standard operators.
+"""The layer of a Recurrence marker (see `trace.markers`), and its lowering to onnxruntime's LinearAttention.
 
-Padded columns do not change the state: their log decay is 0, and so is their key, or beta with a delta rule.
+`chunked_recurrence` lowers it to standard operators. In both, padded columns do not change the state: their log decay
+is 0, and so is their beta if the rule is a delta rule, else their key.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ OPERATOR = "LinearAttention"  # since onnxruntime 1.25
 
 @dataclass(frozen=True)
 class RecurrenceLayer:
-    """A marker and its values; see trace/mixer_markers.py.
+    """A Recurrence marker with its inputs and attributes.
 
+    layer: number of the layer.
+    state: number of the state in the layer.
     query: [batch, sequence, query_heads, key_dim].
     key: [batch, sequence, key_heads, key_dim].
     value: [batch, sequence, heads, value_dim].
-    decay: log space, [batch, sequence, heads] or [batch, sequence, heads, key_dim], or None.
-    beta: [batch, sequence, heads] or None.
+    decay: logarithm of the decay, [batch, sequence, heads] or [batch, sequence, heads, key_dim]; None for no decay.
+    beta: [batch, sequence, heads]; None without a delta rule.
+    decays_per_key: whether `decay` has an axis of key_dim.
+    rule: linear, gated, delta or gated_delta.
     """
 
     marker: ir.Node
@@ -46,11 +51,12 @@ class RecurrenceLayer:
 
     @property
     def output_heads(self) -> int:
+        """Number of heads of the output: one per query head or per state, whichever are more."""
         return max(self.query_heads, self.heads)
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """The shape of a row's state."""
+        """The shape of one row's state."""
         return (self.heads, self.key_dim, self.value_dim)
 
     @staticmethod
@@ -76,49 +82,51 @@ class RecurrenceLayer:
         )
 
 
-def prepared(editor: GraphEditor, layer: RecurrenceLayer, real: ir.Value) -> RecurrenceLayer:
-    """`layer` in float32, with padded columns masked so that they do not change the state.
+def mask_padding(editor: GraphEditor, layer: RecurrenceLayer, real: ir.Value) -> RecurrenceLayer:
+    """A copy of `layer` in float32, whose padded columns do not change the state.
 
     real: bool [batch, sequence], True for columns that are not padding.
     """
 
-    def masked(value: ir.Value) -> ir.Value:
+    def zero_padding(value: ir.Value) -> ir.Value:
         axes = editor.constant(np.arange(2, len(value.shape)))
         zero = editor.constant(np.float32(0))
-        kept = [editor.op("Unsqueeze", [real, axes]), _float32(editor, value), zero]
-        return editor.op("Where", kept, dtype=ir.DataType.FLOAT, shape=value.shape)
+        inputs = [editor.op("Unsqueeze", [real, axes]), _cast_to_float32(editor, value), zero]
+        return editor.op("Where", inputs, dtype=ir.DataType.FLOAT, shape=value.shape)
 
     layer = replace(
         layer,
-        query=_float32(editor, layer.query),
-        key=_float32(editor, layer.key),
-        value=_float32(editor, layer.value),
-        decay=None if layer.decay is None else masked(layer.decay),
+        query=_cast_to_float32(editor, layer.query),
+        key=_cast_to_float32(editor, layer.key),
+        value=_cast_to_float32(editor, layer.value),
+        decay=None if layer.decay is None else zero_padding(layer.decay),
     )
     if layer.beta is not None:
-        return replace(layer, beta=masked(layer.beta))
-    return replace(layer, key=masked(layer.key))
+        return replace(layer, beta=zero_padding(layer.beta))
+    return replace(layer, key=zero_padding(layer.key))
 
 
-def _float32(editor: GraphEditor, value: ir.Value) -> ir.Value:
+def _cast_to_float32(editor: GraphEditor, value: ir.Value) -> ir.Value:
     if value.dtype == ir.DataType.FLOAT:
         return value
     return editor.op("Cast", [value], to=ir.DataType.FLOAT, dtype=ir.DataType.FLOAT, shape=value.shape)
 
 
-def linear_attention(
+def add_linear_attention(
     editor: GraphEditor, layer: RecurrenceLayer, past: ir.Value, real: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """Lower `layer` to onnxruntime's operator, for calls of any length.
+    """Build the recurrence of `layer` as onnxruntime's operator, for calls of any length.
 
-    Returns the output [batch, sequence, output_heads, value_dim] and the present state.
+    past: the state before the call, [batch, heads, key_dim, value_dim].
+    real: bool [batch, sequence], True for columns that are not padding.
+    Returns the output [batch, sequence, output_heads, value_dim] and the state after the call.
     """
-    ready = prepared(editor, layer, real)
-    query, key, value = (_heads_joined(editor, part) for part in (ready.query, ready.key, ready.value))
-    decay = _heads_joined(editor, ready.decay) if ready.decay is not None and layer.decays_per_key else ready.decay
+    masked = mask_padding(editor, layer, real)
+    query, key, value = (_join_heads(editor, part) for part in (masked.query, masked.key, masked.value))
+    decay = _join_heads(editor, masked.decay) if masked.decay is not None and layer.decays_per_key else masked.decay
     output, present = editor.outputs(
         OPERATOR,
-        [query, key, value, past, decay, ready.beta],
+        [query, key, value, past, decay, masked.beta],
         2,
         domain=CONTRIB_DOMAIN,
         q_num_heads=layer.query_heads,
@@ -127,12 +135,12 @@ def linear_attention(
         scale=layer.scale,
     )
     output.type = present.type = ir.TensorType(ir.DataType.FLOAT)
-    heads = editor.constant(np.array([0, 0, layer.output_heads, layer.value_dim]))
-    return like_the_marker(editor, layer, editor.op("Reshape", [output, heads])), present
+    shape = editor.constant(np.array([0, 0, layer.output_heads, layer.value_dim]))
+    return cast_to_marker(editor, layer, editor.op("Reshape", [output, shape])), present
 
 
-def _heads_joined(editor: GraphEditor, value: ir.Value) -> ir.Value:
-    """[batch, sequence, heads, dim] -> [batch, sequence, heads * dim]"""
+def _join_heads(editor: GraphEditor, value: ir.Value) -> ir.Value:
+    """[batch, sequence, heads, dim] -> [batch, sequence, heads * dim]; drops a reshape that split the heads."""
     split = producer(value, "Reshape")
     joined = split.inputs[0] if split is not None else None
     if joined is not None and joined.shape is not None and value.shape is not None and len(joined.shape) == 3:
@@ -142,8 +150,8 @@ def _heads_joined(editor: GraphEditor, value: ir.Value) -> ir.Value:
     return editor.op("Reshape", [value, editor.constant(np.array([0, 0, -1]))])
 
 
-def like_the_marker(editor: GraphEditor, layer: RecurrenceLayer, output: ir.Value) -> ir.Value:
-    """The float32 `output` with the marker's type and shape."""
+def cast_to_marker(editor: GraphEditor, layer: RecurrenceLayer, output: ir.Value) -> ir.Value:
+    """Give the float32 `output` the type and shape of the marker's output."""
     marked = layer.marker.outputs[0]
     if marked.dtype not in (None, ir.DataType.FLOAT):
         output = editor.op("Cast", [output], to=marked.dtype)

@@ -2,12 +2,13 @@
 
     x * cos + rotated(x) * sin      cos = f(Cos(pairs(angles))), sin = f(Sin(pairs(angles)))
 
-Most families pair elements half a head apart: rotated(x) = concat(-x[half:], x[:half]), pairs(angles) = concat(angles,
-angles). Cohere, GLM, Ernie and Helium interleave: rotated(x) = (-x[1], x[0], -x[3], ...); pairs repeats each angle, or
-each element in the first half of f(Cos(concat(angles, angles))).
+Here f is the identity, a half-precision cast or a factor (YaRN, LongRoPE). Most families pair elements half a head
+apart: rotated(x) = concat(-x[half:], x[:half]) and pairs(angles) = concat(angles, angles). Cohere, GLM, Ernie and
+Helium interleave: rotated(x) = (-x[1], x[0], -x[3], ...), and pairs(angles) repeats each angle; or cos repeats each
+element in the first half of f(Cos(concat(angles, angles))).
 
-The tracer finds only the first kind, and only without `f`, which is a half-precision cast or a factor (YaRN,
-LongRoPE). As `f` is elementwise, the operator takes `f(Cos(angles))`.
+The tracer finds only the first kind, and only if f is the identity. As f is elementwise, the operator's table is
+f(Cos(angles)).
 """
 
 from __future__ import annotations
@@ -32,49 +33,53 @@ from topw_deploy.export.lowering.layers import HALF
 
 
 def fuse_rotary(model: ir.Model) -> int:
-    """Rewrite rotations of [batch, heads, sequence, head_dim]. Returns their number."""
-    return rewrite_each(model, "topw.rotary", "Add", partial(_fuse, {}))
+    """Rewrite rotations of values [batch, heads, sequence, head_dim] as operators. Returns their number."""
+    return rewrite_each(model, "topw.rotary", "Add", partial(_fuse_rotation, {}))
 
 
 def narrow_rotary(model: ir.Model) -> int:
-    """Remove float32 casts around RotaryEmbedding. Returns the number of nodes changed.
+    """Remove the casts to float32 and back around RotaryEmbedding. Returns the number of changed nodes.
 
-    OLMo, Cohere and Ernie rotate in float32, which prevents rotation inside attention. Cosines and sines are cast
-    instead.
+    OLMo, Cohere and Ernie rotate half-precision heads in float32, which attention cannot do inside its operator. The
+    cosines and sines are cast to half precision instead.
     """
-    return rewrite_each(model, "topw.narrow_rotary", "Cast", partial(_narrow, {}))
+    return rewrite_each(model, "topw.narrow_rotary", "Cast", partial(_remove_casts, {}))
 
 
 def fuse_partial_rotary(model: ir.Model) -> int:
-    """Replace rotations of part of each head by one operator. Returns their number.
+    """Replace each rotation of the first part of a head by one operator. Returns the number of rotations.
 
-    For Phi, StableLM, GPT-NeoX, Nemotron and GLM.
+    Phi, StableLM, GPT-NeoX, Nemotron and GLM slice each head, rotate the first part and join both parts.
     """
-    return rewrite_each(model, "topw.partial_rotary", "Concat", _fuse_partial)
+    return rewrite_each(model, "topw.partial_rotary", "Concat", _fuse_partial_rotation)
 
 
 def rotary_producer(value: ir.Value | None) -> ir.Node | None:
-    """The RotaryEmbedding that makes `value`, if it has no position ids."""
+    """The RotaryEmbedding without position ids that makes `value`, else None."""
     node = producer(value, "RotaryEmbedding")
     return node if node is not None and len(node.inputs) == 3 and node.inputs[0] is not None else None
 
 
 def rotary_kind(rotary: ir.Node) -> tuple[int, int]:
-    """The node's `interleaved` and `rotary_embedding_dim` (0: the whole head)."""
+    """The node's attributes `interleaved` and `rotary_embedding_dim` (0: the whole head)."""
     names = ("interleaved", "rotary_embedding_dim")
     interleaved, width = (rotary.attributes[n].as_int() if n in rotary.attributes else 0 for n in names)
     return interleaved, width
 
 
-def _fuse(made: dict[ir.Value, ir.Value], editor: GraphEditor, add: ir.Node) -> bool:
-    parts = _rotation(add)
-    if parts is None:
+def _fuse_rotation(half_head_tables: dict[ir.Value, ir.Value], editor: GraphEditor, add: ir.Node) -> bool:
+    """Replace the rotation whose last node is `add`, if there is one. Returns whether there is.
+
+    half_head_tables: cosines or sines of a whole head -> those of half a head, shared by the rotations of a graph.
+    """
+    rotation = _rotation(add)
+    if rotation is None:
         return False
-    x, cosines, sines, interleaved = parts
-    found = [_angles(cosines, "Cos", interleaved), _angles(sines, "Sin", interleaved)]
-    if None in found:
+    x, cosines, sines, interleaved = rotation
+    cos_source, sin_source = _angles(cosines, "Cos", interleaved), _angles(sines, "Sin", interleaved)
+    if cos_source is None or sin_source is None:
         return False
-    cos, sin = (_apply(editor, *one, made) for one in found if one is not None)
+    cos, sin = (_repeat_steps(editor, *source, half_head_tables) for source in (cos_source, sin_source))
     new = editor.op(
         "RotaryEmbedding",
         [x, cos, sin],
@@ -87,7 +92,11 @@ def _fuse(made: dict[ir.Value, ir.Value], editor: GraphEditor, add: ir.Node) -> 
     return True
 
 
-def _narrow(narrowed: dict[ir.Value, ir.Value], editor: GraphEditor, back: ir.Node) -> bool:
+def _remove_casts(half_precision_tables: dict[ir.Value, ir.Value], editor: GraphEditor, back: ir.Node) -> bool:
+    """Replace the RotaryEmbedding between two casts, of which `back` is the second. Returns whether there is one.
+
+    half_precision_tables: float32 cosines or sines -> those in half precision, shared by the rotations of a graph.
+    """
     rotary = rotary_producer(back.inputs[0])
     wide = producer(rotary.inputs[0] if rotary else None, "Cast")
     x = wide.inputs[0] if wide is not None else None
@@ -95,16 +104,17 @@ def _narrow(narrowed: dict[ir.Value, ir.Value], editor: GraphEditor, back: ir.No
         return False
     tables = rotary.inputs[1:]
     for table in tables:
-        if table not in narrowed:
-            narrowed[table] = editor.op("Cast", [table], to=x.dtype, dtype=x.dtype, shape=table.shape)
-    inputs = [x, *(narrowed[table] for table in tables)]
+        if table not in half_precision_tables:
+            half_precision_tables[table] = editor.op("Cast", [table], to=x.dtype, dtype=x.dtype, shape=table.shape)
+    inputs = [x, *(half_precision_tables[table] for table in tables)]
     new = editor.op("RotaryEmbedding", inputs, dtype=x.dtype, shape=x.shape, **attributes_of(rotary))
     editor.replace(back, new)
     return True
 
 
-def _fuse_partial(editor: GraphEditor, concat: ir.Node) -> bool:
-    if len(concat.inputs) != 2 or not _on_last_axis(concat):
+def _fuse_partial_rotation(editor: GraphEditor, concat: ir.Node) -> bool:
+    """Replace the partial rotation whose last node is `concat`, if there is one. Returns whether there is."""
+    if len(concat.inputs) != 2 or not _is_on_last_axis(concat):
         return False
     rotary, rest = rotary_producer(concat.inputs[0]), producer(concat.inputs[1], "Slice")
     first = producer(rotary.inputs[0] if rotary else None, "Slice")
@@ -124,45 +134,51 @@ def _fuse_partial(editor: GraphEditor, concat: ir.Node) -> bool:
 
 
 def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, bool] | None:
-    """The x [batch, heads, sequence, head_dim], cos, sin and `interleaved` of x * cos + rotated(x) * sin, else None."""
+    """The parts of x * cos + rotated(x) * sin, whose sum is `add`; None if it is another sum.
+
+    Returns x [batch, heads, sequence, head_dim], cos, sin and whether the rotation interleaves.
+    """
     for straight, crossed in permutations(producer(value, "Mul") for value in add.inputs):
         if straight is None or crossed is None:
             continue
         for rotated, sin in permutations(crossed.inputs):
             for x, cos in permutations(straight.inputs):
-                interleaved = _pairing(x, rotated)
+                interleaved = _interleaves(x, rotated)
                 if x is not None and cos is not None and sin is not None and interleaved is not None:
                     return x, cos, sin, interleaved
     return None
 
 
-def _pairing(x: ir.Value | None, rotated: ir.Value | None) -> bool | None:
-    """Whether `rotated` is the interleaved rotated(x); None if it is not rotated(x). Both may be cast."""
+def _interleaves(x: ir.Value | None, rotated: ir.Value | None) -> bool | None:
+    """True if `rotated` is the interleaved rotated(x), False if it is the other one, None if it is neither.
+
+    Both may be cast to the same type.
+    """
     if x is None or rotated is None:
         return None
-    if _half_rotated(rotated) is x:
+    if _source_of_rotated_halves(rotated) is x:
         return False
-    if _pair_rotated(rotated) is x:
+    if _source_of_rotated_pairs(rotated) is x:
         return True
     casts = [producer(value, "Cast") for value in (x, rotated)]
     if x.dtype is None or x.dtype != rotated.dtype or casts[0] is None or casts[1] is None:
         return None
-    return _pairing(casts[0].inputs[0], casts[1].inputs[0])
+    return _interleaves(casts[0].inputs[0], casts[1].inputs[0])
 
 
-def _half_rotated(value: ir.Value | None) -> ir.Value | None:
-    """The x of concat(-x[half:], x[:half])."""
+def _source_of_rotated_halves(value: ir.Value | None) -> ir.Value | None:
+    """The x of which `value` is concat(-x[half:], x[:half]), else None."""
     both = producer(value, "Concat")
-    if both is None or len(both.inputs) != 2 or not _on_last_axis(both):
+    if both is None or len(both.inputs) != 2 or not _is_on_last_axis(both):
         return None
     return _common_source(both.inputs[0], both.inputs[1], lambda width: [(0, width // 2, 1), (width // 2, width, 1)])
 
 
-def _pair_rotated(value: ir.Value | None) -> ir.Value | None:
-    """The x of (-x[1], x[0], -x[3], x[2], ...)."""
+def _source_of_rotated_pairs(value: ir.Value | None) -> ir.Value | None:
+    """The x of which `value` is (-x[1], x[0], -x[3], x[2], ...), else None."""
     whole = producer(value, "Reshape")
     pairs = producer(whole.inputs[0] if whole else None, "Concat")
-    if value is None or pairs is None or len(pairs.inputs) != 2 or not _on_last_axis(pairs):
+    if value is None or pairs is None or len(pairs.inputs) != 2 or not _is_on_last_axis(pairs):
         return None
     odd, even = (producer(part, "Unsqueeze") for part in pairs.inputs)
     if odd is None or even is None:
@@ -176,7 +192,10 @@ def _pair_rotated(value: ir.Value | None) -> ir.Value | None:
 def _common_source(
     negated: ir.Value | None, plain: ir.Value | None, ranges: Callable[[int], list[tuple[int, int, int]]]
 ) -> ir.Value | None:
-    """x [batch, heads, sequence, even width] if `plain` and -`negated` are its slices."""
+    """The x [batch, heads, sequence, width] of which `plain` and -`negated` are slices, else None.
+
+    ranges: for an even width, the start, end and step of both slices.
+    """
     neg = producer(negated, "Neg")
     first, second = producer(plain, "Slice"), producer(neg.inputs[0] if neg else None, "Slice")
     if first is None or second is None or first.inputs[0] is not second.inputs[0]:
@@ -191,20 +210,24 @@ def _common_source(
 
 
 def _angles(factor: ir.Value, function: str, interleaved: bool) -> tuple[ir.Value, list[ir.Node]] | None:
-    """The angles [batch, sequence, head_dim / 2] of a cos or sin `factor`, and the nodes from `function` on."""
+    """The source of the cosines or sines `factor` of whole heads; None for an unknown pattern.
+
+    function: Cos or Sin.
+    Returns the angles [batch, sequence, head_dim / 2], and the nodes from `function` on that compute `factor` of them.
+    """
     steps: list[ir.Node] = []
     value: ir.Value | None = factor
-    unsqueezed = repeated = False
+    has_head_axis = is_repeated = False
     while (node := value.producer() if value is not None else None) is not None:
         if is_op(node, function):
             steps.insert(0, node)
-            repeats = interleaved and not repeated
-            angles = _repeated(node.inputs[0]) if repeats else _joined_to_itself(node.inputs[0])
-            return (angles, steps) if angles is not None and unsqueezed else None
-        if is_op(node, "Unsqueeze") and constant_integer(node.inputs[1]) == 1 and not unsqueezed:
-            unsqueezed, value = True, node.inputs[0]
-        elif is_op(node, "Reshape") and interleaved and not repeated:
-            repeated, value = True, _halved(_repeated(value))
+            repeats = interleaved and not is_repeated
+            angles = _source_of_repeated(node.inputs[0]) if repeats else _source_of_doubled(node.inputs[0])
+            return (angles, steps) if angles is not None and has_head_axis else None
+        if is_op(node, "Unsqueeze") and constant_integer(node.inputs[1]) == 1 and not has_head_axis:
+            has_head_axis, value = True, node.inputs[0]
+        elif is_op(node, "Reshape") and interleaved and not is_repeated:
+            is_repeated, value = True, _source_of_first_half(_source_of_repeated(value))
         elif is_op(node, "Cast") or _is_scaling(node):
             steps.insert(0, node)
             value = node.inputs[_variable_input(node)]
@@ -213,16 +236,16 @@ def _angles(factor: ir.Value, function: str, interleaved: bool) -> tuple[ir.Valu
     return None
 
 
-def _joined_to_itself(value: ir.Value | None) -> ir.Value | None:
-    """The a of concat(a, a)."""
+def _source_of_doubled(value: ir.Value | None) -> ir.Value | None:
+    """The a of which `value` is concat(a, a), else None."""
     both = producer(value, "Concat")
-    if both is None or not _on_last_axis(both) or len(both.inputs) != 2 or both.inputs[0] is not both.inputs[1]:
+    if both is None or not _is_on_last_axis(both) or len(both.inputs) != 2 or both.inputs[0] is not both.inputs[1]:
         return None
     return both.inputs[0]
 
 
-def _halved(value: ir.Value | None) -> ir.Value | None:
-    """The v of v[:half]."""
+def _source_of_first_half(value: ir.Value | None) -> ir.Value | None:
+    """The a of which `value` is a[:half] on the last axis, else None."""
     part = producer(value, "Slice")
     whole = part.inputs[0] if part is not None else None
     width = whole.shape[-1] if whole is not None and whole.shape is not None else None
@@ -231,8 +254,8 @@ def _halved(value: ir.Value | None) -> ir.Value | None:
     return whole
 
 
-def _repeated(value: ir.Value | None) -> ir.Value | None:
-    """The a of (a[0], a[0], a[1], ...) on the last axis."""
+def _source_of_repeated(value: ir.Value | None) -> ir.Value | None:
+    """The a of which `value` is (a[0], a[0], a[1], ...) on the last axis, else None."""
     reshape = producer(value, "Reshape")
     tile = producer(reshape.inputs[0] if reshape else None, "Tile")
     unsqueeze = producer(tile.inputs[0] if tile else None, "Unsqueeze")
@@ -245,22 +268,30 @@ def _repeated(value: ir.Value | None) -> ir.Value | None:
     repeats = None if tile.inputs[1] is None else ir.convenience.get_const_tensor(tile.inputs[1])
     if constant_integer(unsqueeze.inputs[1]) not in (-1, rank) or repeats is None:
         return None
-    twice = repeats.numpy().tolist() == [1] * rank + [2]
-    return once if twice and list(value.shape) == [*once.shape[:-1], 2 * once.shape[-1]] else None
+    is_twice = repeats.numpy().tolist() == [1] * rank + [2]
+    return once if is_twice and list(value.shape) == [*once.shape[:-1], 2 * once.shape[-1]] else None
 
 
-def _apply(editor: GraphEditor, value: ir.Value, steps: list[ir.Node], made: dict[ir.Value, ir.Value]) -> ir.Value:
+def _repeat_steps(
+    editor: GraphEditor, angles: ir.Value, steps: list[ir.Node], copies: dict[ir.Value, ir.Value]
+) -> ir.Value:
+    """Copy the nodes `steps`, one after the other, so that they start from `angles`. Returns the last copy's output.
+
+    copies: outputs of nodes -> those of their copies; adds to it.
+    """
+    value = angles
     for step in steps:
         whole = step.outputs[0]
-        if whole not in made:
+        if whole not in copies:
             inputs = list(step.inputs)
             inputs[_variable_input(step)] = value
-            made[whole] = editor.op(step.op_type, inputs, dtype=whole.dtype, **attributes_of(step))
-        value = made[whole]
+            copies[whole] = editor.op(step.op_type, inputs, dtype=whole.dtype, **attributes_of(step))
+        value = copies[whole]
     return value
 
 
 def _is_scaling(node: ir.Node) -> bool:
+    """Whether `node` multiplies with one constant number."""
     if not is_op(node, "Mul"):
         return False
     factor = node.inputs[1 - _variable_input(node)]
@@ -268,10 +299,12 @@ def _is_scaling(node: ir.Node) -> bool:
 
 
 def _variable_input(node: ir.Node) -> int:
+    """The index of the input that is not constant, of at most two."""
     return int(is_constant(node.inputs[0]))
 
 
 def _slice_of(node: ir.Node, width: int) -> tuple[int, int, int] | None:
+    """The start, end (at most `width`) and step of a Slice of the last axis; None if they are not constant."""
     start, stop, axis, step = (constant_integer(value) for value in (*node.inputs[1:], None, None, None)[:4])
     rank = len(node.inputs[0].shape or ()) if node.inputs[0] is not None else 0
     if start is None or stop is None or axis not in (-1, rank - 1):
@@ -279,7 +312,7 @@ def _slice_of(node: ir.Node, width: int) -> tuple[int, int, int] | None:
     return start, min(stop, width), 1 if step is None else step
 
 
-def _on_last_axis(concat: ir.Node) -> bool:
+def _is_on_last_axis(concat: ir.Node) -> bool:
     output = concat.outputs[0]
     rank = len(output.shape) if output.shape is not None else 0
     return concat.attributes["axis"].as_int() in (-1, rank - 1)

@@ -1,7 +1,8 @@
-"""Lower markers to TensorScatter into a static cache, and opset 24 Attention over all of it.
+"""Lower markers to TensorScatter into a static cache, and opset 24's Attention over all of its slots.
 
-NVIDIA's parser ignores `nonpad_kv_seqlen`, so boolean masks hide unused slots. A step takes time for the whole buffer;
-`buffer_step` keeps the buffer short. Hidden slots are multiplied by zero, so their values must be finite.
+NVIDIA's parser ignores Attention's input `nonpad_kv_seqlen`, so boolean masks hide unused slots. A step takes time for
+the whole buffer; `buffer_step` keeps the buffer short. Values in hidden slots are multiplied by zero, so they must be
+finite.
 """
 
 from __future__ import annotations
@@ -12,65 +13,73 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor, attributes_of
-from topw_deploy.export.lowering.fused_projections import fuse_qkv
-from topw_deploy.export.lowering.heads import MergedHeads, merge_heads
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
+from topw_deploy.export.lowering.projections import MergedHeads, fuse_qkv, merge_heads
 from topw_deploy.export.lowering.rotary import rotary_kind
-from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
+from topw_deploy.export.lowering.standard_attention import Masks, Positions, attend, tensorrt_fuses
 from topw_deploy.export.lowering.states import StaticStates
-from topw_deploy.export.lowering.visibility import Masks, Positions
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
 PREFIX = "topw.attention"
 OPERATOR = "Attention"
 OPSET = 24  # the first with TensorScatter
-BUFFER_STEP = 64  # tokens; at 1,024 a step costs at most 6 % extra attention
+BUFFER_STEP = 64  # tokens; for sequences of 1,024, unused slots add at most 6 % to attention
 
 
 def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
-    """Replace every marker in place; sets opset 24. Returns the states.
+    """Replace every marker of `decoder` in place, and set opset 24. Returns the states.
 
-    max_length: cache slots, a number for NVIDIA's parser; None for a symbol.
+    max_length: number of slots, as NVIDIA's parser needs it; None for the symbol `max_length`.
     """
-    model, layers = decoder.model, attention_layers(decoder)
+    model = decoder.model
     editor = GraphEditor(model.graph, PREFIX)
     cache = StaticStates(editor, max_length or "max_length")
-    masks: Masks | None = None
-    presents: dict[int, list[ir.Value]] = {}
-    for layer in (_fuse_heads(editor, layer) for layer in layers):
-        if layer.source is None:
-            pasts = [cache.past(state) for state in layer.states]
-            masks = masks or _masks(editor, cache, pasts[0])
-            presents[layer.index] = [
-                editor.op("TensorScatter", [past, new, cache.write_indices], axis=2)
-                for past, new in zip(pasts, layer.news, strict=True)
-            ]
-            for state, present in zip(layer.states, presents[layer.index], strict=True):
-                cache.present(state, present)
-        assert masks is not None, "the first layer has states"
+    layers = [_fuse_heads(editor, layer) for layer in attention_layers(decoder)]
+    if layers:
         # A fixed length means TensorRT. onnxruntime processes prompts faster with the operator.
-        decomposed = max_length is not None and not tensorrt_fuses(layer)
-        attend(editor, layer, presents[layer.owner], masks.of(layer), decomposed=decomposed)
+        _lower_attention(editor, cache, layers, for_tensorrt=max_length is not None)
     if has_mixers(decoder):
         lower_mixers(editor, decoder, cache, Padding.of_static_cache(editor, cache), contrib=False)
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
     cache.finish(model)
-    return cache.found
+    return cache.declared
+
+
+def _lower_attention(
+    editor: GraphEditor, cache: StaticStates, layers: list[AttentionLayer], *, for_tensorrt: bool
+) -> None:
+    """Replace the markers of `layers`, at least one.
+
+    for_tensorrt: decompose attention that TensorRT cannot build as one operator.
+    """
+    pasts = {layer.index: [cache.past(state) for state in layer.states] for layer in layers if layer.source is None}
+    presents: dict[int, list[ir.Value]] = {}
+    masks = _masks(editor, cache, pasts[layers[0].index][0])  # the first layer has states of its own
+    for layer in layers:
+        if layer.source is None:
+            presents[layer.index] = [
+                editor.op("TensorScatter", [past, part, cache.write_indices], axis=2)
+                for past, part in zip(pasts[layer.index], layer.new_parts, strict=True)
+            ]
+            for state, present in zip(layer.states, presents[layer.index], strict=True):
+                cache.present(state, present)
+        decomposed = for_tensorrt and not tensorrt_fuses(layer)
+        attend(editor, layer, presents[layer.owner], masks.of(layer), decomposed=decomposed)
 
 
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
-    """Compute queries, keys and values by one product, transpose and rotation: a third of the operators.
+    """Compute the layer's queries, keys and values by one product, transpose and rotation: a third of the operators.
 
-    Returns `layer` as it is if its projections cannot be fused, if queries and keys are rotated differently, or if
-    unrotated heads differ in number (see `_slice_heads`).
+    Returns a copy of `layer` with these values. Returns `layer` itself if its projections cannot be fused, if queries
+    and keys are rotated differently, or if neither is rotated and they differ in heads (see `_slice_heads`).
     """
     query, key, value = (merge_heads(editor, part) for part in (layer.query, layer.new_key, layer.new_value))
     if (
         layer.latent
         or layer.owner != layer.index
-        or not _rotate_alike(query, key)
+        or not _are_rotated_alike(query, key)
         or value.rotary is not None
         or layer.head_dim != layer.value_dim
     ):
@@ -81,31 +90,32 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
     if fused is None:
         return layer
     keys_end = layer.heads + layer.kv_heads
-    every = keys_end + layer.kv_heads
-    shape = editor.constant(np.array([0, 0, every, layer.head_dim]))
+    values_end = keys_end + layer.kv_heads
+    shape = editor.constant(np.array([0, 0, values_end, layer.head_dim]))
     heads = editor.op("Transpose", [editor.op("Reshape", [fused, shape])], perm=[0, 2, 1, 3])
     rotated = heads  # [batch, all heads, sequence, dim]
-    if query.rotary is not None:  # also rotates the values, so they come from `heads`
-        attributes = {**attributes_of(query.rotary), "num_heads": every}
+    if query.rotary is not None:  # the operator also rotates the values, so these are sliced from `heads`
+        attributes = {**attributes_of(query.rotary), "num_heads": values_end}
         rotated = editor.op("RotaryEmbedding", [heads, *query.rotary.inputs[1:]], **attributes)
     new_query = _slice_heads(editor, rotated, 0, layer.heads)
     new_key = _slice_heads(editor, rotated, layer.heads, keys_end)
-    new_value = _slice_heads(editor, heads, keys_end, every)
+    new_value = _slice_heads(editor, heads, keys_end, values_end)
     for old, new in ((layer.query, new_query), (layer.new_key, new_key), (layer.new_value, new_value)):
         new.type, new.shape = old.type, old.shape
     return replace(layer, query=new_query, new_key=new_key, new_value=new_value)
 
 
 def _slice_heads(editor: GraphEditor, heads: ir.Value, start: int, stop: int) -> ir.Value:
-    """Slice without Split.
+    """The heads `start` to `stop` of `heads` [batch, heads, sequence, dim], by a Slice.
 
-    On CUDA, onnxruntime's Split copies unequal sizes to the device in each run, so replayed steps read freed memory.
-    onnxruntime also merges slices that cover a whole value into a Split.
+    On CUDA, onnxruntime's Split copies unequal sizes to the device in each run, so a captured step that is replayed
+    reads freed memory. onnxruntime also merges slices that cover a whole value into a Split.
     """
     return editor.op("Slice", [heads, *(editor.constant(np.array([number])) for number in (start, stop, 1))])
 
 
-def _rotate_alike(query: MergedHeads, key: MergedHeads) -> bool:
+def _are_rotated_alike(query: MergedHeads, key: MergedHeads) -> bool:
+    """Whether both are unrotated, or rotated with the same tables in the same way."""
     first, second = query.rotary, key.rotary
     if first is None or second is None:
         return first is second
@@ -114,10 +124,10 @@ def _rotate_alike(query: MergedHeads, key: MergedHeads) -> bool:
 
 
 def _masks(editor: GraphEditor, cache: StaticStates, past_key: ir.Value) -> Masks:
-    """bool [batch, 1, sequence, slots]."""
+    """Masks over all slots of `past_key`, [batch, 1, sequence, slots]."""
     op, constant = editor.op, editor.constant
     length = op("Squeeze", [op("Shape", [past_key], start=2, end=3)])
     slots = op("Range", [constant(np.int64(0)), length, constant(np.int64(1))])  # [slots]
     queries = op("Unsqueeze", [cache.positions(), constant(np.array([1, 3]))])  # [batch, 1, sequence, 1]
-    past = op("LessOrEqual", [slots, queries], dtype=ir.DataType.BOOL)
-    return Masks(editor, Positions(editor, lambda: (queries, slots)), past)
+    visible = op("LessOrEqual", [slots, queries], dtype=ir.DataType.BOOL)
+    return Masks(editor, Positions(editor, lambda: (queries, slots)), visible)

@@ -12,24 +12,25 @@ from topw_deploy.manifest import State
 
 
 class States:
-    """Adds an input per state, and an output with its new value.
+    """Adds an input for each state, and an output for its new value.
 
-    past_tokens, present_tokens: the axis of tokens in inputs and outputs, a name or a number.
+    past_tokens, present_tokens: size of the axis of tokens in inputs and in outputs, a name or a number.
+    declared: the states so far.
     """
 
     def __init__(self, editor: GraphEditor, past_tokens: int | str, present_tokens: int | str) -> None:
         self._editor = editor
         self._past_tokens, self._present_tokens = past_tokens, present_tokens
-        self.found: list[State] = []
+        self.declared: list[State] = []
 
     def past(self, state: State) -> ir.Value:
-        """Declare `state`. Returns its value before the call, [batch, *shape]."""
-        self.found.append(state)
+        """Declare `state` and add its input. Returns the state before the call, [batch, *state.shape]."""
+        self.declared.append(state)
         dtype = ir.DataType[state.dtype.upper()]
         return self._editor.input(state.past, dtype, self._shape(state, self._past_tokens))
 
     def present(self, state: State, value: ir.Value) -> None:
-        """Make `value` the state after the call."""
+        """Make `value` the output that holds `state` after the call."""
         value.name, value.type = state.present, ir.TensorType(ir.DataType[state.dtype.upper()])
         value.shape = ir.Shape(self._shape(state, self._present_tokens))
         self._editor.graph.outputs.append(value)
@@ -40,14 +41,16 @@ class States:
 
 
 class StaticStates(States):
-    """States that are written in place. Adds inputs write_indices and row_lengths, int64 [batch].
+    """States that are written in place, and the inputs that say where.
 
-    Each row fills its buffer from slot 0. `write_indices` is the row's length before a call, `row_lengths` the number
-    of the call's columns before the padding. The next call overwrites padded columns before any query sees them.
+    Each row fills its buffer from slot 0. The next call overwrites the slots of padded columns before any query sees
+    them.
 
-    slots: tokens of a state that holds the whole sequence; a number for NVIDIA's parser.
-    sequence: number of columns, int64 [1].
-    total: row lengths after this call, padded columns included, int64 [batch].
+    slots: number of tokens in a state that holds the whole sequence, or its name; a number for NVIDIA's parser.
+    write_indices: added input; each row's length before the call, int64 [batch].
+    row_lengths: added input; the number of a row's columns before its padding, int64 [batch].
+    sequence: number of the call's columns, int64 [1].
+    total: each row's length after the call, padded columns included, int64 [batch].
     """
 
     def __init__(self, editor: GraphEditor, slots: int | str = "max_length") -> None:
@@ -64,13 +67,16 @@ class StaticStates(States):
         self._positions: ir.Value | None = None
 
     def host_length(self) -> ir.Value:
-        """Add total_sequence_length, int32 [1], read on the host."""
+        """Add the input total_sequence_length, int32 [1], which the operator reads on the host. Call it once."""
         value = ir.Value(name="total_sequence_length", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([1]))
         self._editor.graph.inputs.insert(3, value)
         return value
 
     def positions(self) -> ir.Value:
-        """Positions, int64 [batch, sequence]. Padded columns repeat the last position, to stay inside tables."""
+        """The columns' positions, int64 [batch, sequence].
+
+        Padded columns repeat the row's last position, so that they stay inside tables of positions.
+        """
         if self._positions is None:
             op, constant = self._editor.op, self._editor.constant
             count = op("Squeeze", [self.sequence])
@@ -83,12 +89,12 @@ class StaticStates(States):
         return self._positions
 
     def finish(self, model: ir.Model) -> None:
-        """Remove markers and position_ids."""
+        """Remove the markers' domain and unused nodes, and compute positions in place of the input position_ids."""
         model.opset_imports.pop(MARKER_DOMAIN, None)
         RemoveUnusedNodesPass()(model)
-        given = find_input(model.graph, "position_ids")
-        if given is not None:  # some models read none
-            for node, place in list(given.uses()):
+        position_ids = find_input(model.graph, "position_ids")
+        if position_ids is not None:  # some models read none
+            for node, place in list(position_ids.uses()):
                 node.replace_input_with(place, self._ids if node.op_type == "Shape" else self.positions())
-            model.graph.inputs.remove(given)
+            model.graph.inputs.remove(position_ids)
         self._editor.finish()

@@ -17,7 +17,7 @@ from tests.support.traces import trace
 from topw_deploy.export import export_model
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering import lower
-from topw_deploy.export.lowering.fused_projections import concatenated, fuse_gate_up, fuse_qkv
+from topw_deploy.export.lowering.projections import concatenated, fuse_gate_up, fuse_qkv
 from topw_deploy.export.request import export_request
 from topw_deploy.export.trace.trace import TracedDecoder
 
