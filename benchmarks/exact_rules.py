@@ -27,7 +27,7 @@ from benchmarks.sums.problems import problems
 from topw_deploy.errors import TopWError
 from topw_deploy.stats.collect import collect
 from topw_deploy.stats.exact_summary import ExactCrop, ExactSummary, summarise_exact
-from topw_deploy.stats.request import ExactRequest, Prompt, Setting
+from topw_deploy.stats.request import ExactRequest, Setting, TextPrompt
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.txt"
 SCALES: dict[str, dict[str, Any]] = {
@@ -37,13 +37,13 @@ SCALES: dict[str, dict[str, Any]] = {
 """Unit of the distances -> parameters of a request."""
 
 
-def prompts_of(name: str, count: int) -> list[Prompt]:
+def prompts_of(name: str, count: int) -> list[TextPrompt]:
     """The prompts of the model `name`, "demo" or "sums"."""
     if name == "demo":
         texts = PROMPTS.read_text(encoding="utf-8").splitlines()
     else:
         texts = [problem.prompt for problem in islice(problems(0, held_out=True), count)]
-    return [Prompt(text, f"prompt {number}") for number, text in enumerate(texts[:count], 1)]
+    return [TextPrompt(text, f"prompt {number}") for number, text in enumerate(texts[:count], 1)]
 
 
 def measure(folder: Path, name: str, options: argparse.Namespace) -> dict[str, list[ExactSummary]]:

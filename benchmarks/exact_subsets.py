@@ -19,9 +19,9 @@ from benchmarks.common import say, table
 from benchmarks.geometry_share import held_out_logits
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, preset_parameters
 from topw_deploy.sampling.reference import candidate_pool
-from topw_deploy.stats.exact.analyse import last_step
+from topw_deploy.stats.exact.analyse import last_alternation
 from topw_deploy.stats.exact.objective import Floats, Objective
-from topw_deploy.stats.exact_summary import same
+from topw_deploy.stats.exact_summary import equal_objectives
 
 METRIC, WIDTH = "mahalanobis", 256  # of the bundled model
 LIVELY = TopWParameters(**preset_parameters("lively", METRIC, WIDTH))
@@ -56,7 +56,10 @@ def main() -> None:
 def _cells(rows: Sequence[tuple[Floats, Floats]], parameters: TopWParameters) -> list[str]:
     found = [_row(log_w, parameters.geom_scale * distance, parameters) for log_w, distance in rows]
     sizes, subset, prefix, phi, top_w = np.array(found).T
-    equal = [[same(value, least) for value, least in zip(values, subset, strict=True)] for values in (prefix, top_w)]
+    equal = [
+        [equal_objectives(value, least) for value, least in zip(values, subset, strict=True)]
+        for values in (prefix, top_w)
+    ]
     return [
         f"{sizes.mean():.1f}",
         f"{np.mean(equal[0]):.1%}",
@@ -73,7 +76,7 @@ def _row(log_w: Floats, distance: Floats, parameters: TopWParameters) -> tuple[f
     """(size of the best subset; F of the best subset, prefix, prefix of the last order, and Top-W's crop)."""
     n, w = len(log_w), np.exp(log_w)
     F = Objective(w / w.sum(), distance, parameters.lam, parameters.beta)
-    kept, order = last_step(log_w, distance, parameters, TopWOptions())
+    kept, order = last_alternation(log_w, distance, parameters, TopWOptions())
     members = (np.arange(1, 2**n)[:, None] >> np.arange(n)) & 1 == 1
     best = min((F(S) for S in members), key=lambda value: value.total)
     prefixes = [F.best_prefix(places).value.total for places in (np.arange(n), order)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sums.scores import Cell
-from topw_deploy.stats.style import COLOURS, MUTED, heading, plain
+from topw_deploy.stats.style import COLOURS, MUTED, style_axes, write_heading
 
 _COLOURS = (*COLOURS, "#56b4e9", "#8c6d31", "#cc3366", "#333333")
 _APART = 0.012  # share of the axis between the marks of two rules at the same temperature
@@ -32,8 +32,8 @@ def save_plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     axes.set_ylim(-2, 102)
     axes.set_xlabel("temperature", fontsize=9)
     axes.set_ylabel("problems solved, %", fontsize=9)
-    heading(axes, title)
-    plain(axes, grid="y")
+    write_heading(axes, title)
+    style_axes(axes, grid="y")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.invoking import invoke  # noqa: F401  # a fixture
 from tests.support.toy_model import Toy, export
-from topw_deploy.compare.collect import Cell, CompareRequest, Comparison, Prompt, Sample
+from topw_deploy.compare.collect import CompareRequest, Comparison, Prompt, RuleTexts, Sample
 from topw_deploy.runtime.rule_settings import RuleSetting, read_rules
 
 
@@ -25,15 +25,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy: Toy) -> Path:
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory, toy: Toy) -> Path:
-    """An export without these outputs, which the engine refuses."""
+    """An export without logits and mass. Its cache has a form that the engine refuses."""
     return export(tmp_path_factory.mktemp("bare") / "out", toy)
 
 
-def texts(*contents: str, **parameters: Any) -> list[Prompt]:
+def text_prompts(*contents: str, **parameters: Any) -> list[Prompt]:
     return [Prompt("prompt", content, f"line {number}", parameters) for number, content in enumerate(contents, 1)]
 
 
-def asked(folder: Path, prompts: list[Prompt], rules: str = "top_w,plain", **changes: Any) -> CompareRequest:
+def request_for(folder: Path, prompts: list[Prompt], rules: str = "top_w,plain", **changes: Any) -> CompareRequest:
     given: dict[str, Any] = {"temperatures": [1.0], "samples": 2, "max_new_tokens": 6, **changes}
     return CompareRequest(folder=folder, prompts=prompts, rules=read_rules(rules), **given)
 
@@ -59,10 +59,10 @@ def comparison(
     settings = read_rules(rules)
     count = len(samples(settings[0], temperatures[0], 0))
     request = CompareRequest(
-        folder=Path(folder), prompts=texts(*prompts), rules=settings, temperatures=temperatures, samples=count
+        folder=Path(folder), prompts=text_prompts(*prompts), rules=settings, temperatures=temperatures, samples=count
     )
     cells = [
-        Cell(rule, temperature, [samples(rule, temperature, place) for place in range(len(prompts))], 0.5)
+        RuleTexts(rule, temperature, [samples(rule, temperature, place) for place in range(len(prompts))], 0.5)
         for temperature in temperatures
         for rule in settings
     ]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from topw_deploy.compare.summary import distinct, ngrams, repetition, self_bleu
+from topw_deploy.compare.summary import distinct_share, ngrams, repeated_share, self_bleu
 
 
 def test_ngrams_are_all_windows_of_a_text() -> None:
@@ -17,18 +17,18 @@ def test_ngrams_are_all_windows_of_a_text() -> None:
 
 def test_distinct_counts_different_ngrams_of_all_texts_together() -> None:
     texts = [[1, 2, 1], [1, 2]]
-    assert distinct(texts, 1) == 2 / 5
-    assert distinct(texts, 2) == 2 / 3  # 12 21, 12: none from the end of one text to the next
-    assert distinct(texts, 3) == 1
-    assert distinct(texts, 4) is None
-    assert distinct([], 1) is None
+    assert distinct_share(texts, 1) == 2 / 5
+    assert distinct_share(texts, 2) == 2 / 3  # 12 21, 12: none from the end of one text to the next
+    assert distinct_share(texts, 3) == 1
+    assert distinct_share(texts, 4) is None
+    assert distinct_share([], 1) is None
 
 
 def test_repetition_is_the_share_of_4_grams_that_occurred_before() -> None:
-    assert repetition([1, 2, 3, 4, 1, 2, 3, 4, 1]) == pytest.approx(2 / 6)  # 1234 2341 3412 4123 1234 2341
-    assert repetition([1, 1, 1, 1, 1]) == 1 / 2
-    assert repetition([1, 2, 3, 4]) == 0
-    assert repetition([1, 2, 3]) is None
+    assert repeated_share([1, 2, 3, 4, 1, 2, 3, 4, 1]) == pytest.approx(2 / 6)  # 1234 2341 3412 4123 1234 2341
+    assert repeated_share([1, 1, 1, 1, 1]) == 1 / 2
+    assert repeated_share([1, 2, 3, 4]) == 0
+    assert repeated_share([1, 2, 3]) is None
 
 
 def test_self_bleu_of_texts_that_differ_in_the_last_of_five_tokens() -> None:

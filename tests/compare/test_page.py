@@ -1,4 +1,4 @@
-"""The page: complete, without scripts and links, and safe whatever a model writes."""
+"""The page is complete, has no scripts or links, and escapes whatever a model writes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from topw_deploy.compare.collect import Sample
-from topw_deploy.compare.page.chart import Line, Point, chart, key
+from topw_deploy.compare.page.chart import Line, Point, chart, legend_key
 from topw_deploy.compare.page.html import page
-from topw_deploy.compare.summary import METRICS, summarise
+from topw_deploy.compare.summary import TEXT_METRICS, summarise
 from topw_deploy.runtime.rule_settings import RuleSetting
 
 from .conftest import comparison, sample
@@ -59,7 +59,7 @@ class Reader(HTMLParser):
         return [data for inside, data in self.texts if inside == tag]
 
 
-def made(text: str = "plain text", prompt: str = "one", folder: str = "out") -> str:
+def page_text(text: str = "plain text", prompt: str = "one", folder: str = "out") -> str:
     def samples(rule: RuleSetting, temperature: float, place: int) -> list[Sample]:
         name = f"{text} {rule.label} {temperature} {place}"
         return [sample(f"{name} {number}", (1, 2, 3, 4, 5)) for number in range(2)]
@@ -69,16 +69,16 @@ def made(text: str = "plain text", prompt: str = "one", folder: str = "out") -> 
     return page(compared, summarise(compared))
 
 
-def test_generated_text_prompts_and_names_stay_text() -> None:
-    read = Reader(made(HOSTILE, HOSTILE, f"/tmp/{HOSTILE.replace('/', '').replace(chr(0), '')}"))
+def test_generated_texts_prompts_and_names_are_escaped() -> None:
+    read = Reader(page_text(HOSTILE, HOSTILE, f"/tmp/{HOSTILE.replace('/', '').replace(chr(0), '')}"))
     assert {tag for tag, _ in read.tags} <= KNOWN
     assert f"{SHOWN} plain 2.0 1 1" in read.of("div")
     assert SHOWN in read.of("bdi")
     assert "alert(1)" in read.of("h1")[0]
 
 
-def test_the_page_needs_nothing_else_and_allows_no_script() -> None:
-    written = made(HOSTILE, HOSTILE)
+def test_the_page_requests_nothing_and_allows_no_script() -> None:
+    written = page_text(HOSTILE, HOSTILE)
     names = {name for _, attributes in Reader(written).tags for name in attributes}
     assert not {name for name in names if name in ("src", "href", "style") or name.startswith("on")}
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -87,7 +87,7 @@ def test_the_page_needs_nothing_else_and_allows_no_script() -> None:
 
 
 def test_every_text_is_shown_by_one_choice_of_temperature_and_number() -> None:
-    read = Reader(made())
+    read = Reader(page_text())
     inputs = [attributes["id"] for tag, attributes in read.tags if tag == "input"]
     assert inputs == ["t0", "t1", "s0", "s1"]
     assert [a["id"] for tag, a in read.tags if tag == "input" and "checked" in a] == ["t0", "s0"]
@@ -99,14 +99,14 @@ def test_every_text_is_shown_by_one_choice_of_temperature_and_number() -> None:
         for s in "01":
             assert classes.count(f"text t{t} s{s}") == 6
     # A text stands under its rule and has the class of its temperature.
-    found = re.findall(r'<div class="text t(\d) s(\d)">plain text (.*?)<small>', made())
+    found = re.findall(r'<div class="text t(\d) s(\d)">plain text (.*?)<small>', page_text())
     assert found[:4] == [("0", "0", "top_w 0.5 0 0"), ("0", "1", "top_w 0.5 0 1"),
                          ("1", "0", "top_w 2.0 0 0"), ("1", "1", "top_w 2.0 0 1")]  # fmt: skip
 
 
 def test_the_page_has_a_plot_and_a_definition_of_every_metric_and_a_row_per_cell() -> None:
-    read = Reader(made())
-    titles = [metric.title for metric in METRICS]
+    read = Reader(page_text())
+    titles = [metric.title for metric in TEXT_METRICS]
     assert [text.strip() for text in read.of("figcaption")] == titles
     assert read.of("dt") == titles
     rows = [attributes for tag, attributes in read.tags if tag == "tr"]
@@ -127,7 +127,7 @@ def test_one_text_and_one_temperature_need_no_choice() -> None:
     assert [attributes for tag, attributes in read.tags if tag == "fieldset"] == [{"hidden": None}] * 2
 
 
-def drawn(lines: list[Line], **changes: bool) -> ElementTree.Element:
+def drawn_chart(lines: list[Line], **changes: bool) -> ElementTree.Element:
     return ElementTree.fromstring(chart("a metric", lines, **{"logarithmic": False, "share": False, **changes}))
 
 
@@ -144,18 +144,18 @@ def points(*values: float) -> list[Point]:
 
 
 def test_a_chart_places_values_on_its_scale() -> None:
-    first, second, third = heights(drawn([Line("a", 0, points(1, 2, 4))]))
+    first, second, third = heights(drawn_chart([Line("a", 0, points(1, 2, 4))]))
     assert first - second == pytest.approx((second - third) / 2, abs=0.2)  # rounded to 0.1
-    first, second, third = heights(drawn([Line("a", 0, points(1, 10, 100))], logarithmic=True))
+    first, second, third = heights(drawn_chart([Line("a", 0, points(1, 10, 100))], logarithmic=True))
     assert first - second == pytest.approx(second - third, abs=0.2)
-    assert ticks(drawn([Line("a", 0, points(0.2, 0.9))], share=True)) == ["0", "0.25", "0.5", "0.75", "1"]
-    assert ticks(drawn([Line("a", 0, points(2, 3000))], logarithmic=True)) == ["10", "100", "1,000"]
-    assert len(ticks(drawn([Line("a", 0, points(5, 5))], logarithmic=True))) >= 2
-    assert ticks(drawn([Line("a", 0, points(0, 0))], share=True))[-1] == "1"
+    assert ticks(drawn_chart([Line("a", 0, points(0.2, 0.9))], share=True)) == ["0", "0.25", "0.5", "0.75", "1"]
+    assert ticks(drawn_chart([Line("a", 0, points(2, 3000))], logarithmic=True)) == ["10", "100", "1,000"]
+    assert len(ticks(drawn_chart([Line("a", 0, points(5, 5))], logarithmic=True))) >= 2
+    assert ticks(drawn_chart([Line("a", 0, points(0, 0))], share=True))[-1] == "1"
 
 
 def test_a_chart_draws_intervals_and_names_each_value() -> None:
-    svg = drawn([Line("<r>", 0, [Point(1, 2.0, 1.5, 2.5), Point(2, 3.0)])])
+    svg = drawn_chart([Line("<r>", 0, [Point(1, 2.0, 1.5, 2.5), Point(2, 3.0)])])
     assert len([path for path in svg.iter("path") if path.attrib.get("class") == "whisker"]) == 1
     assert [title.text for title in svg.iter("title")] == [
         "<r>, temperature 1: 2 [1.5, 2.5]", "<r>, temperature 2: 3",
@@ -164,5 +164,5 @@ def test_a_chart_draws_intervals_and_names_each_value() -> None:
 
 
 def test_rules_differ_in_more_than_colour() -> None:
-    shapes = {re.sub(r'class="l\d"', "", key(place)) for place in range(24)}
+    shapes = {re.sub(r'class="l\d"', "", legend_key(place)) for place in range(24)}
     assert len(shapes) == 24

@@ -1,4 +1,4 @@
-"""Numbers of hand-made texts, and their intervals."""
+"""Metrics and intervals of a few hand-made texts, computed by hand."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import math
 import numpy as np
 import pytest
 
-from topw_deploy.compare.summary import METRICS, Value, as_dict, interval, summarise
-from topw_deploy.compare.table import lines, number
+from topw_deploy.compare.summary import TEXT_METRICS, MetricValue, as_dict, quotient_with_interval, summarise
+from topw_deploy.compare.table import lines, number_text
 
 from .conftest import comparison, sample
 
 
-def test_an_interval_is_that_of_the_quotient_over_resampled_prompts() -> None:
+def test_an_interval_has_the_quantiles_of_the_quotient_over_resampled_prompts() -> None:
     weights = np.array([[2, 0], [1, 1], [1, 1], [1, 1], [0, 2]], np.float64)
     terms = np.array([[1, 1], [3, 1]], np.float64)
-    found = interval(terms, weights)  # the resamples have the means 1, 2, 2, 2 and 3
+    found = quotient_with_interval(terms, weights)  # the resamples have the means 1, 2, 2, 2 and 3
     assert (found.value, found.low, found.high) == (2, pytest.approx(1.1), pytest.approx(2.9))
-    raised = interval(terms, weights, raised=True)
-    assert raised.value == pytest.approx(math.exp(2))
+    exponential = quotient_with_interval(terms, weights, is_exponential=True)
+    assert exponential.value == pytest.approx(math.exp(2))
     # Prompts with more terms count more; resamples without terms do not count.
-    assert interval(np.array([[1, 1], [9, 3]], np.float64), weights).value == 2.5
-    assert interval(np.array([[1, 1], [0, 0]], np.float64), weights) == Value(1.0)
-    assert interval(np.zeros((2, 2)), weights) == Value(None)
-    assert interval(np.array([[math.inf, 1], [1, 1]]), weights) == Value(None)
+    assert quotient_with_interval(np.array([[1, 1], [9, 3]], np.float64), weights).value == 2.5
+    assert quotient_with_interval(np.array([[1, 1], [0, 0]], np.float64), weights) == MetricValue(1.0)
+    assert quotient_with_interval(np.zeros((2, 2)), weights) == MetricValue(None)
+    assert quotient_with_interval(np.array([[math.inf, 1], [1, 1]]), weights) == MetricValue(None)
 
 
 def test_each_metric_of_two_prompts_is_as_computed_by_hand() -> None:
@@ -50,11 +50,11 @@ def test_each_metric_of_two_prompts_is_as_computed_by_hand() -> None:
     assert value["mass"] == pytest.approx((1.8 + 10 * 0.5) / 13)
     assert value["certified"] == pytest.approx(12 / 13)
     assert value["tokens_per_second"] == 26
-    assert summary.values.keys() == {metric.name for metric in METRICS}
+    assert summary.values.keys() == {metric.name for metric in TEXT_METRICS}
     assert summary.values["self_bleu"].low is None  # one prompt has it
 
 
-def test_what_the_graph_does_not_report_is_left_open_and_said() -> None:
+def test_metrics_that_need_a_missing_output_are_left_out_with_advice() -> None:
     compared = comparison(
         lambda *_: [sample(surprisal=None, mass=None)], missing=("logits", "mass"), temperatures=(1.0,)
     )
@@ -82,5 +82,5 @@ def test_the_table_has_a_row_per_rule_and_temperature() -> None:
 
 
 def test_numbers_have_three_digits() -> None:
-    shown = [number(value) for value in (None, 0.01234, 1.5, 12.34, 99.96, 1234.5, 3e12)]
+    shown = [number_text(value) for value in (None, 0.01234, 1.5, 12.34, 99.96, 1234.5, 3e12)]
     assert shown == ["-", "0.0123", "1.50", "12.3", "100", "1,234", "3.00e+12"]

@@ -1,4 +1,4 @@
-"""One step, with crops computed by hand."""
+"""The analysis of one step, on rows small enough to compute the crops by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_far_token_is_dropped_and_a_near_one_kept() -> None:
     assert step.stage == "geometry"
 
 
-def test_repulsion_brings_a_token_in_and_another_out() -> None:
+def test_a_negative_scale_adds_a_far_token_and_drops_the_likeliest() -> None:
     """Weights 1, 1/2, 1/2 at the default lam and beta keep {0} without distances. With f = +10 d the sets alternate,
     {0}, {1}: each time the others have phi above 12.
     """

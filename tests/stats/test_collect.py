@@ -1,4 +1,4 @@
-"""The tokens of `generate`, and every step against the reference over hand-computed logits."""
+"""Collected runs have the tokens of `generate`, and their steps agree with the reference on logits computed by hand."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.manifest import describe_files, load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
-from topw_deploy.stats.collect import Collected, analyser_of, collect
-from topw_deploy.stats.request import Prompt, Setting
+from topw_deploy.stats.collect import CollectedRuns, collect, load_analyser
+from topw_deploy.stats.request import Setting, TextPrompt
 from topw_deploy.stats.summary import summarise
 
 from .conftest import GEOMETRY
@@ -27,15 +27,15 @@ from .conftest import GEOMETRY
 TEXTS = ("abc", "hello", "x y")
 
 
-def collected(folder: Path, *texts: str, batch_size: int = 1, **parameters: float) -> Collected:
-    prompts = [Prompt(text, f"prompt {number}") for number, text in enumerate(texts)]
+def collect_texts(folder: Path, *texts: str, batch_size: int = 1, **parameters: float) -> CollectedRuns:
+    prompts = [TextPrompt(text, f"prompt {number}") for number, text in enumerate(texts)]
     generation = {"max_new_tokens": 12, "seed": 5}
     return collect(folder, prompts, [Setting("", parameters)], batch_size=batch_size, generation=generation)
 
 
 def test_the_tokens_are_those_of_topw_generate(folder: Path, invoke: Invoke) -> None:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in GEOMETRY.items()]
-    for text, found in zip(TEXTS, collected(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
+    for text, found in zip(TEXTS, collect_texts(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
         line = invoke("generate", folder, text, "--json", "--seed", 5, "--max-new-tokens", 12, *options).stdout
         assert found.generated.result.token_ids == json.loads(line)["token_ids"]
 
@@ -44,7 +44,7 @@ def test_every_step_agrees_with_the_reference_over_logits_computed_by_hand(folde
     geometry = Geometry.from_embeddings(toy.embeddings, "mahalanobis")
     parameters = TopWParameters(**{name: float(np.float32(value)) for name, value in GEOMETRY.items()})
     changed = certified = 0
-    for text, found in zip(TEXTS, collected(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
+    for text, found in zip(TEXTS, collect_texts(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
         tokens = byte_ids(text)
         assert len(found.steps) == len(found.generated.result.token_ids) == found.agreed
         for step, token, mass in zip(
@@ -69,7 +69,7 @@ def test_every_step_agrees_with_the_reference_over_logits_computed_by_hand(folde
 
 @pytest.mark.slow
 def test_a_batch_of_prompts_of_different_lengths_has_the_steps_of_each_alone(folder: Path) -> None:
-    alone, together = (collected(folder, *TEXTS, batch_size=size, **GEOMETRY).runs[0][1] for size in (1, 3))
+    alone, together = (collect_texts(folder, *TEXTS, batch_size=size, **GEOMETRY).runs[0][1] for size in (1, 3))
     assert [found.steps for found in together] == [found.steps for found in alone]
     assert [found.agreed for found in together] == [12, 12, 12]
 
@@ -77,7 +77,7 @@ def test_a_batch_of_prompts_of_different_lengths_has_the_steps_of_each_alone(fol
 def test_rows_that_end_early_have_only_their_own_steps(tmp_path: Path) -> None:
     toy = Toy.script([*byte_ids("hi"), EOS], prompt_tokens=1)
     folder = export(tmp_path / "out", toy)
-    first, second = collected(folder, "a", "bcd", batch_size=2).runs[0][1]
+    first, second = collect_texts(folder, "a", "bcd", batch_size=2).runs[0][1]
     assert len(first.steps) == first.agreed == 3
     assert len(second.steps) == second.agreed == len(second.generated.result.token_ids)
 
@@ -85,29 +85,29 @@ def test_rows_that_end_early_have_only_their_own_steps(tmp_path: Path) -> None:
 def test_the_models_own_penalties_are_applied_before_the_analysis(tmp_path: Path, toy: Toy) -> None:
     config = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_new_tokens": 3}
     folder = export(tmp_path / "out", toy, with_mass=True, generation_config=config)
-    for found in collected(folder, *TEXTS, lam=1.0).runs[0][1]:
+    for found in collect_texts(folder, *TEXTS, lam=1.0).runs[0][1]:
         assert found.agreed == len(found.steps) == 12
         masses = found.generated.result.mass or []
         assert [step.mass for step in found.steps] == pytest.approx(masses, rel=1e-5)
 
 
-def test_a_model_with_the_uniform_metric_has_no_geometry_to_act(tmp_path: Path) -> None:
+def test_a_model_with_the_uniform_metric_is_analysed_without_embeddings(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.random(2))
-    assert analyser_of(folder, TopWModel.from_pretrained(folder).manifest).geometry.metric == "uniform"
-    (summary,) = summarise(collected(folder, "abc"))
+    assert load_analyser(folder, TopWModel.from_pretrained(folder).manifest).geometry.metric == "uniform"
+    (summary,) = summarise(collect_texts(folder, "abc"))
     assert summary.steps == summary.agreed == 12
 
 
-def test_the_geometry_is_the_sampler_nodes_own(folder: Path, toy: Toy) -> None:
-    analyser = analyser_of(folder, TopWModel.from_pretrained(folder).manifest)
+def test_the_analyser_has_the_geometry_of_the_sampler_node(folder: Path, toy: Toy) -> None:
+    analyser = load_analyser(folder, TopWModel.from_pretrained(folder).manifest)
     ids = np.array([5, 9, 200])
     wanted = Geometry.from_embeddings(toy.embeddings, "mahalanobis").distances(ids, ids)
     assert analyser.geometry.distances(ids, ids) == pytest.approx(wanted, rel=1e-6)
     assert analyser.neighbour_bound is None
 
 
-def with_bound(folder: Path, copy: Path, toy: Toy) -> Path:
-    """A copy with a stored neighbour bound."""
+def copy_with_bound(folder: Path, copy: Path, toy: Toy) -> Path:
+    """Copy the export, with a stored neighbour bound."""
     shutil.copytree(folder, copy)
     model = onnx.load(copy / "model.onnx")
     bound = neighbour_bound(Geometry.from_embeddings(toy.embeddings, "mahalanobis"), VOCAB)
@@ -120,9 +120,9 @@ def with_bound(folder: Path, copy: Path, toy: Toy) -> Path:
 
 
 def test_a_stored_bound_saves_distances_and_changes_no_step(folder: Path, tmp_path: Path, toy: Toy) -> None:
-    copy = with_bound(folder, tmp_path / "copy", toy)
+    copy = copy_with_bound(folder, tmp_path / "copy", toy)
     bounded, plain = (
-        [s for one in collected(f, *TEXTS, **GEOMETRY).runs[0][1] for s in one.steps] for f in (copy, folder)
+        [s for one in collect_texts(f, *TEXTS, **GEOMETRY).runs[0][1] for s in one.steps] for f in (copy, folder)
     )
     assert sum(step.distances for step in bounded) < sum(step.distances for step in plain)
     for one, other in zip(bounded, plain, strict=True):
@@ -130,15 +130,17 @@ def test_a_stored_bound_saves_distances_and_changes_no_step(folder: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_graph_that_reports_another_crop_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_whose_crop_differs_from_the_reported_one_are_counted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = LogitsProbe.step
     monkeypatch.setattr(LogitsProbe, "step", lambda *arguments: np.roll(step(*arguments), 1, axis=1) * 2.0)
-    (summary,) = summarise(collected(folder, *TEXTS, **GEOMETRY))
+    (summary,) = summarise(collect_texts(folder, *TEXTS, **GEOMETRY))
     assert summary.agreed < summary.steps
 
 
 def test_settings_stand_side_by_side(folder: Path) -> None:
-    prompts = [Prompt("abc", "one")]
+    prompts = [TextPrompt("abc", "one")]
     settings = [Setting("cold", {"temperature": 0.0}), Setting("hot", {"temperature": 3.0})]
     cold, hot = summarise(collect(folder, prompts, settings, generation={"max_new_tokens": 6, "seed": 1}))
     assert (cold.label, hot.label) == ("cold", "hot")
@@ -149,7 +151,7 @@ def test_settings_stand_side_by_side(folder: Path) -> None:
     assert cold.stages == {"greedy": 6}
 
 
-def test_options_that_the_export_baked_are_the_ones_used(folder: Path) -> None:
-    assert analyser_of(folder, TopWModel.from_pretrained(folder).manifest).options == TopWOptions(
+def test_the_analyser_has_the_options_stored_in_the_export(folder: Path) -> None:
+    assert load_analyser(folder, TopWModel.from_pretrained(folder).manifest).options == TopWOptions(
         top_m=40, metric="mahalanobis"
     )

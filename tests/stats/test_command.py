@@ -150,6 +150,22 @@ def test_a_missing_file_and_a_folder_are_refused(folder: Path, invoke: Invoke, t
         invoke("stats", folder, "--prompt-file", tmp_path)
 
 
+def test_a_prompt_with_half_of_a_surrogate_pair_is_named_by_its_line(
+    folder: Path, invoke: Invoke, tmp_path: Path
+) -> None:
+    (tmp_path / "p.jsonl").write_text('"fine"\n"\\ud800"\n')
+    with pytest.raises(PromptError, match=r"line 2 of .*p\.jsonl: .* half of a surrogate pair"):
+        invoke("stats", folder, "--prompts-jsonl", tmp_path / "p.jsonl", *SHORT)
+
+
+def test_a_seed_beyond_the_largest_is_refused_before_anything_is_generated(
+    folder: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TopWModel, "generate", lambda *_arguments, **_parameters: pytest.fail("a text was generated"))
+    with pytest.raises(ParameterError, match="seed is 18446744073709551616, but must be an integer"):
+        invoke("stats", folder, "abc", *SHORT, "--seed", 2**64 - 1, "--seeds", 2)
+
+
 def test_a_prompt_longer_than_the_context_is_named_by_its_line(folder: Path, invoke: Invoke) -> None:
     with pytest.raises(PromptError, match="line 3 of standard input has 100 tokens, but the model's context of 96"):
         invoke("stats", folder, "--prompt-file", "-", stdin=f"ab\n\n{'x' * 100}\n")

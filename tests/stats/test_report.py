@@ -1,4 +1,4 @@
-"""Summary, table and picture of countable steps."""
+"""The summary, table and picture of a few steps, with numbers counted by hand."""
 
 from __future__ import annotations
 
@@ -16,39 +16,41 @@ from matplotlib.figure import Figure
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import RuleParameters, TopWParameters
 from topw_deploy.stats import plot
-from topw_deploy.stats.analyse import Step
-from topw_deploy.stats.collect import Analysed, Collected
+from topw_deploy.stats.analyse import StepAnalysis
+from topw_deploy.stats.collect import AnalysedSequence, CollectedRuns
 from topw_deploy.stats.request import Setting
-from topw_deploy.stats.summary import MovedToken, Summary, ranges, summarise, windows
+from topw_deploy.stats.summary import MovedToken, SettingSummary, equal_ranges, growing_ranges, summarise
 from topw_deploy.stats.table import lines, token_text, verdict
 
 TEXTS = {1: " the", 2: "\n\t", 3: "�", 4: "$x$", 5: "é"}
 
 
-def step(kept: int = 1, certified: bool = True, **changes: Any) -> Step:
+def step(kept: int = 1, certified: bool = True, **changes: Any) -> StepAnalysis:
     given = {
         "mass": 0.5, "entropy": 2.0, "crop_entropy": 0.0, "added": (), "dropped": (), "stage": "candidates",
         "distances": 0, "distances_avoided": 0,
     }  # fmt: skip
-    return Step(kept=kept, certified=certified, **{**given, **changes})
+    return StepAnalysis(kept=kept, certified=certified, **{**given, **changes})
 
 
-def moved(kept: int, added: tuple[int, ...] = (), dropped: tuple[int, ...] = ()) -> Step:
+def uncertified_step(kept: int, added: tuple[int, ...] = (), dropped: tuple[int, ...] = ()) -> StepAnalysis:
     return step(kept, False, added=added, dropped=dropped, stage="geometry", distances=30, distances_avoided=70)
 
 
-def summaries(*sequences: list[Step], label: str = "") -> list[Summary]:
+def summaries(*sequences: list[StepAnalysis], label: str = "") -> list[SettingSummary]:
     generated: Any = SimpleNamespace(request=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
-    found = [Analysed(generated, steps, len(steps)) for steps in sequences]
-    return summarise(Collected([(Setting(label, {}), found)], TEXTS))
+    found = [AnalysedSequence(generated, steps, len(steps)) for steps in sequences]
+    return summarise(CollectedRuns([(Setting(label, {}), found)], TEXTS))
 
 
-def acting() -> list[Summary]:
-    return summaries([step(), moved(4, (1,), (2, 3)), moved(2)], [moved(9, dropped=(2,))])
+def summary_of_changes() -> list[SettingSummary]:
+    return summaries(
+        [step(), uncertified_step(4, (1,), (2, 3)), uncertified_step(2)], [uncertified_step(9, dropped=(2,))]
+    )
 
 
 def test_steps_are_counted_by_setting_and_by_position() -> None:
-    (summary,) = acting()
+    (summary,) = summary_of_changes()
     assert (summary.sequences, summary.steps, summary.certified, summary.changed) == (2, 4, 1, 2)
     assert (summary.certified_share, summary.changed_share) == (0.25, 0.5)
     assert (summary.added_total, summary.dropped_total) == (1, 3)
@@ -64,21 +66,21 @@ def test_steps_are_counted_by_setting_and_by_position() -> None:
 
 
 def test_tokens_are_counted_once_per_step_and_the_most_frequent_come_first() -> None:
-    (summary,) = acting()
+    (summary,) = summary_of_changes()
     assert summary.added == (MovedToken(1, " the", 1),)
     assert summary.dropped == (MovedToken(2, "\n\t", 2), MovedToken(3, "�", 1))
 
 
 @pytest.mark.parametrize("positions", [0, 1, 3, 16, 17, 64, 1000])
 def test_ranges_and_windows_cover_every_position_once(positions: int) -> None:
-    for parts in (ranges(positions), windows(positions)):
+    for parts in (growing_ranges(positions), equal_ranges(positions)):
         assert [at for first, last in parts for at in range(first, last + 1)] == list(range(1, positions + 1))
-    assert len(windows(positions)) <= 16
-    assert ranges(20) == [(1, 1), (2, 4), (5, 8), (9, 16), (17, 20)]
+    assert len(equal_ranges(positions)) <= 16
+    assert growing_ranges(20) == [(1, 1), (2, 4), (5, 8), (9, 16), (17, 20)]
 
 
 def test_the_report_names_what_geometry_moved_with_readable_tokens() -> None:
-    text = "\n".join(lines(acting()))
+    text = "\n".join(lines(summary_of_changes()))
     assert "Geometry changed the crop at 50.0 % of the steps (2 of 4)" in text
     assert "tokens dropped 3, kept 1, 2.0 per changed step" in text
     assert "kept only because of geometry (steps): ' the' 1" in text
@@ -88,14 +90,14 @@ def test_the_report_names_what_geometry_moved_with_readable_tokens() -> None:
 
 
 def test_long_lists_of_tokens_are_cut_and_say_so() -> None:
-    text = "\n".join(lines(acting(), most_tokens=1))
+    text = "\n".join(lines(summary_of_changes(), most_tokens=1))
     assert r"'\n\t' 2, and 1 more" in text
 
 
 def test_the_report_states_that_geometry_never_acted() -> None:
     (certified,) = summaries([step(), step()])
     assert verdict(certified).startswith("Geometry never acted: all 2 steps were certified")
-    (unchanged,) = summaries([step(), moved(3)])
+    (unchanged,) = summaries([step(), uncertified_step(3)])
     assert verdict(unchanged) == ("Geometry never acted: at the 1 uncertified of 2 steps, distances changed nothing.")
     (nothing,) = summaries([])
     assert "no steps" in "\n".join(lines([nothing]))
@@ -103,7 +105,7 @@ def test_the_report_states_that_geometry_never_acted() -> None:
 
 @pytest.mark.slow
 def test_a_share_is_100_per_cent_only_where_it_is() -> None:
-    (nearly,) = summaries([step()] * 4999 + [moved(2, dropped=(2,))])
+    (nearly,) = summaries([step()] * 4999 + [uncertified_step(2, dropped=(2,))])
     text = "\n".join(lines([nearly]))
     assert "certified  99.9 %" in text
     assert "0.1 % of the steps (1 of 5000)" in text
@@ -118,35 +120,35 @@ def test_settings_are_shown_side_by_side_in_aligned_columns() -> None:
     assert len(header) == len(first) == len(second)
 
 
-def words(figure: Any) -> str:
+def figure_text(figure: Any) -> str:
     import matplotlib.text
 
     return " ".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, found: list[Summary], path: Path) -> str:
-    """The picture's text."""
-    seen: list[str] = []
+def picture_text(monkeypatch: pytest.MonkeyPatch, found: list[SettingSummary], path: Path) -> str:
+    """Save the picture to `path`; returns all text in the picture."""
+    texts: list[str] = []
     save = Figure.savefig
 
     def kept(figure: Any, *arguments: Any, **options: Any) -> None:
         save(figure, *arguments, **options)
-        seen.append(words(figure))
+        texts.append(figure_text(figure))
 
     monkeypatch.setattr(Figure, "savefig", kept)
     plot.save_plot(found, path, "title")
-    return seen[0]
+    return texts[0]
 
 
 @pytest.mark.slow
 def test_the_picture_shows_moved_tokens_or_says_that_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = drawn(monkeypatch, acting(), tmp_path / "a.png")
+    text = picture_text(monkeypatch, summary_of_changes(), tmp_path / "a.png")
     assert "' the'" in text
     assert "Geometry never acted" not in text
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    text = drawn(monkeypatch, summaries([step(), step(30)]), tmp_path / "b.png")
+    text = picture_text(monkeypatch, summaries([step(), step(30)]), tmp_path / "b.png")
     assert "Geometry never acted" in text
     assert "All 2 steps were certified" in text
 
@@ -155,8 +157,10 @@ def test_the_picture_shows_moved_tokens_or_says_that_there_are_none(
 def test_the_picture_takes_many_settings_dollars_and_no_steps_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    many = [s for n in range(8) for s in summaries([moved(200 * n + 1, added=(4,)), step()], label=f"lam {n}")]
-    assert r"'\$x\$'" in drawn(monkeypatch, many, tmp_path / "a.svg")
+    many = [
+        s for n in range(8) for s in summaries([uncertified_step(200 * n + 1, added=(4,)), step()], label=f"lam {n}")
+    ]
+    assert r"'\$x\$'" in picture_text(monkeypatch, many, tmp_path / "a.svg")
     plot.save_plot(summaries([]), tmp_path / "c.png", "title")
     assert (tmp_path / "c.png").stat().st_size > 1000
 
@@ -175,7 +179,7 @@ def test_long_and_many_settings_stay_inside_the_picture_and_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     label = "selection_temperature {}, geom_scale -0.05, init_top_p 0.5"
-    many = [s for n in range(12) for s in summaries([moved(7, added=(4,)), step()], label=label.format(n))]
+    many = [s for n in range(12) for s in summaries([uncertified_step(7, added=(4,)), step()], label=label.format(n))]
     figures: list[Any] = []
     save = Figure.savefig
 
@@ -191,7 +195,7 @@ def test_long_and_many_settings_stay_inside_the_picture_and_apart(
     figure.canvas.draw()
     shown = [text for text in figure.findobj(Text) if text.get_visible() and len(text.get_text()) > 4]
     boxes = {text: text.get_window_extent() for text in shown}
-    assert r"\$two\$" in words(figure)
+    assert r"\$two\$" in figure_text(figure)
     cut = [text.get_text() for text, box in boxes.items() if box.x0 < 0 or box.x1 > figure.bbox.width]
     assert not cut
     wrapped = [box for text, box in boxes.items() if text.get_text().startswith("sel") and "\n" in text.get_text()]
@@ -204,4 +208,4 @@ def test_long_and_many_settings_stay_inside_the_picture_and_apart(
 
 def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="cannot be written"):
-        plot.save_plot(acting(), tmp_path / "a.doc", "title")
+        plot.save_plot(summary_of_changes(), tmp_path / "a.doc", "title")

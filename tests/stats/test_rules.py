@@ -15,7 +15,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import RuleParameters
 from topw_deploy.sampling.rules import kept_set
 from topw_deploy.stats.analyse import softmax
-from topw_deploy.stats.exact.analyse import COMPARED, TOP_W, compared_with
+from topw_deploy.stats.exact.analyse import COMPARED, TOP_W, rules_to_compare
 from topw_deploy.stats.request import settings_of
 
 SHORT = ("--max-new-tokens", 6, "-q")
@@ -58,7 +58,7 @@ def test_values_of_a_rule_can_be_swept_and_are_checked_before_generating(folder:
 
 def test_a_rule_joins_the_compared_ones_once() -> None:
     def names(**given: Any) -> list[str]:
-        return list(compared_with(RuleParameters(**given)))
+        return list(rules_to_compare(RuleParameters(**given)))
 
     assert names() == names(min_p=0.05) == names(top_h=0.4) == list(COMPARED)
     assert names(top_h=0.4, top_h_pool=50) == ["top_h 0.4 50", *COMPARED]

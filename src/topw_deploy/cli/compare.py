@@ -18,7 +18,7 @@ from topw_deploy.plain_text import decode_text
 
 if TYPE_CHECKING:
     from topw_deploy.compare.collect import Comparison, Prompt
-    from topw_deploy.compare.summary import Summary
+    from topw_deploy.compare.summary import RuleSummary
 
 RULES = "top_w,min_p,top_p,top_h,top_k,plain"
 TEMPERATURES = "0.5,1,1.5,2"
@@ -141,7 +141,7 @@ def _as_json_lines(data: bytes, where: str) -> bytes:
     return "\n".join(json.dumps(text) if text.strip() else "" for text in texts).encode()
 
 
-def _write(compared: Comparison, summaries: list[Summary], json_file: Path | None, html_file: Path | None) -> None:
+def _write(compared: Comparison, summaries: list[RuleSummary], json_file: Path | None, html_file: Path | None) -> None:
     """Print the table, then write files, so that a full disk does not lose the table."""
     from topw_deploy.compare.page.html import page
     from topw_deploy.compare.summary import as_dict

@@ -27,8 +27,8 @@ from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 
 if TYPE_CHECKING:
     from topw_deploy.stats.exact_summary import ExactSummary
-    from topw_deploy.stats.request import ExactRequest, Prompt
-    from topw_deploy.stats.summary import Summary
+    from topw_deploy.stats.request import ExactRequest, TextPrompt
+    from topw_deploy.stats.summary import SettingSummary
 
 
 @click.command(name="stats", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
@@ -174,8 +174,8 @@ def _exact(exact: bool, steps: int | None, pool: int | None) -> ExactRequest | N
     return ExactRequest(pool=pool) if steps is None else ExactRequest(steps, pool)
 
 
-def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[Prompt]:
-    from topw_deploy.stats.request import Prompt, prompts_of_json_lines, prompts_of_lines
+def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[TextPrompt]:
+    from topw_deploy.stats.request import TextPrompt, prompts_of_json_lines, prompts_of_lines
 
     sources = (bool(given), lines is not None, json_lines is not None)
     if sum(sources) != 1:
@@ -184,11 +184,11 @@ def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None
         return prompts_of_lines(*read_source(lines))
     if json_lines is not None:
         return prompts_of_json_lines(*read_source(json_lines))
-    return [Prompt(text, f"prompt {number}") for number, text in enumerate(given, 1)]
+    return [TextPrompt(text, f"prompt {number}") for number, text in enumerate(given, 1)]
 
 
 def _write(
-    summaries: list[Summary],
+    summaries: list[SettingSummary],
     solved: list[ExactSummary] | None,
     folder: Path,
     values: dict[str, Any],

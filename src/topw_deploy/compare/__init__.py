@@ -1,5 +1,6 @@
-"""`topw compare`: one model, several sampling rules and temperatures, the same seeds.
+"""`topw compare`: compare the texts of one model under several sampling rules and temperatures, with the same seeds.
 
-collect: generates. metrics: numbers of a few texts. summary: numbers of a rule at a temperature, with intervals.
-table, page: the report as text and as HTML.
+collect: generates the texts.
+summary: computes the metrics of each rule at each temperature, with intervals.
+table, page: write the report as text and as HTML.
 """

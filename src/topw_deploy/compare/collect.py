@@ -24,21 +24,22 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.sampling.seeds import prompt_seed
 
-_WAITING = 8  # sequences per row that are submitted ahead, so that a long one does not leave rows idle
-_COMPARED = frozenset({
+_QUEUED_PER_ROW = 8  # sequences submitted ahead for each row, so that rows stay busy while a long sequence ends
+_SET_BY_COMPARISON = frozenset({
     *PARAMETER_NAMES, *RULE_PARAMETER_NAMES, "preset", "do_sample", "seed", "num_return_sequences", "logprobs",
     "prompt_logprobs",
 })  # fmt: skip
-"""Parameters that a comparison sets."""
+"""Parameters that the comparison sets for all prompts, so a prompt must not set them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt.
+    """A prompt of a comparison.
 
     kind: "prompt" (a text), "prompt_ids" or "messages".
-    where: its place, for messages.
-    parameters: of `TopWModel.generate`, for this prompt under every rule.
+    content: the text, the token ids or the messages.
+    where: the place of the prompt in its source, for error messages.
+    parameters: parameters of `TopWModel.generate` for this prompt, the same under every rule.
     """
 
     kind: str
@@ -51,10 +52,12 @@ class Prompt:
 class CompareRequest:
     """What to compare.
 
-    samples: texts per prompt, rule and temperature.
-    max_new_tokens: maximum per text, where a prompt has no other.
-    seed: of the run. A prompt's seed depends on it and the prompt's place; all rules and temperatures share it.
-    rows: sequences that run at once.
+    folder: an exported model.
+    samples: number of texts per prompt, rule and temperature.
+    max_new_tokens: maximum number of tokens per text, for prompts that set no limit of their own.
+    seed: seed of the run. It and the prompt's place give the seed of a prompt, the same for all rules and temperatures.
+    ignore_eos: whether a text continues after the end of sequence.
+    rows: number of sequences that run at once.
     opening: options of `TopWModel.from_pretrained`.
     """
 
@@ -74,9 +77,12 @@ class CompareRequest:
 class Sample:
     """A generated text.
 
-    tokens: its token ids, without the one that ended it.
-    drawn: number of drawn tokens, with that one. kept, certified and mass have one value for each; mass may be None.
-    surprisal: -log p of the drawn tokens under the model at temperature 1, without edits, summed, in nats; or None.
+    tokens: token ids of the text, without an end of sequence.
+    drawn: number of drawn tokens, including the end of sequence.
+    kept, certified: size and certificate of the crop of each drawn token.
+    mass: probability of the crop of each drawn token; None if the graph has no such output.
+    surprisal: sum of -log p over the drawn tokens, in nats, where p is the model's probability at temperature 1 without
+        edits; None if the graph has no output of logits.
     """
 
     text: str
@@ -90,6 +96,7 @@ class Sample:
 
     @classmethod
     def of(cls, result: GenerationResult) -> Sample:
+        """The text of a result of `TopWModel.generate`."""
         tokens, scores = result.token_ids, result.token_logprobs
         return cls(
             text=result.text,
@@ -104,11 +111,11 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A rule at a temperature.
+class RuleTexts:
+    """The texts of one rule at one temperature.
 
-    samples: per prompt, its texts.
-    seconds: wall-clock time for all of them, including reading the prompts and computing log-probabilities.
+    samples: the texts of each prompt.
+    seconds: wall-clock time of all texts, including reading the prompts and computing log-probabilities.
     """
 
     rule: RuleSetting
@@ -122,9 +129,10 @@ class Comparison:
     """Result of `compare`.
 
     model: digest of the folder's manifest.
-    prompts: the text of each, as the model read it.
-    cells: by temperature, then by rule.
-    missing: outputs that the graph lacks: "logits" for perplexity, "mass".
+    provider, sampler: of the opened model.
+    prompts: the text of each prompt, as the model read it.
+    cells: the texts of each rule at each temperature, ordered by temperature, then by rule.
+    missing: outputs that the graph lacks: "logits", which perplexity needs, and "mass".
     """
 
     request: CompareRequest
@@ -132,56 +140,66 @@ class Comparison:
     provider: str
     sampler: str
     prompts: Sequence[str]
-    cells: Sequence[Cell]
+    cells: Sequence[RuleTexts]
     missing: tuple[str, ...]
 
 
 def compare(request: CompareRequest, progress: Progress = SILENT) -> Comparison:
-    """Generate all texts. Everything is checked before the first one.
+    """Check the whole request, then generate all texts.
 
-    Raises PromptError, TokenizerError and ParameterError, naming the prompt, ParameterError for a rule that the model
-    refuses, and the errors of `TopWModel` and `Engine`.
+    Raises PromptError, TokenizerError and ParameterError, which name the prompt, ParameterError for a rule that the
+    model refuses, and the errors of `TopWModel` and `Engine`.
     """
     with TopWModel.from_pretrained(request.folder, **request.opening) as model:
         has_logits = logits_output(model.manifest) is not None
         missing = [*(["logits"] if not has_logits else []), *(["mass"] if not _has_mass(model) else [])]
         fixed = {"num_return_sequences": request.samples, **({"logprobs": 0} if has_logits else {})}
-        asked = [_asked(model, prompt, request, place, fixed) for place, prompt in enumerate(request.prompts)]
+        prepared = [
+            _prepare_prompt(model, prompt, request, place, fixed) for place, prompt in enumerate(request.prompts)
+        ]
         columns = [
             (rule, temperature, {**rule.parameters, "temperature": temperature})
             for temperature in request.temperatures
             for rule in request.rules
         ]
-        for _, _, parameters in columns:
-            model._requests(asked[0].ids, {**asked[0].parameters, **parameters})
-        length = max(len(one.ids) + one.budget for one in asked)
-        texts = len(asked) * request.samples * len(columns)
+        for _, _, parameters in columns:  # refuse a wrong rule or temperature before the first text
+            model._requests(prepared[0].ids, {**prepared[0].parameters, **parameters})
+        length = max(len(prompt.ids) + prompt.budget for prompt in prepared)
+        texts = len(prepared) * request.samples * len(columns)
         progress.say(
             f"Generating {counted(texts, 'text')}: {counted(len(request.rules), 'rule')} at "
             f"{counted(len(request.temperatures), 'temperature')}"
         )
         with (
-            Generator(model, request.rows, length, request.samples) as generator,
+            TextGenerator(model, request.rows, length, request.samples) as generator,
             progress.bar(texts, "texts") as advance,
         ):
-            list(generator.results([asked[0].short()]))  # the first run takes longer
+            list(generator.results([prepared[0].for_one_token()]))  # not timed: the first run takes longer
             cells = [
-                _cell(generator, asked, rule, temperature, parameters, advance)
+                _generate_texts(generator, prepared, rule, temperature, parameters, advance)
                 for rule, temperature, parameters in columns
             ]
         digest = sha256_of(model.path / MANIFEST_NAME)[:32]
-        shown = [_shown(model, prompt, one.ids) for prompt, one in zip(request.prompts, asked, strict=True)]
-        return Comparison(request, digest, model.provider, model.sampler, shown, cells, tuple(missing))
+        texts_of_prompts = [
+            _prompt_text(model, prompt, each.ids) for prompt, each in zip(request.prompts, prepared, strict=True)
+        ]
+        return Comparison(request, digest, model.provider, model.sampler, texts_of_prompts, cells, tuple(missing))
 
 
 def _has_mass(model: TopWModel) -> bool:
     return any(spec.name == "mass" for spec in model.manifest.outputs)
 
 
-def _asked(model: TopWModel, prompt: Prompt, request: CompareRequest, place: int, fixed: Mapping[str, Any]) -> Asked:
-    """The prompt's token ids and parameters, without rule and temperature. Raises errors that name the prompt."""
+def _prepare_prompt(
+    model: TopWModel, prompt: Prompt, request: CompareRequest, place: int, fixed: Mapping[str, Any]
+) -> PreparedPrompt:
+    """Encode and check a prompt. Raises errors that name the prompt.
+
+    place: the prompt's place among all prompts.
+    fixed: parameters of every prompt.
+    """
     for name in prompt.parameters:
-        if name in _COMPARED:
+        if name in _SET_BY_COMPARISON:
             raise PromptError(f"{prompt.where} sets {name}, which a comparison sets for all prompts; remove it.")
     limit = {} if "max_length" in prompt.parameters else {"max_new_tokens": request.max_new_tokens}
     parameters = {
@@ -200,88 +218,92 @@ def _asked(model: TopWModel, prompt: Prompt, request: CompareRequest, place: int
         raise type(error)(f"{prompt.where}: {error}", *error.parameters) from None
     if rows[0].budget == 0:
         raise PromptError(f"{prompt.where} has {len(rows[0].prompt)} tokens and fills the model's context; shorten it.")
-    return Asked(list(rows[0].prompt), parameters, rows[0].budget)
+    return PreparedPrompt(list(rows[0].prompt), parameters, rows[0].budget)
 
 
-def _cell(
-    generator: Generator,
-    asked: Sequence[Asked],
+def _generate_texts(
+    generator: TextGenerator,
+    prepared: Sequence[PreparedPrompt],
     rule: RuleSetting,
     temperature: float,
     parameters: Mapping[str, Any],
     advance: Advance,
-) -> Cell:
-    def reported() -> Iterator[list[GenerationResult]]:
-        for results in generator.results([one.under(parameters) for one in asked]):
-            advance(len(results))
-            yield results
-
+) -> RuleTexts:
     started = time.perf_counter()
-    found = list(reported())
+    results_by_prompt = []
+    for results in generator.results([prompt.with_parameters(parameters) for prompt in prepared]):
+        results_by_prompt.append(results)
+        advance(len(results))
     seconds = time.perf_counter() - started
-    return Cell(rule, temperature, [[Sample.of(result) for result in results] for results in found], seconds)
+    samples = [[Sample.of(result) for result in results] for results in results_by_prompt]
+    return RuleTexts(rule, temperature, samples, seconds)
 
 
-def _shown(model: TopWModel, prompt: Prompt, ids: Sequence[int]) -> str:
+def _prompt_text(model: TopWModel, prompt: Prompt, ids: Sequence[int]) -> str:
     return prompt.content if prompt.kind == "prompt" else model.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A prompt's token ids, the parameters of `TopWModel.generate`, and how many tokens they allow."""
+class PreparedPrompt:
+    """An encoded prompt.
+
+    ids: token ids.
+    parameters: parameters of `TopWModel.generate` without rule and temperature.
+    budget: maximum number of new tokens that the parameters and the context allow.
+    """
 
     ids: list[int]
     parameters: Mapping[str, Any]
     budget: int
 
-    def under(self, parameters: Mapping[str, Any]) -> Asked:
+    def with_parameters(self, parameters: Mapping[str, Any]) -> PreparedPrompt:
         return replace(self, parameters={**self.parameters, **parameters})
 
-    def short(self) -> Asked:
-        """The same for one token of one text."""
+    def for_one_token(self) -> PreparedPrompt:
+        """The same prompt with a budget of one token, for one text."""
         kept = {name: value for name, value in self.parameters.items() if name != "max_length"}
         return replace(self, parameters={**kept, "max_new_tokens": 1, "num_return_sequences": 1})
 
 
-class Generator(contextlib.AbstractContextManager["Generator"]):
-    """Generates from many prompts: together over an Engine, or one by one if the cache has no form for it.
+class TextGenerator(contextlib.AbstractContextManager["TextGenerator"]):
+    """Generates from many prompts: together in an Engine if the model has a static cache, else one by one.
 
-    rows: sequences that run at once.
-    length: maximum tokens of a sequence, with its prompt.
-    samples: maximum sequences of a request.
+    rows: number of sequences that run at once.
+    length: maximum number of tokens of a sequence, including its prompt.
+    samples: maximum number of sequences of a request.
     """
 
     def __init__(self, model: TopWModel, rows: int, length: int, samples: int) -> None:
-        self._model, self._ahead = model, max(1, _WAITING * rows // samples)
+        self._model, self._ahead = model, max(1, _QUEUED_PER_ROW * rows // samples)
         self._engine: Engine | None = None
         if model.manifest.decoder.kv_form == "static":
-            queue = max(_WAITING * rows, samples)
-            # exact: texts must not depend on which rules ran before.
+            queue = max(_QUEUED_PER_ROW * rows, samples)
+            # exact=True: a text must not depend on the rules that ran before.
             self._engine = Engine(
                 model, max_batch=rows, max_length=length, max_queue=queue, when_full="wait", exact=True
             )
 
-    def results(self, asked: Iterable[Asked]) -> Iterator[list[GenerationResult]]:
-        """The texts of each request, in order. Raises the first error of a request."""
+    def results(self, prompts: Iterable[PreparedPrompt]) -> Iterator[list[GenerationResult]]:
+        """Yield the results of each prompt, in order. Raises the first error of a request."""
         if self._engine is None:
-            for one in asked:
-                yield _listed(self._model.generate(one.ids, **one.parameters))
+            for prompt in prompts:
+                yield _as_list(self._model.generate(prompt.ids, **prompt.parameters))
             return
         running: deque[Any] = deque()
-        for one in asked:
-            running.append(self._engine.submit(one.ids, **one.parameters))
+        for prompt in prompts:
+            running.append(self._engine.submit(prompt.ids, **prompt.parameters))
             if len(running) >= self._ahead:
-                yield _listed(running.popleft().result())
+                yield _as_list(running.popleft().result())
         while running:
-            yield _listed(running.popleft().result())
+            yield _as_list(running.popleft().result())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the engine, and cancel what still runs if the block failed."""
+        """Close the engine. If the block raised, requests that still run are cancelled."""
         if self._engine is not None:
             self._engine.__exit__(kind, error, trace)
 
 
-def _listed(found: Any) -> list[GenerationResult]:
-    return found if isinstance(found, list) else [found]
+def _as_list(results: GenerationResult | list[GenerationResult]) -> list[GenerationResult]:
+    return results if isinstance(results, list) else [results]

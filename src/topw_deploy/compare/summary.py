@@ -1,4 +1,4 @@
-"""The numbers of each rule at each temperature, with bootstrap intervals over prompts."""
+"""Compute the metrics of each rule at each temperature, with bootstrap intervals over prompts."""
 
 from __future__ import annotations
 
@@ -12,40 +12,46 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.compare.collect import Cell, Comparison, Sample
+from topw_deploy.compare.collect import Comparison, RuleTexts, Sample
 
-REPEATED = 4
-"""The n of `repetition`."""
-LEVEL = 0.95
+REPEATED_NGRAM = 4
+"""Default n of `repeated_share`."""
+CONFIDENCE = 0.95
+"""Confidence level of the intervals."""
 RESAMPLES = 1000
+"""Bootstrap samples per interval."""
 
 Terms: TypeAlias = "tuple[float, float]"
+"""(Sum, number of terms) of a metric over the texts of one prompt."""
 Floats: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
-    """A number of a rule at a temperature.
+class TextMetric:
+    """A metric of the texts of one rule at one temperature.
 
-    name: in JSON. title: in tables. definition: one sentence.
-    terms: of one prompt's texts: a sum and the number of its terms. The metric is the quotient of their sums over all
-        prompts. None for a metric without an interval.
-    raised: whether the metric is e to the power of that.
-    logarithmic: scale of its plot. share: whether it is in [0, 1].
+    name: name in JSON.
+    title: name in tables.
+    definition: one sentence for readers of the report.
+    terms: function of the texts of one prompt. The metric is the sum of the first elements over all prompts, divided by
+        the sum of the second ones. None for a metric without an interval.
+    is_exponential: whether the metric is e to the power of that quotient.
+    logarithmic: whether the axis of the metric's plot is logarithmic.
+    share: whether the metric is in [0, 1].
     """
 
     name: str
     title: str
     definition: str
     terms: Callable[[Sequence[Sample]], Terms] | None = None
-    raised: bool = False
+    is_exponential: bool = False
     logarithmic: bool = False
     share: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """A metric's value and its interval; None where it is undefined or infinite."""
+class MetricValue:
+    """The value of a metric and the ends of its interval; None where they are undefined or infinite."""
 
     value: float | None
     low: float | None = None
@@ -53,147 +59,151 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """A cell's numbers.
+class RuleSummary:
+    """The metrics of one rule at one temperature.
 
-    values: by the metric's name, all of METRICS.
-    tokens: drawn tokens of all texts.
+    values: metric name -> value, for all TEXT_METRICS.
+    texts: number of texts.
+    tokens: number of drawn tokens of all texts.
     """
 
-    cell: Cell
-    values: Mapping[str, Value]
+    cell: RuleTexts
+    values: Mapping[str, MetricValue]
     texts: int
     tokens: int
 
 
-def _mean(values: Sequence[float | None]) -> Terms:
+def _mean_terms(values: Sequence[float | None]) -> Terms:
     known = [value for value in values if value is not None]
     return math.fsum(known), len(known)
 
 
-def _surprisal(samples: Sequence[Sample]) -> Terms:
+def _surprisal_terms(samples: Sequence[Sample]) -> Terms:
     known = [one for one in samples if one.surprisal is not None]
     return math.fsum(one.surprisal or 0.0 for one in known), sum(one.drawn for one in known)
 
 
-def _distinct(samples: Sequence[Sample], n: int) -> Terms:
-    return _mean([distinct([one.tokens for one in samples], n)])
+def _distinct_terms(samples: Sequence[Sample], n: int) -> Terms:
+    return _mean_terms([distinct_share([one.tokens for one in samples], n)])
 
 
-def _per_token(samples: Sequence[Sample], name: str) -> Terms:
+def _per_token_terms(samples: Sequence[Sample], name: str) -> Terms:
     values = [getattr(one, name) for one in samples]
     return math.fsum(sum(each) for each in values if each is not None), sum(len(each or ()) for each in values)
 
 
-METRICS: tuple[Metric, ...] = (
-    Metric(
+TEXT_METRICS: tuple[TextMetric, ...] = (
+    TextMetric(
         "perplexity",
         "perplexity",
         "e to the mean of -ln p over all drawn tokens, where p is the model's own probability: at temperature 1, over "
         "the whole vocabulary, without edits of logits.",
-        _surprisal,
-        raised=True,
+        _surprisal_terms,
+        is_exponential=True,
         logarithmic=True,
     ),
     *(
-        Metric(
+        TextMetric(
             f"distinct_{n}",
             f"distinct-{n}",
             f"Different {n}-grams of tokens divided by all {n}-grams, over a prompt's texts together; the mean over "
             "prompts. It falls with the length of the texts.",
-            partial(_distinct, n=n),
+            partial(_distinct_terms, n=n),
             share=True,
         )
         for n in (1, 2, 3)
     ),
-    Metric(
+    TextMetric(
         "self_bleu",
         "self-BLEU",
         "BLEU-4, over tokens, of a text against the other texts of its prompt, with sacrebleu's smoothing; the mean "
         "over a prompt's texts and over prompts. High means that texts are alike.",
-        lambda samples: _mean([self_bleu([one.tokens for one in samples])]),
+        lambda samples: _mean_terms([self_bleu([one.tokens for one in samples])]),
         share=True,
     ),
-    Metric(
+    TextMetric(
         "repetition",
         "repetition",
-        f"The share of a text's {REPEATED}-grams of tokens that occurred earlier in it; the mean over texts.",
-        lambda samples: _mean([repetition(one.tokens) for one in samples]),
+        f"The share of a text's {REPEATED_NGRAM}-grams of tokens that occurred earlier in it; the mean over texts.",
+        lambda samples: _mean_terms([repeated_share(one.tokens) for one in samples]),
         share=True,
     ),
-    Metric(
-        "kept_mean", "kept", "Tokens that the rule kept, mean over steps.", partial(_per_token, name="kept"),
+    TextMetric(
+        "kept_mean", "kept", "Tokens that the rule kept, mean over steps.", partial(_per_token_terms, name="kept"),
         logarithmic=True,
     ),
-    Metric("kept_median", "kept, median", "Tokens that the rule kept, median over steps.", logarithmic=True),
-    Metric(
-        "mass", "mass", "The kept tokens' share of the probability, mean over steps.", partial(_per_token, name="mass"),
-        share=True,
+    TextMetric("kept_median", "kept, median", "Tokens that the rule kept, median over steps.", logarithmic=True),
+    TextMetric(
+        "mass", "mass", "The kept tokens' share of the probability, mean over steps.",
+        partial(_per_token_terms, name="mass"), share=True,
     ),
-    Metric(
+    TextMetric(
         "certified", "certified",
         "The share of certified steps: under Top-W, the kept tokens were proven without token distances; under other "
         "rules, all of them are among the 64 best.",
-        partial(_per_token, name="certified"), share=True,
+        partial(_per_token_terms, name="certified"), share=True,
     ),
-    Metric(
+    TextMetric(
         "tokens_per_second", "tokens/s",
         "Drawn tokens per second of wall-clock time, with reading the prompts and computing log-probabilities.",
     ),
 )  # fmt: skip
 
 
-def summarise(comparison: Comparison) -> list[Summary]:
-    """One summary per cell, in order. All cells use the same resamples of prompts."""
+def summarise(comparison: Comparison) -> list[RuleSummary]:
+    """One summary per rule and temperature, in order. All use the same resamples of prompts."""
     count = len(comparison.prompts)
     rng = np.random.default_rng(0)
     weights = rng.multinomial(count, [1 / count] * count, size=RESAMPLES).astype(np.float64)  # [R, P]
-    return [_summary(cell, weights) for cell in comparison.cells]
+    return [_summarise_rule(cell, weights) for cell in comparison.cells]
 
 
-def _summary(cell: Cell, weights: Floats) -> Summary:
+def _summarise_rule(cell: RuleTexts, weights: Floats) -> RuleSummary:
     texts = [one for samples in cell.samples for one in samples]
     tokens = sum(one.drawn for one in texts)
     kept = [size for one in texts for size in one.kept]
     values = {
-        "kept_median": Value(float(np.median(kept)) if kept else None),
-        "tokens_per_second": Value(tokens / cell.seconds if cell.seconds else None),
+        "kept_median": MetricValue(float(np.median(kept)) if kept else None),
+        "tokens_per_second": MetricValue(tokens / cell.seconds if cell.seconds else None),
     }
-    for metric in METRICS:
+    for metric in TEXT_METRICS:
         if metric.terms is not None:
             terms = np.array([metric.terms(samples) for samples in cell.samples], np.float64)  # [P, 2]
-            values[metric.name] = interval(terms, weights, raised=metric.raised)
-    return Summary(cell, values, len(texts), tokens)
+            values[metric.name] = quotient_with_interval(terms, weights, is_exponential=metric.is_exponential)
+    return RuleSummary(cell, values, len(texts), tokens)
 
 
-def interval(terms: Floats, weights: Floats, *, raised: bool = False) -> Value:
-    """The quotient of the sums of `terms` [P, 2] and its percentile bootstrap interval.
+def quotient_with_interval(terms: Floats, weights: Floats, *, is_exponential: bool = False) -> MetricValue:
+    """Divide the sum of `terms[:, 0]` by the sum of `terms[:, 1]`, and add a percentile bootstrap interval.
 
-    weights: [R, P], how often each resample has a prompt. Resamples without terms are left out. No interval for fewer
-    than two prompts with terms.
+    terms: float64 [P, 2], see `Terms`.
+    weights: float64 [R, P], how often each resample has a prompt.
+    is_exponential: return e to the power of the quotient.
+
+    Resamples without terms are left out. There is no interval for fewer than two prompts with terms.
 
     Source: the percentile interval of Efron 1979 ("Bootstrap methods: another look at the jackknife").
     """
-    value = _quotient(terms.sum(axis=0)[None], raised)[0]
+    value = _quotients(terms.sum(axis=0)[None], is_exponential)[0]
     if not np.isfinite(value):
-        return Value(None)
-    found = _quotient(weights @ terms, raised) if np.count_nonzero(terms[:, 1]) >= 2 else np.zeros(0)
-    found = found[np.isfinite(found)]
-    if not len(found):
-        return Value(float(value))
-    low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Value(float(value), float(low), float(high))
+        return MetricValue(None)
+    resampled = _quotients(weights @ terms, is_exponential) if np.count_nonzero(terms[:, 1]) >= 2 else np.zeros(0)
+    resampled = resampled[np.isfinite(resampled)]
+    if not len(resampled):
+        return MetricValue(float(value))
+    low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return MetricValue(float(value), float(low), float(high))
 
 
-def _quotient(sums: Floats, raised: bool) -> Floats:
-    """[N] of sums [N, 2]; NaN where there are no terms."""
+def _quotients(sums: Floats, is_exponential: bool) -> Floats:
+    """The quotients [N] of the sums [N, 2]; NaN where there are no terms."""
     with np.errstate(all="ignore"):
-        found: Floats = sums[:, 0] / np.where(sums[:, 1] > 0, sums[:, 1], np.nan)
-        return np.exp(found) if raised else found
+        quotients: Floats = sums[:, 0] / np.where(sums[:, 1] > 0, sums[:, 1], np.nan)
+        return np.exp(quotients) if is_exponential else quotients
 
 
-def as_dict(comparison: Comparison, summaries: Sequence[Summary]) -> dict[str, Any]:
-    """The report with all texts, as JSON types."""
+def as_dict(comparison: Comparison, summaries: Sequence[RuleSummary]) -> dict[str, Any]:
+    """The report with all texts, in types that JSON has."""
     request = comparison.request
     return {
         "folder": str(request.folder),
@@ -207,14 +217,14 @@ def as_dict(comparison: Comparison, summaries: Sequence[Summary]) -> dict[str, A
         "missing_outputs": list(comparison.missing),
         "rules": [{"label": rule.label, "parameters": dict(rule.parameters)} for rule in request.rules],
         "temperatures": list(request.temperatures),
-        "metrics": {metric.name: metric.definition for metric in METRICS},
-        "intervals": {"level": LEVEL, "over": "prompts", "resamples": RESAMPLES},
+        "metrics": {metric.name: metric.definition for metric in TEXT_METRICS},
+        "intervals": {"level": CONFIDENCE, "over": "prompts", "resamples": RESAMPLES},
         "prompts": list(comparison.prompts),
-        "cells": [_cell(summary) for summary in summaries],
+        "cells": [_cell_json(summary) for summary in summaries],
     }
 
 
-def _cell(summary: Summary) -> dict[str, Any]:
+def _cell_json(summary: RuleSummary) -> dict[str, Any]:
     cell = summary.cell
     return {
         "rule": cell.rule.label,
@@ -223,9 +233,8 @@ def _cell(summary: Summary) -> dict[str, Any]:
         "tokens": summary.tokens,
         "seconds": cell.seconds,
         "values": {
-            metric.name: {"value": found.value, "low": found.low, "high": found.high}
-            for metric in METRICS
-            for found in [summary.values[metric.name]]
+            name: {"value": value.value, "low": value.low, "high": value.high}
+            for name, value in ((metric.name, summary.values[metric.name]) for metric in TEXT_METRICS)
         },
         "samples": [
             {
@@ -244,34 +253,35 @@ def _cell(summary: Summary) -> dict[str, Any]:
 
 
 def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
-    """All n-grams in order; none if the text is shorter."""
+    """All n-grams of a text, in order; an empty list for fewer than n tokens."""
     return list(zip(*(tokens[start:] for start in range(n)), strict=False))
 
 
-def distinct(texts: Sequence[Sequence[int]], n: int) -> float | None:
-    """The share of different n-grams among all n-grams of `texts`; None if there are none.
+def distinct_share(texts: Sequence[Sequence[int]], n: int) -> float | None:
+    """The share of different n-grams among all n-grams of `texts`; None without n-grams.
 
-    Source: distinct-n of Li et al. 2016 (arXiv 1510.03055), but divided by the number of n-grams, not of tokens. It
-    falls with the length of the texts.
+    Source: distinct-n of Li et al. 2016 (arXiv 1510.03055), but divided by the number of n-grams, not of tokens. The
+    share falls with the length of the texts.
     """
-    found = [gram for text in texts for gram in ngrams(text, n)]
-    return len(set(found)) / len(found) if found else None
+    grams = [gram for text in texts for gram in ngrams(text, n)]
+    return len(set(grams)) / len(grams) if grams else None
 
 
-def repetition(tokens: Sequence[int], n: int = REPEATED) -> float | None:
-    """The share of a text's n-grams that repeat an earlier one: 1 - distinct n-grams / n-grams; None if it has none.
+def repeated_share(tokens: Sequence[int], n: int = REPEATED_NGRAM) -> float | None:
+    """The share of the n-grams of a text that occurred earlier in the text; None for fewer than n tokens.
 
     Source: seq-rep-n of Welleck et al. 2020 (arXiv 1908.04319).
     """
-    different = distinct([tokens], n)
+    different = distinct_share([tokens], n)
     return None if different is None else 1 - different
 
 
 def self_bleu(texts: Sequence[Sequence[int]]) -> float | None:
     """The mean BLEU-4 of each text against all others, in [0, 1]; None for fewer than two texts with tokens.
 
-    Source: Self-BLEU of Zhu et al. 2018 (arXiv 1802.01886). BLEU is sacrebleu's sentence BLEU over token ids, with its
-    default smoothing, and with the orders that a text of fewer than four tokens has. A text without tokens is left out.
+    Source: Self-BLEU of Zhu et al. 2018 (arXiv 1802.01886). BLEU is sacrebleu's sentence BLEU over token ids, with
+    sacrebleu's default smoothing. A text of fewer than four tokens has only the orders up to its length. Texts without
+    tokens are left out.
     """
     lines = [" ".join(map(str, text)) for text in texts if len(text)]
     if len(lines) < 2:

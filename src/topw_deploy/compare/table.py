@@ -1,31 +1,33 @@
-"""The report as text."""
+"""The report of `topw compare` as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from topw_deploy.compare.collect import Comparison
-from topw_deploy.compare.summary import METRICS, Summary
+from topw_deploy.compare.summary import TEXT_METRICS, RuleSummary
 from topw_deploy.reports import aligned, counted
 
-_EXPORT = {
+_MISSING_OUTPUT_NOTES = {
     "logits": "Perplexity needs the graph's output logits: export again with --with-logits.",
     "mass": "Mass needs the graph's output mass: export again with --with-mass.",
 }
-_IN_TEXT = tuple(metric for metric in METRICS if metric.name != "tokens_per_second")
+_TABLE_METRICS = tuple(metric for metric in TEXT_METRICS if metric.name != "tokens_per_second")
 
 
-def lines(comparison: Comparison, summaries: Sequence[Summary]) -> Iterator[str]:
+def lines(comparison: Comparison, summaries: Sequence[RuleSummary]) -> Iterator[str]:
+    """The lines of the report: a title, a table with a row per rule and temperature, and notes."""
     yield title(comparison)
     yield ""
-    header = ("temperature", "rule", *(metric.title for metric in _IN_TEXT), "tokens", "seconds")
-    yield from aligned(header, map(_row, summaries), left=2)
+    header = ("temperature", "rule", *(metric.title for metric in _TABLE_METRICS), "tokens", "seconds")
+    yield from aligned(header, map(_row_cells, summaries), left=2)
     for note in notes(comparison):
         yield ""
         yield note
 
 
 def title(comparison: Comparison) -> str:
+    """What was generated, on one line."""
     request = comparison.request
     end = ", past the end of sequence" if request.ignore_eos else ""
     return (
@@ -35,15 +37,15 @@ def title(comparison: Comparison) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """How to get the numbers that are missing."""
-    found = [_EXPORT[name] for name in comparison.missing]
+    """How to get the metrics that are missing."""
+    missing = [_MISSING_OUTPUT_NOTES[name] for name in comparison.missing]
     if comparison.request.samples == 1:
-        found.append("Self-BLEU needs two texts per prompt.")
-    return found
+        missing.append("Self-BLEU needs two texts per prompt.")
+    return missing
 
 
-def number(value: float | None) -> str:
-    """Three significant digits, or an integer, without an exponent up to 1e9; "-" for None."""
+def number_text(value: float | None) -> str:
+    """`value` with three significant digits or as an integer, without an exponent below 1e9; "-" for None."""
     if value is None:
         return "-"
     if abs(value) >= 1e9:
@@ -51,12 +53,14 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 99.95 else f"{value:#.3g}"
 
 
-def share(value: float | None) -> str:
-    """Three decimals; "-" for None."""
+def share_text(value: float | None) -> str:
+    """`value` with three decimals; "-" for None."""
     return "-" if value is None else f"{value:.3f}"
 
 
-def _row(summary: Summary) -> list[str]:
+def _row_cells(summary: RuleSummary) -> list[str]:
     cell = summary.cell
-    values = [(share if metric.share else number)(summary.values[metric.name].value) for metric in _IN_TEXT]
+    values = [
+        (share_text if metric.share else number_text)(summary.values[metric.name].value) for metric in _TABLE_METRICS
+    ]
     return [f"{cell.temperature:g}", cell.rule.label, *values, f"{summary.tokens:,}", f"{cell.seconds:.1f}"]

@@ -1,4 +1,4 @@
-"""One step: its crop, Top-W's crop without distances, and their probabilities."""
+"""Analyse one step: its crop, the crop that Top-W keeps without distances, and their probabilities."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One step. Under a rule other than Top-W, no distance is measured, and `stage` is "greedy" or "rule".
+class StepAnalysis:
+    """The crop of one step. Under a rule other than Top-W, no distance is measured.
 
-    kept: crop size.
-    mass: the crop's softmax probability, at the selection temperature.
-    entropy: entropy of the whole softmax in nats, at the draw's temperature.
-    crop_entropy: entropy of the renormalised crop.
-    added, dropped: tokens that distances put into or took out of the crop.
-    stage: the stage of `fast_crop` that settled the crop.
-    distances, distances_avoided: numbers of ordered token pairs that `fast_crop` measured and avoided.
+    kept: number of tokens in the crop.
+    mass: probability of the crop under the softmax at the selection temperature.
+    entropy: entropy of the whole softmax at the sampling temperature, in nats.
+    crop_entropy: entropy of the renormalised crop at the sampling temperature, in nats.
+    added: tokens that are in the crop only because of distances.
+    dropped: tokens that are not in the crop only because of distances.
+    stage: the stage of `fast_crop` that settled the crop; "greedy" or "rule" under a rule other than Top-W.
+    distances: number of ordered token pairs whose distance `fast_crop` measured.
+    distances_avoided: number of pairs that only the literal algorithm measures; 0 if unknown.
     """
 
     kept: int
@@ -56,37 +58,37 @@ class Analyser:
 
     def analyse(
         self, logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters | None = None
-    ) -> Step:
+    ) -> StepAnalysis:
         """Analyse one row of edited logits [V].
 
-        parameters: rounded to float32; the temperatures apply to every rule.
-        rule: of the row; None for Top-W.
+        parameters: Top-W's, rounded to float32. The temperatures apply to every rule.
+        rule: the sampling rule of the row; None for Top-W.
         """
         if rule is not None and rule.chosen is not TOP_W:
-            return _other_rule(logits, parameters, rule)
-        found = fast_crop(logits, parameters, self.options, self.geometry, self.neighbour_bound)
-        # Scale does not change a certified crop (docs/contract/theory.md, T2).
-        plain = found.kept if found.certified else self._without_distances(logits, parameters)
-        return Step(
-            certified=found.certified,
-            **_probabilities(logits, found.kept, parameters),
-            added=tuple(np.setdiff1d(found.kept, plain).tolist()),
-            dropped=tuple(np.setdiff1d(plain, found.kept).tolist()),
-            stage=found.stage,
-            distances=found.distances,
-            distances_avoided=found.distances_avoided,
+            return _analyse_other_rule(logits, parameters, rule)
+        crop = fast_crop(logits, parameters, self.options, self.geometry, self.neighbour_bound)
+        # A certified crop is the same for every geom_scale >= 0 (docs/contract/theory.md, T2).
+        without = crop.kept if crop.certified else self._kept_without_distances(logits, parameters)
+        return StepAnalysis(
+            certified=crop.certified,
+            **_probability_fields(logits, crop.kept, parameters),
+            added=tuple(np.setdiff1d(crop.kept, without).tolist()),
+            dropped=tuple(np.setdiff1d(without, crop.kept).tolist()),
+            stage=crop.stage,
+            distances=crop.distances,
+            distances_avoided=crop.distances_avoided,
         )
 
-    def _without_distances(self, logits: NDArray[np.float32], parameters: TopWParameters) -> NDArray[np.int64]:
+    def _kept_without_distances(self, logits: NDArray[np.float32], parameters: TopWParameters) -> NDArray[np.int64]:
         return fast_crop(logits, replace(parameters, geom_scale=0.0), self.options, self.geometry).kept
 
 
-def _other_rule(logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters) -> Step:
+def _analyse_other_rule(logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters) -> StepAnalysis:
     temperatures = {name: getattr(parameters, name) for name in ("temperature", "selection_temperature")}
-    found = kept_set(logits, rule.chosen, rule.values, **temperatures)
-    return Step(
-        certified=found.certified,
-        **_probabilities(logits, found.kept, parameters),
+    crop = kept_set(logits, rule.chosen, rule.values, **temperatures)
+    return StepAnalysis(
+        certified=crop.certified,
+        **_probability_fields(logits, crop.kept, parameters),
         added=(),
         dropped=(),
         stage="greedy" if parameters.greedy else "rule",
@@ -95,8 +97,10 @@ def _other_rule(logits: NDArray[np.float32], parameters: TopWParameters, rule: R
     )
 
 
-def _probabilities(logits: NDArray[np.float32], kept: NDArray[np.int64], parameters: TopWParameters) -> dict[str, Any]:
-    """The fields of a Step that depend on the crop `kept` alone."""
+def _probability_fields(
+    logits: NDArray[np.float32], kept: NDArray[np.int64], parameters: TopWParameters
+) -> dict[str, Any]:
+    """The fields of a StepAnalysis that follow from the logits and the kept ids."""
     selection = parameters.selection_temperature or parameters.temperature
     return {
         "kept": len(kept),
@@ -107,7 +111,7 @@ def _probabilities(logits: NDArray[np.float32], kept: NDArray[np.int64], paramet
 
 
 def softmax(logits: NDArray[np.float32], temperature: float) -> Floats:
-    """Probabilities [V]; if greedy, 1 for the first largest logit."""
+    """Probabilities [V]. Below `GREEDY_BELOW`, the first largest logit has probability 1."""
     row = logits.astype(np.float64)
     if temperature < GREEDY_BELOW:
         return (np.arange(len(row)) == np.argmax(row)).astype(np.float64)
@@ -116,6 +120,6 @@ def softmax(logits: NDArray[np.float32], temperature: float) -> Floats:
 
 
 def entropy(p: Floats) -> float:
-    """Entropy in nats; probabilities may be 0."""
+    """Entropy of the probabilities `p` in nats. Probabilities of 0 are allowed."""
     positive = p[p > 0]
     return float(max(0.0, -(positive * np.log(positive)).sum()))

@@ -1,4 +1,4 @@
-"""The exact report as text."""
+"""The report of `topw stats --exact` as text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from topw_deploy.reports import aligned, counted
 from topw_deploy.sampling.rules import TOP_W as TOP_W_RULE
 from topw_deploy.stats.exact_summary import Estimate, ExactSummary, Standing
 
-_COLUMNS = ("median (95 %)", "p95", "most", "relative", "p95", "most")
+_STANDING_COLUMNS = ("median (95 %)", "p95", "most", "relative", "p95", "most")
 
 
 def exact_lines(summaries: Sequence[ExactSummary]) -> Iterator[str]:
-    """The lines that `--exact` adds."""
+    """The lines that `--exact` adds to the report."""
     yield "Exact objective F = W1(p, q) + lam H(q) - beta log mass. Intervals: 95 %, bootstrap over prompts."
     if not summaries:
         yield "There were no steps: every prompt fills the context, or no tokens were requested."
@@ -20,22 +20,22 @@ def exact_lines(summaries: Sequence[ExactSummary]) -> Iterator[str]:
     yield ""
     yield "Top-W's crop compared with the best prefix: how often it is as good, and how far its F is above."
     yield from aligned(
-        ("setting", "order", "steps", "kept median", "best median", "optimal (95 %)", *_COLUMNS),
-        [row for summary in summaries for row in _top_w(summary)],
+        ("setting", "order", "steps", "kept median", "best median", "optimal (95 %)", *_STANDING_COLUMNS),
+        [row for summary in summaries for row in _top_w_rows(summary)],
     )
     for summary in summaries:
         yield ""
-        yield from _rules(summary)
+        yield from _rule_lines(summary)
 
 
-def _top_w(summary: ExactSummary) -> Iterator[list[str]]:
+def _top_w_rows(summary: ExactSummary) -> Iterator[list[str]]:
     start = [str(summary.steps), f"{summary.crops[0].kept_median:g}"]
     first = [summary.label or "as given", "probability", *start]
-    yield [*first, f"{summary.likeliest.median:g}", *_standing(summary.crops[0].standing)]
-    yield ["", "phi", *start, f"{summary.phi.median:g}", *_standing(summary.in_phi)]
+    yield [*first, f"{summary.likeliest.median:g}", *_standing_cells(summary.crops[0].standing)]
+    yield ["", "phi", *start, f"{summary.phi.median:g}", *_standing_cells(summary.in_phi)]
 
 
-def _rules(summary: ExactSummary) -> Iterator[str]:
+def _rule_lines(summary: ExactSummary) -> Iterator[str]:
     if summary.label:
         yield f"{summary.label}:"
     texts = "" if summary.sequences == summary.prompts else f" with {counted(summary.sequences, 'text')}"
@@ -52,15 +52,15 @@ def _rules(summary: ExactSummary) -> Iterator[str]:
     for name, best in (("probability", summary.likeliest), ("phi", summary.phi)):
         yield (
             f"best prefix of the {name} order: median {best.median:g} tokens (10 to 90 %: {best.p10:.0f} to "
-            f"{best.p90:.0f}), every token at {_share(best.whole)} of the steps; F {best.value:.4g} on average; "
+            f"{best.p90:.0f}), every token at {_share_text(best.whole)} of the steps; F {best.value:.4g} on average; "
             f"{best.solved:.1f} transport problems solved per step"
         )
-    header = ("rule", "kept mean", "mass", "W1", "entropy", "F mean", "lowest F", "optimal (95 %)", *_COLUMNS)
+    header = ("rule", "kept mean", "mass", "W1", "entropy", "F mean", "lowest F", "optimal (95 %)", *_STANDING_COLUMNS)
     rows = []
     for crop in summary.crops:
         means = [f"{number:.4g}" for number in (crop.transport, crop.entropy, crop.value)]
         sizes = [f"{crop.kept:.1f}", f"{crop.mass:.3f}"]
-        rows.append([crop.name, *sizes, *means, f"{100 * crop.lowest.value:.1f} %", *_standing(crop.standing)])
+        rows.append([crop.name, *sizes, *means, f"{100 * crop.lowest.value:.1f} %", *_standing_cells(crop.standing)])
     yield from aligned(header, rows)
     for crop in summary.crops:
         if crop.cut:
@@ -69,22 +69,22 @@ def _rules(summary: ExactSummary) -> Iterator[str]:
             yield f"{crop.name}: F below any prefix of the probability order at {counted(crop.standing.better, 'step')}"
 
 
-def _standing(standing: Standing) -> list[str]:
+def _standing_cells(standing: Standing) -> list[str]:
     excess, relative = standing.excess, standing.relative
     return [
-        _share(standing.optimal),
-        f"{excess.median.value:.3g}{_interval(excess.median, 1, '.3g')}",
+        _share_text(standing.optimal),
+        f"{excess.median.value:.3g}{_interval_text(excess.median, 1, '.3g')}",
         f"{excess.p95:.3g}",
         f"{excess.most:.3g}",
         *(f"{100 * number:.3g} %" for number in (relative.median.value, relative.p95, relative.most)),
     ]
 
 
-def _share(share: Estimate) -> str:
-    return f"{100 * share.value:.1f} %{_interval(share, 100, '.1f')}"
+def _share_text(share: Estimate) -> str:
+    return f"{100 * share.value:.1f} %{_interval_text(share, 100, '.1f')}"
 
 
-def _interval(estimate: Estimate, factor: float, form: str) -> str:
+def _interval_text(estimate: Estimate, factor: float, form: str) -> str:
     if estimate.low is None or estimate.high is None:
         return ""
     return f" ({factor * estimate.low:{form}}..{factor * estimate.high:{form}})"

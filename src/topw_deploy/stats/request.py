@@ -18,23 +18,26 @@ _SWEPT = (*PARAMETER_NAMES, *RULE_OF_VALUE)
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt and its location for messages."""
+class TextPrompt:
+    """A prompt.
+
+    where: the place of the prompt in its source, for error messages.
+    """
 
     text: str
     where: str
 
 
-def prompts_of_lines(data: bytes, where: str) -> list[Prompt]:
+def prompts_of_lines(data: bytes, where: str) -> list[TextPrompt]:
     """One prompt per non-blank line. Raises PromptError if `data` is not text or has no prompt."""
-    return _not_empty(
-        [Prompt(line, f"line {number} of {where}") for number, line in numbered_lines(data, where)], where
+    return _require_prompts(
+        [TextPrompt(line, f"line {number} of {where}") for number, line in numbered_lines(data, where)], where
     )
 
 
-def prompts_of_json_lines(data: bytes, where: str) -> list[Prompt]:
+def prompts_of_json_lines(data: bytes, where: str) -> list[TextPrompt]:
     """One JSON value per line: a string, or an object with the string `prompt`. Raises PromptError otherwise."""
-    found = []
+    prompts = []
     for number, line in numbered_lines(data, where):
         place = f"line {number} of {where}"
         try:
@@ -44,11 +47,11 @@ def prompts_of_json_lines(data: bytes, where: str) -> list[Prompt]:
         text = value.get("prompt") if isinstance(value, dict) else value
         if not isinstance(text, str):
             raise PromptError(f'{place} holds no prompt; write "text" or {{"prompt": "text"}} on each line.')
-        found.append(Prompt(text, place))
-    return _not_empty(found, where)
+        prompts.append(TextPrompt(text, place))
+    return _require_prompts(prompts, where)
 
 
-def _not_empty(prompts: list[Prompt], where: str) -> list[Prompt]:
+def _require_prompts(prompts: list[TextPrompt], where: str) -> list[TextPrompt]:
     if not prompts:
         raise PromptError(f"{where} holds no prompt; write one on each line.")
     return prompts
@@ -56,9 +59,10 @@ def _not_empty(prompts: list[Prompt], where: str) -> list[Prompt]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Parameters of one run: Top-W's, the rule and the rule's.
+    """The sampling parameters of one run.
 
-    label: the parameters that differ between settings.
+    label: names and values of the parameters that differ between settings.
+    parameters: parameters of Top-W, the sampling rule, and parameters of that rule.
     """
 
     label: str
@@ -67,10 +71,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class ExactRequest:
-    """What to analyse under the exact objective.
+    """Which steps to analyse under the exact objective F.
 
-    steps: maximum number of steps per setting, evenly spaced over its texts.
-    pool: F is computed among this many likeliest tokens, at least the export's top_m; None for top_m.
+    steps: maximum number of steps per setting; they are evenly spaced over the texts of the setting.
+    pool: F is computed among this many likeliest tokens, at least the export's top_m. None: top_m.
     """
 
     steps: int = 200
@@ -78,31 +82,33 @@ class ExactRequest:
 
 
 def settings_of(given: Mapping[str, Any], sweeps: Sequence[str]) -> list[Setting]:
-    """One setting for each combination of `sweeps`, such as "temperature=0.5,1,2", added to `given`.
+    """Combine the parameters `given` with every combination of the swept values, one setting each.
 
-    Raises ParameterError for a sweep of another form, or a name that is unknown, repeated or in `given`.
+    sweeps: texts such as "temperature=0.5,1,2".
+
+    Raises ParameterError for a sweep of another form, or a name that is unknown, swept twice or in `given`.
     """
     columns: dict[str, list[Any]] = {}
     for text in sweeps:
-        name, values = _sweep(text)
+        name, values = _parse_sweep(text)
         if name in columns:
             raise ParameterError(f"{name} is swept twice; give all its values in one --sweep.", name, "sweep")
         if name in given:
             raise ParameterError(f"{name} is given as an option and swept; remove one of them.", name, "sweep")
         columns[name] = values
-    found = []
+    settings = []
     for combination in itertools.product(*columns.values()):
         chosen = dict(zip(columns, combination, strict=True))
-        label = ", ".join(f"{name} {_shown(value)}" for name, value in chosen.items())
-        found.append(Setting(label, {**given, **chosen}))
-    return found
+        label = ", ".join(f"{name} {_value_text(value)}" for name, value in chosen.items())
+        settings.append(Setting(label, {**given, **chosen}))
+    return settings
 
 
-def _shown(value: float | str) -> str:
+def _value_text(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def _sweep(text: str) -> tuple[str, list[Any]]:
+def _parse_sweep(text: str) -> tuple[str, list[Any]]:
     name, equals, values = text.partition("=")
     name = name.strip().replace("-", "_")
     name = ALIASES.get(name, name)
@@ -110,26 +116,26 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
         error = unknown_name(name, _SWEPT)
         raise ParameterError(str(error), "sweep")
     try:
-        found = list(dict.fromkeys(_swept(name, value) for value in values.split(",")))
+        parsed = list(dict.fromkeys(_parse_value(name, value) for value in values.split(",")))
     except ValueError:
         raise ParameterError(
             f"the sweep {text!r} is not NAME=NUMBER,NUMBER,...; write for example temperature=0.5,1,2.",
             "sweep",
         ) from None
-    for value in found:
+    for value in parsed:
         try:
             if name in RULE_OF_VALUE:
-                given: dict[str, Any] = {name: value}
-                RuleParameters(**given)
+                parameter: dict[str, Any] = {name: value}
+                RuleParameters(**parameter)  # checks the range
             elif not isinstance(value, str):
                 check_range(name, value)
         except ParameterError as error:
             raise ParameterError(str(error), "sweep") from None
-    return name, found
+    return name, parsed
 
 
-def _swept(name: str, value: str) -> float | str:
-    """A number, or the text of a `beta` that depends on the temperature. Raises ValueError for other text."""
+def _parse_value(name: str, value: str) -> float | str:
+    """Parse a number, or keep a `beta` that depends on the temperature as text. Raises ValueError for other text."""
     try:
         return float(value)
     except ValueError:

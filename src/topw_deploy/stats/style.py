@@ -1,4 +1,4 @@
-"""The look of the reports' pictures."""
+"""Colours, fonts and axes of the pictures of `topw stats`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ _DPI = 110
 
 
 def new_figure(width: float, height: float, title: str) -> Any:
-    """An empty figure with a title. Sizes are in inches. Raises ParameterError without matplotlib."""
+    """Make an empty figure with a title.
+
+    width, height: in inches.
+
+    Raises ParameterError without matplotlib.
+    """
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -36,8 +41,8 @@ def save(figure: Any, path: Path) -> None:
         raise ParameterError(f"the picture {path} cannot be written ({error}); choose another name.") from None
 
 
-def heading(axes: Any, text: str, pad: float = 6) -> None:
-    """Write the title of a panel. pad: points between it and the axes."""
+def write_heading(axes: Any, text: str, pad: float = 6) -> None:
+    """Write the title of a panel, `pad` points above its axes."""
     axes.set_title(text, fontsize=11, loc="left", pad=pad, color=TEXT, weight="bold")
 
 
@@ -51,13 +56,16 @@ def colours(count: int) -> Sequence[Any]:
 
 
 def drawable(text: str, most: int) -> str:
-    """Printable, cut to `most` letters, with `$` escaped: matplotlib reads pairs as formulas."""
+    """`text` on one printable line of at most `most` characters.
+
+    `$` is escaped, because matplotlib reads text between two of them as a formula.
+    """
     text = printable(text)
     return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
 
-def plain(axes: Any, *, grid: str) -> None:
-    """Remove all but the data: grey axes on two sides, and grid lines across the axis `grid`."""
+def style_axes(axes: Any, *, grid: str) -> None:
+    """Draw grey axes on the left and at the bottom, and grid lines across the axis `grid` ("x", "y" or "both")."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GRID)
     axes.tick_params(labelsize=8, labelcolor=TEXT, color=GRID)

@@ -1,26 +1,30 @@
-"""Counts over many steps: one Summary per setting."""
+"""Summarise the steps of each setting: counts and distributions, for all steps and by position."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.sampling.rules import TOP_W
-from topw_deploy.stats.analyse import Step
-from topw_deploy.stats.collect import Analysed, Collected
+from topw_deploy.stats.analyse import StepAnalysis
+from topw_deploy.stats.collect import AnalysedSequence, CollectedRuns
 
 QUANTILES = {"p10": 0.1, "p25": 0.25, "median": 0.5, "p75": 0.75, "p90": 0.9}
-_MOST_WINDOWS = 16
+_MOST_EQUAL_RANGES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Mean, quantiles and extremes over steps."""
+    """Mean, quantiles and extremes of a number over steps.
+
+    least, most: minimum and maximum.
+    """
 
     mean: float
     least: float
@@ -33,11 +37,15 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Steps in a range of positions.
+class PositionRange:
+    """The steps at a range of positions in the generated texts.
 
-    first, last: positions, from 1.
-    single: steps that kept one token.
+    first, last: positions, counted from 1.
+    steps: number of steps.
+    single: number of steps that kept one token.
+    certified: number of certified steps.
+    changed: number of steps whose crop distances changed.
+    kept, mass, entropy, crop_entropy: see `StepAnalysis`.
     """
 
     first: int
@@ -62,20 +70,28 @@ class MovedToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """A rule under one setting.
+class SettingSummary:
+    """What a sampling rule did under one setting.
 
-    rule: its name.
-    parameters: Top-W's, or the rule's and the temperatures.
+    label: the setting's label.
+    rule: name of the rule.
+    parameters: of Top-W; or under another rule, the parameters of that rule and the temperatures.
     prompts, sequences: numbers of prompts and of texts.
-    agreed: steps whose crop has the reported size and certificate.
-    changed: steps whose crop differs from the crop for geom_scale 0.
-    added, dropped: tokens put into or out of a crop by distances, most frequent first.
-    added_total, dropped_total: their numbers, summed over steps.
-    distances: ordered token pairs that the fast path measured.
-    distances_avoided: pairs that only the literal algorithm measures.
+    steps: number of steps.
+    agreed: number of steps whose crop has the size and certificate that the graph reported.
+    certified: number of certified steps.
+    changed: number of steps whose crop differs from the crop for geom_scale 0.
+    added_total: number of tokens that distances put into crops, summed over steps.
+    dropped_total: number of tokens that distances removed from crops, summed over steps.
+    stages: stage of `fast_crop` -> number of steps that it settled.
+    distances: number of ordered token pairs whose distance the fast path measured.
+    distances_avoided: number of pairs that only the literal algorithm measures.
     whole: all steps; None if there are none.
-    positions, ranges, windows: steps by position, by growing range and by equal range of positions.
+    positions: the steps at each position.
+    ranges: the steps by ranges of positions that grow, see `growing_ranges`.
+    windows: the steps by ranges of equal length, see `equal_ranges`.
+    added: the tokens that distances put into crops, most frequent first.
+    dropped: the tokens that distances removed from crops, most frequent first.
     """
 
     label: str
@@ -92,10 +108,10 @@ class Summary:
     stages: dict[str, int]
     distances: int
     distances_avoided: int
-    whole: Place | None
-    positions: tuple[Place, ...]
-    ranges: tuple[Place, ...]
-    windows: tuple[Place, ...]
+    whole: PositionRange | None
+    positions: tuple[PositionRange, ...]
+    ranges: tuple[PositionRange, ...]
+    windows: tuple[PositionRange, ...]
     added: tuple[MovedToken, ...]
     dropped: tuple[MovedToken, ...]
 
@@ -111,12 +127,13 @@ class Summary:
         return {**asdict(self), "certified_share": self.certified_share, "changed_share": self.changed_share}
 
 
-def summarise(collected: Collected) -> list[Summary]:
-    return [_summary(setting.label, sequences, collected) for setting, sequences in collected.runs]
+def summarise(collected: CollectedRuns) -> list[SettingSummary]:
+    """One summary per setting."""
+    return [_summarise_setting(setting.label, sequences, collected) for setting, sequences in collected.runs]
 
 
 def parameters_of(request: RowRequest) -> dict[str, float]:
-    """The parameters that determine the crops of a request's rule."""
+    """The parameters that determine the crops of the request's sampling rule."""
     top_w = asdict(request.top_w)
     rule = request.rule.chosen
     if rule is TOP_W:
@@ -125,17 +142,17 @@ def parameters_of(request: RowRequest) -> dict[str, float]:
     return {**values, **{name: top_w[name] for name in ("temperature", "selection_temperature")}}
 
 
-def _summary(label: str, sequences: Sequence[Analysed], collected: Collected) -> Summary:
-    by_position = _by_position(sequences)
-    steps = [step for one in sequences for step in one.steps]
-    return Summary(
+def _summarise_setting(label: str, sequences: Sequence[AnalysedSequence], collected: CollectedRuns) -> SettingSummary:
+    by_position = _steps_by_position(sequences)
+    steps = [step for sequence in sequences for step in sequence.steps]
+    return SettingSummary(
         label=label,
         rule=sequences[0].generated.request.rule.chosen.name,
         parameters=parameters_of(sequences[0].generated.request),
         prompts=len(sequences) if collected.prompts is None else collected.prompts,
         sequences=len(sequences),
         steps=len(steps),
-        agreed=sum(one.agreed for one in sequences),
+        agreed=sum(sequence.agreed for sequence in sequences),
         certified=sum(step.certified for step in steps),
         changed=sum(step.changed for step in steps),
         added_total=sum(len(step.added) for step in steps),
@@ -143,68 +160,72 @@ def _summary(label: str, sequences: Sequence[Analysed], collected: Collected) ->
         stages=dict(Counter(step.stage for step in steps).most_common()),
         distances=sum(step.distances for step in steps),
         distances_avoided=sum(step.distances_avoided for step in steps),
-        whole=_place(1, len(by_position), steps) if steps else None,
-        positions=tuple(_place(at, at, found) for at, found in enumerate(by_position, 1)),
-        ranges=_places(by_position, ranges(len(by_position))),
-        windows=_places(by_position, windows(len(by_position))),
-        added=_moved(steps, lambda step: step.added, collected.texts),
-        dropped=_moved(steps, lambda step: step.dropped, collected.texts),
+        whole=_position_range(1, len(by_position), steps) if steps else None,
+        positions=tuple(_position_range(position, position, at) for position, at in enumerate(by_position, 1)),
+        ranges=_position_ranges(by_position, growing_ranges(len(by_position))),
+        windows=_position_ranges(by_position, equal_ranges(len(by_position))),
+        added=_moved_tokens(steps, lambda step: step.added, collected.texts),
+        dropped=_moved_tokens(steps, lambda step: step.dropped, collected.texts),
     )
 
 
-def ranges(positions: int) -> list[tuple[int, int]]:
-    """1, 2-4, 5-8, 9-16, 17-32, ... up to the last position."""
-    found, first, last = [], 1, 1
+def growing_ranges(positions: int) -> list[tuple[int, int]]:
+    """(first, last) of the ranges 1, 2-4, 5-8, 9-16, 17-32 and so on, up to the last position."""
+    ranges, first, last = [], 1, 1
     while first <= positions:
-        found.append((first, min(last, positions)))
+        ranges.append((first, min(last, positions)))
         first, last = last + 1, max(4, 2 * last)
-    return found
+    return ranges
 
 
-def windows(positions: int) -> list[tuple[int, int]]:
-    """At most 16 ranges of equal length; the last may be shorter."""
-    length = -(-positions // _MOST_WINDOWS) or 1
+def equal_ranges(positions: int) -> list[tuple[int, int]]:
+    """(first, last) of at most 16 ranges of equal length. The last range may be shorter."""
+    length = -(-positions // _MOST_EQUAL_RANGES) or 1
     return [(first, min(first + length - 1, positions)) for first in range(1, positions + 1, length)]
 
 
-def _places(by_position: Sequence[Sequence[Step]], parts: Sequence[tuple[int, int]]) -> tuple[Place, ...]:
+def _position_ranges(
+    by_position: Sequence[Sequence[StepAnalysis]], ranges: Sequence[tuple[int, int]]
+) -> tuple[PositionRange, ...]:
     return tuple(
-        _place(first, last, [step for found in by_position[first - 1 : last] for step in found])
-        for first, last in parts
+        _position_range(first, last, list(chain.from_iterable(by_position[first - 1 : last]))) for first, last in ranges
     )
 
 
-def _by_position(sequences: Sequence[Analysed]) -> list[list[Step]]:
-    longest = max((len(one.steps) for one in sequences), default=0)
-    return [[one.steps[at] for one in sequences if at < len(one.steps)] for at in range(longest)]
+def _steps_by_position(sequences: Sequence[AnalysedSequence]) -> list[list[StepAnalysis]]:
+    longest = max((len(sequence.steps) for sequence in sequences), default=0)
+    return [
+        [sequence.steps[position] for sequence in sequences if position < len(sequence.steps)]
+        for position in range(longest)
+    ]
 
 
-def _place(first: int, last: int, steps: Sequence[Step]) -> Place:
-    def over(number: Callable[[Step], float]) -> Distribution:
+def _position_range(first: int, last: int, steps: Sequence[StepAnalysis]) -> PositionRange:
+    def distribution(number: Callable[[StepAnalysis], float]) -> Distribution:
         return _distribution([number(step) for step in steps])
 
-    return Place(
+    return PositionRange(
         first=first,
         last=last,
         steps=len(steps),
         single=sum(step.kept == 1 for step in steps),
         certified=sum(step.certified for step in steps),
         changed=sum(step.changed for step in steps),
-        kept=over(lambda step: step.kept),
-        mass=over(lambda step: step.mass),
-        entropy=over(lambda step: step.entropy),
-        crop_entropy=over(lambda step: step.crop_entropy),
+        kept=distribution(lambda step: step.kept),
+        mass=distribution(lambda step: step.mass),
+        entropy=distribution(lambda step: step.entropy),
+        crop_entropy=distribution(lambda step: step.crop_entropy),
     )
 
 
 def _distribution(values: Sequence[float]) -> Distribution:
     quantiles = np.quantile(values, list(QUANTILES.values())).tolist()
-    found = dict(zip(QUANTILES, quantiles, strict=True))
-    return Distribution(mean=float(np.mean(values)), least=float(min(values)), most=float(max(values)), **found)
+    by_name = dict(zip(QUANTILES, quantiles, strict=True))
+    return Distribution(mean=float(np.mean(values)), least=float(min(values)), most=float(max(values)), **by_name)
 
 
-def _moved(
-    steps: Sequence[Step], tokens: Callable[[Step], tuple[int, ...]], texts: dict[int, str]
+def _moved_tokens(
+    steps: Sequence[StepAnalysis], tokens: Callable[[StepAnalysis], tuple[int, ...]], texts: dict[int, str]
 ) -> tuple[MovedToken, ...]:
     counts = Counter(token for step in steps for token in tokens(step))
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))

@@ -1,4 +1,4 @@
-"""The report as text."""
+"""The report of `topw stats` as text."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ from collections.abc import Iterator, Sequence
 
 from topw_deploy.reports import aligned, counted
 from topw_deploy.sampling.rules import TOP_W
-from topw_deploy.stats.summary import Distribution, MovedToken, Place, Summary
+from topw_deploy.stats.summary import Distribution, MovedToken, PositionRange, SettingSummary
 
 _UNREADABLE = "�"  # replaces bytes that are not UTF-8
 
 
-def lines(summaries: Sequence[Summary], most_tokens: int = 10) -> Iterator[str]:
+def lines(summaries: Sequence[SettingSummary], most_tokens: int = 10) -> Iterator[str]:
+    """The lines of the report: a table of all settings if there are several, then the details of each.
+
+    most_tokens: maximum number of tokens per list.
+    """
     if len(summaries) > 1:
-        yield from _side_by_side(summaries)
+        yield from _settings_table(summaries)
         yield ""
     for number, summary in enumerate(summaries):
         if number:
             yield ""
-        yield from _details(summary, most_tokens)
+        yield from _setting_details(summary, most_tokens)
 
 
-def verdict(summary: Summary) -> str:
-    """One sentence on whether distances mattered."""
+def verdict(summary: SettingSummary) -> str:
+    """One sentence that says whether distances changed crops."""
     if not summary.steps:
         return "There were no steps: every prompt fills the context, or no tokens were requested."
     if summary.rule != TOP_W.name:
@@ -30,22 +34,24 @@ def verdict(summary: Summary) -> str:
     if summary.changed:
         per_step = (summary.added_total + summary.dropped_total) / summary.changed
         return (
-            f"Geometry changed the crop at {_share(summary.changed, summary.steps)} of the steps "
+            f"Geometry changed the crop at {_percentage(summary.changed, summary.steps)} of the steps "
             f"({summary.changed} of {summary.steps}): tokens dropped {summary.dropped_total:,}, "
             f"kept {summary.added_total:,}, {per_step:.1f} per changed step."
         )
     if summary.certified == summary.steps:
         return f"Geometry never acted: all {summary.steps} steps were certified, so distances could not change a crop."
-    open_steps = summary.steps - summary.certified
-    return f"Geometry never acted: at the {open_steps} uncertified of {summary.steps} steps, distances changed nothing."
+    uncertified = summary.steps - summary.certified
+    return (
+        f"Geometry never acted: at the {uncertified} uncertified of {summary.steps} steps, distances changed nothing."
+    )
 
 
 def token_text(moved: MovedToken) -> str:
-    """The quoted, escaped text; the id if the text is not complete UTF-8."""
+    """The token's text, quoted and escaped; its id if the text is empty or not complete UTF-8."""
     return f"<token {moved.token}>" if _UNREADABLE in moved.text or not moved.text else repr(moved.text)
 
 
-def _side_by_side(summaries: Sequence[Summary]) -> Iterator[str]:
+def _settings_table(summaries: Sequence[SettingSummary]) -> Iterator[str]:
     header = (
         "setting", "steps", "certified", "geometry acted", "one token", "kept mean", "median", "most", "mass",
         "entropy", "of crop",
@@ -53,16 +59,16 @@ def _side_by_side(summaries: Sequence[Summary]) -> Iterator[str]:
     rows = []
     for summary in summaries:
         whole = summary.whole
-        shares = (_share(summary.certified, summary.steps), _acted(summary, summary))
-        numbers = _numbers(whole) if whole is not None else ["-"] * 7
-        rows.append([summary.label or "as given", str(summary.steps), *shares, *numbers])
+        percentages = (_percentage(summary.certified, summary.steps), _changed_share(summary, summary))
+        numbers = _mean_cells(whole) if whole is not None else ["-"] * 7
+        rows.append([summary.label or "as given", str(summary.steps), *percentages, *numbers])
     yield from aligned(header, rows)
 
 
-def _numbers(place: Place) -> list[str]:
+def _mean_cells(place: PositionRange) -> list[str]:
     kept = [f"{place.kept.mean:.2f}", f"{place.kept.median:g}", f"{place.kept.most:g}"]
     return [
-        _share(place.single, place.steps),
+        _percentage(place.single, place.steps),
         *kept,
         f"{place.mass.mean:.3f}",
         f"{place.entropy.mean:.2f}",
@@ -70,9 +76,9 @@ def _numbers(place: Place) -> list[str]:
     ]
 
 
-def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
-    named = [] if summary.rule == TOP_W.name else [f"rule {summary.rule}"]
-    yield ", ".join([*named, *(f"{name} {value:g}" for name, value in summary.parameters.items())])
+def _setting_details(summary: SettingSummary, most_tokens: int) -> Iterator[str]:
+    rule = [] if summary.rule == TOP_W.name else [f"rule {summary.rule}"]
+    yield ", ".join([*rule, *(f"{name} {value:g}" for name, value in summary.parameters.items())])
     texts = "" if summary.sequences == summary.prompts else f" with {counted(summary.sequences, 'text')}"
     yield f"{counted(summary.prompts, 'prompt')}{texts}, {counted(summary.steps, 'step')}"
     yield verdict(summary)
@@ -83,17 +89,17 @@ def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
             f"At {summary.steps - summary.agreed} of {summary.steps} steps the graph reported a different crop: the "
             "last bits of the logits differ, at a near-tie."
         )
-    yield f"certified  {_share(summary.certified, summary.steps)}"
+    yield f"certified  {_percentage(summary.certified, summary.steps)}"
     if summary.rule == TOP_W.name:
-        stages = ", ".join(f"{name} {_share(count, summary.steps)}" for name, count in summary.stages.items())
+        stages = ", ".join(f"{name} {_percentage(count, summary.steps)}" for name, count in summary.stages.items())
         yield f"settled by {stages}"
-    avoided = summary.distances + summary.distances_avoided
-    if avoided:
-        yield f"distances  {summary.distances:,} measured, {_share(summary.distances_avoided, avoided)} avoided"
+    pairs = summary.distances + summary.distances_avoided
+    if pairs:
+        yield f"distances  {summary.distances:,} measured, {_percentage(summary.distances_avoided, pairs)} avoided"
     yield ""
     header = ("position", "steps", "certified", "geometry acted", "one token", "kept", "mass", "entropy", "of crop")
-    rows = [_place(place, summary) for place in summary.ranges] if len(summary.ranges) > 1 else []
-    yield from aligned(header, [*rows, ["all", *_place(summary.whole, summary)[1:]]])
+    rows = [_range_cells(place, summary) for place in summary.ranges] if len(summary.ranges) > 1 else []
+    yield from aligned(header, [*rows, ["all", *_range_cells(summary.whole, summary)[1:]]])
     for title, tokens in (
         ("kept only because of geometry", summary.added),
         ("dropped only because of geometry", summary.dropped),
@@ -105,26 +111,26 @@ def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
             yield f"{title} (steps): {shown}{rest}"
 
 
-def _acted(part: Place | Summary, summary: Summary) -> str:
-    """The share of the steps at which geometry acted; "-" under a rule without distances."""
-    return _share(part.changed, part.steps) if summary.rule == TOP_W.name else "-"
+def _changed_share(part: PositionRange | SettingSummary, summary: SettingSummary) -> str:
+    """The share of the steps whose crop distances changed; "-" under a rule without distances."""
+    return _percentage(part.changed, part.steps) if summary.rule == TOP_W.name else "-"
 
 
-def _place(place: Place, summary: Summary) -> list[str]:
+def _range_cells(place: PositionRange, summary: SettingSummary) -> list[str]:
     name = f"{place.first}" if place.first == place.last else f"{place.first}-{place.last}"
-    certified, single = (_share(count, place.steps) for count in (place.certified, place.single))
-    shares = [certified, _acted(place, summary), single]
+    certified, single = (_percentage(count, place.steps) for count in (place.certified, place.single))
+    percentages = [certified, _changed_share(place, summary), single]
     kept = f"{place.kept.median:g} ({place.kept.p10:g}-{place.kept.p90:g})"
-    others = [_middle(numbers) for numbers in (place.mass, place.entropy, place.crop_entropy)]
-    return [name, str(place.steps), *shares, kept, *others]
+    others = [_median_cell(numbers) for numbers in (place.mass, place.entropy, place.crop_entropy)]
+    return [name, str(place.steps), *percentages, kept, *others]
 
 
-def _middle(numbers: Distribution) -> str:
+def _median_cell(numbers: Distribution) -> str:
     return f"{numbers.median:.2f} ({numbers.p10:.2f}-{numbers.p90:.2f})"
 
 
-def _share(count: int, total: int) -> str:
-    """The share in per cent; 100.0 % and 0.0 % only if exact."""
+def _percentage(count: int, total: int) -> str:
+    """`count` / `total` in per cent. 100.0 % and 0.0 % are exact: other shares round to 99.9 % and 0.1 % at most."""
     if not total:
         return "-"
     share = 100 * count / total

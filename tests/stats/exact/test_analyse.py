@@ -1,4 +1,4 @@
-"""One step under F: Top-W's last order, the compared crops, and the statements of the theory about them."""
+"""One step under F: Top-W's order in its last alternation, the compared crops, and what the theory states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from tests.sampling.brute_force import (
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions, TopWParameters, as_float32, crop
 from topw_deploy.sampling.reference import candidate_pool
-from topw_deploy.stats.exact.analyse import COMPARED, EVERY, TOP_W, ExactAnalyser, check, last_step, spread_steps
+from topw_deploy.stats.exact.analyse import (
+    COMPARED,
+    EVERY_TOKEN,
+    TOP_W,
+    ExactAnalyser,
+    evenly_spaced_steps,
+    last_alternation,
+    require_objective,
+)
 
 ROW = np.random.default_rng(1).normal(size=40).astype(np.float32) * 2
 TABLE = np.random.default_rng(2).normal(size=(40, 5))
@@ -40,7 +48,7 @@ def test_the_last_order_begins_with_the_references_crop() -> None:
         if log_w[-1] < -60:
             continue
         distance = case.parameters.geom_scale * case.geometry.distances(tokens, tokens)
-        kept, order = last_step(log_w, distance, case.parameters, case.options)
+        kept, order = last_alternation(log_w, distance, case.parameters, case.options)
         assert sorted(tokens[kept]) == sorted(wanted.kept)
         assert order[: len(kept)].tolist() == kept.tolist()
         assert sorted(order) == list(range(len(tokens)))
@@ -57,7 +65,7 @@ def test_every_crop_has_the_f_of_a_dense_solution(metric: str) -> None:
     p /= p.sum()
     distance = parameters.geom_scale * geometry_of(metric, TABLE).distances(order, order)
     found = crop(ROW, parameters, TopWOptions(metric=metric, top_m=30), geometry_of(metric, TABLE))
-    kept = {TOP_W: np.isin(order, found.kept), "min-p 0.05": p >= 0.05 * p[0], EVERY: p > 0}
+    kept = {TOP_W: np.isin(order, found.kept), "min-p 0.05": p >= 0.05 * p[0], EVERY_TOKEN: p > 0}
     for name, members in kept.items():
         wanted = whole_objective(p, members, distance, parameters.lam, parameters.beta)
         assert step.crops[name].total == pytest.approx(wanted, abs=1e-8)
@@ -76,8 +84,8 @@ def test_fewer_tokens_than_the_vocabulary_are_renormalised_and_longer_crops_are_
     p = np.sort(np.exp(ROW.astype(np.float64) / 20))[::-1]
     assert step.tokens == 30
     assert step.mass == pytest.approx(p[:30].sum() / p.sum())
-    assert step.crops[EVERY].mass == pytest.approx(1.0)
-    assert step.crops[EVERY].entropy == pytest.approx(entropy(p[:30] / p[:30].sum()))
+    assert step.crops[EVERY_TOKEN].mass == pytest.approx(1.0)
+    assert step.crops[EVERY_TOKEN].entropy == pytest.approx(entropy(p[:30] / p[:30].sum()))
     assert step.cut == ("min-p 0.05", "min-p 0.1", "top-p 0.9", "top-p 0.95")
 
 
@@ -112,7 +120,7 @@ def test_the_steps_bound_at_its_own_crop_is_too_low_by_twice_the_distance_of_the
     ("lengths", "most"), [([64] * 24, 200), ([3, 0, 5], 4), ([3, 0, 5], 50), ([0, 0], 10), ([], 3)]
 )
 def test_steps_are_sampled_evenly_over_all_texts(lengths: list[int], most: int) -> None:
-    chosen = spread_steps(lengths, most)
+    chosen = evenly_spaced_steps(lengths, most)
     starts = np.cumsum([0, *lengths])
     places = sorted(start + at for start, one in zip(starts[:-1], chosen, strict=True) for at in one)
     assert [len(one) for one in chosen] == [
@@ -132,5 +140,5 @@ def test_steps_are_sampled_evenly_over_all_texts(lengths: list[int], most: int) 
 )
 def test_parameters_without_an_exact_objective_are_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
-        check(TopWParameters(**changes))
-    check(TopWParameters())
+        require_objective(TopWParameters(**changes))
+    require_objective(TopWParameters())

@@ -1,4 +1,4 @@
-"""F and its least value against dense linear programs, over all prefixes and all subsets of small rows."""
+"""F, and the least F over prefixes, compared with dense linear programs over all prefixes and subsets of small rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.sampling.brute_force import cropped, direct_distances, entropy, geome
 from topw_deploy.errors import VerificationError
 from topw_deploy.sampling import METRICS
 from topw_deploy.stats.exact import objective as module
-from topw_deploy.stats.exact.objective import TOLERANCE, Objective, transport
+from topw_deploy.stats.exact.objective import TOLERANCE, Objective, solve_transport
 
 CLOSE = 1e-8  # HiGHS and POT both work to about 1e-9 on costs of order 1
 
 
 def rows(seed: int, count: int, n: int) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
-    """(p [n] descending, distances [n, n], whether they are a metric): peaked, flat and with duplicate tokens."""
+    """Yield `count` rows, peaked, flat and with duplicate tokens: (p [n] descending, distances [n, n], is a metric)."""
     rng = np.random.default_rng(seed)
     for number in range(count):
         metric = METRICS[number % len(METRICS)]
@@ -45,14 +45,14 @@ def test_the_transport_cost_is_that_of_a_dense_linear_programme() -> None:
     for p, distance, metric in rows(0, 12, n=7):
         for S in subsets(7)[::17]:
             wanted = dense_cost(p, cropped(p, S), distance)
-            assert transport(p, S, distance, metric=metric).cost == pytest.approx(wanted, abs=CLOSE)
+            assert solve_transport(p, S, distance, metric=metric).cost == pytest.approx(wanted, abs=CLOSE)
 
 
 def test_the_potentials_of_one_set_bound_the_transport_to_every_other_set() -> None:
     tight = 0
     for p, distance, metric in rows(1, 4, n=6):
         for S in subsets(6)[::9]:
-            plan = transport(p, S, distance, metric=metric)
+            plan = solve_transport(p, S, distance, metric=metric)
             assert (plan.u[:, None] + plan.v <= distance + 1e-12).all()
             for other in subsets(6)[::7]:
                 bound = p @ plan.u + cropped(p, other) @ plan.v
@@ -69,7 +69,7 @@ def test_only_removed_mass_moves_under_a_metric_and_all_mass_may_under_cosine() 
     for p, distance, metric in rows(2, 24, n=7):
         for S in subsets(7)[::13]:
             removed = p[~S].sum() * dense_cost(cropped(p, ~S), cropped(p, S), distance)
-            whole = transport(p, S, distance, metric=False).cost
+            whole = solve_transport(p, S, distance, metric=False).cost
             if metric:
                 assert whole == pytest.approx(removed, abs=CLOSE)
             else:
@@ -82,7 +82,7 @@ def test_a_plan_without_detours_is_not_proven_under_cosine() -> None:
     for p, distance, metric in rows(2, 24, n=7):
         for S in subsets(7)[::13]:
             try:
-                transport(p, S, distance, metric=True)
+                solve_transport(p, S, distance, metric=True)
             except VerificationError:
                 assert not metric
                 refused += 1
@@ -141,4 +141,4 @@ def test_an_unproven_plan_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     p, distance, _ = next(rows(8, 1, n=6))
     monkeypatch.setattr(module, "_potentials", lambda distance, S, v: (np.zeros(len(distance)),) * 2)
     with pytest.raises(VerificationError, match="its potentials prove only 0"):
-        transport(p, np.arange(6) < 2, distance)
+        solve_transport(p, np.arange(6) < 2, distance)

@@ -1,8 +1,9 @@
-"""The exact report: counts, intervals, table, picture and command."""
+"""The report of `topw stats --exact`: counts, intervals, table, picture and command."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy import install
 from topw_deploy.errors import ManifestError, MissingPackageError, ParameterError
 from topw_deploy.sampling import RuleParameters, TopWParameters
-from topw_deploy.stats.collect import Analysed, Collected
+from topw_deploy.stats.collect import AnalysedSequence, CollectedRuns
 from topw_deploy.stats.exact.analyse import COMPARED, TOP_W, ExactStep
-from topw_deploy.stats.exact.objective import Best, Value
+from topw_deploy.stats.exact.objective import BestPrefix, ObjectiveValue
 from topw_deploy.stats.exact_plot import save_exact_plot
 from topw_deploy.stats.exact_summary import ExactSummary, summarise_exact
 from topw_deploy.stats.exact_table import exact_lines
@@ -26,22 +27,22 @@ SHORT = ("--max-new-tokens", 4, "-q", "--exact")
 ACTING = ("--lam", 0.6, "--beta", 3, "--init-top-p", 0.4, "--geom-scale", 0.3)
 
 
-def value(total: float, kept: int = 3) -> Value:
-    return Value(kept, 0.5, 0.25 * total, 1.0, total)
+def value(total: float, kept: int = 3) -> ObjectiveValue:
+    return ObjectiveValue(kept, 0.5, 0.25 * total, 1.0, total)
 
 
 def step(
     top_w: float, best: float, phi: float | None = None, others: float = 9.0, cut: tuple[str, ...] = ()
 ) -> ExactStep:
     crops = {TOP_W: value(top_w)} | {name: value(others) for name in COMPARED}
-    found = [Best(value(total, 40), total, 5) for total in (best, best if phi is None else phi)]
+    found = [BestPrefix(value(total, 40), total, 5) for total in (best, best if phi is None else phi)]
     return ExactStep(40, 0.9, found[0], found[1], crops, cut, True)
 
 
 def summary(*sequences: list[ExactStep], label: str = "") -> ExactSummary:
     generated: Any = SimpleNamespace(request=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
-    runs = [Analysed(generated, [None] * 7, 7, dict(enumerate(steps, 2))) for steps in sequences]  # type: ignore[list-item]
-    (found,) = summarise_exact(Collected([(Setting(label, {}), runs)], {}))
+    runs = [AnalysedSequence(generated, [None] * 7, 7, dict(enumerate(steps, 2))) for steps in sequences]  # type: ignore[list-item]
+    (found,) = summarise_exact(CollectedRuns([(Setting(label, {}), runs)], {}))
     return found
 
 
@@ -94,6 +95,18 @@ def test_the_picture_shows_every_rule_of_every_setting(tmp_path: Path) -> None:
         assert f"<!-- {name} -->" in text
     with pytest.raises(ParameterError, match="cannot be written"):
         save_exact_plot(both[:1], tmp_path / "none" / "p.svg", "title")
+
+
+def test_a_swept_rule_is_drawn_under_its_own_setting(tmp_path: Path) -> None:
+    def step_of(rule: str) -> ExactStep:
+        usual = step(2.0, 1.0)
+        return replace(usual, crops={TOP_W: usual.crops[TOP_W], rule: value(5.0), **usual.crops})
+
+    swept = [summary([step_of(f"min_p {tau}")], label=f"min_p {tau}") for tau in (0.2, 0.3)]
+    save_exact_plot(swept, tmp_path / "p.svg", "title")
+    text = (tmp_path / "p.svg").read_text()
+    for name in ("min_p 0.2", "min_p 0.3", *COMPARED):
+        assert f"<!-- {name} -->" in text
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""Writes the page.
+"""Write the report of `topw compare` as an HTML page.
 
-Model, prompts and rules may contain anything: all text goes through `_text`, and the page forbids scripts and requests.
+The model, prompts and rules may contain any text: `_escaped` escapes all of it, and the page's policy forbids scripts
+and requests.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from topw_deploy.compare.collect import Comparison, Sample
-from topw_deploy.compare.page.chart import Line, Point, chart, key
-from topw_deploy.compare.summary import LEVEL, METRICS, RESAMPLES, Metric, Summary
-from topw_deploy.compare.table import notes, number, share, title
+from topw_deploy.compare.page.chart import Line, Point, chart, legend_key
+from topw_deploy.compare.summary import CONFIDENCE, RESAMPLES, TEXT_METRICS, RuleSummary, TextMetric
+from topw_deploy.compare.table import notes, number_text, share_text, title
 from topw_deploy.plain_text import printable
 
 STYLE = """
@@ -29,12 +30,12 @@ h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
 .muted, dd, figcaption small { color: var(--muted); }
 .legend, .choices { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: .5rem 0; margin: 0 0 .8rem;
   list-style: none; position: sticky; top: 0; background: var(--bg); border-bottom: 1px solid var(--line); }
-.key { width: 34px; height: 12px; vertical-align: -1px; margin-right: .35rem; overflow: visible; }
+.legend_key { width: 34px; height: 12px; vertical-align: -1px; margin-right: .35rem; overflow: visible; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr)); gap: 1rem; }
 figure { margin: 0; }
 figcaption { font-weight: 600; }
 svg { width: 100%; height: auto; display: block; }
-svg.key { width: 34px; display: inline-block; }
+svg.legend_key { width: 34px; display: inline-block; }
 svg text { fill: var(--muted); font: 11px system-ui, sans-serif; }
 svg path { fill: none; stroke: currentColor; stroke-width: 1.8; }
 svg .grid { stroke: var(--line); stroke-width: 1; }
@@ -68,39 +69,40 @@ article { border-top: 2px solid var(--line); padding: .6rem 0 1rem; }
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def page(comparison: Comparison, summaries: Sequence[Summary]) -> str:
-    """The whole page: plots of all metrics, the table with intervals, definitions, and the texts side by side."""
-    name = _text(comparison.request.folder.resolve().name)
+def page(comparison: Comparison, summaries: Sequence[RuleSummary]) -> str:
+    """The whole page: a plot of each metric, a table with intervals, definitions, and the texts side by side."""
+    name = _escaped(comparison.request.folder.resolve().name)
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>Sampling rules: {name}</title>",
-            f"<style>{STYLE}{_choices(comparison)}</style>\n</head>\n<body>",
+            f"<style>{STYLE}{_choice_styles(comparison)}</style>\n</head>\n<body>",
             f"<h1>Sampling rules compared: {name}</h1>",
-            f'<p class="muted">{_text(title(comparison))}. All rules and temperatures use the same random numbers.</p>',
-            *(f'<p class="muted">{_text(note)}</p>' for note in notes(comparison)),
-            *_charts(comparison, summaries),
-            *_table(summaries),
-            *_definitions(),
-            *_texts(comparison),
+            f'<p class="muted">{_escaped(title(comparison))}. '
+            "All rules and temperatures use the same random numbers.</p>",
+            *(f'<p class="muted">{_escaped(note)}</p>' for note in notes(comparison)),
+            *_chart_parts(comparison, summaries),
+            *_table_parts(summaries),
+            *_definition_parts(),
+            *_text_parts(comparison),
             "</body>\n</html>\n",
         ]
     )
 
 
-def _text(value: object) -> str:
+def _escaped(value: object) -> str:
     """`value` as HTML text or as a quoted attribute, with control characters shown as escapes."""
     return escape(printable(value, keep="\n\t"))
 
 
-def _charts(comparison: Comparison, summaries: Sequence[Summary]) -> Iterator[str]:
+def _chart_parts(comparison: Comparison, summaries: Sequence[RuleSummary]) -> Iterator[str]:
     labels = [rule.label for rule in comparison.request.rules]
     yield "<section>\n<h2>Metrics over temperature</h2>"
-    entries = "".join(f"<li>{key(place)}{_text(label)}</li>" for place, label in enumerate(labels))
+    entries = "".join(f"<li>{legend_key(place)}{_escaped(label)}</li>" for place, label in enumerate(labels))
     yield f'<ul class="legend" aria-label="Rules">{entries}</ul>\n<div class="charts">'
-    for metric in METRICS:
+    for metric in TEXT_METRICS:
         lines = [Line(label, place, _points(metric, label, summaries)) for place, label in enumerate(labels)]
         drawn = chart(metric.title, lines, logarithmic=metric.logarithmic, share=metric.share)
         if drawn:
@@ -109,14 +111,15 @@ def _charts(comparison: Comparison, summaries: Sequence[Summary]) -> Iterator[st
     yield "</div></section>"
 
 
-def _points(metric: Metric, label: str, summaries: Sequence[Summary]) -> list[Point]:
-    found = [(one.cell.temperature, one.values[metric.name]) for one in summaries if one.cell.rule.label == label]
-    return [Point(x, value.value, value.low, value.high) for x, value in found if value.value is not None]
+def _points(metric: TextMetric, label: str, summaries: Sequence[RuleSummary]) -> list[Point]:
+    values = [(each.cell.temperature, each.values[metric.name]) for each in summaries if each.cell.rule.label == label]
+    return [Point(x, value.value, value.low, value.high) for x, value in values if value.value is not None]
 
 
-def _table(summaries: Sequence[Summary]) -> Iterator[str]:
-    yield f'<h2>Table</h2>\n<p class="muted">With {LEVEL:.0%} intervals over prompts, from {RESAMPLES} resamples.</p>'
-    heads = "".join(f"<th scope=col>{metric.title}</th>" for metric in METRICS)
+def _table_parts(summaries: Sequence[RuleSummary]) -> Iterator[str]:
+    intervals = f"With {CONFIDENCE:.0%} intervals over prompts, from {RESAMPLES} resamples."
+    yield f'<h2>Table</h2>\n<p class="muted">{intervals}</p>'
+    heads = "".join(f"<th scope=col>{metric.title}</th>" for metric in TEXT_METRICS)
     yield (
         f'<div class="wide"><table>\n<thead><tr><th scope=col>temperature</th><th scope=col>rule</th>{heads}'
         "<th scope=col>tokens</th><th scope=col>seconds</th></tr></thead>\n<tbody>"
@@ -126,68 +129,68 @@ def _table(summaries: Sequence[Summary]) -> Iterator[str]:
         cell = summary.cell
         first = ' class="first"' if cell.temperature != before else ""
         before = cell.temperature
-        values = "".join(f"<td>{_value(metric, summary)}</td>" for metric in METRICS)
+        values = "".join(f"<td>{_value_cell(metric, summary)}</td>" for metric in TEXT_METRICS)
         yield (
-            f"<tr{first}><td>{cell.temperature:g}</td><th scope=row>{_text(cell.rule.label)}</th>{values}"
+            f"<tr{first}><td>{cell.temperature:g}</td><th scope=row>{_escaped(cell.rule.label)}</th>{values}"
             f"<td>{summary.tokens:,}</td><td>{cell.seconds:.1f}</td></tr>"
         )
     yield "</tbody></table></div>"
 
 
-def _value(metric: Metric, summary: Summary) -> str:
-    show, found = share if metric.share else number, summary.values[metric.name]
-    low, high = show(found.low), show(found.high)
-    return show(found.value) + (f"<small>{low} to {high}</small>" if low != high else "")
+def _value_cell(metric: TextMetric, summary: RuleSummary) -> str:
+    text, value = share_text if metric.share else number_text, summary.values[metric.name]
+    low, high = text(value.low), text(value.high)
+    return text(value.value) + (f"<small>{low} to {high}</small>" if low != high else "")
 
 
-def _definitions() -> Iterator[str]:
+def _definition_parts() -> Iterator[str]:
     yield "<h2>Definitions</h2>\n<dl>"
-    yield from (f"<dt>{metric.title}</dt><dd>{_text(metric.definition)}</dd>" for metric in METRICS)
+    yield from (f"<dt>{metric.title}</dt><dd>{_escaped(metric.definition)}</dd>" for metric in TEXT_METRICS)
     yield "</dl>"
 
 
-def _choices(comparison: Comparison) -> str:
-    """The style rules that show the texts of the chosen temperature and sample."""
+def _choice_styles(comparison: Comparison) -> str:
+    """CSS that shows the texts of the chosen temperature and sample."""
     request = comparison.request
     pairs = [(t, s) for t in range(len(request.temperatures)) for s in range(request.samples)]
     shown = [f".texts:has(#t{t}:checked):has(#s{s}:checked) .t{t}.s{s}" for t, s in pairs]
     return ",\n".join(shown) + " { display: block; }\n"
 
 
-def _texts(comparison: Comparison) -> Iterator[str]:
+def _text_parts(comparison: Comparison) -> Iterator[str]:
     request = comparison.request
     yield '<section class="texts">\n<h2>Texts side by side</h2>\n<div class="choices">'
-    yield _radios("t", "Temperature", [f"{value:g}" for value in request.temperatures])
-    yield _radios("s", "Text", [str(place + 1) for place in range(request.samples)])
+    yield _radio_buttons("t", "Temperature", [f"{value:g}" for value in request.temperatures])
+    yield _radio_buttons("s", "Text", [str(place + 1) for place in range(request.samples)])
     yield "</div>"
     for index, prompt in enumerate(comparison.prompts):
-        yield f'<article><h3 class="prompt"><bdi>{_text(prompt)}</bdi></h3><div class="columns">'
+        yield f'<article><h3 class="prompt"><bdi>{_escaped(prompt)}</bdi></h3><div class="columns">'
         for column, rule in enumerate(request.rules):
-            yield f"<div><h4>{key(column)}{_text(rule.label)}</h4>"
+            yield f"<div><h4>{legend_key(column)}{_escaped(rule.label)}</h4>"
             for t, cell in enumerate(comparison.cells[column :: len(request.rules)]):
                 for s, sample in enumerate(cell.samples[index]):
-                    about = f"<small>{_about(sample)}</small>"
-                    yield f'<div class="text t{t} s{s}">{_text(sample.text)}{about}</div>'
+                    caption = f"<small>{_sample_caption(sample)}</small>"
+                    yield f'<div class="text t{t} s{s}">{_escaped(sample.text)}{caption}</div>'
             yield "</div>"
         yield "</div></article>"
     yield "</section>"
 
 
-def _radios(prefix: str, name: str, values: Sequence[str]) -> str:
-    """Radio buttons, the first one checked; hidden if there is one."""
+def _radio_buttons(prefix: str, name: str, values: Sequence[str]) -> str:
+    """Radio buttons, of which the first is checked. A single button is hidden."""
     buttons = "".join(
         f'<label><input type="radio" name="{prefix}" id="{prefix}{place}"{" checked" if place == 0 else ""}>'
-        f"{_text(value)}</label>"
+        f"{_escaped(value)}</label>"
         for place, value in enumerate(values)
     )
     hidden = " hidden" if len(values) == 1 else ""
     return f"<fieldset{hidden}><legend>{name}</legend>{buttons}</fieldset>"
 
 
-def _about(sample: Sample) -> str:
-    parts = [f"{sample.drawn:,} tokens"]
+def _sample_caption(sample: Sample) -> str:
+    parts = [f"{sample.drawn:,} token{'s' * (sample.drawn != 1)}"]
     if sample.drawn:
-        parts.append(f"kept {number(sum(sample.kept) / sample.drawn)} on average")
+        parts.append(f"kept {number_text(sum(sample.kept) / sample.drawn)} on average")
         if sample.surprisal is not None:
-            parts.append(f"perplexity {number(math.exp(min(sample.surprisal / sample.drawn, 700)))}")
+            parts.append(f"perplexity {number_text(math.exp(min(sample.surprisal / sample.drawn, 700)))}")
     return ", ".join(parts)
