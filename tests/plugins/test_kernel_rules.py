@@ -140,6 +140,26 @@ def test_cuts_next_to_a_token_are_decided_as_by_the_definitions(each_kernel: Ker
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("rule", "values"), [("top_p", (0.9, 0)), ("top_h", (0.4, 100)), ("p_less", (0, 0)),
+                                              ("top_n_sigma", (2, 0))])  # fmt: skip
+def test_a_banned_token_far_above_the_others_leaves_no_error_in_the_sums(
+    each_kernel: Kernel, rule: str, values: tuple[float, float]
+) -> None:
+    """The first pass sums raw logits, and then subtracts the banned token's part, which rounding must not leave."""
+    code = RULES[rule].code
+    for seed, above in enumerate((1, 10, 30, 40, 60, 88.8, 100, 1e4, 1e6, 1e19, 1e30)):
+        row = np.random.default_rng(seed).normal(0, 1, 4096).astype(np.float32)
+        row[3000] = row[:1024].max() + above  # the first eight blocks choose the centre of the sums
+        edits = (np.array([3000]), np.ones(1, np.float32), np.array([-np.inf], np.float32))
+        found = each_kernel.sample(
+            row[None], {}, UNIFORM, None, tuple(each[None] for each in edits),  # type: ignore[arg-type]
+            rules=(np.int32(code), np.array(values, np.float32)), keep_mask=True,
+        )  # fmt: skip
+        wanted = sample_row(row, {}, UNIFORM, edits=edits, rule=code, rule_values=values)
+        assert found.keep_mask is not None
+        assert np.flatnonzero(found.keep_mask[0]).tolist() == sorted(wanted.kept_ids), above
+
+
 def test_rows_of_a_large_vocabulary_are_answered_as_by_the_definitions(each_kernel: Kernel) -> None:
     for seed in range(3):
         assert Batch(seed, 151_936, 24, edits=5, with_masks=seed == 2).differences(each_kernel) == []

@@ -42,7 +42,7 @@ EditedRow::Verdict EditedRow::open(const topw_inputs &inputs, int64_t row, Sums 
 // The centre is near most logits, or near the largest one, so that its weight does not overflow.
 bool EditedRow::maxima_and_sums(int64_t whole, Sums wanted, double rate) {
   moments_ = {};
-  weights_ = 0;
+  weights_ = removed_ = 0;
   hot().block_maxima(raw_, kSampled, maxima_.data());
   centre_ = *std::max_element(maxima_.data(), maxima_.data() + kSampled);
   if (wanted == Sums::moments) {
@@ -59,7 +59,8 @@ bool EditedRow::maxima_and_sums(int64_t whole, Sums wanted, double rate) {
   return hot().maxima_and_moments(raw_, whole, centre_, maxima_.data(), moments_);
 }
 
-// Corrects the sums for patched blocks. Those before `whole` were summed without their patches.
+// Corrects the sums for patched blocks. Those before `whole` were summed without their patches. A banned token may have
+// had nearly all of a sum: then subtracting its part leaves little but rounding errors, or NaN.
 void EditedRow::sum_patches(int64_t whole, Sums wanted, double rate) {
   const float none[1] = {0};
   const Weighing every = {centre_, INFINITY, -INFINITY, rate, false};
@@ -79,7 +80,9 @@ void EditedRow::sum_patches(int64_t whole, Sums wanted, double rate) {
     moments_.sum += added.sum - removed.sum;
     moments_.squares += added.squares - removed.squares;
     weights_ += weighed.Z - before.Z;
+    removed_ += wanted == Sums::moments ? removed.squares : before.Z;
   }
+  has_sums_ = removed_ <= (wanted == Sums::moments ? moments_.squares : weights_);
 }
 
 // Words that the mask lacks in an incomplete last block allow only padding.

@@ -21,11 +21,13 @@ class EditedRow {
   [[nodiscard]] Verdict open(const topw_inputs &inputs, int64_t row, Sums wanted = Sums::none, double rate = 0);
 
   // Whether there are sums over the edited row, like those of hot().rough_moments and hot().rough_sums. False if they
-  // were not computed (for example for a masked row) or cannot be used.
+  // were not computed (for example for a masked row), or if edits removed most of them, so that rounding decides the rest.
   bool has_sums() const { return has_sums_; }
   float centre() const { return centre_; }  // of the moments; the weights' top, which logits may exceed
   const Moments &moments() const { return moments_; }
   double weights() const { return weights_; }
+  // The weights or squares that edits removed from the sums. They count towards the sums' rounding errors.
+  double removed() const { return removed_; }
 
   int64_t vocab() const { return vocab_; }
   int64_t blocks() const { return blocks_; }
@@ -63,7 +65,7 @@ class EditedRow {
   float top_ = 0;
   bool has_sums_ = false;
   float centre_ = 0;
-  double weights_ = 0;
+  double weights_ = 0, removed_ = 0;
   Moments moments_;
   Array<float> maxima_, patches_;
   Array<float> masked_;           // [kBlock] the block read last

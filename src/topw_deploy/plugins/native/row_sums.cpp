@@ -97,7 +97,8 @@ bool RowSums::take_first_pass() {
   const Weighing every = {row_->centre(), INFINITY, -INFINITY, 1 / selection_, false};
   WeightSums best;
   hot().rough_sums(padded_.data(), padded_.data(), blocks, every, best);
-  const double unit = exp(-above), all = row_->weights() * unit, rest = all - best.Z * unit, error = kSumError * all;
+  const double unit = exp(-above), all = row_->weights() * unit, rest = all - best.Z * unit;
+  const double error = kSumError * (all + 2 * row_->removed() * unit);  // removed weights were added, then subtracted
   const double ties = static_cast<double>(best_->spare) * best_->last_weight();  // both in the sum and in known_
   others = {std::max(known_.Z / kUp, (known_.Z - ties) / kUp + (rest - error) / kRoughMost),
             (known_.Z - ties) * kUp + std::max(0.0, rest + error) / kRoughLeast};

@@ -211,7 +211,7 @@ RuleCrop::Step RuleCrop::top_n_sigma() {
     const bool summed = row_->has_sums() && row_->moments().squares < INFINITY;
     const float centre = summed ? row_->centre() : static_cast<float>(mean_of_first_block(*row_));
     const Moments rough = summed ? row_->moments() : rough_moments(*row_, centre);
-    sigma = deviation(rough, kMomentError * rough.squares);
+    sigma = deviation(rough, kMomentError * (rough.squares + (summed ? row_->removed() : 0)));
     const Step step = logits_from<decltype(holds)>(cut(kSlack), nullptr);
     if (step != Step::open) return step;
     const Moments exact = exact_moments(*row_, static_cast<double>(centre) + rough.sum / rough.count);
