@@ -15,6 +15,7 @@ import pytest
 
 from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
 from tests.runtime.ort.test_device_binding import Open, on_a_device  # noqa: F401  # a fixture
+from tests.support.hashing_session import FIRST, hashing_model
 from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from tests.support.waiting import until
@@ -34,7 +35,7 @@ def ask(engine: Engine | TopWModel, prompt: list[int], new: int = 5) -> Generati
 
 @pytest.fixture
 def saved(model: TopWModel, engine_of: NewEngine, tmp_path: Path) -> Path:
-    """A chat's first turn: the prompt, and the answer but its last token, which was not read."""
+    """A saved chat of one turn: the prompt, and the answer without its last token, which was not read."""
     engine = engine_of(model)
     chat = [*SYSTEM, *ask(engine, SYSTEM).token_ids]
     info = engine.save_session([*chat, 50], tmp_path / "session")
@@ -60,7 +61,7 @@ with Engine(model, max_batch=2, prefix_bytes=int(sys.argv[4])) as engine:
 
 
 @pytest.mark.parametrize("prefix_bytes", [slow(0), slow(10**6)], ids=["row", "host memory"])
-def test_another_process_goes_on_behind_a_saved_session(model: TopWModel, saved: Path, prefix_bytes: int) -> None:
+def test_another_process_continues_after_a_saved_session(model: TopWModel, saved: Path, prefix_bytes: int) -> None:
     whole = ask(model, next_turn(model))
     given = json.dumps({"prompt": next_turn(model), "max_new_tokens": 5, "seed": 3, **HOT})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -83,7 +84,7 @@ def test_prompts_of_every_length_reuse_a_loaded_session(
             assert (found, found.cached_tokens) == (ask(any_model, prompt), cached)
 
 
-def test_exact_engines_go_on_behind_whole_chunks(any_model: TopWModel, engine_of: NewEngine, tmp_path: Path) -> None:
+def test_exact_engines_continue_after_whole_chunks(any_model: TopWModel, engine_of: NewEngine, tmp_path: Path) -> None:
     options: dict[str, Any] = {"prefill_budget": 8, "exact": True}
     one, other = engine_of(any_model, **options), engine_of(any_model, **options)
     assert ask(one, SYSTEM) == ask(any_model, SYSTEM)
@@ -98,7 +99,7 @@ def test_exact_engines_go_on_behind_whole_chunks(any_model: TopWModel, engine_of
 def test_running_sequences_and_snapshots_are_saved(
     model: TopWModel, engine_of: NewEngine, gate: Gate, tmp_path: Path
 ) -> None:
-    """The thread is inside a callback: it makes the copies afterwards."""
+    """The engine's thread is held in a callback, and makes the copies after it."""
     engine = engine_of(model, max_batch=1, prefix_bytes=10**6)
     ask(engine, [5] * 20)
     gate.after = 8
@@ -126,16 +127,16 @@ def test_running_sequences_and_snapshots_are_saved(
         assert (found, found.cached_tokens) == (ask(model, [*prompt[: infos[name].tokens], 77]), infos[name].tokens)
 
 
-def test_requests_go_on_while_sessions_are_saved_and_loaded(
+def test_requests_continue_while_sessions_are_saved_and_loaded(
     any_model: TopWModel, engine_of: NewEngine, tmp_path: Path
 ) -> None:
-    """From several threads, into rows and host memory, while rows move and are taken."""
+    """Several threads load into rows and host memory, while rows move and other requests take them."""
     engine = engine_of(any_model, max_batch=3, prefill_budget=6, prefix_bytes=60 * A_ROW)
     ask(engine, SYSTEM)
     engine.save_session(SYSTEM, tmp_path / "0")
     stop, failed = threading.Event(), []
 
-    def go_on(name: str) -> None:
+    def load_and_save(name: str) -> None:
         while not stop.is_set():
             try:
                 engine.load_session(tmp_path / name)
@@ -145,7 +146,7 @@ def test_requests_go_on_while_sessions_are_saved_and_loaded(
                     failed.append(error)
 
     (tmp_path / "1").write_bytes((tmp_path / "0").read_bytes())
-    threads = [threading.Thread(target=go_on, args=(name,)) for name in "01"]
+    threads = [threading.Thread(target=load_and_save, args=(name,)) for name in "01"]
     for thread in threads:
         thread.start()
     prompts = [[*SYSTEM[: 5 * (i % 7)], 5 + i % 3, *range(60, 60 + i % 11)] for i in range(60)]
@@ -174,7 +175,42 @@ def test_a_session_needs_room_in_host_memory_or_a_free_row(
     assert ask(engine, next_turn(model)).cached_tokens == 34
 
 
-def test_what_is_there_is_not_loaded_again(
+def test_a_session_whose_states_fit_host_memory_only_in_part_is_loaded_into_a_row(
+    model: TopWModel, engine_of: NewEngine, tmp_path: Path
+) -> None:
+    """Of 10 tokens, the keys take 160 bytes with the tokens, and the sum of fixed size takes 88."""
+    hashing, prompt = hashing_model(model, "recurrent"), [FIRST, FIRST + 1] * 5
+    engine = engine_of(hashing, prefix_bytes=10**6)
+    ask(engine, prompt)
+    assert engine.save_session(prompt, tmp_path / "session").tokens == 10
+    for prefix_bytes in (247, 248):
+        other = engine_of(hashing, prefix_bytes=prefix_bytes)
+        other.load_session(tmp_path / "session")
+        assert len(other._worker._reuse._snapshots) == (2 if prefix_bytes == 248 else 0)
+        assert ask(other, [*prompt, FIRST]).cached_tokens == 10
+
+
+def test_a_device_without_a_place_for_a_session_says_so(
+    model: TopWModel, engine_of: NewEngine, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More host memory would not help, because states of devices are not stored there."""
+    hashing, prompt = hashing_model(model, "recurrent"), [FIRST, FIRST + 1] * 5
+    options: dict[str, Any] = {"max_batch": 1, "prefill_budget": 5, "prefix_bytes": 10**6, "exact": True}
+    engine = engine_of(hashing, **options)
+    ask(engine, prompt)
+    engine.save_session(prompt, tmp_path / "session")
+    monkeypatch.setattr(Batch, "copies_rows", False)
+    with pytest.raises(GenerationError, match="exact engine on a device cannot load a session .* without exact=True"):
+        engine_of(hashing, **options).load_session(tmp_path / "session")
+    busy = engine_of(hashing, **{**options, "exact": False})
+    running = busy.submit([FIRST + 2] * 3, max_new_tokens=9, ignore_eos=True, stopping_criteria=gate)
+    gate.open_at_message(busy)
+    with pytest.raises(GenerationError, match="all rows are in use, and a device has no other place for a session"):
+        busy.load_session(tmp_path / "session")
+    running.result(60)
+
+
+def test_tokens_that_a_row_holds_are_not_loaded_again(
     model: TopWModel, engine_of: NewEngine, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(model, max_batch=1)
@@ -196,7 +232,7 @@ def test_a_loaded_session_takes_the_row_that_holds_least_and_stores_what_it_lose
         assert (found, found.cached_tokens) == (ask(model, prompt, 1), cached)
 
 
-def test_texts_are_encoded_as_prompts_are(model: TopWModel, engine_of: NewEngine, tmp_path: Path) -> None:
+def test_the_text_of_a_session_is_encoded_like_a_prompt(model: TopWModel, engine_of: NewEngine, tmp_path: Path) -> None:
     engine = engine_of(model)
     result = engine.submit("def parse(", max_new_tokens=1).result(60)
     assert engine.save_session("def parse(", tmp_path / "session").tokens == result.prompt_tokens
@@ -208,7 +244,7 @@ def test_texts_are_encoded_as_prompts_are(model: TopWModel, engine_of: NewEngine
     assert engine.save_session("def parse(", tmp_path / "again", add_special_tokens=False).tokens == plain
 
 
-def test_what_cannot_be_saved_or_loaded_is_refused(
+def test_prompts_and_files_that_cannot_be_saved_or_loaded_are_refused(
     model: TopWModel, engine_of: NewEngine, saved: Path, tmp_path: Path, load: Any
 ) -> None:
     engine = engine_of(model)
@@ -260,7 +296,7 @@ def test_callbacks_forks_and_failed_engines_are_refused(
         engine.save_session("a", saved)
 
 
-def test_no_caller_waits_for_an_engine_that_ends_meanwhile(model: TopWModel, tmp_path: Path) -> None:
+def test_a_call_during_shutdown_returns_or_fails_but_never_hangs(model: TopWModel, tmp_path: Path) -> None:
     for turn in range(20):
         engine = Engine(model, max_batch=1)
         ask(engine, SYSTEM, 1)
@@ -284,7 +320,7 @@ def test_no_caller_waits_for_an_engine_that_ends_meanwhile(model: TopWModel, tmp
         assert errors == ["the engine is shut down; create a new Engine."] * 2
 
 
-def test_a_call_amid_the_last_moments_of_the_thread_is_answered(
+def test_a_call_gets_an_error_while_the_thread_ends(
     model: TopWModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, close, errors = Engine(model), Batch.close, []
@@ -307,14 +343,14 @@ def test_a_call_amid_the_last_moments_of_the_thread_is_answered(
 
 
 @pytest.mark.parametrize("form", ["grouped", "growing"])
-def test_sessions_of_devices(
+def test_a_session_of_a_device_is_loaded_into_a_row(
     toy: Toy,
     tmp_path: Path,
     on_a_device: Open,  # noqa: F811
     engine_of: NewEngine,
     form: str,
 ) -> None:
-    """Into a row, because host memory is not searched there."""
+    """Engines on devices store nothing in host memory."""
     folder = export(tmp_path / "out", toy, **FORMS[form])  # type: ignore[arg-type]
     host = TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
     model, _ = on_a_device(folder, graphs=False)
