@@ -19,9 +19,9 @@ from tests.support.tail_cases import Case, Scenario, by_hand, feeds, random_case
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.tail.inputs import PARAMETERS, padded_width, row_parameters
-from topw_deploy.export.tail.ops import Eager
+from topw_deploy.export.tail.ops import EagerOps
 from topw_deploy.export.tail.rules.answer import list_answer, list_length
-from topw_deploy.export.tail.rules.inputs import rule_rows
+from topw_deploy.export.tail.rules.inputs import row_rules
 from topw_deploy.export.tail.rules.statistics import row_statistics
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions
@@ -198,7 +198,7 @@ def test_a_rows_bits_do_not_depend_on_the_steps_that_other_rows_need(form: str) 
         assert np.array_equal(values, np.concatenate([alone[index][name] for index in order])), name
 
 
-class Reversed(Eager):
+class Reversed(EagerOps):
     """Sorts equal numbers by descending index, as ONNX does not."""
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
@@ -229,11 +229,11 @@ def test_portable_lists_do_not_depend_on_how_topk_orders_equal_logits() -> None:
     given = feeds(cases)
     wide = np.pad(given["logits"], ((0, 0), (0, padded_width(VOCAB) - VOCAB)), constant_values=-np.inf)
     answers = []
-    for op in (Eager(18), Reversed(18)):
+    for op in (EagerOps(18), Reversed(18)):
         rows = row_parameters(op, [given[name] for name in PARAMETERS])
-        ruled = rule_rows(op, made.rules, given["rule"], given["rule_values"], rows)
-        found = row_statistics(op, wide, wide.max(axis=1, keepdims=True), ruled, rows)
-        answer, final = list_answer(op, made, wide, list_length(made), ruled, found, rows)
+        rules = row_rules(op, made.rules, given["rule"], given["rule_values"], rows)
+        found = row_statistics(op, wide, wide.max(axis=1, keepdims=True), rules, rows)
+        answer, final = list_answer(op, made, wide, list_length(made), rules, found, rows)
         final = _array(final)[:, 0]
         assert final[:12].all()
         answers.append((_array(answer.columns)[final, :5], _array(answer.keep_mask)[final], final))

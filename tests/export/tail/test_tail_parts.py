@@ -13,6 +13,7 @@ from topw_deploy.export.tail.candidates import (
     block_candidates,
     certificate_bounds,
     draw_candidate,
+    first_candidates,
     kept_candidates,
     largest_blocks,
     scan_candidates,
@@ -36,7 +37,7 @@ from topw_deploy.export.tail.inputs import (
     row_parameters,
 )
 from topw_deploy.export.tail.ops import EagerOps
-from topw_deploy.export.tail.pool import alternate, best_prefix, candidate_pool, certified, potential, prefix_ends
+from topw_deploy.export.tail.pool import alternate, best_prefix, candidate_pool, is_certified, potential, prefix_ends
 from topw_deploy.export.tail.spec import FORMS, TailSpec
 from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.sampling import Geometry, crop, sample_row
@@ -46,7 +47,7 @@ from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 OP = EagerOps(18)
 
 
-def rows(batch: int = 1, uniform: float = 0.5, **chosen: float) -> RowParameters:
+def parameters_of(batch: int = 1, uniform: float = 0.5, **chosen: float) -> RowParameters:
     values = {"uniform": uniform} | {name: getattr(TopWParameters(**chosen), name) for name in PARAMETERS[:-1]}
     return row_parameters(OP, [np.full(batch, values[name], np.float32) for name in PARAMETERS])
 
@@ -90,7 +91,8 @@ def test_a_penalty_that_is_not_positive_makes_the_logit_nan() -> None:
 def test_candidates_are_the_largest_logits_with_their_ids(vocab: int, top_m: int) -> None:
     logits = np.random.default_rng(vocab).standard_normal((2, vocab)).astype(np.float32)
     wide = np.pad(logits, ((0, 0), (0, padded_width(vocab) - vocab)), constant_values=-np.inf)
-    found = block_candidates(OP, largest_blocks(OP, wide, padded_width(vocab)), vocab, top_m)
+    every_candidate = block_candidates(OP, largest_blocks(OP, wide, padded_width(vocab)), vocab)
+    found = first_candidates(OP, every_candidate, top_m)
     assert found.count == min(64, vocab, top_m)
     order = np.argsort(-logits, axis=1, kind="stable")[:, : found.count]
     assert np.array_equal(array(found.ids)[:, : found.count], order)
@@ -104,7 +106,9 @@ def test_equal_logits_are_drawn_and_kept_in_the_order_of_their_ids() -> None:
     last = np.array([[2]])
     tokens = []
     for uniform in (0.0, 0.85, 0.95):
-        tokens.append(int(array(draw_candidate(OP, shuffled, logits - 3, last, rows(uniform=uniform)).token)[0, 0]))
+        tokens.append(
+            int(array(draw_candidate(OP, shuffled, logits - 3, last, parameters_of(uniform=uniform)).token)[0, 0])
+        )
     assert tokens == [7, 2, 5]
     assert np.flatnonzero(array(kept_candidates(OP, shuffled, last))).tolist() == [0, 2, 3]
 
@@ -112,7 +116,7 @@ def test_equal_logits_are_drawn_and_kept_in_the_order_of_their_ids() -> None:
 def test_the_short_scan_finds_the_base_size_of_the_reference() -> None:
     logits = np.sort(np.random.default_rng(3).standard_normal((1, 40)).astype(np.float32) * 0.3)[:, ::-1]
     for lam, beta in ((2.2, 2.8), (0.3, 2.0), (1.0, 0.5), (0.0, 1.0)):
-        scan = scan_candidates(OP, logits - logits[:, :1], 40, rows(lam=lam, beta=beta))
+        scan = scan_candidates(OP, logits - logits[:, :1], 40, parameters_of(lam=lam, beta=beta))
         wanted = crop(logits[0], TopWParameters(lam=lam, beta=beta), TopWOptions(metric="uniform"))
         assert int(array(scan.last)[0, 0]) + 1 == wanted.base_size
 
@@ -126,8 +130,8 @@ def test_no_row_is_certified_whose_base_size_exceeds_the_warm_start() -> None:
         logits = (rng.standard_normal((1, 300)) * rng.uniform(0.5, 3)).astype(np.float32)
         chosen = {"lam": 1.5, "beta": 2.0 + rng.uniform(), "init_top_p": float(np.float32(rng.uniform(0.1, 1)))}
         wide = np.pad(logits, ((0, 0), (0, padded_width(300) - 300)), constant_values=-np.inf)
-        row = rows(**chosen)
-        candidates = block_candidates(OP, largest_blocks(OP, wide, padded_width(300)), 300, 300)
+        row = parameters_of(**chosen)
+        candidates = block_candidates(OP, largest_blocks(OP, wide, padded_width(300)), 300)
         drop = array(candidates.logits) - logits.max()
         scan = scan_candidates(OP, drop, candidates.width, row)
         proof = certificate_bounds(OP, candidates, drop, scan, row, spec)
@@ -138,10 +142,10 @@ def test_no_row_is_certified_whose_base_size_exceeds_the_warm_start() -> None:
 
 
 def test_greedy_rows_have_reward_minus_one_and_scale_zero() -> None:
-    row = rows(temperature=0.0, geom_scale=-2.0)
-    assert array(row.greedy).all()
+    row = parameters_of(temperature=0.0, geom_scale=-2.0)
+    assert array(row.is_greedy).all()
     assert float(array(row.reward)[0, 0]) == -1
-    assert float(array(row.scale)[0, 0]) == 0
+    assert float(array(row.geom_scale)[0, 0]) == 0
 
 
 @pytest.mark.parametrize(
@@ -167,14 +171,14 @@ def test_distances_to_a_set_match_the_reference(metric: str, neighbours: int) ->
     embeddings = table()
     embeddings[7], embeddings[8] = embeddings[3], embeddings[3] * np.float32(1.0001)
     geometry = Geometry.from_embeddings(embeddings, metric)
-    kind = SetDistance(metric, neighbours, len(embeddings))
+    distance = SetDistance(metric, neighbours, len(embeddings))
     mean, inverse_std = np.asarray(geometry.mean, np.float32), np.asarray(geometry.inverse_std, np.float32)
-    x = features(OP, embeddings[None], mean, inverse_std, kind)
-    near = recompute_nearest(OP, closeness(OP, x, x, kind), x, kind)
+    x = features(OP, embeddings[None], mean, inverse_std, distance)
+    near = recompute_nearest(OP, closeness(OP, x, x, distance), x, distance)
     for size in (1, 2, 12):
         members = np.zeros((1, len(embeddings)), bool)
         members[0, np.random.default_rng(size).permutation(len(embeddings))[:size]] = True
-        found = array(distance_to_set(OP, near, members, kind))[0]
+        found = array(distance_to_set(OP, near, members, distance))[0]
         all_distances = np.sort(geometry.distances(np.arange(len(embeddings)), np.flatnonzero(members[0])), axis=1)
         wanted = all_distances[:, : max(1, neighbours)].mean(axis=1)
         outside = ~members[0]
@@ -185,10 +189,10 @@ def test_distances_to_a_set_match_the_reference(metric: str, neighbours: int) ->
 def test_near_duplicates_keep_their_digits_where_the_product_loses_them() -> None:
     embeddings = np.random.default_rng(0).standard_normal((20, 512)).astype(np.float32)
     embeddings[1] = embeddings[0] * np.float32(1.0) + np.float32(1e-4)
-    kind = SetDistance("mahalanobis", 0, 20)
-    x = features(OP, embeddings[None], np.zeros(512, np.float32), np.full(512, 22.6, np.float32), kind)
-    rough = closeness(OP, x, x, kind)
-    good = array(recompute_nearest(OP, rough, x, kind))[0, 0, 1]
+    distance = SetDistance("mahalanobis", 0, 20)
+    x = features(OP, embeddings[None], np.zeros(512, np.float32), np.full(512, 22.6, np.float32), distance)
+    rough = closeness(OP, x, x, distance)
+    good = array(recompute_nearest(OP, rough, x, distance))[0, 0, 1]
     exact = np.square(array(x)[0, 0].astype(np.float64) - array(x)[0, 1]).sum()
     assert abs(good - exact) < 1e-5 * exact
     assert abs(array(rough)[0, 0, 1] - exact) > 1e-3 * exact
@@ -197,16 +201,16 @@ def test_near_duplicates_keep_their_digits_where_the_product_loses_them() -> Non
 def test_one_iteration_of_the_alternation_matches_the_reference() -> None:
     logits = np.random.default_rng(1).standard_normal((3, 25)).astype(np.float32)
     chosen = {"lam": 0.4, "beta": 2.0, "init_top_p": 0.3, "geom_scale": 0.5}
-    row = rows(3, **chosen)
+    row = parameters_of(3, **chosen)
     pool = candidate_pool(OP, logits, row, 25)
-    start = prefix_ends(OP, pool, row)
+    ends = prefix_ends(OP, pool, row)
     options = TopWOptions(metric="uniform", alt_iters=1)
-    sets = array(alternate(OP, pool, start.warm, row, lambda op, members: np.float64(1.0).reshape(()), 1))
+    sets = array(alternate(OP, pool, ends.warm, row, lambda op, members: np.float64(1.0).reshape(()), 1))
     for index in range(3):
         wanted = crop(logits[index], TopWParameters(**chosen), options)
         assert np.array_equal(np.sort(array(pool.ids)[index][sets[index]]), np.sort(wanted.kept))
-        assert int(array(start.warm)[index, 0]) + 1 == wanted.warm_size
-        assert bool(array(certified(OP, start, row))[index, 0]) == wanted.certified
+        assert int(array(ends.warm)[index, 0]) + 1 == wanted.warm_size
+        assert bool(array(is_certified(OP, ends, row))[index, 0]) == wanted.certified
 
 
 def test_members_have_potential_zero_and_others_their_distance() -> None:
@@ -217,7 +221,7 @@ def test_members_have_potential_zero_and_others_their_distance() -> None:
 
 def test_tokens_with_minus_infinity_are_never_chosen() -> None:
     logits = np.array([[1.0, -np.inf, 0.9, -np.inf]], np.float32)
-    row = rows(lam=0.0, beta=1.0, geom_scale=-1.0, init_top_p=0.1)
+    row = parameters_of(lam=0.0, beta=1.0, geom_scale=-1.0, init_top_p=0.1)
     pool = candidate_pool(OP, logits, row, 4)
     kept = best_prefix(OP, pool, np.array([[0.0, 0.0, 9.0, 9.0]]), np.array([[1.0]]))
     assert array(kept).tolist() == [[True, True, False, False]]
@@ -225,7 +229,7 @@ def test_tokens_with_minus_infinity_are_never_chosen() -> None:
 
 def test_a_draw_from_members_uses_the_largest_kept_logit() -> None:
     logits = np.array([[100.0, 1.0, 0.5]], np.float32)
-    row = rows(temperature=0.1, uniform=0.0)
+    row = parameters_of(temperature=0.1, uniform=0.0)
     pool = candidate_pool(OP, logits, row, 3)
     drawn = draw_member(OP, pool, np.array([[False, True, True]]), row)
     assert int(array(drawn.token)[0, 0]) == 1

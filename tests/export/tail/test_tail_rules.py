@@ -15,7 +15,7 @@ from tests.support.masks import packed, some_allowed
 from tests.support.samples import slow
 from tests.support.tail_cases import FORMS, Case, by_hand, feeds, opened, random_case, run, unexplained
 from topw_deploy.export.tail import TailSpec, build_tail
-from topw_deploy.export.tail.ops import Eager
+from topw_deploy.export.tail.ops import EagerOps
 from topw_deploy.export.tail.rules.inputs import INTERVALS
 from topw_deploy.export.tail.rules.vocabulary import largest_threshold
 from topw_deploy.runtime.rules import LONGEST_LIST
@@ -189,16 +189,16 @@ def test_the_intervals_are_those_of_the_definitions() -> None:
         assert len(bounds) == len(rule.values), code
         for value, (low, high) in zip(rule.values, bounds, strict=True):
             for inside in (low, high):
-                assert value.valid(inside), (rule.name, inside)
-            assert not value.valid(float(np.nextafter(np.float32(low), np.float32(-np.inf))))
-            assert high == np.finfo(np.float32).max or not value.valid(
+                assert value.accepts(inside), (rule.name, inside)
+            assert not value.accepts(float(np.nextafter(np.float32(low), np.float32(-np.inf))))
+            assert high == np.finfo(np.float32).max or not value.accepts(
                 np.nextafter(np.float32(high), np.float32(np.inf))
             )
 
 
 @pytest.mark.parametrize("kind", [slow("normal"), slow("tiny"), "extreme", slow("equal")])
 def test_the_search_finds_the_threshold_exactly(kind: str) -> None:
-    rng, op = np.random.default_rng(1), Eager(18)
+    rng, op = np.random.default_rng(1), EagerOps(18)
     keys = {
         "normal": rng.standard_normal(256),
         "tiny": rng.standard_normal(256) * 1e-42,

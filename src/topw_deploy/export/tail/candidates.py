@@ -1,6 +1,6 @@
-"""The certified path: crop and draw from the largest logits only.
+"""Top-W's crop and draw from the candidates, the largest logits, and the proof that they suffice.
 
-A certified crop is proven to be the K most probable tokens (docs/contract/graph.md, section 4, T2).
+A certified crop consists of the K most probable tokens (docs/contract/graph.md, section 4, T2).
 """
 
 from __future__ import annotations
@@ -10,28 +10,39 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from topw_deploy.export.tail.inputs import BLOCK, LARGEST, SMALLEST, Bounded, Rows, all_numbers, padded_width, within
+from topw_deploy.export.tail.inputs import (
+    BLOCK,
+    LARGEST,
+    SMALLEST,
+    BoundedColumn,
+    RowParameters,
+    all_true_as_float,
+    are_in_range,
+    padded_width,
+)
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.spec import TailSpec
 
 CANDIDATES = 64
-"""Number of largest logits examined. They lie in at most as many blocks, so that many blocks are searched."""
+"""The number of candidates. They lie in at most as many blocks, so the search reads this number of blocks."""
 
 _VECTOR = 16
-"""Candidates are padded with -inf to a multiple of this: onnxruntime's logarithm rounds full vectors and remainders
-differently, so a row's bits would depend on its place in the batch.
+"""The number of columns of the candidates is a multiple of this; the padding is -inf.
+
+onnxruntime's logarithm rounds full vectors and remainders differently. Without padding, a row's bits would depend on
+its position in the batch.
 """
 
-_SLACK = 8e-6  # of J, in units of beta: several times a float32 scan's rounding
-_WARM_SLACK = 1e-5  # relative, of the warm start's mass
+_OBJECTIVE_SLACK = 8e-6  # absolute for J / beta: several times the rounding of a float32 scan
+_WARM_SLACK = 1e-5  # relative to the warm start's mass
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """The blocks of consecutive logits with the largest maxima.
+class LargestBlocks:
+    """The n blocks of `BLOCK` consecutive logits with the largest maxima, in any order.
 
     logits: float32 [batch, n, BLOCK].
-    index: int64 [batch, n].
+    index: the number of each block in its row, int64 [batch, n].
     """
 
     logits: Tensor
@@ -39,25 +50,27 @@ class Blocks:
 
 
 def padded_count(count: int) -> int:
+    """The number of columns that hold `count` tokens and their padding."""
     return -(-count // _VECTOR) * _VECTOR
 
 
 def unpadded_count(count: int) -> int:
-    """The most tokens up to `count` that need no padding."""
+    """The largest number of tokens, at most `count`, whose columns need no padding."""
     return count // _VECTOR * _VECTOR
 
 
 def candidates_width(vocab_size: int) -> int:
-    """The width of all candidates of a vocabulary."""
+    """The number of columns of all candidates, with padding."""
     return padded_count(min(CANDIDATES, vocab_size))
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """The largest logits, descending.
+class CandidateLogits:
+    """The largest logits of each row, descending. Equal logits are in any order.
 
-    logits, ids: float32 and int64 [batch, width], padded with -inf.
-    count: without padding.
+    logits: float32 [batch, width], -inf in the padding.
+    ids: int64 [batch, width].
+    count: the number of columns before the padding.
     """
 
     logits: Tensor
@@ -69,30 +82,33 @@ class Candidates:
         return padded_count(self.count)
 
     def largest(self, op: Ops) -> Tensor:
-        """float32 [batch, 1]"""
+        """The largest logit of each row, float32 [batch, 1]."""
         return op.Gather(self.logits, op.constant([0], np.int64), axis=1)
 
 
 @dataclass(frozen=True)
-class Search:
-    """What is found in whole rows.
+class CandidateSearch:
+    """The results of one pass over whole rows.
 
-    candidates: up to `CANDIDATES` largest logits.
-    total: float32 [batch, 1], the sum, which is NaN or +inf if a logit is.
+    candidates: the `CANDIDATES` largest logits, or all of a smaller vocabulary.
+    total: the sum of all logits, float32 [batch, 1]. It is NaN or +inf if a logit is.
     """
 
-    candidates: Candidates
+    candidates: CandidateLogits
     total: Tensor
 
 
 @dataclass(frozen=True)
-class ShortScan:
-    """The objective of each prefix of the candidates, float32 [batch, width].
+class CandidateScan:
+    """Top-W's objective J for each prefix of the candidates; float32 [batch, width] unless stated otherwise.
 
-    weight, score: w = exp(a), lam * a.
-    mass, gain, objective: Gamma, Phi and J of the prefix.
-    best: [batch, 1], maximum J.
-    last: int64 [batch, 1], its first position, K - 1.
+    weight: w = exp(a), with a = (logit - largest logit) / Ts.
+    score: lam * a.
+    mass: Gamma, the sum of weights of the prefix.
+    gain: Phi, the sum of weight * score of the prefix.
+    objective: J of the prefix.
+    best: the maximum of J, [batch, 1].
+    last: K - 1, the first position with the maximum, int64 [batch, 1].
     """
 
     weight: Tensor
@@ -105,8 +121,13 @@ class ShortScan:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """token int64, logprob float32, kept int64: [batch, 1]."""
+class DrawColumns:
+    """The draw of each row, as columns [batch, 1].
+
+    token: the drawn id, int64.
+    logprob: the log of its probability in the crop at T, float32.
+    kept: the number of tokens of the crop, int64.
+    """
 
     token: Tensor
     logprob: Tensor
@@ -114,165 +135,186 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class ShortPath:
-    """Crop and draw of the candidate path; final in rows where `settled`, float32 [batch, 1], is 1 and not 0."""
+class CandidatePath:
+    """Top-W's crop and draw, computed from the candidates alone.
 
-    candidates: Candidates
-    scan: ShortScan
-    drawn: Drawn
-    settled: Tensor
+    is_settled: 1 in rows for which they are proven, else 0; float32 [batch, 1].
+    """
+
+    candidates: CandidateLogits
+    scan: CandidateScan
+    draw: DrawColumns
+    is_settled: Tensor
 
 
 @scope
-def largest_blocks(op: Ops, logits: Tensor, width: int) -> Blocks:
-    """Blocks of logits [batch, width] with the `CANDIDATES` largest."""
+def largest_blocks(op: Ops, logits: Tensor, width: int) -> LargestBlocks:
+    """The blocks of logits [batch, width] in which the candidates lie."""
     blocks = width // BLOCK
     grid = op.Reshape(logits, op.constant([0, blocks, BLOCK], np.int64))
     maxima = op.ReduceMax(grid, op.constant([2], np.int64), keepdims=0)
     _, index = op.TopK(maxima, op.constant([min(CANDIDATES, blocks)], np.int64), axis=1, sorted=0)
     chosen = op.GatherND(grid, op.Unsqueeze(index, op.constant([2], np.int64)), batch_dims=1)
-    return Blocks(chosen, index)
+    return LargestBlocks(chosen, index)
 
 
 @scope
-def search(op: Ops, logits: Tensor, width: int, vocab_size: int) -> Search:
-    """logits: [batch, width], padded or not."""
-    candidates = block_candidates(op, largest_blocks(op, logits, width), vocab_size, vocab_size)
-    return Search(candidates, op.ReduceSum(logits, op.constant([1], np.int64), keepdims=1))
+def search_candidates(op: Ops, logits: Tensor, width: int, vocab_size: int) -> CandidateSearch:
+    """Find the candidates and the sum of each row. logits: [batch, width], padded or not."""
+    candidates = block_candidates(op, largest_blocks(op, logits, width), vocab_size)
+    return CandidateSearch(candidates, op.ReduceSum(logits, op.constant([1], np.int64), keepdims=1))
 
 
 @scope
-def block_candidates(op: Ops, blocks: Blocks, vocab_size: int, top_m: int) -> Candidates:
-    searched = min(CANDIDATES, padded_width(vocab_size) // BLOCK)
-    count = min(CANDIDATES, vocab_size, top_m)
-    flat = op.Reshape(blocks.logits, op.constant([0, searched * BLOCK], np.int64))
-    values, place = op.TopK(flat, op.constant([padded_count(count)], np.int64), axis=1)
+def block_candidates(op: Ops, blocks: LargestBlocks, vocab_size: int) -> CandidateLogits:
+    """The candidates, from the blocks in which they lie."""
+    block_count = min(CANDIDATES, padded_width(vocab_size) // BLOCK)
+    count = min(CANDIDATES, vocab_size)
+    flat_logits = op.Reshape(blocks.logits, op.constant([0, block_count * BLOCK], np.int64))
+    logits, position = op.TopK(flat_logits, op.constant([padded_count(count)], np.int64), axis=1)
     size = op.constant(BLOCK, np.int64)
-    offset = op.Mul(op.Sub(blocks.index, op.constant(np.arange(searched), np.int64)), size)
-    ids = op.Add(place, op.GatherElements(offset, op.Div(place, size), axis=1))
-    found = Candidates(values, ids, count)
-    return found if count == vocab_size else _padded(op, found)  # other columns are the logits' own padding
+    # Added to a position in `flat_logits`, the offset of its block gives the token's id.
+    offset = op.Mul(op.Sub(blocks.index, op.constant(np.arange(block_count), np.int64)), size)
+    ids = op.Add(position, op.GatherElements(offset, op.Div(position, size), axis=1))
+    candidates = CandidateLogits(logits, ids, count)
+    # For a small vocabulary, the columns after `count` hold the padding of the logits, which is -inf already.
+    return candidates if count == vocab_size else _mask_padding(op, candidates)
 
 
-def _padded(op: Ops, found: Candidates) -> Candidates:
-    """The candidates, with -inf in the columns behind them."""
-    if found.count == found.width:
-        return found
-    inside = op.constant(np.arange(found.width) < found.count, np.bool_)
-    return replace(found, logits=op.Where(inside, found.logits, op.constant(-np.inf)))
+def _mask_padding(op: Ops, candidates: CandidateLogits) -> CandidateLogits:
+    """Set the logits of the columns after `count` to -inf."""
+    if candidates.count == candidates.width:
+        return candidates
+    inside = op.constant(np.arange(candidates.width) < candidates.count, np.bool_)
+    return replace(candidates, logits=op.Where(inside, candidates.logits, op.constant(-np.inf)))
 
 
 @scope
-def first_candidates(op: Ops, candidates: Candidates, count: int) -> Candidates:
-    """The first `count` candidates, at most all."""
+def first_candidates(op: Ops, candidates: CandidateLogits, count: int) -> CandidateLogits:
+    """The first `count` candidates; all of them if there are fewer."""
     if count >= candidates.count:
         return candidates
-    start, end, axis = (op.constant([place], np.int64) for place in (0, padded_count(count), 1))
+    start, end, axis = (op.constant([number], np.int64) for number in (0, padded_count(count), 1))
     logits, ids = (op.Slice(values, start, end, axis) for values in (candidates.logits, candidates.ids))
-    return _padded(op, Candidates(logits, ids, count))
+    return _mask_padding(op, CandidateLogits(logits, ids, count))
 
 
 @scope
 def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor) -> Tensor:
-    """First true position of `flags`, at most `otherwise`: int64 [batch, 1].
+    """The first position of a true flag, or `otherwise` if that is lower or no flag is true: int64 [batch, 1].
 
-    Not ArgMax, whose ties differ between runtimes.
+    Does not use ArgMax: runtimes break its ties differently.
+
+    flags: bool [batch, n].
+    positions: 0..n-1, int64 [n].
     """
     return op.ReduceMin(op.Where(flags, positions, otherwise), op.constant([1], np.int64), keepdims=1)
 
 
 @scope
-def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
-    """J of every prefix (docs/contract/graph.md, section 3, step 4).
+def scan_candidates(op: Ops, drop: Tensor, width: int, parameters: RowParameters) -> CandidateScan:
+    """Compute J of every prefix of the candidates (docs/contract/graph.md, section 3, step 4).
 
-    drop: logits minus the largest; -inf gets weight 0.
+    drop: logits minus the largest of the row, [batch, width]; a drop of -inf gets weight 0.
     """
     axis = op.constant(1, np.int64)
-    a = op.Max(op.Div(drop, rows.selection), op.constant(-1e4))
+    a = op.Max(op.Div(drop, parameters.selection_temperature), op.constant(-1e4))
     weight = op.Exp(a)
-    score = op.Mul(a, rows.lam)
+    score = op.Mul(a, parameters.lam)
     mass = op.CumSum(weight, axis)
     gain = op.CumSum(op.Mul(weight, score), axis)
-    objective = op.Add(op.Div(gain, mass), op.Mul(op.Log(mass), rows.reward))
+    objective = op.Add(op.Div(gain, mass), op.Mul(op.Log(mass), parameters.reward))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
     positions = op.constant(np.arange(width), np.int64)
     last = first_position(op, op.GreaterOrEqual(objective, best), positions, op.constant(width - 1, np.int64))
-    return ShortScan(weight, score, mass, gain, objective, best, last)
+    return CandidateScan(weight, score, mass, gain, objective, best, last)
 
 
 @scope
-def certificate(
-    op: Ops, candidates: Candidates, drop: Tensor, scan: ShortScan, rows: Rows, spec: TailSpec
-) -> list[Bounded]:
-    """Conditions for the crop to be the top K tokens: (column [batch, 1], lowest, highest).
+def certificate_bounds(
+    op: Ops, candidates: CandidateLogits, drop: Tensor, scan: CandidateScan, parameters: RowParameters, spec: TailSpec
+) -> list[BoundedColumn]:
+    """Columns that certify the crop of a row if each lies in its interval: the crop is then the top K tokens.
 
-    - Warm start: the mass before token K is below init_top_p times the candidates', so K <= k0 in the pool too.
-    - Block stop: J falls even if all other pool tokens get the last candidate's score, their upper bound. So no longer
-      prefix is best, and no outsider ties with token K (J is best at an end of equal scores).
-    - The last logit is below the largest, so no outsider ties with a single kept token.
+    - Warm start: the mass before token K is below init_top_p times the mass of all candidates. So K <= k0, also in the
+      pool, which has at least this mass.
     - geom_scale >= 0.
+    - Block stop, if the pool has more tokens: J of the whole pool would be lower than the best J even if all other
+      tokens had the last candidate's score, which bounds theirs from above. So no longer prefix is best, and no other
+      token ties with token K, because the best prefix never ends among equal scores.
+    - The last candidate's logit is below the largest. So no other token ties with a single kept one.
     """
     final = op.constant([candidates.count - 1], np.int64)
     outside = spec.pool_size - candidates.count
 
-    target = op.Mul(op.Gather(scan.mass, final, axis=1), op.Mul(rows.warm_mass, op.constant(1 - _WARM_SLACK)))
-    room = op.Sub(target, op.Sub(scan.mass, scan.weight))
+    target = op.Mul(op.Gather(scan.mass, final, axis=1), op.Mul(parameters.init_top_p, op.constant(1 - _WARM_SLACK)))
+    margin = op.Sub(target, op.Sub(scan.mass, scan.weight))
     if outside == 0 and candidates.count < spec.vocab_size:
-        # Leave ties across the pool's cut to the literal path.
-        room = op.Min(room, op.Sub(candidates.logits, op.Gather(candidates.logits, final, axis=1)))
-    bounds = [(op.GatherElements(room, scan.last, axis=1), SMALLEST, np.inf), (rows.scale, 0.0, LARGEST)]
+        # If token K ties with the pool's last token, the literal path decides which of the equal logits are kept.
+        margin = op.Min(margin, op.Sub(candidates.logits, op.Gather(candidates.logits, final, axis=1)))
+    bounds = [(op.GatherElements(margin, scan.last, axis=1), SMALLEST, np.inf), (parameters.geom_scale, 0.0, LARGEST)]
     if outside == 0:
         return bounds
 
-    tail_mass = op.Mul(scan.weight, op.constant(float(outside)))
-    whole = op.Add(scan.mass, tail_mass)
-    tail_gain = op.Add(scan.gain, op.Mul(scan.score, tail_mass))
-    longest = op.Add(op.Div(tail_gain, whole), op.Mul(op.Log(whole), rows.reward))
-    slack = op.Min(op.Mul(rows.beta, op.constant(_SLACK)), rows.reward)
-    margin = op.Sub(op.Sub(scan.best, op.Gather(longest, final, axis=1)), slack)
-    return [*bounds, (margin, 0.0, np.inf), (op.Gather(drop, final, axis=1), -np.inf, -SMALLEST)]
+    outside_mass = op.Mul(scan.weight, op.constant(float(outside)))
+    pool_mass = op.Add(scan.mass, outside_mass)
+    pool_gain = op.Add(scan.gain, op.Mul(scan.score, outside_mass))
+    pool_objective = op.Add(op.Div(pool_gain, pool_mass), op.Mul(op.Log(pool_mass), parameters.reward))
+    slack = op.Min(op.Mul(parameters.beta, op.constant(_OBJECTIVE_SLACK)), parameters.reward)
+    block_stop = op.Sub(op.Sub(scan.best, op.Gather(pool_objective, final, axis=1)), slack)
+    return [*bounds, (block_stop, 0.0, np.inf), (op.Gather(drop, final, axis=1), -np.inf, -SMALLEST)]
 
 
 @scope
-def short_path(op: Ops, spec: TailSpec, search: Search, rows: Rows) -> ShortPath:
+def candidate_path(op: Ops, spec: TailSpec, search: CandidateSearch, parameters: RowParameters) -> CandidatePath:
+    """Top-W's crop and draw from the candidates of `search`, for all rows."""
     candidates = first_candidates(op, search.candidates, spec.pool_size)
     largest = candidates.largest(op)
     drop = op.Sub(candidates.logits, largest)
-    scan = short_scan(op, drop, candidates.width, rows)
-    proof = certificate(op, candidates, drop, scan, rows, spec)
-    settled = all_numbers(op, settled_flags(op, search, largest, proof, rows))
-    return ShortPath(candidates, scan, draw_candidate(op, candidates, drop, scan.last, rows), settled)
+    scan = scan_candidates(op, drop, candidates.width, parameters)
+    certificate = certificate_bounds(op, candidates, drop, scan, parameters, spec)
+    is_settled = all_true_as_float(op, settled_conditions(op, search, largest, certificate, parameters))
+    return CandidatePath(candidates, scan, draw_candidate(op, candidates, drop, scan.last, parameters), is_settled)
 
 
 @scope
-def settled_flags(op: Ops, search: Search, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
-    """Whether rows are valid and, by `proof`, certified: bool [batch, n].
+def settled_conditions(
+    op: Ops,
+    search: CandidateSearch,
+    largest: Tensor,
+    certificate: Sequence[BoundedColumn],
+    parameters: RowParameters,
+) -> Tensor:
+    """The conditions under which a row is settled, that is, valid and certified: bool [batch, n].
 
-    Row sums reveal NaN and +inf, but a valid row's sum may overflow; then `valid_rows` decides.
+    A row's sum is NaN or +inf if one of its logits is. The sum of a valid row can overflow too: such a row is not
+    settled, and `valid_rows` finds it valid later.
     """
     finite = [(largest, -LARGEST, LARGEST), (search.total, -np.inf, LARGEST)]
-    return within(op, rows, [*finite, *proof])
+    return are_in_range(op, parameters, [*finite, *certificate])
 
 
 @scope
-def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, rows: Rows) -> Drawn:
+def draw_candidate(
+    op: Ops, candidates: CandidateLogits, drop: Tensor, last: Tensor, parameters: RowParameters
+) -> DrawColumns:
     """Draw from the candidates up to position `last` [batch, 1]."""
-    log_weight = op.Div(drop, rows.temperature)
+    log_weight = op.Div(drop, parameters.temperature)
     mass = op.CumSum(op.Exp(log_weight), op.constant(1, np.int64))
     total = op.GatherElements(mass, last, axis=1)
-    reached = op.Greater(mass, op.Mul(rows.uniform, total))
+    reached = op.Greater(mass, op.Mul(parameters.uniform, total))
     position = first_position(op, reached, op.constant(np.arange(candidates.width), np.int64), last)
     token = token_at(op, candidates, position)
-    # Logarithms are taken of whole rows, before the gather: see _VECTOR.
+    # The logarithms of whole rows, gathered afterwards, do not depend on a row's position in the batch: see _VECTOR.
     logprob = op.Sub(op.GatherElements(log_weight, position, axis=1), op.GatherElements(op.Log(mass), last, axis=1))
-    return Drawn(token, logprob, op.Add(last, op.constant(1, np.int64)))
+    return DrawColumns(token, logprob, op.Add(last, op.constant(1, np.int64)))
 
 
 @scope
-def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
-    """The token at `position` by (logit descending, token id ascending).
+def token_at(op: Ops, candidates: CandidateLogits, position: Tensor) -> Tensor:
+    """The id at `position`, int64 [batch, 1], in the order (logit descending, id ascending).
 
-    Runtimes order TopK's ties differently, so equal logits are sorted by id here.
+    Runtimes order equal values of TopK differently, so this function sorts the ids of equal logits.
     """
     logit = op.GatherElements(candidates.logits, position, axis=1)
     equal = op.Equal(candidates.logits, logit)
@@ -284,8 +326,8 @@ def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
 
 
 @scope
-def kept_candidates(op: Ops, candidates: Candidates, last: Tensor) -> Tensor:
-    """Candidates up to `last`: bool [batch, n]."""
+def kept_candidates(op: Ops, candidates: CandidateLogits, last: Tensor) -> Tensor:
+    """The candidates up to position `last` in the order (logit descending, id ascending): bool [batch, width]."""
     logit = op.GatherElements(candidates.logits, last, axis=1)
     tied = op.And(op.Equal(candidates.logits, logit), op.LessOrEqual(candidates.ids, token_at(op, candidates, last)))
     return op.Or(op.Greater(candidates.logits, logit), tied)

@@ -1,4 +1,4 @@
-"""The function `topw::TopWSample` (docs/contract/graph.md, section 8)."""
+"""Build the function `topw::TopWSample` in each of its forms (docs/contract/graph.md, section 8)."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ import onnx_ir as ir
 from topw_deploy.export.tail.answer import (
     CERTIFIED,
     Answer,
-    answer_of,
-    fast_answer,
-    finish,
-    finish_fast,
-    merge,
-    parts_of,
+    answer_from_outputs,
+    branch_outputs,
+    node_outputs,
     put_answer,
+    select_answer,
+    settled_answer,
+    settled_outputs,
 )
-from topw_deploy.export.tail.candidates import Search, ShortPath, short_path
-from topw_deploy.export.tail.dynamic import places_of, take_rows
+from topw_deploy.export.tail.candidates import CandidatePath, CandidateSearch, candidate_path
+from topw_deploy.export.tail.dynamic import indices_of_true, take_parameters
 from topw_deploy.export.tail.inputs import (
     PARAMETERS,
-    Rows,
+    RowParameters,
     all_true,
     row_parameters,
     without_padding,
 )
-from topw_deploy.export.tail.literal import compact_answer, literal_answer, moved_answer, pool_answer
-from topw_deploy.export.tail.logits import Logits
+from topw_deploy.export.tail.literal import alternated_answer, base_scan_answer, literal_answer, pruned_answer
+from topw_deploy.export.tail.logits import InputLogits
 from topw_deploy.export.tail.ops import Ops, Recorder, Tensor, remove_unused
 from topw_deploy.export.tail.rules.answer import (
     candidate_answer,
-    from_columns,
     is_pending,
     list_answer,
     list_length,
-    pending,
+    mark_pending,
+    rules_and_statistics,
     vocabulary_answer,
 )
-from topw_deploy.export.tail.rules.inputs import RuleRows, only_top_w, rule_rows, take_rules
-from topw_deploy.export.tail.rules.statistics import Statistics, row_statistics, take_statistics
+from topw_deploy.export.tail.rules.inputs import RowRules, all_use_top_w, row_rules, take_rules
+from topw_deploy.export.tail.rules.statistics import RuleStatistics, row_statistics, take_statistics
 from topw_deploy.export.tail.spec import DOMAIN, OP_TYPE, TailSpec, tail_inputs, tail_outputs
 
 
 def build_tail(spec: TailSpec) -> ir.Function:
-    """The function from `tail_inputs(spec)` to `tail_outputs(spec)`, with its constants."""
+    """Build the ONNX function that maps `tail_inputs(spec)` to `tail_outputs(spec)`."""
     recorder = Recorder()
     inputs = {name: ir.Value(name=name) for name in tail_inputs(spec)}
     outputs = sample(recorder, spec, inputs)
@@ -64,233 +64,279 @@ def build_tail(spec: TailSpec) -> ir.Function:
 
 
 def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Sample: `tail_inputs(spec)` -> `tail_outputs(spec)`.
+    """Sample a token for each row. Returns the tensors of `tail_outputs(spec)`.
 
     A row's answer depends neither on `spec.form` nor on other rows.
+
+    inputs: the tensors of `tail_inputs(spec)`, by name.
     """
-    rows = row_parameters(op, [inputs[name] for name in PARAMETERS], None if spec.carries_rules else inputs["rule"])
-    logits = Logits(op, spec, inputs)
-    found = logits.search()
-    path = short_path(op, spec, found, rows)
-    share = logits.top_share(path.candidates, rows) if spec.with_mass else None
-    call = Call(op, spec, inputs, rows, logits, found, path)
+    only_rule = None if spec.carries_rules else inputs["rule"]
+    parameters = row_parameters(op, [inputs[name] for name in PARAMETERS], only_rule)
+    logits = InputLogits(op, spec, inputs)
+    search = logits.search_candidates()
+    path = candidate_path(op, spec, search, parameters)
+    top_probability = logits.top_probability(path.candidates, parameters) if spec.with_mass else None
+    call = SamplerCall(op, spec, inputs, parameters, logits, search, path)
     if spec.form == "static":
-        return finish(op, spec, call.everything(), share)
+        return node_outputs(op, spec, _answer_without_branches(call), top_probability)
     if spec.form == "portable":
-        return finish(op, spec, _branches(call), share)
+        return node_outputs(op, spec, _answer_in_consecutive_branches(call), top_probability)
     return op.branch(
         call.all_settled(),
-        lambda: finish_fast(op, spec, path, share),
-        lambda: finish(op, spec, call.nested(), share),
+        lambda: settled_outputs(op, spec, path, top_probability),
+        lambda: node_outputs(op, spec, _answer_in_nested_branches(call), top_probability),
     )
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of the function, with the parts of its answer that branches choose from."""
+class SamplerCall:
+    """One call of the function: what all forms compute first, and the steps that they combine.
+
+    parameters, logits: of the inputs.
+    search: the candidates.
+    path: Top-W's answer from the candidates.
+    """
 
     op: Ops
     spec: TailSpec
     inputs: Mapping[str, Tensor]
-    rows: Rows
-    logits: Logits
-    search: Search
-    path: ShortPath
+    parameters: RowParameters
+    logits: InputLogits
+    search: CandidateSearch
+    path: CandidatePath
 
-    def fast(self) -> Answer:
-        """The candidates' answer, final in rows of Top-W that they settle."""
-        return fast_answer(self.op, self.spec, self.path, self.search)
+    def settled_answer(self) -> Answer:
+        """The candidates' answer under Top-W, final in settled rows."""
+        return settled_answer(self.op, self.spec, self.path, self.search)
 
-    def only_top_w(self) -> Tensor:
+    def all_use_top_w(self) -> Tensor:
         """Whether all rows use Top-W, bool scalar."""
-        return only_top_w(self.op, self.inputs["rule"])
+        return all_use_top_w(self.op, self.inputs["rule"])
 
     def all_settled(self) -> Tensor:
         """Whether all rows use Top-W and are settled, bool scalar."""
-        settled = all_true(self.op, self.path.settled)
-        return self.op.And(self.only_top_w(), settled) if self.spec.carries_rules else settled
+        settled = all_true(self.op, self.path.is_settled)
+        return self.op.And(self.all_use_top_w(), settled) if self.spec.carries_rules else settled
 
-    def ruled(self) -> RuleRows:
-        return rule_rows(self.op, self.spec.rules, self.inputs["rule"], self.inputs["rule_values"], self.rows)
-
-    def answered(self) -> Tensor:
-        """Whether a row is settled or has another rule: bool [batch, 1]."""
+    def needs_no_pool(self) -> Tensor:
+        """Whether a row is settled or has another rule than Top-W: bool [batch, 1]."""
         op = self.op
-        settled = op.Cast(self.path.settled, to=9)
-        return op.Or(self.other(), settled) if self.spec.carries_rules else settled
+        settled = op.Cast(self.path.is_settled, to=9)
+        return op.Or(self.has_other_rule(), settled) if self.spec.carries_rules else settled
 
-    def other(self) -> Tensor:
+    def has_other_rule(self) -> Tensor:
         """Whether a row has another rule than Top-W: bool [batch, 1]."""
         return self.op.Cast(self.op.Unsqueeze(self.inputs["rule"], self.op.constant([1], np.int64)), to=9)
 
-    def by_candidates(self, before: Answer) -> Answer:
-        """The candidates' answers for rows with other rules, pending where they are not proven."""
-        op, ruled = self.op, self.ruled()
-        found = row_statistics(op, self.logits.masked(), self.search.candidates.largest(op), ruled, self.rows)
-        answer = candidate_answer(op, self.spec, self.search, ruled, found, self.rows)
-        return merge(op, self.other(), answer, before)
+    def rules(self) -> RowRules:
+        """The rules of the rows."""
+        return row_rules(self.op, self.spec.rules, self.inputs["rule"], self.inputs["rule_values"], self.parameters)
 
-    def by_list(self, before: Answer) -> Answer:
-        """Answer the pending rows that the longer list proves, and the invalid ones."""
+    def answer_rules_from_candidates(self, before: Answer) -> Answer:
+        """Answer the rows with other rules from the candidates; those that these do not prove become pending."""
+        op, rules = self.op, self.rules()
+        largest = self.search.candidates.largest
+        statistics = row_statistics(op, self.logits.masked_logits(), largest(op), rules, self.parameters)
+        answer = candidate_answer(op, self.spec, self.search, rules, statistics, self.parameters)
+        return select_answer(op, self.has_other_rule(), answer, before)
+
+    def answer_rules_from_list(self, before: Answer) -> Answer:
+        """Answer the pending rows that are invalid or that the longer list proves."""
         op = self.op
-        ruled, found = from_columns(op, self.spec, before.columns)
-        answer, final = list_answer(
-            op, self.spec, self.logits.masked(), list_length(self.spec), ruled, found, self.rows
+        rules, statistics = rules_and_statistics(op, self.spec, before.columns)
+        answer, is_final = list_answer(
+            op, self.spec, self.logits.masked_logits(), list_length(self.spec), rules, statistics, self.parameters
         )
-        return merge(op, op.And(is_pending(op, before), final), answer, before)
+        return select_answer(op, op.And(is_pending(op, before), is_final), answer, before)
 
-    def by_vocabulary(self, before: Answer) -> Answer:
-        """Answer the pending rows."""
+    def answer_rules_from_vocabulary(self, before: Answer) -> Answer:
+        """Answer all pending rows."""
         op = self.op
-        ruled, found = from_columns(op, self.spec, before.columns)
-        answer = vocabulary_answer(op, self.spec, self.logits.masked(), ruled, found, self.rows)
-        return merge(op, is_pending(op, before), answer, before)
+        rules, statistics = rules_and_statistics(op, self.spec, before.columns)
+        answer = vocabulary_answer(op, self.spec, self.logits.masked_logits(), rules, statistics, self.parameters)
+        return select_answer(op, is_pending(op, before), answer, before)
 
-    def pooled(self, before: Answer) -> tuple[Answer, Tensor]:
-        """Answer the other rows without distances. Also returns the final rows, bool [batch, 1]."""
-        op, answered = self.op, self.answered()
-        found, final = pool_answer(op, self.spec, self.logits.narrow(), self.rows)
-        return merge(op, answered, before, found), op.Or(answered, final)
+    def answer_top_w_by_base_scan(self, before: Answer) -> tuple[Answer, Tensor]:
+        """Answer the rows that need the pool without distances.
 
-    def literal(self, before: Answer) -> Answer:
-        """Answer the other rows, without control flow."""
-        found = literal_answer(self.op, self.spec, self.logits.narrow(), self.rows, self.inputs)
-        return merge(self.op, self.answered(), before, found)
+        Also returns which rows have their final answer, bool [batch, 1].
+        """
+        op, needs_no_pool = self.op, self.needs_no_pool()
+        answer, is_final = base_scan_answer(op, self.spec, self.logits.unpadded_logits(), self.parameters)
+        return select_answer(op, needs_no_pool, before, answer), op.Or(needs_no_pool, is_final)
 
-    def everything(self) -> Answer:
-        """Everything, without control flow: other rules always over the whole vocabulary."""
-        op, answer = self.op, self.fast()
-        if self.spec.carries_rules:
-            logits = self.logits.masked()
-            largest = op.ReduceMax(logits, op.constant([1], np.int64), keepdims=1)
-            ruled = self.ruled()
-            found = row_statistics(op, logits, largest, ruled, self.rows)
-            other = vocabulary_answer(op, self.spec, logits, ruled, found, self.rows)
-            answer = merge(op, self.other(), other, answer)
-        return self.literal(answer)
+    def answer_top_w_literally(self, before: Answer) -> Answer:
+        """Answer the rows that need the pool by the literal algorithm, without control flow."""
+        answer = literal_answer(self.op, self.spec, self.logits.unpadded_logits(), self.parameters, self.inputs)
+        return select_answer(self.op, self.needs_no_pool(), before, answer)
 
-    def nested(self) -> Answer:
-        """Everything, with branches inside branches that skip rows."""
-        op, spec = self.op, self.spec
-        logits = self.logits.masked()  # recorded before the branches, which then share it
-        answer = self.fast()
-        if spec.carries_rules:
-            fast = answer
-            answer = answer_of(
-                op.branch(self.only_top_w(), lambda: parts_of(fast), lambda: self._other_rules(logits, fast))
+
+def _answer_without_branches(call: SamplerCall) -> Answer:
+    """The form `static`: computes everything, and answers other rules always from the whole vocabulary."""
+    op, answer = call.op, call.settled_answer()
+    if call.spec.carries_rules:
+        logits = call.logits.masked_logits()
+        largest = op.ReduceMax(logits, op.constant([1], np.int64), keepdims=1)
+        rules = call.rules()
+        statistics = row_statistics(op, logits, largest, rules, call.parameters)
+        other = vocabulary_answer(op, call.spec, logits, rules, statistics, call.parameters)
+        answer = select_answer(op, call.has_other_rule(), other, answer)
+    return call.answer_top_w_literally(answer)
+
+
+def _answer_in_nested_branches(call: SamplerCall) -> Answer:
+    """The form `onnxruntime`: branches inside branches, which compute only the rows that need them."""
+    op, spec = call.op, call.spec
+    logits = call.logits.masked_logits()  # recorded outside the branches, which then share it
+    answer = call.settled_answer()
+    if spec.carries_rules:
+        settled = answer
+        answer = answer_from_outputs(
+            op.branch(
+                call.all_use_top_w(),
+                lambda: branch_outputs(settled),
+                lambda: _answer_rules_in_nested_branches(call, logits, settled),
             )
-        answered = self.answered()
-
-        def by_pool() -> list[Tensor]:
-            index = places_of(op, op.Not(answered))
-            others = without_padding(op, op.Gather(logits, index, axis=0), spec.vocab_size)
-            found = compact_answer(op, spec, others, take_rows(op, self.rows, index), self.inputs)
-            return parts_of(put_answer(op, answer, index, found))
-
-        return answer_of(op.branch(all_true(op, answered), lambda: parts_of(answer), by_pool))
-
-    def _other_rules(self, logits: Tensor, before: Answer) -> list[Tensor]:
-        op, spec, rows, ruled = self.op, self.spec, self.rows, self.ruled()
-        found = row_statistics(op, logits, self.search.candidates.largest(op), ruled, rows)
-        answer = candidate_answer(op, spec, self.search, ruled, found, rows)
-        answer = merge(op, self.other(), answer, before)
-        proven = all_true(op, op.Not(is_pending(op, answer)))
-        return op.branch(
-            proven, lambda: parts_of(answer), lambda: parts_of(_by_lists(op, spec, logits, ruled, found, rows, answer))
         )
+    needs_no_pool = call.needs_no_pool()
+
+    def answer_from_pool() -> list[Tensor]:
+        index = indices_of_true(op, op.Not(needs_no_pool))
+        rows = without_padding(op, op.Gather(logits, index, axis=0), spec.vocab_size)
+        part = pruned_answer(op, spec, rows, take_parameters(op, call.parameters, index), call.inputs)
+        return branch_outputs(put_answer(op, answer, index, part))
+
+    return answer_from_outputs(op.branch(all_true(op, needs_no_pool), lambda: branch_outputs(answer), answer_from_pool))
 
 
-def _by_lists(
-    op: Ops, spec: TailSpec, logits: Tensor, ruled: RuleRows, found: Statistics, rows: Rows, before: Answer
+def _answer_rules_in_nested_branches(call: SamplerCall, logits: Tensor, before: Answer) -> list[Tensor]:
+    """Answer the rows with other rules: from the candidates, then from longer lists. Returns `branch_outputs`."""
+    op, spec, parameters, rules = call.op, call.spec, call.parameters, call.rules()
+    statistics = row_statistics(op, logits, call.search.candidates.largest(op), rules, parameters)
+    answer = candidate_answer(op, spec, call.search, rules, statistics, parameters)
+    answer = select_answer(op, call.has_other_rule(), answer, before)
+    return op.branch(
+        _none_pending(op, answer),
+        lambda: branch_outputs(answer),
+        lambda: branch_outputs(_answer_pending_rows(op, spec, logits, rules, statistics, parameters, answer)),
+    )
+
+
+def _none_pending(op: Ops, answer: Answer) -> Tensor:
+    """Whether no row is pending, bool scalar."""
+    return all_true(op, op.Not(is_pending(op, answer)))
+
+
+def _answer_pending_rows(
+    op: Ops,
+    spec: TailSpec,
+    logits: Tensor,
+    rules: RowRules,
+    statistics: RuleStatistics,
+    parameters: RowParameters,
+    before: Answer,
 ) -> Answer:
-    """Answer the pending rows, from the list if it proves them, else from the whole vocabulary. For onnxruntime."""
-    whole = op.constant([spec.vocab_size], np.int64)
+    """Answer the pending rows from a list, if it proves them, else from the whole vocabulary; for `onnxruntime`."""
+    vocabulary = op.constant([spec.vocab_size], np.int64)
 
-    def by_list(length: Tensor, *parts: Tensor) -> list[Tensor]:
-        answer = answer_of(parts)
-        index = places_of(op, is_pending(op, answer))
-        taken = take_rules(op, ruled, index), take_statistics(op, found, index), take_rows(op, rows, index)
-        part, final = list_answer(op, spec, op.Gather(logits, index, axis=0), length, *taken)
-        answer = put_answer(op, answer, index, pending(op, spec, part, final))
-        return [op.Not(all_true(op, final)), whole, *parts_of(answer)]
+    def answer_from_list(length: Tensor, *states: Tensor) -> list[Tensor]:
+        answer = answer_from_outputs(states)
+        index = indices_of_true(op, is_pending(op, answer))
+        own_rules, own_statistics = take_rules(op, rules, index), take_statistics(op, statistics, index)
+        own_parameters, own_logits = take_parameters(op, parameters, index), op.Gather(logits, index, axis=0)
+        part, is_final = list_answer(op, spec, own_logits, length, own_rules, own_statistics, own_parameters)
+        answer = put_answer(op, answer, index, mark_pending(op, spec, part, is_final))
+        return [op.Not(all_true(op, is_final)), vocabulary, *branch_outputs(answer)]
 
-    first = list_length(spec)
-    if first:
-        _, *parts = op.loop(2, [op.constant([first], np.int64), *parts_of(before)], by_list)
+    length = list_length(spec)
+    if length:  # an iteration with the list, then one with the whole vocabulary
+        _, *states = op.loop(2, [op.constant([length], np.int64), *branch_outputs(before)], answer_from_list)
     else:
-        _, _, *parts = by_list(whole, *parts_of(before))
-    return answer_of(parts)
+        _, _, *states = answer_from_list(vocabulary, *branch_outputs(before))
+    return answer_from_outputs(states)
 
 
-def _branches(call: Call) -> Answer:
-    """The `portable` form: consecutive branches; each answers rows that earlier ones do not.
+def _answer_in_consecutive_branches(call: SamplerCall) -> Answer:
+    """The form `portable`: up to five branches, one after the other. Each answers rows that earlier ones do not.
 
-    1. the candidates' answers, without the work for other rules unless a row has one;
-    2. other rules from a longer list;
-    3. other rules over the whole vocabulary;
-    4. Top-W over the pool, without distances;
-    5. with distances.
+    1. From the candidates; the work for other rules is skipped if all rows use Top-W.
+    2. Other rules, from a longer list.
+    3. Other rules, from the whole vocabulary.
+    4. Top-W, over the pool without distances.
+    5. Top-W, over the pool with distances.
 
-    With a dynamic batch NVIDIA's builder refuses nested branches and sides of different shapes. So branches 2, 4 and 5
-    each take the largest logits again, which is cheap.
+    Branches are neither nested nor do their two sides have outputs of different shapes: with a dynamic batch, NVIDIA's
+    builder refuses both. So branches 2, 4 and 5 each find the largest logits again, which is cheap.
     """
     op, spec = call.op, call.spec
     if spec.carries_rules:
-        no_pool, answer = _rules(call)
+        needs_no_pool, answer = _answer_rules_in_consecutive_branches(call)
     else:
-        no_pool, answer = call.all_settled(), call.fast()
-    if not spec.has_geometry:
-        before = answer
-        return answer_of(op.branch(no_pool, lambda: parts_of(before), lambda: parts_of(call.literal(before))))
-    return _with_geometry(call, answer, no_pool)
+        needs_no_pool, answer = call.all_settled(), call.settled_answer()
+    if spec.has_geometry:
+        return _answer_from_pool_in_consecutive_branches(call, answer, needs_no_pool)
+    return answer_from_outputs(
+        op.branch(
+            needs_no_pool,
+            lambda: branch_outputs(answer),
+            lambda: branch_outputs(call.answer_top_w_literally(answer)),
+        )
+    )
 
 
-def _rules(call: Call) -> tuple[Tensor, Answer]:
-    """(Whether the pool is not needed, bool scalar; the answers of settled rows and rows with other rules)."""
-    op, top_w = call.op, call.only_top_w()
-    fast = call.fast()
+def _answer_rules_in_consecutive_branches(call: SamplerCall) -> tuple[Tensor, Answer]:
+    """Branches 1 to 3: whether no row needs the pool, bool scalar, and the answer."""
+    op, all_use_top_w = call.op, call.all_use_top_w()
+    settled = call.settled_answer()
 
-    def by_candidates() -> list[Tensor]:
-        return [top_w, all_true(op, call.path.settled), *parts_of(fast)]
+    def answer_top_w() -> list[Tensor]:
+        return [all_use_top_w, all_true(op, call.path.is_settled), *branch_outputs(settled)]
 
-    def by_rules() -> list[Tensor]:
-        answer = call.by_candidates(fast)
-        proven = all_true(op, op.Not(is_pending(op, answer)))
-        return [proven, all_true(op, call.answered()), *parts_of(answer)]
+    def answer_rules() -> list[Tensor]:
+        answer = call.answer_rules_from_candidates(settled)
+        none_pending = _none_pending(op, answer)
+        return [none_pending, all_true(op, call.needs_no_pool()), *branch_outputs(answer)]
 
-    proven, no_pool, *parts = op.branch(top_w, by_candidates, by_rules)
+    none_pending, needs_no_pool, *outputs = op.branch(all_use_top_w, answer_top_w, answer_rules)
     if list_length(call.spec):
-        proven, *parts = _by_list(call, proven, answer_of(parts))
-    answer = answer_of(parts)
-    parts = op.branch(proven, lambda: parts_of(answer), lambda: parts_of(call.by_vocabulary(answer)))
-    return no_pool, answer_of(parts)
+        none_pending, *outputs = _answer_rules_in_list_branch(call, none_pending, answer_from_outputs(outputs))
+    answer = answer_from_outputs(outputs)
+    outputs = op.branch(
+        none_pending,
+        lambda: branch_outputs(answer),
+        lambda: branch_outputs(call.answer_rules_from_vocabulary(answer)),
+    )
+    return needs_no_pool, answer_from_outputs(outputs)
 
 
-def _by_list(call: Call, proven: Tensor, before: Answer) -> list[Tensor]:
-    """Branch 2: whether all rows with other rules are answered, bool scalar, and the parts of the answer."""
+def _answer_rules_in_list_branch(call: SamplerCall, none_pending: Tensor, before: Answer) -> list[Tensor]:
+    """Branch 2: whether no row is pending any more, bool scalar, and the `branch_outputs` of the answer."""
     op = call.op
 
-    def by_list() -> list[Tensor]:
-        answer = call.by_list(before)
-        return [all_true(op, op.Not(is_pending(op, answer))), *parts_of(answer)]
+    def answer_from_list() -> list[Tensor]:
+        answer = call.answer_rules_from_list(before)
+        return [_none_pending(op, answer), *branch_outputs(answer)]
 
-    return op.branch(proven, lambda: [proven, *parts_of(before)], by_list)
+    return op.branch(none_pending, lambda: [none_pending, *branch_outputs(before)], answer_from_list)
 
 
-def _with_geometry(call: Call, before: Answer, no_pool: Tensor) -> Answer:
+def _answer_from_pool_in_consecutive_branches(call: SamplerCall, before: Answer, needs_no_pool: Tensor) -> Answer:
     """Branches 4 and 5."""
     op, spec = call.op, call.spec
 
-    def by_pool() -> list[Tensor]:
-        found, final = call.pooled(before)
-        return [all_true(op, final), *parts_of(pending(op, spec, found, final))]
+    def answer_by_base_scan() -> list[Tensor]:
+        answer, is_final = call.answer_top_w_by_base_scan(before)
+        return [all_true(op, is_final), *branch_outputs(mark_pending(op, spec, answer, is_final))]
 
-    answered, *parts = op.branch(no_pool, lambda: [no_pool, *parts_of(before)], by_pool)
-    answer = answer_of(parts)
+    all_final, *outputs = op.branch(
+        needs_no_pool, lambda: [needs_no_pool, *branch_outputs(before)], answer_by_base_scan
+    )
+    answer = answer_from_outputs(outputs)
 
-    def by_distances() -> list[Tensor]:
-        sure = answer.column(op, CERTIFIED)
-        found = moved_answer(op, spec, call.logits.narrow(), call.rows, call.inputs, sure)
-        return parts_of(merge(op, is_pending(op, answer), found, answer))
+    def answer_with_distances() -> list[Tensor]:
+        certified = answer.column(op, CERTIFIED)
+        logits = call.logits.unpadded_logits()
+        alternated = alternated_answer(op, spec, logits, call.parameters, call.inputs, certified)
+        return branch_outputs(select_answer(op, is_pending(op, answer), alternated, answer))
 
-    return answer_of(op.branch(answered, lambda: parts_of(answer), by_distances))
+    return answer_from_outputs(op.branch(all_final, lambda: branch_outputs(answer), answer_with_distances))

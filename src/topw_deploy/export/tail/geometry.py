@@ -12,73 +12,80 @@ from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.spec import TailSpec, tail_inputs
 
 FARTHER = 3e38
-"""Squared distance of a non-member: above any real one, finite in float32."""
+"""Replaces the squared distance to a token that is not a member: above any real one, finite in float32."""
 
 _RECOMPUTED = 4
-"""Number of nearest other tokens that `recompute_nearest` recomputes."""
+"""The number of nearest other tokens whose distances `recompute_nearest` computes again."""
 
 
 @dataclass(frozen=True)
-class Metric:
-    """A distance to a set.
+class SetDistance:
+    """How to compute a token's distance to a set.
 
-    neighbours: smallest distances to average; 0 for the nearest.
-    size: of the pool.
+    metric: a name of `sampling.parameters.METRICS`, not `uniform`.
+    neighbours: the number of smallest distances to average; 0 for the distance of the nearest member.
+    pool_size: the number of tokens in the pool.
     """
 
-    name: str
+    metric: str
     neighbours: int
-    size: int
+    pool_size: int
 
     @property
-    def averaged(self) -> int:
-        return min(max(self.neighbours, 1), self.size)
+    def averaged_count(self) -> int:
+        """The number of smallest distances to average, at least 1 and at most the pool's size."""
+        return min(max(self.neighbours, 1), self.pool_size)
 
     @classmethod
-    def of(cls, spec: TailSpec) -> Metric:
+    def of(cls, spec: TailSpec) -> SetDistance:
         return cls(spec.options.metric, spec.options.neighbours, spec.pool_size)
 
 
 def token_features(op: Ops, spec: TailSpec, lookup: EmbeddingForm, ids: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Features of `ids` [batch, n]: float32 [batch, n, hidden]."""
+    """The features of tokens `ids`, int64 [batch, n]: float32 [batch, n, hidden]."""
     tables = [inputs[name] for name in tail_inputs(spec) if name.startswith("embedding_")]
     rows = embedding_rows(op, lookup, tables, ids)
-    return features(op, rows, inputs["mean"], inputs["inverse_std"], Metric.of(spec))
+    return features(op, rows, inputs["mean"], inputs["inverse_std"], SetDistance.of(spec))
 
 
 @scope
 def embedding_rows(op: Ops, form: EmbeddingForm, tables: Sequence[Tensor], ids: Tensor) -> Tensor:
-    """The decoder's lookup of ids [..., n]: float32 [..., n, hidden]."""
+    """The embeddings of ids [..., n], looked up by the decoder's own operator: float32 [..., n, hidden]."""
     inputs = [*tables[: form.indices_position], ids, *tables[form.indices_position :]]
-    return op.Cast(op.custom(form.domain, form.op_type, inputs, dict(form.attributes)), to=1)
+    return op.Cast(op.custom_op(form.domain, form.op_type, inputs, dict(form.attributes)), to=1)
 
 
 @scope
-def features(op: Ops, rows: Tensor, mean: Tensor, inverse_std: Tensor, metric: Metric) -> Tensor:
-    """Features of embedding `rows`. `mahalanobis` normalises before whitening, the other metrics after."""
-    if metric.name == "mahalanobis":
-        return op.Mul(op.Sub(_normalised(op, rows), mean), inverse_std)
-    return _normalised(op, op.Mul(op.Sub(rows, mean), inverse_std))
+def features(op: Ops, rows: Tensor, mean: Tensor, inverse_std: Tensor, distance: SetDistance) -> Tensor:
+    """The features of embeddings `rows` [..., hidden] (docs/contract/graph.md, section 2).
+
+    `mahalanobis` normalises before whitening, the other metrics after.
+    """
+    if distance.metric == "mahalanobis":
+        return op.Mul(op.Sub(_unit_rows(op, rows), mean), inverse_std)
+    return _unit_rows(op, op.Mul(op.Sub(rows, mean), inverse_std))
 
 
-def _normalised(op: Ops, rows: Tensor) -> Tensor:
+def _unit_rows(op: Ops, rows: Tensor) -> Tensor:
+    """The rows, scaled to length 1; a row of zeros stays."""
     norm = op.Sqrt(op.ReduceSumSquare(rows, op.constant([2], np.int64), keepdims=1))
     return op.Div(rows, op.Max(norm, op.constant(1e-12)))
 
 
 @scope
-def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bool = False) -> Tensor:
-    """Numbers that order pairs by their features' distance: [batch, rows, columns].
+def closeness(op: Ops, rows: Tensor, columns: Tensor, distance: SetDistance, double: bool = False) -> Tensor:
+    """A number for each pair of features that rises with their distance: [batch, rows, columns].
 
-    `cosine`: minus the cosine. Others: the squared distance |x|^2 + |y|^2 - 2 x.y, which cancels for near-duplicates:
-    with 2,048 float32 coordinates its root errs by up to 0.03. Pass doubles or use `recompute_nearest`.
+    For `cosine` it is minus the cosine. For the other metrics it is the squared distance, computed as
+    |x|^2 + |y|^2 - 2 x.y. These terms cancel for near-duplicates: with 2,048 float32 coordinates, the root is wrong by
+    up to 0.03. So pass doubles, or call `recompute_nearest` afterwards.
 
-    double: for float64 rows. onnxruntime up to 1.24 has no double product with fused Transpose, so a Reshape prevents
-    the fusion.
+    double: whether the features are float64. A Reshape then keeps onnxruntime from fusing Transpose into MatMul,
+    because versions up to 1.24 have no such product of doubles.
     """
     transposed = op.Transpose(columns, perm=[0, 2, 1])
     products = op.MatMul(rows, op.Reshape(transposed, op.Shape(transposed)) if double else transposed)
-    if metric.name == "cosine":
+    if distance.metric == "cosine":
         return op.Neg(products)
     axis = op.constant([2], np.int64)
     of_rows = op.ReduceSumSquare(rows, axis, keepdims=1)
@@ -87,14 +94,17 @@ def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bo
 
 
 @scope
-def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, metric: Metric) -> Tensor:
-    """Recompute each token's nearest `closeness`, float32 [batch, n, n], from differences, which do not cancel.
+def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, distance: SetDistance) -> Tensor:
+    """Compute each token's smallest squared distances again, from differences, which lose no digits.
 
-    Takes one neighbour at a time, to bound memory. Cosines lose no digits, so they stay.
+    Takes one neighbour at a time, to bound memory. Returns cosines unchanged, because they lose no digits.
+
+    near: the result of `closeness` for the pool's tokens, float32 [batch, n, n].
+    whitened: their features, float32 [batch, n, hidden].
     """
-    if metric.name == "cosine":
+    if distance.metric == "cosine":
         return near
-    count = min(_RECOMPUTED + 1, metric.size)  # the token itself comes first
+    count = min(_RECOMPUTED + 1, distance.pool_size)  # the token itself comes first
     _, chosen = op.TopK(near, op.constant([count], np.int64), axis=2, largest=0)
     squares = []
     for neighbour in range(count):
@@ -105,26 +115,28 @@ def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, metric: Metric) -
 
 
 @scope
-def distance_to_set(op: Ops, near: Tensor, members: Tensor, metric: Metric) -> Tensor:
-    """Distance to the set: double [batch, rows].
+def distance_to_set(op: Ops, near: Tensor, members: Tensor, distance: SetDistance) -> Tensor:
+    """The distance of each row's token to a set: double [batch, rows].
 
-    near: `closeness` of the pool's tokens, with at least `metric.averaged` columns.
-    members: bool [batch, columns], not empty.
+    near: the result of `closeness` [batch, rows, columns], with at least `distance.averaged_count` columns.
+    members: which columns are in the set, bool [batch, columns]; at least one is.
     """
     last = op.constant([2], np.int64)
     farther = op.CastLike(op.constant(FARTHER), near)
     masked = op.Where(op.Unsqueeze(members, op.constant([1], np.int64)), near, farther)
-    if metric.averaged == 1:
-        return _distance(op, op.ReduceMin(masked, last, keepdims=0), metric)
-    nearest, _ = op.TopK(masked, op.constant([metric.averaged], np.int64), axis=2, largest=0)
-    real = op.Less(nearest, op.CastLike(op.constant(FARTHER / 2), near))
-    total = op.ReduceSum(op.Where(real, _distance(op, nearest, metric), op.constant(0.0, np.float64)), last, keepdims=0)
-    return op.Div(total, op.ReduceSum(op.Cast(real, to=11), last, keepdims=0))
+    if distance.averaged_count == 1:
+        return _distance_of_closeness(op, op.ReduceMin(masked, last, keepdims=0), distance)
+    nearest, _ = op.TopK(masked, op.constant([distance.averaged_count], np.int64), axis=2, largest=0)
+    is_member = op.Less(nearest, op.CastLike(op.constant(FARTHER / 2), near))
+    distances = _distance_of_closeness(op, nearest, distance)
+    total = op.ReduceSum(op.Where(is_member, distances, op.constant(0.0, np.float64)), last, keepdims=0)
+    return op.Div(total, op.ReduceSum(op.Cast(is_member, to=11), last, keepdims=0))
 
 
-def _distance(op: Ops, near: Tensor, metric: Metric) -> Tensor:
+def _distance_of_closeness(op: Ops, near: Tensor, distance: SetDistance) -> Tensor:
+    """The distance for each result of `closeness`, double."""
     exact = op.Cast(near, to=11)
-    if metric.name == "cosine":
+    if distance.metric == "cosine":
         one = op.constant(1.0, np.float64)
         return op.Add(op.Clip(exact, op.constant(-1.0, np.float64), one), one)
     return op.Sqrt(op.Max(exact, op.constant(0.0, np.float64)))

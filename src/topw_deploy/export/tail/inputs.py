@@ -1,4 +1,4 @@
-"""The node's inputs: parameter columns, and edited and masked logits."""
+"""Read the node's inputs: turn parameters into columns, apply edits and masks to the logits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from topw_deploy.export.tail.spec import TailSpec
 from topw_deploy.sampling.mask import WORD_BITS, mask_words
 from topw_deploy.sampling.parameters import GREEDY_BELOW
 
+# float32 numbers: the largest finite one, the smallest positive one, and the largest one below 1.
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
 BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
-# Closed intervals of allowed values, in the order of `Rows.given`; none contains NaN.
+# Parameter -> the closed interval of its allowed values. A comparison with its ends is false for NaN.
 _INTERVALS = {
     "temperature": (0.0, LARGEST),
     "selection_temperature": (0.0, LARGEST),
@@ -28,73 +29,82 @@ _INTERVALS = {
 }
 PARAMETERS = tuple(_INTERVALS)
 
-Bounded = tuple[Tensor, float, float]
-"""A column [batch, 1] with its lowest and highest allowed value."""
+BoundedColumn = tuple[Tensor, float, float]
+"""A column float32 [batch, 1] with its lowest and highest allowed value."""
 
 BLOCK = 128
-"""Tokens per block of the candidate search: shorter blocks cost more maxima, longer ones more sorting."""
+"""Tokens in each block of the candidate search. Shorter blocks have more maxima to search, longer ones more logits."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Parameters as float32 columns [batch, 1].
+class RowParameters:
+    """The parameters of each row as columns [batch, 1], float32 unless stated otherwise.
 
-    given: in the order of `PARAMETERS`.
-    greedy: bool, temperature below 1e-5; `reward` is -1, `scale` 0.
-    temperature, selection: T and Ts, never 0.
-    lam, beta: weights of entropy and log mass.
-    reward: beta - lam.
-    warm_mass, scale: init_top_p, geom_scale.
-    only_rule: the code of the row's rule where the function carries only Top-W; other codes are invalid. Else None.
+    columns: the parameters as given, in the order of `PARAMETERS`.
+    is_greedy: whether `temperature` is below 1e-5, bool.
+    temperature: T, at least 1e-5.
+    selection_temperature: Ts, which is T where the given value is 0.
+    lam: weight of the entropy term.
+    beta: weight of the log mass.
+    reward: beta - lam; -1 in greedy rows.
+    init_top_p: mass of the warm start, relative to the pool's.
+    geom_scale: factor of distances; 0 in greedy rows.
+    uniform: the number in [0, 1) that decides the draw.
+    only_rule: the code of each row's rule if the function carries only Top-W, and then all other codes are invalid.
+        None if the function carries more rules.
     """
 
-    given: tuple[Tensor, ...]
-    greedy: Tensor
+    columns: tuple[Tensor, ...]
+    is_greedy: Tensor
     temperature: Tensor
-    selection: Tensor
+    selection_temperature: Tensor
     lam: Tensor
     beta: Tensor
     reward: Tensor
-    warm_mass: Tensor
-    scale: Tensor
+    init_top_p: Tensor
+    geom_scale: Tensor
     uniform: Tensor
     only_rule: Tensor | None = None
 
 
 @scope
-def row_parameters(op: Ops, inputs: Sequence[Tensor], only_rule: Tensor | None = None) -> Rows:
-    """inputs: in the order of `PARAMETERS`, float32 [batch]; only_rule: int32 [batch], see `Rows`."""
+def row_parameters(op: Ops, inputs: Sequence[Tensor], only_rule: Tensor | None = None) -> RowParameters:
+    """Turn the node's inputs into columns.
+
+    inputs: float32 [batch], in the order of `PARAMETERS`.
+    only_rule: the input `rule`, int32 [batch], if the function carries only Top-W.
+    """
     axis = op.constant([1], np.int64)
-    given = tuple(op.Unsqueeze(value, axis) for value in inputs)
-    temperature, selection, lam, beta, warm_mass, scale, uniform = given
+    columns = tuple(op.Unsqueeze(value, axis) for value in inputs)
+    temperature, selection_temperature, lam, beta, init_top_p, geom_scale, uniform = columns
     zero = op.constant(0.0)
-    greedy = op.Less(temperature, op.constant(GREEDY_BELOW))
+    is_greedy = op.Less(temperature, op.constant(GREEDY_BELOW))
     nonzero = op.Max(temperature, op.constant(GREEDY_BELOW))
-    return Rows(
-        given=given,
-        greedy=greedy,
+    return RowParameters(
+        columns=columns,
+        is_greedy=is_greedy,
         temperature=nonzero,
-        selection=op.Where(op.Equal(selection, zero), nonzero, selection),
+        selection_temperature=op.Where(op.Equal(selection_temperature, zero), nonzero, selection_temperature),
         lam=lam,
         beta=beta,
-        reward=op.Where(greedy, op.constant(-1.0), op.Sub(beta, lam)),
-        warm_mass=warm_mass,
-        scale=op.Where(greedy, zero, scale),
+        reward=op.Where(is_greedy, op.constant(-1.0), op.Sub(beta, lam)),
+        init_top_p=init_top_p,
+        geom_scale=op.Where(is_greedy, zero, geom_scale),
         uniform=uniform,
         only_rule=None if only_rule is None else op.Cast(op.Unsqueeze(only_rule, axis), to=1),
     )
 
 
 @scope
-def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
-    """Whether columns are in their intervals: bool [batch, n].
+def are_in_range(op: Ops, parameters: RowParameters, further: Sequence[BoundedColumn] = ()) -> Tensor:
+    """Whether the parameters and `further` columns lie in their intervals: bool [batch, n], one column each.
 
-    All are compared at once, because each node of the graph costs time.
+    Concatenates the columns and compares them at once, because each node of the graph costs time.
     """
-    if rows.only_rule is not None:
-        further = [*further, (rows.only_rule, 0.0, 0.0)]
+    if parameters.only_rule is not None:
+        further = [*further, (parameters.only_rule, 0.0, 0.0)]
     bounds = [*_INTERVALS.values(), *((low, high) for _, low, high in further)]
-    columns = op.Concat(*rows.given, *(column for column, _, _ in further), axis=1)
+    columns = op.Concat(*parameters.columns, *(column for column, _, _ in further), axis=1)
     lowest = op.constant([low for low, _ in bounds])
     highest = op.constant([high for _, high in bounds])
     return op.And(op.GreaterOrEqual(columns, lowest), op.LessOrEqual(columns, highest))
@@ -102,76 +112,81 @@ def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
 
 @scope
 def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
-    """Whether all `flags` are true, over everything or over one axis, which is kept."""
+    """Whether all `flags` are true: a bool scalar, or with `axis` the flags reduced over that axis, which is kept."""
     if axis is None:
         return op.Cast(op.ReduceMin(op.Cast(flags, to=1), keepdims=0), to=9)
-    return op.Cast(all_numbers(op, flags, axis), to=9)
+    return op.Cast(all_true_as_float(op, flags, axis), to=9)
 
 
 @scope
-def all_numbers(op: Ops, flags: Tensor, axis: int = 1) -> Tensor:
-    """1 where all `flags` over the axis are true, else 0: float32, the axis is kept."""
+def all_true_as_float(op: Ops, flags: Tensor, axis: int = 1) -> Tensor:
+    """Like `all_true` over one axis, but float32: 1 for true, 0 for false."""
     return op.ReduceMin(op.Cast(flags, to=1), op.constant([axis], np.int64), keepdims=1)
 
 
 def padded_width(vocab_size: int) -> int:
-    """The width of padded logits: whole blocks, with at least one padding column."""
+    """The number of columns of padded logits: whole blocks, with at least one padding column."""
     return (vocab_size // BLOCK + 1) * BLOCK
 
 
 @scope
 def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Tensor, vocab_size: int) -> Tensor:
-    """Edit logits [batch, vocab] and pad with -inf to [batch, padded] (docs/contract/graph.md, section 6).
+    """Pad logits [batch, vocab] with -inf to [batch, padded] and edit them (docs/contract/graph.md, section 6).
 
-    ids: int64 [batch, edits], distinct where >= 0.
+    A logit l becomes (l / penalty if l > 0 else l * penalty) + bias, or NaN unless penalty > 0. An edit with an id
+    outside the vocabulary changes a padding column, which no token reads. Pad makes a copy, so onnxruntime can then
+    scatter in place.
+
+    ids: int64 [batch, edits], distinct where they are >= 0.
     penalty, bias: float32 [batch, edits].
-
-    A logit l becomes (l / penalty if l > 0 else l * penalty) + bias; NaN unless penalty > 0. Ids outside the vocabulary
-    edit a padding column, which stays -inf. Padding makes a copy, so onnxruntime can scatter in place.
     """
-    spare = op.constant(vocab_size, np.int64)
-    nothing = op.constant(-np.inf)
+    spare_column = op.constant(vocab_size, np.int64)
+    lowest = op.constant(-np.inf)
     widths = op.constant([0, 0, 0, padded_width(vocab_size) - vocab_size], np.int64)
-    wide = op.Pad(logits, widths, nothing)
-    column = op.Min(op.Where(op.Less(ids, op.constant(0, np.int64)), spare, ids), spare)
+    padded = op.Pad(logits, widths, lowest)
+    column = op.Min(op.Where(op.Less(ids, op.constant(0, np.int64)), spare_column, ids), spare_column)
     zero = op.constant(0.0)
-    old = op.GatherElements(wide, column, axis=1)
+    old = op.GatherElements(padded, column, axis=1)
     scaled = op.Where(op.Greater(old, zero), op.Div(old, penalty), op.Mul(old, penalty))
     new = op.Where(op.Greater(penalty, zero), op.Add(scaled, bias), op.constant(np.nan))
-    return op.ScatterElements(wide, column, new, axis=1)
+    return op.ScatterElements(padded, column, new, axis=1)
 
 
 @scope
 def apply_mask(op: Ops, spec: TailSpec, logits: Tensor, words: Tensor, like: Tensor) -> Tensor:
-    """Set tokens that are not allowed to -inf in padded logits [batch, padded] (docs/contract/graph.md, section 6).
+    """Set the logits [batch, padded] of tokens that are not allowed to -inf (docs/contract/graph.md, section 6).
 
-    words: int32 [batch, ceil(vocab / 32)], or [batch, 0] to allow all.
-    like: int32 [batch].
+    words: int32 [batch, ceil(vocab / 32)], or [batch, 0] to allow all tokens.
+    like: any int32 [batch]; only its shape is used.
 
-    Without words (k = 0), all rows use the extra row of flags, which follows the k unpacked ones. Gather with `like`
-    gives the result the batch's own dimension name. onnxruntime reuses only buffers with equal dimension names, and
-    its search for buffers among differently named ones took most of the time to open a session.
+    The words become k = batch or 0 rows of flags, and a row that allows every token follows them. Each row of the batch
+    takes the flags of its number, at most k: with k = 0 all rows take the added one.
+
+    The row numbers come from `like`, because the result then has the batch's own dimension name. onnxruntime reuses
+    only buffers with equal dimension names, and its search for buffers among differently named ones took most of the
+    time to open a session.
     """
-    width, given = padded_width(spec.vocab_size), mask_words(spec.vocab_size)
-    whole = op.Reshape(words, op.constant([-1, given], np.int64))  # [k, given], k = batch or 0
-    # The padding is -inf, masked or not, so its words do not matter. (CUDA has no kernel for Pad with int32.)
-    missing = width // WORD_BITS - given
+    width, word_count = padded_width(spec.vocab_size), mask_words(spec.vocab_size)
+    word_rows = op.Reshape(words, op.constant([-1, word_count], np.int64))  # [k, word_count]
+    # The padding's logits are -inf anyway, so any words will do. (CUDA has no kernel for Pad with int32.)
+    missing = width // WORD_BITS - word_count
     if missing:
-        padding = op.Gather(whole, op.constant([given - 1] * missing, np.int64), axis=1)
-        whole = op.Concat(whole, padding, axis=1)
-    flags = allowed_tokens(op, whole, width)
-    everything = op.Expand(op.constant(True, np.bool_), op.constant([1, width], np.int64))
+        padding = op.Gather(word_rows, op.constant([word_count - 1] * missing, np.int64), axis=1)
+        word_rows = op.Concat(word_rows, padding, axis=1)
+    flags = allowed_tokens(op, word_rows, width)
+    all_allowed = op.Expand(op.constant(True, np.bool_), op.constant([1, width], np.int64))
     numbers = op.CumSum(op.Cast(op.Equal(like, like), to=7), op.constant(0, np.int64), exclusive=1)
-    row = op.Min(numbers, _computed_length(op, whole) if spec.form == "static" else op.Shape(flags, start=0, end=1))
-    allowed = op.Gather(op.Concat(flags, everything, axis=0), row, axis=0)
+    k = _row_count_on_device(op, word_rows) if spec.form == "static" else op.Shape(flags, start=0, end=1)
+    row = op.Min(numbers, k)
+    allowed = op.Gather(op.Concat(flags, all_allowed, axis=0), row, axis=0)
     return op.Where(allowed, logits, op.constant(-np.inf))
 
 
 @scope
-def _computed_length(op: Ops, rows: Tensor) -> Tensor:
-    """k as int64 [1], of int32 [k, n].
+def _row_count_on_device(op: Ops, rows: Tensor) -> Tensor:
+    """The number k of rows of an int32 tensor [k, n], int64 [1].
 
-    CUDA captures only steps that copy nothing from the CPU, where the result of Shape is.
+    The operator Shape has its result on the CPU, and a CUDA graph cannot capture the copy from there.
     """
     column, zero = op.Gather(rows, op.constant(0, np.int64), axis=1), op.constant([0], np.int64)
     ones = op.Concat(zero, op.Cast(op.Equal(column, column), to=7), axis=0)
@@ -180,9 +195,10 @@ def _computed_length(op: Ops, rows: Tensor) -> Tensor:
 
 @scope
 def allowed_tokens(op: Ops, words: Tensor, width: int) -> Tensor:
-    """The bits of words int32 [k, width / 32], from the least significant: bool [k, width].
+    """Unpack words int32 [k, width / 32], from the least significant bit: bool [k, width].
 
-    The bits are looked up by octet, because NVIDIA's parser has no bitwise operators. Only the highest octet is signed.
+    Looks each octet up in a table, because NVIDIA's parser has no bitwise operators. The table begins at -128: the
+    highest octet of a word is signed.
     """
     halves = op.Reshape(low_and_high(op, words, 1 << 16), op.constant([0, width // 16], np.int64))
     values = np.arange(-128, 256)
@@ -193,7 +209,7 @@ def allowed_tokens(op: Ops, words: Tensor, width: int) -> Tensor:
 
 @scope
 def low_and_high(op: Ops, values: Tensor, base: int) -> Tensor:
-    """value = high * base + low with 0 <= low < base: int32 [k, n] -> [k, n, (low, high)]."""
+    """Split each value into high * base + low with 0 <= low < base: int32 [k, n] -> [k, n, (low, high)]."""
     divisor, axis = op.constant(base, np.int32), op.constant([2], np.int64)
     low = op.Mod(values, divisor)
     high = op.Div(op.Sub(values, low), divisor)
@@ -202,5 +218,6 @@ def low_and_high(op: Ops, values: Tensor, base: int) -> Tensor:
 
 @scope
 def without_padding(op: Ops, logits: Tensor, vocab_size: int) -> Tensor:
+    """The logits [batch, vocab] of padded ones [batch, padded]."""
     start, end = op.constant([0], np.int64), op.constant([vocab_size], np.int64)
     return op.Slice(logits, start, end, op.constant([1], np.int64))

@@ -1,7 +1,7 @@
-"""Operator sets: `Recorder` records an ONNX function; `Eager` evaluates it in unit tests.
+"""ONNX operators as Python calls: `Recorder` records them as nodes; `EagerOps` runs them at once in unit tests.
 
-onnxscript's `@script` turns every `if` and `for` into an ONNX node and passes only single tensors. The sampler's code
-passes dataclasses of tensors, and evaluates its own `if` and `for` while recording.
+onnxscript's `@script` is not used: it turns every `if` and `for` into an ONNX node and passes only single tensors. The
+sampler's code passes dataclasses of tensors, and its `if` and `for` run while the function is recorded.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import onnx_ir as ir
 Tensor = Any
 """An `onnx_ir.Value` while recording, an array-like while evaluating."""
 
-Side = Callable[[], Sequence[Tensor]]
-"""One side of a branch: a function that records or evaluates it and returns its tensors."""
+BranchBody = Callable[[], Sequence[Tensor]]
+"""Computes one side of a branch and returns its outputs. Both sides return equally many tensors of the same types."""
 
-Body = Callable[..., Sequence[Tensor]]
-"""The body of a loop: states -> whether to continue, bool scalar, and the next states."""
+LoopBody = Callable[..., Sequence[Tensor]]
+"""Computes one iteration: takes the states; returns whether to continue, bool scalar, and then the next states."""
 
-_OUTPUTS = {"TopK": 2}
+_OUTPUT_COUNTS = {"TopK": 2}  # of operators with several outputs
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -34,45 +34,52 @@ class Ops(Protocol):
     def __getattr__(self, op_type: str) -> Callable[..., Any]: ...
 
     def constant(self, value: Any, dtype: type = np.float32) -> Tensor:
-        """A constant tensor; equal constants are recorded once."""
+        """Return a constant tensor. Equal constants share a node."""
 
-    def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
-        """`If` on a bool scalar."""
+    def branch(self, condition: Tensor, then: BranchBody, otherwise: BranchBody) -> list[Tensor]:
+        """Compute one of two sides (`If`). condition: bool scalar."""
 
-    def loop(self, trips: int, states: Sequence[Tensor], body: Body) -> list[Tensor]:
-        """The states after at most `trips` >= 1."""
+    def loop(self, trips: int, states: Sequence[Tensor], body: LoopBody) -> list[Tensor]:
+        """Run `body` at most `trips` >= 1 times (`Loop`). Returns the final states."""
 
-    def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
-        """An operator with one output, of any domain."""
+    def custom_op(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
+        """Apply an operator of any domain that has one output."""
 
-    def named(self, name: str) -> Any:
-        """Context that prefixes node names."""
+    def name_scope(self, name: str) -> Any:
+        """Return a context manager inside which node names begin with `name`."""
 
 
 def scope(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Ops, P], R]:
-    """Prefix the names of nodes that `function` records, as seen in exported files, with the function's name."""
+    """Prefix the names of the nodes that `function` records with the function's name; profilers show these names."""
 
     @functools.wraps(function)
-    def recorded(op: Ops, *args: P.args, **kwargs: P.kwargs) -> R:
-        with op.named(function.__name__):
+    def call_in_scope(op: Ops, *args: P.args, **kwargs: P.kwargs) -> R:
+        with op.name_scope(function.__name__):
             return function(op, *args, **kwargs)
 
-    return recorded
+    return call_in_scope
 
 
 class _Scope:
-    """A graph being recorded: its nodes, and their results by operation and inputs."""
+    """A graph or subgraph while it is recorded.
+
+    nodes: in the order of their recording.
+    results: a node's outputs, by operator, inputs and attributes.
+    """
 
     def __init__(self) -> None:
         self.nodes: list[ir.Node] = []
-        self.known: dict[Hashable, Sequence[ir.Value]] = {}
+        self.results: dict[Hashable, Sequence[ir.Value]] = {}
 
 
 class Recorder:
-    """Records nodes.
+    """Records each operator call as a node of an ONNX function.
 
-    An operation on the same tensors is recorded once in a graph and its subgraphs, so the sampler's code may repeat
-    itself.
+    A call that is equal to an earlier one of the same graph or an enclosing graph adds no node and returns the earlier
+    outputs. So the sampler's code may compute a value wherever it needs it.
+
+    nodes: those of the function itself.
+    domains: of all recorded operators; "" is ONNX's own.
     """
 
     def __init__(self) -> None:
@@ -86,7 +93,7 @@ class Recorder:
             raise AttributeError(op_type)
 
         def record(*inputs: Tensor | None, **attributes: Any) -> Any:
-            outputs = self._once("", op_type, inputs, attributes, _OUTPUTS.get(op_type, 1))
+            outputs = self._record_once("", op_type, inputs, attributes, _OUTPUT_COUNTS.get(op_type, 1))
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
         return record
@@ -98,17 +105,17 @@ class Recorder:
     def constant(self, value: Any, dtype: type = np.float32) -> ir.Value:
         array: np.ndarray = np.asarray(value, dtype=dtype)
         key = (str(array.dtype), array.shape, array.tobytes())
-        return self._known(key, lambda: self._add("", "Constant", (), {"value": ir.tensor(array)}, 1))[0]
+        return self._find_or_add(key, lambda: self._add_node("", "Constant", (), {"value": ir.tensor(array)}, 1))[0]
 
-    def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> ir.Value:
+    def custom_op(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> ir.Value:
         self.domains.add(domain)
-        return self._once(domain, op_type, inputs, attributes, 1)[0]
+        return self._record_once(domain, op_type, inputs, attributes, 1)[0]
 
-    def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
+    def branch(self, condition: Tensor, then: BranchBody, otherwise: BranchBody) -> list[Tensor]:
         sides = {"then_branch": self._subgraph("then", then), "else_branch": self._subgraph("otherwise", otherwise)}
-        return list(self._add("", "If", (condition,), sides, len(sides["then_branch"].outputs)).outputs)
+        return list(self._add_node("", "If", (condition,), sides, len(sides["then_branch"].outputs)).outputs)
 
-    def loop(self, trips: int, states: Sequence[Tensor], body: Body) -> list[Tensor]:
+    def loop(self, trips: int, states: Sequence[Tensor], body: LoopBody) -> list[Tensor]:
         self._counter += 1
         names = ("trip", "going", *(f"carried_{place}" for place in range(len(states))))
         trip, going, *carried = (ir.Value(name=f"{name}_{self._counter}") for name in names)
@@ -116,43 +123,43 @@ class Recorder:
             value.dtype, value.shape = dtype, ir.Shape([])
         graph = self._subgraph("loop", lambda: body(*carried), [trip, going, *carried])
         inputs = (self.constant(trips, np.int64), self.constant(True, np.bool_), *states)
-        return list(self._add("", "Loop", inputs, {"body": graph}, len(states)).outputs)
+        return list(self._add_node("", "Loop", inputs, {"body": graph}, len(states)).outputs)
 
     @contextmanager
-    def named(self, name: str) -> Iterator[None]:
+    def name_scope(self, name: str) -> Iterator[None]:
         self._path.append(name)
         yield
         self._path.pop()
 
-    def _subgraph(self, name: str, body: Side, inputs: Sequence[ir.Value] = ()) -> ir.Graph:
+    def _subgraph(self, name: str, body: BranchBody, inputs: Sequence[ir.Value] = ()) -> ir.Graph:
         scope = _Scope()
         self._scopes.append(scope)
         outputs: list[ir.Value] = []
-        with self.named(name):
+        with self.name_scope(name):
             for value in body():
-                # A branch must produce each of its outputs itself, so tensors from outside get an Identity.
-                own = value.producer() in scope.nodes and value not in outputs
-                outputs.append(value if own else self._add("", "Identity", (value,), {}, 1).outputs[0])
+                # ONNX requires that nodes of the subgraph make its outputs, each output once.
+                is_own = value.producer() in scope.nodes and value not in outputs
+                outputs.append(value if is_own else self._add_node("", "Identity", (value,), {}, 1).outputs[0])
         self._scopes.pop()
         self._counter += 1
         return ir.Graph(inputs, outputs, nodes=scope.nodes, name=f"{name}_{self._counter}")
 
-    def _known(self, key: Hashable, add: Callable[[], ir.Node]) -> Sequence[ir.Value]:
-        """The outputs of the node with this key in the current graph or one around it, or else of a new one."""
+    def _find_or_add(self, key: Hashable, add: Callable[[], ir.Node]) -> Sequence[ir.Value]:
+        """Return the outputs of the node with this key in the current or an enclosing graph; without one, `add` it."""
         for scope in self._scopes:
-            if key in scope.known:
-                return scope.known[key]
+            if key in scope.results:
+                return scope.results[key]
         outputs = add().outputs
-        self._scopes[-1].known[key] = outputs
+        self._scopes[-1].results[key] = outputs
         return outputs
 
-    def _once(
+    def _record_once(
         self, domain: str, op_type: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int
     ) -> Sequence[ir.Value]:
         key = (domain, op_type, tuple(map(id, inputs)), repr(sorted(attributes.items())))
-        return self._known(key, lambda: self._add(domain, op_type, inputs, attributes, outputs))
+        return self._find_or_add(key, lambda: self._add_node(domain, op_type, inputs, attributes, outputs))
 
-    def _add(
+    def _add_node(
         self, domain: str, op_type: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int
     ) -> ir.Node:
         self._counter += 1
@@ -160,7 +167,7 @@ class Recorder:
         node = ir.Node(
             domain, op_type, inputs, ir.convenience.convert_attributes(attributes), num_outputs=outputs, name=name
         )
-        # Values have short names: onnxruntime hashes and compares them many times when it opens a file.
+        # Short names, because onnxruntime hashes and compares names of values many times when it opens a file.
         for position, value in enumerate(node.outputs):
             value.name = f"{op_type}_{self._counter}" if outputs == 1 else f"{op_type}_{self._counter}:{position}"
         self._scopes[-1].nodes.append(node)
@@ -168,7 +175,7 @@ class Recorder:
 
 
 def remove_unused(graph: ir.Graph) -> None:
-    """Remove nodes that no output depends on, also in subgraphs."""
+    """Remove the nodes on which no output of the graph depends, also from its subgraphs."""
     results = {id(value) for value in graph.outputs}
     for node in list(reversed(graph)):
         if not any(id(value) in results or value.uses() for value in node.outputs):
@@ -179,7 +186,9 @@ def remove_unused(graph: ir.Graph) -> None:
                 remove_unused(attribute.as_graph())
 
 
-class Eager:
+class EagerOps:
+    """Runs each operator call at once with onnxscript's evaluator, on numpy arrays and onnxscript tensors."""
+
     def __init__(self, opset: int) -> None:
         import onnxscript
 
@@ -191,16 +200,16 @@ class Eager:
     def constant(self, value: Any, dtype: type = np.float32) -> np.ndarray:
         return np.asarray(value, dtype=dtype)
 
-    def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
+    def custom_op(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
         from onnxscript import values
 
         opset = self._opset if not domain else values.Opset(domain, 1)
         return values.Op(opset, op_type)(*inputs, **attributes)
 
-    def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
+    def branch(self, condition: Tensor, then: BranchBody, otherwise: BranchBody) -> list[Tensor]:
         return list(then() if bool(np.asarray(condition)) else otherwise())
 
-    def loop(self, trips: int, states: Sequence[Tensor], body: Body) -> list[Tensor]:
+    def loop(self, trips: int, states: Sequence[Tensor], body: LoopBody) -> list[Tensor]:
         for _ in range(trips):
             going, *states = body(*states)
             if not bool(np.asarray(going)):
@@ -208,5 +217,5 @@ class Eager:
         return list(states)
 
     @contextmanager
-    def named(self, name: str) -> Iterator[None]:
+    def name_scope(self, name: str) -> Iterator[None]:
         yield

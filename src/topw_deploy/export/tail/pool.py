@@ -1,4 +1,4 @@
-"""The pool of the `top_m` largest logits in double precision, with static shapes."""
+"""Top-W over the pool, the `top_m` largest logits, in double precision and with static shapes."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ from dataclasses import dataclass
 import numpy as np
 
 from topw_deploy.export.tail.candidates import first_position
-from topw_deploy.export.tail.inputs import Rows
+from topw_deploy.export.tail.inputs import RowParameters
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT
 
 LOWEST = -1e30
-"""Score of a token with logit -inf: below every other, yet finite in float32."""
+"""Replaces a logit of -inf: finite in float32, and lower than the logits of models."""
 
-Distances = Callable[[Ops, Tensor], Tensor]
-"""Maps `members` bool [batch, size] to each pool token's distance, double [batch, size]."""
+DistanceFunction = Callable[[Ops, Tensor], Tensor]
+"""Computes the distance of each pool token to a set, double [batch, size]; takes the set's members, bool [batch, size].
+"""
 
 
 @dataclass(frozen=True)
-class Pool:
-    """The pool by (logit descending, token id ascending), [batch, size].
+class PoolTokens:
+    """The pool of each row in the order (logit descending, id ascending); [batch, size] unless stated otherwise.
 
     ids: int64.
-    finite: bool, false for logits of -inf, outside the pool.
-    drop: double, logits minus the largest.
-    weight, score: double, exp(drop / Ts), lam * drop / Ts.
-    positions: int64 [size], 0..size-1.
-    width, final: int64 [1], size and size - 1.
+    is_finite: bool. A logit of -inf, which only fills the columns of a smaller pool, is not finite.
+    drop: logits minus the largest of the row, double.
+    weight: exp(drop / Ts), double; 0 where not finite.
+    score: lam * drop / Ts, double.
+    positions: 0..size-1, int64 [size].
+    width: size, int64 [1].
+    final: size - 1, int64 [1].
     """
 
     ids: Tensor
-    finite: Tensor
+    is_finite: Tensor
     drop: Tensor
     weight: Tensor
     score: Tensor
@@ -42,31 +45,38 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Start:
-    """Last positions, int64 [batch, 1], of the warm start (k0 - 1) and of the base scan (K - 1)."""
+class PrefixEnds:
+    """Last positions of two prefixes of the pool, int64 [batch, 1].
+
+    warm: of the warm start, k0 - 1.
+    base: of the base scan's best prefix, K - 1.
+    """
 
     warm: Tensor
     base: Tensor
 
 
 @scope
-def candidate_pool(op: Ops, logits: Tensor, rows: Rows, size: int) -> Pool:
-    """The pool of the `size` largest logits; ONNX's TopK orders equal logits by index."""
+def candidate_pool(op: Ops, logits: Tensor, parameters: RowParameters, size: int) -> PoolTokens:
+    """The pool of the `size` largest logits. Relies on ONNX's TopK, which orders equal logits by index."""
     values, ids = op.TopK(logits, op.constant([size], np.int64), axis=1)
-    finite = op.Greater(values, op.constant(-np.inf))
+    is_finite = op.Greater(values, op.constant(-np.inf))
     exact = op.Cast(op.Max(values, op.constant(LOWEST)), to=11)
     drop = op.Sub(exact, op.Gather(exact, op.constant([0], np.int64), axis=1))
-    a = op.Max(op.Div(drop, op.Cast(rows.selection, to=11)), op.constant(LOWEST, np.float64))
+    a = op.Max(op.Div(drop, op.Cast(parameters.selection_temperature, to=11)), op.constant(LOWEST, np.float64))
     floored = op.Exp(op.Max(a, op.constant(SMALLEST_LOG_WEIGHT, np.float64)))
-    weight = op.Where(finite, floored, op.constant(0.0, np.float64))
-    score = op.Mul(a, op.Cast(rows.lam, to=11))
+    weight = op.Where(is_finite, floored, op.constant(0.0, np.float64))
+    score = op.Mul(a, op.Cast(parameters.lam, to=11))
     counts = [op.constant(values, np.int64) for values in (np.arange(size), [size], [size - 1])]
-    return Pool(ids, finite, drop, weight, score, *counts)
+    return PoolTokens(ids, is_finite, drop, weight, score, *counts)
 
 
 @scope
 def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> Tensor:
-    """J of every prefix, Phi_k / Gamma_k + (beta - lam) log Gamma_k: double [batch, n]."""
+    """J of each prefix, Phi_k / Gamma_k + (beta - lam) log Gamma_k: double [batch, n].
+
+    weight, score: double [batch, n]; reward: double [batch, 1].
+    """
     axis = op.constant(1, np.int64)
     mass = op.CumSum(weight, axis)
     gain = op.CumSum(op.Mul(weight, score), axis)
@@ -74,81 +84,93 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 
 
 @scope
-def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
-    """Position of the first maximum of J [batch, size]: int64 [batch, 1].
+def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: PoolTokens) -> Tensor:
+    """The position of the first maximum of J [batch, size]: int64 [batch, 1].
 
-    It is 0 for reward <= 0, where J rises only by rounding (singleton collapse). Logits of -inf are skipped, because
-    their J from onnxruntime's Log may depend on the thread count.
+    It is 0 where reward <= 0: J then rises only by rounding (singleton collapse). Logits of -inf are skipped: their J
+    equals the one before, but the last bit of onnxruntime's Log can depend on the number of threads.
     """
-    objective = op.Where(pool.finite, objective, op.constant(-np.inf, np.float64))
+    objective = op.Where(pool.is_finite, objective, op.constant(-np.inf, np.float64))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
-    single = op.LessOrEqual(reward, op.constant(0.0, np.float64))
-    reached = op.Or(single, op.GreaterOrEqual(objective, best))
-    return first_position(op, reached, pool.positions, pool.final)
+    collapses = op.LessOrEqual(reward, op.constant(0.0, np.float64))
+    is_best = op.Or(collapses, op.GreaterOrEqual(objective, best))
+    return first_position(op, is_best, pool.positions, pool.final)
 
 
 @scope
-def warm_end(op: Ops, pool: Pool, rows: Rows) -> Tensor:
-    """Last position of the shortest prefix with at least `init_top_p` of the mass."""
+def warm_start_end(op: Ops, pool: PoolTokens, parameters: RowParameters) -> Tensor:
+    """The last position of the warm start: int64 [batch, 1].
+
+    The warm start is the shortest prefix with at least `init_top_p` of the mass, or all finite logits if that is 1.
+    """
     one_axis = op.constant([1], np.int64)
     mass = op.CumSum(pool.weight, op.constant(1, np.int64))
-    share = op.Cast(rows.warm_mass, to=11)
+    share = op.Cast(parameters.init_top_p, to=11)
     target = op.Mul(share, op.Gather(mass, pool.final, axis=1))
     nucleus = first_position(op, op.GreaterOrEqual(mass, target), pool.positions, pool.final)
-    final = op.Sub(op.ReduceSum(op.Cast(pool.finite, to=7), one_axis, keepdims=1), op.constant(1, np.int64))
+    final = op.Sub(op.ReduceSum(op.Cast(pool.is_finite, to=7), one_axis, keepdims=1), op.constant(1, np.int64))
     return op.Where(op.Less(share, op.constant(1.0, np.float64)), nucleus, final)
 
 
 @scope
-def warm_start(op: Ops, pool: Pool, rows: Rows) -> Start:
-    reward = op.Cast(rows.reward, to=11)
+def prefix_ends(op: Ops, pool: PoolTokens, parameters: RowParameters) -> PrefixEnds:
+    """The ends of the warm start and of the base scan's best prefix."""
+    reward = op.Cast(parameters.reward, to=11)
     objective = prefix_objective(op, pool.weight, pool.score, reward)
-    return Start(warm_end(op, pool, rows), first_maximum(op, objective, reward, pool))
+    return PrefixEnds(warm_start_end(op, pool, parameters), first_maximum(op, objective, reward, pool))
 
 
 @scope
-def certified(op: Ops, start: Start, rows: Rows) -> Tensor:
-    """geom_scale >= 0 and K <= k0: bool [batch, 1]."""
-    return op.And(op.GreaterOrEqual(rows.scale, op.constant(0.0)), op.LessOrEqual(start.base, start.warm))
+def is_certified(op: Ops, ends: PrefixEnds, parameters: RowParameters) -> Tensor:
+    """Whether a row is certified, that is, geom_scale >= 0 and K <= k0: bool [batch, 1]."""
+    return op.And(op.GreaterOrEqual(parameters.geom_scale, op.constant(0.0)), op.LessOrEqual(ends.base, ends.warm))
 
 
 @scope
-def up_to(op: Ops, last: Tensor, positions: Tensor) -> Tensor:
-    """`positions` int64 [n] <= `last` int64 [batch, 1]."""
+def prefix_mask(op: Ops, last: Tensor, positions: Tensor) -> Tensor:
+    """Which positions are at most `last`: bool [batch, n].
+
+    last: int64 [batch, 1].
+    positions: int64 [n].
+    """
     return op.LessOrEqual(positions, last)
 
 
 @scope
-def potential(op: Ops, members: Tensor, distances: Tensor, scale: Tensor) -> Tensor:
-    """-geom_scale * distance, 0 for members: double [batch, size]."""
+def potential(op: Ops, members: Tensor, distances: Tensor, geom_scale: Tensor) -> Tensor:
+    """The potential f = -geom_scale * distance, which is 0 for members: double [batch, size]."""
     zero = op.constant(0.0, np.float64)
-    return op.Where(members, zero, op.Neg(op.Mul(op.Cast(scale, to=11), distances)))
+    return op.Where(members, zero, op.Neg(op.Mul(op.Cast(geom_scale, to=11), distances)))
 
 
 @scope
-def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
-    """The best prefix of the tokens sorted by phi = f + score: bool [batch, size].
+def best_prefix(op: Ops, pool: PoolTokens, f: Tensor, reward: Tensor) -> Tensor:
+    """The members of the best prefix of the tokens in the order of phi = f + score: bool [batch, size].
 
-    Of tokens with equal phi, those up to the last member's pool position are kept.
+    Tokens with equal phi are in the order of the pool.
     """
-    phi = op.Where(pool.finite, op.Add(f, pool.score), op.constant(2 * LOWEST, np.float64))
-    ordered, place = op.TopK(phi, pool.width, axis=1)
-    weight = op.GatherElements(pool.weight, place, axis=1)
-    last = first_maximum(op, prefix_objective(op, weight, ordered, reward), reward, pool)
-    lowest = op.GatherElements(ordered, last, axis=1)
-    final = op.GatherElements(place, last, axis=1)
-    tied = op.And(op.Equal(phi, lowest), up_to(op, final, pool.positions))
-    return op.Or(op.Greater(phi, lowest), tied)
+    phi = op.Where(pool.is_finite, op.Add(f, pool.score), op.constant(2 * LOWEST, np.float64))
+    sorted_phi, position = op.TopK(phi, pool.width, axis=1)
+    weight = op.GatherElements(pool.weight, position, axis=1)
+    last = first_maximum(op, prefix_objective(op, weight, sorted_phi, reward), reward, pool)
+    lowest_phi = op.GatherElements(sorted_phi, last, axis=1)
+    final = op.GatherElements(position, last, axis=1)
+    tied = op.And(op.Equal(phi, lowest_phi), prefix_mask(op, final, pool.positions))
+    return op.Or(op.Greater(phi, lowest_phi), tied)
 
 
 @scope
-def alternate(op: Ops, pool: Pool, warm: Tensor, rows: Rows, distances: Distances, iterations: int) -> Tensor:
-    """Alternate crop and potential (docs/contract/graph.md, section 3, step 4): bool [batch, size].
+def alternate(
+    op: Ops, pool: PoolTokens, warm: Tensor, parameters: RowParameters, distances: DistanceFunction, iterations: int
+) -> Tensor:
+    """Alternate crop and potential (docs/contract/graph.md, section 3, step 4). Returns the kept set.
 
-    Runs all `iterations`: converged sets do not change.
+    Runs all `iterations`, because the form has no control flow; a set that has converged does not change any more.
+
+    warm: the last position of the warm start, int64 [batch, 1].
     """
-    members = up_to(op, warm, pool.positions)
-    reward = op.Cast(rows.reward, to=11)
+    members = prefix_mask(op, warm, pool.positions)
+    reward = op.Cast(parameters.reward, to=11)
     for _ in range(iterations):
-        members = best_prefix(op, pool, potential(op, members, distances(op, members), rows.scale), reward)
+        members = best_prefix(op, pool, potential(op, members, distances(op, members), parameters.geom_scale), reward)
     return members

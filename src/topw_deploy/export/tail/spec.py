@@ -1,4 +1,4 @@
-"""Options that are fixed in the sampler node (docs/contract/graph.md, section 8)."""
+"""The options, inputs, outputs and attributes of a sampler node (docs/contract/graph.md, section 8)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OP_TYPE = "TopWSample"
 DOMAIN_VERSION = 1
 FORMS = ("portable", "onnxruntime", "static")
 OLDEST_OPSET, NEWEST_OPSET = 18, 24
-MOST_TOKENS = 1 << 24
+LARGEST_VOCABULARY = 1 << 24
 """The largest vocabulary: the function passes token ids as float32, which holds every integer up to it."""
 
 TAIL_INPUTS = (
@@ -50,14 +50,19 @@ neighbour_bound: [vocab], a lower bound of each token's distance to its nearest 
 
 @dataclass(frozen=True, kw_only=True)
 class TailSpec:
-    """Options of one sampler node.
+    """The options of one sampler node, fixed at export.
 
-    vocab_size: width of the logits, >= 1.
-    embedding, hidden_size: row lookup and width; optional for the `uniform` metric.
-    form: `portable` (consecutive branches, static shapes), `onnxruntime` (nested, dynamic) or `static` (no branches).
+    options: Top-W's options.
+    vocab_size: width of the logits, 1 to LARGEST_VOCABULARY.
+    embedding: the decoder's embedding lookup; optional for the `uniform` metric.
+    hidden_size: width of the embeddings; optional for the `uniform` metric.
+    form: `portable` (consecutive branches, static shapes), `onnxruntime` (nested branches, dynamic shapes) or `static`
+        (no branches).
     opset: 18 to 24.
-    with_mass, with_keep_mask: add these outputs.
-    rules: names of the sampling rules that the function carries, Top-W among them. A row with another rule is invalid.
+    with_mass: whether the node has the output `mass`.
+    with_keep_mask: whether the node has the output `keep_mask`.
+    rules: the names of the sampling rules that the function carries. Top-W is added if missing. A row with another rule
+        is invalid.
 
     Raises ParameterError for a value out of range.
     """
@@ -73,9 +78,9 @@ class TailSpec:
     rules: tuple[str, ...] = tuple(RULES)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.vocab_size <= MOST_TOKENS:
+        if not 1 <= self.vocab_size <= LARGEST_VOCABULARY:
             raise ParameterError(
-                f"vocab_size is {self.vocab_size}, but must be an integer in 1..{MOST_TOKENS}.", "vocab_size"
+                f"vocab_size is {self.vocab_size}, but must be an integer in 1..{LARGEST_VOCABULARY}.", "vocab_size"
             )
         object.__setattr__(self, "rules", carried_rules(self.rules))
         if self.form not in FORMS:
@@ -92,6 +97,7 @@ class TailSpec:
 
     @property
     def has_geometry(self) -> bool:
+        """Whether the metric needs embeddings."""
         return self.options.metric != "uniform"
 
     @property
@@ -106,30 +112,32 @@ class TailSpec:
 
     @cached_property
     def pool_size(self) -> int:
+        """The number of tokens in the pool."""
         return min(self.options.top_m, self.vocab_size)
 
 
 def tail_inputs(spec: TailSpec) -> tuple[str, ...]:
+    """The names of the node's inputs, in order; those of the embedding node are called `embedding_0`, `embedding_1`…"""
     if spec.lookup is None:
         return TAIL_INPUTS
     return (*TAIL_INPUTS, *GEOMETRY_INPUTS, *(f"embedding_{i}" for i in range(len(spec.lookup.inputs))))
 
 
 def tail_outputs(spec: TailSpec) -> tuple[str, ...]:
-    """Output names.
+    """The names of the node's outputs, in order.
 
-    next_token int64, logprob float32, kept int32, certified bool [batch]; on request mass float32 [batch], keep_mask
-    bool [batch, vocab].
+    next_token int64, logprob float32, kept int32 and certified bool, all [batch]. Then, if requested, mass float32
+    [batch] and keep_mask bool [batch, vocab].
     """
     optional = (("mass", spec.with_mass), ("keep_mask", spec.with_keep_mask))
     return ("next_token", "logprob", "kept", "certified", *(name for name, wanted in optional if wanted))
 
 
 def tail_attributes(spec: TailSpec) -> dict[str, str | int]:
-    """The node's attributes for native kernels; the function's body ignores them.
+    """The node's attributes, which native kernels read; the function's body ignores them.
 
-    plugin_namespace, plugin_version: how TensorRT finds its plugin.
-    knn_k: 0 for `nearest`.
+    plugin_namespace, plugin_version: TensorRT finds its plugin by them.
+    knn_k: 0 for the potential `nearest`.
     with_mass, with_keep_mask: TensorRT derives the number of outputs from them.
     """
     return {
