@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.special_files import OTHERS, SPECIAL, no_hang
 from topw_deploy import files
-from topw_deploy.files import NotRegularError, open_inside, open_regular, replacing, special_files
+from topw_deploy.files import NotRegularError, is_file_name, open_inside, open_regular, replacing, special_files
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
 EVERY = {**SPECIAL, **OTHERS}
@@ -85,6 +85,16 @@ def test_a_pipe_that_is_put_there_after_the_look_at_the_name_is_not_waited_for(
     monkeypatch.setattr(os, "stat", swap)
     with no_hang(), pytest.raises(NotRegularError, match="it is a named pipe"):
         open_inside(folder, "sub/file")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a/", "..\\a", "C:\\a", "a\0b", None, 5, ["a"]])
+def test_a_name_that_leaves_its_folder_is_not_the_name_of_a_file(name: object) -> None:
+    assert not is_file_name(name)
+
+
+@pytest.mark.parametrize("name", ["a", "...", ".hidden", "a b", "é", "..a"])
+def test_any_other_text_is_the_name_of_a_file(name: str) -> None:
+    assert is_file_name(name)
 
 
 def test_special_files_are_found_wherever_they_are(folder: Path) -> None:

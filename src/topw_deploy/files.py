@@ -51,6 +51,11 @@ class NotRegularError(OSError):
         self.kind = kind
 
 
+def is_file_name(name: object) -> bool:
+    """Whether `name` names a file directly in a folder: a text without separators, other than "", "." and ".."."""
+    return isinstance(name, str) and name not in ("", ".", "..") and set(name).isdisjoint("/\\\0")
+
+
 def kind_of(mode: int) -> str:
     """File type: `a regular file`, `a folder`, `a named pipe`, ..."""
     if stat.S_ISREG(mode):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topw_deploy.errors import SourceError, one_line
-from topw_deploy.files import read_bounded, special_files
+from topw_deploy.files import is_file_name, read_bounded, special_files
 from topw_deploy.manifest import MANIFEST_NAME
 
 
@@ -154,7 +154,7 @@ def _named_by_genai(folder: Path) -> Path | None:
         name = json.loads(data.decode("utf-8"))["model"]["decoder"]["filename"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return folder / name if isinstance(name, str) and Path(name).name == name else None
+    return folder / name if is_file_name(name) else None
 
 
 def _download(model: str, hub: HubOptions) -> Path:

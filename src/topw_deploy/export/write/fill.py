@@ -11,7 +11,7 @@ import json
 import shutil
 from pathlib import Path
 
-from topw_deploy.files import read_bounded
+from topw_deploy.files import is_file_name, read_bounded
 from topw_deploy.manifest import MANIFEST_NAME
 
 PARTIAL = ".topw-partial-"
@@ -66,7 +66,7 @@ def _moved(output: Path) -> list[str] | None:
         return None
     if not isinstance(names, list) or MANIFEST_NAME not in names:
         return None
-    return names if all(isinstance(name, str) and name and name == Path(name).name for name in names) else None
+    return names if all(map(is_file_name, names)) else None
 
 
 def _remove(path: Path) -> None:
