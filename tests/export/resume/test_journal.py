@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,35 @@ def test_a_line_of_another_form_ends_the_journal(tmp_path: Path, name: str) -> N
     assert journal.find("a", "s") == {}
     assert journal.find("b", "s") is None
     assert journal.find("c", "s") is None
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_stages_recorded_after_a_damaged_line_are_found_by_the_next_attempt(tmp_path: Path, name: str) -> None:
+    journal_of(tmp_path, stage(), BAD[name], stage("c")).done("d", "s")
+    journal = Journal(tmp_path)
+    assert [each for each in "abcd" if journal.find(each, "s") is not None] == ["a", "d"]
+
+
+def test_a_stage_recorded_after_an_incomplete_line_is_found_by_the_next_attempt(tmp_path: Path) -> None:
+    journal_of(tmp_path, stage(), stage("b"))
+    path = tmp_path / "journal.jsonl"
+    for cut in (1, 5):
+        path.write_bytes(path.read_bytes()[:-cut])
+        Journal(tmp_path).done("b", "s", cut=cut)
+        assert Journal(tmp_path).find("a", "s") == {}
+        assert Journal(tmp_path).find("b", "s") == {"cut": cut}
+
+
+def test_a_journal_that_is_a_pipe_or_a_link_is_replaced(tmp_path: Path) -> None:
+    path, elsewhere = tmp_path / "journal.jsonl", tmp_path / "elsewhere"
+    elsewhere.write_text(content := json.dumps(stage()) + "\n")
+    for make in (os.mkfifo, lambda journal: journal.symlink_to(elsewhere)):
+        path.unlink(missing_ok=True)
+        make(path)
+        with no_hang():
+            Journal(tmp_path).done("b", "s")
+        assert Journal(tmp_path).find("b", "s") == {}
+    assert elsewhere.read_text() == content
 
 
 def test_a_journal_that_is_a_pipe_or_a_link_is_not_read(tmp_path: Path) -> None:
@@ -137,6 +167,26 @@ def test_a_verification_of_another_form_is_done_again(tmp_path: Path) -> None:
                   {"verification": "passed", "may_pad": True}, {"verification": {}}):  # fmt: skip
         journal = journal_of(tmp_path, {**json.loads(line), "note": wrong})
         assert FinishedStages(journal, request).verified(manifest, lambda: expected) == expected
+
+
+def finished_tokenizer(journal: Path | None, source: Path, output: Path, write: Callable[[], list[str]]) -> list[str]:
+    stages = FinishedStages(Journal(journal), export_request(model="demo", output=output))
+    return stages.tokenizer_files(source, output, write)
+
+
+def test_a_changed_tiktoken_file_is_converted_again(tmp_path: Path) -> None:
+    source, output, calls = tmp_path / "in", tmp_path / "out", list[str]()
+    source.mkdir()
+    output.mkdir()
+
+    def write() -> list[str]:
+        calls.append((source / "qwen.tiktoken").read_text())
+        return []
+
+    for content in ("a", "a", "b"):
+        (source / "qwen.tiktoken").write_text(content)
+        finished_tokenizer(tmp_path, source, output, write)
+    assert calls == ["a", "b"]
 
 
 def test_weights_are_listed_as_texts(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ _TOKENIZER = "tokenizer files"
 _HASHED_WHOLE = 16 << 20
 _HEAD = 1 << 20
 _WEIGHTS = ("*.safetensors", "*.bin")
+_TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 _SMALL_FILES = ("config.json", "*.index.json", "genai_config.json", "tokenizer.json", "*.py")
 
 
@@ -91,7 +92,7 @@ class FinishedStages:
 
     def tokenizer_files(self, folder: Path, output: Path, write: Callable[[], list[str]]) -> list[str]:
         """Call `write`, which writes the tokenizer and returns notices, unless that is done. Returns its notices."""
-        inputs = [path for path in folder.iterdir() if path.suffix in (".json", ".txt", ".model", ".jinja", ".py")]
+        inputs = [path for path in folder.iterdir() if path.suffix in _TOKENIZER_SUFFIXES]
         stamp = stamp_of(stamp_of_files(inputs), library_versions())
         found = self.journal.find(_TOKENIZER, stamp, made=dict, notices=list)
         if found is not None and all(_is(output / name, digest) for name, digest in found["made"].items()):

@@ -17,7 +17,7 @@ import numpy as np
 
 from topw_deploy.errors import SourceError
 from topw_deploy.export.source.arrays import mapped_array
-from topw_deploy.files import read_bounded
+from topw_deploy.files import is_file_name, read_bounded, replacing
 from topw_deploy.manifest import sha256_of
 from topw_deploy.manifest.fields import decoded
 
@@ -41,11 +41,7 @@ class Journal:
         self._stages: dict[str, dict[str, Any]] = {}
         self._files: dict[str, dict[str, Any]] = {}
         if folder is not None:
-            for line in _lines(folder / _FILE):
-                try:
-                    self._apply(decoded(line))
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                    break  # incomplete last line
+            self._read(folder / _FILE)
 
     def find(self, stage: str, stamp: str, **fields: type) -> dict[str, Any] | None:
         """The note of `stage` under `stamp`, with its `file` as a path; None if it is missing or changed.
@@ -108,6 +104,27 @@ class Journal:
         with (self._folder / _FILE).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
 
+    def _read(self, path: Path) -> None:
+        """Apply the lines up to the first damaged one, and remove the rest of the file.
+
+        Otherwise lines that are appended after a damaged line would be lost to the next attempt.
+        """
+        try:
+            lines = read_bounded(path, _MOST_BYTES).splitlines(keepends=True)
+        except FileNotFoundError:
+            return
+        except OSError:  # a link, a pipe, or too large
+            lines = [b""]
+        for number, line in enumerate(lines):
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("the process was killed while it wrote this line")
+                self._apply(decoded(line.decode("utf-8")))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                with replacing(path) as stream:
+                    stream.writelines(lines[:number])
+                return
+
     def _apply(self, line: dict[str, Any]) -> None:
         """Raises ValueError, KeyError, TypeError or AttributeError for a line of another form."""
         if "stage" in line:
@@ -125,14 +142,6 @@ class Journal:
             self._files[line["wrote"]]["weights"].append((line["name"], line["sha256"]))
 
 
-def _lines(path: Path) -> list[str]:
-    """[] where there is no journal."""
-    try:
-        return read_bounded(path, _MOST_BYTES).decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-
-
 def _require_text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.60} is not a text")
@@ -141,9 +150,8 @@ def _require_text(value: object) -> str:
 
 def _require_name(value: object) -> None:
     """Raises ValueError unless `value` names a file in the same folder."""
-    name = _require_text(value)
-    if name in ("", ".", "..") or not set(name).isdisjoint("/\\\0"):
-        raise ValueError(f"{name!r:.60} is not a file's name")
+    if not is_file_name(value):
+        raise ValueError(f"{value!r:.60} is not a file's name")
 
 
 class DataLog:
