@@ -116,6 +116,12 @@ def test_a_weight_larger_than_a_shard_gets_its_own() -> None:
     assert [slot.offset for slot in slots] == [0, 1200, 0, 0]
 
 
+def test_shards_take_no_name_of_the_decoders_own_data_files() -> None:
+    values = [ir.Value(name=str(n), const_value=ir.tensor(np.zeros(n, np.float32))) for n in (600, 601)]
+    slots = lay_out(values, ["model-00002-of-00002.onnx_data"], max_shard_size=2404)
+    assert [slot.file for slot in slots] == [f"model-{number:05d}-of-00002.topw.onnx_data" for number in (1, 2)]
+
+
 def test_large_weights_start_on_a_page() -> None:
     values = [ir.Value(name=str(n), const_value=ir.tensor(np.zeros(n, np.float32))) for n in (300, 300_000)]
     assert [slot.offset for slot in lay_out(values)] == [0, 4096]

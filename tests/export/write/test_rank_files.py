@@ -119,6 +119,12 @@ def test_tekkens_special_tokens_come_first_and_a_text_begins_with_one(tmp_path: 
     assert config == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
+def test_special_tokens_may_be_listed_in_any_order(tmp_path: Path) -> None:
+    stated = tekken(TOKENS)["special_tokens"][::-1]
+    tokenizer = converted(write_tekken(tmp_path / "in", special_tokens=stated), tmp_path / "out")
+    assert tokenizer.encode("[INST]a[/INST]").ids == [1, 3, ROOM + ord("a"), 4]
+
+
 LLAMA_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>"]
 
 
@@ -184,6 +190,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a special token that is ordinary": (
         {"special_tokens": [{"rank": 0, "token_str": "the"}]},
         "an ordinary token with the text or id of",
+    ),
+    "a vocabulary smaller than its special tokens": (
+        {"config": tekken(TOKENS)["config"] | {"default_vocab_size": ROOM - 1}},
+        f"vocabulary of {ROOM - 1} tokens is smaller than its {ROOM} special tokens",
     ),
     "pattern": ({"config": {"pattern": "(", "default_num_special_tokens": ROOM}}, "cannot be converted"),
 }

@@ -99,6 +99,20 @@ def test_a_folder_with_a_sentencepiece_model_alone_is_converted(
     assert ids == reference.encode("the lazy dog")
 
 
+def test_of_several_chat_templates_a_conversion_keeps_the_default_one(
+    sentencepiece_folder: Path, tmp_path: Path
+) -> None:
+    """transformers writes the others into a folder, additional_chat_templates."""
+    path = sentencepiece_folder / "tokenizer_config.json"
+    templates = [{"name": name, "template": f"{{{{ {name} }}}}"} for name in ("default", "tool_use")]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": templates}))
+    output = tmp_path / "out"
+    output.mkdir()
+    write_tokenizer(sentencepiece_folder, output)
+    assert (output / "chat_template.jinja").read_text() == "{{ default }}"
+    assert [each.name for each in output.iterdir() if each.is_dir()] == []
+
+
 def test_a_wrong_conversion_is_refused(
     sentencepiece_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

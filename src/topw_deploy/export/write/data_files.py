@@ -15,7 +15,7 @@ from topw_deploy.export.graph.lazy_weight import PART, parts
 from topw_deploy.progress import Advance
 
 DATA_FILE = "model.onnx_data"
-_OTHER_DATA_FILE = "model.topw.onnx_data"  # if the first name is in use
+_OTHER_DATA_FILE = "model.topw.onnx_data"  # if the decoder's own data has a name made from DATA_FILE
 _INLINE_BELOW = 1024  # bytes: shape inference needs shapes, axes and scalars inline
 _PAGE = 4096  # alignment of mapped tensors ...
 _ALIGNED_ABOVE = 1 << 20  # ... above this size, as in onnx_ir
@@ -85,8 +85,9 @@ def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_siz
             shard, offset = shard + 1, 0
         end = offset + tensor.nbytes
         slots.append((value, shard, offset, tensor.nbytes))
-    one = DATA_FILE if DATA_FILE not in taken else _OTHER_DATA_FILE
-    names = [one] if shard == 0 else [_shard_name(one, index, shard + 1) for index in range(shard + 1)]
+    names = _file_names(DATA_FILE, shard + 1)
+    if not set(names).isdisjoint(taken):
+        names = _file_names(_OTHER_DATA_FILE, shard + 1)
     return [Slot(value, names[index], offset, length) for value, index, offset, length in slots]
 
 
@@ -168,9 +169,10 @@ def _aligned(end: int, size: int) -> int:
     return -(-end // _PAGE) * _PAGE if size > _ALIGNED_ABOVE else end
 
 
-def _shard_name(name: str, index: int, count: int) -> str:
+def _file_names(name: str, count: int) -> list[str]:
+    """`name` for one file; `model-00001-of-00002.onnx_data`, ... for several."""
     stem, _, suffix = name.partition(".")
-    return f"{stem}-{index + 1:05d}-of-{count:05d}.{suffix}"
+    return [f"{stem}-{index + 1:05d}-of-{count:05d}.{suffix}" for index in range(count)] if count > 1 else [name]
 
 
 def _layout_digest(slots: list[Slot]) -> str:

@@ -63,11 +63,14 @@ def read_tekken(path: Path) -> tuple[Ranks, dict[str, str]]:
                 f"{path} is of a version that does not state its special tokens; convert it with mistral-common or "
                 "transformers, and give the folder of the tokenizer.json with --tokenizer."
             )
-        texts = [str(entry["token_str"]) for entry in sorted(stated, key=lambda entry: int(entry["rank"]))]
+        stated = sorted(stated, key=lambda entry: int(entry["rank"]))
+        texts = [str(entry["token_str"]) for entry in stated]
         if [int(entry["rank"]) for entry in stated] != list(range(len(stated))):
             raise ValueError("the ranks of its special tokens have gaps")
         first = int(config.get("default_num_special_tokens") or len(texts))
         size = config.get("default_vocab_size")
+        if size is not None and int(size) < first:
+            raise ValueError(f"its vocabulary of {size} tokens is smaller than its {first} special tokens")
         entries = data["vocab"][: None if size is None else int(size) - first]
         tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
         pattern = str(config["pattern"])

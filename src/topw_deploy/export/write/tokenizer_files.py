@@ -36,6 +36,8 @@ _CONVERTIBLE = (
     TEKKEN,
 )
 _TIKTOKEN = "*.tiktoken"
+_OTHER_TEMPLATES = "additional_chat_templates"
+"""transformers' folder of chat templates other than the default one."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -143,6 +145,7 @@ def _convert(folder: Path, output: Path, trust_remote_code: bool) -> None:
         )
     for name in (*_CONVERTIBLE, "merges.txt"):
         (output / name).unlink(missing_ok=True)  # replaced by tokenizer.json
+    shutil.rmtree(output / _OTHER_TEMPLATES, ignore_errors=True)  # chat uses the default template
 
 
 def _save_fast(kind: Any, folder: Path, output: Path, trust_remote_code: bool) -> None:
