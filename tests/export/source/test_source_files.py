@@ -15,6 +15,7 @@ from topw_deploy.errors import SourceError, TopWError
 from topw_deploy.export.foreign.load import load_decoder
 from topw_deploy.export.pipeline import export_model
 from topw_deploy.export.request import ExportRequest
+from topw_deploy.export.source.arrays import embeddings_of_file
 from topw_deploy.export.source.configuration import read_json
 from topw_deploy.export.source.resolve import resolve
 from topw_deploy.export.write.configuration import write_configuration
@@ -58,6 +59,14 @@ def test_a_special_file_in_a_source_is_refused_by_name(folder: Path, kind: str, 
         resolve(str(folder / "model.onnx"))
     with no_hang(), pytest.raises(SourceError, match=r"cannot be read as JSON .*not a regular file"):
         read_json(folder / name)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_an_embedding_table_that_is_a_special_file_is_refused(kind: str, tmp_path: Path) -> None:
+    SPECIAL[kind](tmp_path / "table.npy")
+    with no_hang(), pytest.raises(SourceError, match=r"is not a \.npy file of numbers .*not a regular file"):
+        embeddings_of_file(tmp_path / "table.npy")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")

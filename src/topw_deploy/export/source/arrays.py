@@ -9,6 +9,7 @@ import numpy as np
 from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
 from topw_deploy.export.source.safetensors_files import tensor_files, tensors_in
 from topw_deploy.export.source.stored import NUMPY_TYPES
+from topw_deploy.files import open_regular
 from topw_deploy.sampling import Geometry, median_distance
 
 MOST_STEPS = 4096
@@ -62,7 +63,8 @@ def mapped_array(path: Path, content: str) -> np.ndarray:
     Raises SourceError if the file is missing or no such array.
     """
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        with open_regular(path, follow=True):  # numpy would wait for the writer of a named pipe
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.ndarray):
             raise ValueError("it is an archive of arrays")
     except FileNotFoundError:

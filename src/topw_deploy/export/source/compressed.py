@@ -80,6 +80,8 @@ class CompressedWeight(IntegerWeight):
         stored = self._parts.get("shape")
         if stored is None:
             raise SourceError(f"the checkpoint lacks {self.name}_shape, which {self.name} needs; fetch it again.")
+        if stored.dtype not in ("I64", "I32"):
+            raise self._wrong("shape", stored)
         found = tuple(int(size) for size in np.asarray(stored.array()).reshape(-1))
         if len(found) != 2 or found[0] != outputs or found[1] < 1:
             raise SourceError(f"{self.name}_shape says {found}, but the codes have {outputs} outputs; fetch it again.")
@@ -102,7 +104,7 @@ class CompressedWeight(IntegerWeight):
         packed = part == "zero_point" and stored.dtype == "I32"
         rows = -(-outputs * self._bits // 32) if packed else outputs
         fits = stored.shape in ((rows, self._group_count), (rows,), (1,), (), (1, 1))
-        if stored.dtype not in types or not fits or self._group_count > self.shape[1]:
+        if stored.dtype not in types or not fits or not 1 <= self._group_count <= self.shape[1]:
             raise self._wrong(part, stored)
 
     def _wrong(self, part: str, stored: StoredTensor) -> SourceError:

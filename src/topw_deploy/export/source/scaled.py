@@ -98,7 +98,7 @@ def _scale_places(
     sizes = [1] * (len(shape) - len(blocks or ())) + list(blocks or ())
     if len(grid) == len(shape) - 1:  # one scale per row, without the last axis
         grid = (*grid, 1)
-    if len(grid) == len(shape):
+    if len(grid) == len(shape) and 0 not in (*grid, *shape):
         places = [_along(count, size, block) for count, size, block in zip(shape, grid, sizes, strict=False)]
         if len(places) == len(shape) and all(place is not None for place in places):
             return [place for place in places if place is not None]
