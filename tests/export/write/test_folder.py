@@ -162,6 +162,43 @@ def test_a_read_only_parent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pass
 
 
+def test_a_folder_that_could_not_be_made_is_removed_by_the_next_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Path.mkdir
+
+    def full(self: Path, *arguments: object, **options: object) -> None:
+        if self.name == "out":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        make(self, *arguments, **options)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", full)
+        with pytest.raises(ExportError, match="disk is full"), StagedFolder(tmp_path / "out"):
+            pass
+    with StagedFolder(tmp_path / "out") as staged:
+        assert leftovers(tmp_path) == [staged.workspace.name]
+
+
+@pytest.mark.parametrize("step", ["_is_own_folder", "_lock"])
+def test_the_folder_of_an_export_that_ends_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    ending = tmp_path / ".out.topw-partial-ending"
+    ending.mkdir()
+    (ending / "lock").touch()
+    real = getattr(folder_module, step)
+
+    def end_first(path: Path) -> object:
+        if path == ending:
+            shutil.rmtree(ending)
+        return real(path)
+
+    monkeypatch.setattr(folder_module, step, end_first)
+    with StagedFolder(tmp_path / "out") as staged:
+        assert leftovers(tmp_path) == [staged.workspace.name]
+
+
 def test_too_little_space_is_reported_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 5, 1_000_000))
     with pytest.raises(ExportError, match=r"1\.00 MB free, but the export needs 3\.02 GB"):

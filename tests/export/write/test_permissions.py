@@ -82,6 +82,16 @@ def test_a_resumed_export_gets_the_permissions_of_a_new_one(tmp_path: Path, befo
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_an_export_killed_while_it_set_permissions_is_resumed(tmp_path: Path) -> None:
+    staged = StagedFolder(tmp_path / "out", resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(staged, fill)
+    (staged.workspace / ".out.topw-mode").mkdir(mode=0o700)
+    (staged.workspace / ".out.topw-mode" / "file").touch()
+    with StagedFolder(tmp_path / "out", resume=True) as resumed:
+        assert (resumed.path / "sub" / "file").exists()
+
+
 def test_a_hard_linked_file_keeps_its_permissions_in_a_resumed_export(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.write_text("w")

@@ -6,6 +6,7 @@ process that has ended; the next export to OUT removes or resumes it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -74,6 +75,7 @@ class StagedFolder:
             else:
                 self.path.mkdir()
         except OSError as error:
+            _unlock(self._lock)  # so that the next export removes or resumes the hidden folder
             raise _write_error(self.output, error) from error
         self._signals.enter_context(sigterm_raises())
         return self
@@ -134,18 +136,23 @@ def _place(output: Path) -> Path:
 def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
     """Hidden folders of ended processes, newest first, locked for the caller."""
     prefix = f".{output.name}{PARTIAL}"
-    found = [path for path in _place(output).iterdir() if path.name.startswith(prefix) and _is_own_folder(path)]
-    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+    changed: dict[Path, float] = {}
+    for path in _place(output).iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another export has just ended
+            if path.name.startswith(prefix) and _is_own_folder(path):
+                changed[path] = path.stat().st_mtime
+    for path in sorted(changed, key=lambda path: changed[path], reverse=True):
         if _locks is None:
             return
         if not (path / _LOCK).exists():
-            if time.time() - path.stat().st_mtime > _UNLOCKED_FOR:
+            if time.time() - changed[path] > _UNLOCKED_FOR:
                 yield path, None
             continue
         try:
-            yield path, _lock(path)
-        except BlockingIOError:  # in use
+            lock = _lock(path)
+        except (BlockingIOError, FileNotFoundError):  # in use, or just removed
             continue
+        yield path, lock
 
 
 def _remove(workspace: Path) -> None:
@@ -178,6 +185,7 @@ def _lock(workspace: Path) -> int | None:
 def _permit_as_new(folder: Path) -> None:
     """Apply the current umask. Hard-linked files keep their permissions."""
     sample = folder.with_name(f".{folder.name}.topw-mode")
+    shutil.rmtree(sample, ignore_errors=True)  # of a process killed in this function
     sample.mkdir()
     try:
         (sample / "file").touch()
