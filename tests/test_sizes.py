@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from topw_deploy.sizes import decimal_size
+from topw_deploy.errors import ParameterError
+from topw_deploy.sizes import binary_size, decimal_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,21 @@ from topw_deploy.sizes import decimal_size
 )
 def test_a_size_is_in_the_largest_unit_of_which_there_is_one(size: int, text: str) -> None:
     assert decimal_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(1023, "1023 bytes"), (1024, "1.0 KiB"), (2**20 - 1, "1.0 MiB"), (3 * 2**30, "3.0 GiB")]
+)
+def test_a_binary_size_is_rounded_before_its_unit_is_chosen(size: int, text: str) -> None:
+    assert binary_size(size) == text
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 400 + "GB", 2**63, "9300000TB"])
+def test_a_size_of_2_to_the_63_bytes_or_more_is_refused(size: int | str) -> None:
+    with pytest.raises(
+        ParameterError, match=r"^the size is .{1,60}, but must be a positive number of bytes below 2\^63"
+    ):
+        parse_size(size)
 
 
 def test_two_sizes_that_are_close_can_be_told_apart() -> None:

@@ -9,6 +9,7 @@ from topw_deploy.errors import ParameterError
 _DECIMAL = ("bytes", "kB", "MB", "GB", "TB")
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_MOST = float(1 << 63)  # bytes; offsets in files have 63 bits
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]b|[kmg]ib|)", re.IGNORECASE)
 
 
@@ -18,12 +19,13 @@ def parse_size(size: int | str, name: str = "the size") -> int:
     name: for messages. Raises ParameterError for anything else.
     """
     match = _SIZE.fullmatch(str(size).strip())
-    found = 0 if match is None else round(float(match[1]) * _UNITS[match[2].upper()])
-    if found < 1:
+    found = 0.0 if match is None else float(match[1]) * _UNITS[match[2].upper()]
+    if not 0.5 < found < _MOST:
         raise ParameterError(
-            f"{name} is {size!r}, but must be a positive number of bytes, such as 500MB, 2GB or 2GiB.", name
+            f"{name} is {size!r:.60}, but must be a positive number of bytes below 2^63, such as 500MB, 2GB or 2GiB.",
+            name,
         )
-    return found
+    return round(found)
 
 
 def decimal_size(count: float, digits: int = 1) -> str:
@@ -37,6 +39,6 @@ def decimal_size(count: float, digits: int = 1) -> str:
 def binary_size(count: float) -> str:
     """`17 bytes`, `3.0 GiB`."""
     unit = 0
-    while count >= 1024 and unit < len(_BINARY) - 1:
+    while round(count, 1) >= 1024 and unit < len(_BINARY) - 1:
         count, unit = count / 1024, unit + 1
     return f"{count:.1f} {_BINARY[unit]}" if unit else f"{count} {_BINARY[0]}"

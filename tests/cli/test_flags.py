@@ -80,7 +80,10 @@ def test_an_error_that_is_no_wrong_value_names_the_option_and_exits_with_1(rando
         (["--top_m", 0], "--top-m is 0, but must be an integer >= 1."),
         (["--init-top-p", 1.5], "--init-top-p is 1.5, but must be in (0, 1]."),
         (["--max-length", 64], "--max-length fixes the static cache of tensorrt; leave it out for others."),
-        (["--max-shard-size", "5xB"], "--max-shard-size is '5xB', but must be a positive number of bytes, such as "),
+        (
+            ["--max-shard-size", "5xB"],
+            "--max-shard-size is '5xB', but must be a positive number of bytes below 2^63, such as ",
+        ),
         (["--int4-block-size", 32], "--int4-block-size is an option for quantised weights, but dtype is fp32; "),
         (["--algo-config", "rtn"], "--algo-config is an option for quantised weights, but dtype is fp32; "),
         (["--num-hidden-layers", 0], "--num-hidden-layers is 0, but must be an integer >= 1."),
