@@ -15,20 +15,20 @@ import torch
 from numpy.typing import ArrayLike
 
 from benchmarks.gpu.job import Job, MissingError
-from topw_deploy.plugins.cuda_kernel import EVERY_PART, CudaKernel, CudaShape
+from topw_deploy.plugins.cuda_kernel import ALL_PARTS, CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import (
     COLUMNS,
     REPORT,
     KernelSamples,
     KernelTable,
     Rules,
+    check_table,
     edit_arrays,
     mask_array,
     parameter_columns,
-    require_table,
     rule_arrays,
 )
-from topw_deploy.plugins.structs import TABLE_TYPES, Blocks, Inputs, Outputs, Table
+from topw_deploy.plugins.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.sampling.parameters import TopWOptions
 
 Edits = tuple[ArrayLike, ArrayLike, ArrayLike]
@@ -39,7 +39,7 @@ _OUTPUTS = {
     "mass": torch.float32, "keep_mask": torch.uint8, "reports": torch.uint8,
 }  # fmt: skip
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-assert list(_OUTPUTS) == [name for name, _ in Outputs._fields_]
+assert list(_OUTPUTS) == [name for name, _ in OutputsStruct._fields_]
 
 
 class DeviceTable:
@@ -49,11 +49,11 @@ class DeviceTable:
         def put(array: Any) -> torch.Tensor | None:
             return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-        blocks, described = table.blocks, Blocks()
+        blocks, described = table.blocks, BlocksStruct()
         self._kept = [put(a) for a in (table.rows, table.mean, table.inverse_std, table.neighbour_bound)]
         if blocks is not None:
             self._kept += [put(blocks.scales), put(blocks.zero_points)]
-            described = Blocks(
+            described = BlocksStruct(
                 blocks.bits, blocks.block_size, TABLE_TYPES[str(blocks.scales.dtype)], 0,
                 *(address(tensor) for tensor in self._kept[4:]),
             )  # fmt: skip
@@ -66,7 +66,7 @@ class DeviceTable:
         """From device rows [V, d], float32 statistics [d] and bound [V]."""
         table = cls.__new__(cls)
         table._kept = [rows, mean, inverse_std, bound]
-        table._describe(*rows.shape, _TYPES[rows.dtype], Blocks())
+        table._describe(*rows.shape, _TYPES[rows.dtype], BlocksStruct())
         return table
 
     @property
@@ -77,9 +77,9 @@ class DeviceTable:
         assert inverse_std is not None
         return mean, inverse_std
 
-    def _describe(self, tokens: int, hidden: int, dtype: str, blocks: Blocks) -> None:
+    def _describe(self, tokens: int, hidden: int, dtype: str, blocks: BlocksStruct) -> None:
         rows, *statistics = (address(tensor) for tensor in self._kept[:4])
-        self.structure = Table(rows, tokens, hidden, TABLE_TYPES[dtype], 0, *statistics, blocks)
+        self.structure = TableStruct(rows, tokens, hidden, TABLE_TYPES[dtype], 0, *statistics, blocks)
 
 
 class Step:
@@ -129,13 +129,13 @@ class Step:
             self.workspace = torch.empty(kernel.workspace_bytes(self.shape), dtype=torch.uint8, device=device)
         else:
             self.control, self.workspace = memory.control, memory.workspace
-        self._inputs = Inputs(
+        self._inputs = InputsStruct(
             batch, vocab, slots, words, *(address(t) for t in (logits, *self._changes)),
             *(address(self.columns[name]) for name in COLUMNS), *map(address, self.rules),
         )  # fmt: skip
-        self._outputs = Outputs(*(address(self.outputs.get(name)) for name in _OUTPUTS))
+        self._outputs = OutputsStruct(*(address(self.outputs.get(name)) for name in _OUTPUTS))
 
-    def launch(self, parts: int = EVERY_PART) -> None:
+    def launch(self, parts: int = ALL_PARTS) -> None:
         """Enqueue the call on torch's current stream."""
         stream = torch.cuda.current_stream().cuda_stream if self.logits.is_cuda else 0
         memory = address(self.control) or 0, address(self.workspace) or 0
@@ -194,7 +194,7 @@ class DeviceKernel(CudaKernel):
         elif rows.dtype != torch.float16:
             rows = rows.float()
         chosen = TopWOptions() if options is None else options
-        require_table(chosen, table, rows.shape[1])
+        check_table(chosen, table, rows.shape[1])
         on_device = None if table is None else DeviceTable(table, self.device)
         step = Step(self, rows.to(self.device), columns, chosen, on_device, edits, allowed=allowed, rules=rules,
                     mass=mass, keep_mask=keep_mask)  # fmt: skip

@@ -71,7 +71,7 @@ def _version(name: str) -> str:
 def main() -> None:
     from topw_deploy.plugins import driver
 
-    found = driver.look()
+    found = driver.query_driver()
     first = found.devices[0] if found.devices else driver.Device("", 0)
     json.dump({"gpu": first.name, "architecture": first.architecture, "why_none": found.why_none, "cuda": found.cuda},
               sys.stdout)  # fmt: skip

@@ -28,7 +28,7 @@ from topw_deploy.errors import PluginError
 from topw_deploy.plugins import driver
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import COLUMNS, STAGES, KernelSamples, KernelTable, parameter_columns
-from topw_deploy.plugins.structs import TABLE_TYPES, Blocks, Inputs, Outputs, Table
+from topw_deploy.plugins.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, mask_words, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
 
@@ -117,29 +117,29 @@ def put(memory: Memory, array: np.ndarray) -> int:
     return address
 
 
-def table_in(memory: Memory, table: KernelTable) -> Table:
+def table_in(memory: Memory, table: KernelTable) -> TableStruct:
     statistics = (put(memory, array) for array in (table.rows, table.mean, table.inverse_std))
     rows_at, mean, inverse_std = statistics
-    return Table(rows_at, *table.rows.shape, TABLE_TYPES[table.dtype], 0, mean, inverse_std, None, Blocks())
+    return TableStruct(rows_at, *table.rows.shape, TABLE_TYPES[table.dtype], 0, mean, inverse_std, None, BlocksStruct())
 
 
 def launched(
     kernel: CudaKernel, memory: Memory, stored: np.ndarray, columns: dict[str, np.ndarray],
-    changes: tuple[np.ndarray, ...], table: Table,
+    changes: tuple[np.ndarray, ...], table: TableStruct,
 ) -> KernelSamples:  # fmt: skip
     """The kernels' answers, with every output."""
     kind = "bfloat16" if stored.dtype == np.uint16 else str(stored.dtype)
     shape = CudaShape(_OPTIONS, BATCH, VOCAB, EDITS, kind, table)
     samples = KernelSamples.empty(BATCH, VOCAB, mass=True, keep_mask=True)
     places = {field.name: memory.allocate(getattr(samples, field.name).nbytes) for field in fields(samples)}
-    inputs = Inputs(
+    inputs = InputsStruct(
         BATCH, VOCAB, EDITS, mask_words(VOCAB), *(put(memory, array) for array in (stored, *changes)),
         *(put(memory, columns[name]) for name in COLUMNS),
     )  # fmt: skip
     control = kernel.allocate(kernel.control_bytes(shape))
     workspace = memory.allocate(kernel.workspace_bytes(shape))
     for _ in range(2):  # the second launch reuses memory
-        kernel.launch(shape, table, inputs, Outputs(*places.values()), control, workspace)
+        kernel.launch(shape, table, inputs, OutputsStruct(*places.values()), control, workspace)
     for name, place in places.items():
         memory.read(place, getattr(samples, name))
     kernel.release(control)

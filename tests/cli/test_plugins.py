@@ -15,7 +15,7 @@ from topw_deploy.cli import doctor, plugins
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import compile_cuda, driver, shared_library, status
 from topw_deploy.plugins.compile_cuda import CompiledLibrary
-from topw_deploy.plugins.nvcc import Compiling
+from topw_deploy.plugins.nvcc import CompilationState
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
     def build(output: Path | None, architectures: tuple[int, ...], say: Any, watch: Any) -> CompiledLibrary:
         asked.append((output, architectures))
         say("nvcc 13.0")
-        watch(Compiling((87, 90), (), 2, 2.0))
-        watch(Compiling((87,), (90,), 2, 41.0))
-        watch(Compiling((), (90, 87), 2, 60.0))
+        watch(CompilationState((87, 90), (), 2, 2.0))
+        watch(CompilationState((87,), (90,), 2, 41.0))
+        watch(CompilationState((), (90, 87), 2, 60.0))
         return CompiledLibrary(output or tmp_path / "lib.so", (87, 90), "13.0", 61.4, 4_200_000)
 
     monkeypatch.setattr(compile_cuda, "compile_cuda", build)
@@ -56,10 +56,10 @@ def test_a_terminal_has_one_line_that_says_what_is_compiled_how_much_is_done_and
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "39")
     with plugins._shown(False) as watch:
-        watch(Compiling((), (), 2, 0.5))
-        watch(Compiling((87,), (90,), 2, 41.0))
-        watch(Compiling((), (90, 87), 2, 60.0))
-        watch(Compiling((87, 90, 100, 120), (), 2, 1.0))
+        watch(CompilationState((), (), 2, 0.5))
+        watch(CompilationState((87,), (90,), 2, 41.0))
+        watch(CompilationState((), (90, 87), 2, 60.0))
+        watch(CompilationState((87, 90, 100, 120), (), 2, 1.0))
     shown = capsys.readouterr().err
     assert "\n" not in shown
     assert [part.removesuffix("\033[K") for part in shown.split("\r")] == [
@@ -73,10 +73,10 @@ def test_native_is_what_the_driver_shows(
     invoke: Invoke, built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = driver.Driver("13.0", (driver.Device("Orin", 87), driver.Device("H200", 90), driver.Device("H200", 90)), "")
-    monkeypatch.setattr(driver, "look", lambda: found)
+    monkeypatch.setattr(driver, "query_driver", lambda: found)
     assert invoke("plugins", "build", "--cuda", "--architecture", "native", "--architecture", "8.0").exit_code == 0
     assert built == [(None, (80, 87, 90))]
-    monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    monkeypatch.setattr(driver, "query_driver", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
     with pytest.raises(PluginError, match="'native' means the GPU of this machine, but there is no NVIDIA driver"):
         invoke("plugins", "build", "--cuda", "--arch", "native")
 
@@ -122,7 +122,7 @@ FOUND = status.Status(
 
 
 def test_what_is_there_is_shown(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "look", lambda: FOUND)
+    monkeypatch.setattr(status, "read_status", lambda: FOUND)
     assert invoke("plugins", "show").stdout.splitlines() == [
         "CPU library   /lib/libtopw.so, avx2",
         "CUDA library  /lib/libtopw_cuda.so, sm_75 sm_90",
@@ -138,20 +138,20 @@ def test_what_is_there_is_shown(invoke: Invoke, monkeypatch: pytest.MonkeyPatch)
 def test_tensorrts_library_is_shown_or_why_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TOPW_TENSORRT_LIBRARY", raising=False)
     monkeypatch.setattr(shared_library, "TENSORRT_PACKAGED", tmp_path / "libtopw_tensorrt.so")
-    assert "topw plugins build --tensorrt-root DIR" in status.tensorrt_library().why_none
+    assert "topw plugins build --tensorrt-root DIR" in status.tensorrt_status().why_none
     (tmp_path / "libtopw_tensorrt.so").touch()
-    assert status.tensorrt_library().path == str(tmp_path / "libtopw_tensorrt.so")
+    assert status.tensorrt_status().path == str(tmp_path / "libtopw_tensorrt.so")
     monkeypatch.setenv("TOPW_TENSORRT_LIBRARY", "/nowhere")
-    assert status.tensorrt_library().why_none == "TOPW_TENSORRT_LIBRARY is /nowhere, which is not a file"
+    assert status.tensorrt_status().why_none == "TOPW_TENSORRT_LIBRARY is /nowhere, which is not a file"
 
 
 def test_doctor_tells_of_the_cuda_library_and_of_the_driver(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "look", lambda: FOUND)
+    monkeypatch.setattr(status, "read_status", lambda: FOUND)
     assert set(invoke("doctor").stdout.splitlines()) >= {
         "CUDA sampler: for the GPU here, sm_75 sm_90, /lib/libtopw_cuda.so",
         "NVIDIA driver: runs CUDA 13.0, NVIDIA H200, sm_90",
     }
     missing = status.CudaStatus(None, (), "it was not built here")
     without = dataclasses.replace(FOUND, cuda=missing, driver=driver.Driver(None, (), "none"))
-    monkeypatch.setattr(status, "look", lambda: without)
+    monkeypatch.setattr(status, "read_status", lambda: without)
     assert doctor._cuda_lines(doctor._cuda()) == ["CUDA sampler: none (it was not built here)", "NVIDIA driver: none"]

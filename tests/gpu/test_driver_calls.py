@@ -21,7 +21,7 @@ CALLED = ("cuMemAlloc", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemsetD8Async")
 def environment(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("driver_stand_in.cpp")
-    compile_native.run(
+    compile_native.run_compiler(
         [*compile_native.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(folder / driver.LIBRARY)]
     )
     return {**os.environ, "LD_LIBRARY_PATH": str(folder)}

@@ -100,7 +100,7 @@ def test_the_reason_why_tensorrt_was_not_packed_is_reported(job: Job, monkeypatc
 
 @pytest.mark.usefixtures("found_here")
 def test_a_rehearsal_without_a_gpu_reports_that_no_engine_is_built(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    monkeypatch.setattr(driver, "query_driver", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
     (step,) = engines.steps(job)
     expected = "no engine is built in a rehearsal without a GPU: there is no NVIDIA driver"
     assert step.run(job).absent == (expected,)

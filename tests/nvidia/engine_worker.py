@@ -30,9 +30,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     shown: list[int] = []
     if kernels := request.pop("kernels", None):
         from topw_deploy.plugins.tensorrt import plugin
-        from topw_deploy.plugins.tensorrt.kernels import Kernels
+        from topw_deploy.plugins.tensorrt.kernels import PluginKernels
 
-        plugin.register(Kernels(Path(kernels)))
+        plugin.register(PluginKernels(Path(kernels)))
 
     @contextlib.contextmanager
     def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
@@ -58,7 +58,7 @@ def opened(path: Path) -> str:
 
 
 def main() -> None:
-    driver.look = lambda: GPU
+    driver.query_driver = lambda: GPU
     trt = api.load()
     del trt.IStreamWriter  # missing in TensorRT-RTX
     requests = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))

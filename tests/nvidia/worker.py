@@ -37,9 +37,9 @@ def load_plugin(plugin: str | None, kernels: str | None) -> None:
         assert trt.get_plugin_registry().load_library(plugin)
         return
     from topw_deploy.plugins.tensorrt import plugin as python_plugin
-    from topw_deploy.plugins.tensorrt.kernels import ControlMemory, Kernels
+    from topw_deploy.plugins.tensorrt.kernels import ControlMemory, PluginKernels
 
-    class Watched(Kernels):
+    class Watched(PluginKernels):
         """Give plugins control memory at once: a builder without a GPU announces no shapes."""
 
         def control_memory(self) -> ControlMemory:

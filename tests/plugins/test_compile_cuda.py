@@ -40,7 +40,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.delenv(name, raising=False)
     nowhere = {name: str(tmp_path / "site") for name in ("purelib", "platlib")}
     monkeypatch.setattr(sysconfig, "get_paths", lambda: nowhere)
-    monkeypatch.setattr(compile_cuda, "_USUAL", tmp_path / "usual")
+    monkeypatch.setattr(compile_cuda, "_USUAL_ROOT", tmp_path / "usual")
 
     def put(root: Path, script: str = NVCC) -> Path:
         for folder in ("bin", "lib64", "include"):
@@ -147,7 +147,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_compiled(
         compile_cuda.compile_cuda(tmp_path / place, say=said.append)
     assert said == []
     with pytest.raises(compile_native.NotBuiltError, match="cannot be written"):
-        compile_native.put(Path(__file__), tmp_path / "file" / "lib.so")
+        compile_native.install_library(Path(__file__), tmp_path / "file" / "lib.so")
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def test_a_compiler_that_is_none_is_named(
 def test_a_library_is_for_gpus_that_have_its_code_or_compile_its_ptx() -> None:
     found = library.CudaLibrary.__new__(library.CudaLibrary)
     found.architectures = (75, 80, 90)
-    served = {number for number in (70, 75, 80, 86, 87, 89, 90, 100, 110, 121) if found.serves(number)}
+    served = {number for number in (70, 75, 80, 86, 87, 89, 90, 100, 110, 121) if found.can_run_on(number)}
     assert served == {75, 80, 86, 89, 90, 100, 110, 121}  # a Jetson (87) runs only its own code
     found.architectures = (87, 120)
-    assert [found.serves(number) for number in (87, 89, 110, 120, 121)] == [True, False, False, True, True]
+    assert [found.can_run_on(number) for number in (87, 89, 110, 120, 121)] == [True, False, False, True, True]
 
 
 FAKE_DRIVER = """
@@ -214,17 +214,17 @@ def fake_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
 
 def test_the_driver_is_asked_for_its_version_and_its_gpus(fake_driver: Callable[[int, int], None]) -> None:
     fake_driver(0, 2)
-    found = driver.look()
+    found = driver.query_driver()
     assert found == driver.Driver("12.6", (driver.Device("Orin", 87), driver.Device("Second", 90)), "")
     fake_driver(100, 0)
-    assert driver.look() == driver.Driver("12.6", (), "the NVIDIA driver sees no GPU")
+    assert driver.query_driver() == driver.Driver("12.6", (), "the NVIDIA driver sees no GPU")
     fake_driver(999, 0)
-    assert driver.look().why_none == "the NVIDIA driver does not start (CUDA error 999)"
+    assert driver.query_driver().why_none == "the NVIDIA driver does not start (CUDA error 999)"
 
 
 def test_no_driver_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "LIBRARY", "libcuda.so.none")
-    assert driver.look() == driver.Driver(None, (), "there is no NVIDIA driver (libcuda.so.none was not found)")
+    assert driver.query_driver() == driver.Driver(None, (), "there is no NVIDIA driver (libcuda.so.none was not found)")
 
 
 def test_the_report_says_why_a_library_serves_no_gpu_here(
@@ -232,27 +232,29 @@ def test_the_report_says_why_a_library_serves_no_gpu_here(
 ) -> None:
     fake_driver(0, 1)
     monkeypatch.setenv("TOPW_CUDA_LIBRARY", str(tmp_path / "nowhere.so"))
-    assert status.look().cuda.why_unused == f"TOPW_CUDA_LIBRARY is {tmp_path / 'nowhere.so'}, which is not a file"
+    assert (
+        status.read_status().cuda.why_unused == f"TOPW_CUDA_LIBRARY is {tmp_path / 'nowhere.so'}, which is not a file"
+    )
     (tmp_path / "other.so").write_bytes(b"\x7fELF and nothing more")
     monkeypatch.setenv("TOPW_CUDA_LIBRARY", str(tmp_path / "other.so"))
     named = f"the library of TOPW_CUDA_LIBRARY='{tmp_path / 'other.so'}' does not load ("
-    assert status.look().cuda.why_unused.startswith(named)
+    assert status.read_status().cuda.why_unused.startswith(named)
     pretended = library.CudaLibrary.__new__(library.CudaLibrary)
     pretended.path, pretended.architectures = tmp_path / "other.so", (80, 90)
     monkeypatch.setattr(library, "load_cuda", lambda path: pretended)
-    found = status.look()
+    found = status.read_status()
     assert found.cuda.why_unused == "it has no code for sm_87 (run: topw plugins build --cuda --arch 87)"
-    assert status.lines(found)[1:] == [
+    assert status.status_lines(found)[1:] == [
         f"CUDA library  {tmp_path / 'other.so'}, sm_80 sm_90, unused: {found.cuda.why_unused}",
         f"TRT library   none: {found.tensorrt.why_none}",
         "GPU 0         Orin, sm_87",
         "driver        runs CUDA 12.6",
     ]
-    monkeypatch.setattr(kernels, "Kernels", lambda path: path)
+    monkeypatch.setattr(kernels, "PluginKernels", lambda path: path)
     with pytest.raises(PluginError, match=r"other.so has kernels for sm_80 sm_90, and this GPU is sm_87; run: "):
         kernels.installed_kernels()
     pretended.architectures = (80, 87)
-    assert status.look().cuda.why_unused == ""
+    assert status.read_status().cuda.why_unused == ""
     assert kernels.installed_kernels() == tmp_path / "other.so"
 
 
@@ -266,7 +268,7 @@ def test_ctrl_c_ends_nvcc(install: Install, tmp_path: Path, monkeypatch: pytest.
 
         def is_interrupted() -> bool:
             try:
-                watch(nvcc.Compiling((), (), total, 0.0))
+                watch(nvcc.CompilationState((), (), total, 0.0))
             except compile_native.NotBuiltError:
                 ended.set()
                 raise
@@ -274,8 +276,8 @@ def test_ctrl_c_ends_nvcc(install: Install, tmp_path: Path, monkeypatch: pytest.
 
         until(is_interrupted)
 
-    monkeypatch.setattr(nvcc, "run", run)
-    monkeypatch.setattr(compile_native, "run", lambda command: None)
+    monkeypatch.setattr(nvcc, "run_nvcc", run)
+    monkeypatch.setattr(compile_native, "run_compiler", lambda command: None)
     with pytest.raises(KeyboardInterrupt):
         compile_cuda.compile_cuda(tmp_path / "made.so", (87,))
     assert ended.wait(HANG)

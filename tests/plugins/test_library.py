@@ -44,9 +44,9 @@ def test_the_library_comes_from_the_package_or_from_the_variable(
 def test_the_library_says_what_it_is(native_library: Path) -> None:
     found = library.load(native_library)
     assert found.instruction_set in ("avx512", "avx2", "neon", "generic")
-    assert found.knows("")
-    assert found.knows("Gather(axis=0)")
-    assert not found.knows("com.microsoft.GatherBlockQuantized(bits=2)")
+    assert found.supports("")
+    assert found.supports("Gather(axis=0)")
+    assert not found.supports("com.microsoft.GatherBlockQuantized(bits=2)")
     assert library.load(native_library) is found
 
 
@@ -72,7 +72,7 @@ def needs_a_compiler() -> None:
 def test_a_compiler_gives_a_library_that_needs_no_other_than_the_systems(tmp_path: Path) -> None:
     needs_a_compiler()
     compile_native.compile_native(tmp_path / compile_native.LIBRARY_NAME)
-    assert library.Library(tmp_path / compile_native.LIBRARY_NAME).knows("Gather(axis=0)")
+    assert library.Library(tmp_path / compile_native.LIBRARY_NAME).supports("Gather(axis=0)")
     if sys.platform == "linux" and shutil.which("readelf"):
         dynamic = subprocess.run(
             ["readelf", "-d", str(tmp_path / compile_native.LIBRARY_NAME)], capture_output=True, text=True, check=True

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from topw_deploy.plugins import compile_native, nvcc
-from topw_deploy.plugins.nvcc import Compiling
+from topw_deploy.plugins.nvcc import CompilationState
 
 NVCC = """#!/bin/sh
 echo '#$ cicc --display_error_number -arch compute_80 "a.ii"'
@@ -37,7 +37,7 @@ def states(script: Path) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """The reported states without repetitions."""
     reported: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
 
-    def watch(state: Compiling) -> None:
+    def watch(state: CompilationState) -> None:
         assert state.seconds >= 0
         reported.append((state.running, state.done, state.total))
         if state.running == (80, 90):
@@ -45,7 +45,7 @@ def states(script: Path) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
         if state.done:
             (script.parent / "seen90").touch()
 
-    nvcc.run([str(script)], 2, watch)
+    nvcc.run_nvcc([str(script)], 2, watch)
     return list(dict.fromkeys(reported))
 
 
@@ -61,15 +61,15 @@ def test_a_failure_has_nvccs_words_and_none_of_the_commands_that_it_lists(script
     with pytest.raises(compile_native.NotBuiltError, match=r"nvcc failed \(launch.cu\(9\): error: no such word\)$"):
         states(script)
     with pytest.raises(compile_native.NotBuiltError, match=r"nowhere cannot be run"):
-        nvcc.run(["/nowhere"], 1, nvcc.unwatched)
+        nvcc.run_nvcc(["/nowhere"], 1, nvcc.ignore_state)
 
 
 def test_what_interrupts_the_watcher_ends_the_compiler(script: Path) -> None:
-    def watch(state: Compiling) -> None:
+    def watch(state: CompilationState) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        nvcc.run([str(script)], 2, watch)
+        nvcc.run_nvcc([str(script)], 2, watch)
 
 
 def test_and_the_compilers_that_nvcc_started(script: Path) -> None:
@@ -78,13 +78,13 @@ def test_and_the_compilers_that_nvcc_started(script: Path) -> None:
     script.write_text(f"#!/bin/sh\nsleep 600 &\ntouch {started}\nwait\n")
     ended: list[bool] = []
 
-    def watch(state: Compiling) -> None:
+    def watch(state: CompilationState) -> None:
         if started.exists():
             raise KeyboardInterrupt
 
     def run() -> None:
         with pytest.raises(KeyboardInterrupt):
-            nvcc.run([str(script)], 1, watch)
+            nvcc.run_nvcc([str(script)], 1, watch)
         ended.append(True)
 
     thread = threading.Thread(target=run, daemon=True)

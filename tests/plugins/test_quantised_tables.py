@@ -16,7 +16,7 @@ from tests.support.quantised_tables import FORMS, Form, Quantised, quantised_tab
 from tests.support.sampler_models import open_model, run
 from tests.support.tail_cases import Case, feeds, random_case
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.graft.sampler_node import add_sampler_node, install_function, sampler_inputs
+from topw_deploy.export.graft.sampler_node import add_sampler_inputs, add_sampler_node, install_function
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.graph.embedding import EmbeddingForm
 from topw_deploy.export.tail import TailSpec
@@ -72,7 +72,7 @@ def operator_model(quantised: Quantised) -> onnx.ModelProto:
     )  # fmt: skip
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21, "com.microsoft": 1}, name="sampler")
     editor = GraphEditor(graph, "toy")
-    inputs = [editor.input("logits", ir.DataType.FLOAT, ["batch", VOCAB]), *sampler_inputs(editor, "batch")]
+    inputs = [editor.input("logits", ir.DataType.FLOAT, ["batch", VOCAB]), *add_sampler_inputs(editor, "batch")]
     geometry = Geometry.from_embeddings(quantised.rows(), OPTIONS.metric)
     for name, values in (("mean", geometry.mean), ("inverse_std", geometry.inverse_std), ("bound", np.zeros(0))):
         inputs.append(editor.constant(np.asarray(values, dtype=np.float32), name))
@@ -89,9 +89,9 @@ def test_the_operator_takes_the_nodes_own_tensors_and_answers_as_the_function(na
     quantised = quantised_table(form, VOCAB, 6)
     model, rows = operator_model(quantised), cases(24)
     library = load(native_library)
-    before = library.kernels
+    before = library.assigned_nodes
     native = run(open_model(model, native_library), feeds(rows))
-    assert library.kernels == before + 1
+    assert library.assigned_nodes == before + 1
     table, _ = tables(quantised)
     exact = Kernel(native_library).sample(
         np.stack([case.logits for case in rows]), columns(rows), OPTIONS, table, keep_mask=True
@@ -122,7 +122,7 @@ def test_the_operator_takes_the_nodes_own_tensors_and_answers_as_the_function(na
     ],
 )
 def test_forms_are_known_by_their_text(native_library: Path, text: str, known: bool) -> None:
-    assert load(native_library).knows(text) is known
+    assert load(native_library).supports(text) is known
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class Gpu:
         self._handles = iter(range(1, 1 << 30))
 
     def look(self) -> driver.Driver:
-        """Replaces plugins.driver.look."""
+        """Replaces plugins.driver.query_driver."""
         return driver.Driver("13.0", (driver.Device(self.name, self.architecture),), "")
 
     def at(self, pointer: int, size: int) -> np.ndarray:

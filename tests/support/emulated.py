@@ -21,14 +21,14 @@ from topw_deploy.plugins.kernel import (
     KernelSamples,
     KernelTable,
     Rules,
+    check_table,
     edit_arrays,
     mask_array,
     parameter_columns,
-    require_table,
     rule_arrays,
 )
 from topw_deploy.plugins.kernel_table import table_struct
-from topw_deploy.plugins.structs import Inputs, Outputs, address
+from topw_deploy.plugins.structs import InputsStruct, OutputsStruct, address
 from topw_deploy.sampling.parameters import TopWOptions
 
 CUDA_SOURCES = compile_native.SOURCES.with_name("cuda")
@@ -114,7 +114,7 @@ class EmulatedKernel(CudaKernel):
         if str(rows.dtype) not in _TYPES:
             rows = rows.astype(np.float32)
         options = TopWOptions() if options is None else options
-        require_table(options, table, rows.shape[1])
+        check_table(options, table, rows.shape[1])
         given = parameter_columns(columns or {}, len(rows))
         changes = (*edit_arrays(edits, len(rows)), mask_array(allowed, *rows.shape))
         chosen = rule_arrays(rules, len(rows))
@@ -122,11 +122,11 @@ class EmulatedKernel(CudaKernel):
         described = table_struct(table)
         kind = "bfloat16" if rows.dtype == np.uint16 else str(rows.dtype)
         shape = CudaShape(options, len(rows) + spare, rows.shape[1], changes[0].shape[1] + spare, kind, described)
-        inputs = Inputs(
+        inputs = InputsStruct(
             *rows.shape, changes[0].shape[1], changes[3].shape[1], *map(address, (rows, *changes)),
             *(address(given[n]) for n in COLUMNS), *map(address, chosen or (None, None)),
         )  # fmt: skip
-        outputs = Outputs(*(address(getattr(samples, field.name)) for field in fields(samples)))
+        outputs = OutputsStruct(*(address(getattr(samples, field.name)) for field in fields(samples)))
         self.launch(shape, described, inputs, outputs, *self._room_for(shape))
         left = self._control(shape)
         assert not left.any(), f"control bytes {np.flatnonzero(left)[:8]} are not zero after the launch"

@@ -23,7 +23,7 @@ def install(patch: pytest.MonkeyPatch, gpu: Gpu, trt: TensorRT) -> None:
     for name, module in (("cuda", package), ("cuda.bindings", bindings), ("cuda.bindings.runtime", gpu.module)):
         patch.setitem(sys.modules, name, module)
     patch.setitem(sys.modules, "tensorrt", trt.module)
-    patch.setattr(driver, "look", gpu.look)
+    patch.setattr(driver, "query_driver", gpu.look)
 
 
 @pytest.fixture

@@ -186,6 +186,6 @@ def test_a_folder_without_engines(out: Path) -> None:
 def test_a_gpu_that_is_not_there_is_named(trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TensorRTError, match="device 1 was requested, but there are 1 GPUs"):
         this_machine("10.16.1.11", 1)
-    monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    monkeypatch.setattr(driver, "query_driver", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
     with pytest.raises(TensorRTError, match="there is no NVIDIA driver; see `topw plugins show`"):
         this_machine("10.16.1.11")

@@ -166,7 +166,7 @@ def _native() -> Native:
 def _cuda() -> Cuda:
     from topw_deploy.plugins import status
 
-    found = status.look()
+    found = status.read_status()
     gpus = tuple(f"{device.name}, sm_{device.architecture}" for device in found.driver.devices)
     return Cuda(found.cuda.path, found.cuda.architectures, found.cuda.why_unused, found.driver.cuda, gpus)
 

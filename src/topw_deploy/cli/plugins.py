@@ -18,7 +18,7 @@ from topw_deploy.cli.terminal import rewrite_line, say, say_json
 from topw_deploy.sizes import decimal_size
 
 if TYPE_CHECKING:
-    from topw_deploy.plugins.nvcc import Compiling
+    from topw_deploy.plugins.nvcc import CompilationState
 
 
 @click.group(name="plugins", context_settings=CONTEXT)
@@ -38,7 +38,7 @@ class _Architectures(click.ParamType):
         if isinstance(value, tuple):
             return value
         try:
-            return driver.parse(str(value))
+            return driver.parse_architectures(str(value))
         except ParameterError as error:
             self.fail(str(error), param, ctx)
 
@@ -89,7 +89,7 @@ def build(
     from topw_deploy.plugins.compile_cuda import CompiledLibrary, compile_cuda
     from topw_deploy.plugins.tensorrt.compile import CompiledPlugin, compile_tensorrt
 
-    chosen = driver.resolve([name for names in architecture for name in names])
+    chosen = driver.resolve_architectures([name for names in architecture for name in names])
     line = progress(quiet).say
     with _shown(quiet) as watch:
         library: CompiledLibrary | CompiledPlugin
@@ -103,7 +103,7 @@ def build(
 
 
 @contextlib.contextmanager
-def _shown(quiet: bool) -> Iterator[Callable[[Compiling], object]]:
+def _shown(quiet: bool) -> Iterator[Callable[[CompilationState], object]]:
     """Show progress: on terminals, one line that is rewritten; otherwise a line per architecture."""
     if quiet:
         yield lambda _state: None
@@ -115,7 +115,7 @@ def _shown(quiet: bool) -> Iterator[Callable[[Compiling], object]]:
         yield _Lines()
 
 
-def _line(state: Compiling) -> str:
+def _line(state: CompilationState) -> str:
     now = " ".join(f"sm_{number}" for number in state.running)
     what = f"compiling {now}" if now else "linking" if len(state.done) == state.total else "reading the sources"
     return f"{len(state.done)} of {state.total} done, {state.seconds:.0f} s, {what}"
@@ -125,7 +125,7 @@ class _Lines:
     def __init__(self) -> None:
         self._printed = 0
 
-    def __call__(self, state: Compiling) -> None:
+    def __call__(self, state: CompilationState) -> None:
         for number in state.done[self._printed :]:
             self._printed += 1
             phase(f"sm_{number} done, {self._printed} of {state.total}, {state.seconds:.0f} s")
@@ -137,8 +137,8 @@ def show(as_json: bool) -> None:
     """Show the installed libraries, what they support, and the GPUs of this machine."""
     from topw_deploy.plugins import status
 
-    found = status.look()
+    found = status.read_status()
     if as_json:
         say_json(asdict(found), indent=2)
     else:
-        say(*status.lines(found))
+        say(*status.status_lines(found))

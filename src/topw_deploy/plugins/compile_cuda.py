@@ -30,9 +30,9 @@ FLAGS = ("-std=c++17", "-O3", "-Werror", "all-warnings")
 """nvcc's own flags; its host compiler gets _HOST_FLAGS."""
 
 _HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-ffp-contract=off")
-_LINKED = ("-lcudart_static", "-ldl", "-lpthread", "-lrt", "-lm")
-_USUAL = Path("/usr/local/cuda")  # Jetson's toolkit is here, but not on PATH
-_SYMBOLIC = "-Wl,-Bsymbolic"  # libtopw.so in the same process has the same symbols
+_LINKED_LIBRARIES = ("-lcudart_static", "-ldl", "-lpthread", "-lrt", "-lm")
+_USUAL_ROOT = Path("/usr/local/cuda")  # Jetson's toolkit is here, but not on PATH
+_OWN_SYMBOLS_FLAG = "-Wl,-Bsymbolic"  # libtopw.so in the same process has the same symbols
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def compile_cuda(
     architectures: Sequence[int] = (),
     *,
     say: Callable[[str], object] = lambda line: None,
-    watch: nvcc.Watch = nvcc.unwatched,
+    watch: nvcc.Watch = nvcc.ignore_state,
 ) -> CompiledLibrary:
     """Compile the CUDA library to `output`, by default into the package.
 
@@ -77,7 +77,7 @@ def compile_cuda(
             f"the CUDA library is built only on Linux, and this is {sys.platform}; models run the node's function."
         )
     output = shared_library.PACKAGED_CUDA if output is None else output
-    check_place(output)
+    check_output(output)
     toolkit = find_toolkit()
     chosen = choose_architectures(toolkit, architectures)
     say(f"nvcc {toolkit.version} ({toolkit.nvcc}), {', '.join(f'sm_{number}' for number in chosen)}")
@@ -86,32 +86,32 @@ def compile_cuda(
             library = Path(scratch) / output.name
             operator = [*sorted(compile_native.SOURCES.glob("*.cpp")), *sorted(SOURCES.glob("ort_*.cpp"))]
             link(toolkit, compile_with_kernels(toolkit, chosen, Path(scratch), operator, watch=watch), library)
-            _check(library)
-            compile_native.put(library, output)
+            _check_loads(library)
+            compile_native.install_library(library, output)
     except compile_native.NotBuiltError as reason:
         raise PluginError(f"the CUDA library was not built: {reason}.") from None
     return CompiledLibrary(output, chosen, toolkit.version, time.perf_counter() - started, output.stat().st_size)
 
 
-def check_place(output: Path) -> None:
+def check_output(output: Path) -> None:
     """Raises PluginError if `output` cannot be written."""
     try:
-        compile_native.check_place(output)
+        compile_native.check_output(output)
     except compile_native.NotBuiltError as reason:
         raise PluginError(f"{reason}; name another file with --output.") from None
 
 
 def find_toolkit() -> Toolkit:
     """The toolkit of CUDA_HOME, CUDA_PATH, PATH, pip's packages or /usr/local/cuda. Raises PluginError."""
-    for compiler in _candidates():
-        return _toolkit(compiler)
+    for compiler in _nvcc_candidates():
+        return _read_toolkit(compiler)
     raise PluginError(
         "there is no nvcc in CUDA_HOME, PATH, this environment or /usr/local/cuda; install the CUDA toolkit, "
         f"or run: pip install {PIP_PACKAGES}"
     )
 
 
-def _candidates() -> Iterator[Path]:
+def _nvcc_candidates() -> Iterator[Path]:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         named = os.environ.get(name)
         if named:
@@ -123,25 +123,25 @@ def _candidates() -> Iterator[Path]:
     if on_path:
         yield Path(on_path)
     pips = (Path(sysconfig.get_paths()[name]) / "nvidia" / "cu13" for name in ("purelib", "platlib"))
-    for root in (*pips, _USUAL):
+    for root in (*pips, _USUAL_ROOT):
         if (root / "bin" / "nvcc").is_file():
             yield root / "bin" / "nvcc"
 
 
-def _toolkit(compiler: Path) -> Toolkit:
-    version = re.search(r"release (\d+\.\d+)", _output(compiler, "--version"))
-    codes = re.findall(r"sm_(\d+)\b", _output(compiler, "--list-gpu-code"))
+def _read_toolkit(compiler: Path) -> Toolkit:
+    version = re.search(r"release (\d+\.\d+)", _nvcc_output(compiler, "--version"))
+    codes = re.findall(r"sm_(\d+)\b", _nvcc_output(compiler, "--list-gpu-code"))
     architectures = tuple(sorted({int(number) for number in codes}))
     # nvcc may be a script or a link; --dryrun prints its toolkit's folder.
-    top = re.search(r"^#\$ TOP=(.+)$", _output(compiler, "--dryrun", "-x", "cu", "-E", os.devnull), re.MULTILINE)
+    top = re.search(r"^#\$ TOP=(.+)$", _nvcc_output(compiler, "--dryrun", "-x", "cu", "-E", os.devnull), re.MULTILINE)
     if version is None or top is None or not architectures:
         raise PluginError(f"{compiler} is not a supported nvcc; give another with CUDA_HOME.")
-    libraries = _folder(compiler, Path(top[1].strip()), ("lib64", "lib"), "libcudart_static.a")
-    headers = _folder(compiler, Path(top[1].strip()), ("include",), "cuda_runtime_api.h")
+    libraries = _find_folder(compiler, Path(top[1].strip()), ("lib64", "lib"), "libcudart_static.a")
+    headers = _find_folder(compiler, Path(top[1].strip()), ("include",), "cuda_runtime_api.h")
     return Toolkit(compiler, version[1], architectures, libraries, headers)
 
 
-def _folder(compiler: Path, top: Path, names: Sequence[str], file: str) -> Path:
+def _find_folder(compiler: Path, top: Path, names: Sequence[str], file: str) -> Path:
     targets = sorted((top / "targets").glob(f"*{platform.machine()}*")) + sorted((top / "targets").glob("*"))
     for root in (top, *targets):
         for name in names:
@@ -150,7 +150,7 @@ def _folder(compiler: Path, top: Path, names: Sequence[str], file: str) -> Path:
     raise PluginError(f"the toolkit of {compiler} lacks {file}; run: pip install {PIP_PACKAGES}")
 
 
-def _output(compiler: Path, *arguments: str) -> str:
+def _nvcc_output(compiler: Path, *arguments: str) -> str:
     command = [str(compiler), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
@@ -186,7 +186,7 @@ def compile_with_kernels(
     rest: Sequence[Path],
     flags: Sequence[str] = (),
     *,
-    watch: nvcc.Watch = nvcc.unwatched,
+    watch: nvcc.Watch = nvcc.ignore_state,
 ) -> list[str]:
     """Compile the kernels and the C++ sources `rest`, with extra `flags`, to objects in `scratch`.
 
@@ -205,7 +205,7 @@ def compile_with_kernels(
     jobs = [(cu, source) for source in kernels] + [(cpp, source) for source in rest]  # longest first
     interrupted = threading.Event()
 
-    def watch_all(state: nvcc.Compiling) -> None:
+    def watch_all(state: nvcc.CompilationState) -> None:
         if interrupted.is_set():
             raise compile_native.NotBuiltError("it was interrupted")
         watch(state)
@@ -214,9 +214,9 @@ def compile_with_kernels(
         command, source = job
         target = str(scratch / f"{source.parent.name}-{source.name}.o")
         if command is cu:
-            nvcc.run([*command, "-c", str(source), "-o", target], len(architectures), watch_all)
+            nvcc.run_nvcc([*command, "-c", str(source), "-o", target], len(architectures), watch_all)
         else:
-            compile_native.run([*command, str(source), "-o", target])
+            compile_native.run_compiler([*command, str(source), "-o", target])
         return target
 
     with ThreadPoolExecutor(cores) as pool:
@@ -239,11 +239,11 @@ def nvcc_flags() -> list[str]:
 def link(toolkit: Toolkit, objects: Sequence[str], library: Path) -> None:
     """Link the objects and the CUDA runtime. Raises NotBuiltError."""
     compiler = compile_native.find_compiler()
-    flags = [*compile_native.linker_flags(compiler), _SYMBOLIC, f"-L{toolkit.libraries}"]
-    compile_native.run([*compiler, "-shared", *objects, *flags, *_LINKED, "-o", str(library)])
+    flags = [*compile_native.linker_flags(compiler), _OWN_SYMBOLS_FLAG, f"-L{toolkit.libraries}"]
+    compile_native.run_compiler([*compiler, "-shared", *objects, *flags, *_LINKED_LIBRARIES, "-o", str(library)])
 
 
-def _check(library: Path) -> None:
+def _check_loads(library: Path) -> None:
     try:
         shared_library.CudaLibrary(library)
     except OSError as error:

@@ -24,7 +24,7 @@ LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform
 # decisions round alike on every processor.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off")
 # Link the C++ library statically, with hidden symbols.
-_LINUX = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
+_LINUX_LINKER_FLAGS = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
 
 TIMEOUT = 3600  # seconds per compiler: kernels for ten GPUs take a quarter of it on a busy machine
 _COMPILERS = ("c++", "g++", "clang++")
@@ -57,13 +57,13 @@ def _compile(output: Path) -> None:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="topw-build-") as scratch:
         library = Path(scratch) / output.name
-        run([*compiler, *FLAGS, *linker_flags(compiler), "-shared", *sources, "-lm", "-o", str(library)])
+        run_compiler([*compiler, *FLAGS, *linker_flags(compiler), "-shared", *sources, "-lm", "-o", str(library)])
         if not library.is_file() or not library.stat().st_size:
             raise NotBuiltError(f"{compiler[0]} reported no error but wrote no library")
-        put(library, output)
+        install_library(library, output)
 
 
-def check_place(output: Path) -> None:
+def check_output(output: Path) -> None:
     """Raises NotBuiltError if `output` cannot be written, before minutes of compiling."""
     above = next(folder for folder in (output.parent, *output.parents) if os.path.lexists(folder))
     try:
@@ -75,7 +75,7 @@ def check_place(output: Path) -> None:
         raise NotBuiltError(f"{output} cannot be written ({error.strerror or error})") from None
 
 
-def put(library: Path, output: Path) -> None:
+def install_library(library: Path, output: Path) -> None:
     """Replace `output` by `library`; processes with the old file loaded keep it."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -111,16 +111,16 @@ def linker_flags(compiler: Sequence[str]) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="topw-probe-") as scratch:
         probe = Path(scratch) / "probe.cpp"
         probe.write_text('extern "C" int topw_probe() { return 0; }\n', encoding="ascii")
-        for flag in _LINUX:
+        for flag in _LINUX_LINKER_FLAGS:
             try:
-                run([*compiler, *FLAGS, flag, "-shared", str(probe), "-o", str(probe.with_suffix(".so"))])
+                run_compiler([*compiler, *FLAGS, flag, "-shared", str(probe), "-o", str(probe.with_suffix(".so"))])
                 taken.append(flag)
             except NotBuiltError:
                 continue
     return taken
 
 
-def run(command: Sequence[str]) -> None:
+def run_compiler(command: Sequence[str]) -> None:
     """Run a compiler. Raises NotBuiltError with its first error."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
@@ -129,10 +129,10 @@ def run(command: Sequence[str]) -> None:
     except subprocess.TimeoutExpired:
         raise NotBuiltError(f"{command[0]} did not finish within {TIMEOUT} s") from None
     if done.returncode != 0:
-        raise NotBuiltError(complaint(command, done.stderr or done.stdout))
+        raise NotBuiltError(failure_clause(command, done.stderr or done.stdout))
 
 
-def complaint(command: Sequence[str], output: str) -> str:
+def failure_clause(command: Sequence[str], output: str) -> str:
     """The compiler's name and first error."""
     lines = output.splitlines()
     words = [line for line in lines if "error" in line] or lines or ["?"]

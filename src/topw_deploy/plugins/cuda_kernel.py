@@ -12,19 +12,19 @@ from pathlib import Path
 
 from topw_deploy.errors import ParameterError, PluginError
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
-from topw_deploy.plugins.structs import FLOATS, TABLE_TYPES, Inputs, Options, Outputs, Table
+from topw_deploy.plugins.structs import FLOATS, TABLE_TYPES, InputsStruct, OptionsStruct, OutputsStruct, TableStruct
 from topw_deploy.sampling.parameters import TopWOptions
 
 CERTIFY, GEOMETRY = 1, 2  # the launches of a step
-EVERY_PART = CERTIFY | GEOMETRY
+ALL_PARTS = CERTIFY | GEOMETRY
 
 
-class _Shape(Structure):
+class _ShapeStruct(Structure):
     """topw_cuda_shape."""
 
     _fields_ = (
-        ("options", Options),
-        ("table", Table),
+        ("options", OptionsStruct),
+        ("table", TableStruct),
         ("batch", c_int64),
         ("vocab", c_int64),
         ("edits", c_int64),
@@ -42,15 +42,15 @@ class CudaShape:
     vocab: int
     edits: int = 0
     logits_type: str = "float32"
-    table: Table | None = None
+    table: TableStruct | None = None
 
-    def struct(self) -> _Shape:
+    def struct(self) -> _ShapeStruct:
         """The C structure. Raises ParameterError for an unknown logits type."""
         if self.logits_type not in FLOATS:
             raise ParameterError(f"logits are {self.logits_type}, but must be one of {', '.join(FLOATS)}.")
-        table = Table() if self.table is None else self.table
+        table = TableStruct() if self.table is None else self.table
         logits_type = TABLE_TYPES[self.logits_type]
-        return _Shape(Options.of(self.options), table, self.batch, self.vocab, self.edits, logits_type, 0)
+        return _ShapeStruct(OptionsStruct.of(self.options), table, self.batch, self.vocab, self.edits, logits_type, 0)
 
 
 class CudaKernel:
@@ -70,11 +70,20 @@ class CudaKernel:
             )
 
     def _declare(self) -> None:
-        library, shape = self.handle, POINTER(_Shape)
+        library, shape = self.handle, POINTER(_ShapeStruct)
         library.topw_cuda_refusal.argtypes, library.topw_cuda_refusal.restype = (shape,), c_char_p
         library.topw_cuda_workspace_bytes.argtypes, library.topw_cuda_workspace_bytes.restype = (shape,), c_int64
         library.topw_cuda_control_bytes.argtypes, library.topw_cuda_control_bytes.restype = (shape,), c_int64
-        arguments = (shape, POINTER(Table), POINTER(Inputs), POINTER(Outputs), c_void_p, c_void_p, c_void_p, c_int32)
+        arguments = (
+            shape,
+            POINTER(TableStruct),
+            POINTER(InputsStruct),
+            POINTER(OutputsStruct),
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_int32,
+        )
         library.topw_cuda_launch_parts.argtypes = arguments
         library.topw_cuda_allocate.argtypes = (c_int64, POINTER(c_void_p))
         library.topw_cuda_release.argtypes = (c_void_p,)
@@ -102,13 +111,13 @@ class CudaKernel:
     def launch(
         self,
         shape: CudaShape,
-        table: Table | None,
-        inputs: Inputs,
-        outputs: Outputs,
+        table: TableStruct | None,
+        inputs: InputsStruct,
+        outputs: OutputsStruct,
         control: int,
         workspace: int,
         stream: int = 0,
-        parts: int = EVERY_PART,
+        parts: int = ALL_PARTS,
     ) -> None:
         """Enqueue a step; all addresses are the device's. Raises PluginError if CUDA refuses.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from topw_deploy.errors import ParameterError, PluginError
 
 LIBRARY = "libcuda.so.1"
-_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 _NO_DEVICE = 100
 
 
@@ -39,7 +39,7 @@ class Driver:
     why_none: str
 
 
-def look() -> Driver:
+def query_driver() -> Driver:
     """Query the driver's version and GPUs."""
     try:
         driver = ctypes.CDLL(LIBRARY)
@@ -65,8 +65,8 @@ def _devices(driver: ctypes.CDLL) -> tuple[Device, ...]:
         driver.cuDeviceGet(ctypes.byref(device), number)
         driver.cuDeviceGetName(name, len(name), device)
         major, minor = ctypes.c_int(), ctypes.c_int()
-        driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
-        driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+        driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
+        driver.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, device)
         found.append(Device(name.value.decode("utf-8", "replace"), 10 * major.value + minor.value))
     return tuple(found)
 
@@ -78,13 +78,13 @@ NATIVE = "native"
 """The GPUs of this machine, as in nvcc's -arch=native."""
 
 
-def parse(text: str) -> tuple[str, ...]:
+def parse_architectures(text: str) -> tuple[str, ...]:
     """Split a list at commas, semicolons or spaces into "87" or NATIVE. Raises ParameterError for other words."""
     words = re.split(r"[,;\s]+", text.strip(",; \t\n"))
-    return tuple(map(_one, words))
+    return tuple(map(_parse_architecture, words))
 
 
-def _one(word: str) -> str:
+def _parse_architecture(word: str) -> str:
     if word == NATIVE:
         return NATIVE
     number = re.fullmatch(r"(?:sm_|compute_)?(\d{2,3})|(\d{1,2})\.(\d)", word)
@@ -96,11 +96,11 @@ def _one(word: str) -> str:
     return number[1] or number[2] + number[3]
 
 
-def resolve(names: Sequence[str]) -> tuple[int, ...]:
+def resolve_architectures(names: Sequence[str]) -> tuple[int, ...]:
     """Architecture numbers, ascending. Raises PluginError for NATIVE without a GPU."""
     numbers = {int(name) for name in names if name != NATIVE}
     if NATIVE in names:
-        found = look()
+        found = query_driver()
         if not found.devices:
             raise PluginError(
                 f"{NATIVE!r} means the GPU of this machine, but {found.why_none}; name the architecture, such as sm_87."

@@ -17,8 +17,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.plugins.kernel_table import KernelBlocks, KernelTable, table_struct
-from topw_deploy.plugins.shared_library import ABI_VERSION, variable_naming
-from topw_deploy.plugins.structs import COLUMNS, REPORT, Inputs, Options, Outputs, Table, address
+from topw_deploy.plugins.shared_library import ABI_VERSION, variable_selecting
+from topw_deploy.plugins.structs import (
+    COLUMNS,
+    REPORT,
+    InputsStruct,
+    OptionsStruct,
+    OutputsStruct,
+    TableStruct,
+    address,
+)
 from topw_deploy.sampling.mask import mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters, canonical_names
 
@@ -28,7 +36,7 @@ STAGES = ("invalid", "greedy", "candidates", "pool", "geometry", "literal")
 
 Edits = tuple[ArrayLike, ArrayLike, ArrayLike]
 """ids, penalty and bias, each [B, N]."""
-Changes = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]
+EditsAndMask = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]
 """The edits [B, N] and the mask [B, words]."""
 Rules = tuple[ArrayLike, ArrayLike]
 """Codes, one or [B], and values (v0, v1) of the sampling rules, [2] or [B, 2]."""
@@ -60,8 +68,8 @@ class KernelSamples:
             np.empty(batch, REPORT),
         )
 
-    def struct(self) -> Outputs:
-        return Outputs(*(address(getattr(self, field.name)) for field in fields(self)))
+    def struct(self) -> OutputsStruct:
+        return OutputsStruct(*(address(getattr(self, field.name)) for field in fields(self)))
 
 
 class Kernel:
@@ -72,19 +80,21 @@ class Kernel:
             self._library = ctypes.CDLL(str(path))
             self._declare()
         except (OSError, AttributeError) as error:
-            raise ProviderError(f"{path} cannot be loaded as the native sampler ({error}); {_cure(path)}.") from error
+            raise ProviderError(f"{path} cannot be loaded as the native sampler ({error}); {_remedy(path)}.") from error
         version = self._library.topw_abi_version()
         if version != ABI_VERSION:
-            raise ProviderError(f"{path} has interface version {version}, but {ABI_VERSION} is needed; {_cure(path)}.")
+            raise ProviderError(
+                f"{path} has interface version {version}, but {ABI_VERSION} is needed; {_remedy(path)}."
+            )
 
     def _declare(self) -> None:
         library = self._library
         library.topw_workspace_create.restype = c_void_p
         library.topw_workspace_destroy.argtypes = (c_void_p,)
         library.topw_workspace_destroy.restype = None
-        inputs = (POINTER(Options), POINTER(Table), POINTER(Inputs))
-        library.topw_sample.argtypes = (*inputs, POINTER(Outputs))
-        library.topw_sample_row.argtypes = (*inputs, c_int64, c_void_p, POINTER(Outputs))
+        inputs = (POINTER(OptionsStruct), POINTER(TableStruct), POINTER(InputsStruct))
+        library.topw_sample.argtypes = (*inputs, POINTER(OutputsStruct))
+        library.topw_sample_row.argtypes = (*inputs, c_int64, c_void_p, POINTER(OutputsStruct))
         library.topw_instruction_set.restype = c_char_p
         library.topw_use_instruction_set.argtypes = (c_char_p,)
         _ = library.topw_abi_version
@@ -149,7 +159,7 @@ class Kernel:
         if rows.ndim != 2 or rows.shape[1] == 0:
             raise ParameterError(f"logits have shape {rows.shape}, but must be [B, V], V >= 1.")
         options = TopWOptions() if options is None else options
-        require_table(options, table, rows.shape[1])
+        check_table(options, table, rows.shape[1])
         columns_given = parameter_columns(columns or {}, len(rows))
         return KernelCall(
             self._library, rows, columns_given, options, table,
@@ -168,7 +178,7 @@ class KernelCall:
         columns: dict[str, NDArray[np.float32]],
         options: TopWOptions,
         table: KernelTable | None,
-        changes: Changes,
+        changes: EditsAndMask,
         rules: RuleArrays | None,
         samples: KernelSamples,
     ) -> None:
@@ -176,7 +186,7 @@ class KernelCall:
         self._library = library
         self._borrowed = (logits, columns, table, changes, rules)  # the structures below point into them
         self._batch = range(len(logits))
-        self._options = Options.of(options)
+        self._options = OptionsStruct.of(options)
         self._table = table_struct(table)
         self._inputs = inputs_struct(logits, columns, changes, rules)
         self._outputs = samples.struct()
@@ -197,25 +207,25 @@ class KernelCall:
             self._library.topw_workspace_destroy(self._workspace)
 
 
-def _cure(path: str | Path) -> str:
-    named = variable_naming(Path(path))
+def _remedy(path: str | Path) -> str:
+    named = variable_selecting(Path(path))
     return f"{named} selects it: unset it, or give a library of this version" if named else "build it again"
 
 
 def inputs_struct(
     logits: NDArray[Any],
     columns: Mapping[str, NDArray[np.float32]],
-    changes: Changes,
+    changes: EditsAndMask,
     rules: RuleArrays | None = None,
-) -> Inputs:
+) -> InputsStruct:
     edits, words = changes[0].shape[1], changes[3].shape[1]
-    return Inputs(
+    return InputsStruct(
         *logits.shape, edits, words, *map(address, (logits, *changes)), *(address(columns[n]) for n in COLUMNS),
         *map(address, rules or (None, None)),
     )  # fmt: skip
 
 
-def require_table(options: TopWOptions, table: KernelTable | None, vocab: int) -> None:
+def check_table(options: TopWOptions, table: KernelTable | None, vocab: int) -> None:
     """Raises ParameterError unless `table` fits the metric and `vocab`."""
     if options.metric == "uniform":
         return

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.plugins.structs import FLOATS, TABLE_TYPES, Blocks, Table, address
+from topw_deploy.plugins.structs import FLOATS, TABLE_TYPES, BlocksStruct, TableStruct, address
 from topw_deploy.sampling.geometry import Geometry
 
 
@@ -107,17 +107,17 @@ class KernelTable:
         return "bfloat16" if self.rows.dtype == np.uint16 else str(self.rows.dtype)
 
 
-def table_struct(table: KernelTable | None) -> Table | None:
+def table_struct(table: KernelTable | None) -> TableStruct | None:
     """The C structure, pointing into the table's arrays."""
     if table is None:
         return None
-    blocks, described = table.blocks, Blocks()
+    blocks, described = table.blocks, BlocksStruct()
     if blocks is not None:
-        described = Blocks(
+        described = BlocksStruct(
             blocks.bits, blocks.block_size, TABLE_TYPES[str(blocks.scales.dtype)], 0,
             address(blocks.scales), address(blocks.zero_points),
         )  # fmt: skip
-    return Table(
+    return TableStruct(
         table.rows.ctypes.data, len(table.rows), table.hidden, TABLE_TYPES[table.dtype], 0,
         *map(address, (table.mean, table.inverse_std, table.neighbour_bound)), described,
     )  # fmt: skip

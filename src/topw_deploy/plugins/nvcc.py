@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeAlias
 
-from topw_deploy.plugins.compile_native import TIMEOUT, NotBuiltError, complaint
+from topw_deploy.plugins.compile_native import TIMEOUT, NotBuiltError, failure_clause
 
-_PTXAS = re.compile(r'^#\$ \S*ptxas\S* .*?-arch=sm_(\d+)\b.* -o "([^"]+)"')
-_COMMAND = "#$ "  # prefix of commands in nvcc's output
+_PTXAS_COMMAND = re.compile(r'^#\$ \S*ptxas\S* .*?-arch=sm_(\d+)\b.* -o "([^"]+)"')
+_COMMAND_PREFIX = "#$ "  # prefix of commands in nvcc's output
 _INTERVAL = 0.5  # seconds between checks
 
 
 @dataclass(frozen=True)
-class Compiling:
+class CompilationState:
     """State of a compilation. running, done: architectures (87 for sm_87), in starting order."""
 
     running: tuple[int, ...]
@@ -35,10 +35,10 @@ class Compiling:
     seconds: float
 
 
-Watch: TypeAlias = Callable[[Compiling], object]
+Watch: TypeAlias = Callable[[CompilationState], object]
 
 
-def unwatched(_state: Compiling) -> None:
+def ignore_state(_state: CompilationState) -> None:
     """A Watch that does nothing."""
 
 
@@ -53,14 +53,14 @@ class _Reader(threading.Thread):
 
     def run(self) -> None:
         for line in self._stream:
-            started = _PTXAS.match(line)
+            started = _PTXAS_COMMAND.match(line)
             if started:
                 self.outputs[int(started[1])] = Path(started[2])
-            elif not line.startswith(_COMMAND):
+            elif not line.startswith(_COMMAND_PREFIX):
                 self.messages.append(line)
 
 
-def run(command: Sequence[str], total: int, watch: Watch) -> None:
+def run_nvcc(command: Sequence[str], total: int, watch: Watch) -> None:
     """Run nvcc for `total` architectures, calling `watch` twice a second. Raises NotBuiltError."""
     started = time.perf_counter()
     try:
@@ -70,7 +70,7 @@ def run(command: Sequence[str], total: int, watch: Watch) -> None:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # for `_end`
+            start_new_session=True,  # for `_terminate`
         )
     except OSError as error:
         raise NotBuiltError(f"{command[0]} cannot be run ({error})") from None
@@ -80,22 +80,22 @@ def run(command: Sequence[str], total: int, watch: Watch) -> None:
         reader.start()
         done: list[int] = []
         try:
-            while not _ended(process):
+            while not _has_ended(process):
                 _add_finished(reader, done)
                 watch(_state(reader, done, total, started))
                 if time.perf_counter() - started > TIMEOUT:
                     raise NotBuiltError(f"{command[0]} did not finish within {TIMEOUT} s")
         except BaseException:
-            _end(process)
+            _terminate(process)
             raise
         reader.join()
     if process.returncode:
-        raise NotBuiltError(complaint(command, "".join(reader.messages)))
+        raise NotBuiltError(failure_clause(command, "".join(reader.messages)))
     done += [number for number in reader.outputs if number not in done]
     watch(_state(reader, done, total, started))
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _terminate(process: subprocess.Popen[str]) -> None:
     """End nvcc and the compilers that it started: they hold the pipe, which cannot be closed while it is read."""
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError):
@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.terminate()
 
 
-def _ended(process: subprocess.Popen[str]) -> bool:
+def _has_ended(process: subprocess.Popen[str]) -> bool:
     try:
         process.wait(_INTERVAL)
     except subprocess.TimeoutExpired:
@@ -118,6 +118,6 @@ def _add_finished(reader: _Reader, done: list[int]) -> None:
             done.append(number)
 
 
-def _state(reader: _Reader, done: Sequence[int], total: int, started: float) -> Compiling:
+def _state(reader: _Reader, done: Sequence[int], total: int, started: float) -> CompilationState:
     running = tuple(number for number in list(reader.outputs) if number not in done)
-    return Compiling(running, tuple(done), total, time.perf_counter() - started)
+    return CompilationState(running, tuple(done), total, time.perf_counter() - started)

@@ -32,35 +32,35 @@ _VARIABLES: dict[Kind, str] = {"cpu": "TOPW_NATIVE_LIBRARY", "cuda": "TOPW_CUDA_
 
 def library_path(kind: Kind = "cpu") -> Path | None:
     """The library to use, or None (see `why_absent`). TOPW_NATIVE=0 disables both kinds."""
-    return None if why_absent(kind) else _named(kind)
+    return None if why_absent(kind) else _selected_path(kind)
 
 
 def why_absent(kind: Kind = "cpu") -> str:
     """Why `library_path` is None, as a clause; "" if it is not."""
     if os.environ.get("TOPW_NATIVE") == "0":
         return "TOPW_NATIVE=0 disables it"
-    path = _named(kind)
+    path = _selected_path(kind)
     if path.is_file():
         return ""
-    if path is not _packaged(kind):
+    if path is not _packaged_path(kind):
         return f"{_VARIABLES[kind]} is {path}, which is not a file"
     if kind == "cuda":
         return f"it was not built here ({path.name} is not in {path.parent}; `topw plugins build --cuda` builds it)"
     return f"this installation was built without it ({path.name} is not in {path.parent})"
 
 
-def variable_naming(path: Path, kind: Kind = "cpu") -> str:
+def variable_selecting(path: Path, kind: Kind = "cpu") -> str:
     """`TOPW_NATIVE_LIBRARY='...'` if that selected `path`, else ""."""
     given = os.environ.get(_VARIABLES[kind])
-    return f"{_VARIABLES[kind]}={given!r}" if given and path.absolute() == _named(kind) else ""
+    return f"{_VARIABLES[kind]}={given!r}" if given and path.absolute() == _selected_path(kind) else ""
 
 
-def _named(kind: Kind) -> Path:
+def _selected_path(kind: Kind) -> Path:
     given = os.environ.get(_VARIABLES[kind])
-    return Path(given).absolute() if given else _packaged(kind)
+    return Path(given).absolute() if given else _packaged_path(kind)
 
 
-def _packaged(kind: Kind) -> Path:
+def _packaged_path(kind: Kind) -> Path:
     return PACKAGED_CUDA if kind == "cuda" else PACKAGED
 
 
@@ -93,16 +93,16 @@ class Library:
         """Instruction set of its hot loops here: `avx512`, `avx2`, `neon` or `generic`."""
         return str(self._set().decode("ascii"))
 
-    def knows(self, table_form: str) -> bool:
+    def supports(self, table_form: str) -> bool:
         """Whether the operator supports the table form ("" for no table)."""
         return not table_form or bool(self._knows(table_form.encode("utf-8")))
 
     @property
-    def kernels(self) -> int:
+    def assigned_nodes(self) -> int:
         """Number of nodes that sessions of this thread assigned to the operator."""
         return int(self._kernels())
 
-    def show(self, shown: bool) -> None:
+    def set_visible(self, shown: bool) -> None:
         """Show or hide the operator for this thread's later sessions."""
         self._show(int(shown))
 
@@ -132,7 +132,7 @@ class CudaLibrary(Library):
         """Visible GPUs; 0 without a driver."""
         return int(self._devices())
 
-    def serves(self, architecture: int) -> bool:
+    def can_run_on(self, architecture: int) -> bool:
         """Whether a GPU of this architecture can run the library's code, code of older architectures of its
         generation (not on Jetsons), or PTX.
         """
@@ -161,19 +161,19 @@ def load_cuda(path: Path) -> CudaLibrary:
 
 
 @contextmanager
-def hidden() -> Iterator[None]:
+def hide_operators() -> Iterator[None]:
     """Hide the operator from sessions this thread opens in the block.
 
     onnxruntime can neither copy session options with a registered operator nor remove it.
     """
     libraries = list(_loaded.values())
     for library in libraries:
-        library.show(False)
+        library.set_visible(False)
     try:
         yield
     finally:
         for library in libraries:
-            library.show(True)
+            library.set_visible(True)
 
 
 TENSORRT_PACKAGED = Path(__file__).with_name("libtopw_tensorrt.so")

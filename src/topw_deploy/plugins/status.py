@@ -43,35 +43,35 @@ class Status:
     tensorrt: TensorRTStatus
 
 
-def look() -> Status:
-    found = driver.look()
-    return Status(cpu_library(), cuda_library(found), found, tensorrt_library())
+def read_status() -> Status:
+    found = driver.query_driver()
+    return Status(cpu_status(), cuda_status(found), found, tensorrt_status())
 
 
-def cpu_library() -> CpuStatus:
+def cpu_status() -> CpuStatus:
     path = library_path()
     if path is None:
         return CpuStatus(None, None, shared_library.why_absent())
     try:
         return CpuStatus(str(path), shared_library.load(path).instruction_set, "")
     except OSError as error:
-        return CpuStatus(None, None, _unloadable(path, "cpu", error))
+        return CpuStatus(None, None, _load_failure(path, "cpu", error))
 
 
-def _unloadable(path: Path, kind: shared_library.Kind, error: OSError) -> str:
-    named = shared_library.variable_naming(path, kind)
+def _load_failure(path: Path, kind: shared_library.Kind, error: OSError) -> str:
+    named = shared_library.variable_selecting(path, kind)
     return f"{f'the library of {named}' if named else 'it'} does not load ({error})"
 
 
-def cuda_library(found: driver.Driver) -> CudaStatus:
+def cuda_status(found: driver.Driver) -> CudaStatus:
     path = library_path("cuda")
     if path is None:
         return CudaStatus(None, (), shared_library.why_absent("cuda"))
     try:
         library = shared_library.load_cuda(path)
     except OSError as error:
-        return CudaStatus(None, (), _unloadable(path, "cuda", error))
-    unserved = [device for device in found.devices if not library.serves(device.architecture)]
+        return CudaStatus(None, (), _load_failure(path, "cuda", error))
+    unserved = [device for device in found.devices if not library.can_run_on(device.architecture)]
     why = found.why_none
     if unserved and len(unserved) == len(found.devices):
         number = unserved[0].architecture
@@ -79,7 +79,7 @@ def cuda_library(found: driver.Driver) -> CudaStatus:
     return CudaStatus(str(path), library.architectures, why)
 
 
-def tensorrt_library() -> TensorRTStatus:
+def tensorrt_status() -> TensorRTStatus:
     path = shared_library.installed_tensorrt()
     if path is None:
         return TensorRTStatus(
@@ -90,7 +90,7 @@ def tensorrt_library() -> TensorRTStatus:
     return TensorRTStatus(str(path), "")
 
 
-def lines(status: Status) -> list[str]:
+def status_lines(status: Status) -> list[str]:
     cpu, cuda = status.cpu, status.cuda
     return [
         f"CPU library   {cpu.path}, {cpu.instruction_set}" if cpu.path else f"CPU library   none: {cpu.why_none}",

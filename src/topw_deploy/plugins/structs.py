@@ -41,17 +41,17 @@ distances, distances_avoided: token pairs of the literal rule whose distance was
 """
 
 
-class Options(Structure):
+class OptionsStruct(Structure):
     """topw_options."""
 
     _fields_ = (("top_m", c_int64), ("alt_iters", c_int64), ("metric", c_int32), ("knn_k", c_int32))
 
     @classmethod
-    def of(cls, options: TopWOptions) -> Options:
+    def of(cls, options: TopWOptions) -> OptionsStruct:
         return cls(options.top_m, options.alt_iters, METRICS.index(options.metric), min(options.neighbours, 2**31 - 1))
 
 
-class Blocks(Structure):
+class BlocksStruct(Structure):
     """topw_blocks."""
 
     _fields_ = (
@@ -64,7 +64,7 @@ class Blocks(Structure):
     )
 
 
-class Table(Structure):
+class TableStruct(Structure):
     """topw_table."""
 
     _fields_ = (
@@ -76,11 +76,11 @@ class Table(Structure):
         ("mean", c_void_p),
         ("inverse_std", c_void_p),
         ("neighbour_bound", c_void_p),
-        ("blocks", Blocks),
+        ("blocks", BlocksStruct),
     )
 
 
-class Inputs(Structure):
+class InputsStruct(Structure):
     """topw_inputs."""
 
     _fields_ = (
@@ -99,7 +99,7 @@ class Inputs(Structure):
     )
 
 
-class Outputs(Structure):
+class OutputsStruct(Structure):
     """topw_outputs."""
 
     _fields_ = tuple(

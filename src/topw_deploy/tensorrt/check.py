@@ -143,7 +143,7 @@ def _plugin_refusal(node: Node, scope: Scope) -> str | None:
     if len(attributes.outputs) != len(node.outputs):
         return f"its attributes require {len(attributes.outputs)} outputs, but it has {len(node.outputs)}"
     vocab = _last_size(node, scope, 0)
-    return attributes.beyond_kernels(vocab, _last_size(node, scope, TABLE_AT) if attributes.has_table else 1) or None
+    return attributes.exceeded_limit(vocab, _last_size(node, scope, TABLE_AT) if attributes.has_table else 1) or None
 
 
 def _last_size(node: Node, scope: Scope, index: int) -> int:

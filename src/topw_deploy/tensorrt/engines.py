@@ -24,7 +24,7 @@ class Machine:
 
 def this_machine(tensorrt_version: str, device: int = 0) -> Machine:
     """The machine with GPU number `device`. Raises TensorRTError if there is none."""
-    seen = driver.look()
+    seen = driver.query_driver()
     if not 0 <= device < len(seen.devices):
         reason = seen.why_none or f"device {device} was requested, but there are {len(seen.devices)} GPUs"
         raise TensorRTError(f"no engine can be built or run here: {reason}; see `topw plugins show`.")

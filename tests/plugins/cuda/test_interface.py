@@ -13,18 +13,20 @@ import pytest
 from tests.support.emulated import CUDA_SOURCES, EmulatedKernel
 from topw_deploy.errors import ParameterError, PluginError
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
-from topw_deploy.plugins.structs import TABLE_TYPES, Blocks, Inputs, Outputs, Table
+from topw_deploy.plugins.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.sampling import TopWOptions
 
 UNIFORM = TopWOptions(metric="uniform")
 PLAIN = CudaShape(UNIFORM, batch=4, vocab=50_000, edits=8)
 
 
-def table(tokens: int = 50_000, hidden: int = 64, dtype: str = "float16", blocks: Blocks | None = None) -> Table:
-    return Table(None, tokens, hidden, TABLE_TYPES[dtype], 0, None, None, None, blocks or Blocks())
+def table(
+    tokens: int = 50_000, hidden: int = 64, dtype: str = "float16", blocks: BlocksStruct | None = None
+) -> TableStruct:
+    return TableStruct(None, tokens, hidden, TABLE_TYPES[dtype], 0, None, None, None, blocks or BlocksStruct())
 
 
-def with_table(described: Table) -> CudaShape:
+def with_table(described: TableStruct) -> CudaShape:
     return replace(PLAIN, options=TopWOptions(metric="cosine"), table=described)
 
 
@@ -40,7 +42,7 @@ def with_table(described: Table) -> CudaShape:
         (with_table(table(hidden=8193)), "no coordinate, or more than 8192"),
         (with_table(table(tokens=49_999)), "fewer rows than the vocabulary"),
         (with_table(table(dtype="uint8")), "of a type that is not read"),
-        (with_table(table(dtype="uint8", blocks=Blocks(3, 32, 1))), "of a type that is not read"),
+        (with_table(table(dtype="uint8", blocks=BlocksStruct(3, 32, 1))), "of a type that is not read"),
     ],
 )
 def test_what_the_kernels_do_not_serve_is_refused_with_the_reason(
@@ -59,8 +61,8 @@ def test_what_the_kernels_do_not_serve_is_refused_with_the_reason(
         replace(PLAIN, vocab=900, options=replace(UNIFORM, top_m=5000)),
         replace(PLAIN, options=replace(UNIFORM, top_m=4096, potential="knn", knn_k=16)),
         with_table(table(hidden=8192)),
-        with_table(table(dtype="uint8", blocks=Blocks(8, 32, 1))),
-        with_table(table(dtype="uint4", blocks=Blocks(4, 128, 10))),
+        with_table(table(dtype="uint8", blocks=BlocksStruct(8, 32, 1))),
+        with_table(table(dtype="uint4", blocks=BlocksStruct(4, 128, 10))),
     ],
 )
 def test_what_they_serve_has_a_workspace_that_grows_with_batch_and_edits(
@@ -79,9 +81,9 @@ def test_a_call_that_does_not_fit_its_shape_is_not_launched(kernel: EmulatedKern
     address = room.ctypes.data + -room.ctypes.data % 256
     for batch, vocab, edits in ((5, 50_000, 8), (4, 49_999, 8), (4, 50_000, 9), (-1, 50_000, 0)):
         with pytest.raises(PluginError, match="not launched"):
-            kernel.launch(PLAIN, None, Inputs(batch, vocab, edits, 0), Outputs(), address, address)
+            kernel.launch(PLAIN, None, InputsStruct(batch, vocab, edits, 0), OutputsStruct(), address, address)
     with pytest.raises(PluginError, match="not launched"):
-        kernel.launch(with_table(table()), None, Inputs(1, 50_000, 0, 0), Outputs(), address, address)
+        kernel.launch(with_table(table()), None, InputsStruct(1, 50_000, 0, 0), OutputsStruct(), address, address)
 
 
 def test_logits_of_other_types_are_refused(kernel: EmulatedKernel) -> None:

@@ -13,7 +13,7 @@ from tests.support.tail_cases import Scenario, random_case
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.cuda_kernel import CudaShape
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelTable
-from topw_deploy.plugins.structs import Inputs, Outputs
+from topw_deploy.plugins.structs import InputsStruct, OutputsStruct
 from topw_deploy.sampling import TopWOptions, apply_edits
 
 UNIFORM = TopWOptions(metric="uniform", top_m=200)
@@ -126,4 +126,4 @@ def test_a_mask_of_another_width_is_not_launched(kernel: EmulatedKernel) -> None
     shape = CudaShape(UNIFORM, 1, 300)
     for words in (-1, 1, 9, 11):
         with pytest.raises(PluginError, match="not launched"):
-            kernel.launch(shape, None, Inputs(1, 300, 0, words), Outputs(), *kernel._room_for(shape))
+            kernel.launch(shape, None, InputsStruct(1, 300, 0, words), OutputsStruct(), *kernel._room_for(shape))

@@ -16,7 +16,7 @@ import pytest
 
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.cuda_kernel import CudaKernel
-from topw_deploy.plugins.tensorrt.kernels import Kernels
+from topw_deploy.plugins.tensorrt.kernels import PluginKernels
 
 from .test_plugin import UNIFORM, VOCAB, arrays
 
@@ -65,7 +65,7 @@ def kernel(emulated_library: Path) -> WatchedKernel:
 
 @pytest.fixture
 def attached(trt: Any, kernel: WatchedKernel, emulated_library: Path) -> Callable[[], Any]:
-    kernels = Kernels(emulated_library)
+    kernels = PluginKernels(emulated_library)
     kernels._kernel = kernel
     module = importlib.import_module("topw_deploy.plugins.tensorrt.plugin")
     return lambda: module.TopWSamplePlugin(UNIFORM, kernels).attach_to_context(None)

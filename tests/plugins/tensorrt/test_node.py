@@ -9,7 +9,7 @@ import pytest
 from topw_deploy.errors import PluginError
 from topw_deploy.export.graph.embedding import plain_gather
 from topw_deploy.export.tail import TailSpec, tail_attributes, tail_inputs, tail_outputs
-from topw_deploy.plugins.tensorrt.node import FIELDS, CallShape, NodeAttributes, Tensor, describe
+from topw_deploy.plugins.tensorrt.node import FIELDS, CallShape, NodeAttributes, TensorDesc, read_call_shape
 from topw_deploy.sampling.parameters import TopWOptions
 
 SETTINGS = NodeAttributes(
@@ -20,12 +20,12 @@ UNIFORM = NodeAttributes(top_m=64, alt_iters=3, metric="uniform", knn_k=0, with_
 
 def tensors(
     settings: NodeAttributes, batch: int = 3, vocab: int = 50, edits: int = 2, words: int = 0, bounds: int = 0
-) -> list[Tensor]:
+) -> list[TensorDesc]:
     shapes = {"logits": (batch, vocab), "edit_ids": (batch, edits), "edit_penalty": (batch, edits),
               "edit_bias": (batch, edits), "allowed": (batch, words), "mean": (8,), "inverse_std": (8,),
               "neighbour_bound": (bounds,), "table": (60, 8), "rule_values": (batch, 2)}  # fmt: skip
     integers = {"edit_ids": "int64", "allowed": "int32", "rule": "int32"}
-    return [Tensor(integers.get(n, "float32"), shapes.get(n, (batch,))) for n in settings.inputs]
+    return [TensorDesc(integers.get(n, "float32"), shapes.get(n, (batch,))) for n in settings.inputs]
 
 
 @pytest.mark.parametrize("mass", [False, True])
@@ -44,8 +44,8 @@ def test_the_exporters_nodes_are_read_whole(options: TopWOptions, mass: bool, ma
 
 
 def test_an_engines_fields_give_the_attributes_back() -> None:
-    assert tuple(SETTINGS.to_fields()) == FIELDS
-    assert NodeAttributes.from_fields(SETTINGS.to_fields()) == SETTINGS
+    assert tuple(SETTINGS.attribute_fields()) == FIELDS
+    assert NodeAttributes.from_fields(SETTINGS.attribute_fields()) == SETTINGS
 
 
 def test_a_node_without_optional_outputs_has_four() -> None:
@@ -68,12 +68,12 @@ def test_a_node_without_optional_outputs_has_four() -> None:
 )
 def test_attributes_that_the_kernels_cannot_serve_are_refused(fields: dict[str, int | str], said: str) -> None:
     with pytest.raises(PluginError, match=said):
-        NodeAttributes.from_fields({**SETTINGS.to_fields(), **fields})
+        NodeAttributes.from_fields({**SETTINGS.attribute_fields(), **fields})
 
 
 @pytest.mark.parametrize("missing", ["top_m", "alt_iters", "metric", "knn_k", "with_mass", "with_keep_mask"])
 def test_a_missing_attribute_is_named(missing: str) -> None:
-    fields = {name: value for name, value in SETTINGS.to_fields().items() if name != missing}
+    fields = {name: value for name, value in SETTINGS.attribute_fields().items() if name != missing}
     with pytest.raises(PluginError, match=f"the node has no {missing}"):
         NodeAttributes.from_fields(fields)
 
@@ -81,12 +81,12 @@ def test_a_missing_attribute_is_named(missing: str) -> None:
 @pytest.mark.parametrize("words", [0, 2])
 @pytest.mark.parametrize("bounds", [0, 50])
 def test_a_call_is_what_its_inputs_sizes_say(bounds: int, words: int) -> None:
-    call = describe(SETTINGS, tensors(SETTINGS, bounds=bounds, words=words))
+    call = read_call_shape(SETTINGS, tensors(SETTINGS, bounds=bounds, words=words))
     assert call == CallShape(
         node=SETTINGS, batch=3, vocab=50, edits=2, logits_type="float32", tokens=60, hidden=8,
         table_type="float32", bounds=bounds, words=words,
     )  # fmt: skip
-    assert describe(UNIFORM, tensors(UNIFORM)) == CallShape(
+    assert read_call_shape(UNIFORM, tensors(UNIFORM)) == CallShape(
         node=UNIFORM, batch=3, vocab=50, edits=2, logits_type="float32"
     )
 
@@ -114,9 +114,9 @@ def test_inputs_that_do_not_fit_each_other_are_refused(name: str, shape: tuple[i
     place = SETTINGS.inputs.index(name)
     given[place] = replace(given[place], shape=shape)
     with pytest.raises(PluginError, match=said):
-        describe(SETTINGS, given)
+        read_call_shape(SETTINGS, given)
 
 
 def test_a_node_with_too_few_inputs_is_refused() -> None:
     with pytest.raises(PluginError, match="14 inputs, but its attributes require 18"):
-        describe(SETTINGS, tensors(UNIFORM))
+        read_call_shape(SETTINGS, tensors(UNIFORM))

@@ -18,7 +18,7 @@ from topw_deploy.plugins import shared_library
 from topw_deploy.plugins import tensorrt as plugins
 from topw_deploy.plugins.kernel import COLUMNS, Kernel, KernelTable
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION, library_path
-from topw_deploy.plugins.tensorrt.kernels import Kernels
+from topw_deploy.plugins.tensorrt.kernels import PluginKernels
 from topw_deploy.plugins.tensorrt.node import CallShape, NodeAttributes
 from topw_deploy.sampling.parameters import TopWOptions
 
@@ -32,8 +32,8 @@ ANSWERS = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "cer
 
 
 @pytest.fixture
-def kernels(emulated_library: Path) -> Kernels:
-    made = Kernels(emulated_library)
+def kernels(emulated_library: Path) -> PluginKernels:
+    made = PluginKernels(emulated_library)
     emulate = made._kernel.handle.topw_emulate
     emulate.argtypes = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
     emulate(1, 64, 3)
@@ -87,7 +87,7 @@ def cpus_answer(settings: NodeAttributes, given: dict[str, np.ndarray]) -> dict[
 @pytest.mark.parametrize("logits", ["float32", "float16"])
 @pytest.mark.parametrize("settings", [FULL, UNIFORM], ids=["geometry", "uniform"])
 def test_an_enqueued_step_answers_as_the_cpus_sampler(
-    plugin: Any, kernels: Kernels, described: Any, settings: NodeAttributes, logits: str
+    plugin: Any, kernels: PluginKernels, described: Any, settings: NodeAttributes, logits: str
 ) -> None:
     given = arrays(settings)
     given["logits"] = given["logits"].astype(logits)
@@ -112,7 +112,7 @@ def test_an_enqueued_step_answers_as_the_cpus_sampler(
     assert (answers["kept"] < settings.top_m).all()
 
 
-def test_outputs_have_the_types_and_shapes_of_the_contract(plugin: Any, trt: Any, kernels: Kernels) -> None:
+def test_outputs_have_the_types_and_shapes_of_the_contract(plugin: Any, trt: Any, kernels: PluginKernels) -> None:
     node = plugin.TopWSamplePlugin(FULL, kernels)
     assert node.num_outputs == 6
     kinds = node.get_output_data_types([trt.float32] * 18)
@@ -124,7 +124,7 @@ def test_outputs_have_the_types_and_shapes_of_the_contract(plugin: Any, trt: Any
 
 @pytest.mark.parametrize("given", ["float32", "float16", "bfloat16"])
 def test_logits_are_taken_in_the_graphs_own_type_only(
-    plugin: Any, trt: Any, kernels: Kernels, described: Any, given: str
+    plugin: Any, trt: Any, kernels: PluginKernels, described: Any, given: str
 ) -> None:
     node = plugin.TopWSamplePlugin(UNIFORM, kernels)
     node.get_output_data_types([getattr(trt, given), trt.int64, *[trt.float32] * 12])
@@ -134,7 +134,7 @@ def test_logits_are_taken_in_the_graphs_own_type_only(
     assert taken == [dtype == given for dtype in ("float32", "float16", "bfloat16", "int8")]
 
 
-def test_every_other_tensor_has_one_type_and_lies_in_rows(plugin: Any, kernels: Kernels, described: Any) -> None:
+def test_every_other_tensor_has_one_type_and_lies_in_rows(plugin: Any, kernels: PluginKernels, described: Any) -> None:
     node = plugin.TopWSamplePlugin(FULL, kernels)
     wanted = [
         "float32",
@@ -161,7 +161,7 @@ def test_every_other_tensor_has_one_type_and_lies_in_rows(plugin: Any, kernels: 
 
 
 def test_what_the_kernels_refuse_is_refused_while_the_engine_is_built(
-    plugin: Any, kernels: Kernels, described: Any
+    plugin: Any, kernels: PluginKernels, described: Any
 ) -> None:
     node = plugin.TopWSamplePlugin(replace(UNIFORM, top_m=5000), kernels)
     shapes = [(1, 9000), (1, 1), (1, 1), (1, 1), (1, 0), *[(1,)] * 8, (1, 2)]
@@ -181,21 +181,21 @@ def test_what_the_kernels_refuse_is_refused_while_the_engine_is_built(
     ],
 )  # fmt: skip
 def test_the_limits_that_are_told_without_the_library_are_the_librarys(
-    kernels: Kernels, changes: dict[str, int], vocab: int, hidden: int
+    kernels: PluginKernels, changes: dict[str, int], vocab: int, hidden: int
 ) -> None:
     settings = replace(FULL, **changes)
     call = CallShape(node=settings, batch=1, vocab=vocab, edits=1, logits_type="float32", tokens=vocab, hidden=hidden)
-    if settings.beyond_kernels(vocab, hidden):
+    if settings.exceeded_limit(vocab, hidden):
         with pytest.raises(PluginError, match="the kernels do not support this sampler"):
             kernels.check(call)
     else:
         kernels.check(call)
 
 
-def test_an_engine_gives_the_plugin_back_that_it_was_built_with(plugin: Any, trt: Any, kernels: Kernels) -> None:
+def test_an_engine_gives_the_plugin_back_that_it_was_built_with(plugin: Any, trt: Any, kernels: PluginKernels) -> None:
     plugin.register(kernels)
     (creator,) = trt.get_plugin_registry().all_creators
-    assert {field.name for field in creator.field_names} == set(FULL.to_fields())
+    assert {field.name for field in creator.field_names} == set(FULL.attribute_fields())
     kept = plugin.TopWSamplePlugin(FULL, kernels).get_fields_to_serialize()
     made = creator.create_plugin("topw_sample", kept, trt.TensorRTPhase.RUNTIME)
     assert made.node == FULL
@@ -203,13 +203,13 @@ def test_an_engine_gives_the_plugin_back_that_it_was_built_with(plugin: Any, trt
 
 
 def test_an_engine_that_was_built_with_kernels_of_another_interface_is_refused(
-    plugin: Any, trt: Any, kernels: Kernels
+    plugin: Any, trt: Any, kernels: PluginKernels
 ) -> None:
     """They might need more workspace than the engine reserves."""
     plugin.register(kernels)
     (creator,) = trt.get_plugin_registry().all_creators
     older = trt.PluginField("kernels", np.array([CUDA_ABI_VERSION - 1], np.int32), trt.PluginFieldType.INT32)
-    attributes = plugin._plugin_fields(FULL.to_fields())
+    attributes = plugin._plugin_fields(FULL.attribute_fields())
     for fields, found in (([*attributes, older], str(CUDA_ABI_VERSION - 1)), (attributes, "unknown")):
         said = rf"^the engine was built with version {found} of the kernels' interface, but \d+ is needed; build"
         with pytest.raises(PluginError, match=said):
@@ -217,7 +217,7 @@ def test_an_engine_that_was_built_with_kernels_of_another_interface_is_refused(
         assert creator.create_plugin("topw_sample", fields, trt.TensorRTPhase.BUILD).node == FULL
 
 
-def test_registering_again_keeps_the_plugin_that_is_there(plugin: Any, trt: Any, kernels: Kernels) -> None:
+def test_registering_again_keeps_the_plugin_that_is_there(plugin: Any, trt: Any, kernels: PluginKernels) -> None:
     assert not plugins.registered()
     plugin.register(kernels)
     plugins.register()

@@ -70,7 +70,7 @@ def test_without_an_engine_the_command_to_build_one_is_named(out: Path, trt: Ten
 
 
 def test_without_a_gpu_nobody_is_sent_to_build(out: Path, trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    monkeypatch.setattr(driver, "query_driver", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
     with pytest.raises(ProviderError, match=r"there is no NVIDIA driver; see `topw plugins show`, or use another pro"):
         load(out)
 

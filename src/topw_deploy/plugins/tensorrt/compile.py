@@ -16,7 +16,7 @@ from pathlib import Path
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import compile_native, nvcc
 from topw_deploy.plugins.compile_cuda import (
-    check_place,
+    check_output,
     choose_architectures,
     compile_with_kernels,
     find_toolkit,
@@ -49,7 +49,7 @@ def compile_tensorrt(
     architectures: Sequence[int] = (),
     *,
     say: Callable[[str], object] = lambda line: None,
-    watch: nvcc.Watch = nvcc.unwatched,
+    watch: nvcc.Watch = nvcc.ignore_state,
 ) -> CompiledPlugin:
     """Compile the plugin, kernels and CUDA runtime into one library, for any TensorRT of the headers' major version.
 
@@ -65,7 +65,7 @@ def compile_tensorrt(
         )
     headers, version = find_headers(root)
     output = TENSORRT_PACKAGED if output is None else output
-    check_place(output)
+    check_output(output)
     toolkit = find_toolkit()
     chosen = choose_architectures(toolkit, architectures)
     names = ", ".join(f"sm_{number}" for number in chosen)
@@ -77,7 +77,7 @@ def compile_tensorrt(
             flags = [f"-isystem{headers}", *_FLAGS]
             objects = compile_with_kernels(toolkit, chosen, Path(scratch), sources, flags, watch=watch)
             link(toolkit, objects, library)
-            compile_native.put(library, output)
+            compile_native.install_library(library, output)
     except compile_native.NotBuiltError as reason:
         raise PluginError(f"the plugin was not built: {reason}.") from None
     return CompiledPlugin(output, version, chosen, time.perf_counter() - started, output.stat().st_size)

@@ -10,12 +10,12 @@ from topw_deploy.errors import ParameterError, PluginError
 from topw_deploy.plugins import driver, shared_library
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.plugins.shared_library import library_path
-from topw_deploy.plugins.structs import COLUMNS, TABLE_TYPES, Inputs, Outputs, Table
+from topw_deploy.plugins.structs import COLUMNS, TABLE_TYPES, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.plugins.tensorrt.node import EDITS, MASK, RULE, CallShape
 from topw_deploy.sampling.parameters import TopWOptions
 
 
-class Kernels:
+class PluginKernels:
     """The kernels of the library at `path`. Raises PluginError."""
 
     def __init__(self, path: Path) -> None:
@@ -63,15 +63,15 @@ class Kernels:
         """Enqueue only the kernels of a call. All arguments are addresses. Raises PluginError."""
         table = _table(call, inputs)
         shape = _shape(call, table)
-        arguments = Inputs(
+        arguments = InputsStruct(
             call.batch, call.vocab, call.edits, call.words, inputs["logits"],
             *(inputs[name] for name in (*EDITS, MASK)), *(inputs[name] for name in (*COLUMNS, *RULE)),
         )  # fmt: skip
-        results = Outputs(*(outputs.get(field[0]) for field in Outputs._fields_))
+        results = OutputsStruct(*(outputs.get(field[0]) for field in OutputsStruct._fields_))
         self._kernel.launch(shape, table, arguments, results, control, workspace, stream)
 
 
-def installed_kernels() -> Kernels:
+def installed_kernels() -> PluginKernels:
     """The CUDA library's kernels. Raises PluginError if missing or not for this machine's GPUs."""
     path = library_path("cuda")
     if path is None:
@@ -79,11 +79,11 @@ def installed_kernels() -> Kernels:
             f"the plugin needs the library with the CUDA kernels, but {shared_library.why_absent('cuda')}; run: "
             "topw plugins build --cuda"
         )
-    kernels = Kernels(path)
-    devices = driver.look().devices
+    kernels = PluginKernels(path)
+    devices = driver.query_driver().devices
     if devices:
         library = shared_library.load_cuda(path)
-        if not any(library.serves(device.architecture) for device in devices):
+        if not any(library.can_run_on(device.architecture) for device in devices):
             number = devices[0].architecture
             names = " ".join(f"sm_{architecture}" for architecture in library.architectures)
             raise PluginError(
@@ -93,7 +93,7 @@ def installed_kernels() -> Kernels:
     return kernels
 
 
-def _shape(call: CallShape, table: Table | None) -> CudaShape:
+def _shape(call: CallShape, table: TableStruct | None) -> CudaShape:
     node = call.node
     options = TopWOptions(
         top_m=node.top_m, alt_iters=node.alt_iters, metric=node.metric,
@@ -102,11 +102,11 @@ def _shape(call: CallShape, table: Table | None) -> CudaShape:
     return CudaShape(options, call.batch, call.vocab, call.edits, call.logits_type, table)
 
 
-def _table(call: CallShape, inputs: Mapping[str, int] | None = None) -> Table | None:
+def _table(call: CallShape, inputs: Mapping[str, int] | None = None) -> TableStruct | None:
     if not call.node.has_table:
         return None
     given: Mapping[str, int | None] = inputs or {}
-    return Table(
+    return TableStruct(
         given.get("table"), call.tokens, call.hidden, TABLE_TYPES.get(call.table_type, 0), 0,
         given.get("mean"), given.get("inverse_std"), given.get("neighbour_bound") if call.bounds else None,
     )  # fmt: skip

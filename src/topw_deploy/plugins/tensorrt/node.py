@@ -39,7 +39,7 @@ _NUMBERS = ("top_m", "alt_iters", "knn_k", "with_mass", "with_keep_mask")
 _TEXTS = ("metric", "table_form")
 FIELDS = (*_NUMBERS, *_TEXTS)
 """The plugin's attributes, in the order in which an engine serializes them before KERNELS, also from C++."""
-_MOST = 2**31 - 1  # an int32 in the engine
+_LARGEST_INT32 = 2**31 - 1  # an int32 in the engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class NodeAttributes:
 
     def __post_init__(self) -> None:
         for name, least, most in (
-            ("top_m", 1, _MOST), ("alt_iters", 1, _MOST), ("knn_k", 0, _MOST),
+            ("top_m", 1, _LARGEST_INT32), ("alt_iters", 1, _LARGEST_INT32), ("knn_k", 0, _LARGEST_INT32),
             ("with_mass", 0, 1), ("with_keep_mask", 0, 1),
         ):  # fmt: skip
             if not least <= getattr(self, name) <= most:
@@ -82,12 +82,12 @@ class NodeAttributes:
             raise PluginError(f"the node has no {', '.join(missing)}; export the model again.")
         return cls(**known)  # type: ignore[arg-type]
 
-    def to_fields(self) -> dict[str, int | str]:
+    def attribute_fields(self) -> dict[str, int | str]:
         """Attributes by name, in the order of FIELDS."""
         values = asdict(self)
         return {name: values[name] for name in FIELDS}
 
-    def beyond_kernels(self, vocab: int = 1, hidden: int = 1) -> str:
+    def exceeded_limit(self, vocab: int = 1, hidden: int = 1) -> str:
         """Why the kernels refuse the node over [`vocab`, `hidden`] coordinates, as a clause; "" if supported."""
         for what, value, most in (
             ("top_m", min(self.top_m, vocab), MOST_POOL), ("knn_k", self.knn_k, MOST_NEIGHBOURS),
@@ -97,9 +97,9 @@ class NodeAttributes:
                 return f"{what} is {value}, and the kernels support at most {most}"
         return ""
 
-    def to_engine(self) -> dict[str, int | str]:
-        """An engine's fields: to_fields and KERNELS."""
-        return {**self.to_fields(), KERNELS: CUDA_ABI_VERSION}
+    def engine_fields(self) -> dict[str, int | str]:
+        """An engine's fields: attribute_fields and KERNELS."""
+        return {**self.attribute_fields(), KERNELS: CUDA_ABI_VERSION}
 
     @property
     def has_table(self) -> bool:
@@ -131,7 +131,7 @@ def check_engine(fields: Mapping[str, int | str]) -> None:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorDesc:
     """dtype: NumPy's name, or `bfloat16`."""
 
     dtype: str
@@ -154,40 +154,40 @@ class CallShape:
     bounds: int = 0
 
 
-def describe(node: NodeAttributes, tensors: Sequence[Tensor]) -> CallShape:
+def read_call_shape(node: NodeAttributes, tensors: Sequence[TensorDesc]) -> CallShape:
     """The shape of a call with these inputs. Raises PluginError if they do not fit."""
     if len(tensors) != len(node.inputs):
         raise PluginError(f"the node has {len(tensors)} inputs, but its attributes require {len(node.inputs)}.")
     given = dict(zip(node.inputs, tensors, strict=True))
-    batch, vocab = _matrix("logits", given["logits"])
-    _, edits = _matrix("edit_ids", given["edit_ids"])
-    _, words = _matrix(MASK, given[MASK])
+    batch, vocab = _matrix_shape("logits", given["logits"])
+    _, edits = _matrix_shape("edit_ids", given["edit_ids"])
+    _, words = _matrix_shape(MASK, given[MASK])
     if words:
-        _require(MASK, given[MASK], (batch, mask_words(vocab)))
+        _check_shape(MASK, given[MASK], (batch, mask_words(vocab)))
     rows = {**dict.fromkeys((*COLUMNS, "rule"), (batch,)), "rule_values": (batch, 2)}
     for name, shape in {**dict.fromkeys(EDITS, (batch, edits)), **rows}.items():
-        _require(name, given[name], shape)
+        _check_shape(name, given[name], shape)
     logits_type = given["logits"].dtype
     call = CallShape(node=node, batch=batch, vocab=vocab, edits=edits, logits_type=logits_type, words=words)
     if not node.has_table:
         return call
-    tokens, hidden = _matrix("table", given["table"])
+    tokens, hidden = _matrix_shape("table", given["table"])
     if tokens < vocab:
         raise PluginError(f"the table has {tokens} rows, but needs one for each of {vocab} tokens.")
-    _require("mean", given["mean"], (hidden,))
-    _require("inverse_std", given["inverse_std"], (hidden,))
+    _check_shape("mean", given["mean"], (hidden,))
+    _check_shape("inverse_std", given["inverse_std"], (hidden,))
     bounds = given["neighbour_bound"].shape
     if bounds != (0,):
-        _require("neighbour_bound", given["neighbour_bound"], (vocab,))
+        _check_shape("neighbour_bound", given["neighbour_bound"], (vocab,))
     return replace(call, tokens=tokens, hidden=hidden, table_type=given["table"].dtype, bounds=bounds[0])
 
 
-def _matrix(name: str, tensor: Tensor) -> tuple[int, ...]:
+def _matrix_shape(name: str, tensor: TensorDesc) -> tuple[int, ...]:
     if len(tensor.shape) != 2:
         raise PluginError(f"{name} has shape {list(tensor.shape)}, but must have two dimensions.")
     return tensor.shape
 
 
-def _require(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, tensor: TensorDesc, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise PluginError(f"{name} has shape {list(tensor.shape)}, but must be {list(shape)}.")

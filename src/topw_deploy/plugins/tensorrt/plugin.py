@@ -12,9 +12,16 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.plugins.structs import FLOATS
-from topw_deploy.plugins.tensorrt.kernels import Kernels, installed_kernels
+from topw_deploy.plugins.tensorrt.kernels import PluginKernels, installed_kernels
 from topw_deploy.plugins.tensorrt.module import NAME, NAMESPACE, VERSION, tensorrt_module
-from topw_deploy.plugins.tensorrt.node import MASK, OUTPUT_TYPES, NodeAttributes, Tensor, check_engine, describe
+from topw_deploy.plugins.tensorrt.node import (
+    MASK,
+    OUTPUT_TYPES,
+    NodeAttributes,
+    TensorDesc,
+    check_engine,
+    read_call_shape,
+)
 
 trt: Any = tensorrt_module()
 
@@ -31,7 +38,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
     execution context, so concurrent contexts do not share control memory.
     """
 
-    def __init__(self, node: NodeAttributes, kernels: Kernels) -> None:
+    def __init__(self, node: NodeAttributes, kernels: PluginKernels) -> None:
         for base in TopWSamplePlugin.__bases__:
             base.__init__(self)
         self.plugin_name, self.plugin_version, self.plugin_namespace = NAME, VERSION, NAMESPACE
@@ -39,16 +46,16 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         self.node = node
         self.kernels = kernels
         # The graph's types; float32 until get_output_data_types receives them.
-        self.given = {"logits": trt.float32, "table": trt.float32}
+        self.graph_types = {"logits": trt.float32, "table": trt.float32}
         self._control = kernels.control_memory()
-        self._written: list[Any] = []
+        self._serialized: list[Any] = []
 
     def get_capability_interface(self, kind: Any) -> Any:
         return self
 
     def clone(self) -> TopWSamplePlugin:
         copy = TopWSamplePlugin(self.node, self.kernels)
-        copy.given = dict(self.given)
+        copy.graph_types = dict(self.graph_types)
         return copy
 
     def destroy(self) -> None:
@@ -59,7 +66,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
 
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
         given = dict(zip(self.node.inputs, input_types, strict=True))
-        self.given = {name: given[name] for name in self.given if name in given}
+        self.graph_types = {name: given[name] for name in self.graph_types if name in given}
         return [_TYPES[OUTPUT_TYPES[name]] for name in self.node.outputs]
 
     def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
@@ -79,15 +86,15 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         if position >= inputs:
             return bool(tensor.type == _TYPES[OUTPUT_TYPES[self.node.outputs[position - inputs]]])
         name = self.node.inputs[position]
-        if name in self.given:
-            return tensor.type in _FLOATS and tensor.type == self.given[name]
+        if name in self.graph_types:
+            return tensor.type in _FLOATS and tensor.type == self.graph_types[name]
         return bool(tensor.type == _INTEGERS.get(name, trt.float32))
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        self.kernels.check(describe(self.node, _largest(inputs)))
+        self.kernels.check(read_call_shape(self.node, _largest_specs(inputs)))
 
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        return self.kernels.workspace_bytes(describe(self.node, _largest(inputs)))
+        return self.kernels.workspace_bytes(read_call_shape(self.node, _largest_specs(inputs)))
 
     def get_valid_tactics(self) -> list[int]:
         return []
@@ -102,7 +109,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
 
         TensorRT calls this in the first run after a shape or address changed, and forbids capturing that run.
         """
-        call = describe(self.node, _actual(inputs))
+        call = read_call_shape(self.node, _actual_specs(inputs))
         self.kernels.check(call)
         self.kernels.reserve(self._control, call)
 
@@ -118,7 +125,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         workspace: int,
         stream: int,
     ) -> None:
-        call = describe(self.node, _actual(input_desc))
+        call = read_call_shape(self.node, _actual_specs(input_desc))
         arguments = dict(zip(self.node.inputs, inputs, strict=True))
         results = dict(zip(self.node.outputs, outputs, strict=True))
         # Allocates only if on_shape_change was not called, as by a builder that times layers.
@@ -126,25 +133,25 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         self.kernels.enqueue(call, arguments, results, control, workspace, stream)
 
     def get_fields_to_serialize(self) -> Any:
-        fields = _plugin_fields(self.node.to_engine())
-        self._written = [fields, trt.PluginFieldCollection(fields)]  # TensorRT borrows their memory
-        return self._written[1]
+        fields = _plugin_fields(self.node.engine_fields())
+        self._serialized = [fields, trt.PluginFieldCollection(fields)]  # TensorRT borrows their memory
+        return self._serialized[1]
 
 
 class TopWSampleCreator(trt.IPluginCreatorV3One):
     """Creates plugins from a node's attributes (parser) or serialized fields (engine)."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: PluginKernels) -> None:
         trt.IPluginCreatorV3One.__init__(self)
         self.name, self.plugin_version, self.plugin_namespace = NAME, VERSION, NAMESPACE
         # Fields for the parser; the values are examples. TensorRT keeps the names' addresses.
         example = NodeAttributes(top_m=1, alt_iters=1, metric="uniform", knn_k=0, with_mass=0, with_keep_mask=0)
-        self._known = _plugin_fields(example.to_fields())
-        self.field_names = trt.PluginFieldCollection(self._known)
+        self._example_fields = _plugin_fields(example.attribute_fields())
+        self.field_names = trt.PluginFieldCollection(self._example_fields)
         self.kernels = kernels
 
     def create_plugin(self, name: str, fields: Iterable[Any], phase: Any) -> TopWSamplePlugin:
-        values = {each.name: _value(each) for each in fields}
+        values = {each.name: _field_value(each) for each in fields}
         if phase == trt.TensorRTPhase.RUNTIME:
             check_engine(values)
         return TopWSamplePlugin(NodeAttributes.from_fields(values), self.kernels)
@@ -153,7 +160,7 @@ class TopWSampleCreator(trt.IPluginCreatorV3One):
 _creators: list[TopWSampleCreator] = []  # TensorRT keeps their addresses for the process's life
 
 
-def register(kernels: Kernels | None = None) -> None:
+def register(kernels: PluginKernels | None = None) -> None:
     """Add a creator to TensorRT's registry. kernels: by default the CUDA library's.
 
     Raises PluginError if that library is missing.
@@ -174,16 +181,16 @@ def _plugin_fields(values: dict[str, int | str]) -> list[Any]:
     return made
 
 
-def _value(field: Any) -> int | str:
+def _field_value(field: Any) -> int | str:
     data = np.asarray(field.data)
     if field.type == trt.PluginFieldType.CHAR:
         return data.astype(np.uint8).tobytes().rstrip(b"\0").decode("utf-8", "replace")
     return int(data[0]) if data.size == 1 else -1
 
 
-def _largest(tensors: Sequence[Any]) -> list[Tensor]:
-    return [Tensor(_NAMES.get(each.desc.type, str(each.desc.type)), tuple(each.max)) for each in tensors]
+def _largest_specs(tensors: Sequence[Any]) -> list[TensorDesc]:
+    return [TensorDesc(_NAMES.get(each.desc.type, str(each.desc.type)), tuple(each.max)) for each in tensors]
 
 
-def _actual(tensors: Sequence[Any]) -> list[Tensor]:
-    return [Tensor(_NAMES.get(each.type, str(each.type)), tuple(each.dims)) for each in tensors]
+def _actual_specs(tensors: Sequence[Any]) -> list[TensorDesc]:
+    return [TensorDesc(_NAMES.get(each.type, str(each.type)), tuple(each.dims)) for each in tensors]

@@ -14,11 +14,11 @@ from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.protocols import Sampler
 
-_KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA: "cuda"}
+_LIBRARY_KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA: "cuda"}
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSession:
     """An open session. why_graph: why `sampler` is not "native"."""
 
     raw: ort.InferenceSession
@@ -35,23 +35,23 @@ def operator_library(
     options: session options, which may already have registered operators.
     device: GPU number.
     """
-    kind = _KINDS.get(provider)
+    kind = _LIBRARY_KINDS.get(provider)
     if kind is None:
         return None, f"the native sampler supports cpu and cuda, but the provider is {providers.short_name(provider)}"
-    registered = _registered(options)
+    registered = _registered_kind(options)
     if kind == "cuda" and registered == "cpu":
         return None, "the session options already have the CPU's operator and cannot take the GPU's; give new ones"
-    found, why = _load(registered or kind)
+    found, why = _load_library(registered or kind)
     if isinstance(found, library.CudaLibrary) and kind == "cuda":
-        why = _no_code(found, device)
+        why = _missing_code(found, device)
     if found is None or why:
         return None, why
-    if not found.knows(table_form):
+    if not found.supports(table_form):
         return None, f"the native sampler does not support the table form {table_form}"
     return found, ""
 
 
-def _registered(options: ort.SessionOptions | None) -> library.Kind | None:
+def _registered_kind(options: ort.SessionOptions | None) -> library.Kind | None:
     if options is None:
         return None
     try:
@@ -61,28 +61,28 @@ def _registered(options: ort.SessionOptions | None) -> library.Kind | None:
     return "cuda" if entry == "cuda" else "cpu"
 
 
-def _load(kind: library.Kind) -> tuple[library.Library | None, str]:
+def _load_library(kind: library.Kind) -> tuple[library.Library | None, str]:
     path = library_path(kind)
     if path is None:
         return None, library.why_absent(kind)
     try:
         return (library.load_cuda(path) if kind == "cuda" else library.load(path)), ""
     except OSError as error:
-        named = library.variable_naming(path, kind)
+        named = library.variable_selecting(path, kind)
         which = "the CUDA library" if kind == "cuda" else "the native library"
         return None, f"{which}{f' that {named} names' if named else ''} does not load ({one_line(error)})"
 
 
-def _no_code(found: library.CudaLibrary, device: int) -> str:
+def _missing_code(found: library.CudaLibrary, device: int) -> str:
     """A clause if the library has no code for this GPU, or ""."""
-    devices = driver.look().devices
-    if device >= len(devices) or found.serves(devices[device].architecture):
+    devices = driver.query_driver().devices
+    if device >= len(devices) or found.can_run_on(devices[device].architecture):
         return ""
     number = devices[device].architecture
     return f"{found.path.name} has no code for sm_{number} (run `topw plugins build --cuda --arch {number}`)"
 
 
-def open_session(
+def open_with_sampler(
     new_session: Callable[[], ort.InferenceSession],
     options: ort.SessionOptions,
     *,
@@ -90,7 +90,7 @@ def open_session(
     table_form: str,
     sampler: str,
     device: int = 0,
-) -> Opened:
+) -> OpenedSession:
     """Open a session with `new_session`, which uses `options`; with the native sampler if it works and is allowed.
 
     Raises errors of `new_session`, and ProviderError if `sampler` is "native" but unusable.
@@ -101,19 +101,19 @@ def open_session(
     else:
         found, why = operator_library(provider, table_form, options, device)
         if found is not None:
-            before = found.kernels
+            before = found.assigned_nodes
             try:
                 options.register_custom_ops_library(str(found.path))
                 raw = new_session()
             except Exception as error:  # noqa: BLE001  # unrelated classes
                 why, refused = f"onnxruntime does not open it with the native sampler ({one_line(error)})", error
             else:
-                if found.kernels > before:
-                    return Opened(raw, "native")
+                if found.assigned_nodes > before:
+                    return OpenedSession(raw, "native")
                 why = "the graph has no node for the native sampler"
                 del raw
     try:
-        with library.hidden():
+        with library.hide_operators():
             raw = new_session()
     except Exception:
         if refused is not None:  # the error has another cause, or the model needs the native sampler
@@ -123,4 +123,4 @@ def open_session(
         raise ProviderError(
             f"sampler='native' is not available: {why}; see `topw doctor`, or use sampler='auto'.", "sampler"
         )
-    return Opened(raw, "graph", why)
+    return OpenedSession(raw, "graph", why)
