@@ -11,7 +11,7 @@ from pathlib import Path
 
 from topw_deploy.errors import ExportError, ParameterError
 from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.graft.neighbour_bound import measure_for
+from topw_deploy.export.graft.neighbour_bound import choose_measure
 from topw_deploy.export.graft.sampler_node import graft
 from topw_deploy.export.job import Job
 from topw_deploy.export.plan import layers_to_verify, onnx_data_files, plan_of, verification_bytes
@@ -89,7 +89,7 @@ def _make_graph(job: Job) -> tuple[Decoder, TailSpec]:
     decoder = _read_decoder(job, job.source.onnx) if job.source.onnx is not None else _trace_decoder(job)
     sampler = request.sampler
     progress.say(f"Grafting the sampler (top_m {sampler.options.top_m}, metric {sampler.options.metric})")
-    measure = measure_for(sampler.neighbour_bound, request.dry_run, progress)
+    measure = choose_measure(sampler.neighbour_bound, request.dry_run, progress)
     if sampler.neighbour_bound:
         measure = job.finished.measured(measure)
     return graft(decoder, sampler, measure)

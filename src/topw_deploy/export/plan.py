@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.graph.editor import external_files, tensors_of
+from topw_deploy.export.graph.editor import external_files, initializer_tensors
 from topw_deploy.export.graph.lazy_weight import PART, LazyWeight
 from topw_deploy.export.job import Job
 from topw_deploy.export.write.data_files import Slot
@@ -123,5 +123,5 @@ def bytes_beside(job: Job, decoder: Decoder, files: int) -> int:
     """Disk space for exporting the first layers of a `files`-byte export."""
     if layers_to_verify(job, decoder) is None:
         return 0
-    tables = 2 * max((int(tensor.nbytes) for tensor in tensors_of(decoder.model)), default=0)
+    tables = 2 * max((int(tensor.nbytes) for tensor in initializer_tensors(decoder.model)), default=0)
     return min(files, files * LAYERS // decoder.info.num_layers + tables)

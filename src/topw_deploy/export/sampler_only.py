@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, VerificationError
-from topw_deploy.export.graft.neighbour_bound import Measure, measure_for, no_bound
-from topw_deploy.export.graft.sampler_node import add_sampler_node, install_function, sampler_inputs
+from topw_deploy.export.graft.neighbour_bound import Measure, choose_measure, no_bound
+from topw_deploy.export.graft.sampler_node import add_sampler_inputs, add_sampler_node, install_function
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.graph.embedding import plain_gather
 from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, SamplerOptions, grouped
@@ -107,7 +107,7 @@ def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> Expo
         geometry = Geometry.from_embeddings(table[:vocab], sampler.options.metric)
     median = None if request.logits is None else median_of_file(request.logits, geometry, vocab)
     spec = sampler_spec(request, vocab, table)
-    model = sampler_model(spec, table, geometry, measure_for(sampler.neighbour_bound, request.dry_run, progress))
+    model = sampler_model(spec, table, geometry, choose_measure(sampler.neighbour_bound, request.dry_run, progress))
     if request.dry_run:
         return sampler_report(request.output, model, started, {})
     with StagedFolder(request.output, overwrite=request.overwrite) as staged:
@@ -153,7 +153,10 @@ def sampler_model(
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": spec.opset}, name="topw_sampler")
     editor = GraphEditor(graph, "topw")
-    inputs = [editor.input("logits", ir.DataType.FLOAT, ["batch", spec.vocab_size]), *sampler_inputs(editor, "batch")]
+    inputs = [
+        editor.input("logits", ir.DataType.FLOAT, ["batch", spec.vocab_size]),
+        *add_sampler_inputs(editor, "batch"),
+    ]
     if table is not None and geometry.mean is not None and geometry.inverse_std is not None:
         bound = measure(geometry, spec.vocab_size)
         statistics: tuple[np.ndarray, ...] = (geometry.mean, geometry.inverse_std, bound)

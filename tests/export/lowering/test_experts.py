@@ -22,7 +22,7 @@ from tests.support.experts import (
     run,
 )
 from tests.support.samples import thinned
-from topw_deploy.export.graph.editor import ROUTER, GraphEditor
+from topw_deploy.export.graph.editor import ROUTER_PROPERTY, GraphEditor
 from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.lowering.experts_operator import is_nonnegative
 
@@ -146,7 +146,7 @@ def test_products_with_another_activation_between_them_share_their_blocks() -> N
     assert lower_experts(model, operator=True) == 2
     model.opset_imports.pop("topw.trace")
     assert sum(node.op_type == "CumSum" for node in model.graph) == 2
-    assert [node.op_type for node in model.graph if ROUTER in node.metadata_props] == ["MatMul"]
+    assert [node.op_type for node in model.graph if ROUTER_PROPERTY in node.metadata_props] == ["MatMul"]
     mixture = random_mixture(activation="relu", biases=True)
     hidden = inputs_of(23)[0]
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])

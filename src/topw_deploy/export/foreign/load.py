@@ -13,7 +13,7 @@ from topw_deploy.dtypes import FLOATS
 from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.foreign.limits import lost_soft_cap, sequence_limit, window_of
-from topw_deploy.export.graph.editor import external_files, find_input, required_input, tensors_of
+from topw_deploy.export.graph.editor import external_files, find_input, initializer_tensors, required_input
 from topw_deploy.export.source.configuration import read_json, text_part
 from topw_deploy.export.tail.spec import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.manifest import MOST_TOKENS, DecoderInfo, State, key_value_states
@@ -93,7 +93,7 @@ def _check_data(model: ir.Model, file: Path) -> None:
                 f"{file} keeps an attribute of the node {node.name or node.op_type!r:.60} in another file, but only "
                 "weights may be there; do not use this model."
             )
-    for tensor in tensors_of(model):
+    for tensor in initializer_tensors(model):
         if isinstance(tensor, ir.ExternalTensor) and not isinstance(tensor.location, str):
             raise SourceError(
                 f"{file} keeps weights at {tensor.location!r:.60}, a name that is not UTF-8; fetch it again."
@@ -105,7 +105,7 @@ def _check_data(model: ir.Model, file: Path) -> None:
             folder = file.resolve().parent
             raise SourceError(f"{file} needs the data file {location}, which is missing from {folder}; fetch it again.")
     sizes = {location: path.stat().st_size for location, path in external_files(model).items()}
-    for tensor in tensors_of(model):
+    for tensor in initializer_tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
             _check_place(tensor, sizes[str(tensor.location)], file)
 

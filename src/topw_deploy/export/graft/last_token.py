@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, find_input, is_constant, required_input
+from topw_deploy.export.graph.editor import GraphEditor, attribute_values, find_input, is_constant, required_input
 
 PREFIX = "topw.last"
 _ROWWISE = {"Tanh", "Cast", "Identity", "Neg", "Sigmoid"}
@@ -122,5 +122,5 @@ def _replay(editor: GraphEditor, matmul: ir.Node, path: list[ir.Node], hidden: i
 
 def _copy(editor: GraphEditor, node: ir.Node, old: ir.Value | None, new: ir.Value) -> ir.Value:
     inputs = [new if value is old else value for value in node.inputs]
-    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    attributes = attribute_values(node)
     return editor.op(node.op_type, inputs, domain=node.domain, dtype=node.outputs[0].dtype, **attributes)

@@ -51,7 +51,7 @@ def zero_bound(_geometry: Geometry, tokens: int) -> Bound:
     return np.zeros(tokens, dtype=np.float32)
 
 
-def measure_for(wanted: bool, dry_run: bool, progress: Progress) -> Measure:
+def choose_measure(wanted: bool, dry_run: bool, progress: Progress) -> Measure:
     if not wanted:
         return no_bound
     if dry_run:

@@ -71,8 +71,8 @@ def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound)
     )
     editor = GraphEditor(graph, "topw")
     batch = _batch_dimension(graph)
-    given = sampler_inputs(editor, batch)
-    inputs = [logits, *(with_defaults(editor, given, logits) if keep_own else given)]
+    given = add_sampler_inputs(editor, batch)
+    inputs = [logits, *(add_defaults(editor, given, logits) if keep_own else given)]
     if embedding is not None:
         inputs += [*geometry_constants(editor, embedding, spec, measure), *embedding.data]
     results = add_sampler_node(graph, spec, inputs, batch)
@@ -94,7 +94,7 @@ def _shared_table(graph: ir.Graph) -> ir.Value | None:
     return table if table.producer() is None else None
 
 
-def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
+def add_sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
     """Append the sampler's inputs, without logits, in the node's order."""
     made = []
     for name in TAIL_INPUTS[1:]:
@@ -103,7 +103,7 @@ def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
     return made
 
 
-def with_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value) -> list[ir.Value]:
+def add_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value) -> list[ir.Value]:
     """Make the sampler's graph `inputs` optional; returns the node's inputs.
 
     onnxruntime requires every graph input that has no initializer. Greedy defaults for every row of `logits` let

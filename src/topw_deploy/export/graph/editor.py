@@ -1,4 +1,4 @@
-"""Add nodes and constants to onnx_ir graphs."""
+"""Add nodes, inputs and constants to onnx_ir graphs, and ask what a node or value is."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from topw_deploy.errors import UnsupportedModelError
 
 
 class GraphEditor:
-    """Appends nodes to `graph`; `finish` sorts them topologically.
+    """Adds nodes, inputs and initializers to `graph`.
 
-    New names are unique and start with `prefix`. Equal small constants share an initializer.
+    New nodes are appended at the end: call `finish` once all are added, to sort them topologically. Names that the
+    editor chooses are unique and start with `prefix`.
     """
 
     def __init__(self, graph: ir.Graph, prefix: str) -> None:
@@ -37,6 +38,10 @@ class GraphEditor:
         name: str | None = None,
         **attributes: Any,
     ) -> ir.Value:
+        """Append a node with one output. Returns the output.
+
+        dtype, shape, name: of the output.
+        """
         (output,) = self.outputs(op_type, inputs, 1, domain=domain, **attributes)
         if name is not None:
             output.name = name
@@ -49,6 +54,7 @@ class GraphEditor:
     def outputs(
         self, op_type: str, inputs: Sequence[ir.Value | None], count: int, *, domain: str = "", **attributes: Any
     ) -> Sequence[ir.Value]:
+        """Append a node with `count` outputs. Returns the outputs."""
         node = ir.node(
             op_type, inputs, attributes=attributes, domain=domain, name=self.unique(op_type), num_outputs=count
         )
@@ -58,11 +64,12 @@ class GraphEditor:
         return node.outputs
 
     def constant(self, array: Any, name: str | None = None) -> ir.Value:
+        """Add an initializer with these values. Equal arrays of fewer than 64 values without a name share one."""
         array = np.asarray(array)
         key = (array.dtype.str, array.shape, array.tobytes()) if array.size < 64 and name is None else None
         found = self._constants.get(key) if key is not None else None
         if found is not None:
-            if found.name not in self.graph.initializers:  # a pass removed it with its last use
+            if found.name not in self.graph.initializers:  # a pass removed it, because no node used it any more
                 self.graph.register_initializer(found)
             return found
         value = self.initializer(ir.tensor(array), name or self.unique("constant"))
@@ -71,6 +78,7 @@ class GraphEditor:
         return value
 
     def initializer(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+        """Add an initializer with this tensor, which gets the name too."""
         tensor.name = name
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
         self.graph.register_initializer(value)
@@ -78,12 +86,14 @@ class GraphEditor:
         return value
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+        """Append a graph input."""
         value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
         self.graph.inputs.append(value)
         self._taken.add(name)
         return value
 
     def unique(self, stem: str) -> str:
+        """Choose and reserve a name that no value or node of the graph has."""
         number = 0
         while (name := f"{self._prefix}.{stem}_{number}") in self._taken:
             number += 1
@@ -91,20 +101,24 @@ class GraphEditor:
         return name
 
     def replace(self, node: ir.Node, value: ir.Value) -> None:
-        """Replace `node` by `value`, keeping the name."""
+        """Replace `node`, which has one output, by `value`, which gets the output's name and uses."""
         (old,) = node.outputs
         value.name, old.name = old.name, None
         ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
         self.graph.remove(node, safe=True)
 
     def finish(self) -> None:
+        """Sort the graph topologically."""
         self.graph.sort()
 
 
 def rewrite_each(model: ir.Model, prefix: str, op_type: str, rewrite: Callable[[GraphEditor, ir.Node], bool]) -> int:
-    """Call `rewrite` on each node of standard operator `op_type`; it returns whether it rewrote the node.
+    """Call `rewrite` on each node of ONNX's own operator `op_type`, and remove nodes that are then unused.
 
-    Then removes unused nodes. Returns the number of rewritten nodes.
+    prefix: of the names that `rewrite` adds.
+    rewrite: returns whether it rewrote the node.
+
+    Returns the number of rewritten nodes.
     """
     editor = GraphEditor(model.graph, prefix)
     nodes = [node for node in model.graph if (node.domain, node.op_type) == ("", op_type)]
@@ -116,36 +130,43 @@ def rewrite_each(model: ir.Model, prefix: str, op_type: str, rewrite: Callable[[
 
 
 def find_input(graph: ir.Graph, name: str) -> ir.Value | None:
+    """The graph input with this name, or None."""
     return next((value for value in graph.inputs if value.name == name), None)
 
 
 def required_input(graph: ir.Graph, name: str) -> ir.Value:
-    """The input `name`. Raises UnsupportedModelError if it is missing."""
+    """The graph input with this name. Raises UnsupportedModelError if there is none."""
     value = find_input(graph, name)
     if value is None:
         raise UnsupportedModelError(f"the decoder has no input {name}; export it as text-generation-with-past.")
     return value
 
 
-def required(value: ir.Value | None) -> ir.Value:
-    """An input that its node always has."""
-    assert value is not None, "the operator requires this input"
+def required_node_input(value: ir.Value | None) -> ir.Value:
+    """The same value, an input that its node's operator requires. Raises UnsupportedModelError for None."""
+    if value is None:
+        raise UnsupportedModelError("a node lacks an input that its operator requires; export the decoder again.")
     return value
 
 
 def element_type(value: ir.Value) -> ir.DataType:
-    """The element type of a value that has one, as every value of a trace."""
-    assert value.dtype is not None, f"{value.name} has no type"
+    """The element type of `value`. Raises UnsupportedModelError if the graph does not state it."""
+    if value.dtype is None:
+        raise UnsupportedModelError(
+            f"the value {value.name} has no element type; export the decoder with types inferred."
+        )
     return value.dtype
 
 
 def constant_of(initializer: ir.Value) -> ir.TensorProtocol:
-    assert initializer.const_value is not None, f"{initializer.name} is not an initializer"
+    """The tensor of an initializer. Raises UnsupportedModelError for another value."""
+    if initializer.const_value is None:
+        raise UnsupportedModelError(f"the value {initializer.name} is not an initializer; export the decoder again.")
     return initializer.const_value
 
 
 def is_constant(value: ir.Value | None) -> bool:
-    """Whether `value` depends only on initializers."""
+    """Whether `value` depends only on initializers, not on graph inputs."""
     if value is None or value.is_graph_input():
         return False
     node = value.producer()
@@ -155,16 +176,16 @@ def is_constant(value: ir.Value | None) -> bool:
 
 
 def external_files(model: ir.Model) -> dict[str, Path]:
-    """Location -> path of referenced data files."""
+    """The data files that the initializers refer to: location as written in the file -> path."""
     files: dict[str, Path] = {}
-    for tensor in tensors_of(model):
+    for tensor in initializer_tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
             files[str(tensor.location)] = Path(tensor.path)
     return files
 
 
-def tensors_of(model: ir.Model) -> list[ir.TensorProtocol]:
-    """All initializers, including subgraphs'."""
+def initializer_tensors(model: ir.Model) -> list[ir.TensorProtocol]:
+    """The tensors of all initializers, also those of subgraphs."""
     return [
         value.const_value
         for graph in model.graphs()
@@ -173,12 +194,12 @@ def tensors_of(model: ir.Model) -> list[ir.TensorProtocol]:
     ]
 
 
-ROUTER = "topw.router"
-"""Metadata property of the products that choose experts."""
+ROUTER_PROPERTY = "topw.router"
+"""The metadata property that marks the products which choose experts."""
 
 
 def fixed_size(value: ir.Value, axis: int) -> int:
-    """The size of one axis. Raises UnsupportedModelError if symbolic."""
+    """The size of one axis of `value`. Raises UnsupportedModelError if it is not a fixed number."""
     size = value.shape[axis] if value.shape is not None else None
     if not isinstance(size, int):
         raise UnsupportedModelError(
@@ -189,22 +210,22 @@ def fixed_size(value: ir.Value, axis: int) -> int:
 
 
 def is_op(node: ir.Node, op_type: str) -> bool:
-    """Whether `node` is this standard operator."""
+    """Whether `node` has this operator of ONNX's own domain."""
     return (node.domain, node.op_type) == ("", op_type)
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that makes `value` if it is this operator, else None."""
+    """The node whose output `value` is, if it has this operator of ONNX's own domain; else None."""
     node = None if value is None else value.producer()
     return node if node is not None and is_op(node, op_type) else None
 
 
 def constant_integer(value: ir.Value | None) -> int | None:
-    """The value of a one-element constant, else None."""
+    """The number in a constant of one element; None for all other values."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return int(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None
 
 
-def attributes_of(node: ir.Node) -> dict[str, Any]:
-    """The node's attributes as Python values, for `GraphEditor.op`."""
+def attribute_values(node: ir.Node) -> dict[str, Any]:
+    """The node's attributes by name, as Python values that `GraphEditor.op` accepts."""
     return {name: attribute.value for name, attribute in node.attributes.items()}

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor, attribute_values
 from topw_deploy.export.graph.embedding import EmbeddingNode
 from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
 
@@ -115,7 +115,7 @@ def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndar
                 copies[id(value)] = editor.input(name, tensor.dtype, [int(size) for size in tensor.shape])
             else:
                 inputs = [copied(source) for source in producer.inputs]
-                attributes = {name: attribute.value for name, attribute in producer.attributes.items()}
+                attributes = attribute_values(producer)
                 copies[id(value)] = editor.op(producer.op_type, inputs, domain=producer.domain, **attributes)
         return copies[id(value)]
 

@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.graph.editor import ROUTER, GraphEditor, fixed_size, required
+from topw_deploy.export.graph.editor import ROUTER_PROPERTY, GraphEditor, fixed_size, required_node_input
 from topw_deploy.export.graph.lazy_weight import LazyWeight
 from topw_deploy.export.lowering import experts_operator
 from topw_deploy.export.lowering.experts_operator import stored_stack, stored_value
@@ -68,16 +68,16 @@ class _Lowering:
             self._model.opset_imports[experts_operator.DOMAIN] = 1
             return experts_operator.add_moe(self.editor, marker, [stack for stack in stacks if stack is not None])
         flat = self.editor.op("Reshape", [marker.inputs[1], self.editor.constant([-1])])
-        blocks = self._blocks_of(marker.inputs[1], flat, fixed_size(required(matrices[0]), 0))
+        blocks = self._blocks_of(marker.inputs[1], flat, fixed_size(required_node_input(matrices[0]), 0))
         weights = [self._experts_first(*pair) for pair in zip(matrices, stacks, strict=True)]
         return _experts_in_blocks(self.editor, marker, blocks, weights)
 
     def _product(self, marker: ir.Node) -> ir.Value:
         rows, ids, weight, bias = [*marker.inputs, None][:4]
-        blocks = self._blocks_of(ids, ids, fixed_size(required(weight), 0))
+        blocks = self._blocks_of(ids, ids, fixed_size(required_node_input(weight), 0))
         matrices = self._experts_first(weight, stored_stack(weight))
-        products = blocks.product(blocks.columns(required(rows)), matrices, bias)
-        return blocks.rows(products, fixed_size(required(weight), 1))
+        products = blocks.product(blocks.columns(required_node_input(rows)), matrices, bias)
+        return blocks.rows(products, fixed_size(required_node_input(weight), 1))
 
     def _blocks_of(self, key: ir.Value | None, ids: ir.Value | None, experts: int) -> ExpertBlocks:
         """The blocks of `ids`. Markers with the same `key` share them.
@@ -85,12 +85,16 @@ class _Lowering:
         experts: number of experts.
         """
         if id(key) not in self._blocks:
-            self._blocks[id(key)] = ExpertBlocks(self.editor, required(ids), experts)
+            self._blocks[id(key)] = ExpertBlocks(self.editor, required_node_input(ids), experts)
         return self._blocks[id(key)]
 
     def _experts_first(self, value: ir.Value | None, stack: LazyWeight | None) -> ir.Value:
         """The weight [E, N, K], stored in this order if `stack` is given, so that no call rearranges it."""
-        return required(value) if stack is None else stored_value(self.editor, required(value), stack)
+        return (
+            required_node_input(value)
+            if stack is None
+            else stored_value(self.editor, required_node_input(value), stack)
+        )
 
 
 def _mark_router(marker: ir.Node) -> None:
@@ -107,7 +111,7 @@ def _mark_router(marker: ir.Node) -> None:
             continue
         seen.add(id(node))
         if node.op_type in ("MatMul", "Gemm"):
-            node.metadata_props[ROUTER] = "yes"
+            node.metadata_props[ROUTER_PROPERTY] = "yes"
         elif node.domain == "":
             pending += node.inputs
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, constant_integer, fixed_size, is_op, required
+from topw_deploy.export.graph.editor import GraphEditor, constant_integer, fixed_size, is_op, required_node_input
 from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
 from topw_deploy.export.trace.experts import GATED
 
@@ -68,7 +68,7 @@ def add_moe(editor: GraphEditor, marker: ir.Node, stacks: list[LazyWeight]) -> i
     stacks: up (and gate) [E, N, D] and down [E, D, I].
     """
     op, constant = editor.op, editor.constant
-    hidden, ids, weights = (required(value) for value in marker.inputs[:3])
+    hidden, ids, weights = (required_node_input(value) for value in marker.inputs[:3])
     experts, count = int(stacks[0].shape[0]), fixed_size(ids, 1)
     chosen = op("Equal", [op("Unsqueeze", [ids, constant(np.array([2]))]), constant(np.arange(experts))])
     if hidden.dtype == ir.DataType.FLOAT and is_nonnegative(weights):

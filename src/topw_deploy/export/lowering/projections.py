@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.graph.editor import GraphEditor, attributes_of, constant_integer, fixed_size, is_op, producer
+from topw_deploy.export.graph.editor import GraphEditor, attribute_values, constant_integer, fixed_size, is_op, producer
 from topw_deploy.export.lowering.rotary import rotary_producer
 
 
@@ -34,7 +34,7 @@ class MergedHeads:
         if self.rotary is None:
             return self.unrotated
         source = self.unrotated
-        attributes = {**attributes_of(self.rotary), "num_heads": self.heads}
+        attributes = {**attribute_values(self.rotary), "num_heads": self.heads}
         inputs = [source, *self.rotary.inputs[1:]]
         return editor.op("RotaryEmbedding", inputs, dtype=source.dtype, shape=source.shape, **attributes)
 
@@ -73,7 +73,7 @@ def _untranspose_heads(editor: GraphEditor, value: ir.Value) -> ir.Value:
         if source is not None and _commutes_with_transpose(node):
             inner = _untranspose_heads(editor, source)
             inputs = [inner, *node.inputs[1:]]
-            return editor.op(node.op_type, inputs, dtype=value.dtype, shape=inner.shape, **attributes_of(node))
+            return editor.op(node.op_type, inputs, dtype=value.dtype, shape=inner.shape, **attribute_values(node))
     batch, heads, sequence, dim = value.shape
     return editor.op("Transpose", [value], perm=[0, 2, 1, 3], dtype=value.dtype, shape=[batch, sequence, heads, dim])
 

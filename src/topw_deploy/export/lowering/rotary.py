@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import (
     GraphEditor,
-    attributes_of,
+    attribute_values,
     constant_integer,
     fixed_size,
     is_constant,
@@ -107,7 +107,7 @@ def _remove_casts(half_precision_tables: dict[ir.Value, ir.Value], editor: Graph
         if table not in half_precision_tables:
             half_precision_tables[table] = editor.op("Cast", [table], to=x.dtype, dtype=x.dtype, shape=table.shape)
     inputs = [x, *(half_precision_tables[table] for table in tables)]
-    new = editor.op("RotaryEmbedding", inputs, dtype=x.dtype, shape=x.shape, **attributes_of(rotary))
+    new = editor.op("RotaryEmbedding", inputs, dtype=x.dtype, shape=x.shape, **attribute_values(rotary))
     editor.replace(back, new)
     return True
 
@@ -127,7 +127,7 @@ def _fuse_partial_rotation(editor: GraphEditor, concat: ir.Node) -> bool:
     rotated, kept = _slice_of(first, width), _slice_of(rest, width)
     if rotated is None or rotated[0] != 0 or rotated[2] != 1 or kept != (rotated[1], width, 1):
         return False
-    attributes = {**attributes_of(rotary), "rotary_embedding_dim": rotated[1]}
+    attributes = {**attribute_values(rotary), "rotary_embedding_dim": rotated[1]}
     new = editor.op("RotaryEmbedding", [x, *rotary.inputs[1:]], dtype=x.dtype, shape=x.shape, **attributes)
     editor.replace(concat, new)
     return True
@@ -285,7 +285,7 @@ def _repeat_steps(
         if whole not in copies:
             inputs = list(step.inputs)
             inputs[_variable_input(step)] = value
-            copies[whole] = editor.op(step.op_type, inputs, dtype=whole.dtype, **attributes_of(step))
+            copies[whole] = editor.op(step.op_type, inputs, dtype=whole.dtype, **attribute_values(step))
         value = copies[whole]
     return value
 

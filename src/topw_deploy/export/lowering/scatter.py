@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, attributes_of
+from topw_deploy.export.graph.editor import GraphEditor, attribute_values
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.projections import MergedHeads, fuse_qkv, merge_heads
@@ -95,7 +95,7 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
     heads = editor.op("Transpose", [editor.op("Reshape", [fused, shape])], perm=[0, 2, 1, 3])
     rotated = heads  # [batch, all heads, sequence, dim]
     if query.rotary is not None:  # the operator also rotates the values, so these are sliced from `heads`
-        attributes = {**attributes_of(query.rotary), "num_heads": values_end}
+        attributes = {**attribute_values(query.rotary), "num_heads": values_end}
         rotated = editor.op("RotaryEmbedding", [heads, *query.rotary.inputs[1:]], **attributes)
     new_query = _slice_heads(editor, rotated, 0, layer.heads)
     new_key = _slice_heads(editor, rotated, layer.heads, keys_end)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, UnsupportedModelError
-from topw_deploy.export.graph.editor import ROUTER, GraphEditor
+from topw_deploy.export.graph.editor import ROUTER_PROPERTY, GraphEditor
 from topw_deploy.export.graph.embedding import EmbeddingNode, find_embedding
 from topw_deploy.export.quantise.experts import ExpertsReplacer, ExpertWeight, find_experts
 from topw_deploy.export.quantise.products import Product, find_products, stored_tensor
@@ -113,7 +113,7 @@ def _without_routers(products: list[Product]) -> list[Product]:
 
 
 def _chooses_experts(product: Product) -> bool:
-    return any(ROUTER in node.metadata_props for node in product.nodes)
+    return any(ROUTER_PROPERTY in node.metadata_props for node in product.nodes)
 
 
 def _check_half_experts(graph: ir.Graph) -> None:

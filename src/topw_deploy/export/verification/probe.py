@@ -15,7 +15,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.graft.sampler_node import NODE_NAME, sampler_node
-from topw_deploy.export.graph.editor import GraphEditor, external_files, required
+from topw_deploy.export.graph.editor import GraphEditor, external_files, required_node_input
 from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.export.verification.cache_drivers import cache_driver
 from topw_deploy.manifest import MODEL_NAME, DecoderInfo
@@ -79,7 +79,7 @@ def _decoder_model(folder: Path) -> ir.Model:
     model = ir.load(folder / MODEL_NAME)
     graph = model.graph
     node = sampler_node(graph)
-    logits = required(node.inputs[0])
+    logits = required_node_input(node.inputs[0])
     editor = GraphEditor(graph, "topw.probe")
     shown = editor.op("Identity", [logits], dtype=ir.DataType.FLOAT, shape=["batch", None], name=LOGITS)
     cache = [value for value in graph.outputs if (value.name or "").startswith("present.")]

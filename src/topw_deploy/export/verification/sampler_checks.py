@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graft.sampler_node import sampler_node
-from topw_deploy.export.graph.editor import constant_of, required
+from topw_deploy.export.graph.editor import constant_of, required_node_input
 from topw_deploy.export.graph.embedding import find_embedding
 from topw_deploy.export.graph.table import EmbeddingTable, stored_array
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
@@ -248,7 +248,7 @@ def stored_bound(folder: Path) -> np.ndarray:
     """Sampler node input 16, float32 [tokens] or [0]."""
     model = ir.load(folder / MODEL_NAME)
     bound = sampler_node(model.graph).inputs[len(TAIL_INPUTS) + GEOMETRY_INPUTS.index("neighbour_bound")]
-    return np.array(stored_array(constant_of(required(bound))))
+    return np.array(stored_array(constant_of(required_node_input(bound))))
 
 
 def nearest_distances(geometry: Geometry, chosen: np.ndarray, tokens: int) -> np.ndarray:

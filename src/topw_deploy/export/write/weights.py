@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.export.graph.editor import external_files, tensors_of
+from topw_deploy.export.graph.editor import external_files, initializer_tensors
 from topw_deploy.export.write.data_files import Log, NoLog, Slot, external, file_sizes, lay_out, write_data
 from topw_deploy.manifest import MODEL_NAME
 
@@ -24,7 +24,7 @@ _CODES = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
 
 def weight_bytes(model: ir.Model) -> int:
     """Total bytes of all initializers."""
-    return sum(tensor.nbytes for tensor in tensors_of(model))
+    return sum(tensor.nbytes for tensor in initializer_tensors(model))
 
 
 def parameter_count(model: ir.Model) -> int:
