@@ -114,7 +114,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
-        step = TopWModel._requests
+        step = TopWModel._resolve_requests
         gate = self
 
         def held(ids: Any) -> bool:
@@ -126,12 +126,12 @@ class Gate:
                 return step(model, prompt, parameters)
             return step(model, prompt, {**parameters, "stopping_criteria": [held]}, limits)
 
-        monkeypatch.setattr(TopWModel, "_requests", requests)
+        monkeypatch.setattr(TopWModel, "_resolve_requests", requests)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    monkeypatch.setattr("topw_deploy.serve.served.FIRST_PIECE", 0.05)
+    monkeypatch.setattr("topw_deploy.serve.served.FIRST_PIECE_SECONDS", 0.05)
     gate = Gate(monkeypatch)
     yield gate
     gate.opened.set()

@@ -1,4 +1,4 @@
-"""Keys, origins, request ids, logs and metrics."""
+"""KeyCheck, origins, request ids, logs and metrics."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 
 from tests.serve.conftest import HELLO, NewClient, refused
 from tests.support.toy_model import Toy, export
-from topw_deploy.serve.access import JsonLines, PlainLines
 from topw_deploy.serve.app import PAGE_ROUTES, ROUTES
+from topw_deploy.serve.log_writer import JsonLines, PlainLines
 from topw_deploy.serve.metrics import PATHS
 
 CHAT = "/v1/chat/completions"

@@ -258,13 +258,13 @@ def test_what_takes_long_to_check_is_checked_in_another_thread(
     server: Live, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], stream: bool
 ) -> None:
     threads: list[int] = []
-    read = TopWModel._requests
+    read = TopWModel._resolve_requests
 
     def recording(*arguments: Any) -> Any:
         threads.append(threading.get_ident())
         return read(*arguments)
 
-    monkeypatch.setattr(TopWModel, "_requests", recording)
+    monkeypatch.setattr(TopWModel, "_resolve_requests", recording)
     assert statuses(server.send(post(ask(stream=stream, **fields)))) == [200]
     assert threads
     assert server.thread not in threads

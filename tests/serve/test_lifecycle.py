@@ -20,7 +20,7 @@ from topw_deploy.errors import LogitsError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.serve.app import create_app
 from topw_deploy.serve.options import ServeOptions
-from topw_deploy.serve.served import PREPARING
+from topw_deploy.serve.served import PREPARING_THREADS
 from topw_deploy.serve.service import Service
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -156,7 +156,7 @@ def test_all_sequences_of_a_client_that_goes_away_count_as_aborted(folder: Path,
 
 
 def test_a_stream_that_the_engine_fails_ends_with_its_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = TopWModel._requests
+    requests = TopWModel._resolve_requests
 
     begun = threading.Event()
 
@@ -167,8 +167,8 @@ def test_a_stream_that_the_engine_fails_ends_with_its_error(folder: Path, monkey
     def failing(model: TopWModel, prompt: Any, parameters: Any, limits: Any) -> Any:
         return requests(model, prompt, {**parameters, "stopping_criteria": [fails]}, limits)
 
-    monkeypatch.setattr(TopWModel, "_requests", failing)
-    monkeypatch.setattr("topw_deploy.serve.served.FIRST_PIECE", 0.0)
+    monkeypatch.setattr(TopWModel, "_resolve_requests", failing)
+    monkeypatch.setattr("topw_deploy.serve.served.FIRST_PIECE_SECONDS", 0.0)
 
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, TEXT, {"prompt": "a", "n": 2, "ignore_eos": True, "stream": True})
@@ -204,14 +204,14 @@ def test_a_thread_whose_client_left_still_counts_until_it_ends(folder: Path) -> 
     async def test(app: Starlette, service: Service) -> None:
         (served,) = service.served()
         opened, ran = threading.Event(), list[int]()
-        tasks = [asyncio.ensure_future(served.prepare(lambda: opened.wait(HANG))) for _ in range(PREPARING)]
-        await until_async(lambda: served._preparing.borrowed_tokens == PREPARING)
+        tasks = [asyncio.ensure_future(served.prepare(lambda: opened.wait(HANG))) for _ in range(PREPARING_THREADS)]
+        await until_async(lambda: served._preparing.borrowed_tokens == PREPARING_THREADS)
         late = asyncio.ensure_future(served.prepare(lambda: ran.append(1)))
         await asyncio.sleep(0)
         for task in (*tasks, late):
             task.cancel()
         await asyncio.wait({*tasks, late})
-        assert served._preparing.borrowed_tokens == PREPARING
+        assert served._preparing.borrowed_tokens == PREPARING_THREADS
         opened.set()
         await until_async(lambda: served._preparing.borrowed_tokens == 0)
         assert not ran

@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.waiting import HANG
 from topw_deploy.serve import log_writer
-from topw_deploy.serve.access import JsonLines
-from topw_deploy.serve.log_writer import LogWriter
+from topw_deploy.serve.log_writer import JsonLines, LogWriter
 
 SIZE = 1000
 

@@ -20,7 +20,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import RuleParameters, TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULE_OF_VALUE
 from topw_deploy.serve.page import SCRIPTS
-from topw_deploy.serve.plane import in_plane
+from topw_deploy.serve.token_map import place_in_plane
 
 INSPECT = "/topw/inspect"
 LIVELY: dict[str, Any] = {"temperature": 1.5, "lam": 0.3, "beta": 2.0, "init_top_p": 0.6, "geom_scale": 1.0}
@@ -160,12 +160,11 @@ def test_an_export_without_logits_says_how_to_get_them(serve: NewClient, tmp_pat
 def test_points_of_a_plane_keep_their_distances() -> None:
     points = np.random.default_rng(1).standard_normal((9, 2))
     distances = np.linalg.norm(points[:, None] - points, axis=2)
-    found = in_plane(distances)
-    placed = np.linalg.norm(found.points[:, None] - found.points, axis=2)
-    assert placed == pytest.approx(distances, abs=1e-9)
-    assert found.share == pytest.approx(1)
-    assert in_plane(np.zeros((4, 4))).share == 0
-    assert in_plane(1 - np.eye(5)).share == pytest.approx(2 / 4), "a simplex spreads equally in n - 1 dimensions"
+    placed, share = place_in_plane(distances)
+    assert np.linalg.norm(placed[:, None] - placed, axis=2) == pytest.approx(distances, abs=1e-9)
+    assert share == pytest.approx(1)
+    assert place_in_plane(np.zeros((4, 4)))[1] == 0
+    assert place_in_plane(1 - np.eye(5))[1] == pytest.approx(2 / 4), "a simplex spreads equally in n - 1 dimensions"
 
 
 def test_the_page_is_one_document_that_the_policy_lets_run(serve: NewClient, folder: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
         assert service.state == "failed"
         assert isinstance(service.failure, ManifestError)
         with pytest.raises(ManifestError):
-            await service.opened()
+            await service.wait_until_open()
         await service.stop()
 
     asyncio.run(main())

@@ -1,8 +1,7 @@
-"""Middleware for every request: ids, the log, API keys, and the answer if the application fails."""
+"""Middleware for every request: its id and log entry, ambiguous lengths, API keys, and the answer to a failure."""
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
@@ -19,20 +18,27 @@ from topw_deploy.serve.failures import INVALID, Failure, failure_of
 
 LOG = logging.getLogger("topw_deploy.serve")
 OPEN_PATHS = frozenset({"/health", "/live"})
-"""Paths that need no key: probes have none."""
+"""Paths that need no key, because probes have none."""
 
 _ID_HEADER = "X-Request-Id"
-_LONGEST_ID = 128
-_GONE = 499  # nginx' status for a client that closed the connection
+_LONGEST_ID = 128  # characters
+_CLIENT_GONE = 499  # nginx' status for a client that closed the connection
+_AMBIGUOUS_LENGTH = Failure(
+    400,
+    INVALID,
+    "ambiguous_length",
+    "the body's length is stated twice, or in a way that HTTP/1.0 lacks; send Content-Length or Transfer-Encoding.",
+)
 
 
 @dataclass
-class Record:
-    """A request's log entry.
+class LogEntry:
+    """The log's entry of one request, written when the request has ended.
 
     id: the client's X-Request-Id, or a random one.
-    facts: added by the endpoints.
-    status: 0 until the response begins.
+    started: time.perf_counter() at the beginning of the request.
+    status: of the response; 0 until it begins.
+    facts: further fields of the entry, which the endpoints add.
     """
 
     id: str
@@ -41,14 +47,14 @@ class Record:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def record_of(request: Request) -> Record:
-    """The record that `AccessLog` made for a request."""
-    record: Record = request.scope["topw.record"]
-    return record
+def log_entry_of(request: Request) -> LogEntry:
+    """The entry that `AccessLog` made for a request."""
+    entry: LogEntry = request.scope["topw.log_entry"]
+    return entry
 
 
 class AccessLog:
-    """Gives each request an id, writes its line to the log, and answers 500 if the application fails.
+    """Gives each request an id, writes its log entry, and answers 500 if the application fails.
 
     on_request: called with 1 when a POST request begins and with -1 when it ends.
     on_answer: called with the path and the status of each request when it ends.
@@ -61,12 +67,12 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = scope["topw.record"] = Record(_request_id(scope))
+        entry = scope["topw.log_entry"] = LogEntry(_request_id(scope))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                record.status = message["status"]
-                MutableHeaders(scope=message)[_ID_HEADER] = record.id
+                entry.status = message["status"]
+                MutableHeaders(scope=message)[_ID_HEADER] = entry.id
             await send(message)
 
         counted = int(scope["method"] == "POST")
@@ -74,28 +80,28 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # one request must not end the server
-            LOG.exception("the request failed", extra={"facts": {"request_id": record.id}})
-            if not record.status:
+            LOG.exception("the request failed", extra={"facts": {"request_id": entry.id}})
+            if not entry.status:
                 failure = failure_of(error)
                 await JSONResponse(failure.as_dict(), failure.status)(scope, receive, send_with_id)
         finally:
             self._on_request(-counted)
-            self._on_answer(scope["path"].removeprefix(scope.get("root_path", "")), record.status or _GONE)
-            _write(scope, record)
+            self._on_answer(scope["path"].removeprefix(scope.get("root_path", "")), entry.status or _CLIENT_GONE)
+            _write(scope, entry)
 
 
-def _write(scope: Scope, record: Record) -> None:
+def _write(scope: Scope, entry: LogEntry) -> None:
     client = scope.get("client")
     facts = {
-        "request_id": record.id,
+        "request_id": entry.id,
         "method": scope["method"],
         "path": scope["path"],
-        "status": record.status or _GONE,
-        "seconds": round(time.perf_counter() - record.started, 6),
+        "status": entry.status or _CLIENT_GONE,
+        "seconds": round(time.perf_counter() - entry.started, 6),
         "client": client[0] if client else None,
-        **record.facts,
+        **entry.facts,
     }
-    level = logging.DEBUG if scope["method"] == "GET" and record.status < 400 else logging.INFO
+    level = logging.DEBUG if scope["method"] == "GET" and entry.status < 400 else logging.INFO
     LOG.log(level, "request", extra={"facts": facts})
 
 
@@ -105,17 +111,43 @@ def _request_id(scope: Scope) -> str:
     return given if usable else secrets.token_hex(16)
 
 
-class Keys:
+class LengthCheck:
+    """Answers 400 and closes the connection if a request has both Content-Length and Transfer-Encoding.
+
+    RFC 9112, 6.1: if a proxy uses one header and this server the other, they see the end of the body at different
+    places, and a part of the body counts as the next request (request smuggling). Transfer-Encoding in HTTP/1.0 is
+    refused for the same reason.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _has_ambiguous_length(scope):
+            failure = _AMBIGUOUS_LENGTH
+            await JSONResponse(failure.as_dict(), failure.status, {"Connection": "close"})(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _has_ambiguous_length(scope: Scope) -> bool:
+    names = {name for name, _ in scope["headers"]}
+    if b"transfer-encoding" not in names:
+        return False
+    return b"content-length" in names or scope["http_version"] < "1.1"
+
+
+class KeyCheck:
     """Refuses requests without one of the keys, given as `Authorization: Bearer KEY`.
 
     open_paths: paths that need no key.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str] = OPEN_PATHS) -> None:
-        self._app, self._keys, self._open = app, [key.encode() for key in keys], open_paths
+        self._app, self._keys, self._open_paths = app, [key.encode() for key in keys], open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open or self._knows(scope):
+        if scope["type"] != "http" or scope["path"] in self._open_paths or self._has_key(scope):
             await self._app(scope, receive, send)
             return
         message = "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'."
@@ -123,34 +155,8 @@ class Keys:
         response = JSONResponse(failure.as_dict(), failure.status, {"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _has_key(self, scope: Scope) -> bool:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         key = given.strip().encode("latin-1", "replace")
         # All keys are compared, so that the time reveals nothing about them.
         return bool(sum([secrets.compare_digest(key, each) for each in self._keys])) and scheme.lower() == "bearer"
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object per line: time, level, event, and the facts of a request."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {"time": _stamp(record), "level": record.levelname.lower(), "event": record.getMessage()}
-        line |= getattr(record, "facts", {})
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-class PlainLines(logging.Formatter):
-    """Lines to read: time, level, event, and `name=value` for each fact."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        facts = getattr(record, "facts", {})
-        told = " ".join(f"{name}={json.dumps(value, default=str)}" for name, value in facts.items())
-        line = f"{_stamp(record)} {record.levelname} {record.getMessage()} {told}".rstrip()
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-
-
-def _stamp(record: logging.LogRecord) -> str:
-    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-    return f"{seconds}.{int(record.msecs):03d}Z"

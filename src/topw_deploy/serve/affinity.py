@@ -1,8 +1,9 @@
-"""Chooses the replica for a prompt: the one that has read its beginning, unless its load is too high.
+"""Chooses the replica for a prompt: the one that has read the prompt's beginning, unless its load is too high.
 
 Rendezvous hashing (Thaler and Ravishankar 1998) orders the replicas for each beginning. If a replica is added or
-removed, only the beginnings that move to it or from it change their first choice. The load bound is that of consistent
-hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018): no replica gets more than `factor` times the mean.
+removed, only beginnings that move to or from this replica get another first choice. The bound on the load is that of
+consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018): no replica gets more than `factor`
+times the mean number of requests.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ _PROMPTS = ("prompt", "messages", "input")
 
 
 def prefix_key(body: bytes, characters: int) -> str:
-    """The model and the first `characters` characters of the prompt in a request's JSON; "" if there is none.
+    """The model and the first `characters` characters of the prompt; "" for a request without a prompt.
 
-    Chats are compared as JSON, so that a system prompt counts, too.
+    body: the request's JSON.
+
+    Of a chat, the characters are those of its messages as JSON, so a system prompt comes first.
     """
     try:
         fields: Any = json.loads(body)
@@ -37,7 +40,7 @@ def prefix_key(body: bytes, characters: int) -> str:
 
 @lru_cache(maxsize=4096)
 def preferred(key: str, replicas: tuple[str, ...]) -> tuple[int, ...]:
-    """Indices of the replicas, the one that should have `key` first."""
+    """Indices of the replicas in the order in which they are tried for `key`."""
     weights = [blake2b(f"{replica}\n{key}".encode("utf-8", "replace"), digest_size=8).digest() for replica in replicas]
     return tuple(sorted(range(len(replicas)), key=lambda index: weights[index], reverse=True))
 
@@ -45,7 +48,8 @@ def preferred(key: str, replicas: tuple[str, ...]) -> tuple[int, ...]:
 def choose(order: Sequence[int], loads: Sequence[int], factor: float) -> int:
     """The first replica of `order` that may take one more request.
 
-    loads: requests that each replica has. factor: >= 1; the bound is ceil(factor * mean), the new request included.
+    loads: number of requests that each replica has.
+    factor: >= 1; the bound is ceil(factor * mean), where the mean includes the new request.
     """
     bound = math.ceil(factor * (sum(loads) + 1) / len(loads))
     return next(index for index in order if loads[index] < bound)

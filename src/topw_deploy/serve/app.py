@@ -14,11 +14,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from topw_deploy.errors import TopWError
-from topw_deploy.serve.access import OPEN_PATHS, AccessLog, Keys, record_of
+from topw_deploy.serve.access import OPEN_PATHS, AccessLog, KeyCheck, LengthCheck, log_entry_of
 from topw_deploy.serve.chat import chat_completions
 from topw_deploy.serve.completions import completions
 from topw_deploy.serve.failures import INVALID, Failure, failure_of
-from topw_deploy.serve.framing import Framing
 from topw_deploy.serve.inspect import inspect
 from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.page import page
@@ -46,9 +45,9 @@ PAGE_ROUTES = (
 
 
 def create_app(options: ServeOptions) -> Starlette:
-    """The application. Its lifespan opens the models; until then requests get 503.
+    """Create the application. `app.state.service` is its Service.
 
-    `app.state.service` is its Service.
+    Its lifespan opens the models. Until they are open, requests get 503.
     """
     service = Service(options)
 
@@ -60,8 +59,8 @@ def create_app(options: ServeOptions) -> Starlette:
         finally:
             await service.stop()
 
-    log = Middleware(AccessLog, on_request=service.count, on_answer=service.metrics.answered)
-    middleware = [log, Middleware(Framing)]
+    log = Middleware(AccessLog, on_request=service.count_request, on_answer=service.metrics.count_answer)
+    middleware = [log, Middleware(LengthCheck)]
     if options.cors_origins:
         origins = list(options.cors_origins)
         middleware.append(
@@ -74,25 +73,25 @@ def create_app(options: ServeOptions) -> Starlette:
             )
         )
     if options.api_keys:
-        paths = OPEN_PATHS | {"/"} if options.page else OPEN_PATHS  # the page asks for a key
-        middleware.append(Middleware(Keys, keys=options.api_keys, open_paths=paths))
-    handlers = {TopWError: _typed_error, HTTPException: _http_error, ClientDisconnect: _gone}
+        paths = OPEN_PATHS | {"/"} if options.page else OPEN_PATHS  # the page itself asks for the key
+        middleware.append(Middleware(KeyCheck, keys=options.api_keys, open_paths=paths))
+    handlers = {TopWError: _answer_error, HTTPException: _answer_http_error, ClientDisconnect: _answer_nobody}
     routes = [*ROUTES, *(PAGE_ROUTES if options.page else ())]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
     app.state.service = service
     return app
 
 
-async def _typed_error(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
     failure = failure_of(error)
     if failure.status == 500:
-        raise error  # to the log, with its traceback
-    record_of(request).facts["error"] = failure.code
+        raise error  # AccessLog logs it with its traceback
+    log_entry_of(request).facts["error"] = failure.code
     return JSONResponse(failure.as_dict(), failure.status, dict(failure.headers))
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    """An unknown path or method."""
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """Answer a request for an unknown path or method."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     message = f"{request.method} {request.url.path[:200]}: {error.detail}."
@@ -100,7 +99,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return JSONResponse(failure.as_dict(), failure.status, dict(error.headers or {}))
 
 
-async def _gone(request: Request, error: Exception) -> Response:
-    """The answer after the client has disconnected; it is not sent."""
-    record_of(request).facts["error"] = "client_gone"
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    """The answer to a client that has disconnected. It is never sent; its status is logged."""
+    log_entry_of(request).facts["error"] = "client_gone"
     return Response(status_code=499)

@@ -1,4 +1,4 @@
-"""What a chat request asks of the engine: messages, tools and parameters."""
+"""Turns a chat request into the prompt, the tools and the parameters of a generation."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.tools import ToolCallParser
 from topw_deploy.runtime.tools.required import required_calls
 from topw_deploy.runtime.tools.schema import parameter_schemas
-from topw_deploy.serve.failures import invalid
+from topw_deploy.serve.failures import invalid_request
 from topw_deploy.serve.schemas.generation import ChatRequest, Message, NamedTool
 from topw_deploy.serve.served import Served
 
-_OWN_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
+_RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
+"""Variables of the chat template that only the server sets."""
 
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """A chat request, ready to run.
+    """A checked chat request.
 
     messages, variables: of the chat template.
     parameters: of the engine.
-    special: whether the tokenizer adds its special tokens to the rendered prompt.
-    tools: the tools whose calls are looked for in the answer; None for plain text.
+    add_special_tokens: whether the tokenizer adds its special tokens to the rendered prompt.
+    tools: the tools whose calls the answer may have; None if the answer is read as plain text.
     parallel: whether an answer may have several calls.
     """
 
@@ -32,91 +33,100 @@ class ChatPlan:
     messages: Sequence[Mapping[str, Any]]
     variables: Mapping[str, Any]
     parameters: Mapping[str, Any]
-    special: bool
+    add_special_tokens: bool
     tools: list[dict[str, Any]] | None
     parallel: bool
 
-    def prompt(self) -> tuple[str, list[int]]:
-        """The rendered prompt and its token ids. Slow: call it in a thread."""
+    def render_prompt(self) -> tuple[str, list[int]]:
+        """Returns (the rendered prompt, its token ids). Slow: call it in a thread."""
         text = self.served.render(self.messages, self.variables)
-        return text, self.served.encode(text, self.special)
+        return text, self.served.encode(text, self.add_special_tokens)
 
     def parser(self, prompt: str) -> ToolCallParser | None:
-        """A parser for one answer, None if it is plain text."""
+        """A parser for one answer; None if the answer is plain text."""
         if self.tools is None:
             return None
         return self.served.model.tool_parser(self.tools, self.served.tool_family, prompt)
 
 
-def planned(body: ChatRequest, served: Served) -> tuple[ChatPlan, str, list[int]]:
+def plan_and_tokenize(body: ChatRequest, served: Served) -> tuple[ChatPlan, str, list[int]]:
     """Returns (plan, rendered prompt, its token ids). Slow: call it in a thread.
 
-    Raises the errors of `plan_chat` and `prompt`.
+    Raises the errors of `plan_chat`, `Served.render` and `Served.encode`.
     """
     plan = plan_chat(body, served)
-    return plan, *plan.prompt()
+    return plan, *plan.render_prompt()
 
 
 def plan_chat(body: ChatRequest, served: Served) -> ChatPlan:
-    """Raises RequestError and ParameterError for fields that are invalid, or unsupported by the model."""
+    """Check a chat request. Raises RequestError and ParameterError for a field that is invalid or not supported."""
     parameters = body.parameters()
-    parameters |= served.budget(parameters) | _logprobs(body)
+    parameters |= served.default_length(parameters) | _logprobs_parameter(body)
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     if tools is None and body.tool_choice not in (None, "none", "auto"):
-        raise invalid("tool_choice asks for a call, but there are no tools; give tools.", "tool_choice")
+        raise invalid_request("tool_choice asks for a call, but there are no tools; give tools.", "tool_choice")
     if tools is not None:
         parameter_schemas(tools)
         parameters |= _tool_parameters(body, tools, served, "structured_outputs" in parameters)
     return ChatPlan(
         served,
-        messages_of(body.messages),
+        template_messages(body.messages),
         template_variables(body.chat_template_kwargs, tools, body.reasoning_effort),
         parameters,
-        special=parameters.pop("add_special_tokens", False),
+        add_special_tokens=parameters.pop("add_special_tokens", False),
         tools=tools,
         parallel=body.parallel_tool_calls is not False,
     )
 
 
-def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """For the chat template."""
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as the chat template takes them."""
     return [message.as_dict(f"messages.{index}") for index, message in enumerate(messages)]
 
 
 def template_variables(
     given: Mapping[str, Any] | None, tools: Sequence[Any] | None, effort: str | None = None
 ) -> dict[str, Any]:
-    """Variables of the chat template. Raises RequestError for one that the server sets."""
+    """The variables of the chat template.
+
+    given: the request's `chat_template_kwargs`.
+
+    Raises RequestError for a variable in `given` that only the server sets.
+    """
     for name in given or ():
-        if name in _OWN_VARIABLES:
-            raise invalid(f"chat_template_kwargs has {name}, which the server sets; remove it.", "chat_template_kwargs")
+        if name in _RESERVED_VARIABLES:
+            raise invalid_request(
+                f"chat_template_kwargs has {name}, which the server sets; remove it.", "chat_template_kwargs"
+            )
     found = {"tools": tools, "reasoning_effort": effort}
     return {name: value for name, value in found.items() if value is not None} | dict(given or {})
 
 
-def _logprobs(body: ChatRequest) -> dict[str, int]:
+def _logprobs_parameter(body: ChatRequest) -> dict[str, int]:
     if body.logprobs:
         return {"logprobs": body.top_logprobs or 0}
     if body.top_logprobs:
-        raise invalid('top_logprobs is given without logprobs; add "logprobs": true.', "top_logprobs")
+        raise invalid_request('top_logprobs is given without logprobs; add "logprobs": true.', "top_logprobs")
     return {}
 
 
 def _tool_parameters(body: ChatRequest, tools: list[dict[str, Any]], served: Served, constrained: bool) -> dict:
     if served.tool_family is None:
-        raise invalid(
+        raise invalid_request(
             f"the chat template of {served.name} has tool calls of no known family; send no tools, or start the "
             "server with --tool-parser.",
             "tools",
             "tools_unsupported",
             422,
         )
-    found: dict[str, Any] = {"skip_special_tokens": False}  # markers of calls may be special tokens
+    found: dict[str, Any] = {"skip_special_tokens": False}  # the markers of calls may be special tokens
     choice = body.tool_choice
     if choice in (None, "auto"):
         return found
     if constrained:
-        raise invalid("tool_choice asks for a call, so the answer cannot match a schema too; give one.", "tool_choice")
+        raise invalid_request(
+            "tool_choice asks for a call, so the answer cannot match a schema too; give one.", "tool_choice"
+        )
     try:
         grammar = required_calls(
             tools,
@@ -126,5 +136,5 @@ def _tool_parameters(body: ChatRequest, tools: list[dict[str, Any]], served: Ser
             special_tokens={text: token for token, text in served.model.tokenizer.special_ids.items()},
         )
     except ParameterError as error:
-        raise invalid(f"tool_choice: {error}", "tool_choice") from None
+        raise invalid_request(f"tool_choice: {error}", "tool_choice") from None
     return {**found, "structured_outputs": {"grammar": grammar}}

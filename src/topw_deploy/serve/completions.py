@@ -12,59 +12,60 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from topw_deploy.runtime import GenerationResult
-from topw_deploy.serve.choices import completion_logprobs, ending
-from topw_deploy.serve.events import DONE, EventStream, event, failed
-from topw_deploy.serve.failures import invalid
-from topw_deploy.serve.requests import read, service_of
+from topw_deploy.serve.bodies import read_body
+from topw_deploy.serve.choices import completion_logprobs, ending_fields
+from topw_deploy.serve.events import DONE, EventStream, json_event, record_failure
+from topw_deploy.serve.failures import invalid_request
 from topw_deploy.serve.run import Run
 from topw_deploy.serve.schemas.generation import CompletionRequest, StreamOptions
 from topw_deploy.serve.served import Pieces, Served
+from topw_deploy.serve.service import service_of
 
 NEW_TOKENS = 16
-"""Maximum tokens of a completion whose request has no length, as in OpenAI's API."""
+"""Maximum number of tokens of a completion whose request states no length, as in OpenAI's API."""
 
 
 @dataclass(frozen=True)
 class Prompts:
     """The prompts of a request.
 
-    ids: token ids of each.
-    texts: of each, if the answer repeats them.
+    ids: token ids of each prompt.
+    texts: text of each prompt; None unless the answer repeats the prompt.
     """
 
     ids: list[list[int]]
     texts: list[str] | None
 
     @property
-    def given(self) -> list[int] | list[list[int]]:
-        """For the engine."""
+    def for_engine(self) -> list[int] | list[list[int]]:
+        """The token ids as the engine takes them: of one prompt, or of a batch."""
         return self.ids[0] if len(self.ids) == 1 else self.ids
 
 
 async def completions(request: Request) -> Response:
     """Continue one or several prompts, whole or as a stream of chunks."""
-    body = await read(request, CompletionRequest)
+    body = await read_body(request, CompletionRequest)
     run = Run(request, service_of(request), body, "cmpl", "prompt")
-    parameters, prompts = await run.prepare(lambda: _prepared(body, run.served))
+    parameters, prompts = await run.prepare(lambda: _prepare(body, run.served))
     run.prompt_tokens = sum(map(len, prompts.ids))
     run.log_prompt(body.prompt)
-    if run.streams:
-        pieces = await run.begin(prompts.given, parameters)
-        events = _events(run, prompts, pieces, body.stream_options or StreamOptions())
-        return EventStream(events, partial(run.close, pieces), run.options)
-    results = await run.whole(prompts.given, parameters)
+    if run.is_stream:
+        pieces = await run.begin_stream(prompts.for_engine, parameters)
+        events = _stream_events(run, prompts, pieces, body.stream_options or StreamOptions())
+        return EventStream(events, partial(run.close_stream, pieces), run.options)
+    results = await run.generate(prompts.for_engine, parameters)
     choices = [_choice(index, result, run, prompts) for index, result in enumerate(results)]
-    return JSONResponse({**_head(run), "choices": choices, "usage": run.usage})
+    return JSONResponse({**_answer_fields(run), "choices": choices, "usage": run.usage})
 
 
-def _head(run: Run) -> dict[str, Any]:
+def _answer_fields(run: Run) -> dict[str, Any]:
     return {"id": run.id, "object": "text_completion", "created": run.created, "model": run.served.name}
 
 
-def _prepared(body: CompletionRequest, served: Served) -> tuple[dict[str, Any], Prompts]:
-    """The engine's parameters, and the prompts. Slow: call it in a thread."""
+def _prepare(body: CompletionRequest, served: Served) -> tuple[dict[str, Any], Prompts]:
+    """Returns (the engine's parameters, the prompts). Slow: call it in a thread."""
     parameters = _parameters(body)
-    return parameters, _prompts(body, served, parameters.pop("add_special_tokens", True))
+    return parameters, _read_prompts(body, served, parameters.pop("add_special_tokens", True))
 
 
 def _parameters(body: CompletionRequest) -> dict[str, Any]:
@@ -73,19 +74,24 @@ def _parameters(body: CompletionRequest) -> dict[str, Any]:
         parameters["max_new_tokens"] = NEW_TOKENS
     if body.echo and "logprobs" in parameters:
         if body.stream:
-            raise invalid("a stream cannot echo with logprobs; omit echo, logprobs or stream.", "echo")
+            raise invalid_request("a stream cannot echo with logprobs; omit echo, logprobs or stream.", "echo")
         parameters.setdefault("prompt_logprobs", parameters["logprobs"])
     elif "prompt_logprobs" in parameters:
-        raise invalid("prompt_logprobs is given without echo and logprobs; add both to get them.", "prompt_logprobs")
+        raise invalid_request(
+            "prompt_logprobs is given without echo and logprobs; add both to get them.", "prompt_logprobs"
+        )
     return parameters
 
 
-def _prompts(body: CompletionRequest, served: Served, special: bool) -> Prompts:
+def _read_prompts(body: CompletionRequest, served: Served, add_special_tokens: bool) -> Prompts:
     given: Any = body.prompt
-    several = isinstance(given, list) and not isinstance(given[0], int)
-    prompts: Sequence[str | list[int]] = given if several else [given]
-    served.check_count(len(prompts))
-    ids = [served.encode(each, special) if isinstance(each, str) else served.check(each) for each in prompts]
+    is_batch = isinstance(given, list) and not isinstance(given[0], int)
+    prompts: Sequence[str | list[int]] = given if is_batch else [given]
+    served.check_prompt_count(len(prompts))
+    ids = [
+        served.encode(each, add_special_tokens) if isinstance(each, str) else served.check_length(each)
+        for each in prompts
+    ]
     texts = None
     if body.echo:
         texts = [e if isinstance(e, str) else served.model.tokenizer.decode(e) for e in prompts]
@@ -103,10 +109,10 @@ def _choice(index: int, result: GenerationResult, run: Run, prompts: Prompts) ->
             entries = [*result.prompt_logprobs, *(result.token_logprobs or ())]
             logprobs = completion_logprobs(entries, first=first)
     ids = {"prompt_token_ids": prompts.ids[index // run.samples], "token_ids": result.token_ids} if with_ids else {}
-    return {"index": index, "text": text, "logprobs": logprobs, **ids, **ending(result, per_token=with_ids)}
+    return {"index": index, "text": text, "logprobs": logprobs, **ids, **ending_fields(result, per_token=with_ids)}
 
 
-async def _events(
+async def _stream_events(
     run: Run, prompts: Prompts, pieces: Pieces, options: StreamOptions
 ) -> AsyncGenerator[ServerSentEvent, None]:
     lengths: dict[int, int] = {}
@@ -117,20 +123,20 @@ async def _events(
     ) -> ServerSentEvent:
         logprobs = completion_logprobs(entries, offset=lengths.get(index, 0))
         ids: dict[str, Any] = {"token_ids": list(tokens)} if with_ids else {}
-        if with_ids and index not in lengths:  # once for each choice
+        if with_ids and index not in lengths:  # only in the first chunk of a choice
             ids["prompt_token_ids"] = prompts.ids[index // run.samples]
         lengths[index] = lengths.get(index, 0) + len(text)
         choice = {"index": index, "text": text, "logprobs": logprobs, **ids, **(end or {"finish_reason": None})}
-        return event({**_head(run), "choices": [choice], **run.usage_field(options)})
+        return json_event({**_answer_fields(run), "choices": [choice], **run.usage_field(options)})
 
     try:
-        async for piece in run.watch(pieces):
+        async for piece in run.count_pieces(pieces):
             if prompts.texts is not None and piece.row not in lengths:
                 yield chunk(piece.row, prompts.texts[piece.row // run.samples], None, None)
-            end = None if piece.result is None else ending(piece.result, per_token=with_ids)
+            end = None if piece.result is None else ending_fields(piece.result, per_token=with_ids)
             yield chunk(piece.row, piece.text, piece.token_logprobs, end, piece.token_ids)
         if options.include_usage:
-            yield event({**_head(run), "choices": [], "usage": run.usage})
-    except Exception as error:  # noqa: BLE001  # the status was sent
-        yield event(failed(error, run.record))
+            yield json_event({**_answer_fields(run), "choices": [], "usage": run.usage})
+    except Exception as error:  # noqa: BLE001  # the status was already sent
+        yield json_event(record_failure(error, run.log_entry))
     yield DONE

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections with timeouts, which uvicorn leaves to a proxy."""
+"""HTTP/1.1 connections with timeouts for slow clients, which uvicorn lacks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 LOG = logging.getLogger("topw_deploy.serve")
 
 READ = 16 * 1024
-"""Bytes read from a connection at a time. A body may consist of one-byte chunks; to parse asyncio's usual 256 KiB of
-them at once would delay all streams."""
+"""Bytes read from a connection at a time. A body may consist of one-byte chunks: parsing asyncio's usual 256 KiB of
+such chunks at once would delay all streams."""
 
 
 class Connection(H11Protocol):
     """uvicorn's connection, closed if its client is too slow.
 
-    header_timeout: seconds in which the head of a request must arrive, from the connection's start or the end of the
-        last answer. They include reading the rest of a body whose answer was sent early.
+    header_timeout: seconds in which the head of a request must arrive, from the start of the connection or the end of
+        the last answer. They include the time that reading the rest of a body takes whose answer was sent early.
+        uvicorn itself closes a connection that is idle after an answer (server._IDLE).
     send_timeout: seconds in which the client must read some bytes of an answer.
     """
 
@@ -31,66 +32,66 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # Any byte that the client has not read pauses writing, which starts the timer.
+        # With a limit of 0, writing pauses, and `_send_timer` starts, as soon as a byte cannot be sent at once.
         transport.set_write_buffer_limits(0)
-        if hasattr(transport, "max_size"):  # asyncio's own transport
+        if hasattr(transport, "max_size"):  # only asyncio's own transport has it
             transport.max_size = READ
-        self._await_head()
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_awaiting()
-        self._stop_watching()
+        self._stop_head_timer()
+        self._stop_send_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._answering():
-            self._stop_awaiting()
+        if self._is_answering():
+            self._stop_head_timer()
 
     def on_response_complete(self) -> None:
-        self._await_head()
+        self._start_head_timer()
         super().on_response_complete()  # begins the next request if it has arrived
-        if self._answering():
-            self._stop_awaiting()
+        if self._is_answering():
+            self._stop_head_timer()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch()
+        self._start_send_timer()
 
     def resume_writing(self) -> None:
-        self._stop_watching()
+        self._stop_send_timer()
         super().resume_writing()
 
-    def _answering(self) -> bool:
+    def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _await_head(self) -> None:
-        self._stop_awaiting()
-        self._head_timer = self.loop.call_later(self._header_timeout, self._head_is_late)
+    def _start_head_timer(self) -> None:
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(self._header_timeout, self._close_without_head)
 
-    def _stop_awaiting(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _head_is_late(self) -> None:
+    def _close_without_head(self) -> None:
         if not self.transport.is_closing():
             self._log("no request arrived in time")
             self.transport.close()
 
-    def _watch(self) -> None:
-        self._stop_watching()
+    def _start_send_timer(self) -> None:
+        self._stop_send_timer()
         left = self.transport.get_write_buffer_size()
         self._send_timer = self.loop.call_later(self._send_timeout, self._check_progress, left)
 
-    def _stop_watching(self) -> None:
+    def _stop_send_timer(self) -> None:
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
 
     def _check_progress(self, before: int) -> None:
         if self.transport.get_write_buffer_size() < before:
-            self._watch()
+            self._start_send_timer()
             return
         self._log("a client took no bytes")
         self.transport.abort()  # `close` would wait until the client has read them

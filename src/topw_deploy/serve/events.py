@@ -10,32 +10,35 @@ from typing import Any
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
-from topw_deploy.serve.access import Record
-from topw_deploy.serve.failures import expected, failure_of
+from topw_deploy.serve.access import LogEntry
+from topw_deploy.serve.failures import failure_of, is_expected
 from topw_deploy.serve.options import ServeOptions
 
 LOG = logging.getLogger("topw_deploy.serve")
 DONE = ServerSentEvent("[DONE]", sep="\n")
 
 
-def event(data: Mapping[str, Any], name: str | None = None) -> ServerSentEvent:
-    """An event with JSON. name: its type, if it has one."""
+def json_event(data: Mapping[str, Any], name: str | None = None) -> ServerSentEvent:
+    """A server-sent event whose data is JSON.
+
+    name: type of the event; None for an event without one.
+    """
     return ServerSentEvent(json.dumps(data, ensure_ascii=False, separators=(",", ":")), event=name, sep="\n")
 
 
-def failed(error: BaseException, record: Record) -> dict[str, Any]:
-    """The data of the event for an error in a stream, whose status was already sent."""
+def record_failure(error: BaseException, entry: LogEntry) -> dict[str, Any]:
+    """Log an error in a stream whose status was already sent. Returns the data of the event that reports it."""
     failure = failure_of(error)
-    record.facts["error"] = failure.code
-    if not expected(error):
-        LOG.error("a stream failed", exc_info=error, extra={"facts": {"request_id": record.id}})
+    entry.facts["error"] = failure.code
+    if not is_expected(error):
+        LOG.error("a stream failed", exc_info=error, extra={"facts": {"request_id": entry.id}})
     return failure.as_dict()
 
 
 class EventStream(EventSourceResponse):
-    """Sends events, and comments while there are none.
+    """Sends events. While there are none, sends comments, which keep the connection open.
 
-    close: called at the end, or when the client disconnects; frees the source of the events.
+    close: frees the source of the events; called at the end, or when the client disconnects.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Explains one step: which tokens Top-W kept, and which ones other rules would have kept.
+"""Explains one step: which tokens Top-W kept, and which tokens other rules would have kept.
 
-The kept sets are those of `topw_deploy.sampling`, in float64. The engine computes the logits again from the states in
-its cache, in a run of another shape, so they may differ from those of the stream by float32 rounding.
+The kept sets are those of `topw_deploy.sampling`, in float64. The engine computes the step's logits again, in a run of
+another shape, so they may differ from the logits of the answer by float32 rounding.
 """
 
 from __future__ import annotations
@@ -30,46 +30,51 @@ from topw_deploy.sampling import (
     uniform_for,
 )
 from topw_deploy.sampling.rules import TOP_W, kept_set
-from topw_deploy.serve.plane import in_plane
+from topw_deploy.serve.token_map import map_tokens
 
-SHOWN = 60
-"""Number of tokens that an inspection describes; it only counts the others."""
+MOST_SHOWN = 60
+"""Number of tokens that an inspection describes. It only counts the others."""
 
-MOVED = 12
-"""Up to this many tokens that distances added or dropped are shown, even if more likely ones are not."""
+MOST_MOVED = 12
+"""Number of tokens added or dropped by distances that are shown even if likelier tokens are not; half of it each."""
 
-PLACED = 40
-"""Maximum number of tokens in the plane of distances."""
-
-COMPARED = tuple(read_rules("top_p,min_p,top_h"))
-"""The other rules, at their usual settings."""
+COMPARED_RULES = tuple(read_rules("top_p,min_p,top_h"))
+"""The rules that an inspection compares with Top-W, at their usual settings."""
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Step:
-    """What to explain.
+class InspectedStep:
+    """The step to explain.
 
-    request: resolved. drawn: tokens before the step. token: the one that was drawn.
-    seeded: whether the request had a seed, without which the draw cannot be repeated.
+    request: the resolved request.
+    drawn: tokens drawn before the step.
+    token: the token that the step drew.
+    has_seed: whether the request stated its seed, without which the draw cannot be repeated.
     """
 
     request: RowRequest
     drawn: Sequence[int]
     token: int
-    seeded: bool
+    has_seed: bool
 
     @property
     def position(self) -> int:
-        """Number of tokens before it."""
+        """Number of tokens before the drawn one, in prompt and answer."""
         return len(self.request.prompt) + len(self.drawn)
 
 
 @dataclass(frozen=True)
 class KeptSet:
-    """A rule's kept set. ids: by (logit descending, id ascending)."""
+    """The tokens that a rule keeps.
+
+    name: key of the set in the answer; "chosen" for the set of the request's rule, unless that is Top-W.
+    label: the rule and its parameters, for people.
+    ids: int64 [n], by (logit descending, id ascending).
+    certified: whether no distance can change the set; False for other rules than Top-W.
+    """
 
     name: str
     label: str
@@ -78,15 +83,24 @@ class KeptSet:
 
 
 @dataclass
-class Explained:
-    """An explained step. geometry: None if distances cannot be read; `why` is then the reason."""
+class StepExplanation:
+    """The kept sets of a step.
 
-    step: Step
+    logits: of the step, float32 [V].
+    geometry: None if distances cannot be read.
+    text_of: returns the text of a token id.
+    why_no_geometry: the reason why distances cannot be read; None if they can.
+    sets: the kept sets, in the order of the answer.
+
+    Raises LogitsError for logits from which no token can be drawn.
+    """
+
+    step: InspectedStep
     logits: Logits
     options: TopWOptions
     geometry: Geometry | None
     text_of: Callable[[int], str]
-    why: str | None = None
+    why_no_geometry: str | None = None
     sets: list[KeptSet] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,19 +110,19 @@ class Explained:
             raise LogitsError("the logits of this step contain NaN or +infinity, or none is finite.")
         self.order: Ids = np.argsort(-self.row, kind="stable")
         self.probability = _softmax(self.row, self.parameters.temperature)
-        self._top_w()
-        for setting in COMPARED:
+        self._add_top_w()
+        for setting in COMPARED_RULES:
             rule = RuleParameters(**setting.parameters)
-            self.sets.append(KeptSet(rule.chosen.name, setting.label, self._kept(rule)))
+            self.sets.append(KeptSet(rule.chosen.name, setting.label, self._kept_by(rule)))
         chosen = self.step.request.rule
         if chosen.chosen is not TOP_W:
-            self.sets.insert(0, KeptSet("chosen", chosen.chosen.name, self._kept(chosen)))
+            self.sets.insert(0, KeptSet("chosen", chosen.chosen.name, self._kept_by(chosen)))
 
-    def _top_w(self) -> None:
+    def _add_top_w(self) -> None:
         """Add the set of Top-W, unless it needs distances that cannot be read, and the set without distances."""
         plain = replace(self.parameters, geom_scale=0.0)
         uniform = replace(self.options, metric="uniform", potential="nearest")
-        base = fast_crop(self.row, plain, uniform, Geometry.uniform())  # which takes no distance
+        base = fast_crop(self.row, plain, uniform, Geometry.uniform())  # needs no distances
         found = base if self._is_certified(base.certified) else None
         if found is None and self.geometry is not None:
             found = fast_crop(self.row, self.parameters, self.options, self.geometry)
@@ -116,11 +130,11 @@ class Explained:
             self.sets.append(KeptSet("top_w", "Top-W", found.kept, found.certified))
         self.sets.append(KeptSet("without_distances", "Top-W without distances", base.kept))
 
-    def _is_certified(self, base: bool) -> bool:
+    def _is_certified(self, certified_without_distances: bool) -> bool:
         """Whether no distance can change the set (docs/contract/graph.md, section 4)."""
-        return base and (self.parameters.geom_scale >= 0 or self.parameters.greedy)
+        return certified_without_distances and (self.parameters.geom_scale >= 0 or self.parameters.greedy)
 
-    def _kept(self, rule: RuleParameters) -> Ids:
+    def _kept_by(self, rule: RuleParameters) -> Ids:
         parameters = self.parameters
         return kept_set(
             self.row,
@@ -137,45 +151,47 @@ class Explained:
         return next((each for each in self.sets if each.name == wanted), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON."""
+        """The explanation as the JSON of /topw/inspect."""
         by_name = {each.name: each for each in self.sets}
         top_w, base = by_name.get("top_w"), by_name["without_distances"]
-        added, dropped = self._moved(top_w, base)
+        added, dropped = self._tokens_moved(top_w, base)
         kept = self.drawn_from
-        shown = self._shown([added, dropped])
+        shown = self._tokens_shown([added, dropped])
         return {
             "object": "topw.inspection",
             "position": self.step.position,
             "rule": self.step.request.rule.chosen.name,
             "parameters": asdict(self.parameters),
             "metric": self.options.metric,
-            "distances_unavailable": self.why,
-            "token": self._token_drawn(kept),
+            "distances_unavailable": self.why_no_geometry,
+            "token": self._drawn_token_as_dict(kept),
             "certified": None if top_w is None else top_w.certified,
             "added": len(added),
             "dropped": len(dropped),
             "sets": [self._set_as_dict(each) for each in self.sets],
             "tokens": self._tokens_as_dicts(shown, kept, {"added": added, "dropped": dropped}),
             "rest": {"tokens": len(self.row) - len(shown), "probability": _short(1 - self.probability[shown].sum())},
-            "plane": self._plane(shown, [each for each in (kept, top_w, base) if each is not None], [added, dropped]),
+            "plane": self._map_as_dict(
+                shown, [each for each in (kept, top_w, base) if each is not None], [added, dropped]
+            ),
         }
 
-    def _moved(self, top_w: KeptSet | None, base: KeptSet) -> tuple[Ids, Ids]:
-        """The tokens that distances added, and those that they dropped, each by descending logit."""
+    def _tokens_moved(self, top_w: KeptSet | None, base: KeptSet) -> tuple[Ids, Ids]:
+        """Returns (tokens that distances added, tokens that distances dropped), each by descending logit."""
         if top_w is None:
             none = np.zeros(0, np.int64)
             return none, none
         return top_w.ids[~np.isin(top_w.ids, base.ids)], base.ids[~np.isin(base.ids, top_w.ids)]
 
-    def _shown(self, moved: Sequence[Ids]) -> Ids:
-        """The drawn token, some that distances moved, and the likeliest others, by descending logit."""
-        first = np.concatenate([[self.step.token], *(ids[: MOVED // 2] for ids in moved)]).astype(np.int64)
-        others = self.order[: SHOWN + len(first)]
-        wanted = np.concatenate([np.unique(first), others[~np.isin(others, first)]])[:SHOWN]
+    def _tokens_shown(self, moved: Sequence[Ids]) -> Ids:
+        """The drawn token, some tokens that distances moved, and the likeliest others, by descending logit."""
+        first = np.concatenate([[self.step.token], *(ids[: MOST_MOVED // 2] for ids in moved)]).astype(np.int64)
+        others = self.order[: MOST_SHOWN + len(first)]
+        wanted = np.concatenate([np.unique(first), others[~np.isin(others, first)]])[:MOST_SHOWN]
         return self.order[np.isin(self.order, wanted)]
 
-    def _token_drawn(self, kept: KeptSet | None) -> dict[str, Any]:
-        """The token of the text, and the one that the recomputed step draws, if the request had a seed."""
+    def _drawn_token_as_dict(self, kept: KeptSet | None) -> dict[str, Any]:
+        """The token of the answer, and the token that the recomputed step draws if the request stated its seed."""
         token, request = self.step.token, self.step.request
         found: dict[str, Any] = {
             "id": token,
@@ -186,7 +202,7 @@ class Explained:
             "redrawn": None,
             "uniform": None,
         }
-        if self.step.seeded and kept is not None:
+        if self.step.has_seed and kept is not None:
             u = uniform_for(request.seed, self.step.position, request.sample)
             found["uniform"] = u
             greedy = self.parameters.greedy
@@ -206,8 +222,8 @@ class Explained:
 
     def _tokens_as_dicts(self, shown: Ids, kept: KeptSet | None, moved: dict[str, Ids]) -> list[dict[str, Any]]:
         inside = {each.name: np.isin(shown, each.ids) for each in self.sets}
-        weight = np.zeros(len(self.row)) if kept is None else _within(self.row, kept.ids, self.parameters)
-        nearest = self._nearest(shown, kept)
+        weight = np.zeros(len(self.row)) if kept is None else _draw_probability(self.row, kept.ids, self.parameters)
+        nearest = self._nearest_distances(shown, kept)
         changes = {name: set(ids.tolist()) for name, ids in moved.items()}
         return [
             {
@@ -222,8 +238,8 @@ class Explained:
             for place, token in enumerate(shown.tolist())
         ]
 
-    def _nearest(self, shown: Ids, kept: KeptSet | None) -> Floats | None:
-        """The distance [n] of each token to the nearest other one that was kept; None if there is none."""
+    def _nearest_distances(self, shown: Ids, kept: KeptSet | None) -> Floats | None:
+        """The distance of each token to the nearest other kept token [n]; None without distances or such a token."""
         if self.geometry is None or kept is None or len(kept.ids) < 2:
             return None
         members = kept.ids[: self.options.top_m]
@@ -231,26 +247,24 @@ class Explained:
         distances[shown[:, None] == members] = np.inf
         return np.asarray(distances.min(axis=1))
 
-    def _plane(self, shown: Ids, of: Sequence[KeptSet], moved: Sequence[Ids]) -> dict[str, Any] | None:
-        """The tokens of the given sets, and the drawn one, in a plane; None if distances are all equal or unknown.
+    def _map_as_dict(self, shown: Ids, sets: Sequence[KeptSet], moved: Sequence[Ids]) -> dict[str, Any] | None:
+        """The map of the tokens in `sets` and of the drawn one; None if distances are all equal or unknown.
 
-        moved: tokens that distances added or dropped; some of them come first.
+        moved: tokens that distances added or dropped; some of them are always on the map.
         """
         if self.geometry is None or self.options.metric == "uniform":
             return None
-        inside = np.any([np.isin(shown, each.ids) for each in of], axis=0) | (shown == self.step.token)
-        wanted = shown[inside]
-        if len(wanted) < 3:
+        inside = np.any([np.isin(shown, each.ids) for each in sets], axis=0) | (shown == self.step.token)
+        ids = shown[inside]
+        always = [self.step.token, *(token for each in moved for token in each[: MOST_MOVED // 2])]
+        found = map_tokens(self.geometry, ids, np.isin(ids, always))
+        if found is None:
             return None
-        first = np.isin(wanted, [self.step.token, *(token for ids in moved for token in ids[: MOVED // 2])])
-        chosen = np.argsort(~first, kind="stable")[:PLACED]
-        ids = wanted[np.sort(chosen)]
-        plane = in_plane(self.geometry.distances(ids, ids))
         return {
-            "share": _short(plane.share),
+            "share": _short(found.share),
             "points": [
                 {"id": token, "x": _short(x), "y": _short(y)}
-                for token, (x, y) in zip(ids.tolist(), plane.points.tolist(), strict=True)
+                for token, (x, y) in zip(found.ids.tolist(), found.points.tolist(), strict=True)
             ],
         }
 
@@ -262,8 +276,8 @@ def _softmax(row: Logits, temperature: float) -> Floats:
     return weights / weights.sum()
 
 
-def _within(row: Logits, ids: Ids, parameters: TopWParameters) -> Floats:
-    """Probabilities [V] of the draw from a kept set."""
+def _draw_probability(row: Logits, ids: Ids, parameters: TopWParameters) -> Floats:
+    """Probability of each token [V] in a draw from the kept set `ids`."""
     found = np.zeros(len(row))
     if parameters.greedy:
         found[ids[0]] = 1.0
@@ -273,5 +287,5 @@ def _within(row: Logits, ids: Ids, parameters: TopWParameters) -> Floats:
 
 
 def _short(value: float) -> float:
-    """A float with 6 significant digits, for JSON."""
+    """`value` with 6 significant digits, to shorten the JSON."""
     return float(f"{value:.6g}")

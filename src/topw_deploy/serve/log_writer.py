@@ -1,8 +1,9 @@
-"""Writes the log from a thread, so that a blocked stderr delays no request."""
+"""Formats the log's lines, and writes them in a thread, so that a blocked stderr delays no request."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import queue
@@ -11,19 +12,45 @@ import time
 from typing import IO
 
 MOST = 10_000
-"""Maximum number of lines that wait to be written. More are dropped and counted."""
+"""Maximum number of lines that wait to be written. Further lines are dropped and counted."""
 
-_ENDING = 2.0  # seconds for the last lines
+_ENDING = 2.0  # seconds that `close` waits for the last lines
 _RETRY = 0.05  # seconds between attempts to write to a terminal that another process made non-blocking
 
 
-class LogWriter(logging.Handler):
-    """A handler whose lines wait in a queue for a thread that writes them.
+class JsonLines(logging.Formatter):
+    """Formats a record as one JSON object: time, level, event, and the facts of a request."""
 
-    After dropped lines, a line says how many there were.
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": _timestamp(record), "level": record.levelname.lower(), "event": record.getMessage()}
+        line |= getattr(record, "facts", {})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class PlainLines(logging.Formatter):
+    """Formats a record as text: time, level, event, and `name=value` for each fact."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = getattr(record, "facts", {})
+        stated = " ".join(f"{name}={json.dumps(value, default=str)}" for name, value in facts.items())
+        line = f"{_timestamp(record)} {record.levelname} {record.getMessage()} {stated}".rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
+
+
+class LogWriter(logging.Handler):
+    """A handler that queues lines for a thread, which writes them.
+
+    After dropped lines, it writes a line with their number.
 
     stream: where the lines go, such as sys.stderr.
-    most: number of lines that may wait.
+    most: maximum number of queued lines.
     """
 
     def __init__(self, stream: IO[str], most: int = MOST) -> None:
@@ -56,10 +83,10 @@ class LogWriter(logging.Handler):
             with self._counting:
                 dropped, self._dropped = self._dropped, 0
             if dropped:
-                self._write(self.format(_notice(dropped)))
+                self._write(self.format(_dropped_lines(dropped)))
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed: nobody can read it any more
+        with contextlib.suppress(OSError, ValueError):  # of a stream that is closed: nobody can read it
             if self._descriptor is None:
                 self._stream.write(f"{line}\n")
                 self._stream.flush()
@@ -68,10 +95,13 @@ class LogWriter(logging.Handler):
 
 
 def _descriptor(stream: IO[str]) -> int | None:
-    """The stream's file, to be written without the stream's lock: Python takes that lock when it ends."""
+    """The stream's file descriptor; None for a stream without a file.
+
+    Writing to the descriptor does not take the stream's lock, which Python takes when it exits.
+    """
     try:
         return stream.fileno()
-    except (OSError, ValueError):  # not a file
+    except (OSError, ValueError):
         return None
 
 
@@ -83,7 +113,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
             time.sleep(_RETRY)
 
 
-def _notice(dropped: int) -> logging.LogRecord:
+def _dropped_lines(dropped: int) -> logging.LogRecord:
     record = logging.LogRecord("topw_deploy.serve", logging.WARNING, __file__, 0, "lines were dropped", None, None)
     record.facts = {"lines": dropped}
     return record

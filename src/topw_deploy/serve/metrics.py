@@ -1,4 +1,7 @@
-"""Metrics for Prometheus. They have vLLM's names with the prefix `topw:`, and all but one the label `model_name`."""
+"""Metrics for Prometheus. They have vLLM's names with the prefix `topw:`.
+
+All but the count of answers have the label `model_name`.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,18 @@ PATHS = frozenset({
     "/", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", f"{_MODELS}NAME", "/tokenize",
     "/detokenize", "/topw/inspect", "/health", "/live", "/metrics",
 })  # fmt: skip
-"""The label `path` of an answer; "other" for all others, of which clients can think of any number."""
+"""Values of the label `path` of an answer. Other paths are labelled "other": clients can request any number of them."""
 
 ABORT = "abort"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
-Read: TypeAlias = Callable[[EngineStats], float]
-GAUGES: tuple[tuple[str, str, Read], ...] = (
+ReadStats: TypeAlias = Callable[[EngineStats], float]
+GAUGES: tuple[tuple[str, str, ReadStats], ...] = (
     ("num_requests_running", "Sequences that have a row of the cache.", lambda stats: stats.in_use),
     ("num_requests_waiting", "Sequences that wait for a row.", lambda stats: stats.queued),
     ("kv_cache_usage_perc", "Share of the cache's rows in use, 0 to 1.", lambda stats: stats.in_use / stats.rows),
 )
-COUNTERS: tuple[tuple[str, str, Read], ...] = (
+COUNTERS: tuple[tuple[str, str, ReadStats], ...] = (
     ("prompt_tokens", "Tokens of prompts, read or reused.", lambda stats: stats.prompt_tokens + stats.cached_tokens),
     ("generation_tokens", "Tokens drawn.", lambda stats: stats.new_tokens),
     ("prefix_cache_queries", "Tokens looked up.", lambda stats: stats.prompt_tokens + stats.cached_tokens),
@@ -47,7 +50,10 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
 
 
 class Metrics:
-    """The server's metrics. served: returns the models, whose engines are read at each scrape."""
+    """The server's metrics.
+
+    served: returns the models, whose engines are read at each scrape.
+    """
 
     def __init__(self, served: Callable[[], Iterable[Served]]) -> None:
         self.registry = CollectorRegistry()
@@ -67,19 +73,22 @@ class Metrics:
         text = "Answers, by path and status; 499 if the client left before."
         self._answers = Counter("topw:http_responses", text, ["path", "status"], registry=self.registry)
 
-    def answered(self, path: str, status: int) -> None:
-        """Count an answer."""
+    def count_answer(self, path: str, status: int) -> None:
+        """Count an answer by its path and status."""
         if path.startswith(_MODELS):
             path = f"{_MODELS}NAME"
         self._answers.labels(path if path in PATHS else "other", status).inc()
 
-    def aborted(self, model: str, sequences: int) -> None:
-        """Count sequences whose client left before their end."""
+    def count_aborted(self, model: str, sequences: int) -> None:
+        """Count sequences whose client disconnected before their end."""
         if sequences > 0:
             self._success.labels(model, ABORT).inc(sequences)
 
-    def ended(self, model: str, result: GenerationResult, *, streamed: bool) -> None:
-        """Add an ended sequence. streamed: whether `gap` was called for its tokens."""
+    def count_ended(self, model: str, result: GenerationResult, *, streamed: bool) -> None:
+        """Count an ended sequence.
+
+        streamed: whether `add_gap` was called for the gaps between its tokens.
+        """
         timings, drawn = result.timings, len(result.token_ids)
         self._success.labels(model, ABORT if result.finish_reason == "cancelled" else result.finish_reason).inc()
         self._prompt.labels(model).observe(result.prompt_tokens)
@@ -97,8 +106,8 @@ class Metrics:
         if timings.decode_steps and not streamed:
             self._gap.labels(model).observe(timings.seconds_per_token)
 
-    def gap(self, model: str, seconds: float) -> None:
-        """Add the time between two tokens of a streamed sequence."""
+    def add_gap(self, model: str, seconds: float) -> None:
+        """Count the seconds between two tokens of a streamed sequence."""
         self._gap.labels(model).observe(seconds)
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
@@ -107,13 +116,13 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Any:
         return Counter(f"topw:{name}", text, [MODEL, *labels], registry=self.registry)
 
-    def text(self) -> bytes:
+    def as_text(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _Engines(Collector):
-    """Reads the engines' own counts."""
+    """Reads the engines' own counts when Prometheus scrapes."""
 
     def __init__(self, served: Callable[[], Iterable[Served]]) -> None:
         self._served = served

@@ -16,21 +16,21 @@ from topw_deploy.runtime.tools import FAMILIES
 class ServeOptions:
     """Checked options of the server.
 
-    models: the name that requests give -> the exported folder.
+    models: name of a model in requests -> its exported folder.
     opening: options of `TopWModel.from_pretrained`.
-    engine: options of `Engine`, for each model.
-    api_keys: accepted keys; none for a server without keys.
+    engine: options of each model's `Engine`.
+    api_keys: accepted keys; empty for a server without keys.
     cors_origins: origins whose pages may call the server; "*" for all.
-    max_body: maximum bytes of a request's body.
-    header_timeout: seconds in which a request's head must arrive; only for `topw serve`, not under other servers.
+    max_body: maximum number of bytes of a request's body.
+    header_timeout: seconds in which a request's head must arrive; applies to `topw serve`, not to other ASGI servers.
     body_timeout: seconds in which a body must arrive.
-    max_prompt_tokens: maximum tokens of a prompt; None for what the model's context holds.
-    request_timeout: seconds of a generation, with queueing; None for no limit.
-    ping_interval: seconds between comments in a stream, which keep its connection open.
+    max_prompt_tokens: maximum number of tokens of a prompt; None for what the model's context holds.
+    request_timeout: maximum seconds of a generation, including the wait in the queue; None for no limit.
+    ping_interval: seconds between the comments of a stream, which keep its connection open.
     send_timeout: seconds after which the connection of a client that reads nothing is closed.
     drain_timeout: seconds in which running requests may finish after a signal to stop.
-    log_prompts: whether logs contain prompts and answers.
-    tool_parser: family of the models' tool calls; None for the one that the chat template shows.
+    log_prompts: whether the log contains prompts and answers.
+    tool_parser: family of the models' tool calls; None for the family that the chat template shows.
     page: whether to serve the page at `/` and its endpoint `/topw/inspect`.
 
     Raises ParameterError for an invalid value.

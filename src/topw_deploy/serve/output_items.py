@@ -1,4 +1,4 @@
-"""The output of /v1/responses: items, and the events of a stream that builds them."""
+"""The output of /v1/responses: its items, and the events of a stream that build them."""
 
 from __future__ import annotations
 
@@ -10,73 +10,79 @@ from topw_deploy.runtime.tools import Content, Reasoning
 from topw_deploy.runtime.tools.calls import Event, ToolCall
 from topw_deploy.serve.choices import text_logprobs
 
-Named = tuple[str, dict[str, Any]]
+NamedEvent = tuple[str, dict[str, Any]]
 """(type of an event, its other fields)"""
 
 
 class OutputItems:
-    """Builds the items of one answer.
+    """Builds the items of one answer. At most one item, a message or reasoning, is open.
 
+    run_id: part of the items' ids.
     done: finished items, in order.
     """
 
     def __init__(self, run_id: str) -> None:
         self.done: list[dict[str, Any]] = []
         self._id = run_id
-        self._kind: type[Content] | type[Reasoning] | None = None  # of the open item
+        self._kind: type[Content] | type[Reasoning] | None = None  # of the open item, if there is one
         self._text: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []  # of its tokens, if it is a message
+        self._logprobs: list[dict[str, Any]] = []  # of the open message's tokens
 
     @property
     def calls(self) -> int:
+        """Number of finished tool calls."""
         return sum(item["type"] == "function_call" for item in self.done)
 
-    def add(self, found: Event, scores: Sequence[TokenLogprob] = ()) -> Iterator[Named]:
-        """Add text or a call. Yields the events for the client. scores: of a message's new tokens."""
-        if isinstance(found, ToolCall):
+    def add(self, part: Event, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[NamedEvent]:
+        """Add text, reasoning or a call. Yields the events for the client.
+
+        logprobs: log-probabilities of a message's new tokens.
+        """
+        if isinstance(part, ToolCall):
             yield from self.close("completed")
-            yield from self._call(found)
+            yield from self._add_call(part)
             return
-        if self._kind is not type(found):
+        if self._kind is not type(part):
             yield from self.close("completed")
-            self._kind = type(found)
+            self._kind = type(part)
             yield from self._open()
-        self._text.append(found.text)
-        new = text_logprobs(scores)
+        self._text.append(part.text)
+        new = text_logprobs(logprobs)
         self._logprobs += new
-        kind, logprobs = self._kind_of_text(new)
-        yield f"response.{kind}.delta", {**self._place(), "delta": found.text, **logprobs}
+        kind, field = self._text_kind(new)
+        yield f"response.{kind}.delta", {**self._place(), "delta": part.text, **field}
 
-    def close(self, status: str, scores: Sequence[TokenLogprob] = ()) -> Iterator[Named]:
-        """Finish the open item, if there is one.
+    def close(self, status: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[NamedEvent]:
+        """Finish the open item, if there is one. Yields the events for the client.
 
-        status: "completed" or "incomplete". scores: of tokens after the text of a message, such as EOS.
+        status: "completed" or "incomplete".
+        logprobs: log-probabilities of tokens after the text of a message, such as EOS.
         """
         if self._kind is None:
             return
         if self._kind is Content:
-            self._logprobs += text_logprobs(scores)
+            self._logprobs += text_logprobs(logprobs)
         text, part, place = "".join(self._text), self._part("".join(self._text)), self._place()
-        kind, logprobs = self._kind_of_text(self._logprobs)
-        yield f"response.{kind}.done", {**place, "text": text, **logprobs}
+        kind, field = self._text_kind(self._logprobs)
+        yield f"response.{kind}.done", {**place, "text": text, **field}
         yield "response.content_part.done", {**place, "part": part}
         item = self._item(status, [part])
         yield "response.output_item.done", {"output_index": len(self.done), "item": item}
         self.done.append(item)
         self._kind, self._text, self._logprobs = None, [], []
 
-    def _kind_of_text(self, entries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-        """The open item's name in types of events, and the field of its tokens' log-probabilities."""
+    def _text_kind(self, entries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
+        """Returns (the open item's name in the types of events, the field of its tokens' log-probabilities)."""
         if self._kind is Reasoning:
             return "reasoning_text", {}
-        return "output_text", {"logprobs": [_in_event(entry) for entry in entries]}
+        return "output_text", {"logprobs": [_without_bytes(entry) for entry in entries]}
 
-    def _open(self) -> Iterator[Named]:
+    def _open(self) -> Iterator[NamedEvent]:
         item = self._item("in_progress", [])
         yield "response.output_item.added", {"output_index": len(self.done), "item": item}
         yield "response.content_part.added", {**self._place(), "part": self._part("")}
 
-    def _call(self, call: ToolCall) -> Iterator[Named]:
+    def _add_call(self, call: ToolCall) -> Iterator[NamedEvent]:
         item = {
             "type": "function_call",
             "id": self._item_id("fc"),
@@ -114,7 +120,7 @@ class OutputItems:
         return f"{prefix}_{self._id}_{len(self.done)}"
 
 
-def _in_event(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry as events have it, without bytes."""
+def _without_bytes(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of a log-probability as events have it."""
     best = [{"token": each["token"], "logprob": each["logprob"]} for each in entry["top_logprobs"]]
     return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": best}

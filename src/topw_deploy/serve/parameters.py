@@ -1,7 +1,6 @@
 """The fields of a request as parameters of `Engine`.
 
-Every parameter of `TopWModel.generate` can be given by its name, or by the name that OpenAI's API or vLLM has for it:
-those of Top-W, of the other rules, penalties, limits and structured outputs.
+A request can state every parameter of `TopWModel.generate` by its own name, or by its name in OpenAI's API or vLLM.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from topw_deploy.runtime.generation_config import has_no_effect
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, show, unknown_parameter, with_aliases
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, short_repr, unknown_parameter, with_aliases
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
-from topw_deploy.serve.failures import invalid
+from topw_deploy.serve.failures import invalid_request
 
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -20,59 +19,64 @@ IGNORED = frozenset({
 """Fields of OpenAI's API that say nothing about the text. They are accepted and ignored."""
 
 OF_REQUEST = frozenset({"num_return_sequences", "skip_special_tokens", "add_special_tokens"})
+"""Parameters of a whole request; the others can differ between the rows of a batch."""
+
 NAMES = frozenset({*PARAMETERS, *OF_REQUEST})
 FIELDS = with_aliases(NAMES) | IGNORED
 """The undeclared fields that a request may have, unless its schema refuses them."""
 
 LONGEST_NAME = 64
-"""Characters of an unknown field's name that an answer repeats."""
+"""Number of characters of an unknown field's name that the answer repeats."""
 
 MOST_ENTRIES = 1024
 EACH_TOKEN = frozenset({"stop_strings", "bad_words", "bad_words_ids", "logit_bias", "suppress_tokens"})
-"""Parameters whose entries delay the whole batch at every token; each may have at most MOST_ENTRIES."""
+"""Parameters of which each entry costs time at every token of the batch. Each may have at most MOST_ENTRIES."""
 
 MOST_LOGPROBS = 20
+"""Maximum number of alternatives per token, as in OpenAI's API."""
+
 LOGPROBS = frozenset({"logprobs", "prompt_logprobs"})
-"""Alternatives per token. OpenAI's API has the same limit."""
 
-_SLOW = frozenset({"structured_outputs", "bad_words"})
-_QUICK = 1000  # entries
+_SLOW = frozenset({"structured_outputs", "bad_words"})  # their checks compile grammars and tokenize
+_MOST_QUICK = 1000  # entries of a list that are checked quickly
 
-_SAME = ("max_tokens", "max_completion_tokens")  # a client may send both
+_SYNONYMS = ("max_tokens", "max_completion_tokens")  # some clients send both
 
 
 def check_fields(given: Iterable[str], known: Collection[str], refused: Mapping[str, str]) -> None:
     """Check the names of a request's fields.
 
+    given: names of the fields in the request.
+    known: names that the endpoint knows.
     refused: names of other endpoints' fields -> the reason, and what to do.
 
-    Raises RequestError naming the first one that is refused or not in `known`.
+    Raises RequestError naming the first field that is refused or unknown.
     """
     for name in given:
         if name in refused:
-            raise invalid(f"{name} {refused[name]}.", name, "unsupported_parameter")
+            raise invalid_request(f"{name} {refused[name]}.", name, "unsupported_parameter")
         if name not in known:
-            raise invalid(_unknown(name, known), name[:LONGEST_NAME], "unknown_parameter")
+            raise invalid_request(_unknown_field(name, known), name[:LONGEST_NAME], "unknown_parameter")
 
 
 def read_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's parameters in `fields`, under their own names. All names must have been checked.
+    """The engine's parameters in `fields`, under the engine's names. The fields' names must have been checked.
 
     A field that is null counts as absent. A value that switches another rule off, such as `top_p` 1 or `top_k` -1,
-    chooses no rule unless `rule` is given, because many clients always send it.
+    chooses no rule unless `rule` is given, because many clients always send such values.
 
-    Raises RequestError naming the field that is given twice, too long or has one value per prompt.
+    Raises RequestError naming a field that is given twice, is too long, or has one value per prompt.
     """
     given = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
-    if all(name in given for name in _SAME) and given[_SAME[0]] == given[_SAME[1]]:
-        del given[_SAME[0]]
+    if all(name in given for name in _SYNONYMS) and given[_SYNONYMS[0]] == given[_SYNONYMS[1]]:
+        del given[_SYNONYMS[0]]
     found: dict[str, Any] = {}
     for name, value in given.items():
         ours = REQUEST_ALIASES.get(name, name)
         if ours in found:
-            raise invalid(f"{ours} is given twice, once as {name}; give it once.", name)
+            raise invalid_request(f"{ours} is given twice, once as {name}; give it once.", name)
         if ours in PARAMETERS and PARAMETERS[ours].is_per_row(value):
-            raise invalid(f"{name} is a list of values, but a request takes one value.", name)
+            raise invalid_request(f"{name} is a list of values, but a request takes one value.", name)
         _check_size(name, ours, value)
         if "rule" in given or not _is_off(ours, value):
             found[ours] = value
@@ -85,26 +89,28 @@ def _is_off(name: str, value: Any) -> bool:
 
 def _check_size(name: str, ours: str, value: Any) -> None:
     if ours in EACH_TOKEN and isinstance(value, (list, dict)) and len(value) > MOST_ENTRIES:
-        raise invalid(f"{name} has {len(value)} entries, but may have at most {MOST_ENTRIES}; send fewer.", name)
+        raise invalid_request(
+            f"{name} has {len(value)} entries, but may have at most {MOST_ENTRIES}; send fewer.", name
+        )
     if ours in LOGPROBS and isinstance(value, int) and value > MOST_LOGPROBS:
-        raise invalid(f"{name} is {show(value)}, but may be at most {MOST_LOGPROBS}.", name)
+        raise invalid_request(f"{name} is {short_repr(value)}, but may be at most {MOST_LOGPROBS}.", name)
 
 
 def takes_long(parameters: Mapping[str, Any]) -> bool:
-    """Whether checking them is slow, and so must not happen in the loop's thread."""
+    """Whether checking `parameters` is so slow that it must not be done in the event loop's thread."""
     if not parameters.keys().isdisjoint(_SLOW):
         return True
-    return any(isinstance(value, (list, dict)) and len(value) > _QUICK for value in parameters.values())
+    return any(isinstance(value, (list, dict)) and len(value) > _MOST_QUICK for value in parameters.values())
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
+def _unknown_field(name: str, known: Iterable[str]) -> str:
     if len(name) > LONGEST_NAME:
         return f"unknown parameter {name[:LONGEST_NAME]!r}..., of {len(name)} characters; remove it."
     return str(unknown_parameter(name, known))
 
 
-def named_as_given(param: str | None, fields: Mapping[str, Any]) -> str | None:
-    """The name under which a request gave the parameter `param`; None if requests have no such parameter."""
+def name_as_given(param: str | None, fields: Mapping[str, Any]) -> str | None:
+    """The name by which the request's `fields` state the parameter `param`; None if requests have no such parameter."""
     if param in fields:
         return param
     given = next((name for name in fields if REQUEST_ALIASES.get(name) == param), param)

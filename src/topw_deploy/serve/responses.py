@@ -1,4 +1,4 @@
-"""/v1/responses: a chat in OpenAI's newer form. Responses are not stored."""
+"""/v1/responses: a chat in the newer form of OpenAI's API. Responses are not stored."""
 
 from __future__ import annotations
 
@@ -14,47 +14,48 @@ from starlette.responses import JSONResponse, Response
 from topw_deploy.runtime import GenerationResult, TokenLogprob
 from topw_deploy.runtime.tools import Content, Reasoning
 from topw_deploy.runtime.tools.calls import Event, ToolCall
-from topw_deploy.serve.bodies import refusal
-from topw_deploy.serve.chat_plan import ChatPlan, planned
-from topw_deploy.serve.events import EventStream, event, failed
+from topw_deploy.serve.bodies import read_body, refusal_of
+from topw_deploy.serve.chat_plan import ChatPlan, plan_and_tokenize
+from topw_deploy.serve.events import EventStream, json_event, record_failure
 from topw_deploy.serve.output_items import OutputItems
-from topw_deploy.serve.requests import read, service_of
 from topw_deploy.serve.run import Run
 from topw_deploy.serve.schemas.generation import ChatRequest
 from topw_deploy.serve.schemas.responses import ResponsesRequest
 from topw_deploy.serve.served import Pieces
+from topw_deploy.serve.service import service_of
 
 
 async def responses(request: Request) -> Response:
     """Answer an input, whole or as a stream of events."""
-    body = await read(request, ResponsesRequest)
+    body = await read_body(request, ResponsesRequest)
     run = Run(request, service_of(request), body, "resp", "input")
-    plan, prompt, ids = await run.prepare(lambda: planned(_chat(body), run.served))
+    plan, prompt, ids = await run.prepare(lambda: plan_and_tokenize(_as_chat(body), run.served))
     run.prompt_tokens = len(ids)
     run.log_prompt(prompt)
-    output = OutputItems(run.record.id)
-    if run.streams:
-        pieces = await run.begin(ids, plan.parameters)
-        return EventStream(_events(run, body, plan, prompt, pieces, output), partial(run.close, pieces), run.options)
-    (result,) = await run.whole(ids, plan.parameters)
-    scores = _scores(result, plan, prompt)
-    for found in _found(result, plan, prompt):
-        for _ in output.add(found, scores if isinstance(found, Content) else ()):
+    output = OutputItems(run.log_entry.id)
+    if run.is_stream:
+        pieces = await run.begin_stream(ids, plan.parameters)
+        events = _stream_events(run, body, plan, prompt, pieces, output)
+        return EventStream(events, partial(run.close_stream, pieces), run.options)
+    (result,) = await run.generate(ids, plan.parameters)
+    logprobs = _text_logprobs(result, plan, prompt)
+    for part in _answer_parts(result, plan, prompt):
+        for _ in output.add(part, logprobs if isinstance(part, Content) else ()):
             pass
     for _ in output.close(_status(result)):
         pass
-    return JSONResponse(_response(run, body, output, _status(result), _incomplete(result)))
+    return JSONResponse(_response_fields(run, body, output, _status(result), _incomplete_details(result)))
 
 
-def _chat(body: ResponsesRequest) -> ChatRequest:
+def _as_chat(body: ResponsesRequest) -> ChatRequest:
     try:
         return body.as_chat()
     except ValidationError as error:
-        raise refusal(error) from None
+        raise refusal_of(error) from None
 
 
-def _found(result: GenerationResult, plan: ChatPlan, prompt: str) -> Iterable[Event]:
-    """Reasoning, text and calls of a whole answer."""
+def _answer_parts(result: GenerationResult, plan: ChatPlan, prompt: str) -> Iterable[Event]:
+    """The reasoning, text and calls of a whole answer, in this order."""
     if plan.tools is None:
         return [Content(result.text)] if result.text else []
     parsed = plan.served.model.parse_tool_calls(result, plan.tools, plan.served.tool_family, prompt)
@@ -63,8 +64,8 @@ def _found(result: GenerationResult, plan: ChatPlan, prompt: str) -> Iterable[Ev
     return [*reasoning, *content, *(parsed.tool_calls if plan.parallel else parsed.tool_calls[:1])]
 
 
-def _scores(result: GenerationResult, plan: ChatPlan, prompt: str) -> list[TokenLogprob]:
-    """The log-probabilities of a whole answer's text, without those of reasoning and calls."""
+def _text_logprobs(result: GenerationResult, plan: ChatPlan, prompt: str) -> list[TokenLogprob]:
+    """The log-probabilities of the tokens of a whole answer's text, without those of reasoning and calls."""
     entries = list(result.token_logprobs or ())
     parser = plan.parser(prompt)
     if parser is None or not entries:
@@ -72,20 +73,22 @@ def _scores(result: GenerationResult, plan: ChatPlan, prompt: str) -> list[Token
     found: list[TokenLogprob] = []
     waiting: list[TokenLogprob] = []
     in_text = False
-    ends = isinstance(result.stop, int)  # with EOS, which is no text
+    ends_with_eos = isinstance(result.stop, int)  # it gives no text
     for entry in entries:
         waiting.append(entry)
-        events = parser.finish() if ends and entry is entries[-1] else parser.feed(entry.text)
-        for each, own in _scored(events, waiting):
+        events = parser.finish() if ends_with_eos and entry is entries[-1] else parser.feed(entry.text)
+        for each, own in _assign_logprobs(events, waiting):
             in_text = isinstance(each, Content)
             found += own
     return found + waiting if in_text else found
 
 
-def _scored(events: Sequence[Event], waiting: list[TokenLogprob]) -> Iterator[tuple[Event, list[TokenLogprob]]]:
-    """The events of some tokens, each with its log-probabilities, which are removed from `waiting`.
+def _assign_logprobs(
+    events: Sequence[Event], waiting: list[TokenLogprob]
+) -> Iterator[tuple[Event, list[TokenLogprob]]]:
+    """Yield (event, log-probabilities of its tokens), and remove these from `waiting`.
 
-    If there is text, the first one has them all. Those of reasoning and calls are dropped.
+    If there is text, the first text gets all log-probabilities. Those of reasoning and calls are dropped.
     """
     has_text = any(isinstance(each, Content) for each in events)
     for each in events:
@@ -99,14 +102,18 @@ def _status(result: GenerationResult) -> str:
     return "completed" if result.finish_reason in ("stop", "criterion") else "incomplete"
 
 
-def _incomplete(result: GenerationResult) -> dict[str, str] | None:
-    """Why a response is incomplete. OpenAI's API has no own reason for a time limit."""
+def _incomplete_details(result: GenerationResult) -> dict[str, str] | None:
+    """Why a response is incomplete; None if it is complete. OpenAI's API has no reason for a time limit."""
     return {"reason": "max_output_tokens"} if _status(result) == "incomplete" else None
 
 
-def _response(
+def _response_fields(
     run: Run, body: ResponsesRequest, output: OutputItems, status: str, incomplete: dict[str, str] | None = None
 ) -> dict[str, Any]:
+    """The response as JSON.
+
+    status: "in_progress", "completed", "incomplete" or "failed".
+    """
     usage = run.usage
     stated = body.model_dump(mode="json", by_alias=True, include={"text", "tools", "tool_choice", "reasoning"})
     counts = {
@@ -143,7 +150,7 @@ def _response(
     }
 
 
-async def _events(
+async def _stream_events(
     run: Run, body: ResponsesRequest, plan: ChatPlan, prompt: str, pieces: Pieces, output: OutputItems
 ) -> AsyncGenerator[ServerSentEvent, None]:
     number = 0
@@ -151,29 +158,29 @@ async def _events(
     def numbered(kind: str, data: dict[str, Any]) -> ServerSentEvent:
         nonlocal number
         number += 1
-        return event({"type": kind, "sequence_number": number - 1, **data}, kind)
+        return json_event({"type": kind, "sequence_number": number - 1, **data}, kind)
 
     try:
         for kind in ("response.created", "response.in_progress"):
-            yield numbered(kind, {"response": _response(run, body, output, "in_progress")})
+            yield numbered(kind, {"response": _response_fields(run, body, output, "in_progress")})
         parser = plan.parser(prompt)
         waiting: list[TokenLogprob] = []  # of tokens whose text is held back
-        async for piece in run.watch(pieces):
+        async for piece in run.count_pieces(pieces):
             found: list[Event] = [Content(piece.text)] if piece.text else []
             if parser is not None:
                 found = parser.feed(piece.text) + (parser.finish() if piece.result is not None else [])
             waiting += piece.token_logprobs or ()
-            for each, scores in _scored(found, waiting):
+            for each, logprobs in _assign_logprobs(found, waiting):
                 if plan.parallel or not (output.calls and isinstance(each, ToolCall)):
-                    for kind, data in output.add(each, scores):
+                    for kind, data in output.add(each, logprobs):
                         yield numbered(kind, data)
             if piece.result is not None:
                 status = _status(piece.result)
                 for kind, data in output.close(status, waiting):
                     yield numbered(kind, data)
-                response = _response(run, body, output, status, _incomplete(piece.result))
+                response = _response_fields(run, body, output, status, _incomplete_details(piece.result))
                 yield numbered(f"response.{status}", {"response": response})
-    except Exception as error:  # noqa: BLE001  # the status was sent
-        told = failed(error, run.record)["error"]
-        response = {**_response(run, body, output, "failed"), "error": told}
+    except Exception as error:  # noqa: BLE001  # the status was already sent
+        failure = record_failure(error, run.log_entry)["error"]
+        response = {**_response_fields(run, body, output, "failed"), "error": failure}
         yield numbered("response.failed", {"response": response})

@@ -20,16 +20,16 @@ import uvicorn
 from starlette.applications import Starlette
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.serve.access import JsonLines, PlainLines
 from topw_deploy.serve.app import create_app
 from topw_deploy.serve.connections import Connection
-from topw_deploy.serve.log_writer import LogWriter
+from topw_deploy.serve.log_writer import JsonLines, LogWriter, PlainLines
 from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.service import Service
 
 LOG = logging.getLogger("topw_deploy.serve")
-_CLOSING = 5  # seconds for connections whose clients do not read
-_STUCK = 30.0  # seconds after the drain until a server that does not end is ended
+_CLOSING = 5  # seconds that a stopping server waits for connections whose clients do not read
+_IDLE = 5  # seconds after an answer until uvicorn closes a connection on which no request begins
+_STUCK = 30.0  # seconds after the drain until a server that still runs is ended
 
 
 def run(
@@ -44,12 +44,13 @@ def run(
 ) -> None:
     """Serve until a signal arrives. The first SIGTERM or SIGINT drains, the second one ends the process at once.
 
-    So does the first one while a model is opened, which no thread can interrupt. A server that does not end in time
-    writes the stacks of its threads to stderr, and ends.
+    While a model is opened, which no thread can interrupt, the first signal ends the process at once. A server that
+    does not end in time writes the stacks of its threads to stderr, and ends.
 
-    uds: path of a Unix socket, instead of host and port.
-    max_connections: more are answered with 503.
-    verbose: whether the log has lines of successful GET requests.
+    uds: path of a Unix socket, used instead of host and port.
+    max_connections: maximum number of connections; further ones are answered with 503.
+    json_logs: whether each line of the log is a JSON object.
+    verbose: whether successful GET requests are logged.
 
     Raises ParameterError if the address cannot be used, and the errors of opening a model.
     """
@@ -83,7 +84,7 @@ def run(
 
 
 def new_server(app: Starlette, options: ServeOptions, max_connections: int | None = None) -> Server:
-    """uvicorn with the limits of `options`."""
+    """A uvicorn server with the limits of `options`."""
     connection = partial(Connection, header_timeout=options.header_timeout, send_timeout=options.send_timeout)
     config = uvicorn.Config(
         app,
@@ -94,35 +95,36 @@ def new_server(app: Starlette, options: ServeOptions, max_connections: int | Non
         lifespan="on",
         server_header=False,
         limit_concurrency=max_connections,
+        timeout_keep_alive=_IDLE,
         timeout_graceful_shutdown=_CLOSING,
     )
     return Server(config, app.state.service)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which still answers health checks, with 503, while it drains.
+    """uvicorn's server. While it drains, it still answers health checks, with 503.
 
-    end: ends the process with an exit code; None if the process is not the server's own.
+    end: function that ends the process with an exit code; None if the process is not the server's own.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
         self._draining: asyncio.Task[bool] | None = None
-        self._told = False
+        self._has_signal = False
         self.end: Callable[[int], None] | None = None
         service.on_failure = self._should_exit
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by the signals. It logs nothing: the interrupted thread may hold a lock of the log."""
+        """Called by uvicorn at a signal. Logs nothing: the interrupted thread may hold a lock of the log."""
         loop = self._service.loop
-        if self.end is not None and (self._told or loop is None):
-            self.end(128 + sig if self._told else 0)
-        if self._told or loop is None:
-            self.force_exit = self._told
+        if self.end is not None and (self._has_signal or loop is None):
+            self.end(128 + sig if self._has_signal else 0)
+        if self._has_signal or loop is None:
+            self.force_exit = self._has_signal
             self.should_exit = True
             return
-        self._told = True
+        self._has_signal = True
         if self.end is not None:
             seconds = self._service.options.drain_timeout + _STUCK
             with contextlib.suppress(Exception):  # stderr is not a file
@@ -141,7 +143,7 @@ class Server(uvicorn.Server):
 
 
 def open_socket(host: str, port: int, uds: Path | None) -> tuple[socket.socket, str]:
-    """A listening socket, and its address to show. Raises ParameterError if the address cannot be used."""
+    """Returns (a listening socket, its address for the log). Raises ParameterError if the address cannot be used."""
     try:
         if uds is not None:
             return _unix_socket(uds), f"unix:{uds}"
@@ -157,7 +159,10 @@ def open_socket(host: str, port: int, uds: Path | None) -> tuple[socket.socket, 
 
 
 def _unix_socket(path: Path) -> socket.socket:
-    """Only its owner can connect. A socket that a killed server left is replaced, one that still listens is not."""
+    """A listening Unix socket, to which only its owner can connect.
+
+    Replaces a socket that a killed server left. Raises ParameterError for a socket at which a process listens.
+    """
     if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
         _check_unused(path)
         path.unlink(missing_ok=True)
@@ -176,9 +181,9 @@ def _unix_socket(path: Path) -> socket.socket:
 
 
 def _check_unused(path: Path) -> None:
-    """Raises ParameterError if a process listens at a socket, and OSError if that cannot be found out."""
+    """Raises ParameterError if a process listens at a socket, and OSError if that cannot be determined."""
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a full backlog is an error instead of a wait
+        probe.setblocking(False)  # a full backlog raises instead of blocking
         try:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
@@ -189,7 +194,7 @@ def _check_unused(path: Path) -> None:
 
 
 def start_log(json_lines: bool, verbose: bool) -> LogWriter:
-    """Write the logs of the server, of uvicorn and of asyncio to stderr. Close the handler to write the last lines."""
+    """Send the logs of the server, of uvicorn and of asyncio to stderr. Close the handler to write the last lines."""
     handler = LogWriter(sys.stderr)
     handler.setFormatter(JsonLines() if json_lines else PlainLines())
     for name, level in (

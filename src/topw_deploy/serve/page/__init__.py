@@ -1,7 +1,7 @@
-"""The page at `/`: one HTML document with its style and scripts inside, which calls this server and nothing else.
+"""The page at `/`: one HTML document that contains its style and scripts, and calls this server only.
 
-page.html has places for style.css, the scripts and the rules. The header Content-Security-Policy has the scripts'
-hashes, so browsers never run text of a model or a user.
+page.html has marks, such as /*style*/, which style.css, the scripts and the rules replace. The header
+Content-Security-Policy has the hashes of style and script, so browsers never run text of a model or a user.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from starlette.responses import Response
 
 from topw_deploy.runtime.rule_settings import USUAL
 from topw_deploy.sampling.rules import RULES, TOP_W
-from topw_deploy.serve.requests import service_of
+from topw_deploy.serve.service import service_of
 
 SCRIPTS = ("dom.js", "api.js", "settings.js", "crop.js", "plot.js", "runs.js", "main.js")
-"""In the order of their use; together they are one script."""
+"""The files of the page's one script, in their order. They share one scope."""
 
 
 async def page(request: Request) -> Response:
-    """The page. It holds nothing secret: every call it makes needs the key, if the server has keys."""
+    """Answer the page. It holds no secrets: if the server has keys, each call of the page needs one."""
     document, policy = _document(bool(service_of(request).options.api_keys))
     headers = {
         "Content-Security-Policy": policy,
@@ -37,19 +37,22 @@ async def page(request: Request) -> Response:
 
 
 @cache
-def _document(keys: bool) -> tuple[str, str]:
-    """(the document, its policy). keys: whether the server has keys."""
+def _document(needs_key: bool) -> tuple[str, str]:
+    """Returns (the document, its Content-Security-Policy).
+
+    needs_key: whether the server has keys.
+    """
     style = _read("style.css")
     script = '"use strict";\n' + "\n".join(_read(name) for name in SCRIPTS)
     document = _read("page.html")
-    rules = json.dumps(_rules()).replace("<", "\\u003c")
-    for place, content in (
+    rules = json.dumps(_rule_fields()).replace("<", "\\u003c")
+    for mark, content in (
         ("/*style*/", style),
         ("/*script*/", script),
         ("/*rules*/", rules),
-        ("/*keys*/", str(int(keys))),
+        ("/*keys*/", str(int(needs_key))),
     ):
-        document = document.replace(place, content)
+        document = document.replace(mark, content)
     policy = {
         "default-src": "'none'",
         "script-src": _hash(script),
@@ -71,8 +74,8 @@ def _hash(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def _rules() -> list[dict[str, Any]]:
-    """The sampling rules with their parameters, for the page's form."""
+def _rule_fields() -> list[dict[str, Any]]:
+    """The sampling rules other than Top-W, with their parameters, for the page's form."""
     return [
         {
             "name": rule.name,

@@ -1,4 +1,4 @@
-"""The server's metrics as Ray's, which every node exports for all replicas together."""
+"""The server's metrics as Ray's metrics. Every node exports those of its replicas."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ray.serve import metrics
 from topw_deploy.serve.metrics import COUNTERS, GAUGES, MODEL, Metrics
 from topw_deploy.serve.service import Service
 
-REPORTING = 5.0
-"""Seconds between reports of the engines' state."""
+REPORT_INTERVAL = 5.0
+"""Seconds between reports of the engines' counts."""
 
 
 class RayMetrics(Metrics):
-    """What the server measures of each request and token, sent to Ray's histograms and counters.
+    """The metrics of each request and token, as histograms and counters of Ray.
 
-    Names have the prefix `topw_`, as Ray's may have no colon. Ray adds deployment, replica and application.
+    Names have the prefix `topw_`, because names in Ray cannot have a colon. Ray adds labels for deployment, replica
+    and application.
     """
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
@@ -30,7 +31,10 @@ class RayMetrics(Metrics):
 
 
 class _Labelled:
-    """One of Ray's metrics with the calls of Prometheus' client: `labels(value, ...)`, then `observe` or `inc`."""
+    """A metric of Ray with the methods of Prometheus' client: `labels(value, ...)`, then `observe` or `inc`.
+
+    names, values: of the labels.
+    """
 
     def __init__(self, metric: Any, names: tuple[str, ...], values: tuple[str, ...] = ()) -> None:
         self._metric, self._names, self._values = metric, names, values
@@ -46,15 +50,15 @@ class _Labelled:
             self._metric.inc(float(amount), tags=self._tags())
 
     def _tags(self) -> dict[str, str]:
-        """A new one each time, because Ray adds its own to it."""
+        """The labels with their values. A new dictionary for each call, because Ray adds its own labels to it."""
         return dict(zip(self._names, self._values, strict=True))
 
 
 async def report_engines(service: Service) -> None:
-    """Send the engines' state to Ray's metrics, until this is cancelled."""
+    """Send the engines' counts to Ray every REPORT_INTERVAL seconds, until the task is cancelled."""
     gauges = [(metrics.Gauge(f"topw_{name}", text, (MODEL,)), read) for name, text, read in GAUGES]
     counters = [(metrics.Counter(f"topw_{name}", text, (MODEL,)), read) for name, text, read in COUNTERS]
-    before: dict[tuple[str, int], float] = {}
+    sent: dict[tuple[str, int], float] = {}  # (model, counter) -> its last value
     while True:
         for served in service.served():
             stats, tags = served.engine.stats(), {MODEL: served.name}
@@ -62,8 +66,8 @@ async def report_engines(service: Service) -> None:
                 gauge.set(read(stats), tags=tags)
             for index, (counter, read) in enumerate(counters):
                 now = read(stats)
-                gained = now - before.get((served.name, index), 0)
-                before[served.name, index] = now
+                gained = now - sent.get((served.name, index), 0)
+                sent[served.name, index] = now
                 if gained > 0:
                     counter.inc(gained, tags=tags)
-        await asyncio.sleep(REPORTING)
+        await asyncio.sleep(REPORT_INTERVAL)

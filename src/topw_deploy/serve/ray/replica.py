@@ -1,4 +1,4 @@
-"""One replica: the server's ASGI application with its models, called by the gateway."""
+"""One replica: the server's ASGI application with its models, which the gateway calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from topw_deploy.serve.server import start_log
 from topw_deploy.serve.service import Service
 
 Head = tuple[int, list[tuple[bytes, bytes]]]
-"""An answer's status and headers."""
+"""(status, headers) of an answer."""
 
 
 class Replica:
-    """Opens the models. Ray sends requests when that has succeeded.
+    """Opens the models. Ray sends requests after the models are open.
 
     Raises the errors of opening a model.
     """
@@ -29,23 +29,27 @@ class Replica:
         self._service: Service = self._app.state.service
         self._service.metrics = RayMetrics(self._service.served)
         self._service.start()
-        await self._service.opened()
+        await self._service.wait_until_open()
         self._reports = asyncio.ensure_future(report_engines(self._service))
 
     async def relay(
         self, scope: dict[str, Any], body: bytes, *, prefix: str = ""
     ) -> AsyncGenerator[Head | bytes, None]:
-        """Answer one HTTP request: first status and headers, then the parts of the body.
+        """Answer one HTTP request. Yields (status, headers), then the parts of the body.
 
-        scope: of ASGI. prefix: read by the router. Cancelling the generator frees the request's rows.
+        scope: the request's ASGI scope.
+        body: the whole body of the request.
+        prefix: read only by the router.
+
+        Cancelling the generator frees the request's rows.
         """
         parts: asyncio.Queue[Head | bytes | None] = asyncio.Queue()
         gone = asyncio.Event()
-        bodies = [body]
+        unread = [body]
 
         async def receive() -> dict[str, Any]:
-            if bodies:
-                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
             await gone.wait()
             return {"type": "http.disconnect"}
 
@@ -76,12 +80,15 @@ class Replica:
         task.result()
 
     def check_health(self) -> None:
-        """Called by Ray, which replaces a replica that raises. Raises GenerationError unless requests are accepted."""
+        """Called by Ray, which replaces a replica that raises.
+
+        Raises GenerationError unless the replica accepts requests or finishes running ones.
+        """
         if self._service.state not in ("ready", "draining"):
             raise GenerationError(f"the replica is {self._service.state}.")
 
     def __del__(self) -> None:
-        """Called by Ray when the running requests have ended, or after `graceful_shutdown_timeout_s`."""
+        """Free the models. Called by Ray when all requests have ended, or after `graceful_shutdown_timeout_s`."""
         service = getattr(self, "_service", None)
         for each in service.served() if service is not None else ():
             each.close()

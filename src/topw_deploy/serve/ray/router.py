@@ -1,4 +1,4 @@
-"""Ray Serve's request router, by the beginning of the prompt."""
+"""A request router of Ray Serve that chooses the replica by the beginning of the prompt."""
 
 from __future__ import annotations
 
@@ -8,25 +8,34 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from topw_deploy.serve.affinity import choose, preferred
 
-PREFIX = "prefix"
-"""Argument of the replica's method that has the key of the prompt's beginning."""
+PREFIX_ARGUMENT = "prefix"
+"""Name of the argument of `Replica.relay` with the key of the prompt's beginning."""
 
 
 class PrefixRouter(RequestRouter):
-    """Sends prompts that begin alike to one replica, within a load bound. Requests without a prompt go anywhere."""
+    """Sends prompts that begin alike to one replica, within a bound on its load.
+
+    For requests without a prompt, Ray chooses the replica.
+    """
 
     def initialize_state(self, load_factor: float = 1.25, **_: Any) -> None:
-        """load_factor: no replica gets more than this many times the mean number of requests."""
+        """Called by Ray.
+
+        load_factor: no replica gets more than this many times the mean number of requests.
+        """
         self._load_factor = load_factor
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica, then all others; of these Ray takes the one with the fewest requests that has room."""
+        """Called by Ray. Returns [[the chosen replica], [all others]].
+
+        If the chosen replica takes no more requests, Ray tries the others, those with the fewest requests first.
+        """
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # if none has room
-        key = pending_request.kwargs.get(PREFIX, "")
+        pending_request.routing_context.should_backoff = True  # if no replica takes more requests
+        key = pending_request.kwargs.get(PREFIX_ARGUMENT, "")
         if not key:
             return [candidate_replicas]
         replicas = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)

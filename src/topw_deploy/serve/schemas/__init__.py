@@ -1,1 +1,1 @@
-"""Fields of the requests. Undeclared fields are parameters of the engine, or unknown: see `parameters`."""
+"""The fields of the requests. Fields that a schema does not declare are parameters of the engine (`parameters`)."""

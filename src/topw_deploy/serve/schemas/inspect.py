@@ -1,4 +1,4 @@
-"""/topw/inspect."""
+"""The request of /topw/inspect."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, StrictInt
 
-from topw_deploy.serve.schemas.generation import Generating
+from topw_deploy.serve.schemas.generation import GenerationRequest
 
-_OF_ANSWERS = "belongs to a request for text; remove it"
+_ONLY_FOR_TEXT = "belongs to a request for text; remove it"
 _GRAMMAR = "cannot be inspected, because a grammar's mask is not recomputed; inspect an answer without it"
 Ids = list[Annotated[int, Field(strict=True, ge=0)]]
 
 
-class InspectRequest(Generating):
-    """The body of /topw/inspect: a request that was answered, and which of its tokens to explain.
+class InspectRequest(GenerationRequest):
+    """The body of /topw/inspect: the fields of a request that was answered, and the token of its answer to explain.
 
     prompt_token_ids: token ids of the prompt, at least one.
     token_ids: token ids of the answer, at least up to the token to explain.
-    position: index of that token in `token_ids`, from 0.
-    sample: index of the answer among the request's `n`.
+    position: index of the token to explain in `token_ids`, from 0.
+    sample: index of the answer among the `n` answers to the request.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("stream", "stream_options", "max_time", "cache_prompt"), _OF_ANSWERS),
+        **dict.fromkeys(("stream", "stream_options", "max_time", "cache_prompt"), _ONLY_FOR_TEXT),
         **dict.fromkeys(("structured_outputs", "response_format"), _GRAMMAR),
     }
 

@@ -1,4 +1,4 @@
-"""/v1/responses. Its requests become those of a chat; nothing is stored."""
+"""The request of /v1/responses, which becomes the request of a chat. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
-from topw_deploy.serve.failures import invalid
+from topw_deploy.serve.failures import invalid_request
 from topw_deploy.serve.parameters import MOST_LOGPROBS
-from topw_deploy.serve.schemas.generation import NO_PROMPT_LOGPROBS, ChatRequest, Generating, Part
+from topw_deploy.serve.schemas.generation import NO_PROMPT_LOGPROBS, ChatRequest, GenerationRequest, Part
 
-_OF_CHATS = "belongs to /v1/chat/completions; {}"
+_ONLY_FOR_CHATS = "belongs to /v1/chat/completions; {}"
 _WITH_LOGPROBS = '"include": ["message.output_text.logprobs"]'
-_ONE = "is not available, because a response has one answer; remove it"
+_ONE_ANSWER = "is not available, because a response has one answer; remove it"
 _NOT_STORED = "is not available, because nothing is stored; send the whole conversation as input"
 
 
 class FunctionTool(BaseModel):
-    """A tool. Unlike a chat's, its fields are not nested."""
+    """A tool. Unlike a chat's tool, it has no nested `function`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -28,6 +28,7 @@ class FunctionTool(BaseModel):
     parameters: dict[str, Any] | None = None
 
     def as_chat_tool(self) -> dict[str, Any]:
+        """The tool as a chat request states it."""
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -39,8 +40,8 @@ class ToolName(BaseModel):
     name: str
 
 
-class Item(BaseModel):
-    """A message, a call, its result, or a model's reasoning."""
+class InputItem(BaseModel):
+    """An item of the input: a message, a tool call, the result of a call, or the model's reasoning."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -53,8 +54,8 @@ class Item(BaseModel):
     output: str | list[Part] | None = None
 
 
-class Format(BaseModel):
-    """What the text must match."""
+class TextFormat(BaseModel):
+    """`text.format`: what the text of the answer must match."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -62,44 +63,44 @@ class Format(BaseModel):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class Text(BaseModel):
-    """`verbosity` and other fields are ignored."""
+class TextOptions(BaseModel):
+    """`text`. Other fields, such as `verbosity`, are ignored."""
 
-    format: Format | None = None
+    format: TextFormat | None = None
 
 
-class Effort(BaseModel):
-    """`summary` and other fields are ignored."""
+class ReasoningOptions(BaseModel):
+    """`reasoning`. Other fields, such as `summary`, are ignored."""
 
     effort: str | None = None
 
 
-class ResponsesRequest(Generating):
+class ResponsesRequest(GenerationRequest):
     """The body of /v1/responses."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "messages": _OF_CHATS.format("give input"),
-        "max_tokens": _OF_CHATS.format("give max_output_tokens"),
-        "max_completion_tokens": _OF_CHATS.format("give max_output_tokens"),
-        "response_format": _OF_CHATS.format("give text.format"),
-        "reasoning_effort": _OF_CHATS.format("give reasoning.effort"),
-        "logprobs": _OF_CHATS.format(f"give {_WITH_LOGPROBS}"),
-        "return_token_ids": _OF_CHATS.format("remove it"),
+        "messages": _ONLY_FOR_CHATS.format("give input"),
+        "max_tokens": _ONLY_FOR_CHATS.format("give max_output_tokens"),
+        "max_completion_tokens": _ONLY_FOR_CHATS.format("give max_output_tokens"),
+        "response_format": _ONLY_FOR_CHATS.format("give text.format"),
+        "reasoning_effort": _ONLY_FOR_CHATS.format("give reasoning.effort"),
+        "logprobs": _ONLY_FOR_CHATS.format(f"give {_WITH_LOGPROBS}"),
+        "return_token_ids": _ONLY_FOR_CHATS.format("remove it"),
         "prompt_logprobs": NO_PROMPT_LOGPROBS,
-        "n": _ONE,
-        "num_return_sequences": _ONE,
+        "n": _ONE_ANSWER,
+        "num_return_sequences": _ONE_ANSWER,
         "previous_response_id": _NOT_STORED,
         "conversation": _NOT_STORED,
     }
 
-    input: str | list[Item]
+    input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, strict=True)
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
     parallel_tool_calls: StrictBool | None = None
-    text: Text | None = None
-    reasoning: Effort | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
@@ -107,10 +108,10 @@ class ResponsesRequest(Generating):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def as_chat(self) -> ChatRequest:
-        """The chat with the same answer. Raises RequestError for a wrong field, and for what a chat cannot express."""
+        """The chat request with the same answer. Raises RequestError for a wrong field."""
         self.check_fields()
         if self.top_logprobs and not self.include:
-            raise invalid(f"top_logprobs is given without include; add {_WITH_LOGPROBS}.", "top_logprobs")
+            raise invalid_request(f"top_logprobs is given without include; add {_WITH_LOGPROBS}.", "top_logprobs")
         fields: dict[str, Any] = {
             "stream": self.stream,
             "messages": self._messages(),
@@ -139,7 +140,9 @@ class ResponsesRequest(Generating):
         if wanted.type == "json_object":
             return {"type": "json_object"}
         if wanted.schema_ is None:
-            raise invalid("text.format has no schema; give one.", "text.format.schema", "missing_required_parameter")
+            raise invalid_request(
+                "text.format has no schema; give one.", "text.format.schema", "missing_required_parameter"
+            )
         return {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -150,32 +153,36 @@ class ResponsesRequest(Generating):
             return [*found, {"role": "user", "content": self.input}]
         names: dict[str, str] = {}
         for index, item in enumerate(self.input):
-            _add(found, item, f"input.{index}", names)
+            _add_item(found, item, f"input.{index}", names)
         return found
 
 
-def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str, str]) -> None:
-    """Add an item to the messages. names: of the calls, by id."""
+def _add_item(messages: list[dict[str, Any]], item: InputItem, where: str, names: dict[str, str]) -> None:
+    """Add an item of the input to the messages of a chat.
+
+    where: the item's place in the request, for error messages.
+    names: id of a call -> name of the tool; a call adds its own.
+    """
     if item.type == "reasoning":
         return
     if item.type == "message":
         content = item.content if not isinstance(item.content, list) else [part.model_dump() for part in item.content]
-        messages.append({"role": _needed(item.role, where, "role"), "content": content})
+        messages.append({"role": _require(item.role, where, "role"), "content": content})
     elif item.type == "function_call":
-        call_id, name = _needed(item.call_id, where, "call_id"), _needed(item.name, where, "name")
+        call_id, name = _require(item.call_id, where, "call_id"), _require(item.name, where, "name")
         names[call_id] = name
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": item.arguments or "{}"}}
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(call)
     else:
-        call_id = _needed(item.call_id, where, "call_id")
+        call_id = _require(item.call_id, where, "call_id")
         output = item.output if not isinstance(item.output, list) else "".join(p.text or "" for p in item.output)
         named = {"name": names[call_id]} if call_id in names else {}
         messages.append({"role": "tool", "tool_call_id": call_id, "content": output or "", **named})
 
 
-def _needed(value: str | None, where: str, name: str) -> str:
+def _require(value: str | None, where: str, name: str) -> str:
     if not value:
-        raise invalid(f"{where}.{name} is missing.", f"{where}.{name}", "missing_required_parameter")
+        raise invalid_request(f"{where}.{name} is missing.", f"{where}.{name}", "missing_required_parameter")
     return value

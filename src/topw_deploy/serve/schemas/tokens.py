@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize."""
+"""The requests of /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from topw_deploy.serve.schemas.generation import Message
 class TokenizeRequest(BaseModel):
     """The body of /tokenize: a text, or the messages of a chat.
 
-    add_special_tokens: to a text; default true.
+    add_special_tokens: whether the tokenizer adds its special tokens to a text; a rendered chat has its own.
+    return_token_strs: whether the answer has the text of each token.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
