@@ -17,12 +17,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from benchmarks.common import UNCOUNTED, median_step, one_thread_pool
-from topw_deploy.bench.decode.argmax import share_weights
+from topw_deploy.bench.decode.argmax import link_weights
 from topw_deploy.export.tail import OP_TYPE
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.cache import caches_of
+from topw_deploy.runtime.cache import new_caches
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, prefill
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
@@ -68,7 +68,7 @@ def write_either(export: Path, folder: Path) -> Path:
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         old.name, new.name = None, name
     graph.remove(sampler, safe=True)
-    share_weights(export, folder)
+    link_weights(export, folder)
     ir.save(model, folder / FILE)
     return folder / FILE
 
@@ -96,7 +96,7 @@ class TopW:
 
     def begin(self, prompt: list[int], new_tokens: int) -> None:
         asked = {"max_new_tokens": new_tokens + 1, "seed": 1, "ignore_eos": True}
-        requests, _, _ = self.model._requests([prompt], asked)
+        requests, _, _ = self.model._resolve_requests([prompt], asked)
         self.row = Row(0, requests[0], None)
         model = self.model
         self.generation = Generation(self.session, model._caches, [self.row])
@@ -116,7 +116,7 @@ class ArgMax:
     """A minimal greedy loop over the same graph."""
 
     def __init__(self, manifest: DecoderManifest, session: Either) -> None:
-        self.session, self.caches = session, caches_of(session, manifest.decoder)  # type: ignore[arg-type]
+        self.session, self.caches = session, new_caches(session, manifest.decoder)  # type: ignore[arg-type]
         self.token = np.zeros(1, np.int64)
         self.unused = {name: np.zeros((1, 0), np.float32) for name in SAMPLER_INPUTS if name.startswith("edit_")}
         self.unused |= {name: np.ones(1, np.float32) for name in TopWParameters.__slots__}

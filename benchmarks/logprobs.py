@@ -16,7 +16,7 @@ import numpy as np
 
 from topw_deploy.engine import Engine
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.logprobs import score
+from topw_deploy.runtime.logprobs import score_token
 
 VOCAB, ROUNDS = 151_936, 5
 
@@ -39,7 +39,7 @@ def main() -> None:
     given = parser.parse_args()
     logits = (np.random.default_rng(0).standard_normal(VOCAB) * 4).astype(np.float32)
     for count in (0, 1, 5, 20):
-        seconds = best_of(partial(score, logits, 7, count), 50)
+        seconds = best_of(partial(score_token, logits, 7, count), 50)
         print(f"score, {VOCAB:,} logits, {count:2} best: {seconds * 1e3:.3f} ms")
     model = TopWModel.from_pretrained(given.folder, provider="cpu", intra_op_num_threads=given.threads)
     prompt = np.random.default_rng(1).integers(5, model.manifest.sampler.vocab_size, given.tokens).tolist()

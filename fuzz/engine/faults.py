@@ -31,7 +31,7 @@ class Faults:
     @classmethod
     def of(cls, model: TopWModel, seed: int) -> Faults:
         """Faults of all bindings that `model` makes from now on."""
-        session, _ = model._opened()
+        session, _ = model._require_open()
         faults = cls(seed)
         session.bind = lambda: FaultyBinding(session, faults)  # type: ignore[method-assign,arg-type,return-value]
         return faults

@@ -112,7 +112,7 @@ def test_callers_of_generate_wait_for_those_before_them(
 
 @pytest.mark.parametrize(("callers", "steps"), [(1, 3 + 0 + 5 + 2 + 1), (5, 6)])
 def test_the_runs_alone_serve_the_requests_by_the_engines_schedule(model: TopWModel, callers: int, steps: int) -> None:
-    session, _ = model._opened()
+    session, _ = model._require_open()
     batch = Batch(session, model.manifest.decoder, callers, 96)
     reads: list[int] = []
     read = batch.read
@@ -122,7 +122,7 @@ def test_the_runs_alone_serve_the_requests_by_the_engines_schedule(model: TopWMo
         return read(row, request, start, end)
 
     batch.read = counted  # type: ignore[method-assign]
-    requests = [model._requests(prompt, {"max_new_tokens": new, "seed": 1, "ignore_eos": True})[0][0]
+    requests = [model._resolve_requests(prompt, {"max_new_tokens": new, "seed": 1, "ignore_eos": True})[0][0]
                 for prompt, new in REQUESTS]  # fmt: skip
     for _ in range(2):  # all rows are free again
         before = batch.steps

@@ -43,7 +43,7 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     pytest.importorskip("llguidance")
-    compiler, guides = Compiler(), TopWModel._guides
+    compiler, guides = Compiler(), TopWModel._new_guides
 
     def slow(model: TopWModel, rows: Any) -> Any:
         if any(row.constraint is not None for row in rows):
@@ -51,7 +51,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
             assert compiler.opened.wait(HANG)
         return guides(model, rows)
 
-    monkeypatch.setattr(TopWModel, "_guides", slow)
+    monkeypatch.setattr(TopWModel, "_new_guides", slow)
     yield compiler
     compiler.opened.set()
 

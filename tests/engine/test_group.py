@@ -16,7 +16,7 @@ from topw_deploy.runtime.text import RowText
 
 
 def request_of(model: TopWModel, budget: int, ends: frozenset[int] = frozenset()) -> RowRequest:
-    (request,), *_ = model._requests([5, 6], {"seed": 1})
+    (request,), *_ = model._resolve_requests([5, 6], {"seed": 1})
     return replace(request, budget=budget, eos_token_ids=ends)
 
 
@@ -38,7 +38,7 @@ def test_a_group_passes_the_tokens_that_each_row_passes_alone(model: TopWModel) 
         while True:
             tokens = rng.integers(-1 if rng.random() < 0.05 else 0, 40, len(rows)).tolist()
             before = [row.steps for row in alone]
-            pass_alone = [row.passes(token) for row, token in zip(alone, tokens, strict=True)]
+            pass_alone = [row.try_lengthen(token) for row, token in zip(alone, tokens, strict=True)]
             found = group.passes(tokens)
             ending = {token for request in requests for token in request.eos_token_ids}
             assert found == (all(pass_alone) and ending.isdisjoint(tokens))

@@ -19,14 +19,14 @@ class Rows:
 
     def __init__(self, model: TopWModel, rows: int) -> None:
         self.model = model
-        session, _ = model._opened()
+        session, _ = model._require_open()
         self.batch = Batch(session, model._decoder, rows, CONTEXT)
         self.tokens: list[list[int]] = []
         self.masked: list[bool] = []
         self.requests: list[RowRequest] = []
 
     def join(self, text: str, seed: int, *, masked: bool) -> None:
-        (request,), *_ = self.model._requests(byte_ids(text), {"max_new_tokens": 60, "seed": seed, **HOT})
+        (request,), *_ = self.model._resolve_requests(byte_ids(text), {"max_new_tokens": 60, "seed": seed, **HOT})
         row = len(self.tokens)
         self.requests.append(request)
         self.tokens.append([])

@@ -14,9 +14,9 @@ from tests.support.toy_model import VOCAB
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.chat import ChatTemplate
-from topw_deploy.runtime.generation_config import model_defaults
+from topw_deploy.runtime.generation_config import read_model_defaults
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS
-from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
+from topw_deploy.runtime.request import Limits, RowRequest, resolve_rows, split_parameters
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling import TopWParameters
 
@@ -60,9 +60,9 @@ def check_resolved(request: dict[str, Any], rows: int) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            named, whole = split(request)
+            named, whole = split_parameters(request)
         samples, config = min(whole["num_return_sequences"], 2), whole["generation_config"]
-        found = resolve([[1, 2]] * rows, named, {}, TopWParameters(), LIMITS, samples, config=config)
+        found = resolve_rows([[1, 2]] * rows, named, {}, TopWParameters(), LIMITS, samples, config=config)
     except (ParameterError, PromptError):
         return
     assert len(found) % rows == 0
@@ -98,10 +98,10 @@ def test_any_generation_config_is_read_or_refused(model: TopWModel) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                defaults = model_defaults(FakeFolder(config, model), tokenizer)  # type: ignore[arg-type]
+                defaults = read_model_defaults(FakeFolder(config, model), tokenizer)  # type: ignore[arg-type]
             except ParameterError:
                 return
-            check_sane(resolve([[1, 2]], {}, defaults, TopWParameters(), LIMITS)[0])
+            check_sane(resolve_rows([[1, 2]], {}, defaults, TopWParameters(), LIMITS)[0])
 
     check()
 
@@ -119,7 +119,7 @@ def test_any_prompt_becomes_rows_or_is_refused(model: TopWModel) -> None:
     @given(prompt=VALUES, inputs=st.dictionaries(st.sampled_from(INPUTS), VALUES, max_size=2))
     def check(prompt: Any, inputs: dict[str, Any]) -> None:
         try:
-            rows, _, _ = model._requests(prompt, inputs)
+            rows, _, _ = model._resolve_requests(prompt, inputs)
         except PromptError:
             return
         assert all(row.prompt for row in rows)

@@ -8,7 +8,7 @@ import pytest
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo, State, key_value_states
 from topw_deploy.runtime.cache import buffers as cache_buffers
-from topw_deploy.runtime.cache.buffers import Buffers, HostMemory, MemoryPool, zeroed
+from topw_deploy.runtime.cache.buffers import Buffers, HostMemory, MemoryPool, allocate_zeros
 
 HEADS, DIMS = (2, 1), (4, 3)
 
@@ -169,7 +169,7 @@ def test_an_impossible_record_is_refused_in_a_sentence(shape: tuple[int, int]) -
     with pytest.raises(
         GenerationError, match=r"the record of the steps would take \d+\.\d TB.*\(max_new_tokens\) at a time"
     ):
-        zeroed("the record of the steps", shape, np.uint8)
+        allocate_zeros("the record of the steps", shape, np.uint8)
 
 
 def test_a_buffer_that_is_cleared_must_fit_the_machine_and_the_pool_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,7 +249,7 @@ def test_no_row_is_watched_where_nobody_asked_for_it(model: TopWModel, monkeypat
     def refuse(*_: Any) -> None:
         raise AssertionError("a Watch was made")
 
-    monkeypatch.setattr("topw_deploy.runtime.callbacks.Watch.__init__", refuse)
+    monkeypatch.setattr("topw_deploy.runtime.callbacks.RowCallbacks.__init__", refuse)
     model.generate("ab", stopping_criteria=[], **SETTINGS)
     with pytest.raises(AssertionError, match="a Watch was made"):
         model.generate("ab", stopping_criteria=third, **SETTINGS)

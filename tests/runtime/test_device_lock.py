@@ -33,7 +33,7 @@ def wait_for(lock: DeviceLock, *threads: threading.Thread) -> bool:
 
 
 def use(lock: DeviceLock) -> None:
-    with lock.using:
+    with lock.shared_use:
         pass
 
 
@@ -49,7 +49,7 @@ def capture(lock: DeviceLock) -> None:
 
 def test_several_threads_use_a_device_at_once() -> None:
     lock = DeviceLock()
-    with lock.using:
+    with lock.shared_use:
         assert ends(in_a_thread(lambda: use(lock)))
         assert ends(in_a_thread(lambda: open_a_session(lock)))
 
@@ -75,16 +75,16 @@ def test_a_capture_waits_for_current_users_and_precedes_new_ones() -> None:
             assert captured.wait(HANG)
 
     def come_later() -> None:
-        with lock.using:
+        with lock.shared_use:
             order.append("later")
 
-    with lock.using:
+    with lock.shared_use:
         capturing = in_a_thread(capture)
         assert wait_for(lock, capturing)
         later = in_a_thread(come_later)
         assert wait_for(lock, capturing, later)
         assert order == []
-        with lock.using:  # a current user does not wait for a waiting capture
+        with lock.shared_use:  # a current user does not wait for a waiting capture
             order.append("again")
     assert begun.wait(HANG)
     assert wait_for(lock, later)
@@ -155,7 +155,7 @@ def test_garbage_collection_may_use_the_device_amid_the_lock_s_own_code() -> Non
     capturing, uses, wrong = list[int](), list[int](), list[str]()
 
     def collect() -> None:
-        with lock.using:
+        with lock.shared_use:
             uses.append(1)
             if capturing not in ([], [threading.get_ident()]):
                 wrong.append("a use during another thread's capture")

@@ -10,7 +10,7 @@ import pytest
 from tests.support.toy_model import VOCAB, Toy, export_sampler
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.runtime.edits import EditInputs
-from topw_deploy.runtime.request import Limits, resolve, split
+from topw_deploy.runtime.request import Limits, resolve_rows, split_parameters
 from topw_deploy.sampling import TopWParameters, apply_edits
 
 A, B, C = 10, 11, 12
@@ -24,8 +24,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide" / "runtime.md"
 
 
 def edits() -> EditInputs:
-    named, _ = split({"seed": 1, "repetition_penalty": PENALTY, "logit_bias": BIASES})
-    return EditInputs(resolve([PROMPT], named, {}, TopWParameters(), Limits(1000, VOCAB)))
+    named, _ = split_parameters({"seed": 1, "repetition_penalty": PENALTY, "logit_bias": BIASES})
+    return EditInputs(resolve_rows([PROMPT], named, {}, TopWParameters(), Limits(1000, VOCAB)))
 
 
 def test_numpys_edits_give_the_numbers_of_the_example() -> None:

@@ -160,14 +160,14 @@ def test_all_edits_together_fit_and_agree(model: TopWModel, toy: Toy) -> None:
 
 
 def test_a_batch_without_edits_sends_empty_inputs(model: TopWModel) -> None:
-    requests, _, _ = model._requests(["a", "b"], {})
+    requests, _, _ = model._resolve_requests(["a", "b"], {})
     edits = EditInputs(requests)
     assert not edits.is_active
     assert edits.ids.shape == (2, 0)
 
 
 def test_slots_stay_distinct_within_a_row(model: TopWModel) -> None:
-    requests, _, _ = model._requests(
+    requests, _, _ = model._resolve_requests(
         ["banana", "a"], {"repetition_penalty": 1.1, "presence_penalty": 1.0, "no_repeat_ngram_size": 1, "seed": 1}
     )
     edits = EditInputs(requests)
@@ -184,9 +184,9 @@ def test_slots_stay_distinct_within_a_row(model: TopWModel) -> None:
 def test_rows_are_set_cleared_and_exchanged_alone(model: TopWModel) -> None:
     """A row's edits depend on its request alone, wherever and beside whatever it runs."""
     settings: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram_size": 2}
-    (first,), *_ = model._requests("banana", settings)
-    (second,), *_ = model._requests("x", {"logit_bias": dict.fromkeys(range(3, 40), 1.0)})
-    (plain,), *_ = model._requests("y", {})
+    (first,), *_ = model._resolve_requests("banana", settings)
+    (second,), *_ = model._resolve_requests("x", {"logit_bias": dict.fromkeys(range(3, 40), 1.0)})
+    (plain,), *_ = model._resolve_requests("y", {})
 
     def inputs(edits: EditInputs, row: int) -> set[tuple[int, float, float]]:
         edits.write_bans(row)
@@ -215,7 +215,7 @@ def test_rows_are_set_cleared_and_exchanged_alone(model: TopWModel) -> None:
 
 
 def test_a_row_whose_edits_do_not_fit_is_without_edits(model: TopWModel) -> None:
-    (large,), *_ = model._requests("abc", {"logit_bias": dict.fromkeys(range(3, 8), 1.0)})
+    (large,), *_ = model._resolve_requests("abc", {"logit_bias": dict.fromkeys(range(3, 8), 1.0)})
     edits = EditInputs([None, None], fixed=4)
     with pytest.raises(ParameterError, match="edits more than 4 tokens"):
         edits.set(1, large)
@@ -224,11 +224,11 @@ def test_a_row_whose_edits_do_not_fit_is_without_edits(model: TopWModel) -> None
 
 
 def test_a_graph_with_fixed_slots_refuses_what_does_not_fit(model: TopWModel) -> None:
-    requests, _, _ = model._requests("abc", {"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}})
+    requests, _, _ = model._resolve_requests("abc", {"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}})
     assert EditInputs(requests, fixed=3).ids.tolist() == [[1, 2, 3]]
     with pytest.raises(ParameterError, match="edits more than 2 tokens"):
         EditInputs(requests, fixed=2)
-    plain, _, _ = model._requests("abc", {})
+    plain, _, _ = model._resolve_requests("abc", {})
     assert EditInputs(plain, fixed=4).ids.tolist() == [[-1] * 4]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.toy_model import VOCAB
 from topw_deploy.runtime.edits import EditInputs
-from topw_deploy.runtime.request import Limits, resolve, split
+from topw_deploy.runtime.request import Limits, resolve_rows, split_parameters
 from topw_deploy.sampling import TopWParameters
 
 torch = pytest.importorskip("torch")
@@ -57,5 +57,5 @@ def test_each_edit_agrees_step_by_step(request_: dict[str, Any], make: Any) -> N
 
 
 def edits_of(prompt: Sequence[int], request: dict[str, Any]) -> EditInputs:
-    named, _ = split({"seed": 1, "eos_token_id": EOS, **request})
-    return EditInputs(resolve([prompt], named, {}, TopWParameters(), Limits(1000, VOCAB)))
+    named, _ = split_parameters({"seed": 1, "eos_token_id": EOS, **request})
+    return EditInputs(resolve_rows([prompt], named, {}, TopWParameters(), Limits(1000, VOCAB)))

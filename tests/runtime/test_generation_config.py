@@ -11,16 +11,16 @@ import pytest
 from tests.support.toy_model import VOCAB, Load, Toy
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
+from topw_deploy.runtime.request import Limits, RowRequest, resolve_rows, split_parameters
 from topw_deploy.sampling import TopWParameters
 
 SETTINGS = {"temperature": 2.0, "lam": 0.3, "max_new_tokens": 5, "seed": 3}
 
 
 def row(request: dict[str, Any], config: dict[str, Any], model: dict[str, Any]) -> RowRequest:
-    named, whole = split({**request, "generation_config": config})
+    named, whole = split_parameters({**request, "generation_config": config})
     limits = Limits(1000, VOCAB)
-    (only,) = resolve([[5] * 10], named, model, TopWParameters(), limits, config=whole["generation_config"])
+    (only,) = resolve_rows([[5] * 10], named, model, TopWParameters(), limits, config=whole["generation_config"])
     return only
 
 

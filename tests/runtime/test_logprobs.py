@@ -13,7 +13,7 @@ import pytest
 from tests.support.toy_model import CONTEXT, VOCAB, Load, Toy, byte_ids, export
 from topw_deploy.errors import LogitsError, ParameterError
 from topw_deploy.runtime import TokenLogprob, TopWModel
-from topw_deploy.runtime.logprobs import best, score
+from topw_deploy.runtime.logprobs import best_ids, score_token
 
 HOT: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True, "seed": 3, "max_new_tokens": 12}
 EDITS: dict[str, Any] = {"repetition_penalty": 1.3, "logit_bias": {40: 5.0, 41: -np.inf}, "presence_penalty": 0.5}
@@ -56,9 +56,9 @@ def test_a_score_is_the_log_softmax_and_the_first_of_a_stable_sort(size: int, ki
         logits[size // 2] = 1.0
     order = ranking(logits)
     for count in {0, 1, min(20, size), size}:
-        assert best(logits, count).tolist() == order[:count].tolist()
+        assert best_ids(logits, count).tolist() == order[:count].tolist()
         for token in {int(order[0]), int(order[-1]), size // 2}:
-            found = score(logits, token, count)
+            found = score_token(logits, token, count)
             assert found is not None
             assert found.greedy == (token == order[0])
             assert found.logprob == pytest.approx(log_softmax(logits)[token], abs=1e-5)
@@ -69,13 +69,13 @@ def test_a_score_is_the_log_softmax_and_the_first_of_a_stable_sort(size: int, ki
 def test_logits_that_are_not_numbers_have_no_score(wrong: float) -> None:
     logits = np.zeros(300, np.float32)
     logits[200] = wrong
-    assert score(logits, 3, 2) is None
-    assert score(np.full(300, -np.inf, np.float32), 3, 2) is None
+    assert score_token(logits, 3, 2) is None
+    assert score_token(np.full(300, -np.inf, np.float32), 3, 2) is None
 
 
 def test_float16_logits_are_widened_first() -> None:
     logits = (np.random.default_rng(0).standard_normal(300) * 8).astype(np.float16)
-    found = score(logits, 7, 3)
+    found = score_token(logits, 7, 3)
     assert found is not None
     assert found.logprob == pytest.approx(log_softmax(logits)[7], abs=1e-5)
 
@@ -137,9 +137,9 @@ def test_rows_that_ask_share_a_batch_with_others(scoring: TopWModel, monkeypatch
     def counted(*arguments: Any) -> Any:
         nonlocal count
         count += 1
-        return score(*arguments)
+        return score_token(*arguments)
 
-    monkeypatch.setattr("topw_deploy.runtime.logprobs.score", counted)
+    monkeypatch.setattr("topw_deploy.runtime.logprobs.score_token", counted)
     assert scoring.generate(prompts, **settings, **asked) == alone
     assert count == 6 + 9 + (3 + 7), "the prompt of row 0, the tokens of row 1, both of row 3"
     assert scoring.generate(prompts, **settings) == [

@@ -20,10 +20,12 @@ def generated(model: TopWModel, masked: tuple[bool, ...]) -> list[list[int]]:
     requests = [
         request
         for seed, (prompt, steps) in enumerate(zip(PROMPTS, STEPS, strict=True))
-        for request in model._requests(prompt, {"max_new_tokens": steps, "seed": seed, "ignore_eos": True, **HOT})[0]
+        for request in model._resolve_requests(
+            prompt, {"max_new_tokens": steps, "seed": seed, "ignore_eos": True, **HOT}
+        )[0]
     ]
     rows = [Row(index, request, None) for index, request in enumerate(requests)]
-    generation = Generation(*model._opened(), rows)
+    generation = Generation(*model._require_open(), rows)
     tokens: list[list[int]] = [[] for _ in rows]
 
     def step(run: object) -> None:

@@ -11,15 +11,15 @@ from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.parameters import REQUEST_ALIASES
-from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
+from topw_deploy.runtime.request import Limits, RowRequest, resolve_rows, split_parameters
 from topw_deploy.sampling import TopWParameters
 
 HOT = {"temperature": 3.0, "lam": 0.1, "seed": 4}
 
 
 def row(request: dict[str, Any], prompt: int = 10) -> RowRequest:
-    named, _ = split(request)
-    (only,) = resolve([[5] * prompt], named, {"eos_token_id": (EOS,)}, TopWParameters(), Limits(1000, VOCAB))
+    named, _ = split_parameters(request)
+    (only,) = resolve_rows([[5] * prompt], named, {"eos_token_id": (EOS,)}, TopWParameters(), Limits(1000, VOCAB))
     return only
 
 
@@ -51,8 +51,8 @@ def test_a_name_and_its_alias_together_are_refused_and_both_are_named(alias: str
         return
     for first, second in ((name, alias), (alias, name)):
         with pytest.raises(ParameterError, match=f"{name} is given twice, as {first} and as {second}; give it once"):
-            split({first: 1, second: 1})
-    assert split({name: None, alias: 1}) == split({name: 1})
+            split_parameters({first: 1, second: 1})
+    assert split_parameters({name: None, alias: 1}) == split_parameters({name: 1})
 
 
 def test_stop_token_ids_end_a_sequence_beside_the_models_own_and_despite_ignore_eos(load: Load) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.toy_model import VOCAB, Load, Toy, byte_ids, export_sampler
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel, TopWSampler
-from topw_deploy.runtime.request import Limits, resolve
+from topw_deploy.runtime.request import Limits, resolve_rows
 from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.runtime.rules import LONGEST_LIST, longest_pool
 from topw_deploy.sampling import RULES, RuleParameters, TopWParameters, sample_row
@@ -149,5 +149,5 @@ def test_a_pool_of_top_h_that_the_function_would_cut_is_refused(
         sampler.sample(logits, uniform=0.5, top_h_pool=200)
     limits = Limits(10, VOCAB, longest_pool=100)
     with pytest.raises(ParameterError, match="top_h_pool is 200, but"):
-        resolve([[5]], {"top_h_pool": 200}, {}, TopWParameters(), limits)
-    assert resolve([[5]], {"top_h_pool": 100}, {}, TopWParameters(), limits)[0].rule.values[1] == 100
+        resolve_rows([[5]], {"top_h_pool": 200}, {}, TopWParameters(), limits)
+    assert resolve_rows([[5]], {"top_h_pool": 100}, {}, TopWParameters(), limits)[0].rule.values[1] == 100

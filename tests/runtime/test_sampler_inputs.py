@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.toy_model import VOCAB
 from topw_deploy.runtime.edits import EDIT_INPUTS
-from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
+from topw_deploy.runtime.request import Limits, RowRequest, resolve_rows, split_parameters
 from topw_deploy.runtime.row_inputs import RULE_INPUTS, BoundInputs, SamplerInputs
 from topw_deploy.sampling import TopWParameters, mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
@@ -51,8 +51,8 @@ def bind(inputs: SamplerInputs, rows: slice = slice(None)) -> tuple[BoundInputs,
 
 
 def request(**parameters: Any) -> RowRequest:
-    row, _ = split({"seed": 1, **parameters})
-    return resolve([[5, 6]], row, {}, TopWParameters(), Limits(1000, VOCAB))[0]
+    row, _ = split_parameters({"seed": 1, **parameters})
+    return resolve_rows([[5, 6]], row, {}, TopWParameters(), Limits(1000, VOCAB))[0]
 
 
 def changes(inputs: SamplerInputs, bound: BoundInputs, binding: RecordingBinding) -> Any:

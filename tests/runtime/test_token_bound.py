@@ -14,7 +14,7 @@ from tests.support.toy_model import BYTES, CONTEXT, Load, Toy, byte_ids
 from topw_deploy.errors import PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.text import byte_level_bytes
-from topw_deploy.runtime.token_bound import token_bound
+from topw_deploy.runtime.token_bound import compute_token_bound
 
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
 ALPHABET = "ab1 \tAÅ\u030a\u0301e\u1100\u1161\u11a8ﬁKé€😀-=▁\n<"
@@ -80,7 +80,7 @@ TOKENIZERS = {
 def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, parts: list[tuple[str, int]]) -> None:
     text = "".join(part * times for part, times in parts)
     tokenizer = TOKENIZERS[name]
-    assert token_bound(tokenizer).least(text)[0] <= len(tokenizer.encode(text).ids)
+    assert compute_token_bound(tokenizer).least(text)[0] <= len(tokenizer.encode(text).ids)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, parts: list[tup
     ],
 )
 def test_the_bounds_are_the_longest_tokens(name: str, characters: int | None, alphanumeric: int) -> None:
-    bound = token_bound(TOKENIZERS[name])
+    bound = compute_token_bound(TOKENIZERS[name])
     assert (bound.characters, bound.alphanumeric) == (characters, alphanumeric)
 
 
@@ -126,7 +126,7 @@ def word_piece() -> Tokenizer:
     ],
 )
 def test_a_tokenizer_that_may_drop_or_join_text_has_no_bound(tokenizer: Tokenizer) -> None:
-    bound = token_bound(tokenizer)
+    bound = compute_token_bound(tokenizer)
     assert (bound.characters, bound.alphanumeric) == (None, None)
     assert bound.least("a" * 10**6)[0] == 0
 

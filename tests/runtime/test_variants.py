@@ -14,7 +14,7 @@ from topw_deploy.engine import Engine
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
+from topw_deploy.runtime.request import Limits, RowRequest, resolve_rows, split_parameters
 from topw_deploy.sampling import TopWOptions, TopWParameters
 
 LIMITS = Limits(context_length=1000, vocab_size=VOCAB)
@@ -25,10 +25,10 @@ MEDIAN = 2.5
 def rows(
     request: dict[str, Any], count: int = 1, model: dict[str, Any] | None = None, **about: Any
 ) -> list[RowRequest]:
-    named, whole = split(request)
+    named, whole = split_parameters(request)
     about = {"exported": EXPORTED, "median_distance": MEDIAN, **about}
     exported = about.pop("exported")
-    return resolve([[5]] * count, named, model or {}, exported, LIMITS, config=whole["generation_config"], **about)
+    return resolve_rows([[5]] * count, named, model or {}, exported, LIMITS, config=whole["generation_config"], **about)
 
 
 def beta(request: dict[str, Any], **about: Any) -> float:

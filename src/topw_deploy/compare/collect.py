@@ -163,7 +163,7 @@ def compare(request: CompareRequest, progress: Progress = SILENT) -> Comparison:
             for rule in request.rules
         ]
         for _, _, parameters in columns:  # refuse a wrong rule or temperature before the first text
-            model._requests(prepared[0].ids, {**prepared[0].parameters, **parameters})
+            model._resolve_requests(prepared[0].ids, {**prepared[0].parameters, **parameters})
         length = max(len(prompt.ids) + prompt.budget for prompt in prepared)
         texts = len(prepared) * request.samples * len(columns)
         progress.say(
@@ -213,7 +213,7 @@ def _prepare_prompt(
     try:
         if prompt.kind == "messages":
             content = model.tokenizer.encode(model.apply_chat_template(content), add_special_tokens=False)
-        rows, _, _ = model._requests(content, parameters)
+        rows, _, _ = model._resolve_requests(content, parameters)
     except (PromptError, ParameterError, TokenizerError) as error:
         raise type(error)(f"{prompt.where}: {error}", *error.parameters) from None
     if rows[0].budget == 0:

@@ -22,7 +22,7 @@ from topw_deploy.runtime.logprobs import LogitsBuffer
 from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.row_inputs import BoundInputs, Draws, SamplerInputs, bind_greedy
-from topw_deploy.runtime.rows import Record, Values
+from topw_deploy.runtime.rows import RowOutputs, StepRecord
 
 
 def no_logits(rows: int) -> LogitsBuffer:
@@ -63,8 +63,8 @@ class Batch:
         self.inputs = SamplerInputs(session, rows)
         self._uniform_view = self.inputs.uniform.data
         self._draws = Draws([0] * rows, [0] * rows, [0] * rows)
-        self._step_record = Record(session.outputs, rows, length)
-        self._chunk_record = Record(session.outputs, 1, 1)  # of the last chunk's run
+        self._step_record = StepRecord(session.outputs, rows, length)
+        self._chunk_record = StepRecord(session.outputs, 1, 1)  # of the last chunk's run
         self._unchecked_slots: dict[int, int] = {}  # free row -> slots whose states may not be finite
         self.wants_logits = False
         self.steps, self.run_seconds = 0, 0.0
@@ -175,7 +175,7 @@ class Batch:
         self._run(binding, 0 if last else None)
         return self._chunk_record.keep(0)[0] if last else None
 
-    def first_outputs(self) -> Values:
+    def first_outputs(self) -> RowOutputs:
         """A copy of the sampler's outputs of the last `read`, [1] each."""
         return self._chunk_record.copy(0, 0, 1)
 
@@ -221,7 +221,7 @@ class Batch:
         for row in range(width):
             next_slots[row] += 1
 
-    def recorded_outputs(self, row: int, start: int, end: int) -> list[Values]:
+    def recorded_outputs(self, row: int, start: int, end: int) -> list[RowOutputs]:
         """Copies of the sampler's outputs for a row in the steps `start` to `end`, exclusive, in parts. Only the last
         `length` steps are kept.
         """

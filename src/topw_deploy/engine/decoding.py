@@ -27,8 +27,8 @@ class Group:
         self.sequences = sorted(sequences, key=lambda sequence: sequence.row)
         self._generations = [sequence.generation for sequence in self.sequences]
         self.has_scores = any(generation.scores is not None for generation in self._generations)
-        self.can_pass = len(sequences) == width and all(generation.plain for generation in self._generations)
-        self._fewest_left = min(generation.left for generation in self._generations)
+        self.can_pass = len(sequences) == width and all(generation.is_plain for generation in self._generations)
+        self._fewest_left = min(generation.tokens_left for generation in self._generations)
         self._ends = frozenset[int]().union(*(one.request.eos_token_ids for one in self._generations))
         self._passed_steps = 0
 
@@ -85,7 +85,7 @@ class Decoding:
         ends = [start for _, start in sequence.spans[1:]] + [self._batch.steps]
         for (row, start), end in zip(sequence.spans, ends, strict=False):
             parts += self._batch.recorded_outputs(row, start, end)
-        skipped = sequence.generation.skipped
+        skipped = sequence.generation.discarded_draws
         return TokenOutputs(parts, slice(skipped, skipped + sequence.generation.steps))
 
     def tokens_in(self, row: int) -> np.ndarray | None:
@@ -99,5 +99,5 @@ class Decoding:
 def tokens_in_cache(sequence: RequestSequence, outputs: TokenOutputs) -> np.ndarray:
     """The tokens in the row of a decoding sequence: all but the last drawn one, int64 [n]."""
     generation = sequence.generation
-    prompt = np.array(generation.given, np.int64) if generation.skipped else sequence.prompt
+    prompt = np.array(generation.fed_prompt, np.int64) if generation.discarded_draws else sequence.prompt
     return np.concatenate([prompt, outputs.array("next_token")])[:-1]

@@ -29,7 +29,7 @@ from topw_deploy.engine.stats import EngineStats
 from topw_deploy.engine.tasks import EventQueue, LoopWaker, TaskFlag
 from topw_deploy.engine.worker import EngineWorker
 from topw_deploy.errors import ParameterError, PromptError, QueueFullError, TopWError
-from topw_deploy.runtime.callbacks import ending
+from topw_deploy.runtime.callbacks import end_on_failure
 from topw_deploy.runtime.logprobs import LogitsBuffer, logits_output
 from topw_deploy.runtime.model import TopWModel
 from topw_deploy.runtime.results import Piece
@@ -75,7 +75,7 @@ class Engine:
         prefix_bytes: int = 0,
         exact: bool = False,
     ) -> None:
-        session, _ = model._opened()
+        session, _ = model._require_open()
         decoder = model.manifest.decoder
         check_form(decoder, model.path)
         options = read_options(
@@ -126,7 +126,7 @@ class Engine:
         Raises ParameterError and PromptError at once, QueueFullError if the queue is full, GenerationError after
         `drain` or `shutdown`.
         """
-        with ending(parameters.get("streamer")):
+        with end_on_failure(parameters.get("streamer")):
             submission = self._builder.build(self._builder.draft(prompt, parameters, max_time, reuse_prefix))
             with self._release_on_error(submission):
                 if not self._try_reserve(submission):
@@ -148,7 +148,7 @@ class Engine:
         A grammar is compiled in a thread of the loop's executor; everything else runs in the loop's thread.
         """
         ended = TaskFlag(self._loop_waker())
-        with ending(parameters.get("streamer")):
+        with end_on_failure(parameters.get("streamer")):
             draft = self._builder.draft(prompt, parameters, max_time, reuse_prefix)
             submission = await self._builder.build_async(draft, on_end=ended.set)
             await self._start(submission)
@@ -168,7 +168,7 @@ class Engine:
         grammar is compiled like that of `generate`, before the first piece; in a thread without a loop, at once.
         """
         events = EventQueue()
-        with ending(parameters.get("streamer")):
+        with end_on_failure(parameters.get("streamer")):
             draft = self._builder.draft(prompt, parameters, max_time, reuse_prefix)
             builds_later = draft.has_grammars and _is_in_loop()
             submission = None if builds_later else self._builder.build(draft, put=events.put)
@@ -189,7 +189,8 @@ class Engine:
         SessionFileError if the file cannot be written.
         """
         self._check_reuse()
-        rows, _, _ = self._model._requests(prompt, {"add_special_tokens": add_special_tokens}, self._builder.limits)
+        parameters = {"add_special_tokens": add_special_tokens}
+        rows, _, _ = self._model._resolve_requests(prompt, parameters, self._builder.limits)
         if len(rows) > 1:
             raise PromptError(f"there are {len(rows)} prompts, but a session has one; save them one by one.")
         tokens = np.array(rows[0].prompt, np.int64)
@@ -346,7 +347,7 @@ class Engine:
         self, draft: RequestDraft, submission: Submission | None, events: EventQueue
     ) -> AsyncIterator[Piece]:
         """The pieces of `stream`. submission: built from the draft; None to build it in a thread, for its grammars."""
-        with ending(draft.streamer):
+        with end_on_failure(draft.streamer):
             if submission is None:
                 submission = await self._builder.build_async(draft, put=events.put)
             request = submission.request

@@ -60,11 +60,11 @@ class Lifecycle:
         for sequence in submission.sequences:
             generation = sequence.generation
             try:
-                if generation.watch is not None and not sequence.has_ended:
-                    generation.watch.begin()
+                if generation.callbacks is not None and not sequence.has_ended:
+                    generation.callbacks.begin()
             except BaseException as error:  # noqa: BLE001  # of the caller's code
                 self.fail(sequence, error)
-            fills_context = not (generation.request.budget or generation.unread)
+            fills_context = not (generation.request.budget or generation.unread_tokens)
             if fills_context and not sequence.has_ended:
                 generation.end("length")
                 self.end(sequence)

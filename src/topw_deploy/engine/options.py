@@ -9,7 +9,7 @@ from topw_deploy.engine.batch import row_bytes
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import ALIGNMENT
-from topw_deploy.runtime.parameters import is_boolean, show
+from topw_deploy.runtime.parameters import is_boolean, short_repr
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.sizes import decimal_size
 
@@ -140,5 +140,5 @@ def _read_size(name: str, value: object, least: int = 1) -> int:
     except TypeError:
         size = None
     if size is None or size < least:
-        raise ParameterError(f"{name} is {show(value)}, but must be an integer >= {least}.", name)
+        raise ParameterError(f"{name} is {short_repr(value)}, but must be an integer >= {least}.", name)
     return size

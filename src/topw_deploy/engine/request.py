@@ -17,7 +17,7 @@ from topw_deploy.engine.seconds import read_timeout
 from topw_deploy.errors import GenerationError
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.results import GenerationResult, Piece, TokenLogprob
-from topw_deploy.runtime.rows import Follow, Row, new_text, result_of
+from topw_deploy.runtime.rows import Row, TextDecoderFactory, new_row_text, row_result
 from topw_deploy.runtime.text import RowText
 
 Event: TypeAlias = "tuple[int, int | str | None, int] | None"
@@ -49,7 +49,7 @@ class ResultContext:
     """The parts of the model that a request's results need. follow: see `topw_deploy.runtime.rows`."""
 
     session: Session
-    follow: Follow
+    follow: TextDecoderFactory
     load_seconds: float
 
 
@@ -161,7 +161,7 @@ class Request:
     def new_text(self, index: int) -> RowText | None:
         """A decoder of a sequence's tokens, or None if the engine's thread decodes them."""
         row = self._rows[index]
-        return None if row.text is not None else new_text(row.request, self._context.follow)
+        return None if row.text is not None else new_row_text(row.request, self._context.follow)
 
     def next_scores(self, index: int, drawn: int) -> list[TokenLogprob] | None:
         """The log-probabilities of a sequence's first `drawn` tokens that no piece has had yet, if requested."""
@@ -172,7 +172,7 @@ class Request:
         """Those of the first `drawn` tokens of a sequence that no piece has had yet. Only for sequences whose text the
         engine's thread decodes.
         """
-        return self._rows[index].next_tokens(drawn)
+        return self._rows[index].take_new_tokens(drawn)
 
     def fail(self, error: BaseException) -> None:
         """Fail the request. Called by the engine's thread; the first error is kept."""
@@ -190,7 +190,7 @@ class Request:
 
     def _new_result(self, ended: EndedSequence, text: str | None) -> GenerationResult:
         began_at = ended.row.finished_at if ended.prefill_began_at is None else ended.prefill_began_at
-        return result_of(
+        return row_result(
             ended.row,
             ended.outputs,
             self._context.session,

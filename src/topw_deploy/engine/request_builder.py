@@ -16,12 +16,12 @@ from topw_deploy.engine.seconds import read_max_time
 from topw_deploy.engine.sequences import RequestSequence, Submission
 from topw_deploy.engine.worker import EngineWorker
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.callbacks import Streamer, Watch
-from topw_deploy.runtime.logprobs import Scores
+from topw_deploy.runtime.callbacks import RowCallbacks, Streamer
+from topw_deploy.runtime.logprobs import RowScores
 from topw_deploy.runtime.model import TopWModel
-from topw_deploy.runtime.parameters import show
+from topw_deploy.runtime.parameters import short_repr
 from topw_deploy.runtime.request import Limits, RowRequest
-from topw_deploy.runtime.rows import Row, new_text
+from topw_deploy.runtime.rows import Row, new_row_text
 from topw_deploy.runtime.rules import longest_pool
 
 
@@ -59,7 +59,7 @@ class RequestBuilder:
     """Checks a call's arguments, and makes its request. Any thread may use it. Reserves no capacity."""
 
     def __init__(self, model: TopWModel, options: EngineOptions, capacity: Capacity, worker: EngineWorker) -> None:
-        session, _ = model._opened()
+        session, _ = model._require_open()
         sampler = model.manifest.sampler
         self._model, self._session, self._capacity, self._worker = model, session, capacity, worker
         self.limits = Limits(
@@ -83,9 +83,11 @@ class RequestBuilder:
         self._worker.check_process("submit")
         seconds = read_max_time(max_time)
         if not isinstance(reuse_prefix, bool):
-            raise ParameterError(f"reuse_prefix is {show(reuse_prefix)}, but must be True or False.", "reuse_prefix")
+            raise ParameterError(
+                f"reuse_prefix is {short_repr(reuse_prefix)}, but must be True or False.", "reuse_prefix"
+            )
         self._capacity.check_open()
-        rows, shared, is_single = self._model._requests(prompt, parameters, self.limits)
+        rows, shared, is_single = self._model._resolve_requests(prompt, parameters, self.limits)
         return RequestDraft(rows, shared, is_single, started, seconds, reuse_prefix)
 
     def build(
@@ -96,7 +98,7 @@ class RequestBuilder:
         on_end: Callable[[], None] = lambda: None,
     ) -> Submission:
         """Compile the grammars, and make the request. put, on_end: see `Request`. Raises GrammarError."""
-        shared, tokenizer, guides = draft.shared, self._model.tokenizer, self._model._guides(draft.rows)
+        shared, tokenizer, guides = draft.shared, self._model.tokenizer, self._model._new_guides(draft.rows)
 
         def follow(ids: Sequence[int]) -> Any:
             return tokenizer.follow(ids, shared["skip_special_tokens"])
@@ -105,9 +107,9 @@ class RequestBuilder:
             has_callbacks = shared["streamer"] is not None or bool(shared["stopping_criteria"])
             watch = None
             if has_callbacks:
-                watch = Watch(row.prompt, row.budget, shared["streamer"], shared["stopping_criteria"])
-            text = new_text(row, follow) if row.stop_strings else None
-            scores = Scores(row, tokenizer.text_of) if row.needs_scores else None
+                watch = RowCallbacks(row.prompt, row.budget, shared["streamer"], shared["stopping_criteria"])
+            text = new_row_text(row, follow) if row.stop_strings else None
+            scores = RowScores(row, tokenizer.text_of) if row.needs_scores else None
             return Row(index, row, text, watch, scores, guides[index] if guides else None)
 
         rows = [new_row(index, row) for index, row in enumerate(draft.rows)]

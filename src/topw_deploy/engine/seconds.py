@@ -8,14 +8,16 @@ import threading
 import numpy as np
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.parameters import is_boolean, show
+from topw_deploy.runtime.parameters import is_boolean, short_repr
 
 
 def read_max_time(value: object) -> float | None:
     """Returns `max_time` in seconds, or None. Raises ParameterError unless it is None or a finite number > 0."""
     seconds = _as_float(value)
     if value is not None and not 0 < seconds < math.inf:
-        raise ParameterError(f"max_time is {show(value)}, but must be a finite number of seconds > 0.", "max_time")
+        raise ParameterError(
+            f"max_time is {short_repr(value)}, but must be a finite number of seconds > 0.", "max_time"
+        )
     return None if value is None else seconds
 
 
@@ -26,7 +28,7 @@ def read_timeout(value: object) -> float | None:
     """
     seconds = _as_float(value)
     if value is not None and math.isnan(seconds):
-        raise ParameterError(f"timeout is {show(value)}, but must be a number of seconds or None.", "timeout")
+        raise ParameterError(f"timeout is {short_repr(value)}, but must be a number of seconds or None.", "timeout")
     return None if value is None else waitable(seconds)
 
 

@@ -14,8 +14,8 @@ from topw_deploy.engine.request import EndedSequence, Request
 from topw_deploy.engine.scheduler import ScheduledSequence
 from topw_deploy.engine.seconds import waitable
 from topw_deploy.runtime.callbacks import Streamer
-from topw_deploy.runtime.request import reading
-from topw_deploy.runtime.rows import Row, Values
+from topw_deploy.runtime.request import reading_request
+from topw_deploy.runtime.rows import Row, RowOutputs
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TokenOutputs:
         read.
     """
 
-    parts: Sequence[Values] = ()
+    parts: Sequence[RowOutputs] = ()
     counted: slice = field(default_factory=lambda: slice(0))
 
     def array(self, name: str) -> np.ndarray:
@@ -57,13 +57,13 @@ class RequestSequence(ScheduledSequence):
     """
 
     def __init__(self, request: Request, generation: Row, reuses_prefix: bool = True) -> None:
-        super().__init__(len(generation.given))
+        super().__init__(len(generation.fed_prompt))
         self.request, self.generation, self.reuses_prefix = request, generation, reuses_prefix
-        self.prompt_request = reading(generation.request) if generation.unread else generation.request
+        self.prompt_request = reading_request(generation.request) if generation.unread_tokens else generation.request
         self.prompt = np.array(self.prompt_request.prompt, np.int64)
         self.prefill_began_at: float | None = None
         self.cached_tokens = 0
-        self.first_outputs: Values | None = None
+        self.first_outputs: RowOutputs | None = None
         self.spans: list[tuple[int, int]] = []
         self.first_token_at = request.started
         self.has_ended = False

@@ -31,8 +31,8 @@ from topw_deploy.engine.options import EngineOptions
 from topw_deploy.errors import ParameterError, SessionFileError
 from topw_deploy.files import NotRegularError, kind_of, open_regular, replacing
 from topw_deploy.manifest import DecoderManifest, State
-from topw_deploy.runtime.cache.buffers import Layout, zeroed
-from topw_deploy.runtime.parameters import show
+from topw_deploy.runtime.cache.buffers import Layout, allocate_zeros
+from topw_deploy.runtime.parameters import short_repr
 from topw_deploy.safetensors_header import ELEMENT_BYTES, METADATA, Entry, read_entry, read_header
 
 FORMAT, VERSION = "topw-session", "1"
@@ -155,7 +155,7 @@ def read_session(path: str | Path, form: SessionForm) -> tuple[np.ndarray, list[
 def _check_path(given: object) -> Path:
     """Returns the path. Raises ParameterError if `given` is not a path."""
     if not isinstance(given, (str, os.PathLike)):
-        raise ParameterError(f"path is {show(given)}, but must be the path of a file.", "path")
+        raise ParameterError(f"path is {short_repr(given)}, but must be the path of a file.", "path")
     return Path(given)
 
 
@@ -188,7 +188,7 @@ def _read_stream(stream: BinaryIO, form: SessionForm) -> tuple[np.ndarray, list[
     raw, digest = {}, hashlib.sha256()
     for name in sorted(entries, key=lambda name: entries[name].begin):
         entry = entries[name]
-        data = raw[name] = zeroed("the session", (entry.end - entry.begin,), np.uint8)
+        data = raw[name] = allocate_zeros("the session", (entry.end - entry.begin,), np.uint8)
         if stream.readinto(data) != len(data):  # type: ignore[attr-defined]
             raise ValueError("it became shorter while it was read")
         digest.update(data.data)

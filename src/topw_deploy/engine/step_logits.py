@@ -10,12 +10,12 @@ import numpy as np
 from topw_deploy.engine.engine import Engine
 from topw_deploy.engine.tasks import TaskFlag
 from topw_deploy.errors import GenerationError, PromptError
-from topw_deploy.runtime.logprobs import Logits, Scores
+from topw_deploy.runtime.logprobs import Logits, RowScores
 
 _ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0.0, "seed": 0, "logprobs": 0}
 
 
-class _FirstLogits(Scores):
+class _FirstLogits(RowScores):
     """Keeps the logits of a sequence's first drawn token, instead of computing log-probabilities.
 
     logits: float32 [V]; None until the token is drawn.

@@ -182,7 +182,7 @@ class EngineWorker(InboxThread):
         try:
             if sequence.prefill_began_at is None:
                 chunk = self._begin_prefill(sequence)
-            self._batch.wants_logits = sequence.generation.wants_logits
+            self._batch.wants_logits = sequence.generation.needs_logits
             token = self._batch.read(row, sequence.prompt_request, chunk.start, chunk.end)
         except (TopWError, MemoryError) as error:
             self._lifecycle.fail(sequence, _copy_error(error), nonfinite=True)
@@ -245,7 +245,7 @@ class EngineWorker(InboxThread):
         batch, width, group = self._batch, self._scheduler.width, self._decoding.next_group()
         sequences = group.sequences
         try:
-            batch.wants_logits = group.has_scores and any(sequence.generation.wants_logits for sequence in sequences)
+            batch.wants_logits = group.has_scores and any(sequence.generation.needs_logits for sequence in sequences)
             tokens = batch.step(width)
         except GenerationError as error:
             for sequence in sequences:
@@ -264,7 +264,7 @@ class EngineWorker(InboxThread):
             if sequence.has_ended:  # with another sequence of its request
                 continue
             token = tokens[sequence.row]
-            if not sequence.generation.passes(token):
+            if not sequence.generation.try_lengthen(token):
                 passed = self._deliver(passed, len(passed))
                 self._add_token(sequence, token, partial(batch.accept, sequence.row))
                 continue
@@ -295,20 +295,20 @@ class EngineWorker(InboxThread):
         While a prompt is read token by token, the drawn token is discarded, and the next input is the prompt's.
         """
         generation = sequence.generation
-        is_drawn = not generation.unread
+        is_drawn = not generation.unread_tokens
         if not generation.steps:
             sequence.first_token_at = time.perf_counter()
         if is_drawn and token < 0:
-            error = generation.invalid(f"sequence {generation.index} of the request")
+            error = generation.invalid_draw_error(f"sequence {generation.index} of the request")
             self._lifecycle.fail(sequence, error, nonfinite=True)
             return
-        logits = self._batch.logits(sequence.row) if generation.wants_logits else None
+        logits = self._batch.logits(sequence.row) if generation.needs_logits else None
         text = ""
         try:
             if is_drawn:
-                text = generation.take(token, logits)
+                text = generation.add_token(token, logits)
             else:
-                token = generation.read(logits)
+                token = generation.read_prompt_token(logits)
         except BaseException as error:  # noqa: BLE001  # of the caller's code, or of the logits
             self._lifecycle.fail(sequence, error, nonfinite=isinstance(error, LogitsError))
             return
@@ -322,7 +322,7 @@ class EngineWorker(InboxThread):
             return
         try:
             feed(token)
-            if not is_drawn and not generation.unread:
+            if not is_drawn and not generation.unread_tokens:
                 self._batch.assign(sequence.row, generation.request)
             self._update_mask(sequence)
         except ParameterError as error:
@@ -331,7 +331,7 @@ class EngineWorker(InboxThread):
     def _update_mask(self, sequence: RequestSequence) -> None:
         """Update the mask of the tokens that a sequence's grammar allows next."""
         generation = sequence.generation
-        if generation.guide is not None and not generation.unread:
+        if generation.guide is not None and not generation.unread_tokens:
             self._batch.inputs.masks.set(sequence.row, generation.guide.mask)
 
     def _retire(self) -> None:

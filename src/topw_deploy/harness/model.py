@@ -38,7 +38,7 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         super().__init__()
         self._arguments = given = read_arguments(arguments)
         self._model = TopWModel.from_pretrained(given.path, **given.opening)
-        self._model._requests([0], {**given.parameters, "max_new_tokens": 1})  # refuse parameters before a long run
+        self._model._resolve_requests([0], {**given.parameters, "max_new_tokens": 1})  # refuse parameters before a long run
         engine = {**given.engine, **{name: value for name, value in given.opening.items() if name == "max_length"}}
         self._runner = Runner(self._model, given.rows, engine)
         context = self._model.manifest.decoder.context_length

@@ -28,7 +28,7 @@ class Streamer(Protocol):
     def end(self) -> object: ...
 
 
-class Watch:
+class RowCallbacks:
     """Passes one sequence's tokens to the callbacks.
 
     budget: maximum new tokens.
@@ -61,11 +61,11 @@ class Watch:
         Raises ParameterError for results other than booleans.
         """
         for criterion, takes_tensors in self._criteria:
-            if self._ends(criterion, takes_tensors):
-                return name_of(criterion)
+            if self._is_met(criterion, takes_tensors):
+                return criterion_name(criterion)
         return None
 
-    def _ends(self, criterion: Any, takes_tensors: bool) -> bool:
+    def _is_met(self, criterion: Any, takes_tensors: bool) -> bool:
         ids = self._ids[: self._length]
         if takes_tensors:
             answer = criterion(sys.modules["torch"].from_numpy(ids[None]), None)
@@ -76,19 +76,19 @@ class Watch:
             answer = answer.item()
         if not isinstance(answer, bool):
             raise ParameterError(
-                f"stopping_criteria: {name_of(criterion)} returned a {type(answer).__name__}, but must return True or "
-                "False for its one sequence."
+                f"stopping_criteria: {criterion_name(criterion)} returned a {type(answer).__name__}, but must "
+                "return True or False for its one sequence."
             )
         return answer
 
 
-def name_of(criterion: object) -> str:
+def criterion_name(criterion: object) -> str:
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
 def check_streamer(name: str, value: Any) -> Streamer:
     """Raises ParameterError if `value` lacks `put` or `end`."""
-    _check_object(name, value)
+    _refuse_class(name, value)
     if not callable(getattr(value, "put", None)) or not callable(getattr(value, "end", None)):
         raise ParameterError(
             f"{name} is a {type(value).__name__}, but must have methods put and end, like transformers' TextStreamer."
@@ -101,21 +101,21 @@ def check_criteria(name: str, value: Any) -> tuple[Criterion, ...]:
     """Raises ParameterError for a criterion that cannot be called with token ids alone."""
     criteria = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for criterion in criteria:
-        _check_object(name, criterion)
+        _refuse_class(name, criterion)
         if not callable(criterion):
             raise ParameterError(
                 f"{name} has a {type(criterion).__name__}, but must be a function of token ids, or a list of functions."
             )
         if not _is_transformers(criterion) and not _takes_ids_alone(criterion):
             raise ParameterError(
-                f"{name}: {name_of(criterion)} cannot be called with the token ids alone; remove its other arguments, "
-                "or make it a subclass of transformers' StoppingCriteria."
+                f"{name}: {criterion_name(criterion)} cannot be called with the token ids alone; remove its other "
+                "arguments, or make it a subclass of transformers' StoppingCriteria."
             )
     return criteria
 
 
 @contextmanager
-def ending(streamer: Any) -> Iterator[None]:
+def end_on_failure(streamer: Any) -> Iterator[None]:
     """End `streamer` if the block fails."""
     try:
         yield
@@ -130,7 +130,7 @@ def end_streamer(streamer: Any) -> None:
         streamer.end()
 
 
-def _check_object(name: str, value: object) -> None:
+def _refuse_class(name: str, value: object) -> None:
     if isinstance(value, type):
         raise ParameterError(f"{name} is the class {value.__name__}; give an instance of it.")
 

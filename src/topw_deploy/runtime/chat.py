@@ -20,7 +20,7 @@ from topw_deploy.runtime.tools.messages import call_form
 from topw_deploy.runtime.tools.schema import schemas_of
 
 TEMPLATE_FILE = "chat_template.jinja"
-_REFUSALS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
+_TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
 
 
 class ChatTemplate:
@@ -46,7 +46,7 @@ class ChatTemplate:
             self._template = TemplateEnvironment().compile_template(source)
         except (RecursionError, MemoryError):
             reason = "its expressions or blocks are nested too deeply"
-        except (jinja2.TemplateError, SyntaxError, *_REFUSALS) as error:
+        except (jinja2.TemplateError, SyntaxError, *_TEMPLATE_ERRORS) as error:
             reason = one_line(error, 200)
         else:
             return
@@ -72,7 +72,7 @@ class ChatTemplate:
         if variables.get("tools") is not None:
             variables["tools"] = schemas_of(variables["tools"])
         given = {"tools": None, "documents": None, **variables, "messages": self._call_form.adapt(messages)}
-        plain = {name: _plain(value) for name, value in given.items()}
+        plain = {name: _copy_plain(value) for name, value in given.items()}
         values = {**self._special_tokens, **plain, "add_generation_prompt": add_generation_prompt}
         try:
             with Meter(self._name, values.values()).running():
@@ -87,7 +87,7 @@ class ChatTemplate:
             raise PromptError(f"the chat template refused the messages: {one_line(error, 1000)}") from None
 
 
-def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | None:
+def load_chat_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The folder's template, or None.
 
     Source: `chat_template.jinja`, else `chat_template` in the tokenizer's configuration: a string or a list with
@@ -106,7 +106,7 @@ def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | N
     return ChatTemplate(source, tokenizer.special_tokens, place, tool_use)
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _copy_plain(value: Any, depth: int = 0) -> Any:
     """Copy to plain types, so that the template cannot call methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -115,9 +115,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if depth >= DEPTH:
         raise PromptError(f"messages have lists or mappings nested more than {DEPTH} deep; flatten them.")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+        return {str(key): _copy_plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, depth + 1) for item in value]
+        return [_copy_plain(item, depth + 1) for item in value]
     if isinstance(value, np.generic):
-        return _plain(value.item(), depth + 1)
+        return _copy_plain(value.item(), depth + 1)
     raise PromptError(f"messages may hold text, numbers, lists and mappings, not a {type(value).__name__}.")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 class DeviceLock:
     """Shared and exclusive use of a device.
 
-    using: held for every run, copy, allocation and release. Reentrant, because garbage collection may close a session
+    shared_use: held for every run, copy, allocation and release. Reentrant, because garbage collection may close a session
         during a run.
 
     Garbage collection may also close a session, and so enter again, between any two operations of these methods. Each
@@ -23,25 +23,25 @@ class DeviceLock:
     """
 
     def __init__(self) -> None:
-        self.using = Using(self)
+        self.shared_use = SharedUse(self)
         self._changed = threading.Condition()
         self._users, self._openings, self._waiting = set[int](), set[int](), set[int]()
         self._capturing: int | None = None
-        self._here = _Here()
+        self._entries = _ThreadEntries()
 
     def enter(self) -> None:
         """Acquire shared use."""
         me = threading.get_ident()
-        first = not self._holds(me)
+        first = not self._is_held_by(me)
         if first:
             with self._changed:
                 self._wait_for_captures(me)
                 self._users.add(me)
-        self._here.first.append(first)
+        self._entries.first.append(first)
 
     def leave(self) -> None:
         """Release shared use."""
-        if self._here.first.pop():
+        if self._entries.first.pop():
             with self._changed:
                 self._users.discard(threading.get_ident())
                 if self._waiting:
@@ -61,12 +61,12 @@ class DeviceLock:
 
     @contextmanager
     def capturing(self) -> Iterator[bool]:
-        """Hold for a capturing run, without holding `using`.
+        """Hold for a capturing run, without holding `shared_use`.
 
         While a session is opening, yields False and holds only shared use.
         """
         if not self._begin_capture(threading.get_ident()):
-            with self.using:
+            with self.shared_use:
                 yield False
             return
         try:
@@ -76,7 +76,7 @@ class DeviceLock:
                 self._capturing = None
                 self._changed.notify_all()
 
-    def _holds(self, me: int) -> bool:
+    def _is_held_by(self, me: int) -> bool:
         return me in self._users or me in self._openings or self._capturing == me
 
     def _begin_capture(self, me: int) -> bool:
@@ -97,17 +97,17 @@ class DeviceLock:
 
     def _wait_for_captures(self, me: int) -> None:
         """Give waiting captures priority; they do not wait for one another here, which would deadlock."""
-        if self._comes_later(me):
+        if self._must_wait(me):
             self._changed.notify_all()
-        while self._comes_later(me):
+        while self._must_wait(me):
             self._changed.wait()
 
-    def _comes_later(self, me: int) -> bool:
+    def _must_wait(self, me: int) -> bool:
         return self._capturing is not None or (bool(self._waiting) and me not in self._waiting)
 
 
-class Using:
-    """The context of `with lock.using:`, reentrant and shared by threads."""
+class SharedUse:
+    """The context of `with lock.shared_use:`, reentrant and shared by threads."""
 
     def __init__(self, lock: DeviceLock) -> None:
         self._lock = lock
@@ -119,7 +119,7 @@ class Using:
         self._lock.leave()
 
 
-class _Here(threading.local):
+class _ThreadEntries(threading.local):
     """first: for each `enter` without its `leave`, whether it was the thread's outermost."""
 
     def __init__(self) -> None:
@@ -127,10 +127,10 @@ class _Here(threading.local):
 
 
 _locks: dict[tuple[str, int], DeviceLock] = {}
-_registry = threading.Lock()
+_locks_lock = threading.Lock()
 
 
 def device_lock(device: tuple[str, int]) -> DeviceLock:
     """The lock of a device (kind, number), one per process."""
-    with _registry:
+    with _locks_lock:
         return _locks.setdefault(device, DeviceLock())

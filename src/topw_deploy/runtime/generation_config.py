@@ -14,19 +14,19 @@ from typing import Any
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import Manifest
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, Parameter, show, under_our_names
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, Parameter, replace_aliases, short_repr
 from topw_deploy.runtime.rules import rule_names
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 
-FILE = "generation_config.json"
-_NOT_FROM_A_FILE = frozenset({
+CONFIG_FILE = "generation_config.json"
+_REQUEST_ONLY = frozenset({
     "seed", "ignore_eos", "preset", "logprobs", "prompt_logprobs", "bad_words", "allowed_token_ids",
     "structured_outputs",
 })  # fmt: skip
 
 # Settings without effect on the drawn tokens.
-_SILENT = frozenset({
+_WITHOUT_EFFECT = frozenset({
     "transformers_version", "trust_remote_code", "top_w", "bos_token_id", "decoder_start_token_id",
     "use_cache", "cache_implementation", "cache_config", "return_legacy_cache", "prefill_chunk_size",
     "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
@@ -36,7 +36,7 @@ _SILENT = frozenset({
 })  # fmt: skip
 
 # Values that disable a method.
-_OFF: dict[str, tuple[Any, ...]] = {
+_DISABLING_VALUES: dict[str, tuple[Any, ...]] = {
     "top_p": (1, 1.0),
     "top_k": (0, -1),
     "min_p": (0, 0.0),
@@ -52,7 +52,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "encoder_no_repeat_ngram_size": (0,),
     "guidance_scale": (1, 1.0),
 }
-_HERE = str(Path(__file__).parent)
+_PACKAGE_FOLDER = str(Path(__file__).parent)
 
 
 def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
     Raises ParameterError naming `where` for an invalid or duplicate parameter.
     """
     honoured, ignored = {}, {}
-    of_rule = rule_names(stated, _is_off, implied=where != FILE)
+    of_rule = rule_names(stated, _disables, implied=where != CONFIG_FILE)
     for key, value in stated.items():
         if value is None:
             continue
@@ -73,49 +73,49 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
         elif not has_no_effect(key, value):
             ignored[key] = value
     if ignored:
-        listed = ", ".join(f"{key}={show(value)}" for key, value in sorted(ignored.items()))
+        listed = ", ".join(f"{key}={short_repr(value)}" for key, value in sorted(ignored.items()))
         warnings.warn(
             f"{where} sets {listed}, which has no effect here: name a `rule` to use its parameters.",
-            stacklevel=_callers_level(),
+            stacklevel=_caller_stack_level(),
         )
     try:
-        return {name: known[name].parse(name, value) for name, value in under_our_names(honoured).items()}
+        return {name: known[name].parse(name, value) for name, value in replace_aliases(honoured).items()}
     except ParameterError as error:
         raise ParameterError(f"{where}: {error}") from None
 
 
 def has_no_effect(name: str, value: Any) -> bool:
     """Whether an unsupported setting has no effect on tokens, such as num_beams=1."""
-    return name in _SILENT or name.startswith("_") or value is False or _is_off(name, value)
+    return name in _WITHOUT_EFFECT or name.startswith("_") or value is False or _disables(name, value)
 
 
-def _is_off(key: str, value: Any) -> bool:
-    return isinstance(value, (int, float)) and value in _OFF.get(key, ())
+def _disables(key: str, value: Any) -> bool:
+    return isinstance(value, (int, float)) and value in _DISABLING_VALUES.get(key, ())
 
 
-def _callers_level() -> int:
+def _caller_stack_level() -> int:
     """The stack level of the caller outside this package, for `warnings.warn`."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
         level, frame = level + 1, frame.f_back
     return level
 
 
-def model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> dict[str, Any]:
+def read_model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> dict[str, Any]:
     """Parameters from the model's `generation_config.json`, without token ids outside the vocabulary.
 
     EOS ids fall back to `config.json`, then the tokenizer. Warns of settings without effect.
 
     Raises ParameterError, naming the file, for an invalid parameter.
     """
-    known = {name: parameter for name, parameter in PARAMETERS.items() if name not in _NOT_FROM_A_FILE}
-    defaults = read_settings(folder.read_json(FILE), FILE, known)
+    known = {name: parameter for name, parameter in PARAMETERS.items() if name not in _REQUEST_ONLY}
+    defaults = read_settings(folder.read_json(CONFIG_FILE), CONFIG_FILE, known)
     if "eos_token_id" not in defaults:
-        defaults["eos_token_id"] = _eos_elsewhere(folder, tokenizer)
-    return _within(defaults, folder.manifest.sampler.vocab_size)
+        defaults["eos_token_id"] = _eos_from_other_files(folder, tokenizer)
+    return _drop_unknown_ids(defaults, folder.manifest.sampler.vocab_size)
 
 
-def _within(defaults: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+def _drop_unknown_ids(defaults: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     for name in ("eos_token_id", "stop_token_ids", "suppress_tokens"):
         defaults[name] = tuple(token for token in defaults.get(name, ()) if token < vocab_size)
     words = defaults.get("bad_words_ids", ())
@@ -123,30 +123,30 @@ def _within(defaults: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     return defaults
 
 
-def bos_token(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> int | None:
+def read_bos_token_id(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> int | None:
     """BOS id from the generation config, else the model config, else the tokenizer."""
-    for config in (folder.read_json(FILE), *_configs(folder)):
+    for config in (folder.read_json(CONFIG_FILE), *_model_configs(folder)):
         found = config.get("bos_token_id")
         if isinstance(found, int) and not isinstance(found, bool):
             return found
     return tokenizer.bos_token_id
 
 
-def _checked(name: str, value: Any) -> Any:
+def _parse_from_file(name: str, value: Any) -> Any:
     try:
         return PARAMETERS[name].parse(name, value)
     except ParameterError as error:
-        raise ParameterError(f"{FILE}: {error}") from None
+        raise ParameterError(f"{CONFIG_FILE}: {error}") from None
 
 
-def _eos_elsewhere(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> tuple[int, ...]:
-    for config in _configs(folder):
+def _eos_from_other_files(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> tuple[int, ...]:
+    for config in _model_configs(folder):
         if config.get("eos_token_id") is not None:
-            return tuple(_checked("eos_token_id", config["eos_token_id"]))
+            return tuple(_parse_from_file("eos_token_id", config["eos_token_id"]))
     return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 
-def _configs(folder: ModelFolder) -> list[dict[str, Any]]:
+def _model_configs(folder: ModelFolder) -> list[dict[str, Any]]:
     config = folder.read_json("config.json")
     text = config.get("text_config")
     return [config, text] if isinstance(text, dict) else [config]

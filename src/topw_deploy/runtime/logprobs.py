@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import LogitsError, ParameterError
 from topw_deploy.manifest import DecoderManifest, TensorSpec
-from topw_deploy.runtime.cache.buffers import zeroed
+from topw_deploy.runtime.cache.buffers import allocate_zeros
 from topw_deploy.runtime.protocols import Binding
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import TokenLogprob, TopLogprob
 
-OUTPUT = "logits"
+LOGITS_OUTPUT = "logits"
 _BLOCKS_PER_TOKEN = 8  # of `best`: more blocks leave fewer candidates
 
 Logits: TypeAlias = NDArray[np.float32]
@@ -29,7 +29,7 @@ TextOf: TypeAlias = Callable[[int], str]
 """From a token id to its text alone."""
 
 
-class Score(NamedTuple):
+class TokenScore(NamedTuple):
     """The numbers of a TokenLogprob. ids int64 [k], logprobs float64 [k]: those of top_logprobs."""
 
     token: int
@@ -39,7 +39,7 @@ class Score(NamedTuple):
     logprobs: np.ndarray
 
 
-def score(logits: np.ndarray, token: int, count: int) -> Score | None:
+def score_token(logits: np.ndarray, token: int, count: int) -> TokenScore | None:
     """The log-probability of `token`, and the `count` best tokens. None if a logit is NaN or +inf, or none is finite.
 
     logits: float [V].
@@ -52,11 +52,11 @@ def score(logits: np.ndarray, token: int, count: int) -> Score | None:
     weights = np.subtract(logits, logits[first])
     np.exp(weights, out=weights)
     total = largest + math.log(float(weights.sum(dtype=np.float64)))
-    ids = best(logits, count)
-    return Score(token, float(logits[token]) - total, token == first, ids, logits[ids].astype(np.float64) - total)
+    ids = best_ids(logits, count)
+    return TokenScore(token, float(logits[token]) - total, token == first, ids, logits[ids].astype(np.float64) - total)
 
 
-def best(logits: np.ndarray, count: int) -> np.ndarray:
+def best_ids(logits: np.ndarray, count: int) -> np.ndarray:
     """The ids of the `count` largest logits, best first, the lowest id first among equals.
 
     logits: float32 [V], without NaN.
@@ -73,7 +73,7 @@ def best(logits: np.ndarray, count: int) -> np.ndarray:
     return candidates[np.argsort(-logits[candidates], kind="stable")[:count]]
 
 
-class Scores:
+class RowScores:
     """Collects the log-probabilities of one sequence.
 
     shown: number of drawn tokens whose entries pieces have returned.
@@ -81,36 +81,36 @@ class Scores:
 
     def __init__(self, request: RowRequest, text_of: TextOf) -> None:
         self._request, self._text_of = request, text_of
-        self._prompt: list[Score] = []
-        self._drawn: list[Score] = []
+        self._prompt: list[TokenScore] = []
+        self._drawn: list[TokenScore] = []
         self.shown = 0
 
     def add_prompt(self, logits: np.ndarray, token: int) -> None:
         """Add the prompt's next token, which `logits` [V] predict. Raises LogitsError for NaN or +inf."""
         where = f"token {len(self._prompt) + 1} of the prompt"
-        self._prompt.append(self._score(logits, token, self._request.prompt_logprobs, where))
+        self._prompt.append(self._score_token(logits, token, self._request.prompt_logprobs, where))
 
     def add(self, logits: np.ndarray, token: int) -> None:
         """Add the next drawn token. Raises LogitsError for NaN or +inf."""
-        self._drawn.append(self._score(logits, token, self._request.logprobs, f"step {len(self._drawn)}"))
+        self._drawn.append(self._score_token(logits, token, self._request.logprobs, f"step {len(self._drawn)}"))
 
     def of_prompt(self) -> list[TokenLogprob | None] | None:
         """One entry per token that was read, the first None; None if not asked."""
         if self._request.prompt_logprobs is None:
             return None
-        return [None, *self._entries(self._prompt)]
+        return [None, *self._to_entries(self._prompt)]
 
     def of_drawn(self, start: int = 0, end: int | None = None) -> list[TokenLogprob] | None:
         """One entry per drawn token from `start` to `end`, exclusive; None if not asked."""
-        return None if self._request.logprobs is None else self._entries(self._drawn[start:end])
+        return None if self._request.logprobs is None else self._to_entries(self._drawn[start:end])
 
     def next_piece(self, end: int) -> list[TokenLogprob] | None:
         """The entries of drawn tokens up to `end`, exclusive, that no piece has returned."""
         start, self.shown = self.shown, end
         return self.of_drawn(start, end)
 
-    def _score(self, logits: np.ndarray, token: int, count: int | None, where: str) -> Score:
-        found = score(logits, token, count or 0)
+    def _score_token(self, logits: np.ndarray, token: int, count: int | None, where: str) -> TokenScore:
+        found = score_token(logits, token, count or 0)
         if found is None:
             raise LogitsError(
                 f"the logits at {where} contain NaN or +infinity, or none is finite, so there are no "
@@ -118,7 +118,7 @@ class Scores:
             )
         return found
 
-    def _entries(self, scores: Sequence[Score]) -> list[TokenLogprob]:
+    def _to_entries(self, scores: Sequence[TokenScore]) -> list[TokenLogprob]:
         texts: dict[int, str] = {}
 
         def text(token: int) -> str:
@@ -153,7 +153,7 @@ class LogitsBuffer:
         self._dtype = np.dtype(ELEMENT_TYPES[spec.dtype].numpy)
         self._has_columns = len(spec.shape) == 3
         self.columns = 1
-        self._array = self._new()
+        self._array = self._allocate()
 
     def bind(self, binding: Binding, rows: slice = slice(None), columns: int = 1) -> None:
         """Make the next runs of `binding` write the logits of adjacent `rows`.
@@ -162,22 +162,22 @@ class LogitsBuffer:
         """
         if self._has_columns and self.columns != columns:
             self.columns = columns
-            self._array = self._new()
-        binding.bind_result(OUTPUT, self._array[rows])
+            self._array = self._allocate()
+        binding.bind_result(LOGITS_OUTPUT, self._array[rows])
 
     def of(self, row: int) -> np.ndarray:
         """The logits after a row's last token: float [V], valid until the next run."""
         found: np.ndarray = self._array[row, -1] if self._has_columns else self._array[row]
         return found
 
-    def _new(self) -> np.ndarray:
+    def _allocate(self) -> np.ndarray:
         shape = (self._rows, self.columns, self._vocab) if self._has_columns else (self._rows, self._vocab)
-        return zeroed("the logits", shape, self._dtype.type)
+        return allocate_zeros("the logits", shape, self._dtype.type)
 
 
 def logits_output(manifest: DecoderManifest) -> TensorSpec | None:
     """The graph's output `logits`, or None."""
-    return next((spec for spec in manifest.outputs if spec.name == OUTPUT), None)
+    return next((spec for spec in manifest.outputs if spec.name == LOGITS_OUTPUT), None)
 
 
 def gives_logits(manifest: DecoderManifest) -> bool:
@@ -186,7 +186,7 @@ def gives_logits(manifest: DecoderManifest) -> bool:
     return spec is not None and bool(ELEMENT_TYPES[spec.dtype].numpy)
 
 
-def check_output(requests: Sequence[RowRequest], spec: TensorSpec | None, path: object) -> None:
+def check_logits_output(requests: Sequence[RowRequest], spec: TensorSpec | None, path: object) -> None:
     """Raises ParameterError if the graph in `path` cannot give the log-probabilities that all `requests` ask for."""
     name = "prompt_logprobs" if requests[0].logprobs is None else "logprobs"
     if spec is None:

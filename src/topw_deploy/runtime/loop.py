@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator, Sequence
 
 from topw_deploy.runtime.cache import Caches
-from topw_deploy.runtime.callbacks import Criterion, Streamer, Watch
-from topw_deploy.runtime.logprobs import LogitsBuffer, Scores, TextOf
+from topw_deploy.runtime.callbacks import Criterion, RowCallbacks, Streamer
+from topw_deploy.runtime.logprobs import LogitsBuffer, RowScores, TextOf
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.row_inputs import Draws, SamplerInputs
-from topw_deploy.runtime.rows import Follow, Record, Row, new_text, result_of
+from topw_deploy.runtime.rows import Row, StepRecord, TextDecoderFactory, new_row_text, row_result
 from topw_deploy.runtime.structured.guide import Guide
 
 
@@ -28,32 +28,32 @@ class Generation:
     def __init__(
         self, session: Session, caches: Caches, rows: Sequence[Row], logits: LogitsBuffer | None = None
     ) -> None:
-        if any(row.unread for row in rows) and not caches.takes_ragged_batches:
+        if any(row.unread_tokens for row in rows) and not caches.takes_ragged_batches:
             for row in rows:
                 row.read_one_by_one()
         requests = [row.request for row in rows]
-        prompts, budgets = [row.given for row in rows], [r.request.budget + r.unread for r in rows]
+        prompts, budgets = [row.fed_prompt for row in rows], [r.request.budget + r.unread_tokens for r in rows]
         self.active = list(rows)
         self.active_indices = [row.index for row in rows]
         self.step = 0
         self.prefilled_at = 0.0  # time.perf_counter()
-        self.last_first_step = max(row.skipped for row in rows)  # step of the last row's first token
+        self.last_first_step = max(row.discarded_draws for row in rows)  # step of the last row's first token
         self.draws = Draws([r.seed for r in requests], [r.sample for r in requests], [len(p) for p in prompts])
         self.inputs = SamplerInputs(session, len(rows))
         self.uniform_view = self.inputs.uniform.data
         for row in rows:
-            if not row.unread:
+            if not row.unread_tokens:
                 self.inputs.set(row.index, row.request)
         self.binding = session.bind()
         self.bound_inputs = self.inputs.bind(self.binding)
         self.logits = logits
-        self.record = Record(session.outputs, len(rows), max(budgets))
+        self.record = StepRecord(session.outputs, len(rows), max(budgets))
         self.record.bind(self.binding)
         self.cache = caches.open(self.binding, prompts, budgets)
         self.next_ids = self.cache.input_ids.reshape(-1).data  # [B] next inputs
         for row in rows:
             self.update_mask(row)
-            if not row.unread and row.request.budget == 0:
+            if not row.unread_tokens and row.request.budget == 0:
                 row.end("length")
                 self.retire(row)
 
@@ -79,7 +79,7 @@ class Generation:
 
     def update_mask(self, row: Row) -> None:
         """Mask the tokens that a row's grammar does not allow next."""
-        if row.guide is not None and not row.unread:
+        if row.guide is not None and not row.unread_tokens:
             self.inputs.masks.set(row.index, row.guide.mask)
 
 
@@ -140,20 +140,20 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
     g = generation
     changed = []
     for row in g.active:
-        logits = g.logits.of(row.index) if g.logits is not None and row.wants_logits else None
-        if row.unread:
-            g.next_ids[row.index] = row.read(logits)
+        logits = g.logits.of(row.index) if g.logits is not None and row.needs_logits else None
+        if row.unread_tokens:
+            g.next_ids[row.index] = row.read_prompt_token(logits)
             if row.finish_reason is not None:
                 changed.append((row, ""))
-            elif not row.unread:
+            elif not row.unread_tokens:
                 g.begin_drawing(row)
             continue
         token = tokens[row.index]
         if token < 0:
-            raise row.invalid(f"row {row.index}")
+            raise row.invalid_draw_error(f"row {row.index}")
         if g.inputs.edits.is_active:
             g.inputs.edits.add_token(row.index, token)
-        gained = row.take(token, logits)
+        gained = row.add_token(token, logits)
         g.next_ids[row.index] = token
         g.update_mask(row)
         if gained or row.finish_reason is not None:
@@ -179,7 +179,7 @@ class RequestRun:
         session: Session,
         caches: Caches,
         requests: Sequence[RowRequest],
-        follow: Follow,
+        follow: TextDecoderFactory,
         load_seconds: float,
         *,
         streaming: bool,
@@ -197,9 +197,9 @@ class RequestRun:
             Row(
                 index,
                 request,
-                new_text(request, follow) if streaming or request.stop_strings else None,
-                Watch(request.prompt, request.budget, streamer, criteria) if watched else None,
-                Scores(request, text_of) if request.needs_scores else None,
+                new_row_text(request, follow) if streaming or request.stop_strings else None,
+                RowCallbacks(request.prompt, request.budget, streamer, criteria) if watched else None,
+                RowScores(request, text_of) if request.needs_scores else None,
                 guides[index] if guides else None,
             )
             for index, request in enumerate(requests)
@@ -211,33 +211,33 @@ class RequestRun:
         try:
             self._generation = Generation(self._session, self._caches, self._rows, self._logits)
             try:
-                yield from self._steps()
+                yield from self._run_steps()
             finally:
                 self._generation.close()
         finally:  # a thread may be waiting for the streamer
             if self._streamer is not None:
                 self._streamer.end()
 
-    def _steps(self) -> Iterator[Piece]:
+    def _run_steps(self) -> Iterator[Piece]:
         for row in self._rows:
-            if row.watch is not None:
-                row.watch.begin()
+            if row.callbacks is not None:
+                row.callbacks.begin()
             if row.finish_reason is not None:
-                yield self._piece(row, "")
+                yield self._new_piece(row, "")
         for changed in generate(self._generation):
             for row, text in changed:
-                yield self._piece(row, text)
+                yield self._new_piece(row, text)
 
-    def _piece(self, row: Row, text: str) -> Piece:
-        result = None if row.finish_reason is None else self._result(row)
+    def _new_piece(self, row: Row, text: str) -> Piece:
+        result = None if row.finish_reason is None else self._new_result(row)
         entries = row.scores.next_piece(row.steps) if self._streaming and row.scores is not None else None
-        return Piece(text, row.index, result, entries, row.steps, row.next_tokens(row.steps))
+        return Piece(text, row.index, result, entries, row.steps, row.take_new_tokens(row.steps))
 
-    def _result(self, row: Row) -> GenerationResult:
+    def _new_result(self, row: Row) -> GenerationResult:
         record, prefilled = self._generation.record, self._generation.prefilled_at
-        return result_of(
+        return row_result(
             row,
-            lambda name: record.of(name, row.index, row.skipped + row.steps, row.skipped),
+            lambda name: record.of(name, row.index, row.discarded_draws + row.steps, row.discarded_draws),
             self._session,
             self._follow,
             load_seconds=self._load_seconds,

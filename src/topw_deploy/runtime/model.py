@@ -12,16 +12,24 @@ from typing import TYPE_CHECKING, Any, overload
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import cache, loop
-from topw_deploy.runtime.callbacks import end_streamer, ending
-from topw_deploy.runtime.chat import load_template
+from topw_deploy.runtime.callbacks import end_on_failure, end_streamer
+from topw_deploy.runtime.chat import load_chat_template
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.generation_config import bos_token, model_defaults
-from topw_deploy.runtime.logprobs import LogitsBuffer, check_output, logits_output
+from topw_deploy.runtime.generation_config import read_bos_token_id, read_model_defaults
+from topw_deploy.runtime.logprobs import LogitsBuffer, check_logits_output, logits_output
 from topw_deploy.runtime.open_session import open_session
 from topw_deploy.runtime.ort.providers import short_name
-from topw_deploy.runtime.prompts import read_prompts, split_inputs, with_banned_ids
+from topw_deploy.runtime.prompts import encode_bad_words, read_prompts, split_inputs
 from topw_deploy.runtime.protocols import Session
-from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_rows, check_text, resolver, split
+from topw_deploy.runtime.request import (
+    Limits,
+    RowRequest,
+    check_length,
+    check_sequence_count,
+    check_text_length,
+    new_resolver,
+    split_parameters,
+)
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.row_inputs import MASK_INPUT
 from topw_deploy.runtime.rules import longest_pool
@@ -64,27 +72,27 @@ class TopWModel:
         decoder = folder.manifest.decoder
         cache.check_supported(decoder, session.inputs, session.outputs)
         cache.check_layout(decoder, (*folder.manifest.inputs, *folder.manifest.outputs))
-        self._limits = _limits(folder.manifest, session, max_length, max_batch)
+        self._limits = _model_limits(folder.manifest, session, max_length, max_batch)
         _check_size("prefill_chunk", prefill_chunk)
         self.manifest = folder.manifest
         self.path = folder.path
         self.tokenizer = Tokenizer(folder)
         self._grammars = Grammars(self.tokenizer, folder.manifest.sampler.vocab_size)
-        self.defaults = model_defaults(folder, self.tokenizer)
-        self._resolve = resolver(folder.manifest, self.defaults)
+        self.defaults = read_model_defaults(folder, self.tokenizer)
+        self._resolve_rows = new_resolver(folder.manifest, self.defaults)
         self.provider = session.provider
         self.sampler, self.why_graph = session.sampler, session.why_graph
         self._decoder, self._logits_output = decoder, logits_output(folder.manifest)
-        self._bos = bos_token(folder, self.tokenizer)
-        self._template = load_template(folder, self.tokenizer)
-        caches = cache.caches_of(
+        self._bos_token_id = read_bos_token_id(folder, self.tokenizer)
+        self._template = load_chat_template(folder, self.tokenizer)
+        caches = cache.new_caches(
             session, decoder, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk
         )
         self._caches: cache.Caches | None = caches
         self._takes_ragged_batches = caches.takes_ragged_batches
         self._session: Session | None = session
         self.load_seconds = 0.0
-        session.settle(self._run_once)
+        session.settle(self._run_one_step)
         self.cpu_nodes = session.cpu_nodes
         self.load_seconds = time.perf_counter() - started
 
@@ -141,26 +149,26 @@ class TopWModel:
 
         Raises ParameterError, PromptError, GenerationError, and errors of the callbacks.
         """
-        pieces, rows, alone = self._start(prompt, parameters, streaming=False)
+        pieces, rows, alone = self._start_generation(prompt, parameters, streaming=False)
         results = {piece.row: piece.result for piece in pieces}
         return results[0] if alone else [results[row] for row in range(rows)]
 
     def stream(self, prompt: Any = None, **parameters: Any) -> Iterator[Piece]:
         """Like `generate`, but yields pieces; a row's last piece has its result. Checks parameters immediately."""
-        pieces, _, _ = self._start(prompt, parameters, streaming=True)
+        pieces, _, _ = self._start_generation(prompt, parameters, streaming=True)
         return pieces
 
     def chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> GenerationResult:
         """Answer `messages`, mappings with `role` and `content`. See `apply_chat_template`."""
-        return self.generate(self._chat_ids(messages, template_variables, parameters), **parameters)
+        return self.generate(self._encode_chat(messages, template_variables, parameters), **parameters)
 
     def stream_chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> Iterator[Piece]:
         """Like `chat`, but yields pieces, as `stream` does."""
-        return self.stream(self._chat_ids(messages, template_variables, parameters), **parameters)
+        return self.stream(self._encode_chat(messages, template_variables, parameters), **parameters)
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
@@ -238,47 +246,47 @@ class TopWModel:
     def __repr__(self) -> str:
         return f"TopWModel({str(self.path)!r}, {self._decoder.model_type}, {short_name(self.provider)})"
 
-    def _run_once(self) -> None:
-        (request,), *_ = self._requests([0], {"max_new_tokens": 1, "seed": 0})
-        generation = loop.Generation(*self._opened(), [loop.Row(0, request, None)])
+    def _run_one_step(self) -> None:
+        (request,), *_ = self._resolve_requests([0], {"max_new_tokens": 1, "seed": 0})
+        generation = loop.Generation(*self._require_open(), [loop.Row(0, request, None)])
         try:
             loop.prefill(generation)
         finally:
             generation.close()
 
-    def _chat_ids(
+    def _encode_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None, parameters: Mapping[str, Any]
     ) -> list[int]:
-        with ending(parameters.get("streamer")):
+        with end_on_failure(parameters.get("streamer")):
             text = self.apply_chat_template(messages, **(variables or {}))
-            return self._encode(text, False, "the prompt", self._limits)
+            return self._encode_text(text, False, "the prompt", self._limits)
 
-    def _encode(self, text: str, add_special_tokens: bool, which: str, limits: Limits) -> list[int]:
-        check_text(text, self.tokenizer, limits, which)
+    def _encode_text(self, text: str, add_special_tokens: bool, which: str, limits: Limits) -> list[int]:
+        check_text_length(text, self.tokenizer, limits, which)
         return self.tokenizer.encode(text, add_special_tokens)
 
-    def _start(
+    def _start_generation(
         self, prompt: Any, parameters: Mapping[str, Any], *, streaming: bool
     ) -> tuple[Iterator[Piece], int, bool]:
         """Returns (pieces, number of sequences, whether to return one result)."""
         try:
-            requests, whole, alone = self._requests(prompt, parameters)
-            return self._run(requests, whole, streaming=streaming), len(requests), alone
+            requests, whole, alone = self._resolve_requests(prompt, parameters)
+            return self._new_pieces(requests, whole, streaming=streaming), len(requests), alone
         except BaseException:
             end_streamer(parameters.get("streamer"))
             raise
 
-    def _requests(
+    def _resolve_requests(
         self, prompt: Any, parameters: Mapping[str, Any], limits: Limits | None = None
     ) -> tuple[list[RowRequest], Mapping[str, Any], bool]:
         """Returns (rows, values of REQUEST_PARAMETERS, whether to return one result). limits: None for the model's."""
         limits = limits or self._limits
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
-        named, whole = split(parameters)
+        named, whole = split_parameters(parameters)
         samples = whole["num_return_sequences"]
-        named, config = (with_banned_ids(given, self.tokenizer) for given in (named, whole["generation_config"]))
-        prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"], samples, limits)
-        rows = self._resolve(prompts, named, limits=limits, samples=samples, config=config)
+        named, config = (encode_bad_words(given, self.tokenizer) for given in (named, whole["generation_config"]))
+        prompts, alone = self._read_prompts(prompt, attention_mask, whole["add_special_tokens"], samples, limits)
+        rows = self._resolve_rows(prompts, named, limits=limits, samples=samples, config=config)
         if not self._takes_ragged_batches and len({len(p) for p in prompts}) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "
@@ -291,10 +299,10 @@ class TopWModel:
             )
         scored = [row for row in rows if row.needs_scores]
         if scored:
-            check_output(scored, self._logits_output, self.path)
+            check_logits_output(scored, self._logits_output, self.path)
         return rows, whole, alone and samples == 1
 
-    def _prompts(
+    def _read_prompts(
         self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int, limits: Limits
     ) -> tuple[list[list[int]], bool]:
         """Check limits, then tokenize. Returns (ids per prompt, whether `prompt` is a single one)."""
@@ -303,19 +311,19 @@ class TopWModel:
             check_length(tokens, limits, which)
 
         prompts, alone = read_prompts(prompt, mask, check)
-        check_rows(len(prompts) * samples, limits)
-        bos = [] if self._bos is None else [self._bos]
+        check_sequence_count(len(prompts) * samples, limits)
+        bos = [] if self._bos_token_id is None else [self._bos_token_id]
         names = [f"prompt {index}" for index in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
         return [
-            (self._encode(p, add_special_tokens, name, limits) if isinstance(p, str) else p) or bos
+            (self._encode_text(p, add_special_tokens, name, limits) if isinstance(p, str) else p) or bos
             for p, name in zip(prompts, names, strict=True)
         ], alone
 
-    def _guides(self, rows: Sequence[RowRequest]) -> list[Guide | None]:
+    def _new_guides(self, rows: Sequence[RowRequest]) -> list[Guide | None]:
         """See `Grammars.guides`; [] without constraints. Raises ParameterError if the graph cannot mask tokens."""
         if all(row.constraint is None for row in rows):
             return []
-        if MASK_INPUT not in self._opened()[0].inputs:
+        if MASK_INPUT not in self._require_open()[0].inputs:
             raise ParameterError(
                 f"structured_outputs needs a graph with the input {MASK_INPUT!r}, which this one lacks; export the "
                 "model again.",
@@ -323,35 +331,39 @@ class TopWModel:
             )
         return self._grammars.guides([(row.constraint, row.eos_token_ids) for row in rows])
 
-    def _run(self, requests: Sequence[RowRequest], whole: Mapping[str, Any], *, streaming: bool) -> Iterator[Piece]:
+    def _new_pieces(
+        self, requests: Sequence[RowRequest], whole: Mapping[str, Any], *, streaming: bool
+    ) -> Iterator[Piece]:
         def follow(prompt: Sequence[int]) -> IncrementalDecoder:
             return self.tokenizer.follow(prompt, whole["skip_special_tokens"])
 
         return loop.RequestRun(
-            *self._opened(),
+            *self._require_open(),
             requests,
             follow,
             self.load_seconds,
             streaming=streaming,
             streamer=whole["streamer"],
             criteria=whole["stopping_criteria"],
-            guides=self._guides(requests),
-            logits=self._new_logits(len(requests)) if any(request.needs_scores for request in requests) else None,
+            guides=self._new_guides(requests),
+            logits=self._new_logits_buffer(len(requests))
+            if any(request.needs_scores for request in requests)
+            else None,
             text_of=self.tokenizer.text_of,
         ).pieces()
 
-    def _new_logits(self, rows: int) -> LogitsBuffer | None:
+    def _new_logits_buffer(self, rows: int) -> LogitsBuffer | None:
         """Room for the graph's logits, or None if it has no such output."""
         spec = self._logits_output
         return None if spec is None else LogitsBuffer(spec, rows, self.manifest.sampler.vocab_size)
 
-    def _opened(self) -> tuple[Session, cache.Caches]:
+    def _require_open(self) -> tuple[Session, cache.Caches]:
         if self._session is None or self._caches is None:
             raise GenerationError("the model is closed; open it again with TopWModel.from_pretrained.")
         return self._session, self._caches
 
 
-def _limits(manifest: DecoderManifest, session: Session, max_length: int | None, max_batch: int | None) -> Limits:
+def _model_limits(manifest: DecoderManifest, session: Session, max_length: int | None, max_batch: int | None) -> Limits:
     context, built_for = manifest.decoder.context_length, session.most_rows
     _check_size("max_length", max_length)
     _check_size("max_batch", max_batch)

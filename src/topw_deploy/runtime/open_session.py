@@ -29,7 +29,7 @@ def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) 
     if options.provider.lower() != ENGINE:
         return GraphSession(folder, options)
     try:
-        return _engine(folder, options)
+        return _open_engine(folder, options)
     except TensorRTError as error:
         reason = str(error).rstrip(".")
     if ENGINE in providers.available():
@@ -49,7 +49,7 @@ def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) 
     return GraphSession(folder, replace(options, provider=ENGINE))
 
 
-def _engine(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> TensorRTSession:
+def _open_engine(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> TensorRTSession:
     device = options.device_number
     session = TensorRTSession(folder.path, folder.manifest, device_lock(("cuda", device)), device)
     names = {name for name in options.provider_options or {} if name != "device_id"}

@@ -50,7 +50,7 @@ MOST_SEQUENCES = 1 << 16
 """The most sequences of a prompt: each takes memory before any of them runs."""
 
 
-def show(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A shortened repr for messages."""
     try:
         text = repr(value)
@@ -66,132 +66,136 @@ def is_boolean(value: Any) -> bool:
     return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
-def _integer(name: str, value: Any, low: int, high: float = math.inf) -> int:
+def _parse_integer(name: str, value: Any, low: int, high: float = math.inf) -> int:
     try:
         number = None if is_boolean(value) else operator.index(value)
     except TypeError:
         number = None
     if number is None or not low <= number < high:
         bound = f">= {low}" if high == math.inf else f"in [{low}, {high})"
-        raise ParameterError(f"{name} is {show(value)}, but must be an integer {bound}.", name)
+        raise ParameterError(f"{name} is {short_repr(value)}, but must be an integer {bound}.", name)
     return number
 
 
-def _real(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> float:
+def _parse_real(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> float:
     try:
         known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
         number = float(value) if known else math.nan
     except OverflowError:  # too large an integer
         number = math.inf
     # The graph computes in float32.
-    if not holds(number) or not holds(_float32(number)):
+    if not holds(number) or not holds(_to_float32(number)):
         wanted = f"{bound} {IN_FLOAT32}" if holds(number) else bound
-        raise ParameterError(f"{name} is {show(value)}, but must be {wanted}.", name)
+        raise ParameterError(f"{name} is {short_repr(value)}, but must be {wanted}.", name)
     return number
 
 
-def _float32(value: float) -> float:
+def _to_float32(value: float) -> float:
     with np.errstate(over="ignore"):
         return float(np.float32(value))
 
 
-def _flag(name: str, value: Any) -> bool:
+def _parse_flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise ParameterError(f"{name} is {show(value)}, but must be True or False.", name)
+        raise ParameterError(f"{name} is {short_repr(value)}, but must be True or False.", name)
     return bool(value)
 
 
-def _at_least(low: int, high: float = math.inf) -> Callable[[str, Any], int]:
-    return lambda name, value: _integer(name, value, low, high)
+def _integer_parser(low: int, high: float = math.inf) -> Callable[[str, Any], int]:
+    return lambda name, value: _parse_integer(name, value, low, high)
 
 
-def _positive(name: str, value: Any) -> float:
-    return _real(name, value, lambda x: 0 < x < math.inf, "a finite number > 0")
+def _parse_positive(name: str, value: Any) -> float:
+    return _parse_real(name, value, lambda x: 0 < x < math.inf, "a finite number > 0")
 
 
-def _finite(name: str, value: Any) -> float:
-    return _real(name, value, math.isfinite, "a finite number")
+def _parse_finite(name: str, value: Any) -> float:
+    return _parse_real(name, value, math.isfinite, "a finite number")
 
 
-def _topw(name: str, value: Any) -> float:
-    number = _real(name, value, math.isfinite, "a finite number")
+def _parse_top_w(name: str, value: Any) -> float:
+    number = _parse_real(name, value, math.isfinite, "a finite number")
     check_range(name, number)
-    check_range(name, number, _float32(number))
+    check_range(name, number, _to_float32(number))
     return number
 
 
-def _beta(name: str, value: Any) -> float | str:
+def _parse_beta(name: str, value: Any) -> float | str:
     """A number, or stripped text that depends on the temperature."""
     if isinstance(value, str):
         constant, slope = beta_coefficients(value)
         if slope:
             return value.strip()
         value = constant
-    return _topw(name, value)
+    return _parse_top_w(name, value)
 
 
-def _rule(name: str, value: Any) -> str:
+def _parse_rule(name: str, value: Any) -> str:
     if not isinstance(value, str) or value not in RULES:
         raise unknown_rule_error(value)
     return value
 
 
-def _of_rule(name: str, value: Any) -> float:
+def _parse_rule_value(name: str, value: Any) -> float:
     stated = next(each for each in RULE_OF_VALUE[name].values if each.name == name)
-    return _real(name, value, stated.accepts, stated.bound)
+    return _parse_real(name, value, stated.accepts, stated.bound)
 
 
-def _ids(name: str, value: Any) -> tuple[int, ...]:
+def _parse_ids(name: str, value: Any) -> tuple[int, ...]:
     values = value if _is_list(value) else [value]
-    return tuple(_integer(name, v, 0) for v in values)
+    return tuple(_parse_integer(name, v, 0) for v in values)
 
 
-def _some_ids(name: str, value: Any) -> tuple[int, ...]:
-    ids = _ids(name, value)
+def _parse_nonempty_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = _parse_ids(name, value)
     if not ids:
         raise ParameterError(f"{name} is empty, but must have at least one token id.", name)
     return ids
 
 
-def _id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+def _parse_id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if not _is_list(value) or not all(_is_list(v) and len(v) for v in value):
-        raise ParameterError(f"{name} is {show(value)}, but must be a list of non-empty lists of token ids.", name)
-    return tuple(_ids(name, v) for v in value)
+        raise ParameterError(
+            f"{name} is {short_repr(value)}, but must be a list of non-empty lists of token ids.", name
+        )
+    return tuple(_parse_ids(name, v) for v in value)
 
 
-def _strings(name: str, value: Any) -> tuple[str, ...]:
+def _parse_strings(name: str, value: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not _is_list(values) or not all(isinstance(v, str) and v for v in values):
-        raise ParameterError(f"{name} is {show(value)}, but must be a non-empty string or a list of them.", name)
+        raise ParameterError(f"{name} is {short_repr(value)}, but must be a non-empty string or a list of them.", name)
     return tuple(values)
 
 
-def _biases(name: str, value: Any) -> dict[int, float]:
+def _parse_biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise ParameterError(f"{name} is {show(value)}, but must map token ids to numbers.", name)
+        raise ParameterError(f"{name} is {short_repr(value)}, but must map token ids to numbers.", name)
     result: dict[int, float] = {}
     for token, bias in value.items():
         if isinstance(token, str) and token.isascii() and token.isdigit():
             token = int(token)  # JSON keys are strings
         try:
-            key = _integer(f"a token id of {name}", token, 0)
+            key = _parse_integer(f"a token id of {name}", token, 0)
             if key in result:
                 raise ParameterError(f"{name} names the token id {key} twice; give it one bias.")
             bound = "a number below infinity (-inf bans the token)"
-            result[key] = _real(f"{name}[{key}]", bias, lambda x: x < math.inf and x == x, bound)
+            result[key] = _parse_real(f"{name}[{key}]", bias, lambda x: x < math.inf and x == x, bound)
         except ParameterError as error:
             raise ParameterError(str(error), name) from None
     return result
 
 
-def _config(name: str, value: Any) -> dict[str, Any]:
+def _parse_config(name: str, value: Any) -> dict[str, Any]:
     """The settings of a mapping or of transformers' GenerationConfig, which gives only non-default values."""
     if not isinstance(value, Mapping):
         if not callable(getattr(value, "to_diff_dict", None)):
-            raise ParameterError(f"{name} is {show(value)}, but must be a mapping or transformers' GenerationConfig.")
+            raise ParameterError(
+                f"{name} is {short_repr(value)}, but must be a mapping or transformers' GenerationConfig."
+            )
         value = value.to_diff_dict()
     if not all(isinstance(key, str) for key in value):
-        raise ParameterError(f"{name} has the keys {show(list(value))}, but keys must be names of parameters.")
+        raise ParameterError(f"{name} has the keys {short_repr(list(value))}, but keys must be names of parameters.")
     return {key: stated for key, stated in value.items() if stated is not None}
 
 
@@ -225,43 +229,43 @@ class Parameter:
 
 
 PARAMETERS: Mapping[str, Parameter] = {
-    "max_new_tokens": Parameter(_at_least(0), 256),
-    "max_length": Parameter(_at_least(1)),
-    "min_new_tokens": Parameter(_at_least(0), 0),
-    "min_length": Parameter(_at_least(0), 0),
-    "do_sample": Parameter(_flag),
-    "eos_token_id": Parameter(_ids, (), depth=1),
-    "pad_token_id": Parameter(_at_least(0)),
-    "ignore_eos": Parameter(_flag, False),
-    "stop_token_ids": Parameter(_ids, (), depth=1),
-    "stop_strings": Parameter(_strings, (), depth=1),
-    "repetition_penalty": Parameter(_positive, 1.0),
-    "presence_penalty": Parameter(_finite, 0.0),
-    "frequency_penalty": Parameter(_finite, 0.0),
-    "logit_bias": Parameter(_biases, {}),
-    "suppress_tokens": Parameter(_ids, (), depth=1),
-    "allowed_token_ids": Parameter(_some_ids, (), depth=1),
-    "bad_words_ids": Parameter(_id_lists, (), depth=2),
-    "bad_words": Parameter(_strings, (), depth=1),
-    "no_repeat_ngram_size": Parameter(_at_least(0), 0),
+    "max_new_tokens": Parameter(_integer_parser(0), 256),
+    "max_length": Parameter(_integer_parser(1)),
+    "min_new_tokens": Parameter(_integer_parser(0), 0),
+    "min_length": Parameter(_integer_parser(0), 0),
+    "do_sample": Parameter(_parse_flag),
+    "eos_token_id": Parameter(_parse_ids, (), depth=1),
+    "pad_token_id": Parameter(_integer_parser(0)),
+    "ignore_eos": Parameter(_parse_flag, False),
+    "stop_token_ids": Parameter(_parse_ids, (), depth=1),
+    "stop_strings": Parameter(_parse_strings, (), depth=1),
+    "repetition_penalty": Parameter(_parse_positive, 1.0),
+    "presence_penalty": Parameter(_parse_finite, 0.0),
+    "frequency_penalty": Parameter(_parse_finite, 0.0),
+    "logit_bias": Parameter(_parse_biases, {}),
+    "suppress_tokens": Parameter(_parse_ids, (), depth=1),
+    "allowed_token_ids": Parameter(_parse_nonempty_ids, (), depth=1),
+    "bad_words_ids": Parameter(_parse_id_lists, (), depth=2),
+    "bad_words": Parameter(_parse_strings, (), depth=1),
+    "no_repeat_ngram_size": Parameter(_integer_parser(0), 0),
     "structured_outputs": Parameter(read_constraint),
-    "logprobs": Parameter(_at_least(0)),
-    "prompt_logprobs": Parameter(_at_least(0)),
-    "seed": Parameter(_at_least(0, 2**SEED_BITS)),
+    "logprobs": Parameter(_integer_parser(0)),
+    "prompt_logprobs": Parameter(_integer_parser(0)),
+    "seed": Parameter(_integer_parser(0, 2**SEED_BITS)),
     "preset": Parameter(lambda _name, value: check_preset(value)),
-    **{name: Parameter(_topw) for name in PARAMETER_NAMES},
-    "beta": Parameter(_beta),
+    **{name: Parameter(_parse_top_w) for name in PARAMETER_NAMES},
+    "beta": Parameter(_parse_beta),
     "geom_unit": Parameter(lambda _name, value: check_geom_unit(value)),
-    "rule": Parameter(_rule),
-    **{name: Parameter(_of_rule) for name in RULE_OF_VALUE},
+    "rule": Parameter(_parse_rule),
+    **{name: Parameter(_parse_rule_value) for name in RULE_OF_VALUE},
 }
 """Per-row parameters."""
 
 REQUEST_PARAMETERS: Mapping[str, Parameter] = {
-    "num_return_sequences": Parameter(_at_least(1, MOST_SEQUENCES + 1), 1),
-    "skip_special_tokens": Parameter(_flag, True),
-    "add_special_tokens": Parameter(_flag, True),
-    "generation_config": Parameter(_config, {}),
+    "num_return_sequences": Parameter(_integer_parser(1, MOST_SEQUENCES + 1), 1),
+    "skip_special_tokens": Parameter(_parse_flag, True),
+    "add_special_tokens": Parameter(_parse_flag, True),
+    "generation_config": Parameter(_parse_config, {}),
     "streamer": Parameter(check_streamer),
     "stopping_criteria": Parameter(check_criteria, ()),
 }
@@ -277,7 +281,7 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in given:
         if REQUEST_ALIASES.get(name, name) not in known:
             raise unknown_parameter(name, known)
-    return under_our_names({name: value for name, value in given.items() if value is not None})
+    return replace_aliases({name: value for name, value in given.items() if value is not None})
 
 
 def unknown_parameter(name: str, known: Iterable[str]) -> ParameterError:
@@ -298,7 +302,7 @@ def with_aliases(names: Collection[str]) -> frozenset[str]:
     return frozenset({*names, *(alias for alias, ours in REQUEST_ALIASES.items() if ours in names)})
 
 
-def under_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
+def replace_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
     """Replace aliases, and tensors by lists. Raises ParameterError for duplicates."""
     used: dict[str, str] = {}
     for name in given:
@@ -306,15 +310,15 @@ def under_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
         if ours in used:
             raise ParameterError(f"{ours} is given twice, as {used[ours]} and as {name}; give it once.", ours)
         used[ours] = name
-    return {ours: _plain(given[name]) for ours, name in used.items()}
+    return {ours: _tensor_to_list(given[name]) for ours, name in used.items()}
 
 
-def _plain(value: Any) -> Any:
+def _tensor_to_list(value: Any) -> Any:
     is_tensor = hasattr(value, "tolist") and not isinstance(value, (np.ndarray, np.generic))
     return value.tolist() if is_tensor else value
 
 
-def spread(name: str, value: Any, rows: int, of: str = "prompts") -> list[Any]:
+def row_values(name: str, value: Any, rows: int, of: str = "prompts") -> list[Any]:
     """The checked value for each row; None where a list has None. of: what a row is, for messages."""
     parameter = PARAMETERS[name]
     if not parameter.is_per_row(value):

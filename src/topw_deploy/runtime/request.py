@@ -14,8 +14,8 @@ from typing import Any
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.manifest import Manifest
 from topw_deploy.runtime.generation_config import read_settings
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, spread
-from topw_deploy.runtime.rules import TOP_W, check_carried, check_pool, rule_of
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, row_values
+from topw_deploy.runtime.rules import DEFAULT_RULE, check_carried, check_pool, rule_of
 from topw_deploy.runtime.structured.constraint import Constraint
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.likely_pairs import with_raw_scale
@@ -24,9 +24,9 @@ from topw_deploy.sampling.presets import preset_parameters
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RULES, RuleParameters
 from topw_deploy.sampling.seeds import fresh_seed
 
-_QUICK = 8  # characters per context token: shorter texts are not checked before tokenizing
-CONFIG = "generation_config"
-_IN_CONFIG = {
+_UNCHECKED_CHARACTERS = 8  # characters per context token: shorter texts are not checked before tokenizing
+CONFIG_PARAMETER = "generation_config"
+_CONFIG_PARAMETERS = {
     name: REQUEST_PARAMETERS[name] for name in ("num_return_sequences", "skip_special_tokens", "add_special_tokens")
 }
 
@@ -67,7 +67,7 @@ class RowRequest:
     constraint: Constraint | None
     seed: int
     sample: int
-    rule: RuleParameters = TOP_W
+    rule: RuleParameters = DEFAULT_RULE
 
     @property
     def needs_scores(self) -> bool:
@@ -113,24 +113,24 @@ class Limits:
         return self.context_length if self.max_length is None else min(self.max_length, self.context_length)
 
 
-def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_parameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (row parameters, request parameters with defaults), both checked.
 
     The request parameters include the row parameters of `generation_config`.
     """
     named = check_names(given)
     config: dict[str, Any] = {}
-    if CONFIG in named:
-        stated = REQUEST_PARAMETERS[CONFIG].parse(CONFIG, named.pop(CONFIG))
-        config = read_settings(stated, CONFIG, {**PARAMETERS, **_IN_CONFIG})
+    if CONFIG_PARAMETER in named:
+        stated = REQUEST_PARAMETERS[CONFIG_PARAMETER].parse(CONFIG_PARAMETER, named.pop(CONFIG_PARAMETER))
+        config = read_settings(stated, CONFIG_PARAMETER, {**PARAMETERS, **_CONFIG_PARAMETERS})
     whole = {
         name: p.parse(name, named.pop(name)) if name in named else config.pop(name, p.default)
         for name, p in REQUEST_PARAMETERS.items()
     }
-    return named, {**whole, CONFIG: {name: value for name, value in config.items() if name in PARAMETERS}}
+    return named, {**whole, CONFIG_PARAMETER: {name: value for name, value in config.items() if name in PARAMETERS}}
 
 
-def resolve(
+def resolve_rows(
     prompts: Sequence[Sequence[int]],
     given: Mapping[str, Any],
     model: Mapping[str, Any],
@@ -153,7 +153,7 @@ def resolve(
 
     Raises ParameterError for a bad value, PromptError for a prompt that is empty, too long or has unknown ids.
     """
-    columns = {name: spread(name, value, len(prompts)) for name, value in given.items()}
+    columns = {name: row_values(name, value, len(prompts)) for name, value in given.items()}
 
     def settled(stated: Mapping[str, Any]) -> Mapping[str, Any]:
         scaled = with_raw_scale(stated, median_distance) if "geom_unit" in stated else stated
@@ -168,14 +168,14 @@ def resolve(
         _check_prompt(prompt, limits, f"prompt {index}" if len(prompts) > 1 else "the prompt")
         seed = sources.get("seed")
         seed = fresh_seed() if seed is None else seed
-        rows += [_row(tuple(prompt), sources, defaults, limits, seed, sample) for sample in range(samples)]
+        rows += [_resolve_row(tuple(prompt), sources, defaults, limits, seed, sample) for sample in range(samples)]
     return rows
 
 
-def resolver(manifest: Manifest, model: Mapping[str, Any]) -> Callable[..., list[RowRequest]]:
+def new_resolver(manifest: Manifest, model: Mapping[str, Any]) -> Callable[..., list[RowRequest]]:
     """`resolve` with the defaults of a model and of its export, whose manifest is read only here."""
     return partial(
-        resolve,
+        resolve_rows,
         model=model,
         exported=manifest.stated_defaults,
         geometry=manifest.sampler.geometry,
@@ -199,7 +199,7 @@ class _Sources:
         return self.get(name, PARAMETERS[name].default)
 
     def named(self, name: str, source: Mapping[str, Any]) -> str:
-        return f"{CONFIG}: {name}" if source is self.config else name
+        return f"{CONFIG_PARAMETER}: {name}" if source is self.config else name
 
     def check_ids(self, name: str, ids: Iterable[int], limits: Limits) -> None:
         where = next((source for source in self.all if name in source), self.model)
@@ -222,7 +222,7 @@ class _Sources:
             )
 
 
-def _row(
+def _resolve_row(
     prompt: tuple[int, ...],
     sources: _Sources,
     exported: Mapping[str, Any],
@@ -241,9 +241,9 @@ def _row(
     pad, constraint = value("pad_token_id"), value("structured_outputs")
     return RowRequest(
         prompt=prompt,
-        top_w=_top_w(sources, exported),
-        rule=_rule(sources, limits),
-        budget=_budget(len(prompt), sources, limits),
+        top_w=_resolve_top_w(sources, exported),
+        rule=_resolve_rule(sources, limits),
+        budget=_resolve_budget(len(prompt), sources, limits),
         min_new_tokens=max(value("min_new_tokens"), value("min_length") - len(prompt)),
         eos_token_ids=stop if value("ignore_eos") else eos | stop,
         pad_token_id=pad if pad is not None and pad < limits.vocab_size else min(eos, default=0),
@@ -269,7 +269,7 @@ def _row(
     )
 
 
-def _top_w(sources: _Sources, exported: Mapping[str, Any]) -> TopWParameters:
+def _resolve_top_w(sources: _Sources, exported: Mapping[str, Any]) -> TopWParameters:
     values = {name: sources.get(name, exported[name]) for name in PARAMETER_NAMES}
     for source in sources.all:  # first with do_sample or temperature
         sampled = source.get("do_sample")
@@ -288,7 +288,7 @@ def _top_w(sources: _Sources, exported: Mapping[str, Any]) -> TopWParameters:
     return TopWParameters(**values)
 
 
-def _rule(sources: _Sources, limits: Limits) -> RuleParameters:
+def _resolve_rule(sources: _Sources, limits: Limits) -> RuleParameters:
     """The rule of the first source that names or implies one."""
     for source in sources.all:
         own = {name: source[name] for name in RULE_PARAMETER_NAMES if name in source}
@@ -297,10 +297,10 @@ def _rule(sources: _Sources, limits: Limits) -> RuleParameters:
             check_carried(rule, limits.rules)
             check_pool(rule, limits.longest_pool, limits.vocab_size)
             return rule
-    return TOP_W
+    return DEFAULT_RULE
 
 
-def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
+def _resolve_budget(prompt: int, sources: _Sources, limits: Limits) -> int:
     """Maximum new tokens after `prompt` tokens."""
     if "max_new_tokens" in sources.request and "max_length" in sources.request:
         raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
@@ -325,13 +325,13 @@ def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
     return min(wanted, limits.tokens - prompt)
 
 
-def reading(request: RowRequest) -> RowRequest:
+def reading_request(request: RowRequest) -> RowRequest:
     """A greedy request without edits, for the first token of a prompt that is read token by token."""
     return replace(
         request,
         prompt=request.prompt[:1],
         top_w=TopWParameters(temperature=0.0),
-        rule=TOP_W,
+        rule=DEFAULT_RULE,
         min_new_tokens=0,
         repetition_penalty=1.0,
         presence_penalty=0.0,
@@ -347,10 +347,10 @@ def reading(request: RowRequest) -> RowRequest:
 def check_length(tokens: int, limits: Limits, which: str) -> None:
     """Raises PromptError naming prompt `which` for too many tokens."""
     if tokens > limits.tokens:
-        raise PromptError(f"{which} has {tokens} tokens, {_too_many(tokens, limits)}", "max_length")
+        raise PromptError(f"{which} has {tokens} tokens, {_excess_clause(tokens, limits)}", "max_length")
 
 
-def check_rows(rows: int, limits: Limits) -> None:
+def check_sequence_count(rows: int, limits: Limits) -> None:
     """Raises PromptError, or ParameterError for a batching engine, for too many sequences."""
     if rows <= (limits.rows or rows):
         return
@@ -367,19 +367,19 @@ def check_rows(rows: int, limits: Limits) -> None:
     )
 
 
-def check_text(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> None:
+def check_text_length(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> None:
     """Raises PromptError if `text` certainly has too many tokens."""
-    if len(text) <= _QUICK * limits.tokens:
+    if len(text) <= _UNCHECKED_CHARACTERS * limits.tokens:
         return
     tokens, why = tokenizer.bound.least(text)
     if tokens > limits.tokens:
         raise PromptError(
-            f"{which} has {len(text):,} characters, at least {tokens} tokens ({why}), {_too_many(tokens, limits)}",
+            f"{which} has {len(text):,} characters, at least {tokens} tokens ({why}), {_excess_clause(tokens, limits)}",
             "max_length",
         )
 
 
-def _too_many(tokens: int, limits: Limits) -> str:
+def _excess_clause(tokens: int, limits: Limits) -> str:
     if tokens > limits.context_length:
         return f"the model's context holds {limits.context_length}; shorten it."
     what = limits.opened

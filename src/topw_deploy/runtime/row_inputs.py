@@ -285,9 +285,10 @@ class SamplerInputs:
         allowed = masks.array
         if bound.allowed is not allowed:
             masks.bind(binding, bound.rows)
+            bound.allowed, bound.mask_version = allowed, masks.version
         elif bound.mask_version != masks.version:
             binding.refresh(MASK_INPUT)
-        bound.allowed, bound.mask_version = allowed, masks.version
+            bound.mask_version = masks.version
         if bound.version != self._version:
             for name in (*PARAMETER_NAMES, *RULE_INPUTS, *EDIT_INPUTS):
                 binding.refresh(name)

@@ -10,25 +10,25 @@ import numpy as np
 
 from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES, array_name
 from topw_deploy.errors import LogitsError
-from topw_deploy.runtime.cache.buffers import zeroed
-from topw_deploy.runtime.callbacks import Watch
-from topw_deploy.runtime.logprobs import Scores
+from topw_deploy.runtime.cache.buffers import allocate_zeros
+from topw_deploy.runtime.callbacks import RowCallbacks
+from topw_deploy.runtime.logprobs import RowScores
 from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Timings
 from topw_deploy.runtime.structured.guide import Guide
 from topw_deploy.runtime.text import IncrementalDecoder, RowText
 
-Follow: TypeAlias = "Callable[[Sequence[int]], IncrementalDecoder]"
+TextDecoderFactory: TypeAlias = "Callable[[Sequence[int]], IncrementalDecoder]"
 """From prompt ids to a decoder of the tokens after them."""
 
 # Sorted by descending element size, for alignment.
-_RECORDED = {
+_RECORDED_TYPES = {
     name: np.dtype(array_name(SAMPLER_OUTPUT_TYPES[name]))
     for name in ("next_token", "logprob", "mass", "kept", "certified")
 }
 
-Values: TypeAlias = dict[str, np.ndarray]
+RowOutputs: TypeAlias = dict[str, np.ndarray]
 """Outputs of a row by name, [steps]; without those that the graph lacks."""
 
 
@@ -51,13 +51,13 @@ class Row:
         index: int,
         request: RowRequest,
         text: RowText | None,
-        watch: Watch | None = None,
-        scores: Scores | None = None,
+        watch: RowCallbacks | None = None,
+        scores: RowScores | None = None,
         guide: Guide | None = None,
     ) -> None:
-        self.index, self.request, self.text, self.watch = index, request, text, watch
+        self.index, self.request, self.text, self.callbacks = index, request, text, watch
         self.scores, self.guide = scores, guide
-        self.unread = self.skipped = 0
+        self.unread_tokens = self.discarded_draws = 0
         if request.prompt_logprobs is not None:
             self.read_one_by_one()
         self.steps = 0
@@ -67,54 +67,54 @@ class Row:
         self.finish_reason: str | None = None
         self.stop: int | str | None = None
         self.finished_at = 0.0  # time.perf_counter()
-        self.plain = text is None and watch is None and scores is None and guide is None
+        self.is_plain = text is None and watch is None and scores is None and guide is None
         self._ends, self._budget = request.eos_token_ids, request.budget
 
-    def passes(self, token: int) -> bool:
+    def try_lengthen(self, token: int) -> bool:
         """Add a drawn token if it only lengthens the row. Otherwise add nothing and return False."""
         steps = self.steps + 1
-        if not self.plain or self.unread or token < 0 or token in self._ends or steps == self._budget:
+        if not self.is_plain or self.unread_tokens or token < 0 or token in self._ends or steps == self._budget:
             return False
         self.steps = steps
         return True
 
     @property
-    def left(self) -> int:
+    def tokens_left(self) -> int:
         """Tokens that it may still draw."""
         return self._budget - self.steps
 
     @property
-    def given(self) -> tuple[int, ...]:
+    def fed_prompt(self) -> tuple[int, ...]:
         """The prompt's tokens that were passed to the model, or are next."""
         prompt = self.request.prompt
-        return prompt[: len(prompt) - self.unread]
+        return prompt[: len(prompt) - self.unread_tokens]
 
     @property
-    def wants_logits(self) -> bool:
+    def needs_logits(self) -> bool:
         """Whether it needs the next run's logits."""
-        wanted = self.request.prompt_logprobs if self.unread else self.request.logprobs
+        wanted = self.request.prompt_logprobs if self.unread_tokens else self.request.logprobs
         return wanted is not None
 
     def read_one_by_one(self) -> None:
         """Before the first run: read only the prompt's first token in it."""
-        self.unread = self.skipped = len(self.request.prompt) - 1
+        self.unread_tokens = self.discarded_draws = len(self.request.prompt) - 1
 
-    def read(self, logits: np.ndarray | None) -> int:
+    def read_prompt_token(self, logits: np.ndarray | None) -> int:
         """The prompt's next token, after a run whose draw is discarded.
 
         logits: float [V], of that run; None if `wants_logits` was False.
 
         Raises LogitsError if they give no log-probabilities.
         """
-        token = self.request.prompt[-self.unread]
+        token = self.request.prompt[-self.unread_tokens]
         if logits is not None and self.scores is not None:
             self.scores.add_prompt(logits, token)
-        self.unread -= 1
-        if not self.unread and self.request.budget == 0:
+        self.unread_tokens -= 1
+        if not self.unread_tokens and self.request.budget == 0:
             self.end("length")
         return token
 
-    def take(self, token: int, logits: np.ndarray | None = None) -> str:
+    def add_token(self, token: int, logits: np.ndarray | None = None) -> str:
         """Add a drawn token. Returns new text.
 
         logits: float [V], of its run; None if `wants_logits` was False.
@@ -127,8 +127,8 @@ class Row:
         gained = ""
         if self.text is not None:
             self.tokens.append(token)
-        if self.watch is not None:
-            self.watch.take(token)
+        if self.callbacks is not None:
+            self.callbacks.take(token)
         if token in self.request.eos_token_ids:
             self.end("stop", token)
         elif self.text is not None:
@@ -137,19 +137,19 @@ class Row:
                 self.end("stop", self.text.found)
         if self.finish_reason is None and self.guide is not None and self.guide.take(token):
             self.end("stop")
-        if self.finish_reason is None and self.watch is not None:
-            criterion = self.watch.ended_by()
+        if self.finish_reason is None and self.callbacks is not None:
+            criterion = self.callbacks.ended_by()
             if criterion is not None:
                 self.end("criterion", criterion)
         if self.finish_reason is None and self.steps == self.request.budget:
             self.end("length")
         if self.text is not None:
-            gained += self._last_of(self.text)
+            gained += self._flush_text(self.text)
             if gained:
                 self.pieces.append(gained)
         return gained
 
-    def _last_of(self, text: RowText) -> str:
+    def _flush_text(self, text: RowText) -> str:
         if self.finish_reason is None:
             return ""
         gained = text.flush()  # may complete a stop string
@@ -157,7 +157,7 @@ class Row:
             self.end("stop", text.found)
         return gained
 
-    def next_tokens(self, end: int) -> tuple[int, ...]:
+    def take_new_tokens(self, end: int) -> tuple[int, ...]:
         """The tokens before `end` that earlier calls have not returned."""
         start, self._shown = self._shown, end
         return tuple(self.tokens[start:end])
@@ -170,7 +170,7 @@ class Row:
             self.pieces.append(held)
         return held
 
-    def invalid(self, which: str) -> LogitsError:
+    def invalid_draw_error(self, which: str) -> LogitsError:
         """The error for a drawn token below 0. which: the row's name in the message."""
         if self.guide is not None:
             return LogitsError(
@@ -188,7 +188,7 @@ class Row:
         self.finish_reason, self.stop, self.finished_at = reason, stop, time.perf_counter()
 
 
-class Record:
+class StepRecord:
     """The sampler's outputs for all rows of a batch, each [B], in `steps` steps.
 
     One array and memoryviews make a step one cheap copy: numpy assignment runs more code, which each run evicts from
@@ -200,16 +200,18 @@ class Record:
     def __init__(self, outputs: Collection[str], batch: int, steps: int) -> None:
         columns: dict[str, slice] = {}  # byte ranges
         end = 0
-        for name, dtype in _RECORDED.items():
+        for name, dtype in _RECORDED_TYPES.items():
             if name in outputs:
                 columns[name] = slice(end, end := end + batch * dtype.itemsize)
         latest = np.zeros(end, np.uint8)
-        self._outputs = {name: latest[column].view(_RECORDED[name]) for name, column in columns.items()}
+        self._outputs = {name: latest[column].view(_RECORDED_TYPES[name]) for name, column in columns.items()}
         self._size = end
         self._latest, self.tokens = latest.data, self._outputs["next_token"].data
-        kept = zeroed("the record of the steps", (steps, end), np.uint8)
+        kept = allocate_zeros("the record of the steps", (steps, end), np.uint8)
         self._kept = kept.reshape(-1).data
-        self._values = {name: kept[:, column].view(_RECORDED[name]) for name, column in columns.items()}  # [steps, B]
+        self._values = {
+            name: kept[:, column].view(_RECORDED_TYPES[name]) for name, column in columns.items()
+        }  # [steps, B]
 
     def bind(self, binding: Binding, rows: int | None = None) -> None:
         """Make runs of `binding` write the outputs of the first `rows` rows; None: of all."""
@@ -227,21 +229,21 @@ class Record:
         """Output `name` of a row over the steps from `start` to `end`, exclusive; [] if the graph lacks it."""
         return list(self._values[name][start:end, row].tolist()) if name in self._values else []
 
-    def copy(self, row: int, start: int, end: int) -> Values:
+    def copy(self, row: int, start: int, end: int) -> RowOutputs:
         """Copies of all outputs of a row over the steps from `start` to `end`, exclusive."""
         return {name: values[start:end, row].copy() for name, values in self._values.items()}
 
 
-def new_text(request: RowRequest, follow: Follow) -> RowText:
+def new_row_text(request: RowRequest, follow: TextDecoderFactory) -> RowText:
     """A decoder of the row's text."""
     return RowText(follow(request.prompt), request.stop_strings, request.min_new_tokens)
 
 
-def result_of(
+def row_result(
     row: Row,
     recorded: Callable[[str], list[Any]],
     session: Session,
-    follow: Follow,
+    follow: TextDecoderFactory,
     *,
     load_seconds: float,
     started: float,
@@ -262,7 +264,7 @@ def result_of(
     if row.text is not None:
         text = "".join(row.pieces)
     return GenerationResult(
-        text=_whole_text(row, tokens, follow) if text is None else text,
+        text=_decode_whole_text(row, tokens, follow) if text is None else text,
         token_ids=tokens,
         logprobs=recorded("logprob"),
         kept=recorded("kept"),
@@ -288,7 +290,7 @@ def result_of(
     )
 
 
-def _whole_text(row: Row, tokens: Sequence[int], follow: Follow) -> str:
-    text = new_text(row.request, follow)
+def _decode_whole_text(row: Row, tokens: Sequence[int], follow: TextDecoderFactory) -> str:
+    text = new_row_text(row.request, follow)
     shown = tokens[:-1] if isinstance(row.stop, int) else tokens  # without EOS
     return "".join([text.push(token) for token in shown]) + text.flush()

@@ -26,8 +26,8 @@ top_k, top_p, min_p and eta_cutoff are those of the Top-H paper (arXiv 2509.0251
 10, 20 and 50 for top_k; epsilon_cutoff is the smallest value that transformers quotes from the rule's paper.
 """
 
-_SELECTION = "selection_temperature"  # which every rule has
-_OF_TOP_W = frozenset({*PARAMETER_NAMES, "preset"} - {"temperature"})
+_SELECTION_TEMPERATURE = "selection_temperature"  # which every rule has
+_TOP_W_NAMES = frozenset({*PARAMETER_NAMES, "preset"} - {"temperature"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ def read_rules(text: str) -> list[RuleSetting]:
     Raises ParameterError for an unknown rule or name, an invalid value, and a setting given twice.
     """
     found: list[RuleSetting] = []
-    for item in itertools.chain.from_iterable(map(_items, text.split(","))):
+    for item in itertools.chain.from_iterable(map(_expand_all, text.split(","))):
         try:
-            setting = _setting(item)
+            setting = _parse_setting(item)
         except ParameterError as error:
             raise ParameterError(f"rules has {item!r:.60}: {error}", "rules") from None
         if any(setting.label == other.label for other in found):
@@ -78,44 +78,46 @@ def read_temperatures(text: str) -> list[float]:
     return sorted(numbers)
 
 
-def _items(part: str) -> Iterable[str]:
+def _expand_all(part: str) -> Iterable[str]:
     return RULES if part.strip() == ALL else (part.strip(),)
 
 
-def _setting(item: str) -> RuleSetting:
+def _parse_setting(item: str) -> RuleSetting:
     head, *rest = item.split(":")
-    name, value = _pair(head)
-    rule = _rule(name)
+    name, value = _split_pair(head)
+    rule = _find_rule(name)
     own: dict[str, Any] = {}
     first = name if name in RULE_OF_VALUE else rule.values[0].name if rule.values else None
     if value is not None:
         if first is None:
-            raise ParameterError(f"the rule {name} takes no value; write {_example(rule)}.")
-        own[first] = _parsed(first, value)
+            raise ParameterError(f"the rule {name} takes no value; write {_example_setting(rule)}.")
+        own[first] = _parse_value(first, value)
     elif first in USUAL:
         own[first] = USUAL[first]
-    allowed = (_OF_TOP_W if rule is TOP_W else frozenset({_SELECTION})) | {each.name for each in rule.values}
+    allowed = (_TOP_W_NAMES if rule is TOP_W else frozenset({_SELECTION_TEMPERATURE})) | {
+        each.name for each in rule.values
+    }
     for part in rest:
-        extra, value = _pair(part)
+        extra, value = _split_pair(part)
         extra = REQUEST_ALIASES.get(extra, extra)
         if value is None:
-            raise ParameterError(f"{part!r:.60} is not NAME=VALUE; write for example {_example(rule)}.")
+            raise ParameterError(f"{part!r:.60} is not NAME=VALUE; write for example {_example_setting(rule)}.")
         if extra not in allowed:
             raise unknown_name(extra, allowed)
         if extra in own:
             raise ParameterError(f"{extra} is given twice; give it once.")
-        own[extra] = _parsed(extra, value)
+        own[extra] = _parse_value(extra, value)
     RuleParameters(rule=rule.name, **{name: value for name, value in own.items() if name in RULE_OF_VALUE})
-    return RuleSetting(_label(rule, own), {"rule": rule.name, **own})
+    return RuleSetting(_setting_label(rule, own), {"rule": rule.name, **own})
 
 
-def _pair(text: str) -> tuple[str, str | None]:
+def _split_pair(text: str) -> tuple[str, str | None]:
     """(name, value), with underscores in the name; the value is None without "="."""
     name, equals, value = text.partition("=")
     return name.strip().replace("-", "_"), value.strip() if equals else None
 
 
-def _rule(name: str) -> Rule:
+def _find_rule(name: str) -> Rule:
     if name == PLAIN:
         return RULES["none"]
     if name in RULES:
@@ -125,7 +127,7 @@ def _rule(name: str) -> Rule:
     raise unknown_rule_error(name)
 
 
-def _parsed(name: str, text: str) -> Any:
+def _parse_value(name: str, text: str) -> Any:
     """Convert `text` to a number if it is one, and check it as the parameter `name`."""
     value: Any = text
     for kind in (int, float):
@@ -137,20 +139,20 @@ def _parsed(name: str, text: str) -> Any:
     return PARAMETERS[name].parse(name, value)
 
 
-def _label(rule: Rule, own: Mapping[str, Any]) -> str:
+def _setting_label(rule: Rule, own: Mapping[str, Any]) -> str:
     words = [PLAIN if rule.name == "none" else rule.name]
     first = rule.values[0] if rule.values else None
     if first is not None:
-        words.append(_shown(own.get(first.name, first.default)))
-    words += [f"{name}={_shown(value)}" for name, value in own.items() if first is None or name != first.name]
+        words.append(_format_value(own.get(first.name, first.default)))
+    words += [f"{name}={_format_value(value)}" for name, value in own.items() if first is None or name != first.name]
     return " ".join(words)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
-def _example(rule: Rule) -> str:
+def _example_setting(rule: Rule) -> str:
     if rule is TOP_W:
         return "top_w:lam=2:beta=3"
-    return PLAIN if rule.name == "none" else f"{rule.name}:{_SELECTION}=1"
+    return PLAIN if rule.name == "none" else f"{rule.name}:{_SELECTION_TEMPERATURE}=1"

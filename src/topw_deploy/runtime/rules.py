@@ -9,7 +9,7 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import SamplerInfo
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES, RuleParameters
 
-TOP_W = RuleParameters()
+DEFAULT_RULE = RuleParameters()
 
 
 LONGEST_LIST = 3840

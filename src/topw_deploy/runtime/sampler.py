@@ -14,7 +14,7 @@ from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import SamplerManifest
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.graph_session import GraphSession
-from topw_deploy.runtime.parameters import show, spread
+from topw_deploy.runtime.parameters import row_values, short_repr
 from topw_deploy.runtime.row_inputs import RuleInputs, uniforms
 from topw_deploy.runtime.rules import check_carried, check_pool, longest_pool, rule_of
 from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
@@ -115,15 +115,15 @@ class TopWSampler:
 
         Raises ParameterError for bad arguments, GenerationError for invalid logits.
         """
-        logits = _logits(logits, self.vocab_size)
+        logits = _read_logits(logits, self.vocab_size)
         rows = len(logits)
-        feeds = {"logits": logits, "uniform": _uniform(rows, uniform, seed, position, sample)}
-        top_w, rule = _split(parameters)
-        feeds |= self._parameters(rows, top_w, preset) | self._rules(rows, rule)
-        feeds |= _edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
-        feeds["allowed"] = self._mask(rows, allowed)
+        feeds = {"logits": logits, "uniform": _read_uniform(rows, uniform, seed, position, sample)}
+        top_w, rule = _split_parameters(parameters)
+        feeds |= self._read_parameters(rows, top_w, preset) | self._read_rules(rows, rule)
+        feeds |= _read_edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
+        feeds["allowed"] = self._read_mask(rows, allowed)
         if rows == 0:
-            return Samples(**{name: self._no_rows(name) for name in self._outputs})
+            return Samples(**{name: self._empty_output(name) for name in self._outputs})
         try:
             found = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
         except Exception as error:  # noqa: BLE001  # unrelated classes
@@ -136,10 +136,10 @@ class TopWSampler:
             )
         return Samples(**found)
 
-    def _no_rows(self, name: str) -> np.ndarray:
+    def _empty_output(self, name: str) -> np.ndarray:
         return np.empty((0, self.vocab_size) if name == "keep_mask" else 0, array_name(SAMPLER_OUTPUT_TYPES[name]))
 
-    def _mask(self, rows: int, allowed: Any) -> np.ndarray:
+    def _read_mask(self, rows: int, allowed: Any) -> np.ndarray:
         words, vocab = self._session.mask_words, self.vocab_size
         if allowed is None:
             return np.full((rows, words if self._session.always_masked else 0), ALL_ALLOWED, np.int32)
@@ -155,22 +155,22 @@ class TopWSampler:
             )
         return np.ascontiguousarray(pack_mask(given) if given.dtype == np.bool_ else given)
 
-    def _parameters(self, rows: int, given: Mapping[str, Any], preset: str | None) -> dict[str, np.ndarray]:
-        named = self._raw_scales(canonical_names(given, (*PARAMETER_NAMES, "geom_unit")), rows)
+    def _read_parameters(self, rows: int, given: Mapping[str, Any], preset: str | None) -> dict[str, np.ndarray]:
+        named = self._convert_scales(canonical_names(given, (*PARAMETER_NAMES, "geom_unit")), rows)
         if preset is not None:
             named = {**preset_parameters(preset, *self.manifest.sampler.geometry), **named}
         stated = {**self.manifest.stated_defaults, **named}
-        stated["beta"] = _betas(stated["beta"], stated["temperature"], rows)
+        stated["beta"] = _evaluate_betas(stated["beta"], stated["temperature"], rows)
         columns = {}
         for name, given_value in stated.items():
-            values = _column(name, given_value, rows, np.float32)
+            values = _read_column(name, given_value, rows, np.float32)
             for value in np.unique(values if rows else np.asarray(given_value, np.float32)).tolist():
                 TopWParameters(**{name: value})
             columns[name] = values
         return {name: columns[name] for name in PARAMETER_NAMES}
 
-    def _rules(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        columns = {name: spread(name, value, rows, "rows") for name, value in given.items()}
+    def _read_rules(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        columns = {name: row_values(name, value, rows, "rows") for name, value in given.items()}
         rules, longest = RuleInputs(rows), longest_pool(self.sampler, self.manifest.sampler)
         for row in range(rows):
             rule = rule_of(lambda _: None, {name: each[row] for name, each in columns.items() if each[row] is not None})
@@ -179,23 +179,23 @@ class TopWSampler:
             rules.set(row, rule)
         return rules.arrays
 
-    def _raw_scales(self, named: dict[str, Any], rows: int) -> dict[str, Any]:
+    def _convert_scales(self, named: dict[str, Any], rows: int) -> dict[str, Any]:
         """`named` without geom_unit, its geom_scale converted to the metric's own unit."""
         unit = named.pop("geom_unit", None)
         if unit is None:
             return named
-        units = [check_geom_unit(unit)] * rows if isinstance(unit, str) else spread("geom_unit", unit, rows, "rows")
+        units = [check_geom_unit(unit)] * rows if isinstance(unit, str) else row_values("geom_unit", unit, rows, "rows")
         if "median" not in (units or [unit]):
             return named
         if "geom_scale" not in named:
             with_raw_scale({"geom_unit": "median"}, None)  # raises
-        scales = _column("geom_scale", named["geom_scale"], rows, np.float64).tolist()
+        scales = _read_column("geom_scale", named["geom_scale"], rows, np.float64).tolist()
         median = self.manifest.median_distance
         stated = [{"geom_unit": unit, "geom_scale": scale} for unit, scale in zip(units, scales, strict=True)]
         return {**named, "geom_scale": [with_raw_scale(each, median, _NO_MEDIAN)["geom_scale"] for each in stated]}
 
 
-def _betas(beta: Any, temperature: Any, rows: int) -> Any:
+def _evaluate_betas(beta: Any, temperature: Any, rows: int) -> Any:
     """`beta` with its texts replaced by their numbers at the rows' temperatures."""
     several = isinstance(beta, (list, tuple)) or (isinstance(beta, np.ndarray) and beta.ndim == 1)
     values = list(beta) if several else [beta]
@@ -203,34 +203,34 @@ def _betas(beta: Any, temperature: Any, rows: int) -> Any:
         beta_coefficients(text)  # also of a batch without rows
     if not any(isinstance(value, str) for value in values) or (several and len(values) != rows):
         return beta
-    temperatures = _column("temperature", temperature, rows, np.float64).tolist()
+    temperatures = _read_column("temperature", temperature, rows, np.float64).tolist()
     each = values if several else values * rows
     return [TopWParameters(beta=b, temperature=t).beta for b, t in zip(each, temperatures, strict=True)]
 
 
-def _split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_parameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(Top-W's parameters, those of the rule)."""
     rule = {name: value for name, value in given.items() if name in RULE_PARAMETER_NAMES and value is not None}
     return {name: value for name, value in given.items() if name not in RULE_PARAMETER_NAMES}, rule
 
 
-def _logits(given: Any, vocab: int) -> np.ndarray:
+def _read_logits(given: Any, vocab: int) -> np.ndarray:
     if isinstance(given, np.ma.MaskedArray):
         raise ParameterError("logits is a masked array; fill it, with -inf where a token must not be drawn.")
-    array = np.atleast_2d(_numbers("logits", given, np.float32))
+    array = np.atleast_2d(_read_array("logits", given, np.float32))
     if array.ndim != 2 or array.shape[1] != vocab:
         raise ParameterError(f"logits have the shape {array.shape}, but must be [batch, {vocab}].")
     return np.ascontiguousarray(array)
 
 
-def _numbers(name: str, given: Any, dtype: Any) -> np.ndarray:
+def _read_array(name: str, given: Any, dtype: Any) -> np.ndarray:
     """Raises ParameterError for non-numbers, or non-integers for an integer `dtype`."""
     try:
         array = np.asarray(given)
         if array.dtype == object or array.dtype.names or array.dtype.kind in "USmMc":
             raise TypeError
         if np.issubdtype(dtype, np.integer) and array.size and array.dtype.kind not in "iu":
-            held = show(array.flat[0].item())
+            held = short_repr(array.flat[0].item())
             raise ParameterError(f"{name} holds {held}, but must be -1 (padding) or token ids.")
         with np.errstate(over="ignore"):
             return array.astype(dtype)
@@ -243,7 +243,7 @@ def _numbers(name: str, given: Any, dtype: Any) -> np.ndarray:
         ) from None
 
 
-def _column(name: str, value: Any, rows: int, dtype: Any) -> np.ndarray:
+def _read_column(name: str, value: Any, rows: int, dtype: Any) -> np.ndarray:
     try:
         if np.iscomplexobj(value):
             raise TypeError
@@ -252,31 +252,33 @@ def _column(name: str, value: Any, rows: int, dtype: Any) -> np.ndarray:
         return np.ascontiguousarray(np.broadcast_to(array, (rows,)))
     except (TypeError, ValueError, OverflowError):
         raise ParameterError(
-            f"{name} is {show(value)}, but must be one number or one for each of the {rows} rows."
+            f"{name} is {short_repr(value)}, but must be one number or one for each of the {rows} rows."
         ) from None
 
 
-def _uniform(rows: int, uniform: Any, seed: Any, position: Any, sample: Any) -> np.ndarray:
+def _read_uniform(rows: int, uniform: Any, seed: Any, position: Any, sample: Any) -> np.ndarray:
     if (uniform is None) == (seed is None) or (seed is None) != (position is None):
         raise ParameterError("give either uniform, or seed and position.")
     if uniform is not None:
-        values = _column("uniform", uniform, rows, np.float32)
+        values = _read_column("uniform", uniform, rows, np.float32)
         if not ((values >= 0) & (values < 1)).all():
-            raise ParameterError(f"uniform is {show(uniform)}, but must be in [0, 1) (as float32) for every row.")
+            raise ParameterError(f"uniform is {short_repr(uniform)}, but must be in [0, 1) (as float32) for every row.")
         return values
     seeds, positions, samples = (
-        _integers(name, value, rows) for name, value in (("seed", seed), ("position", position), ("sample", sample))
+        _read_integers(name, value, rows)
+        for name, value in (("seed", seed), ("position", position), ("sample", sample))
     )
-    draws = [uniforms(*key, count=1) for key in zip(seeds, positions, samples, strict=True)]
+    draws = [uniforms(*row_key, count=1) for row_key in zip(seeds, positions, samples, strict=True)]
     return np.concatenate([np.empty(0, np.float32), *draws])
 
 
-def _integers(name: str, value: Any, rows: int) -> list[int]:
+def _read_integers(name: str, value: Any, rows: int) -> list[int]:
     several = isinstance(value, (list, tuple, range)) or (isinstance(value, np.ndarray) and value.ndim == 1)
     values = list(value) if several else [value] * rows
     if len(values) != rows or not all(_is_integer(v) and 0 <= v < 2**SEED_BITS for v in values):
         raise ParameterError(
-            f"{name} is {show(value)}, but must be an integer in [0, 2**{SEED_BITS}), or one for each of {rows} rows."
+            f"{name} is {short_repr(value)}, but must be an integer in [0, 2**{SEED_BITS}), or one for each of {rows} "
+            "rows."
         )
     return [int(v) for v in values]
 
@@ -285,14 +287,14 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _edits(rows: int, vocab: int, ids: Any, penalty: Any, bias: Any) -> dict[str, np.ndarray]:
-    ids = np.full((rows, 0), -1, np.int64) if ids is None else _numbers("edit_ids", ids, np.int64)
+def _read_edits(rows: int, vocab: int, ids: Any, penalty: Any, bias: Any) -> dict[str, np.ndarray]:
+    ids = np.full((rows, 0), -1, np.int64) if ids is None else _read_array("edit_ids", ids, np.int64)
     edits = {
         "edit_ids": ids,
         "edit_penalty": np.ones(ids.shape, np.float32)
         if penalty is None
-        else _numbers("edit_penalty", penalty, np.float32),
-        "edit_bias": np.zeros(ids.shape, np.float32) if bias is None else _numbers("edit_bias", bias, np.float32),
+        else _read_array("edit_penalty", penalty, np.float32),
+        "edit_bias": np.zeros(ids.shape, np.float32) if bias is None else _read_array("edit_bias", bias, np.float32),
     }
     for name, array in edits.items():
         if array.ndim != 2 or array.shape != (rows, ids.shape[1]):

@@ -13,7 +13,7 @@ from topw_deploy.errors import ParameterError
 
 SAMPLERS = ("auto", "native", "graph")
 _MOST_THREADS = 1024  # onnxruntime has no limit and would hang
-_OFF = ("0", "false")  # values that onnxruntime reads as false
+_FALSE_VALUES = ("0", "false")  # values that onnxruntime reads as false
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -71,7 +71,7 @@ class SessionOptions:
 
     @property
     def cuda_graphs(self) -> bool:
-        return str((self.provider_options or {}).get("enable_cuda_graph", "0")).lower() not in _OFF
+        return str((self.provider_options or {}).get("enable_cuda_graph", "0")).lower() not in _FALSE_VALUES
 
     def for_onnxruntime(self) -> ort.SessionOptions:
         options = self.session_options

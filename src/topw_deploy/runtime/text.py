@@ -12,8 +12,8 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 REPLACEMENT = "�"  # stands for invalid or incomplete bytes
-_CONTEXT = 6  # tokens before a new one that are decoded with it
-_CHARACTER = 4  # a character has at most four bytes in UTF-8, so at most four tokens
+_CONTEXT_TOKENS = 6  # tokens before a new one that are decoded with it
+_MOST_CHARACTER_BYTES = 4  # a character has at most four bytes in UTF-8, so at most four tokens
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece
 
 
@@ -24,13 +24,13 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF_CHARACTER = _byte_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:
     """Bytes of a byte-level token; UTF-8 of other tokens."""
     try:
-        return bytes(_BYTE_OF[character] for character in token)
+        return bytes(_BYTE_OF_CHARACTER[character] for character in token)
     except KeyError:
         return token.encode("utf-8", "replace")
 
@@ -45,10 +45,10 @@ class TokenBytes:
     def __init__(self, raw: RustTokenizer, skip_special: bool) -> None:
         self._raw = raw
         decoder = raw.decoder
-        kinds = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
+        kinds = _step_types(json.loads(decoder.__getstate__())) if decoder is not None else set()
         self._byte_level = "ByteLevel" in kinds
         self.joins = kinds == {"ByteLevel"}
-        self._known = _Known(self)
+        self._known = _BytesCache(self)
         self._byte_fallback = "ByteFallback" in kinds
         added = raw.get_added_tokens_decoder()
         self._skipped = {token for token, entry in added.items() if entry.special} if skip_special else set()
@@ -68,7 +68,7 @@ class TokenBytes:
         return b"".join(map(self._known.__getitem__, ids)).decode("utf-8", "replace")
 
 
-class _Known(dict[int, bytes]):
+class _BytesCache(dict[int, bytes]):
     """Bytes of the tokens that were looked up."""
 
     def __init__(self, of: Callable[[int], bytes | None]) -> None:
@@ -80,11 +80,11 @@ class _Known(dict[int, bytes]):
         return found
 
 
-def _types(state: Any) -> set[str]:
+def _step_types(state: Any) -> set[str]:
     if isinstance(state, dict):
         own = {state["type"]} if isinstance(state.get("type"), str) else set()
-        return own.union(*map(_types, state.values()))
-    return set().union(*map(_types, state)) if isinstance(state, list) else set()
+        return own.union(*map(_step_types, state.values()))
+    return set().union(*map(_step_types, state)) if isinstance(state, list) else set()
 
 
 class IncrementalDecoder:
@@ -107,8 +107,8 @@ class IncrementalDecoder:
     ) -> None:
         self._decode = decode
         self._start = 0
-        unfinished, shown = _unfinished(bytes_of, prompt)
-        self._ids = unfinished or _context(decode, bytes_of, prompt)
+        unfinished, shown = _find_unfinished_character(bytes_of, prompt)
+        self._ids = unfinished or _context_tokens(decode, bytes_of, prompt)
         self._read = 0 if unfinished else len(self._ids)
         self._known = shown if unfinished else len(decode(self._ids))  # returned characters of the window
         self._prompt = len(self._ids)
@@ -135,18 +135,18 @@ class IncrementalDecoder:
         return gained
 
 
-def _unfinished(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) -> tuple[list[int], int]:
+def _find_unfinished_character(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) -> tuple[list[int], int]:
     """Returns (tokens of an unfinished character, number of characters before it in the first token)."""
     tokens: list[int] = []
     spelled: list[bytes] = []
     for token in reversed(prompt):
         data = bytes_of(token)
-        if data is None or sum(map(len, spelled)) >= _CHARACTER:
+        if data is None or sum(map(len, spelled)) >= _MOST_CHARACTER_BYTES:
             break
         if data:
             tokens.insert(0, token)
             spelled.insert(0, data)
-    pending = _pending(b"".join(spelled))
+    pending = _count_pending_bytes(b"".join(spelled))
     if not pending:
         return [], 0
     while len(b"".join(spelled[1:])) >= pending:
@@ -154,22 +154,22 @@ def _unfinished(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) 
     return tokens, len(b"".join(spelled)[:-pending].decode("utf-8", "replace"))
 
 
-def _pending(data: bytes) -> int:
-    for size in range(1, min(len(data), _CHARACTER - 1) + 1):
-        for more, last in itertools.product(range(1, _CHARACTER + 1 - size), (b"\x80", b"\xbf")):
+def _count_pending_bytes(data: bytes) -> int:
+    for size in range(1, min(len(data), _MOST_CHARACTER_BYTES - 1) + 1):
+        for more, last in itertools.product(range(1, _MOST_CHARACTER_BYTES + 1 - size), (b"\x80", b"\xbf")):
             with contextlib.suppress(UnicodeDecodeError):
                 if len((data[-size:] + last * more).decode("utf-8")) == 1:
                     return size
     return 0
 
 
-def _context(
+def _context_tokens(
     decode: Callable[[Sequence[int]], str], bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]
 ) -> list[int]:
     """The last prompt tokens with text, starting at a whole character."""
-    most = _CONTEXT + _CHARACTER - 1
+    most = _CONTEXT_TOKENS + _MOST_CHARACTER_BYTES - 1
     last = list(itertools.islice((token for token in reversed(prompt) if bytes_of(token) != b""), most))[::-1]
-    for size in range(_CONTEXT, most + 1):
+    for size in range(_CONTEXT_TOKENS, most + 1):
         context = last[-size:]
         if not decode(context).startswith(REPLACEMENT):
             break
@@ -196,7 +196,7 @@ class StopStrings:
             _, start, self.found = min(matches)
             self._held = ""
             return text[:start]
-        cut = len(text) - self._possible_beginning(text)
+        cut = len(text) - self._longest_possible_start(text)
         self._held = text[cut:]
         return text[:cut]
 
@@ -205,7 +205,7 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _possible_beginning(self, text: str) -> int:
+    def _longest_possible_start(self, text: str) -> int:
         longest = min(len(text), max(map(len, self._stops)) - 1)
         for size in range(longest, 0, -1):
             end = text[-size:]

@@ -9,12 +9,12 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from topw_deploy.runtime.text import byte_level_bytes
-from topw_deploy.runtime.token_growth import steps_of
+from topw_deploy.runtime.token_growth import part_steps
 
 _ALPHANUMERIC = frozenset(string.ascii_letters + string.digits)
 _OTHER_BYTES = bytes(sorted(set(range(256)) - set(map(ord, _ALPHANUMERIC))))
 _COMPOSED = 4  # characters that NFC or NFKC composes into one
-_FACTORS = {"NFC": _COMPOSED, "NFKC": _COMPOSED} | dict.fromkeys(
+_COMPOSED_BY = {"NFC": _COMPOSED, "NFKC": _COMPOSED} | dict.fromkeys(
     ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"), 1
 )
 _SPLITTERS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})  # keep every character
@@ -46,13 +46,13 @@ class TokenBound:
         return max(bounds)
 
 
-def token_bound(raw: RustTokenizer) -> TokenBound:
+def compute_token_bound(raw: RustTokenizer) -> TokenBound:
     """The bound of a tokenizer; None unless it is a BPE over bytes or has a token for every byte.
 
     Other tokenizers can turn any amount of text into one unknown token.
     """
-    normalizer = steps_of(raw, "normalizer")
-    splitters = steps_of(raw, "pre_tokenizer")
+    normalizer = part_steps(raw, "normalizer")
+    splitters = part_steps(raw, "pre_tokenizer")
     vocabulary: dict[str, int] = raw.get_vocab(with_added_tokens=False)
     kinds = {step["type"] for step in (*normalizer, *splitters)}
     bytewise = "ByteLevel" in kinds
@@ -60,16 +60,16 @@ def token_bound(raw: RustTokenizer) -> TokenBound:
         return TokenBound(None, None)
     if not all(_keeps_text(step) for step in splitters):
         return TokenBound(None, None)
-    factor = _factor(normalizer)
+    factor = _composed_characters(normalizer)
     if factor is None:
         return TokenBound(None, None)
     added = raw.get_added_tokens_decoder().values()
-    texts = [*vocabulary, *(form for token in added for form in _forms(raw, token.content))]
+    texts = [*vocabulary, *(form for token in added for form in _normalized_forms(raw, token.content))]
     spelled = [byte_level_bytes(t).decode("utf-8", "replace") for t in texts] if bytewise else texts
-    letters = max((_possible_letters(text) for text in (*spelled, *texts[len(vocabulary) :])), default=0)
+    letters = max((_count_possible_letters(text) for text in (*spelled, *texts[len(vocabulary) :])), default=0)
     strips = any(token.lstrip or token.rstrip for token in added)  # such a token absorbs spaces
     longest = max(map(len, texts), default=0)
-    return TokenBound(None if strips else longest * factor, letters if _keeps_letters(normalizer) else None)
+    return TokenBound(None if strips else longest * factor, letters if _keeps_alphanumerics(normalizer) else None)
 
 
 def _knows_every_byte(raw: RustTokenizer, vocabulary: dict[str, int], bytewise: bool) -> bool:
@@ -82,7 +82,7 @@ def _keeps_text(step: dict[str, Any]) -> bool:
     return step["type"] in _SPLITTERS or (step["type"] in _CUTTERS and step.get("behavior") != "Removed")
 
 
-def _factor(steps: list[dict[str, Any]]) -> int | None:
+def _composed_characters(steps: list[dict[str, Any]]) -> int | None:
     """Maximum number of characters that the steps merge into one; None if unbounded."""
     factor = 1
     for step in steps:
@@ -91,21 +91,21 @@ def _factor(steps: list[dict[str, Any]]) -> int | None:
             if not old or not new:  # regex or deletion
                 return None
             factor *= -(-len(old) // len(new))
-        elif step["type"] in _FACTORS:
-            factor *= _FACTORS[step["type"]]
+        elif step["type"] in _COMPOSED_BY:
+            factor *= _COMPOSED_BY[step["type"]]
         else:
             return None
     return factor
 
 
-def _keeps_letters(steps: list[dict[str, Any]]) -> bool:
+def _keeps_alphanumerics(steps: list[dict[str, Any]]) -> bool:
     return not any(step["type"] == "Replace" and _ALPHANUMERIC & set(step["pattern"]["String"]) for step in steps)
 
 
-def _forms(raw: RustTokenizer, content: str) -> list[str]:
+def _normalized_forms(raw: RustTokenizer, content: str) -> list[str]:
     return [content] if raw.normalizer is None else [content, raw.normalizer.normalize_str(content)]
 
 
-def _possible_letters(text: str) -> int:
+def _count_possible_letters(text: str) -> int:
     """Number of characters that may become ASCII letters or digits, also when accents are removed."""
     return sum(character in _ALPHANUMERIC or character >= "\x80" for character in text)

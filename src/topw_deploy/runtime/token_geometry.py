@@ -22,13 +22,13 @@ from topw_deploy.sampling import Geometry
 
 _OPERATOR = "TopWSample"
 _MEAN, _INVERSE_STD, _TABLE = 14, 15, 17  # inputs of the node
-_TYPES = {"float32": "float32", "float16": "float16", "bfloat16": "uint16", "uint8": "uint8"}
+_NUMPY_TYPES = {"float32": "float32", "float16": "float16", "bfloat16": "uint16", "uint8": "uint8"}
 _GATHER = "Gather(axis=0)"
 _QUANTISED = re.compile(
     r"com\.microsoft\.GatherBlockQuantized\(bits=(4|8),block_size=(\d+),gather_axis=0,quantize_axis=1\)"
 )
 
-Read = Callable[[np.ndarray], np.ndarray]
+RowReader = Callable[[np.ndarray], np.ndarray]
 """From ids int64 [n] to rows float32 [n, d]."""
 
 
@@ -41,7 +41,7 @@ def read_geometry(folder: Path, manifest: Manifest) -> Geometry:
     sampler = manifest.sampler
     if sampler.options.metric == "uniform" or sampler.hidden_size is None:
         return Geometry.uniform()
-    tensors = _Tensors.read(folder, manifest)
+    tensors = _GraphTensors.read(folder, manifest)
     node = next((each for each in tensors.graph.nodes if each.op_type == _OPERATOR), None)
     if node is None or len(node.inputs) <= _TABLE:
         raise ManifestError(f"{folder / MODEL_NAME} has no sampler node with an embedding table; export it again.")
@@ -56,7 +56,7 @@ class TokenTable:
     """An embedding table as an array-like [V, d] whose rows are read on demand."""
 
     shape: tuple[int, int]
-    read: Read
+    read: RowReader
 
     def __getitem__(self, ids: Any) -> np.ndarray:
         """float32 [n, d] for ids int64 [n]."""
@@ -64,7 +64,7 @@ class TokenTable:
 
 
 @dataclass(frozen=True)
-class _Tensors:
+class _GraphTensors:
     """A graph, and arrays of its file and data files, mapped into memory."""
 
     folder: Path
@@ -72,66 +72,68 @@ class _Tensors:
     graph: Graph
 
     @classmethod
-    def read(cls, folder: Path, manifest: Manifest) -> _Tensors:
-        return cls(folder, manifest, read_graph(_mapped(folder, manifest, MODEL_NAME)))
+    def read(cls, folder: Path, manifest: Manifest) -> _GraphTensors:
+        return cls(folder, manifest, read_graph(_map_listed_file(folder, manifest, MODEL_NAME)))
 
     def array(self, name: str) -> np.ndarray:
         """The array of an initializer; bfloat16 as uint16. Raises ManifestError if it is not stored as bytes."""
         tensor = self.graph.constants.get(name)
-        if tensor is None or tensor.dtype not in _TYPES:
-            raise self._unreadable(name)
-        dtype = np.dtype(_TYPES[tensor.dtype])
+        if tensor is None or tensor.dtype not in _NUMPY_TYPES:
+            raise self._unreadable_error(name)
+        dtype = np.dtype(_NUMPY_TYPES[tensor.dtype])
         count = int(np.prod(tensor.shape, dtype=np.int64))
         if tensor.raw is not None:
             data, start = tensor.raw, 0
         elif "location" in tensor.external:
-            data = _mapped(self.folder, self.manifest, tensor.external["location"])
+            data = _map_listed_file(self.folder, self.manifest, tensor.external["location"])
             start = int(tensor.external.get("offset", "0"))
         else:
-            raise self._unreadable(name)
+            raise self._unreadable_error(name)
         if not 0 <= start <= len(data) - count * dtype.itemsize:
-            raise self._unreadable(name)
+            raise self._unreadable_error(name)
         return np.frombuffer(data, dtype, count, start).reshape(tensor.shape)
 
-    def rows(self, node: Node, form: str) -> Read:
+    def rows(self, node: Node, form: str) -> RowReader:
         """Reads rows of the node's table, which the operator `form` looks up."""
         if form == _GATHER:
-            return self._plain(node.inputs[_TABLE])
+            return self._read_plain_rows(node.inputs[_TABLE])
         quantised = _QUANTISED.fullmatch(form)
         if quantised is None:
             raise ManifestError(
                 f"the token distances of {self.folder} cannot be read: its table is looked up by {form}."
             )
-        return self._quantised(node.inputs[_TABLE:], int(quantised[1]), int(quantised[2]))
+        return self._read_quantised_rows(node.inputs[_TABLE:], int(quantised[1]), int(quantised[2]))
 
-    def _plain(self, name: str) -> Read:
+    def _read_plain_rows(self, name: str) -> RowReader:
         made_by = next((each for each in self.graph.nodes if name in each.outputs), None)
         if made_by is not None and made_by.op_type == "Transpose":
-            return _as_floats(self.array(made_by.inputs[0]).T)
-        return _as_floats(self.array(name))
+            return _float_reader(self.array(made_by.inputs[0]).T)
+        return _float_reader(self.array(name))
 
-    def _quantised(self, inputs: Sequence[str], bits: int, block: int) -> Read:
+    def _read_quantised_rows(self, inputs: Sequence[str], bits: int, block: int) -> RowReader:
         codes, scales = self.array(inputs[0]), self.array(inputs[1])
         zeros = self.array(inputs[2]) if len(inputs) > 2 and inputs[2] else None
         if codes.dtype != np.uint8:
-            raise self._unreadable(inputs[0])
+            raise self._unreadable_error(inputs[0])
         middle = 1 << (bits - 1)
 
         def read(ids: np.ndarray) -> np.ndarray:
-            values = _unpacked(codes[ids], bits).astype(np.float32)  # [n, d]
+            values = _unpack_codes(codes[ids], bits).astype(np.float32)  # [n, d]
             factors = scales[ids].astype(np.float32)  # [n, blocks]
-            start = middle if zeros is None else _unpacked(zeros[ids], bits)[:, : factors.shape[1]].astype(np.float32)
+            start = (
+                middle if zeros is None else _unpack_codes(zeros[ids], bits)[:, : factors.shape[1]].astype(np.float32)
+            )
             columns = np.arange(values.shape[1]) // block
             offsets = start if zeros is None else np.asarray(start)[:, columns]
             return np.asarray((values - offsets) * factors[:, columns])
 
         return read
 
-    def _unreadable(self, name: str) -> ManifestError:
+    def _unreadable_error(self, name: str) -> ManifestError:
         return ManifestError(f"the token distances of {self.folder} cannot be read: {name} is not stored as an array.")
 
 
-def _mapped(folder: Path, manifest: Manifest, name: str) -> memoryview:
+def _map_listed_file(folder: Path, manifest: Manifest, name: str) -> memoryview:
     """Map a listed file. Raises ManifestError for one that is not listed or changed."""
     if name not in manifest.files:
         raise ManifestError(
@@ -141,7 +143,7 @@ def _mapped(folder: Path, manifest: Manifest, name: str) -> memoryview:
         return memoryview(map_stream(stream))
 
 
-def _as_floats(table: np.ndarray) -> Read:
+def _float_reader(table: np.ndarray) -> RowReader:
     def read(ids: np.ndarray) -> np.ndarray:
         rows = np.asarray(table[ids])
         if rows.dtype == np.uint16:  # bfloat16: the upper half of a float32
@@ -151,7 +153,7 @@ def _as_floats(table: np.ndarray) -> Read:
     return read
 
 
-def _unpacked(codes: np.ndarray, bits: int) -> np.ndarray:
+def _unpack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     """uint8 [n, d] of codes [n, d * bits / 8], the low half of a byte first."""
     if bits == 8:
         return codes

@@ -18,8 +18,8 @@ MOST_GROWTH = 1024
 """Characters that one character may become."""
 MOST_ADDED = 4096
 """Tokens that a post-processor may add."""
-_UTF8 = 4  # most bytes of a character, each of which ByteLevel makes a character
-_CHILDREN = {
+_MOST_UTF8_BYTES = 4  # most bytes of a character, each of which ByteLevel makes a character
+_CHILD_KEYS = {
     "normalizer": "normalizers",
     "pre_tokenizer": "pretokenizers",
     "decoder": "decoders",
@@ -27,40 +27,40 @@ _CHILDREN = {
 }
 
 
-def refuse_growth(raw: RustTokenizer) -> None:
+def refuse_text_growth(raw: RustTokenizer) -> None:
     """Raises ValueError naming the part, its size and the bound."""
-    for part in _CHILDREN:
-        steps = steps_of(raw, part)
+    for part in _CHILD_KEYS:
+        steps = part_steps(raw, part)
         if len(steps) > MOST_STEPS:
             raise ValueError(f"its {part} has {len(steps)} steps, more than {MOST_STEPS}")
         if part == "post_processor":
-            _check_added(steps)
+            _check_added_tokens(steps)
             continue
         growth = 1
         for step in steps:
-            growth *= _growth(step)
+            growth *= _step_growth(step)
         if growth > MOST_GROWTH:
             raise ValueError(f"its {part} can make {growth} characters of one, more than {MOST_GROWTH}")
 
 
-def steps_of(raw: RustTokenizer, part: str) -> list[dict[str, Any]]:
-    """The states of a part's steps, in any order. part: a key of `_CHILDREN`."""
+def part_steps(raw: RustTokenizer, part: str) -> list[dict[str, Any]]:
+    """The states of a part's steps, in any order. part: a key of `_CHILD_KEYS`."""
     own = getattr(raw, part)
     waiting: list[Any] = [] if own is None else [json.loads(own.__getstate__())]
     found: list[dict[str, Any]] = []
     while waiting:
         state = waiting.pop()
         if state.get("type") == "Sequence":
-            waiting += state[_CHILDREN[part]]
+            waiting += state[_CHILD_KEYS[part]]
         else:
             found.append(state)
     return found
 
 
-def _growth(step: dict[str, Any]) -> int:
+def _step_growth(step: dict[str, Any]) -> int:
     """Maximum number of characters that the step turns one into."""
     if step["type"] == "ByteLevel":
-        return _UTF8
+        return _MOST_UTF8_BYTES
     if step["type"] == "Replace":
         old, new = step["pattern"].get("String"), step["content"]
         if old is None:  # an expression, which may match the empty text beside each character
@@ -81,7 +81,7 @@ def _longest_replacement(charsmap: Any) -> int:
     return max(len(text.decode("utf-8", "replace")) for text in texts)
 
 
-def _check_added(steps: list[dict[str, Any]]) -> None:
+def _check_added_tokens(steps: list[dict[str, Any]]) -> None:
     added = 0
     for step in steps:
         if step["type"] != "TemplateProcessing":

@@ -11,13 +11,13 @@ from tokenizers import Tokenizer as RustTokenizer
 from topw_deploy.errors import PromptError, TokenizerError, one_line
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.text import IncrementalDecoder, TokenBytes
-from topw_deploy.runtime.token_bound import TokenBound, token_bound
-from topw_deploy.runtime.token_growth import refuse_growth
+from topw_deploy.runtime.token_bound import TokenBound, compute_token_bound
+from topw_deploy.runtime.token_growth import refuse_text_growth
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -37,9 +37,9 @@ class Tokenizer:
         text = folder.read_text(TOKENIZER_FILE)
         try:
             self._raw = RustTokenizer.from_str(text)
-            refuse_growth(self._raw)
+            refuse_text_growth(self._raw)
         except BaseException as error:  # noqa: BLE001  # the library raises a bare Exception, or panics in Rust
-            raise self._typed(error, "read") from None
+            raise self._as_tokenizer_error(error, "read") from None
         # Truncation and padding would silently change prompts.
         self._raw.no_truncation()
         self._raw.no_padding()
@@ -56,19 +56,19 @@ class Tokenizer:
                 "the prompt has half of a surrogate pair, so it is not valid Unicode; repair it."
             ) from None
         except BaseException as error:  # noqa: BLE001
-            raise self._typed(error, "used") from None
+            raise self._as_tokenizer_error(error, "used") from None
         return ids
 
     @cached_property
     def bound(self) -> TokenBound:
         """The bound on token lengths; computing it takes about 0.1 us per token of the vocabulary."""
-        return token_bound(self._raw)
+        return compute_token_bound(self._raw)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         try:
             text: str = self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except BaseException as error:  # noqa: BLE001
-            raise self._typed(error, "used") from None
+            raise self._as_tokenizer_error(error, "used") from None
         return text
 
     def text_of(self, token: int) -> str:
@@ -95,18 +95,18 @@ class Tokenizer:
         of = self._bytes[False]
         found = [special[token].encode() if token in special else of(token) for token in range(size)]
         whole = [token for token, data in enumerate(found) if data is None]
-        for token, text in zip(whole, self._behind_text(whole), strict=True):
+        for token, text in zip(whole, self._decode_within_text(whole), strict=True):
             found[token] = text.encode()
         return [data or b"" for data in found], [token for token in special if token < size]
 
-    def _behind_text(self, tokens: Sequence[int]) -> list[str]:
+    def _decode_within_text(self, tokens: Sequence[int]) -> list[str]:
         """Decode tokens one by one as parts of a longer text, whose first token may lose its space."""
         before = next((token for token in tokens if self.decode([token], False).isalpha()), None)
         start = [] if before is None else [before]
         context = self.decode(start, False)
         return [self.decode([*start, token], False).removeprefix(context) for token in tokens]
 
-    def _typed(self, error: BaseException, done: str) -> BaseException:
+    def _as_tokenizer_error(self, error: BaseException, done: str) -> BaseException:
         """Convert the library's errors, and panics (not Exceptions)."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             return error  # interrupts
@@ -147,7 +147,7 @@ class Tokenizer:
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Texts of the special tokens by role. The files hold strings or objects with `content`."""
     found = {}
-    for role in _SPECIAL:
+    for role in _ROLES:
         value = config.get(role)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):

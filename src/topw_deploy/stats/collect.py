@@ -26,7 +26,7 @@ from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.edits import EditInputs
-from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolver
+from topw_deploy.runtime.request import Limits, RowRequest, check_text_length, new_resolver
 from topw_deploy.sampling import Geometry, RuleParameters, TopWParameters, as_float32
 from topw_deploy.stats.analyse import Analyser, StepAnalysis
 from topw_deploy.stats.exact.analyse import ExactAnalyser, ExactStep, evenly_spaced_steps, require_objective
@@ -154,7 +154,7 @@ def _statistic_array(value: ir.Value | None) -> NDArray[np.float32]:
 def _prompt_ids(model: TopWModel, prompt: TextPrompt) -> list[int]:
     """Raises PromptError, naming the prompt, if it is not valid Unicode or fills the context."""
     context = model.manifest.decoder.context_length
-    check_text(prompt.text, model.tokenizer, Limits(context, model.manifest.sampler.vocab_size), prompt.where)
+    check_text_length(prompt.text, model.tokenizer, Limits(context, model.manifest.sampler.vocab_size), prompt.where)
     try:
         ids = model.tokenizer.encode(prompt.text)
     except PromptError as error:
@@ -169,7 +169,7 @@ def _prompt_ids(model: TopWModel, prompt: TextPrompt) -> list[int]:
 
 def _resolve(model: TopWModel, ids: Sequence[list[int]], parameters: Mapping[str, Any]) -> list[RowRequest]:
     limits = Limits(model.manifest.decoder.context_length, model.manifest.sampler.vocab_size)
-    return resolver(model.manifest, model.defaults)(ids, parameters, limits=limits)
+    return new_resolver(model.manifest, model.defaults)(ids, parameters, limits=limits)
 
 
 def _exact_analyser(exact: ExactRequest, analyser: Analyser, requests: Sequence[RowRequest]) -> ExactAnalyser:

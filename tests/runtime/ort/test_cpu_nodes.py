@@ -53,12 +53,12 @@ def test_on_the_cpu_there_is_nothing_to_name(folder: Path, tmp_path: Path) -> No
 def test_every_node_of_a_real_session_is_listed_with_its_operator(folder: Path) -> None:
     options = ort.SessionOptions()
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "0")
-    cpu_nodes.record(options)
-    cpu_nodes.record(options)
+    cpu_nodes.record_assignments(options)
+    cpu_nodes.record_assignments(options)
     raw = ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
-    found = cpu_nodes.cpu_nodes(raw)
+    found = cpu_nodes.assigned_cpu_nodes(raw)
     assert {"TopK", "Concat"} <= {node.operator for node in found}
-    assert all(node.computes == (node.operator not in cpu_nodes._ON_SHAPES) for node in found)
+    assert all(node.computes == (node.operator not in cpu_nodes._SHAPE_OPERATORS) for node in found)
 
 
 def nodes(*operators: str) -> tuple[cpu_nodes.CpuNode, ...]:
@@ -70,18 +70,18 @@ def nodes(*operators: str) -> tuple[cpu_nodes.CpuNode, ...]:
     for operator in operators:
         domain = "com.microsoft" if operator in ("GroupQueryAttention", "MatMulNBits") else ""
         groups.append(group("CPUExecutionProvider", domain, operator))
-    return cpu_nodes.cpu_nodes(SimpleNamespace(get_provider_graph_assignment_info=lambda: groups))  # type: ignore[arg-type]
+    return cpu_nodes.assigned_cpu_nodes(SimpleNamespace(get_provider_graph_assignment_info=lambda: groups))  # type: ignore[arg-type]
 
 
 def test_arithmetic_on_shapes_is_no_complaint() -> None:
     found = nodes("Squeeze", "Concat", "Add", "Sub", "Cast", "ReduceMax")
     assert [node.computes for node in found] == [False] * 6
-    cpu_nodes.check(found, "CUDAExecutionProvider")
+    cpu_nodes.refuse_cpu_nodes(found, "CUDAExecutionProvider")
 
 
 def test_an_operator_that_cuda_has_for_other_types_only_comes_with_what_to_do() -> None:
     with pytest.raises(ProviderError) as raised:
-        cpu_nodes.check(nodes("Shape", *["GroupQueryAttention"] * 4), "CUDAExecutionProvider")
+        cpu_nodes.refuse_cpu_nodes(nodes("Shape", *["GroupQueryAttention"] * 4), "CUDAExecutionProvider")
     assert str(raised.value) == (
         "cuda leaves 4 nodes on the CPU: 4 GroupQueryAttention (node.GroupQueryAttention, node.GroupQueryAttention, "
         "node.GroupQueryAttention, ...); onnxruntime has it for CUDA in float16 and bfloat16: export with --dtype fp16"

@@ -255,14 +255,14 @@ def test_a_failed_run_says_where_and_gives_its_memory_back(folders: dict[str, Pa
 
 
 def test_garbage_collection_may_close_a_generation_while_a_graph_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, made = BufferPool(("cpu", 0), graphs=True), device_binding._run_options
+    pool, made = BufferPool(("cpu", 0), graphs=True), device_binding._new_run_options
     buffers = pool.borrow()
 
     def collecting(graph: str) -> ort.RunOptions:
         pool.give_back(buffers)
         return made(graph)
 
-    monkeypatch.setattr(device_binding, "_run_options", collecting)
+    monkeypatch.setattr(device_binding, "_new_run_options", collecting)
     thread = threading.Thread(target=pool.graph, args=("a step",), daemon=True)
     thread.start()
     thread.join(30)

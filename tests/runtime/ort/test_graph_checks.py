@@ -17,7 +17,7 @@ from tests.support.toy_model import Toy, export
 from topw_deploy.errors import ManifestError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort import graph_checks, providers
-from topw_deploy.runtime.ort.graph_checks import Lookup, complaint
+from topw_deploy.runtime.ort.graph_checks import Lookup, lookup_error_clause
 from topw_deploy.sampling import TopWOptions
 
 ROWS = 6
@@ -61,7 +61,7 @@ def graph(
 
 def found(tmp_path: Path, model: bytes) -> list[Lookup]:
     (tmp_path / "model.onnx").write_bytes(model)
-    return graph_checks.lookups(SimpleNamespace(model=tmp_path / "model.onnx"))  # type: ignore[arg-type]
+    return graph_checks.read_lookups(SimpleNamespace(model=tmp_path / "model.onnx"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_sizes_are_read_in_either_encoding(tmp_path: Path) -> None:
     ],
 )
 def test_each_version_has_its_defects(lookup: Lookup, version: str, words: str) -> None:
-    said = complaint(lookup, version)
+    said = lookup_error_clause(lookup, version)
     assert re.search(words, said)
     assert bool(said) == bool(words)
 

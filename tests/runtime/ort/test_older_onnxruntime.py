@@ -32,7 +32,7 @@ def without_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("version", "old"), [("1.23.2", True), ("1.24.0", False), ("1.31.1", False), ("2.0.0", False)])
 def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, version: str, old: bool) -> None:
     monkeypatch.setattr(ort, "__version__", version)
-    assert graph_checks.is_older() == old
+    assert graph_checks.is_before_1_24() == old
 
 
 @pytest.mark.parametrize(("window", "refused"), [(None, False), (-1, False), (1, True), (4096, True)])
@@ -40,7 +40,7 @@ def test_attention_windows_are_found_in_the_graph(window: int | None, refused: b
     attributes = {} if window is None else {"local_window_size": window}
     node = helper.make_node("GroupQueryAttention", ["q"], ["o"], domain="com.microsoft", num_heads=2, **attributes)
     graph = helper.make_graph([node], "g", [], [])
-    assert bool(graph_checks._WINDOW.search(helper.make_model(graph).SerializeToString())) == refused
+    assert bool(graph_checks._WINDOW_ATTRIBUTE.search(helper.make_model(graph).SerializeToString())) == refused
 
 
 def test_a_graph_with_windows_is_refused_by_the_old_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_run_shows_what_a_provider_leaves_to_the_cpu(folder: Path, tmp_path: P
 @needs_a_provider_without_nodes
 @pytest.mark.usefixtures("without_reports")
 def test_a_profile_without_nodes_is_no_proof(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_nodes.Profile, "nodes", lambda _self, _raw: [])
+    monkeypatch.setattr(cpu_nodes.RunProfile, "nodes", lambda _self, _raw: [])
     with pytest.raises(ProviderError, match="does not report which nodes azure runs; install"):
         TopWModel.from_pretrained(folder, provider="azure")
 
@@ -108,7 +108,7 @@ def test_the_profile_leaves_nothing_behind(folder: Path, tmp_path: Path, monkeyp
 
 
 def test_where_nodes_are_reported_nothing_is_run_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu_nodes.reported()
+    assert cpu_nodes.reports_assignments()
     monkeypatch.setattr(cpu_nodes, "Profile", None)
     TopWModel.from_pretrained(folder, provider="cpu")
 
@@ -132,7 +132,7 @@ def test_nodes_of_branches_are_left_out() -> None:
         {"name": name, "ts": start, "dur": length, "args": {"op_name": "Op", "provider": "P"}}
         for name, start, length in (("in the branch", 12, 3), ("first", 0, 5), ("if", 10, 10), ("last", 20, 0))
     ]
-    assert [event["name"] for event in cpu_nodes._outermost(events)] == ["first", "if", "last"]
+    assert [event["name"] for event in cpu_nodes._outermost_events(events)] == ["first", "if", "last"]
 
 
 def test_an_optimisation_that_ends_the_process_is_switched_off_for_devices(

@@ -98,7 +98,7 @@ def test_without_llguidance_the_error_names_the_extra(model: TopWModel, monkeypa
 
 
 def test_a_graph_without_the_input_is_refused(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = model._opened()[0]
+    session = model._require_open()[0]
     monkeypatch.setattr(session, "inputs", session.inputs - {"allowed"})
     with pytest.raises(ParameterError, match=r"needs a graph with the input 'allowed'.*; export the model again"):
         model.generate("x", structured_outputs={"regex": "a"})

@@ -127,11 +127,11 @@ class Server:
         """The engine's runs. The time between them is not counted."""
         rows, decoder = min(callers, self._rows), self._model.manifest.decoder
         rows_of = [
-            self._model._requests(prompt, {"max_new_tokens": new_tokens, "ignore_eos": True, "seed": 1})[0][0]
+            self._model._resolve_requests(prompt, {"max_new_tokens": new_tokens, "ignore_eos": True, "seed": 1})[0][0]
             for prompt, new_tokens in requests
         ]
         if rows not in self._batches:
-            self._batches[rows] = Batch(self._model._opened()[0], decoder, rows, decoder.context_length)
+            self._batches[rows] = Batch(self._model._require_open()[0], decoder, rows, decoder.context_length)
         took = run_all(self._batches[rows], rows, self._budget, rows_of, callers, decoding_only=decoder.evicts)
         return {"seconds": took, "first": [], "between": []}
 

@@ -4,6 +4,6 @@ concat: every step returns a longer tensor.
 static, shared: one buffer, updated in place.
 """
 
-from topw_deploy.runtime.cache.caches import Cache, Caches, caches_of, check_layout, check_supported
+from topw_deploy.runtime.cache.caches import Cache, Caches, check_layout, check_supported, new_caches
 
-__all__ = ["Cache", "Caches", "caches_of", "check_layout", "check_supported"]
+__all__ = ["Cache", "Caches", "check_layout", "check_supported", "new_caches"]

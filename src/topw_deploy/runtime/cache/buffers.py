@@ -23,7 +23,7 @@ CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "b
 """Supported cache element types."""
 
 ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
-_ROUND = 64  # tokens; buffer lengths are multiples of it
+_LENGTH_MULTIPLE = 64  # tokens; buffer lengths are multiples of it
 _GROWTH = 32  # buffers grow by at least 1 / _GROWTH, because growing moves the whole buffer
 _HOST_ALIGNMENT = 64  # bytes; like onnxruntime's own, for vectorized kernels
 # Raised if a size is too large for the machine, an address or a C integer.
@@ -34,7 +34,7 @@ REMEDY = (
 )
 
 
-def zeroed(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
+def allocate_zeros(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
     """Zeros, in pages allocated on first write.
 
     Raises GenerationError naming `what` if allocation fails.
@@ -69,7 +69,7 @@ class HostMemory:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        memory = zeroed("the cache", (size + _HOST_ALIGNMENT,), np.uint8)
+        memory = allocate_zeros("the cache", (size + _HOST_ALIGNMENT,), np.uint8)
         start = -memory.ctypes.data % _HOST_ALIGNMENT
         self._array = memory[start : start + size]
         self.pointer: int = self._array.ctypes.data
@@ -106,15 +106,15 @@ class Layout:
         self.fixed = sum(not state.grows for state in self.states)
         self.fixed_ones, self.growing = slice(self.fixed), slice(self.fixed, None)
         self.evicts, self.recurs = decoder.evicts, decoder.recurs
-        self._of_row = [state.row_bytes(0) for state in self.states]  # bytes without tokens
-        self._of_token = [state.row_bytes(1) if state.grows else 0 for state in self.states]
+        self._fixed_bytes = [state.row_bytes(0) for state in self.states]  # bytes without tokens
+        self._token_bytes = [state.row_bytes(1) if state.grows else 0 for state in self.states]
         self._shapes = [state.shape for state in self.states]  # 0: tokens
-        self._numbers = [ELEMENT_TYPES[state.dtype].number for state in self.states]
+        self._element_numbers = [ELEMENT_TYPES[state.dtype].number for state in self.states]
         self._names = [(state.past, state.present) for state in self.states]
 
     def row_bytes(self, length: int) -> list[int]:
         """Bytes of a row of each state."""
-        return [own + length * token for own, token in zip(self._of_row, self._of_token, strict=True)]
+        return [own + length * token for own, token in zip(self._fixed_bytes, self._token_bytes, strict=True)]
 
     def starts(self, batch: int, length: int) -> list[int]:
         """The states' byte offsets, then the total size."""
@@ -125,7 +125,7 @@ class Layout:
 
     def bind(self, binding: Binding, block: int, starts: Sequence[int], length: int, rows: range) -> None:
         """Bind each state's `rows` as past and present. block: address. starts: `self.starts` of all rows."""
-        parts = zip(self._names, self._shapes, self._numbers, self.row_bytes(length), starts, strict=False)
+        parts = zip(self._names, self._shapes, self._element_numbers, self.row_bytes(length), starts, strict=False)
         for (past, present), shape, number, size, start in parts:
             sized = [len(rows), *(axis or length for axis in shape)]
             binding.bind_memory(past, present, number, sized, block + start + rows.start * size)
@@ -157,7 +157,7 @@ class Buffers:
         """Zero tokens `first` to `tokens`, exclusive, of `row`, and its states of fixed size if `first` is 0."""
 
         def write(memory: np.ndarray) -> None:
-            for view, size in self._views(memory, row):
+            for view, size in self._row_views(memory, row):
                 if size:
                     view[:, first * size : tokens * size] = 0
                 elif first == 0:
@@ -170,7 +170,9 @@ class Buffers:
         """Copy the states of row `source` after its first `tokens` tokens to row `target`."""
 
         def write(memory: np.ndarray) -> None:
-            for (old, size), (new, _) in zip(self._views(memory, source), self._views(memory, target), strict=True):
+            for (old, size), (new, _) in zip(
+                self._row_views(memory, source), self._row_views(memory, target), strict=True
+            ):
                 end = tokens * size if size else old.shape[1]
                 new[:, :end] = old[:, :end]
 
@@ -200,7 +202,7 @@ class Buffers:
         found: list[np.ndarray] = []
 
         def read(memory: np.ndarray) -> None:
-            for view, size in list(self._views(memory, row))[states]:
+            for view, size in list(self._row_views(memory, row))[states]:
                 found.append((view[:, : tokens * size] if size else view).copy())
 
         self.block.change(read)
@@ -212,13 +214,13 @@ class Buffers:
         """Put a snapshot of `states`, optionally of its first `tokens` tokens only, into `row`."""
 
         def write(memory: np.ndarray) -> None:
-            for (view, size), saved in zip(list(self._views(memory, row))[states], snapshot, strict=True):
+            for (view, size), saved in zip(list(self._row_views(memory, row))[states], snapshot, strict=True):
                 end = saved.shape[1] if tokens is None or not size else tokens * size
                 view[:, :end] = saved[:, :end]
 
         self.block.change(write)
 
-    def _views(self, memory: np.ndarray, row: int) -> Iterator[tuple[np.ndarray, int]]:
+    def _row_views(self, memory: np.ndarray, row: int) -> Iterator[tuple[np.ndarray, int]]:
         """For each state, the bytes of `row` as [parts, n] and the bytes per token of a part (0 for a fixed size)."""
         for state, start in zip(self.layout.states, self._starts, strict=False):
             size = state.row_bytes(self.length)
@@ -245,34 +247,34 @@ class MemoryPool:
     ) -> None:
         self.layout, self._memory = Layout(decoder), session.memory
         self._step, self._limit = decoder.buffer_step, decoder.context_length
-        self._least = decoder.buffer_least
+        self._least_length = decoder.buffer_least
         if length is not None:
-            length = max(length, self._least)
+            length = max(length, self._least_length)
         self._length, self._rows = length, rows or 1
         # Reentrant: garbage collection may close a forgotten generation, and so give back its block, in `borrow`.
         self._lock = threading.RLock()
-        self._kept: Memory | None = None
-        self._lent = 0  # bytes
+        self._kept_block: Memory | None = None
+        self._lent_bytes = 0  # bytes
         if length is not None:
-            self._kept = self._new(self._rows, length)
+            self._kept_block = self._allocate(self._rows, length)
 
     @property
     def bytes(self) -> int:
         """Total size of all blocks."""
-        return self._lent + (self._kept.size if self._kept is not None else 0)
+        return self._lent_bytes + (self._kept_block.size if self._kept_block is not None else 0)
 
     def borrow(self, batch: int, tokens: int, first: int) -> Buffers:
         """Buffers for `batch` rows of up to `tokens` tokens, with room for `first` of them at once."""
-        tokens, first = max(tokens, self._least), max(first, self._least)
-        capacity = self._length or min(_round_up(tokens, _ROUND), max(self._limit, tokens))
+        tokens, first = max(tokens, self._least_length), max(first, self._least_length)
+        capacity = self._length or min(_round_up(tokens, _LENGTH_MULTIPLE), max(self._limit, tokens))
         size = self.layout.size(batch, capacity)
         with self._lock:
-            block, self._kept = self._kept, None
+            block, self._kept_block = self._kept_block, None
             if block is None or block.size < size:
-                lent_by_others = block is None and self._lent > 0
+                lent_by_others = block is None and self._lent_bytes > 0
                 rows = batch if lent_by_others else max(batch, self._rows)
-                block = self._new(rows, capacity)
-            self._lent += block.size
+                block = self._allocate(rows, capacity)
+            self._lent_bytes += block.size
         length = capacity if self._step == 0 else min(_round_up(first, self._step), capacity)
         buffers = Buffers(self.layout, block, batch, capacity, length)
         try:
@@ -285,19 +287,19 @@ class MemoryPool:
     def give_back(self, buffers: Buffers) -> None:
         """Return the block; the pool keeps the largest."""
         with self._lock:
-            self._lent -= buffers.block.size
-            if self._kept is None or self._kept.size < buffers.block.size:
-                self._kept = buffers.block
+            self._lent_bytes -= buffers.block.size
+            if self._kept_block is None or self._kept_block.size < buffers.block.size:
+                self._kept_block = buffers.block
 
     def free(self) -> None:
         """Free the kept block."""
         with self._lock:
-            self._kept = None
+            self._kept_block = None
 
     def make_room(self, buffers: Buffers, tokens: int) -> None:
         buffers.grow(min(_round_up(tokens + tokens // _GROWTH, self._step), buffers.capacity))
 
-    def _new(self, batch: int, length: int) -> Memory:
+    def _allocate(self, batch: int, length: int) -> Memory:
         return self._memory(self.layout.size(batch, length))
 
 

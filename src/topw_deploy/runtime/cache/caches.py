@@ -15,7 +15,7 @@ from topw_deploy.runtime.cache.in_place import InPlaceCaches
 from topw_deploy.runtime.protocols import Binding, Session
 
 DEFAULT_CHUNK = 1024  # tokens per run; more is no faster
-_INPUTS = {
+_REQUIRED_INPUTS = {
     "concat": ("input_ids",),
     "static": ("input_ids", "write_indices", "row_lengths"),
     "shared": ("input_ids", "attention_mask"),
@@ -59,7 +59,7 @@ class Caches(Protocol):
         """Open a cache with a row per prompt and room for `budgets[row]` more tokens. The caller must close it."""
 
 
-def caches_of(
+def new_caches(
     session: Session,
     decoder: DecoderInfo,
     *,
@@ -80,7 +80,7 @@ def caches_of(
 
 def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple[str, ...]) -> None:
     """Raises ManifestError for an unsupported cache form or element type, or missing cache tensors."""
-    if decoder.kv_form not in _INPUTS:
+    if decoder.kv_form not in _REQUIRED_INPUTS:
         raise ManifestError(
             f"the cache has the form {decoder.kv_form!r}, but this topw_deploy supports {', '.join(KV_FORMS)}; "
             "install a newer one."
@@ -91,7 +91,7 @@ def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple
                 f"{state.past} has the element type {state.dtype!r}, which is not one of {', '.join(CACHE_TYPES)}; "
                 "export again."
             )
-    for name in _INPUTS[decoder.kv_form]:
+    for name in _REQUIRED_INPUTS[decoder.kv_form]:
         if name not in inputs:
             raise ManifestError(
                 f"the graph has no {name}, but the manifest states a cache of the form {decoder.kv_form}; export again."

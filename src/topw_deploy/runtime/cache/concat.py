@@ -9,7 +9,7 @@ import numpy as np
 
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.cache.buffers import zeroed
+from topw_deploy.runtime.cache.buffers import allocate_zeros
 from topw_deploy.runtime.protocols import Binding, Memory, Session
 from topw_deploy.runtime.row_inputs import bind_greedy
 
@@ -76,29 +76,29 @@ class ConcatCache:
         self._chunk = min(self._chunk, decoder.most_columns or self._chunk)
         self.input_ids = np.zeros((self._batch, 1), np.int64)
         self._position_ids = np.array([[len(prompt) - 1] for prompt in prompts], np.int64)  # [B, 1]
-        self._mask = zeroed("the attention mask", (self._batch, self._width + new_tokens), np.int64)
+        self._mask = allocate_zeros("the attention mask", (self._batch, self._width + new_tokens), np.int64)
         self._has_mask, self._has_positions = "attention_mask" in session.inputs, "position_ids" in session.inputs
         self._names = [(state.past, state.present) for state in decoder.states]
-        self._zeros: list[Memory] = []  # initial values of states of fixed size
-        self._places = self._begin(binding)
+        self._fixed_states: list[Memory] = []  # initial values of states of fixed size
+        self._present_indices = self._bind_states(binding)
 
     def close(self) -> None:
         """Does nothing: the states end with the binding."""
 
     def feed_prompts(self) -> int:
-        ids, positions = self._padded()
+        ids, positions = self._pad_prompts()
         *ends, last = [*range(self._chunk, self._width, self._chunk), self._width]
         start = 0
         if ends:
             chunks = self._binding.another()
             bind_greedy(self._session, chunks, self._batch)
-            places = self._begin(chunks)
+            places = self._bind_states(chunks)
             for end in ends:
-                self._bind(chunks, ids[:, start:end], positions[:, start:end], end)
+                self._bind_tokens(chunks, ids[:, start:end], positions[:, start:end], end)
                 chunks.run()
-                _hand_over(self._names, chunks, places, chunks if end != ends[-1] else self._binding)
+                _pass_states(self._names, chunks, places, chunks if end != ends[-1] else self._binding)
                 start = end
-        self._bind(self._binding, ids[:, start:], positions[:, start:], last)
+        self._bind_tokens(self._binding, ids[:, start:], positions[:, start:], last)
         return last - start
 
     def begin_decoding(self) -> None:
@@ -107,7 +107,7 @@ class ConcatCache:
             self._binding.bind_changing("position_ids", self._position_ids)
 
     def advance(self, rows: Iterable[int]) -> None:
-        _hand_over(self._names, self._binding, self._places, self._binding)
+        _pass_states(self._names, self._binding, self._present_indices, self._binding)
         for row in rows:
             self._mask[row, self._width] = 1
             # Positions of ended rows do not advance, so that they stay within the context.
@@ -117,7 +117,7 @@ class ConcatCache:
             mask = np.ascontiguousarray(self._mask[:, : self._width])  # [B, past + new]
             self._binding.bind_array("attention_mask", mask)
 
-    def _padded(self) -> tuple[np.ndarray, np.ndarray]:
+    def _pad_prompts(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids, positions), both [B, S], and updates the mask."""
         shape = self._batch, self._width
         ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -128,7 +128,7 @@ class ConcatCache:
             self._mask[row, start : self._width] = 1
         return ids, positions
 
-    def _begin(self, binding: AllocatingBinding) -> list[int]:
+    def _bind_states(self, binding: AllocatingBinding) -> list[int]:
         """Bind empty pasts (zeros for states of fixed size) and newly allocated presents. Returns output indices."""
         for state in self._decoder.states:
             shape = (self._batch, *state.shape)
@@ -136,11 +136,11 @@ class ConcatCache:
                 binding.bind_empty(state.past, shape, state.dtype)
                 continue
             zeros = self._session.memory(self._batch * state.row_bytes(0))
-            self._zeros.append(zeros)
+            self._fixed_states.append(zeros)
             binding.bind_input_memory(state.past, ELEMENT_TYPES[state.dtype].number, shape, zeros.pointer)
         return [binding.bind_fresh(present) for _, present in self._names]
 
-    def _bind(self, binding: AllocatingBinding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:
+    def _bind_tokens(self, binding: AllocatingBinding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:
         binding.bind_array("input_ids", np.ascontiguousarray(ids))
         if self._has_mask:
             binding.bind_array("attention_mask", np.ascontiguousarray(self._mask[:, :end]))  # [B, past + new]
@@ -148,7 +148,7 @@ class ConcatCache:
             binding.bind_array("position_ids", np.ascontiguousarray(positions))
 
 
-def _hand_over(
+def _pass_states(
     names: Sequence[tuple[str, str]], source: AllocatingBinding, places: Sequence[int], target: AllocatingBinding
 ) -> None:
     outputs, bind, fresh = source.outputs(), target.bind_value, source.bind_fresh_again

@@ -17,7 +17,7 @@ Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(ids [b, s], starts [b], lengths [b]): append lengths[r] ids to row r, which has starts[r] tokens.
 
 A length of 0 is allowed only if the decoder `recurs`."""
-_TOTAL = "total_sequence_length"
+_TOTAL_LENGTH = "total_sequence_length"
 
 
 class InPlaceCaches:
@@ -31,7 +31,7 @@ class InPlaceCaches:
         self, session: Session, decoder: DecoderInfo, chunk: int, length: int | None = None, rows: int | None = None
     ) -> None:
         self._session, self._decoder, self._chunk = session, decoder, chunk
-        self._form = StaticCache if decoder.kv_form == "static" else SharedCache
+        self._cache_class = StaticCache if decoder.kv_form == "static" else SharedCache
         self.takes_ragged_batches = decoder.kv_form == "static" or decoder.right_padding
         self._pool = MemoryPool(session, decoder, length, rows)
 
@@ -40,7 +40,7 @@ class InPlaceCaches:
         return self._pool.bytes
 
     def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> InPlaceCache:
-        return self._form(self._session, binding, self._decoder, self._pool, prompts, budgets, self._chunk)
+        return self._cache_class(self._session, binding, self._decoder, self._pool, prompts, budgets, self._chunk)
 
 
 class InPlaceCache(ABC):
@@ -73,10 +73,10 @@ class InPlaceCache(ABC):
         may_pad = self._ends_rows_anywhere and not pool.layout.evicts
         in_one_run = width <= self._columns_per_run and (may_pad or int(self._lengths.min()) == width)
         may_repeat = self._takes_ragged_chunks and not pool.layout.recurs  # see `_chunks`
-        self._together = len(prompts) == 1 or in_one_run or may_repeat
+        self._feeds_together = len(prompts) == 1 or in_one_run or may_repeat
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
-        first = min(width, self._columns_per_run) if self._together else width
+        first = min(width, self._columns_per_run) if self._feeds_together else width
         self._buffers = pool.borrow(len(prompts), tokens, first)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class InPlaceCache(ABC):
         self._pool.give_back(self._buffers)
 
     def feed_prompts(self) -> int:
-        last = self._feed_together() if self._together else self._feed_in_groups()
+        last = self._feed_together() if self._feeds_together else self._feed_in_groups()
         self._buffers.bind(self._binding)
         self._bind_chunk(self._binding, *last)
         return last[0].shape[1]
@@ -123,11 +123,11 @@ class InPlaceCache(ABC):
             bind_greedy(self._session, binding, len(self._prompts))
             self._buffers.bind(binding)
             for chunk in undrawn:
-                if self._make_room(_end(chunk)):
+                if self._make_room(_chunk_end(chunk)):
                     self._buffers.bind(binding)
                 self._bind_chunk(binding, *chunk)
                 binding.run()
-        self._make_room(_end(last))
+        self._make_room(_chunk_end(last))
         return last
 
     def _chunks(self) -> Iterator[Chunk]:
@@ -137,7 +137,7 @@ class InPlaceCache(ABC):
             starts = np.minimum(begin, self._lengths - 1)
             lengths = np.minimum(begin + self._columns_per_run, self._lengths) - starts
             ends = zip(self._prompts, starts.tolist(), lengths.tolist(), strict=True)
-            yield _right_padded([prompt[start : start + length] for prompt, start, length in ends]), starts, lengths
+            yield _pad_right([prompt[start : start + length] for prompt, start, length in ends]), starts, lengths
 
     def _feed_in_groups(self) -> Chunk:
         for rows in self._groups():
@@ -149,12 +149,12 @@ class InPlaceCache(ABC):
                 bodies = [body or self._prompts[row] for body, row in zip(bodies, rows, strict=True)]
             if len(rows) > 1:
                 lengths = np.array([len(body) for body in bodies], np.int64)
-                self._bind_chunk(binding, _right_padded(bodies), np.zeros_like(lengths), lengths)
+                self._bind_chunk(binding, _pad_right(bodies), np.zeros_like(lengths), lengths)
                 binding.run()
                 continue
             columns = min(self._chunk, self._most_columns)
             for start in range(0, len(bodies[0]), columns):
-                ids = _right_padded([bodies[0][start : start + columns]])
+                ids = _pad_right([bodies[0][start : start + columns]])
                 self._bind_chunk(binding, ids, np.array([start]), np.array([ids.shape[1]]))
                 binding.run()
         last = np.array([[prompt[-1]] for prompt in self._prompts], np.int64)
@@ -185,20 +185,20 @@ class StaticCache(InPlaceCache):
 
     def begin_decoding(self) -> None:
         super().begin_decoding()
-        self._written = self._lengths - 1  # [B] index of each row's last token
-        self._written_view = self._written.data
-        self._columns = int(self._lengths.max())  # upper bound on row lengths
-        self._binding.bind_changing("write_indices", self._written)
+        self._last_indices = self._lengths - 1  # [B] index of each row's last token
+        self._last_indices_view = self._last_indices.data
+        self._most_length = int(self._lengths.max())  # upper bound on row lengths
+        self._binding.bind_changing("write_indices", self._last_indices)
         self._binding.bind_array("row_lengths", np.ones_like(self._lengths))
         bind_total(self._session, self._binding, self._buffers.length)
 
     def advance(self, rows: Iterable[int]) -> None:
         # ended rows stay within the buffer
-        written = self._written_view
+        written = self._last_indices_view
         for row in rows:
             written[row] += 1
-        self._columns += 1
-        if self._columns > self._buffers.length:
+        self._most_length += 1
+        if self._most_length > self._buffers.length:
             self._grow()
 
     @property
@@ -213,8 +213,8 @@ class StaticCache(InPlaceCache):
         bind_static_chunk(self._session, binding, ids, starts, lengths)
 
     def _grow(self) -> None:
-        self._columns = int(self._written.max()) + 1
-        if self._make_room(self._columns):
+        self._most_length = int(self._last_indices.max()) + 1
+        if self._make_room(self._most_length):
             self._buffers.bind(self._binding)
 
 
@@ -284,16 +284,16 @@ def bind_static_chunk(
 
 def bind_total(session: Session, binding: Binding, tokens: int) -> None:
     """Bind total_sequence_length where the graph has it."""
-    if _TOTAL in session.inputs:
-        binding.bind_on_host(_TOTAL, np.array([tokens], np.int32))
+    if _TOTAL_LENGTH in session.inputs:
+        binding.bind_on_host(_TOTAL_LENGTH, np.array([tokens], np.int32))
 
 
-def _end(chunk: Chunk) -> int:
+def _chunk_end(chunk: Chunk) -> int:
     ids, starts, _ = chunk
     return int(starts.max()) + ids.shape[1]
 
 
-def _right_padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
+def _pad_right(rows: Sequence[Sequence[int]]) -> np.ndarray:
     ids = np.zeros((len(rows), max(1, *map(len, rows))), np.int64)
     for index, row in enumerate(rows):
         ids[index, : len(row)] = row

@@ -21,12 +21,12 @@ from topw_deploy.errors import ProviderError
 from topw_deploy.runtime.ort.providers import CPU, short_name
 from topw_deploy.runtime.protocols import CpuNode
 
-_RECORD = "session.record_ep_graph_assignment_info"  # onnxruntime >= 1.24
-_TIMED = "_kernel_time"  # node name suffix in profiles
+_RECORD_ASSIGNMENTS = "session.record_ep_graph_assignment_info"  # onnxruntime >= 1.24
+_KERNEL_TIME = "_kernel_time"  # node name suffix in profiles
 
 # Arithmetic on shapes and indices. Every device provider has these operators, so their place on the CPU is intended.
 # fmt: off
-_ON_SHAPES = frozenset((
+_SHAPE_OPERATORS = frozenset((
     "Abs", "Add", "And", "Cast", "Ceil", "Concat", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Floor",
     "Gather", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg",
     "Not", "Or", "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Shape", "Size", "Slice",
@@ -41,63 +41,65 @@ _HINTS = {
 }
 
 
-def reported() -> bool:
+def reports_assignments() -> bool:
     """Whether onnxruntime (>= 1.24) reports the nodes' providers."""
     return hasattr(ort.InferenceSession, "get_provider_graph_assignment_info")
 
 
-def record(options: ort.SessionOptions) -> Profile | None:
+def record_assignments(options: ort.SessionOptions) -> RunProfile | None:
     """Make sessions of `options` record the provider of each node. Returns a Profile if that needs a run."""
-    if not reported():
-        return Profile(options)
+    if not reports_assignments():
+        return RunProfile(options)
     try:
-        recorded = options.get_session_config_entry(_RECORD) == "1"
+        recorded = options.get_session_config_entry(_RECORD_ASSIGNMENTS) == "1"
     except Exception:  # noqa: BLE001  # missing entry
         recorded = False
     if not recorded:
-        options.add_session_config_entry(_RECORD, "1")
+        options.add_session_config_entry(_RECORD_ASSIGNMENTS, "1")
     return None
 
 
-def cpu_nodes(session: ort.InferenceSession) -> tuple[CpuNode, ...]:
+def assigned_cpu_nodes(session: ort.InferenceSession) -> tuple[CpuNode, ...]:
     """The nodes on the CPU, without subgraphs. Needs `record` before opening."""
     return tuple(
-        CpuNode(node.name, node.op_type, bool(node.domain) or node.op_type not in _ON_SHAPES)
+        CpuNode(node.name, node.op_type, bool(node.domain) or node.op_type not in _SHAPE_OPERATORS)
         for group in session.get_provider_graph_assignment_info()
         if group.ep_name == CPU
         for node in group.get_nodes()
     )
 
 
-class Profile:
+class RunProfile:
     """Profiles the next session opened with `options`."""
 
     def __init__(self, options: ort.SessionOptions) -> None:
         folder = tempfile.mkdtemp(prefix="topw-")
-        self._discard = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._delete_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._options = options
-        self._before = options.enable_profiling, options.profile_file_prefix
+        self._previous_settings = options.enable_profiling, options.profile_file_prefix
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(folder) / "run")
 
     def restore(self) -> None:
         """Restore `options`."""
-        self._options.enable_profiling, self._options.profile_file_prefix = self._before
+        self._options.enable_profiling, self._options.profile_file_prefix = self._previous_settings
 
     def nodes(self, raw: ort.InferenceSession) -> list[tuple[str, str, str]]:
         """(name, operator, provider) of each executed node. Ends the profile."""
         events = json.loads(Path(raw.end_profiling()).read_text(encoding="utf-8"))
-        self._discard()
+        self._delete_folder()
         found = [event for event in events if event.get("args", {}).get("provider")]
-        return list(dict.fromkeys(_node(event) for event in _outermost(found)))
+        return list(dict.fromkeys(_event_node(event) for event in _outermost_events(found)))
 
 
-def cpu_nodes_in(profile: Sequence[tuple[str, str, str]]) -> tuple[CpuNode, ...]:
+def profiled_cpu_nodes(profile: Sequence[tuple[str, str, str]]) -> tuple[CpuNode, ...]:
     """The nodes on the CPU among `Profile.nodes`."""
-    return tuple(CpuNode(name, kind, kind not in _ON_SHAPES) for name, kind, provider in profile if provider == CPU)
+    return tuple(
+        CpuNode(name, kind, kind not in _SHAPE_OPERATORS) for name, kind, provider in profile if provider == CPU
+    )
 
 
-def _outermost(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _outermost_events(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Events that are not inside others, such as those of an If's branches."""
     end = -1
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
@@ -106,11 +108,11 @@ def _outermost(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _node(event: dict[str, Any]) -> tuple[str, str, str]:
-    return event["name"].removesuffix(_TIMED), event["args"]["op_name"], event["args"]["provider"]
+def _event_node(event: dict[str, Any]) -> tuple[str, str, str]:
+    return event["name"].removesuffix(_KERNEL_TIME), event["args"]["op_name"], event["args"]["provider"]
 
 
-def complaint(nodes: Sequence[CpuNode], provider: str) -> str:
+def cpu_nodes_clause(nodes: Sequence[CpuNode], provider: str) -> str:
     """A clause naming nodes that compute on the CPU; "" for none."""
     computing = [node for node in nodes if node.computes]
     if not computing:
@@ -124,8 +126,8 @@ def complaint(nodes: Sequence[CpuNode], provider: str) -> str:
     return f"{said}; {hints}" if hints else said
 
 
-def check(nodes: Sequence[CpuNode], provider: str) -> None:
-    what = complaint(nodes, provider)
+def refuse_cpu_nodes(nodes: Sequence[CpuNode], provider: str) -> None:
+    what = cpu_nodes_clause(nodes, provider)
     if what:
         raise ProviderError(
             f"{what}; pass allow_fallback=True to accept that, or use provider='cpu'.", "allow_fallback", "provider"

@@ -21,34 +21,34 @@ import onnxruntime as ort
 
 from topw_deploy import install
 
-_MISSING = re.compile(r"Failed to load (\S+?):")
+_MISSING_LIBRARY = re.compile(r"Failed to load (\S+?):")
 _lock = threading.Lock()
-_outcome: list[str] = []  # the result of the first `preload`
+_first_result: list[str] = []  # the result of the first `preload`
 
 
-def preload() -> str:
+def preload_libraries() -> str:
     """Load the libraries once per process. Returns a clause naming missing ones; "" for none.
 
     A missing library is not an error: CUDA may be linked statically or have another name on the system path.
     """
     with _lock:
-        if not _outcome:
-            _outcome.append(_clause(_load()))
-        return _outcome[0]
+        if not _first_result:
+            _first_result.append(_missing_clause(_load_libraries()))
+        return _first_result[0]
 
 
-def _load() -> str:
+def _load_libraries() -> str:
     load: Callable[..., None] | None = getattr(ort, "preload_dlls", None)
     if load is None:  # onnxruntime < 1.21
         return ""
-    said = _said_by(load)
-    for folder in _folders_elsewhere() if said else ():
-        said = _said_by(partial(load, directory=str(folder)))
+    said = _capture_output(load)
+    for folder in _other_library_folders() if said else ():
+        said = _capture_output(partial(load, directory=str(folder)))
     return said
 
 
-def _said_by(load: Callable[[], None]) -> str:
-    said = _OfThisThread(sys.stdout)
+def _capture_output(load: Callable[[], None]) -> str:
+    said = _ThreadOutput(sys.stdout)
     try:
         with redirect_stdout(said):
             load()
@@ -57,7 +57,7 @@ def _said_by(load: Callable[[], None]) -> str:
     return "".join(said.lines)
 
 
-def _folders_elsewhere() -> list[Path]:
+def _other_library_folders() -> list[Path]:
     """Library folders of packages elsewhere; cuDNN's comes after those of its dependencies."""
     spec = importlib.util.find_spec("nvidia")
     beside = Path(ort.__file__).parents[1] / "nvidia"
@@ -66,14 +66,14 @@ def _folders_elsewhere() -> list[Path]:
     return sorted(folders, key=lambda folder: "cudnn" in folder.parts)
 
 
-def _clause(said: str) -> str:
-    names = list(dict.fromkeys(Path(path).name for path in _MISSING.findall(said)))
+def _missing_clause(said: str) -> str:
+    names = list(dict.fromkeys(Path(path).name for path in _MISSING_LIBRARY.findall(said)))
     if names:
         return f"onnxruntime found no {', '.join(names)}; to install them, run: {install.how_to('gpu')}"
     return " ".join(said.split())[:300]
 
 
-class _OfThisThread(io.TextIOBase):
+class _ThreadOutput(io.TextIOBase):
     def __init__(self, real: TextIO | None) -> None:
         self.lines: list[str] = []
         self._real, self._thread = real, threading.get_ident()

@@ -22,17 +22,17 @@ import onnxruntime as ort
 
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import GenerationError, one_line
-from topw_deploy.runtime.cache.buffers import REMEDY, zeroed
+from topw_deploy.runtime.cache.buffers import REMEDY, allocate_zeros
 from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.runtime.ort.session import HostBinding, OrtSession
 
-_LEAST = {"changing": 4 << 10, "rest": 64 << 10, "results": 4 << 10}  # bytes; enough for most requests
+_LEAST_BYTES = {"changing": 4 << 10, "rest": 64 << 10, "results": 4 << 10}  # bytes; enough for most requests
 _MOST_GRAPHS = 64  # per session: each keeps device memory until it closes
 
 _ALIGNMENT = 256  # bytes; as CUDA's allocator
-_NOT_CAPTURED = "-1"
-_END = ""  # not a tensor name
-_NUMBERS = {kind.numpy: kind.number for kind in ELEMENT_TYPES.values()}
+_NO_GRAPH = "-1"
+_TOTAL_SIZE = ""  # not a tensor name
+_ELEMENT_NUMBERS = {kind.numpy: kind.number for kind in ELEMENT_TYPES.values()}
 
 
 class Area:
@@ -58,10 +58,10 @@ class DeviceMemory:
     """
 
     def __init__(self, size: int, device: tuple[str, int]) -> None:
-        self.size, self._using = size, device_lock(device).using
-        zeros = zeroed("the cache", (size,), np.uint8)
+        self.size, self._shared_use = size, device_lock(device).shared_use
+        zeros = allocate_zeros("the cache", (size,), np.uint8)
         try:
-            with self._using:
+            with self._shared_use:
                 self._value = ort.OrtValue.ortvalue_from_numpy(zeros, *device)
         except Exception as error:  # noqa: BLE001  # unrelated classes
             raise GenerationError(
@@ -72,11 +72,11 @@ class DeviceMemory:
 
     def clear(self, size: int) -> None:
         """Zero all bytes, not only `size`, because onnxruntime copies whole values."""
-        with self._using:
+        with self._shared_use:
             self._value.update_inplace(np.zeros(self.size, np.uint8))
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
-        with self._using:
+        with self._shared_use:
             host = self._value.numpy()
             edit(host)
             self._value.update_inplace(host)
@@ -91,7 +91,7 @@ class StepBuffers:
 
     def __init__(self, device: tuple[str, int]) -> None:
         self._device = device
-        self.areas = {name: Area(size, device) for name, size in _LEAST.items()}
+        self.areas = {name: Area(size, device) for name, size in _LEAST_BYTES.items()}
         self.loaded: object = None
 
     def reserve(self, sizes: dict[str, int]) -> None:
@@ -102,7 +102,7 @@ class StepBuffers:
 
 
 @dataclass
-class Graph:
+class StepGraph:
     """A step's CUDA graph."""
 
     options: ort.RunOptions | None
@@ -120,10 +120,10 @@ class BufferPool:
 
     def __init__(self, device: tuple[str, int], *, graphs: bool) -> None:
         self._device, self._free = device, list[StepBuffers]()
-        self._graphs: dict[object, Graph] = {}
+        self._graphs: dict[object, StepGraph] = {}
         self.lock = device_lock(device)
         self.thread = RunThread() if graphs else None
-        self.uncaptured = Graph(_run_options(_NOT_CAPTURED) if graphs else None, captured=True)
+        self.uncaptured = StepGraph(_new_run_options(_NO_GRAPH) if graphs else None, captured=True)
 
     def bind(self, session: OrtSession) -> DeviceBinding:
         return DeviceBinding(session, self)
@@ -134,23 +134,23 @@ class BufferPool:
     def borrow(self) -> StepBuffers:
         with suppress(IndexError):
             return self._free.pop()
-        with self.lock.using:
+        with self.lock.shared_use:
             return StepBuffers(self._device)
 
     def give_back(self, buffers: StepBuffers) -> None:
         buffers.loaded = None  # otherwise it would keep the session open
         self._free.append(buffers)
 
-    def graph(self, bound: object) -> Graph:
+    def graph(self, bound: object) -> StepGraph:
         """The CUDA graph for these names, addresses and shapes; its first run captures it."""
         if self.thread is None:
             return self.uncaptured
         if bound not in self._graphs and len(self._graphs) < _MOST_GRAPHS:
-            self._graphs[bound] = Graph(_run_options(str(len(self._graphs) + 1)))
+            self._graphs[bound] = StepGraph(_new_run_options(str(len(self._graphs) + 1)))
         return self._graphs.get(bound, self.uncaptured)
 
 
-def _run_options(graph: str) -> ort.RunOptions:
+def _new_run_options(graph: str) -> ort.RunOptions:
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", graph)
     return options
@@ -161,28 +161,28 @@ class DeviceBinding(HostBinding):
 
     def __init__(self, session: OrtSession, pool: BufferPool, buffers: StepBuffers | None = None) -> None:
         super().__init__(session)
-        self._pool, self._buffers, self._owns = pool, buffers or pool.borrow(), buffers is None
+        self._pool, self._buffers, self._owns_buffers = pool, buffers or pool.borrow(), buffers is None
         self._results: dict[str, np.ndarray] = {}
         self._memory: dict[str, tuple[object, ...]] = {}
         self._on_host: dict[str, np.ndarray] = {}
-        self._changes: set[str] = set()
-        self._placed: dict[str, Area] = {}  # areas whose addresses are bound
-        self._stale = True  # whether inputs other than "changing" ones changed
+        self._changing: set[str] = set()
+        self._bound_areas: dict[str, Area] = {}  # areas whose addresses are bound
+        self._is_stale = True  # whether inputs other than "changing" ones changed
         self._copies: dict[str, list[tuple[str, np.ndarray]]] = {}  # (name, host view) per area
-        self._graph: Graph | None = None
+        self._graph: StepGraph | None = None
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         known = self._arrays.get(name)
-        if known is None or known.shape != array.shape or name in self._changes:
-            self._placed = {}
-        self._changes.discard(name)
+        if known is None or known.shape != array.shape or name in self._changing:
+            self._bound_areas = {}
+        self._changing.discard(name)
         self._arrays[name] = array
-        self._stale = True
+        self._is_stale = True
 
     def bind_changing(self, name: str, array: np.ndarray) -> None:
         self.bind_array(name, array)
-        self._changes.add(name)
-        self._placed = {}
+        self._changing.add(name)
+        self._bound_areas = {}
 
     def bind_on_host(self, name: str, array: np.ndarray) -> None:
         self._on_host[name] = array
@@ -190,13 +190,13 @@ class DeviceBinding(HostBinding):
         self._graph = None
 
     def refresh(self, name: str) -> None:
-        self._stale = True
+        self._is_stale = True
 
     def bind_result(self, name: str, array: np.ndarray) -> None:
         self._results[name] = array
         self._bound_outputs.append(name)
-        self._io.bind_output(name, self._device)  # `_place` sets its memory
-        self._placed = {}
+        self._io.bind_output(name, self._device)  # `_bind_areas` sets its memory
+        self._bound_areas = {}
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
         super().bind_memory(source, target, element_type, shape, pointer)
@@ -207,8 +207,8 @@ class DeviceBinding(HostBinding):
         return DeviceBinding(self._session, self._pool, self._buffers)
 
     def close(self) -> None:
-        if self._owns:
-            self._owns = False
+        if self._owns_buffers:
+            self._owns_buffers = False
             self._pool.give_back(self._buffers)
 
     def run(self, step: int | None = None) -> None:
@@ -221,10 +221,10 @@ class DeviceBinding(HostBinding):
 
     def _run_here(self, step: int | None) -> None:
         lock = self._pool.lock
-        with lock.using:
-            self._load()
+        with lock.shared_use:
+            self._upload_inputs()
             # Prompt runs, up to step 0, have varying shapes.
-            graph = self._repeated() if step else self._pool.uncaptured
+            graph = self._step_graph() if step else self._pool.uncaptured
             if graph.captured:
                 self._compute_and_download(step, graph)
                 return
@@ -232,59 +232,59 @@ class DeviceBinding(HostBinding):
             self._compute_and_download(step, graph if captures else self._pool.uncaptured)
             graph.captured = captures
 
-    def _compute_and_download(self, step: int | None, graph: Graph) -> None:
+    def _compute_and_download(self, step: int | None, graph: StepGraph) -> None:
         self._options = graph.options
         super().run(step)
         if step is not None:
             self._buffers.areas["results"].download()
 
-    def _load(self) -> None:
+    def _upload_inputs(self) -> None:
         buffers = self._buffers
-        if not self._placed or any(buffers.areas[name] is not area for name, area in self._placed.items()):
-            self._place()
-        changed = ("changing", "rest") if self._stale or buffers.loaded is not self else ("changing",)
+        if not self._bound_areas or any(buffers.areas[name] is not area for name, area in self._bound_areas.items()):
+            self._bind_areas()
+        changed = ("changing", "rest") if self._is_stale or buffers.loaded is not self else ("changing",)
         for name in changed:
             for input_, place in self._copies[name]:
                 place[...] = self._arrays[input_]
             buffers.areas[name].upload()
-        self._stale, buffers.loaded = False, self
+        self._is_stale, buffers.loaded = False, self
 
-    def _place(self) -> None:
-        changing = {name: array for name, array in self._arrays.items() if name in self._changes}
-        rest = {name: array for name, array in self._arrays.items() if name not in self._changes}
+    def _bind_areas(self) -> None:
+        changing = {name: array for name, array in self._arrays.items() if name in self._changing}
+        rest = {name: array for name, array in self._arrays.items() if name not in self._changing}
         parts = {"changing": changing, "rest": rest, "results": self._results}
-        starts = {part: _starts(arrays) for part, arrays in parts.items()}
-        self._buffers.reserve({part: found[_END] for part, found in starts.items()})
-        self._placed, self._stale, self._graph = dict(self._buffers.areas), True, None
+        starts = {part: _array_offsets(arrays) for part, arrays in parts.items()}
+        self._buffers.reserve({part: found[_TOTAL_SIZE] for part, found in starts.items()})
+        self._bound_areas, self._is_stale, self._graph = dict(self._buffers.areas), True, None
         for part, arrays in parts.items():
-            area = self._placed[part]
+            area = self._bound_areas[part]
             bind = self._io.bind_output if part == "results" else self._io.bind_input
-            self._copies[part] = list(_places(area, arrays, starts[part]))
+            self._copies[part] = list(_host_views(area, arrays, starts[part]))
             for name, array in arrays.items():
                 pointer = area.pointer + starts[part][name]
-                bind(name, self._device, _NUMBERS[array.dtype.name], array.shape, pointer)
+                bind(name, self._device, _ELEMENT_NUMBERS[array.dtype.name], array.shape, pointer)
 
-    def _repeated(self) -> Graph:
+    def _step_graph(self) -> StepGraph:
         if self._graph is None:
             arrays = {**self._arrays, **self._results}
-            pointers = tuple(area.pointer for area in self._placed.values())
-            shapes = tuple((name, name in self._changes, arrays[name].shape) for name in sorted(arrays))
+            pointers = tuple(area.pointer for area in self._bound_areas.values())
+            shapes = tuple((name, name in self._changing, arrays[name].shape) for name in sorted(arrays))
             # A capture fixes the values of inputs that are read on the host.
             constants = tuple((name, array.tobytes()) for name, array in sorted(self._on_host.items()))
             self._graph = self._pool.graph((pointers, shapes, constants, tuple(sorted(self._memory.items()))))
         return self._graph
 
 
-def _starts(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Byte offsets of the arrays, equal for equal shapes; `_END`: total size."""
+def _array_offsets(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Byte offsets of the arrays, equal for equal shapes; `_TOTAL_SIZE`: total size."""
     starts, end = {}, 0
     for name in sorted(arrays):
         starts[name] = end
         end += -(-max(1, arrays[name].nbytes) // _ALIGNMENT) * _ALIGNMENT
-    return {**starts, _END: end}
+    return {**starts, _TOTAL_SIZE: end}
 
 
-def _places(
+def _host_views(
     area: Area, arrays: Mapping[str, np.ndarray], starts: Mapping[str, int]
 ) -> Iterator[tuple[str, np.ndarray]]:
     for name, array in arrays.items():
@@ -309,7 +309,7 @@ class RunThread:
 
         Interrupted callers wait too: `function` uses their objects.
         """
-        if threading.current_thread() is self._started():  # garbage collection may close a generation here
+        if threading.current_thread() is self._start():  # garbage collection may close a generation here
             function()
             return
         task = _Task(function)
@@ -322,10 +322,12 @@ class RunThread:
         if task.error is not None:
             raise task.error
 
-    def _started(self) -> threading.Thread:
+    def _start(self) -> threading.Thread:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=_work, args=(self._tasks,), name="topw-cuda-graphs", daemon=True)
+                self._thread = threading.Thread(
+                    target=_run_tasks, args=(self._tasks,), name="topw-cuda-graphs", daemon=True
+                )
                 self._thread.start()
                 weakref.finalize(self, self._tasks.put, None)
             return self._thread
@@ -339,7 +341,7 @@ class _Task:
         self.ended.acquire()
 
 
-def _work(tasks: SimpleQueue[_Task | None]) -> None:
+def _run_tasks(tasks: SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
         try:
             task.function()

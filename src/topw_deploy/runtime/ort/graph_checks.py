@@ -32,19 +32,19 @@ from topw_deploy.versions import release
 
 _MOST_OPSET = 23  # newest opset before onnxruntime 1.24
 # Matches the encoded attribute unless its value is -1 (no window).
-_WINDOW = re.compile(rb"local_window_size\x18(?!\xff{9}\x01)")
-_COMPILED = b"EPContext"
-_LOOKUP = "GatherBlockQuantized"
-_ZERO_POINTS = 3  # input index
-_READS_PAIRS = (1, 24)  # first to read two weights per byte
-_TAKES_MIDDLE = (1, 29)  # first to use the CPU's zero point
+_WINDOW_ATTRIBUTE = re.compile(rb"local_window_size\x18(?!\xff{9}\x01)")
+_COMPILED_OPERATOR = b"EPContext"
+_LOOKUP_OPERATOR = "GatherBlockQuantized"
+_ZERO_POINTS_INPUT = 3  # input index
+_FIRST_WITH_PAIRS = (1, 24)  # first to read two weights per byte
+_FIRST_WITH_MIDDLE = (1, 29)  # first to use the CPU's zero point
 
 
 def check_before_opening(folder: ModelFolder[Manifest]) -> None:
     """Raises ManifestError for a graph that this onnxruntime cannot run correctly."""
-    if is_older():
-        _check_older(folder)
-    _check_version(folder)
+    if is_before_1_24():
+        _check_before_1_24(folder)
+    _check_least_version(folder)
 
 
 def refuse_compiled(folder: ModelFolder[Manifest]) -> None:
@@ -56,16 +56,16 @@ def refuse_compiled(folder: ModelFolder[Manifest]) -> None:
         if not os.fstat(stream.fileno()).st_size:
             return  # cannot be mapped; onnxruntime refuses it
         with map_stream(stream) as graph:
-            found = graph.find(_COMPILED) >= 0
+            found = graph.find(_COMPILED_OPERATOR) >= 0
     if found:
         raise ManifestError(
-            f"{folder.model} has an {_COMPILED.decode()} node, which runs code compiled elsewhere; do not use this "
-            "folder, or use provider='cpu'.",
+            f"{folder.model} has an {_COMPILED_OPERATOR.decode()} node, which runs code compiled elsewhere; do not use "
+            "this folder, or use provider='cpu'.",
             "provider",
         )
 
 
-def _check_older(folder: ModelFolder[Manifest]) -> None:
+def _check_before_1_24(folder: ModelFolder[Manifest]) -> None:
     opset = folder.manifest.opset.get("", 0)
     if opset > _MOST_OPSET:
         raise ManifestError(
@@ -73,7 +73,7 @@ def _check_older(folder: ModelFolder[Manifest]) -> None:
             f"{_MOST_OPSET}; export without --target tensorrt, or install onnxruntime 1.26 or newer."
         )
     with mapped(folder.model) as graph:
-        found = _WINDOW.search(graph)
+        found = _WINDOW_ATTRIBUTE.search(graph)
     if found:
         raise ManifestError(
             f"{folder.path} has a sliding window in GroupQueryAttention, which onnxruntime {ort.__version__} makes one "
@@ -81,7 +81,7 @@ def _check_older(folder: ModelFolder[Manifest]) -> None:
         )
 
 
-def _check_version(folder: ModelFolder[Manifest]) -> None:
+def _check_least_version(folder: ModelFolder[Manifest]) -> None:
     manifest = folder.manifest
     if not isinstance(manifest, DecoderManifest):
         return
@@ -95,7 +95,7 @@ def _check_version(folder: ModelFolder[Manifest]) -> None:
     )
 
 
-def is_older() -> bool:
+def is_before_1_24() -> bool:
     """Whether onnxruntime is older than 1.24."""
     return release(ort.__version__) < (1, 24)
 
@@ -120,18 +120,18 @@ def check_lookups(folder: ModelFolder[Manifest], provider: str) -> None:
     """
     if providers.device_of(provider) != "cuda":
         return
-    for lookup in lookups(folder):
-        if found := complaint(lookup, ort.__version__):
+    for lookup in read_lookups(folder):
+        if found := lookup_error_clause(lookup, ort.__version__):
             raise ManifestError(f"{folder.path} looks embeddings up in {found}, or use provider='cpu'.", "provider")
 
 
-def complaint(lookup: Lookup, version: str) -> str:
+def lookup_error_clause(lookup: Lookup, version: str) -> str:
     """A clause naming the error of `version` on CUDA and a remedy; "" for none."""
     wrongly = f"which onnxruntime {version} reads wrongly on CUDA"
     again = "export the original model again"
-    if lookup.bits < 8 and release(version) < _READS_PAIRS:
+    if lookup.bits < 8 and release(version) < _FIRST_WITH_PAIRS:
         return f"a table of {lookup.bits} bits, {wrongly}; export with --dtype int8 or fp16, install 1.24 or newer"
-    if not lookup.has_zero_points and release(version) < _TAKES_MIDDLE:
+    if not lookup.has_zero_points and release(version) < _FIRST_WITH_MIDDLE:
         return f"a quantised table without zero points, {wrongly}; {again}, install 1.29 or newer"
     if lookup.width % lookup.block_size:
         size = f"rows of {lookup.width} weights in blocks of {lookup.block_size}"
@@ -139,17 +139,17 @@ def complaint(lookup: Lookup, version: str) -> str:
     return ""
 
 
-def lookups(folder: ModelFolder[Manifest]) -> list[Lookup]:
+def read_lookups(folder: ModelFolder[Manifest]) -> list[Lookup]:
     data = mapped(folder.model)
-    if data.find(_LOOKUP.encode()) < 0:
+    if data.find(_LOOKUP_OPERATOR.encode()) < 0:
         return []
     graph = read_graph(memoryview(data))
     made_by = {name: node for node in graph.nodes for name in node.outputs}
-    found = (_lookup(node, made_by, graph.constants) for node in graph.nodes if node.op_type == _LOOKUP)
+    found = (_read_lookup(node, made_by, graph.constants) for node in graph.nodes if node.op_type == _LOOKUP_OPERATOR)
     return [lookup for lookup in found if lookup is not None]
 
 
-def _lookup(node: Node, made_by: Mapping[str, Node], constants: Mapping[str, Constant]) -> Lookup | None:
+def _read_lookup(node: Node, made_by: Mapping[str, Node], constants: Mapping[str, Constant]) -> Lookup | None:
     name = node.inputs[0]
     while name in made_by and made_by[name].op_type == "Reshape":  # tied head's weight [rows, blocks, bytes]
         name = made_by[name].inputs[0]
@@ -161,5 +161,5 @@ def _lookup(node: Node, made_by: Mapping[str, Node], constants: Mapping[str, Con
         bits=bits,
         block_size=node.attributes.get("block_size", 128),
         width=math.prod(table.shape[1:]) * 8 // bits,
-        has_zero_points=len(node.inputs) > _ZERO_POINTS and bool(node.inputs[_ZERO_POINTS]),
+        has_zero_points=len(node.inputs) > _ZERO_POINTS_INPUT and bool(node.inputs[_ZERO_POINTS_INPUT]),
     )

@@ -31,7 +31,7 @@ _HINT_FOR_GRAPHS = (
 )
 # On CUDA, fuses RotaryEmbedding into GroupQueryAttention. It mistakes ONNX's RotaryEmbedding for onnxruntime's, reads
 # past its inputs and crashes (onnxruntime issue 28604).
-_HARMFUL = ["GroupQueryAttentionFusion"]
+_DISABLED_OPTIMIZERS = ["GroupQueryAttentionFusion"]
 
 
 class GraphSession(OrtSession):
@@ -51,25 +51,25 @@ class GraphSession(OrtSession):
             raise ParameterError("enable_cuda_graph is for provider='cuda', but provider is 'cpu'; omit it.")
         graphs = wanted == providers.CUDA and options.cuda_graphs
         if graphs:
-            _check_captures(folder)
+            _check_can_capture(folder)
         graph_checks.check_before_opening(folder)
         if wanted != providers.CPU:
             graph_checks.refuse_compiled(folder)
-        self._profile = cpu_nodes.record(settings) if wanted != providers.CPU else None
-        self._lenient = options.allow_fallback or options.provider == "auto"
+        self._profile = cpu_nodes.record_assignments(settings) if wanted != providers.CPU else None
+        self._allows_fallback = options.allow_fallback or options.provider == "auto"
         try:
-            opened, failure = _open(folder, wanted, options, settings, fallback=self._lenient)
+            opened, failure = _open(folder, wanted, options, settings, fallback=self._allows_fallback)
         finally:
             if self._profile is not None:
                 self._profile.restore()
         self.sampler, self.why_graph = opened.sampler, opened.why_graph
-        self.provider = providers.check_used(wanted, opened.raw, self._lenient)
+        self.provider = providers.check_used(wanted, opened.raw, self._allows_fallback)
         graph_checks.check_lookups(folder, self.provider)
         if self.provider != providers.CPU and self._profile is None:
-            self.cpu_nodes = cpu_nodes.cpu_nodes(opened.raw)
-        if not self._lenient:
-            cpu_nodes.check(self.cpu_nodes, self.provider)
-        self._warn(asked, failure, unused)
+            self.cpu_nodes = cpu_nodes.assigned_cpu_nodes(opened.raw)
+        if not self._allows_fallback:
+            cpu_nodes.refuse_cpu_nodes(self.cpu_nodes, self.provider)
+        self._warn_of_cpu(asked, failure, unused)
         _check_io(folder, opened.raw)
         self.mask_words = mask_words(folder.manifest.sampler.vocab_size)
         device = providers.device_of(self.provider), options.device_number
@@ -92,18 +92,18 @@ class GraphSession(OrtSession):
         nodes = profile.nodes(self.raw)
         if self.provider == providers.CPU:
             return
-        self.cpu_nodes = cpu_nodes.cpu_nodes_in(nodes)
+        self.cpu_nodes = cpu_nodes.profiled_cpu_nodes(nodes)
         if not nodes:
             raise ProviderError(
                 f"onnxruntime {ort.__version__} does not report which nodes {providers.short_name(self.provider)} "
                 "runs; install 1.24 or newer, or use provider='cpu'.",
                 "provider",
             )
-        if not self._lenient:
-            cpu_nodes.check(self.cpu_nodes, self.provider)
-        self._warn(self.provider, "", graphs_unused=False)
+        if not self._allows_fallback:
+            cpu_nodes.refuse_cpu_nodes(self.cpu_nodes, self.provider)
+        self._warn_of_cpu(self.provider, "", graphs_unused=False)
 
-    def _warn(self, asked: str, failure: str, graphs_unused: bool) -> None:
+    def _warn_of_cpu(self, asked: str, failure: str, graphs_unused: bool) -> None:
         doctor, name = "; `topw doctor` shows what is missing", providers.short_name(asked)
         if self.provider != asked:
             if name not in providers.available():
@@ -114,13 +114,13 @@ class GraphSession(OrtSession):
         elif graphs_unused:
             what = "enable_cuda_graph is not used: running on cpu"
         else:
-            what = cpu_nodes.complaint(self.cpu_nodes, self.provider)
+            what = cpu_nodes.cpu_nodes_clause(self.cpu_nodes, self.provider)
             what += doctor if what else ""
         if what:
             warnings.warn(f"{what}.", RuntimeWarning, stacklevel=5)
 
 
-def _check_captures(folder: ModelFolder[Manifest]) -> None:
+def _check_can_capture(folder: ModelFolder[Manifest]) -> None:
     manifest = folder.manifest
     form = manifest.decoder.kv_form if isinstance(manifest, DecoderManifest) else None
     if form != "static":
@@ -138,14 +138,14 @@ def _open(
     settings: ort.SessionOptions,
     *,
     fallback: bool,
-) -> tuple[native_sampler.Opened, str]:
+) -> tuple[native_sampler.OpenedSession, str]:
     """Returns (session on `wanted`, "") or (session on the CPU, reason)."""
     device = providers.device_of(wanted), options.device_number
     missing = providers.missing_libraries(wanted)
 
-    def on(provider: str, chain: list[Any]) -> native_sampler.Opened:
+    def on(provider: str, chain: list[Any]) -> native_sampler.OpenedSession:
         with nullcontext() if providers.device_of(provider) == "cpu" else device_lock(device).opening():
-            return native_sampler.open_session(
+            return native_sampler.open_with_sampler(
                 lambda: _new_session(folder, chain, settings),
                 settings,
                 provider=provider,
@@ -160,14 +160,14 @@ def _open(
         raise
     except Exception as error:  # noqa: BLE001  # unrelated classes
         if wanted == providers.CPU:
-            raise _refused(folder, error) from None
+            raise _refusal_error(folder, error) from None
         # Open it on the CPU, to find out whether the graph or the provider is at fault.
         try:
             session = on(providers.CPU, [(providers.CPU, {})])
         except ProviderError:
             raise
         except Exception as second:  # noqa: BLE001
-            raise _refused(folder, second) from None
+            raise _refusal_error(folder, second) from None
         why = "; ".join(filter(None, (one_line(error), missing)))
         if fallback:
             return session, why
@@ -184,11 +184,11 @@ def _new_session(folder: ModelFolder[Manifest], chain: list[Any], options: ort.S
         providers=chain,
         enable_fallback=0,
         read_config_from_model=0,
-        disabled_optimizers=_HARMFUL if chain[0][0] != providers.CPU else None,
+        disabled_optimizers=_DISABLED_OPTIMIZERS if chain[0][0] != providers.CPU else None,
     )
 
 
-def _refused(folder: ModelFolder[Manifest], error: Exception) -> ManifestError:
+def _refusal_error(folder: ModelFolder[Manifest], error: Exception) -> ManifestError:
     return ManifestError(
         f"onnxruntime {ort.__version__} refuses {folder.model} ({one_line(error)}); "
         "check the folder with `topw verify` or export the model again."
@@ -201,7 +201,7 @@ def _check_io(folder: ModelFolder[Manifest], session: ort.InferenceSession) -> N
         ("input", manifest.inputs, graph_inputs(session)),
         ("output", manifest.outputs, session.get_outputs()),
     ):
-        _compare(what, {s.name: s for s in specs}, {n.name: n.type for n in nodes})
+        _compare_specs(what, {s.name: s for s in specs}, {n.name: n.type for n in nodes})
     for name in (*SAMPLER_INPUTS, *SAMPLER_OUTPUTS):
         if not any(spec.name == name for spec in (*manifest.inputs, *manifest.outputs)):
             raise ManifestError(
@@ -209,7 +209,7 @@ def _check_io(folder: ModelFolder[Manifest], session: ort.InferenceSession) -> N
             )
 
 
-def _compare(what: str, specs: Mapping[str, TensorSpec], found: Mapping[str, str]) -> None:
+def _compare_specs(what: str, specs: Mapping[str, TensorSpec], found: Mapping[str, str]) -> None:
     for name in sorted(specs.keys() | found.keys()):
         stated = f"tensor({specs[name].dtype})" if name in specs else "absent"
         actual = found.get(name, "absent")

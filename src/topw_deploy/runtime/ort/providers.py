@@ -15,11 +15,11 @@ from topw_deploy.runtime.ort import cuda_libraries
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
 _SUFFIX = "ExecutionProvider"
-_CHOOSE = "choose one of those or 'auto'"
+_CHOOSE_ANOTHER = "choose one of those or 'auto'"
 
 # Device memory by provider; others use host memory.
 _DEVICES = {CUDA: "cuda", "TensorrtExecutionProvider": "cuda", "NvTensorRTRTXExecutionProvider": "cuda"}
-_WITH_CUDA_BEHIND = ("TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider")
+_FALL_BACK_TO_CUDA = ("TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider")
 
 
 def short_name(provider: str) -> str:
@@ -54,7 +54,7 @@ def resolve(provider: str, allow_fallback: bool = False) -> str:
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UnknownProviderError(
         f"provider is {provider!r}, which is not an execution provider: {hint}this onnxruntime has "
-        f"{', '.join(available())}; {_CHOOSE}.",
+        f"{', '.join(available())}; {_CHOOSE_ANOTHER}.",
         "provider",
     )
 
@@ -69,13 +69,13 @@ def why_absent(provider: str) -> str:
 def _remedy(wanted: str) -> str:
     if wanted in ("cuda", "tensorrt"):
         return f"for NVIDIA devices run: {install.pip('uninstall')} -y onnxruntime && {install.how_to('gpu')}"
-    return _CHOOSE
+    return _CHOOSE_ANOTHER
 
 
 def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]:
     """InferenceSession's `providers`: `name` and its fallbacks."""
     chain: list[Any] = [(name, dict(options or {}))]
-    if name in _WITH_CUDA_BEHIND and CUDA in ort.get_available_providers():
+    if name in _FALL_BACK_TO_CUDA and CUDA in ort.get_available_providers():
         chain.append((CUDA, {}))
     if name != CPU:
         chain.append((CPU, {}))
@@ -89,7 +89,7 @@ def device_of(provider: str) -> str:
 
 def missing_libraries(provider: str) -> str:
     """Load the libraries of `provider`. Returns a clause naming missing ones."""
-    return cuda_libraries.preload() if device_of(provider) == "cuda" else ""
+    return cuda_libraries.preload_libraries() if device_of(provider) == "cuda" else ""
 
 
 def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool) -> str:

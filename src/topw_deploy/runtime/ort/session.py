@@ -68,7 +68,7 @@ class OrtSession:
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Run once on host arrays."""
-        with nullcontext() if self._buffers is None else self._buffers.lock.using:
+        with nullcontext() if self._buffers is None else self._buffers.lock.shared_use:
             found: list[np.ndarray] = self.raw.run(outputs, feeds)
         return found
 
@@ -78,7 +78,7 @@ class OrtSession:
     def __del__(self) -> None:
         """Close the session under the lock, because closing frees device memory."""
         if self._buffers is not None:
-            with self._buffers.lock.using:
+            with self._buffers.lock.shared_use:
                 del self.raw
 
 

@@ -98,7 +98,7 @@ class TensorRTBinding:
 
     def run(self, step: int | None = None) -> None:
         try:
-            with self._engine.cuda.lock.using:
+            with self._engine.cuda.lock.shared_use:
                 plan = self._compute(repeated=bool(step))  # step 0 is the prompts' last chunk
         except GenerationError as error:
             self._stream.loaded = None

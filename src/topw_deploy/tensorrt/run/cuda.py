@@ -19,11 +19,11 @@ from topw_deploy.errors import GenerationError, TensorRTError
 INSTALL = "pip install 'cuda-python>=12.6'"
 
 
-class DeviceLock(Protocol):
+class RunLock(Protocol):
     """The lock between users of a device and CUDA graph captures (runtime/device_lock.py)."""
 
     @property
-    def using(self) -> AbstractContextManager[None]:
+    def shared_use(self) -> AbstractContextManager[None]:
         """Hold for every run, copy, allocation and release."""
 
     def opening(self) -> AbstractContextManager[None]:
@@ -36,7 +36,7 @@ class Cuda:
     Raises TensorRTError without cuda-python, GenerationError with CUDA's reason for every failed call.
     """
 
-    def __init__(self, lock: DeviceLock, device: int = 0) -> None:
+    def __init__(self, lock: RunLock, device: int = 0) -> None:
         try:
             self.api: Any = importlib.import_module("cuda.bindings.runtime")
         except ImportError as error:
@@ -79,8 +79,8 @@ class Allocation:
         self._finalizer = weakref.finalize(self, _free, cuda.lock, getattr(cuda.api, free), pointer)
 
 
-def _free(lock: DeviceLock, function: Callable[[int], object], pointer: int) -> None:
-    with lock.using:
+def _free(lock: RunLock, function: Callable[[int], object], pointer: int) -> None:
+    with lock.shared_use:
         function(pointer)
 
 
@@ -156,7 +156,7 @@ class CacheMemory:
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.size = size
-        with cuda.lock.using:
+        with cuda.lock.shared_use:
             cuda.use()
             self._cuda, self._memory, self._stream = cuda, cuda.memory(size), cuda.stream()
             self.pointer = self._memory.pointer
@@ -164,7 +164,7 @@ class CacheMemory:
 
     def clear(self, size: int) -> None:
         """Zero the first `size` bytes."""
-        with self._cuda.lock.using:
+        with self._cuda.lock.shared_use:
             self._cuda.use()
             self._stream.zero(self.pointer, size)
             self._stream.wait()
@@ -172,7 +172,7 @@ class CacheMemory:
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
         """Apply `edit` to a host copy, uint8 [size], and copy it back."""
         host = np.empty(self.size, np.uint8)
-        with self._cuda.lock.using:
+        with self._cuda.lock.shared_use:
             self._cuda.use()
             self._stream.copy_out(host.ctypes.data, self.pointer, self.size)
             self._stream.wait()

@@ -55,7 +55,7 @@ class TensorRTEngine:
         """An unused stream, to be returned later."""
         with suppress(IndexError):
             return self._free.pop()
-        with self.cuda.lock.using:
+        with self.cuda.lock.shared_use:
             self.cuda.use()
             return self._new_stream()
 

@@ -13,7 +13,7 @@ from topw_deploy.sampling.mask import mask_words
 from topw_deploy.tensorrt import api, plugin_choice
 from topw_deploy.tensorrt.engines import fitting, this_machine
 from topw_deploy.tensorrt.run.binding import TensorRTBinding
-from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda, DeviceLock
+from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda, RunLock
 from topw_deploy.tensorrt.run.engine import TensorRTEngine
 
 
@@ -26,7 +26,7 @@ class TensorRTSession:
     provider = "tensorrt"
     cpu_nodes: tuple[Any, ...] = ()
 
-    def __init__(self, folder: Path, manifest: DecoderManifest, lock: DeviceLock, device: int = 0) -> None:
+    def __init__(self, folder: Path, manifest: DecoderManifest, lock: RunLock, device: int = 0) -> None:
         trt = api.load()
         path, self.stamp = fitting(folder, this_machine(str(trt.__version__), device))
         try:
