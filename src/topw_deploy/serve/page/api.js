@@ -1,10 +1,10 @@
-// Calls this server. The key lives in the tab's session storage and goes nowhere else.
+// Calls this server. The API key is stored in the tab's session storage, and sent to this server only.
 const KEY = "topw-key";
-const AWAY = "The server cannot be reached. Check that it runs, then try again.";
-const CUT = "The connection broke before the answer was complete. Try again.";
+const UNREACHABLE = "The server cannot be reached. Check that it runs, then try again.";
+const BROKEN_OFF = "The connection broke before the answer was complete. Try again.";
 
-// status: 0 if the server did not answer, or failed amid a stream.
-class Refused extends Error {
+// A request that failed. status: 0 if the server did not answer, or failed in the middle of a stream.
+class RequestError extends Error {
   constructor(status, error) {
     super(error.message || `the server answered with status ${status}`);
     this.status = status;
@@ -12,17 +12,18 @@ class Refused extends Error {
   }
 }
 
-function headers() {
+function authorization() {
   const key = sessionStorage.getItem(KEY);
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
+// Calls the server: GET without a body, else POST. Throws a RequestError unless the server answers with success.
 async function call(path, body, signal) {
   const method = body === undefined ? "GET" : "POST";
   const extra = body === undefined ? {} : { "Content-Type": "application/json" };
   const text = body === undefined ? undefined : JSON.stringify(body);
-  const request = fetch(path, { method, headers: { ...headers(), ...extra }, body: text, signal });
-  const answer = await request.catch((error) => lost(error, AWAY));
+  const request = fetch(path, { method, headers: { ...authorization(), ...extra }, body: text, signal });
+  const answer = await request.catch((error) => throwLost(error, UNREACHABLE));
   if (answer.ok) return answer;
   let error = {};
   try {
@@ -30,34 +31,34 @@ async function call(path, body, signal) {
   } catch {
     // not JSON: too many connections, or a proxy's page
   }
-  throw new Refused(answer.status, error);
+  throw new RequestError(answer.status, error);
 }
 
 async function callJson(path, body, signal) {
   return (await call(path, body, signal)).json();
 }
 
-// Throws the user's own abort as it is, and anything else in plain words.
-function lost(error, message) {
-  throw error.name === "AbortError" ? error : new Refused(0, { message });
+// Throws an abort by the user as it is, and any other error as a RequestError with `message`.
+function throwLost(error, message) {
+  throw error.name === "AbortError" ? error : new RequestError(0, { message });
 }
 
-// The data of a stream's events, as objects. Throws what the server sends as an error.
+// Yields the data of a stream's events, as objects. Throws an error that the server sends as a RequestError.
 async function* events(path, body, signal) {
   const answer = await call(path, body, signal);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (let ended = false; ;) {
-    const { value, done } = await reader.read().catch((error) => lost(error, CUT));
+    const { value, done } = await reader.read().catch((error) => throwLost(error, BROKEN_OFF));
     if (done && ended) return;
-    if (done) throw new Refused(0, { message: CUT });
+    if (done) throw new RequestError(0, { message: BROKEN_OFF });
     const lines = (held + value).split("\n");
     held = lines.pop();
     for (const line of lines) {
       ended ||= line === "data: [DONE]";
       if (!line.startsWith("data: ") || ended) continue;
       const data = JSON.parse(line.slice(6));
-      if (data.error) throw new Refused(0, data.error);
+      if (data.error) throw new RequestError(0, data.error);
       yield data;
     }
   }

@@ -1,4 +1,4 @@
-// Makes elements, and words for numbers and tokens.
+// Makes elements, and texts of numbers and tokens.
 const SVG = "http://www.w3.org/2000/svg";
 const LONGEST = 32; // characters of a token in a table
 
@@ -6,16 +6,17 @@ function byId(id) {
   return document.getElementById(id);
 }
 
-// An element with attributes and children: elements or texts. Nothing is parsed as HTML.
+// Makes an element. attributes: true for one without a value; false, null or undefined for none. children: elements or
+// texts; null for none. Nothing is parsed as HTML.
 function el(tag, attributes = {}, ...children) {
-  return fill(document.createElement(tag), attributes, children);
+  return setContents(document.createElement(tag), attributes, children);
 }
 
 function svg(tag, attributes = {}, ...children) {
-  return fill(document.createElementNS(SVG, tag), attributes, children);
+  return setContents(document.createElementNS(SVG, tag), attributes, children);
 }
 
-function fill(made, attributes, children) {
+function setContents(made, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === true) made.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
@@ -25,13 +26,13 @@ function fill(made, attributes, children) {
 }
 
 // A token's text with visible spaces and line ends.
-function visible(text) {
+function withVisibleSpaces(text) {
   if (text === "") return "(empty)";
   return text.replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length)).replace(/\n/g, "↵").replace(/\t/g, "⇥");
 }
 
-function code(text) {
-  const whole = visible(text);
+function tokenCode(text) {
+  const whole = withVisibleSpaces(text);
   return el("code", {}, whole.length > LONGEST ? `${whole.slice(0, LONGEST - 1)}…` : whole);
 }
 
@@ -43,25 +44,25 @@ function percent(share) {
   return shown === "100" && share < 1 ? "> 99 %" : `${shown} %`;
 }
 
-function count(number, word) {
+function countWithUnit(number, word) {
   return `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
 }
 
-// A message is shown, and read out, once: a second attempt that fails alike changes nothing.
-function show(problem = "") {
+// Shows a message, "" for none. The same message is not set again, so screen readers read it only once.
+function showProblem(problem = "") {
   const place = byId("problem");
   if (place.textContent !== problem) place.textContent = problem;
   place.hidden = !problem;
   if (problem) place.scrollIntoView({ block: "nearest" });
 }
 
-// Scroll to what changed out of sight, so that it begins at this share of the window's height.
-function reveal(node, at) {
+// Scrolls to a node that is out of sight, so that it begins at the share `at` of the window's height.
+function scrollIntoSight(node, at) {
   const { top, bottom } = node.getBoundingClientRect();
   if (top > 0.6 * innerHeight || bottom < 60) scrollBy(0, top - at * innerHeight);
 }
 
-// Tells screen readers of new text, at most every few seconds, so that a stream does not drown everything else.
+// Announces new text to screen readers, at most once every `seconds`, so that a stream does not interrupt all else.
 class Announcer {
   constructor(seconds) {
     this.wait = 1000 * seconds;

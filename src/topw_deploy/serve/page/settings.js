@@ -1,4 +1,4 @@
-// The settings of one side: a preset, a rule, and a slider with a field for each parameter.
+// The settings of one side: a preset, a rule, and for each parameter a field with a slider.
 const RULES = JSON.parse(byId("rules").textContent);
 const TEMPERATURES = ["temperature", "selection_temperature"];
 
@@ -25,7 +25,7 @@ const LIMITS = {
 };
 const STOP = "One text per line, \\n for a line end. The answer ends before the first one that occurs.";
 
-// Of the other rules' parameters: [least, most on the slider, step]
+// Parameter of another rule: [least, most on the slider, step]
 const RANGES = {
   top_k: [1, 200, 1], top_p: [0.01, 1, 0.01], min_p: [0, 1, 0.01], top_h: [0.01, 1, 0.01], top_h_pool: [1, 500, 1],
   typical_p: [0.01, 0.99, 0.01], epsilon_cutoff: [0.0001, 0.02, 0.0001], eta_cutoff: [0.0001, 0.02, 0.0001],
@@ -41,22 +41,22 @@ class Settings {
     this.model = null;
     this.fields = {}; // inputs by name
     this.ranges = {}; // sliders by name
-    this.changed = new Set();
-    this.folds = {}; // groups by name
+    this.changed = new Set(); // names of the parameters that the user changed
+    this.groups = {}; // elements that fold, by name
     this.body = el("div");
     this.summary = el("summary");
     const open = matchMedia("(min-width: 52rem)").matches; // a phone shows the answer sooner
     this.element = el("details", { class: "setting", open }, this.summary, this.body);
   }
 
-  // model: an entry of /v1/models. Keeps what the user changed.
-  use(model) {
+  // Shows the settings of a model, an entry of /v1/models. Keeps what the user changed.
+  setModel(model) {
     this.model = model;
     if (this.unit === "median" && model.topw.median_distance === null) this.reset("geom_scale");
     this.render();
   }
 
-  // Forget what the user changed. The unit belongs to the number.
+  // Forgets what the user changed. With the number of geom_scale, its unit is reset.
   reset(...names) {
     for (const name of names) this.changed.delete(name);
     if (names.includes("geom_scale")) this.unit = "raw";
@@ -65,69 +65,69 @@ class Settings {
   name(several) {
     const preset = this.preset ? ` ${this.preset}` : ", the export's defaults";
     const first = this.rule === "top_w" ? `Top-W${preset}` : this.rule.replaceAll("_", "-");
-    const words = [...this.changed].filter((name) => this.fields[name]).map((name) => this.told(name));
+    const words = [...this.changed].filter((name) => this.fields[name]).map((name) => this.inWords(name));
     return (several ? `${this.side}: ` : "") + [first, ...words].join(", ");
   }
 
   // A changed parameter in words.
-  told(name) {
-    if (name === "stop") return `stop ${this.stops().map((text) => JSON.stringify(text)).join(" ") || "off"}`;
+  inWords(name) {
+    if (name === "stop") return `stop ${this.stopTexts().map((text) => JSON.stringify(text)).join(" ") || "off"}`;
     const unit = name === "geom_scale" && this.unit === "median" ? " per median distance" : "";
-    return `${name} ${this.written(name)}${unit}`;
+    return `${name} ${this.fieldText(name)}${unit}`;
   }
 
-  written(name) {
+  fieldText(name) {
     return this.fields[name].value.trim();
   }
 
   label(several) {
-    this.several = several;
+    this.isCompared = several;
     this.summary.textContent = several ? `Settings ${this.side}` : "Settings";
   }
 
-  // The fields of a request. Only what differs from the preset is sent.
+  // The fields of a request: the temperature, the rule or preset, and what the user changed.
   request() {
-    const found = { temperature: this.parsed("temperature") };
+    const found = { temperature: this.parseField("temperature") };
     if (this.rule !== "top_w") {
       found.rule = this.rule;
-      for (const value of this.values()) found[value.name] = this.parsed(value.name);
+      for (const value of this.ruleValues()) found[value.name] = this.parseField(value.name);
     } else {
       if (this.model.topw.rule !== "top_w") found.rule = "top_w";
       if (this.preset) found.preset = this.preset;
     }
     for (const name of [...Object.keys(TOP_W), ...Object.keys(PENALTIES), ...Object.keys(LIMITS)]) {
-      if (this.changed.has(name) && this.fields[name]) found[name] = this.parsed(name);
+      if (this.changed.has(name) && this.fields[name]) found[name] = this.parseField(name);
     }
     if ("geom_scale" in found && this.unit !== "raw") found.geom_unit = this.unit;
-    if (this.changed.has("stop")) found.stop = this.stops();
+    if (this.changed.has("stop")) found.stop = this.stopTexts();
     return found;
   }
 
-  // A number, or the text of a beta that depends on the temperature.
-  parsed(name) {
-    const written = this.written(name);
+  // The value of a field: a number, or the text of a beta that depends on the temperature. Throws an Error.
+  parseField(name) {
+    const written = this.fieldText(name);
     const number = Number(written);
     if (written !== "" && Number.isFinite(number)) return number;
-    if (name === "beta" && linear(written)) return written;
-    unfold(this.fields[name]);
+    if (name === "beta" && linearTerms(written)) return written;
+    openGroups(this.fields[name]);
     this.fields[name].focus();
     throw new Error(name === "beta" ? `beta is ${JSON.stringify(written)}; give a number, or A+B*T with two numbers `
       + "and the temperature T, such as 1.5+1.5*T." : `${name} has no number; give one.`);
   }
 
-  stops() {
+  stopTexts() {
     const lines = this.fields.stop.value.split("\n").filter((line) => line !== "");
     return lines.map((line) => line.replace(/\\([nt\\])/g, (_, letter) => ({ n: "\n", t: "\t" })[letter] || "\\"));
   }
 
-  values() {
+  ruleValues() {
     const rule = RULES.find((each) => each.name === this.rule);
     return rule ? rule.values : [];
   }
 
-  // The export's or the preset's value.
-  standard(name) {
-    const own = this.values().find((each) => each.name === name);
+  // The value of the rule, the preset or the export.
+  defaultOf(name) {
+    const own = this.ruleValues().find((each) => each.name === name);
     if (own) return own.value;
     const { defaults, presets, penalties, limits, median_distance: median } = this.model.topw;
     const value = { ...penalties, ...limits, ...(this.preset ? presets[this.preset] : defaults) }[name];
@@ -139,48 +139,48 @@ class Settings {
     const kept = Object.fromEntries(given.map((name) => [name, this.fields[name].value]));
     this.fields = {};
     this.ranges = {};
-    const own = this.values().map(({ name, bound }) => [name, [`${bound}.`, ...RANGES[name]]]);
+    const own = this.ruleValues().map(({ name, bound }) => [name, [`${bound}.`, ...RANGES[name]]]);
     const names = this.rule === "top_w" ? Object.keys(TOP_W) : TEMPERATURES;
-    const shown = [...own, ...names.map((name) => [name, this.about(name)])];
+    const shown = [...own, ...names.map((name) => [name, this.describe(name)])];
     const known = [...shown.map(([name]) => name), ...Object.keys(PENALTIES), ...Object.keys(LIMITS), "stop"];
     this.reset(...[...this.changed].filter((name) => !known.includes(name)));
-    this.body.replaceChildren(this.choice("preset", "Preset"), this.choice("rule", "Sampling rule"));
+    this.body.replaceChildren(this.choiceField("preset", "Preset"), this.choiceField("rule", "Sampling rule"));
     if (this.rule !== "top_w") this.body.firstChild.hidden = true;
-    const sliders = (of) => of.map(([name, about]) => this.slider(name, about, kept[name]));
+    const sliders = (of) => of.map(([name, about]) => this.sliderField(name, about, kept[name]));
     this.body.append(...sliders(shown));
-    if (this.rule === "top_w") this.body.append(this.units());
-    this.body.append(this.fold("Penalties", sliders(Object.entries(PENALTIES))),
-      this.fold("Limits", [...sliders(Object.entries(LIMITS)), this.stopping(kept.stop)]));
-    this.label(this.several);
+    if (this.rule === "top_w") this.body.append(this.unitField());
+    this.body.append(this.group("Penalties", sliders(Object.entries(PENALTIES))),
+      this.group("Limits", [...sliders(Object.entries(LIMITS)), this.stopField(kept.stop)]));
+    this.label(this.isCompared);
   }
 
-  about(name) {
+  describe(name) {
     return name === "geom_scale" && this.unit === "median" ? PER_MEDIAN : TOP_W[name];
   }
 
-  // A group, open if it was.
-  fold(name, fields) {
-    const open = Boolean(this.folds[name] && this.folds[name].open);
-    this.folds[name] = el("details", { open }, el("summary", {}, name), ...fields);
-    return this.folds[name];
+  // A group of fields that folds; open if it was open before.
+  group(name, fields) {
+    const open = Boolean(this.groups[name] && this.groups[name].open);
+    this.groups[name] = el("details", { open }, el("summary", {}, name), ...fields);
+    return this.groups[name];
   }
 
-  choice(name, label) {
+  choiceField(name, label) {
     const options = name === "preset"
       ? [["", "the export's defaults"], ...Object.keys(this.model.topw.presets).map((each) => [each, each])]
       : [["top_w", "Top-W"], ...RULES.map((rule) => [rule.name, rule.name.replaceAll("_", "-")])];
-    return this.select(name, label, options, this[name], (value) => {
+    return this.selectField(name, label, options, this[name], (value) => {
       this[name] = value;
       if (name === "preset") this.reset(...Object.keys(TOP_W));
     });
   }
 
-  // The unit of geom_scale. Another one converts the number, so that the request means the same.
-  units() {
+  // The menu with the unit of geom_scale. Another unit converts the number, so that the request means the same.
+  unitField() {
     const median = this.model.topw.median_distance;
-    const field = this.select("geom_unit", "geom_unit", UNITS, this.unit, (unit) => {
-      const scale = this.parsed("geom_scale") * (unit === "median" ? median : 1 / median);
-      this.fields.geom_scale.value = shortened(scale);
+    const field = this.selectField("geom_unit", "geom_unit", UNITS, this.unit, (unit) => {
+      const scale = this.parseField("geom_scale") * (unit === "median" ? median : 1 / median);
+      this.fields.geom_scale.value = roundToFour(scale);
       this.changed.add("geom_scale");
       this.unit = unit;
     });
@@ -193,8 +193,8 @@ class Settings {
     return field;
   }
 
-  // act: takes the chosen value.
-  select(name, label, options, value, act) {
+  // A menu. act: called with the chosen value; if it throws, the choice is undone.
+  selectField(name, label, options, value, act) {
     const id = `${name}-${this.side}`;
     const select = el("select", { id }, ...options.map(([value, text]) => el("option", { value }, text)));
     select.value = value;
@@ -203,7 +203,7 @@ class Settings {
         act(select.value);
       } catch (error) {
         select.value = value;
-        show(error.message);
+        showProblem(error.message);
         return;
       }
       this.render();
@@ -212,41 +212,41 @@ class Settings {
     return el("div", { class: "field" }, el("label", { for: id }, label), select);
   }
 
-  slider(name, [note, least, most, step], kept) {
+  sliderField(name, [note, least, most, step], kept) {
     const id = `${name}-${this.side}`;
-    const standard = this.standard(name);
-    const start = kept || (typeof standard === "string" ? standard : shortened(standard));
+    const standard = this.defaultOf(name);
+    const start = kept || (typeof standard === "string" ? standard : roundToFour(standard));
     const kind = name === "beta" ? { type: "text", autocapitalize: "off", spellcheck: "false" }
       : { type: "number", step: "any" };
     const field = el("input", { id, ...kind, value: start, "aria-describedby": `${id}-note` });
     const range = el("input", { type: "range", min: least, max: most, step, "aria-label": `${name}, slider` });
     this.fields[name] = field;
     this.ranges[name] = range;
-    this.follow(name);
-    for (const [from, to] of [[field, () => this.follow(name)], [range, () => (field.value = range.value)]]) {
+    this.moveSlider(name);
+    for (const [from, to] of [[field, () => this.moveSlider(name)], [range, () => (field.value = range.value)]]) {
       from.addEventListener("input", () => {
         this.changed.add(name);
         to();
-        if (name === "temperature") this.follow("beta");
+        if (name === "temperature") this.moveSlider("beta");
       });
     }
     return el("div", { class: "field" }, el("label", { for: id }, name), el("div", { class: "pair" }, range, field),
       el("p", { class: "note", id: `${id}-note` }, note));
   }
 
-  // Move a slider to its field's number: a beta such as "1.5+1.5*T" depends on the temperature.
-  follow(name) {
+  // Moves a slider to the number of its field. A beta such as "1.5+1.5*T" depends on the temperature.
+  moveSlider(name) {
     if (!this.fields[name]) return;
-    const written = this.written(name);
-    const terms = linear(written);
-    this.ranges[name].value = terms ? terms[0] + terms[1] * Number(this.written("temperature")) : written;
+    const written = this.fieldText(name);
+    const terms = linearTerms(written);
+    this.ranges[name].value = terms ? terms[0] + terms[1] * Number(this.fieldText("temperature")) : written;
   }
 
-  stopping(kept) {
+  stopField(kept) {
     const id = `stop-${this.side}`;
     const note = { "aria-describedby": `${id}-note` };
     const field = el("textarea", { id, rows: 2, spellcheck: "false", autocapitalize: "off", ...note });
-    field.value = kept === undefined ? this.standard("stop").map(escaped).join("\n") : kept;
+    field.value = kept === undefined ? this.defaultOf("stop").map(escapeStop).join("\n") : kept;
     field.addEventListener("input", () => this.changed.add("stop"));
     this.fields.stop = field;
     return el("div", { class: "field" }, el("label", { for: id }, "stop"), field,
@@ -254,22 +254,22 @@ class Settings {
   }
 }
 
-function shortened(number) {
+function roundToFour(number) {
   return Number(number.toPrecision(4));
 }
 
-function escaped(text) {
+function escapeStop(text) {
   return text.replaceAll("\\", "\\\\").replaceAll("\n", "\\n").replaceAll("\t", "\\t");
 }
 
-// [a, b] of a text a + b T; null for any other text.
-function linear(text) {
+// [a, b] of a text such as "a+b*T"; null for any other text.
+function linearTerms(text) {
   const number = "((?:\\d+\\.?\\d*|\\.\\d+)(?:[eE][+-]?\\d+)?)";
   const found = new RegExp(`^(?:${number}\\s*([+-])\\s*)?${number}\\s*\\*\\s*T$`).exec(text);
   return found && [Number(found[1] || 0), Number(found[3]) * (found[2] === "-" ? -1 : 1)];
 }
 
-// Open whatever hides a field.
-function unfold(field) {
+// Opens the groups that hide a field.
+function openGroups(field) {
   for (let box = field.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
 }
