@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,8 @@ def test_all_that_nvcc_knows_is_compiled_for_or_what_is_asked_for(install: Insta
     for unknown in (110, 50):
         with pytest.raises(PluginError, match=rf"nvcc 12.6 does not compile .* sm_{unknown}, only for 75, 80"):
             compile_cuda.choose_architectures(toolkit, (87, unknown))
+    with pytest.raises(PluginError, match=r"nvcc 9.2 compiles for none .* sm_75 or newer; install CUDA 11"):
+        compile_cuda.choose_architectures(replace(toolkit, version="9.2", architectures=(50, 70)), ())
 
 
 def test_code_for_each_and_ptx_of_the_newest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,10 @@ def test_what_does_not_fit_is_a_typed_error(kernel: Kernel, tmp_path: Path) -> N
         kernel.sample(np.zeros((1, 4)), {"lamda": 1.0}, UNIFORM)
     with pytest.raises(ParameterError, match=r"lam has shape \(3,\)"):
         kernel.sample(np.zeros((1, 4)), {"lam": [1.0, 2.0, 3.0]}, UNIFORM)
+    with pytest.raises(ParameterError, match=r"beta is '1\.5', but must be one number or numbers"):
+        kernel.sample(np.zeros((1, 4)), {"beta": "1.5"}, UNIFORM)
+    with pytest.raises(ParameterError, match=r"neighbour_bound is float32 \(\), but must be float32 \[4\]"):
+        kernel.sample(np.zeros((1, 4)), table=replace(table, neighbour_bound=np.array(0, np.float32)))
     with pytest.raises(ParameterError, match="edits have shapes"):
         kernel.sample(np.zeros((1, 4)), options=UNIFORM, edits=([[1, 2]], [[1.0]], [[0.0]]))
     with pytest.raises(ParameterError, match="int32, but must be float32"):

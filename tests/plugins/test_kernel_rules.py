@@ -222,7 +222,7 @@ def test_rules_are_chosen_per_row_and_leave_other_rows_alone(kernel: Kernel) -> 
 
 @pytest.mark.parametrize(
     ("rule", "values"),
-    [(-1, (0, 0)), (12, (0, 0)), (2**31 - 1, (0, 0))]
+    [(-1, (0, 0)), (12, (0, 0)), (2**31 - 1, (0, 0)), (2**32, (0, 0)), (-(2**32) + 1, (1, 0))]
     + [(1, (v, 0)) for v in (0, -1, 1.5, 2**24 + 2, np.nan, np.inf)]
     + [(2, (v, 0)) for v in (0, 1.0000002, np.nan)]
     + [(3, (v, 0)) for v in (-1e-6, 1.0000002, np.nan)]

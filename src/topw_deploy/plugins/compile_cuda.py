@@ -37,7 +37,11 @@ _OWN_SYMBOLS_FLAG = "-Wl,-Bsymbolic"  # libtopw.so in the same process has the s
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A CUDA toolkit. libraries, headers: folders of the static runtime."""
+    """A CUDA toolkit.
+
+    architectures: those that nvcc compiles for, ascending; 87 for sm_87.
+    libraries, headers: folders of the static CUDA runtime.
+    """
 
     nvcc: Path
     version: str
@@ -48,6 +52,13 @@ class Toolkit:
 
 @dataclass(frozen=True)
 class CompiledLibrary:
+    """The compiled CUDA library.
+
+    nvcc: its version.
+    seconds: time of the compilation.
+    size: bytes of the file.
+    """
+
     path: Path
     architectures: tuple[int, ...]
     nvcc: str
@@ -64,12 +75,13 @@ def compile_cuda(
 ) -> CompiledLibrary:
     """Compile the CUDA library to `output`, by default into the package.
 
-    architectures: 87 for sm_87; default: all of ARCHITECTURES nvcc supports. The newest is also kept as PTX, for newer
-        GPUs.
+    architectures: 87 for sm_87; by default all of ARCHITECTURES that nvcc supports. The newest is also stored as PTX,
+        for newer GPUs.
     say: called with one line per phase.
-    watch: called with the compilation's state.
+    watch: called with the state of the compilation, twice a second.
 
-    Raises PluginError if a tool or architecture is missing or fails; an earlier file then stays.
+    Raises PluginError if a tool is missing or fails, and for an architecture that nvcc does not support. An earlier
+    file at `output` then stays.
     """
     started = time.perf_counter()
     if sys.platform != "linux":
@@ -102,8 +114,12 @@ def check_output(output: Path) -> None:
 
 
 def find_toolkit() -> Toolkit:
-    """The toolkit of CUDA_HOME, CUDA_PATH, PATH, pip's packages or /usr/local/cuda. Raises PluginError."""
-    for compiler in _nvcc_candidates():
+    """The first toolkit of CUDA_HOME, CUDA_PATH, PATH, pip's packages or /usr/local/cuda.
+
+    Raises PluginError if there is none, or if its nvcc is not usable.
+    """
+    compiler = next(_nvcc_candidates(), None)
+    if compiler is not None:
         return _read_toolkit(compiler)
     raise PluginError(
         "there is no nvcc in CUDA_HOME, PATH, this environment or /usr/local/cuda; install the CUDA toolkit, "
@@ -132,7 +148,7 @@ def _read_toolkit(compiler: Path) -> Toolkit:
     version = re.search(r"release (\d+\.\d+)", _nvcc_output(compiler, "--version"))
     codes = re.findall(r"sm_(\d+)\b", _nvcc_output(compiler, "--list-gpu-code"))
     architectures = tuple(sorted({int(number) for number in codes}))
-    # nvcc may be a script or a link; --dryrun prints its toolkit's folder.
+    # nvcc may be a script or a link, so ask for its toolkit's folder: --dryrun prints it.
     top = re.search(r"^#\$ TOP=(.+)$", _nvcc_output(compiler, "--dryrun", "-x", "cu", "-E", os.devnull), re.MULTILINE)
     if version is None or top is None or not architectures:
         raise PluginError(f"{compiler} is not a supported nvcc; give another with CUDA_HOME.")
@@ -159,22 +175,31 @@ def _nvcc_output(compiler: Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def choose_architectures(toolkit: Toolkit, asked: Sequence[int]) -> tuple[int, ...]:
-    """The architectures to compile for, ascending. Raises PluginError for an unknown one."""
-    if not asked:
-        return tuple(number for number in ARCHITECTURES if number in toolkit.architectures)
-    for number in asked:
+def choose_architectures(toolkit: Toolkit, requested: Sequence[int]) -> tuple[int, ...]:
+    """The architectures to compile for, ascending; by default all of ARCHITECTURES that nvcc supports.
+
+    Raises PluginError if nvcc or the kernels do not support a requested one, or nvcc supports none.
+    """
+    if not requested:
+        supported = tuple(number for number in ARCHITECTURES if number in toolkit.architectures)
+        if not supported:
+            raise PluginError(
+                f"nvcc {toolkit.version} compiles for none of these kernels' architectures, sm_{ARCHITECTURES[0]} or "
+                "newer; install CUDA 11 or newer."
+            )
+        return supported
+    for number in requested:
         if number not in toolkit.architectures or number < ARCHITECTURES[0]:
             known = ", ".join(str(number) for number in toolkit.architectures if number >= ARCHITECTURES[0])
             raise PluginError(
                 f"nvcc {toolkit.version} does not compile these kernels for sm_{number}, only for {known}; choose one "
                 "of those, or install another CUDA."
             )
-    return tuple(sorted(set(asked)))
+    return tuple(sorted(set(requested)))
 
 
 def code_flags(architectures: Sequence[int]) -> list[str]:
-    """nvcc options: code for these architectures, PTX for the last."""
+    """nvcc's options for code of these architectures and PTX of the last one."""
     flags = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
     return [*flags, f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}"]
 
@@ -183,17 +208,17 @@ def compile_with_kernels(
     toolkit: Toolkit,
     architectures: Sequence[int],
     scratch: Path,
-    rest: Sequence[Path],
+    cpp_sources: Sequence[Path],
     flags: Sequence[str] = (),
     *,
     watch: nvcc.Watch = nvcc.ignore_state,
 ) -> list[str]:
-    """Compile the kernels and the C++ sources `rest`, with extra `flags`, to objects in `scratch`.
+    """Compile the kernels and `cpp_sources`, the latter with extra `flags`, to objects in `scratch`.
 
     Returns the objects' paths. Raises NotBuiltError.
     """
     kernels = sorted(SOURCES.glob("*.cu"))
-    if not kernels or not rest:
+    if not kernels or not cpp_sources:
         raise compile_native.NotBuiltError(f"the sources are not in {SOURCES.parent}")
     defines = [f"-DTOPW_WITH_CUDA={'.'.join(map(str, architectures))}"]
     includes = [f"-I{folder}" for folder in (compile_native.SOURCES, SOURCES)]
@@ -202,7 +227,7 @@ def compile_with_kernels(
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // len(kernels))
     cu = [str(toolkit.nvcc), *nvcc_flags(), *code_flags(architectures), f"--threads={threads}", *defines, *includes]
-    jobs = [(cu, source) for source in kernels] + [(cpp, source) for source in rest]  # longest first
+    jobs = [(cu, source) for source in kernels] + [(cpp, source) for source in cpp_sources]  # longest first
     interrupted = threading.Event()
 
     def watch_all(state: nvcc.CompilationState) -> None:
@@ -228,7 +253,7 @@ def compile_with_kernels(
 
 
 def nvcc_flags() -> list[str]:
-    """nvcc options except architectures and paths. Raises NotBuiltError."""
+    """nvcc's options other than architectures and paths. Raises NotBuiltError."""
     compiler = compile_native.find_compiler()
     if len(compiler) > 1:
         words = " ".join(compiler)
@@ -237,7 +262,7 @@ def nvcc_flags() -> list[str]:
 
 
 def link(toolkit: Toolkit, objects: Sequence[str], library: Path) -> None:
-    """Link the objects and the CUDA runtime. Raises NotBuiltError."""
+    """Link the objects and the static CUDA runtime to `library`. Raises NotBuiltError."""
     compiler = compile_native.find_compiler()
     flags = [*compile_native.linker_flags(compiler), _OWN_SYMBOLS_FLAG, f"-L{toolkit.libraries}"]
     compile_native.run_compiler([*compiler, "-shared", *objects, *flags, *_LINKED_LIBRARIES, "-o", str(library)])

@@ -1,6 +1,6 @@
 """Compile the native library; `python -m topw_deploy.plugins.compile_native` rebuilds it in a source tree.
 
-Standard library only: setup.py imports this module.
+Imports only the standard library and modules that do the same, because setup.py imports this module.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from topw_deploy.files import replacing
+from topw_deploy.plugins.shared_library import LIBRARY_NAME as LIBRARY_NAME
 
 SOURCES = Path(__file__).with_name("native")
-LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform, "libtopw.so")
 
-# Files for an instruction set enable it themselves; dispatch is at run time. There are no fused multiply-adds, so that
-# decisions round alike on every processor.
+# No -march: a source file for an instruction set enables it itself, and one is chosen at run time. No fused
+# multiply-adds, so that decisions round alike on every processor.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off")
 # Link the C++ library statically, with hidden symbols.
 _LINUX_LINKER_FLAGS = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
@@ -37,12 +37,12 @@ class NotBuiltError(Exception):
 def compile_native(output: Path) -> None:
     """Compile the library to `output` with CXX or the system's compiler.
 
-    Raises NotBuiltError, leaving no file, on failure or TOPW_BUILD_NATIVE=0.
+    Raises NotBuiltError on failure or TOPW_BUILD_NATIVE=0, and then leaves no file at `output`.
     """
     try:
         _compile(output)
     except NotBuiltError:
-        output.unlink(missing_ok=True)  # may be built from other sources
+        output.unlink(missing_ok=True)  # an earlier file may be built from other sources
         raise
 
 
@@ -64,7 +64,7 @@ def _compile(output: Path) -> None:
 
 
 def check_output(output: Path) -> None:
-    """Raises NotBuiltError if `output` cannot be written, before minutes of compiling."""
+    """Raises NotBuiltError if `output` cannot be written. Saves minutes of compiling in vain."""
     above = next(folder for folder in (output.parent, *output.parents) if os.path.lexists(folder))
     try:
         if output.is_dir():  # includes the empty path
@@ -76,7 +76,7 @@ def check_output(output: Path) -> None:
 
 
 def install_library(library: Path, output: Path) -> None:
-    """Replace `output` by `library`; processes with the old file loaded keep it."""
+    """Replace `output` by a copy of `library`. Processes that have loaded the old file keep it."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with library.open("rb") as source, replacing(output) as target:
@@ -104,24 +104,24 @@ def find_compiler() -> list[str]:
 
 
 def linker_flags(compiler: Sequence[str]) -> list[str]:
-    """The linker flags this compiler accepts."""
+    """The flags of _LINUX_LINKER_FLAGS that this compiler accepts; none on other systems."""
     if sys.platform != "linux":
         return []
-    taken = []
+    accepted = []
     with tempfile.TemporaryDirectory(prefix="topw-probe-") as scratch:
         probe = Path(scratch) / "probe.cpp"
         probe.write_text('extern "C" int topw_probe() { return 0; }\n', encoding="ascii")
         for flag in _LINUX_LINKER_FLAGS:
             try:
                 run_compiler([*compiler, *FLAGS, flag, "-shared", str(probe), "-o", str(probe.with_suffix(".so"))])
-                taken.append(flag)
+                accepted.append(flag)
             except NotBuiltError:
                 continue
-    return taken
+    return accepted
 
 
 def run_compiler(command: Sequence[str]) -> None:
-    """Run a compiler. Raises NotBuiltError with its first error."""
+    """Run a compiler. Raises NotBuiltError with the first error that it prints."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
     except (OSError, ValueError) as error:
@@ -133,10 +133,10 @@ def run_compiler(command: Sequence[str]) -> None:
 
 
 def failure_clause(command: Sequence[str], output: str) -> str:
-    """The compiler's name and first error."""
+    """The compiler's name and the first error in its `output`, as a clause."""
     lines = output.splitlines()
-    words = [line for line in lines if "error" in line] or lines or ["?"]
-    return f"{command[0]} failed ({words[0].strip()[:200]})"
+    errors = [line for line in lines if "error" in line] or lines or ["?"]
+    return f"{command[0]} failed ({errors[0].strip()[:200]})"
 
 
 def main() -> int:

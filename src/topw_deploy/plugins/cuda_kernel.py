@@ -15,7 +15,7 @@ from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
 from topw_deploy.plugins.structs import FLOATS, TABLE_TYPES, InputsStruct, OptionsStruct, OutputsStruct, TableStruct
 from topw_deploy.sampling.parameters import TopWOptions
 
-CERTIFY, GEOMETRY = 1, 2  # the launches of a step
+CERTIFY, GEOMETRY = 1, 2  # the two launches of a step
 ALL_PARTS = CERTIFY | GEOMETRY
 
 
@@ -35,7 +35,11 @@ class _ShapeStruct(Structure):
 
 @dataclass(frozen=True)
 class CudaShape:
-    """Upper bounds of calls. edits: per row. table: only its sizes and types matter; None for `uniform`."""
+    """Upper bounds of the sizes of a call.
+
+    edits: per row.
+    table: only the sizes and types in it matter; None for `uniform`.
+    """
 
     options: TopWOptions
     batch: int
@@ -92,11 +96,11 @@ class CudaKernel:
 
     @property
     def device_count(self) -> int:
-        """Visible GPUs; 0 without a driver."""
+        """The number of visible GPUs; 0 without a driver."""
         return int(self.handle.topw_cuda_device_count())
 
     def refusal(self, shape: CudaShape) -> str:
-        """Why the kernels refuse such calls, as a clause; "" if supported."""
+        """Why the kernels do not support such calls, as a clause; "" if they do."""
         reason = self.handle.topw_cuda_refusal(byref(shape.struct()))
         return reason.decode("utf-8") if reason else ""
 
@@ -105,7 +109,7 @@ class CudaKernel:
         return int(self.handle.topw_cuda_workspace_bytes(byref(shape.struct())))
 
     def control_bytes(self, shape: CudaShape) -> int:
-        """Bytes of control memory, zero before the first launch and after each."""
+        """Bytes of control memory. The caller zeroes it before the first launch; each launch leaves it zero."""
         return int(self.handle.topw_cuda_control_bytes(byref(shape.struct())))
 
     def launch(
@@ -119,9 +123,12 @@ class CudaKernel:
         stream: int = 0,
         parts: int = ALL_PARTS,
     ) -> None:
-        """Enqueue a step; all addresses are the device's. Raises PluginError if CUDA refuses.
+        """Enqueue a step.
 
+        control, workspace, inputs, outputs: addresses in the device's memory.
         parts: CERTIFY, GEOMETRY or both; one alone is for measurements.
+
+        Raises PluginError if CUDA refuses.
         """
         code = self.handle.topw_cuda_launch_parts(
             byref(shape.struct()), None if table is None else byref(table), byref(inputs), byref(outputs),
@@ -131,7 +138,7 @@ class CudaKernel:
             raise PluginError(f"the CUDA kernels were not launched: {self._reason(code)}.")
 
     def allocate(self, size: int) -> int:
-        """Address of zeroed device memory. Raises PluginError if out of memory."""
+        """Allocate zeroed device memory. Returns its address. Raises PluginError if out of memory."""
         memory = c_void_p()
         code = self.handle.topw_cuda_allocate(size, byref(memory))
         if code or memory.value is None:
@@ -139,7 +146,7 @@ class CudaKernel:
         return memory.value
 
     def release(self, address: int) -> None:
-        """Free memory from `allocate`, after the work that uses it."""
+        """Free memory from `allocate`. Work that uses it must have ended."""
         self.handle.topw_cuda_release(address)
 
     def _reason(self, code: int) -> str:

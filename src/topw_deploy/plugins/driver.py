@@ -1,4 +1,4 @@
-"""The NVIDIA driver's version and GPUs, without a CUDA toolkit or package, and names of GPU architectures.
+"""Query the NVIDIA driver's version and GPUs, without a CUDA toolkit or package, and parse names of architectures.
 
 nvcc, CMake and PyTorch write architectures as 87, sm_87, compute_87, 8.7 or `native`.
 """
@@ -27,11 +27,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """What the driver reports.
+    """The driver's version and GPUs.
 
-    cuda: newest supported version, such as "13.0"; None without a driver.
+    cuda: the newest CUDA version that the driver supports, such as "13.0"; None without a driver.
     devices: visible GPUs.
-    why_none: why there are none, as a clause, or "".
+    why_none: why `devices` is empty, as a clause; "" if it is not.
     """
 
     cuda: str | None
@@ -40,7 +40,7 @@ class Driver:
 
 
 def query_driver() -> Driver:
-    """Query the driver's version and GPUs."""
+    """Query the driver's version and GPUs. Without a driver or a GPU, the result says why."""
     try:
         driver = ctypes.CDLL(LIBRARY)
     except OSError:
@@ -79,7 +79,10 @@ NATIVE = "native"
 
 
 def parse_architectures(text: str) -> tuple[str, ...]:
-    """Split a list at commas, semicolons or spaces into "87" or NATIVE. Raises ParameterError for other words."""
+    """Parse a list of architectures, separated by commas, semicolons or spaces. Each becomes "87" or NATIVE.
+
+    Raises ParameterError for anything else.
+    """
     words = re.split(r"[,;\s]+", text.strip(",; \t\n"))
     return tuple(map(_parse_architecture, words))
 
@@ -97,7 +100,10 @@ def _parse_architecture(word: str) -> str:
 
 
 def resolve_architectures(names: Sequence[str]) -> tuple[int, ...]:
-    """Architecture numbers, ascending. Raises PluginError for NATIVE without a GPU."""
+    """The numbers of the architectures `names`, ascending; NATIVE is those of this machine's GPUs.
+
+    Raises PluginError for NATIVE without a GPU.
+    """
     numbers = {int(name) for name in names if name != NATIVE}
     if NATIVE in names:
         found = query_driver()

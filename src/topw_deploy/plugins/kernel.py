@@ -35,18 +35,22 @@ __all__ = ["COLUMNS", "REPORT", "STAGES", "Kernel", "KernelBlocks", "KernelCall"
 STAGES = ("invalid", "greedy", "candidates", "pool", "geometry", "literal")
 
 Edits = tuple[ArrayLike, ArrayLike, ArrayLike]
-"""ids, penalty and bias, each [B, N]."""
+"""(ids, penalty, bias), each [B, N]."""
 EditsAndMask = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]
-"""The edits [B, N] and the mask [B, words]."""
+"""(ids, penalty, bias, allowed): the edits, [B, N] each, and the mask [B, words]."""
 Rules = tuple[ArrayLike, ArrayLike]
-"""Codes, one or [B], and values (v0, v1) of the sampling rules, [2] or [B, 2]."""
+"""(codes, values) of the sampling rules: one code or [B], and (v0, v1), [2] or [B, 2]."""
 RuleArrays = tuple[NDArray[np.int32], NDArray[np.float32]]
-"""The same as int32 [B] and float32 [B, 2]."""
+"""`Rules` as int32 [B] and float32 [B, 2]."""
 
 
 @dataclass(frozen=True)
 class KernelSamples:
-    """The outputs of docs/contract/graph.md, [B] each; keep_mask [B, V]; reports: dtype REPORT."""
+    """The outputs of docs/contract/graph.md, [B] each, except keep_mask [B, V].
+
+    mass, keep_mask: None if they were not requested.
+    reports: the work for each row, dtype REPORT.
+    """
 
     next_token: NDArray[np.int64]
     logprob: NDArray[np.float32]
@@ -101,11 +105,11 @@ class Kernel:
 
     @property
     def instruction_set(self) -> str:
-        """The process's instruction set: avx512, avx2, neon or generic."""
+        """The instruction set in use in this process: avx512, avx2, neon or generic."""
         return str(self._library.topw_instruction_set().decode())
 
     def use_instruction_set(self, name: str) -> None:
-        """Switch the process to another instruction set. Raises ParameterError if unavailable."""
+        """Switch this process to another instruction set. Raises ParameterError if it is not available."""
         if self._library.topw_use_instruction_set(name.encode()) != 0:
             raise ParameterError(
                 f"instruction set {name!r} is not available here; use {self.instruction_set!r} or 'generic'."
@@ -129,11 +133,12 @@ class Kernel:
         columns: parameters and `uniform` by name, a number or [B] each; missing ones get defaults (`uniform`: 0).
         table: None for the uniform metric.
         allowed: int32 [B, ceil(V / 32)], a bit per token, the lowest first; None or [B, 0] allows every token.
-        rules: the rows' rules and their values; None for Top-W. An unknown code, or a value out of its interval, makes
-            the row invalid.
-        mass, keep_mask: also return these.
+        rules: the rows' rules and their values; None for Top-W. A row with an unknown code or with a value out of its
+            interval is invalid.
+        mass, keep_mask: whether to compute these outputs.
 
-        For invalid rows see docs/contract/graph.md, section 7. Raises ParameterError for unfit arguments, MemoryError.
+        For invalid rows see docs/contract/graph.md, section 7. Raises ParameterError for a wrong name, type or shape,
+        and MemoryError.
         """
         call = self.prepare(
             logits, columns, options, table, edits, allowed=allowed, rules=rules, mass=mass, keep_mask=keep_mask
@@ -154,7 +159,7 @@ class Kernel:
         mass: bool = False,
         keep_mask: bool = False,
     ) -> KernelCall:
-        """Prepare a call of `sample` for repeated use."""
+        """Prepare a call with the arguments of `sample`, for repeated use."""
         rows = np.ascontiguousarray(logits, dtype=np.float32)
         if rows.ndim != 2 or rows.shape[1] == 0:
             raise ParameterError(f"logits have shape {rows.shape}, but must be [B, V], V >= 1.")
@@ -169,7 +174,10 @@ class Kernel:
 
 
 class KernelCall:
-    """A call with bound arguments; calling it fills `samples`. Owns its workspace: one thread per object at a time."""
+    """A call of the sampler with bound arguments.
+
+    Calling the object fills `samples`. It owns its workspace, so only one thread at a time may call it.
+    """
 
     def __init__(
         self,
@@ -184,7 +192,7 @@ class KernelCall:
     ) -> None:
         self.samples = samples
         self._library = library
-        self._borrowed = (logits, columns, table, changes, rules)  # the structures below point into them
+        self._referenced = (logits, columns, table, changes, rules)  # keeps alive what the structures below point into
         self._batch = range(len(logits))
         self._options = OptionsStruct.of(options)
         self._table = table_struct(table)
@@ -234,18 +242,24 @@ def check_table(options: TopWOptions, table: KernelTable | None, vocab: int) -> 
     if len(table.rows) < vocab:
         raise ParameterError(f"the table has {len(table.rows)} rows, but needs one for each of the {vocab} tokens.")
     bound = table.neighbour_bound
-    if bound is not None and (bound.shape[0] < vocab or bound.dtype != np.float32 or bound.ndim != 1):
+    if bound is not None and (bound.ndim != 1 or len(bound) < vocab or bound.dtype != np.float32):
         raise ParameterError(f"neighbour_bound is {bound.dtype} {bound.shape}, but must be float32 [{vocab}].")
 
 
 def parameter_columns(given: Mapping[str, ArrayLike], batch: int) -> dict[str, NDArray[np.float32]]:
-    """All COLUMNS as float32 [batch]. Raises ParameterError."""
+    """Every one of COLUMNS as float32 [batch], with defaults for missing names.
+
+    Raises ParameterError for an unknown name and a value that is neither a number nor numbers [batch].
+    """
     chosen = canonical_names(given, (*PARAMETER_NAMES, "uniform"))
     values = {name: getattr(TopWParameters(), name) for name in PARAMETER_NAMES} | {"uniform": 0.0} | chosen
     result = {}
     for name, value in values.items():
+        given_values = np.asarray(value)
+        if given_values.dtype.kind not in "fiu":
+            raise ParameterError(f"{name} is {value!r:.60}, but must be one number or numbers [{batch}].", name)
         with np.errstate(over="ignore"):
-            column = np.asarray(value).astype(np.float32)
+            column = given_values.astype(np.float32)
         if column.shape not in ((), (batch,)):
             raise ParameterError(f"{name} has shape {column.shape}, but must be one number or [{batch}].")
         result[name] = np.ascontiguousarray(np.broadcast_to(column, (batch,)))
@@ -253,7 +267,7 @@ def parameter_columns(given: Mapping[str, ArrayLike], batch: int) -> dict[str, N
 
 
 def edit_arrays(given: Edits | None, batch: int) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    """The edits as C-contiguous arrays, [batch, 0] for None. Raises ParameterError."""
+    """The edits as C-contiguous arrays [batch, N]; N is 0 for None. Raises ParameterError for another shape."""
     none = np.zeros((batch, 0))
     ids, penalty, bias = (none, none, none) if given is None else given
     arrays = (
@@ -268,7 +282,7 @@ def edit_arrays(given: Edits | None, batch: int) -> tuple[NDArray[np.int64], NDA
 
 
 def mask_array(given: ArrayLike | None, batch: int, vocab: int) -> NDArray[np.int32]:
-    """The mask as C-contiguous int32 [batch, words], words 0 for None. Raises ParameterError."""
+    """The mask as C-contiguous int32 [batch, words]; words is 0 for None. Raises ParameterError for another one."""
     mask = np.ascontiguousarray(np.zeros((batch, 0), np.int32) if given is None else given)
     words = mask_words(vocab)
     if mask.dtype != np.int32 or mask.shape not in ((batch, 0), (batch, words)):
@@ -280,7 +294,10 @@ def mask_array(given: ArrayLike | None, batch: int, vocab: int) -> NDArray[np.in
 
 
 def rule_arrays(given: Rules | None, batch: int) -> RuleArrays | None:
-    """The rules as C-contiguous int32 [batch] and float32 [batch, 2]; None for None. Raises ParameterError."""
+    """The rules as C-contiguous int32 [batch] and float32 [batch, 2]; None for None.
+
+    A code beyond int32 becomes -1, which is no rule. Raises ParameterError for another type or shape.
+    """
     if given is None:
         return None
     with np.errstate(over="ignore"):
@@ -290,5 +307,7 @@ def rule_arrays(given: Rules | None, batch: int) -> RuleArrays | None:
             f"rules are {codes.dtype} {list(codes.shape)} with values {list(values.shape)}, but must be integers, one "
             f"or [{batch}], with values [2] or [{batch}, 2]."
         )
-    code = np.ascontiguousarray(np.broadcast_to(codes.astype(np.int32), (batch,)))
-    return code, np.ascontiguousarray(np.broadcast_to(values, (batch, 2)))
+    known = np.where((codes >= 0) & (codes <= np.iinfo(np.int32).max), codes, -1).astype(np.int32)
+    return np.ascontiguousarray(np.broadcast_to(known, (batch,))), np.ascontiguousarray(
+        np.broadcast_to(values, (batch, 2))
+    )

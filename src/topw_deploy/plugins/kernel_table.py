@@ -1,4 +1,4 @@
-"""The embedding table as the kernels read it, float or quantized."""
+"""The embedding table as the kernels read it, float or quantised."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from topw_deploy.sampling.geometry import Geometry
 
 @dataclass(frozen=True)
 class KernelBlocks:
-    """Block quantization, as in onnxruntime's GatherBlockQuantized.
+    """Block quantisation, as in onnxruntime's GatherBlockQuantized.
 
     bits: 4 or 8.
     scales: [V, blocks] float32 or float16, one per `block_size` coordinates.
-    zero_points: uint8 [V, ceil(blocks * bits / 8)], [ceil(V * blocks / 2)] for uint4 and int4, or None.
+    zero_points: packed in uint8 [V, ceil(blocks * bits / 8)], or [ceil(V * blocks / 2)] for uint4 and int4; None for
+        the default zero point.
     element: type of codes and zero points: uint8, uint4 or int4.
 
-    Raises ParameterError for other types.
+    Raises ParameterError for other types and block sizes.
     """
 
     bits: int
@@ -96,7 +97,7 @@ class KernelTable:
 
     @property
     def hidden(self) -> int:
-        """Number of coordinates of a row."""
+        """The number of coordinates of a row."""
         packed = 8 // self.blocks.bits if self.blocks is not None else 1
         return int(self.rows.shape[1]) * packed
 
@@ -108,16 +109,16 @@ class KernelTable:
 
 
 def table_struct(table: KernelTable | None) -> TableStruct | None:
-    """The C structure, pointing into the table's arrays."""
+    """The C structure of `table`, which points into its arrays; None for None."""
     if table is None:
         return None
-    blocks, described = table.blocks, BlocksStruct()
+    blocks, blocks_struct = table.blocks, BlocksStruct()
     if blocks is not None:
-        described = BlocksStruct(
+        blocks_struct = BlocksStruct(
             blocks.bits, blocks.block_size, TABLE_TYPES[str(blocks.scales.dtype)], 0,
             address(blocks.scales), address(blocks.zero_points),
         )  # fmt: skip
     return TableStruct(
         table.rows.ctypes.data, len(table.rows), table.hidden, TABLE_TYPES[table.dtype], 0,
-        *map(address, (table.mean, table.inverse_std, table.neighbour_bound)), described,
+        *map(address, (table.mean, table.inverse_std, table.neighbour_bound)), blocks_struct,
     )  # fmt: skip

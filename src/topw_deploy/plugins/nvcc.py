@@ -27,7 +27,12 @@ _INTERVAL = 0.5  # seconds between checks
 
 @dataclass(frozen=True)
 class CompilationState:
-    """State of a compilation. running, done: architectures (87 for sm_87), in starting order."""
+    """The state of a compilation.
+
+    running, done: architectures (87 for sm_87), in the order in which ptxas started.
+    total: number of architectures.
+    seconds: time since the start.
+    """
 
     running: tuple[int, ...]
     done: tuple[int, ...]
@@ -43,7 +48,11 @@ def ignore_state(_state: CompilationState) -> None:
 
 
 class _Reader(threading.Thread):
-    """Collects nvcc's messages. outputs: output file per started ptxas, by architecture."""
+    """The thread that reads nvcc's output.
+
+    messages: its lines other than commands.
+    outputs: architecture -> the output file of its ptxas, once that has started.
+    """
 
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(daemon=True)
@@ -61,7 +70,10 @@ class _Reader(threading.Thread):
 
 
 def run_nvcc(command: Sequence[str], total: int, watch: Watch) -> None:
-    """Run nvcc for `total` architectures, calling `watch` twice a second. Raises NotBuiltError."""
+    """Run nvcc for `total` architectures, and call `watch` twice a second. Raises NotBuiltError.
+
+    An exception of `watch` ends nvcc and is raised.
+    """
     started = time.perf_counter()
     try:
         process = subprocess.Popen(
@@ -96,7 +108,7 @@ def run_nvcc(command: Sequence[str], total: int, watch: Watch) -> None:
 
 
 def _terminate(process: subprocess.Popen[str]) -> None:
-    """End nvcc and the compilers that it started: they hold the pipe, which cannot be closed while it is read."""
+    """End nvcc and the compilers that it started, because they all hold the pipe that the reader waits for."""
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

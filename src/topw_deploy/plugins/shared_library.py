@@ -1,7 +1,7 @@
 """Find and load the native libraries, or say why one is missing.
 
-The CUDA library includes the CPU operator. Libraries come from the package or TOPW_NATIVE_LIBRARY and
-TOPW_CUDA_LIBRARY; never from a model's folder, which is data.
+The CUDA library includes the CPU operator. Libraries come from the package, or from TOPW_NATIVE_LIBRARY and
+TOPW_CUDA_LIBRARY. They never come from a model's folder, which holds only data.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Literal, TypeAlias
 Kind: TypeAlias = Literal["cpu", "cuda"]
 
 ABI_VERSION = 4
-"""TOPW_ABI_VERSION of topw.h, required of a library."""
+"""TOPW_ABI_VERSION of topw.h, which a library must have."""
 CUDA_ABI_VERSION = 4
-"""TOPW_CUDA_ABI_VERSION of topw_cuda.h."""
+"""TOPW_CUDA_ABI_VERSION of topw_cuda.h, which a CUDA library must have."""
 
 LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform, "libtopw.so")
 PACKAGED = Path(__file__).with_name(LIBRARY_NAME)
 PACKAGED_CUDA = Path(__file__).with_name("libtopw_cuda.so")
 
-_JETSON = {87, 110}
+_JETSON = {87, 110}  # architectures of Jetsons, which run no code of other architectures
 
 _VARIABLES: dict[Kind, str] = {"cpu": "TOPW_NATIVE_LIBRARY", "cuda": "TOPW_CUDA_LIBRARY"}
 
@@ -50,7 +50,7 @@ def why_absent(kind: Kind = "cpu") -> str:
 
 
 def variable_selecting(path: Path, kind: Kind = "cpu") -> str:
-    """`TOPW_NATIVE_LIBRARY='...'` if that selected `path`, else ""."""
+    """`TOPW_NATIVE_LIBRARY='...'` (or the variable of `kind`) if that selected `path`, else ""."""
     given = os.environ.get(_VARIABLES[kind])
     return f"{_VARIABLES[kind]}={given!r}" if given and path.absolute() == _selected_path(kind) else ""
 
@@ -65,7 +65,7 @@ def _packaged_path(kind: Kind) -> Path:
 
 
 class Library:
-    """The loaded library, for opening sessions. Raises OSError if the file is not such a library."""
+    """The loaded library with onnxruntime's operator. Raises OSError if the file is not such a library."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,13 +84,16 @@ class Library:
         self._kernels.restype = ctypes.c_int64
         self._knows.argtypes = [ctypes.c_char_p]
         self._set.restype = ctypes.c_char_p
-        asked = os.environ.get("TOPW_INSTRUCTION_SET")
-        if asked and asked not in (self.instruction_set, "generic"):  # else the library would silently use the best
-            raise OSError(f"TOPW_INSTRUCTION_SET is {asked!r}, which this processor or {path.name} does not support")
+        requested = os.environ.get("TOPW_INSTRUCTION_SET")
+        # The library itself would silently use its best instruction set.
+        if requested and requested not in (self.instruction_set, "generic"):
+            raise OSError(
+                f"TOPW_INSTRUCTION_SET is {requested!r}, which this processor or {path.name} does not support"
+            )
 
     @property
     def instruction_set(self) -> str:
-        """Instruction set of its hot loops here: `avx512`, `avx2`, `neon` or `generic`."""
+        """The instruction set that its loops use on this processor: `avx512`, `avx2`, `neon` or `generic`."""
         return str(self._set().decode("ascii"))
 
     def supports(self, table_form: str) -> bool:
@@ -99,18 +102,18 @@ class Library:
 
     @property
     def assigned_nodes(self) -> int:
-        """Number of nodes that sessions of this thread assigned to the operator."""
+        """The number of nodes that sessions of this thread have assigned to the operator."""
         return int(self._kernels())
 
-    def set_visible(self, shown: bool) -> None:
-        """Show or hide the operator for this thread's later sessions."""
-        self._show(int(shown))
+    def set_visible(self, is_visible: bool) -> None:
+        """Show the operator to sessions that this thread opens from now on, or hide it."""
+        self._show(int(is_visible))
 
 
 class CudaLibrary(Library):
     """The loaded CUDA library; needs no driver. Raises OSError if the file is not such a library.
 
-    architectures: ascending, 87 for sm_87; the library also has PTX of the last.
+    architectures: those of its code, ascending; 87 for sm_87. The library also has PTX of the last one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,8 +136,10 @@ class CudaLibrary(Library):
         return int(self._devices())
 
     def can_run_on(self, architecture: int) -> bool:
-        """Whether a GPU of this architecture can run the library's code, code of older architectures of its
-        generation (not on Jetsons), or PTX.
+        """Whether the library has code or PTX for a GPU of this architecture.
+
+        A GPU also runs code for older architectures of its generation, except that Jetsons run only their own, and no
+        other GPU runs theirs.
         """
         if architecture in self.architectures or architecture >= self.architectures[-1]:
             return True
@@ -153,7 +158,7 @@ def load(path: Path) -> Library:
 
 
 def load_cuda(path: Path) -> CudaLibrary:
-    """As `load`, for the CUDA library."""
+    """The CUDA library at `path`, loaded once per process. Raises OSError."""
     found = _loaded.get(path)
     if not isinstance(found, CudaLibrary):
         _loaded[path] = found = CudaLibrary(path)
@@ -162,9 +167,9 @@ def load_cuda(path: Path) -> CudaLibrary:
 
 @contextmanager
 def hide_operators() -> Iterator[None]:
-    """Hide the operator from sessions this thread opens in the block.
+    """Hide the operators from sessions that this thread opens in the block.
 
-    onnxruntime can neither copy session options with a registered operator nor remove it.
+    onnxruntime can neither copy session options that have a registered operator, nor remove the operator from them.
     """
     libraries = list(_loaded.values())
     for library in libraries:
@@ -179,11 +184,11 @@ def hide_operators() -> Iterator[None]:
 TENSORRT_PACKAGED = Path(__file__).with_name("libtopw_tensorrt.so")
 """Default path of TensorRT's plugin library."""
 TENSORRT_VARIABLE = "TOPW_TENSORRT_LIBRARY"
-"""The environment variable for another library's path. Libraries are never loaded from a model's folder."""
+"""The environment variable for the path of another plugin library."""
 
 
 def installed_tensorrt() -> Path | None:
-    """The library TENSORRT_VARIABLE names, existing or not, else TENSORRT_PACKAGED if it exists."""
+    """The path in TENSORRT_VARIABLE, whether it exists or not; else TENSORRT_PACKAGED, or None if it does not exist."""
     given = os.environ.get(TENSORRT_VARIABLE)
     if given:
         return Path(given)

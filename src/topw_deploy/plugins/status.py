@@ -11,7 +11,10 @@ from topw_deploy.plugins.shared_library import library_path
 
 @dataclass(frozen=True)
 class CpuStatus:
-    """The CPU library. why_none: why path and instruction_set are None, as a clause."""
+    """The CPU library.
+
+    why_none: why path and instruction_set are None, as a clause; "" if they are not.
+    """
 
     path: str | None
     instruction_set: str | None
@@ -20,7 +23,10 @@ class CpuStatus:
 
 @dataclass(frozen=True)
 class CudaStatus:
-    """The CUDA library. why_unused: why no GPU here can use it, as a clause; "" if one can."""
+    """The CUDA library.
+
+    why_unused: why no GPU here can use it, as a clause; "" if one can.
+    """
 
     path: str | None
     architectures: tuple[int, ...]
@@ -29,7 +35,7 @@ class CudaStatus:
 
 @dataclass(frozen=True)
 class TensorRTStatus:
-    """The plugin's library; not loaded, as only TensorRT can load it."""
+    """The library of TensorRT's plugin, which is not loaded here: only TensorRT can load it."""
 
     path: str | None
     why_none: str
@@ -37,6 +43,8 @@ class TensorRTStatus:
 
 @dataclass(frozen=True)
 class Status:
+    """The native libraries and the GPUs of this machine."""
+
     cpu: CpuStatus
     cuda: CudaStatus
     driver: driver.Driver
@@ -91,6 +99,7 @@ def tensorrt_status() -> TensorRTStatus:
 
 
 def status_lines(status: Status) -> list[str]:
+    """The status as lines of text."""
     cpu, cuda = status.cpu, status.cuda
     return [
         f"CPU library   {cpu.path}, {cpu.instruction_set}" if cpu.path else f"CPU library   none: {cpu.why_none}",

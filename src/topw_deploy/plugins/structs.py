@@ -12,7 +12,7 @@ from topw_deploy import dtypes
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 COLUMNS = ("temperature", "selection_temperature", "lam", "beta", "init_top_p", "geom_scale", "uniform")
-"""Per-row parameters, in the order of topw_inputs."""
+"""Names of the parameters per row, in the order of topw_inputs."""
 
 FLOATS = tuple(map(dtypes.array_name, dtypes.FLOATS))
 """Element types of logits and of embedding tables that are not quantised."""
@@ -20,7 +20,7 @@ FLOATS = tuple(map(dtypes.array_name, dtypes.FLOATS))
 TABLE_TYPES = {
     dtypes.array_name(name): dtypes.ELEMENT_TYPES[name].number for name in (*dtypes.FLOATS, "uint8", "uint4", "int4")
 }
-"""Element type of a table, as `array_name` calls it -> TensorProto.DataType."""
+"""Name of a table's element type, as from `array_name` -> its TensorProto.DataType."""
 
 REPORT = np.dtype(
     [
@@ -48,6 +48,7 @@ class OptionsStruct(Structure):
 
     @classmethod
     def of(cls, options: TopWOptions) -> OptionsStruct:
+        """The C structure of `options`; `knn_k` is cut to int32."""
         return cls(options.top_m, options.alt_iters, METRICS.index(options.metric), min(options.neighbours, 2**31 - 1))
 
 
@@ -108,5 +109,5 @@ class OutputsStruct(Structure):
 
 
 def address(array: NDArray[Any] | None) -> int | None:
-    """Address of the array's data; None for no array."""
+    """The address of the array's data; None for None."""
     return None if array is None else array.ctypes.data

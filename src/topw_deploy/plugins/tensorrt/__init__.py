@@ -1,6 +1,6 @@
 """TensorRT's plugin for `topw::TopWSample`: in Python (`register`) and C++ (`topw_plugin.cpp`).
 
-Optional: otherwise TensorRT inlines the node's function. Imports TensorRT only on use.
+The plugin is optional: without it, TensorRT inlines the node's function. This package imports TensorRT on first use.
 """
 
 from topw_deploy.plugins.tensorrt.module import NAME, NAMESPACE, VERSION, tensorrt_module
@@ -20,7 +20,7 @@ def register() -> None:
 
 
 def registered() -> bool:
-    """Whether the node has a registered plugin. Raises PluginError without TensorRT."""
+    """Whether a plugin for the node is registered. Raises PluginError without TensorRT."""
     registry = tensorrt_module().get_plugin_registry()
     return any(
         (creator.name, creator.plugin_version, creator.plugin_namespace) == (NAME, VERSION, NAMESPACE)

@@ -1,6 +1,6 @@
-"""Compile TensorRT's plugin library for C++ hosts and trtexec.
+"""Compile the library of TensorRT's plugin, for C++ hosts and trtexec.
 
-Tested with headers of 10.3 to 11.1 and NVIDIA's parser and builder; not run on a GPU.
+Tested with the headers of TensorRT 10.3 to 11.1 and with NVIDIA's parser and builder; never run on a GPU.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ from topw_deploy.plugins.tensorrt.module import OLDEST
 
 SOURCE = Path(__file__).with_name("topw_plugin.cpp")
 HEADERS = ("include", "include/x86_64-linux-gnu", "include/aarch64-linux-gnu", ".")
-"""Folders of NvInferRuntime.h below TensorRT's: in its archive, in Debian's packages (/usr), in a headers folder."""
+"""Where NvInferRuntime.h may be: in TensorRT's unpacked archive, in /usr (Debian's packages), in a headers folder."""
 
 _FLAGS = ("-frtti",)  # TensorRT may inspect a plugin's type
 
 
 @dataclass(frozen=True)
 class CompiledPlugin:
-    """tensorrt: version of the headers, such as "10.3"."""
+    """The compiled plugin library.
+
+    tensorrt: version of the headers, such as "10.3".
+    seconds: time of the compilation.
+    size: bytes of the file.
+    """
 
     path: Path
     tensorrt: str
@@ -51,12 +56,16 @@ def compile_tensorrt(
     say: Callable[[str], object] = lambda line: None,
     watch: nvcc.Watch = nvcc.ignore_state,
 ) -> CompiledPlugin:
-    """Compile the plugin, kernels and CUDA runtime into one library, for any TensorRT of the headers' major version.
+    """Compile the plugin, the kernels and the CUDA runtime into one library.
 
-    root: TensorRT's folder, see HEADERS. TensorRT is not linked.
-    architectures, say, watch: see compile_cuda.
+    The library is for any TensorRT of the headers' major version, because TensorRT is not linked.
 
-    Raises PluginError if headers or tools are missing, too old or fail; an earlier file then stays.
+    root: TensorRT's folder, see HEADERS.
+    output: by default in the package.
+    architectures, say, watch: see `compile_cuda`.
+
+    Raises PluginError if headers or tools are missing or too old, or a tool fails. An earlier file at `output` then
+    stays.
     """
     started = time.perf_counter()
     if sys.platform != "linux":
@@ -84,7 +93,10 @@ def compile_tensorrt(
 
 
 def find_headers(root: Path) -> tuple[Path, str]:
-    """Folder and version of TensorRT's headers below `root`. Raises PluginError if none or older than OLDEST."""
+    """The folder and the version of TensorRT's headers below `root`.
+
+    Raises PluginError if there are none, or if they are older than OLDEST.
+    """
     for place in HEADERS:
         folder = root / place
         if (folder / "NvInferRuntime.h").is_file():

@@ -1,4 +1,4 @@
-"""The CUDA library with addresses, workspace and stream from TensorRT."""
+"""Call the CUDA library with addresses, workspace and stream from TensorRT."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from topw_deploy.sampling.parameters import TopWOptions
 
 
 class PluginKernels:
-    """The kernels of the library at `path`. Raises PluginError."""
+    """The CUDA library at `path` for the plugin. Raises PluginError if it does not load."""
 
     def __init__(self, path: Path) -> None:
         self._kernel = CudaKernel(path)
@@ -38,10 +38,14 @@ class PluginKernels:
         return self._kernel.workspace_bytes(_shape(call, _table(call)))
 
     def control_memory(self) -> ControlMemory:
+        """New control memory for one execution context."""
         return ControlMemory(self._kernel)
 
     def reserve(self, control: ControlMemory, call: CallShape) -> int:
-        """Address of control memory for such calls. Raises PluginError with CUDA's reason if out of memory."""
+        """Reserve control memory for such calls. Returns its address.
+
+        Raises PluginError with CUDA's reason if out of memory.
+        """
         try:
             return control.reserve(self._kernel.control_bytes(_shape(call, _table(call))))
         except PluginError as error:
@@ -60,7 +64,13 @@ class PluginKernels:
         workspace: int,
         stream: int,
     ) -> None:
-        """Enqueue only the kernels of a call. All arguments are addresses. Raises PluginError."""
+        """Enqueue the kernels of a call, and nothing else.
+
+        inputs, outputs: device addresses by name.
+        control, workspace: device addresses.
+
+        Raises PluginError if CUDA refuses.
+        """
         table = _table(call, inputs)
         shape = _shape(call, table)
         arguments = InputsStruct(
@@ -72,7 +82,7 @@ class PluginKernels:
 
 
 def installed_kernels() -> PluginKernels:
-    """The CUDA library's kernels. Raises PluginError if missing or not for this machine's GPUs."""
+    """The CUDA library that is in use. Raises PluginError if it is missing or has no code for this machine's GPUs."""
     path = library_path("cuda")
     if path is None:
         raise PluginError(
@@ -115,26 +125,29 @@ def _table(call: CallShape, inputs: Mapping[str, int] | None = None) -> TableStr
 class ControlMemory:
     """The kernels' control memory for one TensorRT execution context; control_memory.h does the same in C++.
 
-    The kernels leave it zero (topw_cuda.h), so persistent memory needs no clearing. TensorRT's workspace would need a
-    memset node in every captured graph, as other layers overwrite it.
+    The kernels leave control memory zero (topw_cuda.h), so memory that persists needs no clearing. TensorRT's workspace
+    would need a memset node in every captured graph, because other layers overwrite it.
 
-    It has blocks of the current device's memory; the newest is in use. Each is at least twice as large as the one
-    before. Only `release` frees them: captured graphs keep using older ones. Concurrent contexts need one object each.
+    The memory is a list of blocks on the current device, of which the newest is in use. Each block is at least twice as
+    large as the one before. Only `release` frees them, because captured graphs keep using older ones. Concurrent
+    contexts need one object each.
     """
 
     def __init__(self, kernel: CudaKernel) -> None:
         self._kernel = kernel
         self._size = 0  # bytes of the newest block
         self._blocks: list[int] = []  # addresses, the newest last
-        # For an owner collected without `release`. Not at exit, which must not wait for a failed device; the driver
-        # frees the memory.
+        # Frees the blocks if the object is collected without `release`. Not at exit, which must not wait for a failed
+        # device: there the driver frees the memory.
         self._finalizer = weakref.finalize(self, _release, kernel, self._blocks)
         self._finalizer.atexit = False
 
     def reserve(self, size: int) -> int:
-        """Address of at least `size` bytes. Raises PluginError with CUDA's reason if out of memory.
+        """Reserve at least `size` bytes. Returns their address.
 
-        Allocates only if every block is smaller; CUDA refuses that while the thread captures a stream.
+        Allocates only if every block is smaller. CUDA refuses to allocate while the thread captures a stream.
+
+        Raises PluginError with CUDA's reason if out of memory.
         """
         if size > self._size:
             size = max(size, 2 * self._size)
@@ -143,7 +156,7 @@ class ControlMemory:
         return self._blocks[-1] if self._blocks else 0
 
     def release(self) -> None:
-        """Free every block, whatever the current device. Steps that use them must have ended."""
+        """Free every block; any device may be current. Steps that use the blocks must have ended."""
         self._finalizer()
 
 

@@ -11,16 +11,15 @@ from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
 from topw_deploy.versions import release
 
 MODULES = ("tensorrt", "tensorrt_bindings")
-"""The module's names; the second is the one without the package that downloads NVIDIA's libraries."""
+"""Names of the module. The second is installed without the package that downloads NVIDIA's libraries."""
 
 OLDEST = (10, 3)
-"""The first TensorRT whose parser reliably uses plugins of this kind."""
+"""The oldest TensorRT whose parser reliably uses plugins of this kind (IPluginV3)."""
 
 NAME, VERSION, NAMESPACE = "TopWSample", "1", "topw"
 
 BUILT_WITH = f"{VERSION}.{CUDA_ABI_VERSION}"
-"""The plugin version that an engine was built with: the plugin's, and the kernels' interface, which determines the
-engine's workspace."""
+"""The plugin's version and that of the kernels' interface, which determines an engine's workspace."""
 
 
 def tensorrt_module() -> Any:

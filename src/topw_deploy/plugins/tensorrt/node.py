@@ -28,13 +28,13 @@ TABLE_INPUTS = ("mean", "inverse_std", "neighbour_bound", "table")
 """Additional inputs under every other metric."""
 
 OUTPUT_TYPES = {name: array_name(dtype) for name, dtype in SAMPLER_OUTPUT_TYPES.items()}
-"""Outputs in order; the last two are optional."""
+"""Name of an output -> its type, in order; the last two are optional."""
 
 MOST_POOL, MOST_NEIGHBOURS, MOST_VOCAB, MOST_HIDDEN = 4096, 16, 524288, 8192
 """Limits of the kernels (topw_cuda_refusal of topw_cuda.h), for checks without the library."""
 
 KERNELS = "kernels"
-"""An engine's field with the kernels' interface version, CUDA_ABI_VERSION; not an attribute."""
+"""The engine's field for the version of the kernels' interface, CUDA_ABI_VERSION. It is not an attribute."""
 _NUMBERS = ("top_m", "alt_iters", "knn_k", "with_mass", "with_keep_mask")
 _TEXTS = ("metric", "table_form")
 FIELDS = (*_NUMBERS, *_TEXTS)
@@ -72,7 +72,10 @@ class NodeAttributes:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, int | str]) -> Self:
-        """From a node's attributes or an engine's fields, ignoring unknown names. Raises PluginError."""
+        """Read a node's attributes or an engine's fields. Ignores unknown names.
+
+        Raises PluginError for a missing name, a wrong type and an unsupported value.
+        """
         known: dict[str, int | str] = {name: fields[name] for name in FIELDS if name in fields}
         for name, value in known.items():
             if isinstance(value, str) != (name in _TEXTS):
@@ -83,12 +86,12 @@ class NodeAttributes:
         return cls(**known)  # type: ignore[arg-type]
 
     def attribute_fields(self) -> dict[str, int | str]:
-        """Attributes by name, in the order of FIELDS."""
+        """The attributes by name, in the order of FIELDS."""
         values = asdict(self)
         return {name: values[name] for name in FIELDS}
 
     def exceeded_limit(self, vocab: int = 1, hidden: int = 1) -> str:
-        """Why the kernels refuse the node over [`vocab`, `hidden`] coordinates, as a clause; "" if supported."""
+        """Which limit of the kernels a table [vocab, hidden] or an attribute exceeds, as a clause; "" if none."""
         for what, value, most in (
             ("top_m", min(self.top_m, vocab), MOST_POOL), ("knn_k", self.knn_k, MOST_NEIGHBOURS),
             ("the vocabulary", vocab, MOST_VOCAB), ("the table's width", hidden, MOST_HIDDEN),
@@ -98,7 +101,7 @@ class NodeAttributes:
         return ""
 
     def engine_fields(self) -> dict[str, int | str]:
-        """An engine's fields: attribute_fields and KERNELS."""
+        """The fields of an engine: `attribute_fields` and KERNELS."""
         return {**self.attribute_fields(), KERNELS: CUDA_ABI_VERSION}
 
     @property
@@ -132,7 +135,10 @@ def check_engine(fields: Mapping[str, int | str]) -> None:
 
 @dataclass(frozen=True)
 class TensorDesc:
-    """dtype: NumPy's name, or `bfloat16`."""
+    """The type and the shape of an input.
+
+    dtype: NumPy's name, or `bfloat16`.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -140,7 +146,12 @@ class TensorDesc:
 
 @dataclass(frozen=True, kw_only=True)
 class CallShape:
-    """A call's topw_cuda_shape, and the words of a row's mask. tokens and hidden are 0 without a table."""
+    """The sizes and types of a call, as in topw_cuda_shape.
+
+    words: words of a row's mask.
+    tokens, hidden: rows and columns of the table; 0 without a table.
+    bounds: number of neighbour bounds, 0 or `vocab`.
+    """
 
     node: NodeAttributes
     batch: int
@@ -155,7 +166,7 @@ class CallShape:
 
 
 def read_call_shape(node: NodeAttributes, tensors: Sequence[TensorDesc]) -> CallShape:
-    """The shape of a call with these inputs. Raises PluginError if they do not fit."""
+    """Read the shape of a call from its inputs, in order. Raises PluginError if they do not fit the node."""
     if len(tensors) != len(node.inputs):
         raise PluginError(f"the node has {len(tensors)} inputs, but its attributes require {len(node.inputs)}.")
     given = dict(zip(node.inputs, tensors, strict=True))

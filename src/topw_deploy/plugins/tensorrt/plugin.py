@@ -1,7 +1,7 @@
-"""The Python plugin: enqueues only the CUDA library's kernels, so a CUDA graph can capture a step and replay it without
-Python.
+"""The plugin in Python. Imports TensorRT.
 
-Imports TensorRT. Tested with NVIDIA's parser and builder and kernels emulated on a CPU; not run on a GPU.
+A step enqueues only the CUDA library's kernels, so a CUDA graph can capture it and replay it without Python. Tested
+with NVIDIA's parser and builder and with kernels emulated on a CPU; never run on a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         self.num_outputs = len(node.outputs)
         self.node = node
         self.kernels = kernels
-        # The graph's types; float32 until get_output_data_types receives them.
+        # The types in the graph; float32 until get_output_data_types receives them.
         self.graph_types = {"logits": trt.float32, "table": trt.float32}
         self._control = kernels.control_memory()
         self._serialized: list[Any] = []
@@ -59,7 +59,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         return copy
 
     def destroy(self) -> None:
-        """Free the control memory: TensorRT's module keeps references, so the object is never collected."""
+        """Free the control memory. TensorRT's module keeps references to the object, so it is never collected."""
         self._control.release()
 
     # ---- while an engine is built
@@ -79,7 +79,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         return shapes
 
     def supports_format_combination(self, position: int, tensors: Sequence[Any], inputs: int) -> bool:
-        """Only the graph's types: the builder must not round logits."""
+        """Accept only the graph's types: the builder must not round logits."""
         tensor = tensors[position].desc
         if tensor.format != trt.TensorFormat.LINEAR:
             return False
@@ -102,10 +102,10 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
     # ---- while an engine runs
 
     def set_tactic(self, tactic: int) -> None:
-        """There is only one tactic."""
+        """Do nothing: there is only one tactic."""
 
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Allocate control memory, with the engine's device current.
+        """Allocate control memory on the current device, which is the engine's.
 
         TensorRT calls this in the first run after a shape or address changed, and forbids capturing that run.
         """
@@ -128,7 +128,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         call = read_call_shape(self.node, _actual_specs(input_desc))
         arguments = dict(zip(self.node.inputs, inputs, strict=True))
         results = dict(zip(self.node.outputs, outputs, strict=True))
-        # Allocates only if on_shape_change was not called, as by a builder that times layers.
+        # Allocates only if on_shape_change was not called: a builder that times layers does not call it.
         control = self.kernels.reserve(self._control, call)
         self.kernels.enqueue(call, arguments, results, control, workspace, stream)
 
@@ -161,9 +161,9 @@ _creators: list[TopWSampleCreator] = []  # TensorRT keeps their addresses for th
 
 
 def register(kernels: PluginKernels | None = None) -> None:
-    """Add a creator to TensorRT's registry. kernels: by default the CUDA library's.
+    """Add a creator of plugins to TensorRT's registry.
 
-    Raises PluginError if that library is missing.
+    kernels: by default `installed_kernels()`, whose errors are raised.
     """
     creator = TopWSampleCreator(installed_kernels() if kernels is None else kernels)
     _creators.append(creator)
@@ -171,14 +171,14 @@ def register(kernels: PluginKernels | None = None) -> None:
 
 
 def _plugin_fields(values: dict[str, int | str]) -> list[Any]:
-    """An engine's fields: int32 numbers, zero-terminated strings. TensorRT borrows the arrays' memory."""
-    made = []
+    """TensorRT's fields of these values: int32 numbers and zero-terminated strings. TensorRT borrows their memory."""
+    fields = []
     for name, value in values.items():
         if isinstance(value, str):
-            made.append(trt.PluginField(name, value.encode("utf-8") + b"\0", trt.PluginFieldType.CHAR))
+            fields.append(trt.PluginField(name, value.encode("utf-8") + b"\0", trt.PluginFieldType.CHAR))
         else:
-            made.append(trt.PluginField(name, np.array([value], np.int32), trt.PluginFieldType.INT32))
-    return made
+            fields.append(trt.PluginField(name, np.array([value], np.int32), trt.PluginFieldType.INT32))
+    return fields
 
 
 def _field_value(field: Any) -> int | str:
