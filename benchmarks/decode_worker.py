@@ -108,7 +108,7 @@ class TopW:
 
     def end(self) -> None:
         """Count the certified steps and free the cache."""
-        self.certified += self.generation.record.of("certified", 0, self.row.steps)
+        self.certified += self.generation.record.values("certified", 0, self.row.steps)
         self.generation.close()
 
 

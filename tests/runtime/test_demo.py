@@ -82,7 +82,7 @@ def test_any_tokens_of_a_real_vocabulary_come_out_as_their_text(demo: TopWModel)
     @given(tokens=st.lists(st.integers(3, size - 1), max_size=25), prompt=st.sampled_from(["", *PROMPTS, "é😀"]))
     def check(tokens: list[int], prompt: str) -> None:
         before = demo.tokenizer.encode(prompt)
-        decoder = demo.tokenizer.follow(before)
+        decoder = demo.tokenizer.text_decoder(before)
         text = "".join([*map(decoder.push, tokens), decoder.flush()])
         assert demo.tokenizer.decode([*before, *tokens]) == demo.tokenizer.decode(before) + text
 

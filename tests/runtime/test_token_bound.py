@@ -80,7 +80,7 @@ TOKENIZERS = {
 def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, parts: list[tuple[str, int]]) -> None:
     text = "".join(part * times for part, times in parts)
     tokenizer = TOKENIZERS[name]
-    assert compute_token_bound(tokenizer).least(text)[0] <= len(tokenizer.encode(text).ids)
+    assert compute_token_bound(tokenizer).lower_bound(text)[0] <= len(tokenizer.encode(text).ids)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def word_piece() -> Tokenizer:
 def test_a_tokenizer_that_may_drop_or_join_text_has_no_bound(tokenizer: Tokenizer) -> None:
     bound = compute_token_bound(tokenizer)
     assert (bound.characters, bound.alphanumeric) == (None, None)
-    assert bound.least("a" * 10**6)[0] == 0
+    assert bound.lower_bound("a" * 10**6)[0] == 0
 
 
 @pytest.fixture

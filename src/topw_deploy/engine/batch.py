@@ -136,21 +136,21 @@ class Batch:
 
     def copy_growing(self, row: int, tokens: int) -> list[np.ndarray]:
         """A copy of the states of a row's first `tokens` tokens, without those of fixed size."""
-        return self._buffers.snapshot(row, tokens, self._buffers.layout.growing)
+        return self._buffers.snapshot(row, tokens, self._buffers.layout.growing_states)
 
     def copy_fixed(self, row: int) -> list[np.ndarray]:
         """A copy of a row's states of fixed size."""
-        return self._buffers.snapshot(row, 0, self._buffers.layout.fixed_ones)
+        return self._buffers.snapshot(row, 0, self._buffers.layout.fixed_states)
 
     def restore_growing(self, row: int, growing: Sequence[np.ndarray], tokens: int) -> None:
         """Put the first `tokens` tokens of a copy by `copy_growing` into a row that does not decode."""
         self._make_room(tokens)
-        self._buffers.restore(row, growing, tokens, self._buffers.layout.growing)
+        self._buffers.restore(row, growing, tokens, self._buffers.layout.growing_states)
         self.keep_tokens(row, tokens)
 
     def restore_fixed(self, row: int, fixed: Sequence[np.ndarray]) -> None:
         """Put a copy by `copy_fixed` into a row that does not decode."""
-        self._buffers.restore(row, fixed, None, self._buffers.layout.fixed_ones)
+        self._buffers.restore(row, fixed, None, self._buffers.layout.fixed_states)
 
     def read(self, row: int, request: RowRequest, start: int, end: int) -> int | None:
         """Read the tokens `start` to `end`, exclusive, of the row's prompt. Returns the first drawn token if they are
@@ -173,11 +173,11 @@ class Batch:
         bind_total(self._session, binding, end)
         self._next_slots[row] = end
         self._run(binding, 0 if last else None)
-        return self._chunk_record.keep(0)[0] if last else None
+        return self._chunk_record.store(0)[0] if last else None
 
     def first_outputs(self) -> RowOutputs:
         """A copy of the sampler's outputs of the last `read`, [1] each."""
-        return self._chunk_record.copy(0, 0, 1)
+        return self._chunk_record.copy_outputs(0, 0, 1)
 
     def begin(self, row: int, token: int) -> None:
         """Start decoding a row with the next step, after the first token, which the last `read` drew.
@@ -196,7 +196,7 @@ class Batch:
         self.inputs.update(bound)
         self._draws.write(self.steps, self._uniform_view)
         self._run(bound.binding, self.steps + 1)  # 0 is a prompt's last chunk
-        tokens = self._step_record.keep(self.steps % self._length)
+        tokens = self._step_record.store(self.steps % self._length)
         self.steps += 1
         return tokens
 
@@ -229,8 +229,8 @@ class Batch:
             return []
         first, last = start % self._length, end % self._length
         if first < last:
-            return [self._step_record.copy(row, first, last)]
-        return [self._step_record.copy(row, first, self._length), self._step_record.copy(row, 0, last)]
+            return [self._step_record.copy_outputs(row, first, last)]
+        return [self._step_record.copy_outputs(row, first, self._length), self._step_record.copy_outputs(row, 0, last)]
 
     def exchange(self, one: int, other: int, saves: bool = True) -> None:
         """Exchange two rows with their states.

@@ -61,7 +61,7 @@ class Lifecycle:
             generation = sequence.generation
             try:
                 if generation.callbacks is not None and not sequence.has_ended:
-                    generation.callbacks.begin()
+                    generation.callbacks.stream_prompt()
             except BaseException as error:  # noqa: BLE001  # of the caller's code
                 self.fail(sequence, error)
             fills_context = not (generation.request.budget or generation.unread_tokens)

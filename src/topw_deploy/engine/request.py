@@ -46,10 +46,10 @@ class EndedSequence:
 
 @dataclass(frozen=True)
 class ResultContext:
-    """The parts of the model that a request's results need. follow: see `topw_deploy.runtime.rows`."""
+    """The parts of the model that a request's results need. new_text_decoder: see `topw_deploy.runtime.rows`."""
 
     session: Session
-    follow: TextDecoderFactory
+    new_text_decoder: TextDecoderFactory
     load_seconds: float
 
 
@@ -161,12 +161,12 @@ class Request:
     def new_text(self, index: int) -> RowText | None:
         """A decoder of a sequence's tokens, or None if the engine's thread decodes them."""
         row = self._rows[index]
-        return None if row.text is not None else new_row_text(row.request, self._context.follow)
+        return None if row.text is not None else new_row_text(row.request, self._context.new_text_decoder)
 
     def next_scores(self, index: int, drawn: int) -> list[TokenLogprob] | None:
         """The log-probabilities of a sequence's first `drawn` tokens that no piece has had yet, if requested."""
         scores = self._rows[index].scores
-        return None if scores is None else scores.next_piece(drawn)
+        return None if scores is None else scores.take_new_entries(drawn)
 
     def next_tokens(self, index: int, drawn: int) -> tuple[int, ...]:
         """Those of the first `drawn` tokens of a sequence that no piece has had yet. Only for sequences whose text the
@@ -194,7 +194,7 @@ class Request:
             ended.row,
             ended.outputs,
             self._context.session,
-            self._context.follow,
+            self._context.new_text_decoder,
             load_seconds=self._context.load_seconds,
             started=self.started,
             prefilled=ended.first_token_at,

@@ -67,7 +67,7 @@ class RequestBuilder:
             sampler.vocab_size,
             options.length,
             options.rows + options.queue,
-            opened="engine",
+            opened_as="engine",
             longest_pool=longest_pool(session.sampler, sampler),
             rules=sampler.rules,
         )
@@ -100,15 +100,15 @@ class RequestBuilder:
         """Compile the grammars, and make the request. put, on_end: see `Request`. Raises GrammarError."""
         shared, tokenizer, guides = draft.shared, self._model.tokenizer, self._model._new_guides(draft.rows)
 
-        def follow(ids: Sequence[int]) -> Any:
-            return tokenizer.follow(ids, shared["skip_special_tokens"])
+        def new_text_decoder(ids: Sequence[int]) -> Any:
+            return tokenizer.text_decoder(ids, shared["skip_special_tokens"])
 
         def new_row(index: int, row: RowRequest) -> Row:
             has_callbacks = shared["streamer"] is not None or bool(shared["stopping_criteria"])
             watch = None
             if has_callbacks:
                 watch = RowCallbacks(row.prompt, row.budget, shared["streamer"], shared["stopping_criteria"])
-            text = new_row_text(row, follow) if row.stop_strings else None
+            text = new_row_text(row, new_text_decoder) if row.stop_strings else None
             scores = RowScores(row, tokenizer.text_of) if row.needs_scores else None
             return Row(index, row, text, watch, scores, guides[index] if guides else None)
 
@@ -117,7 +117,7 @@ class RequestBuilder:
         request = Request(
             rows,
             draft.is_single,
-            ResultContext(self._session, follow, self._model.load_seconds),
+            ResultContext(self._session, new_text_decoder, self._model.load_seconds),
             cancel=partial(worker.end_early, reason="cancelled"),
             put=put,
             on_end=on_end,

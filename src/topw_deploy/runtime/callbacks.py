@@ -43,19 +43,19 @@ class RowCallbacks:
         self._ids[: len(prompt)] = prompt
         self._length = len(prompt)
 
-    def begin(self) -> None:
+    def stream_prompt(self) -> None:
         """Stream the prompt."""
         if self._streamer is not None:
             self._streamer.put(self._ids[None, : self._length].copy())
 
-    def take(self, token: int) -> None:
+    def add_token(self, token: int) -> None:
         """Stream a drawn token."""
         self._ids[self._length] = token
         self._length += 1
         if self._streamer is not None:
             self._streamer.put(np.array([token], np.int64))
 
-    def ended_by(self) -> str | None:
+    def met_criterion(self) -> str | None:
         """Name of the first criterion that ends the sequence, or None.
 
         Raises ParameterError for results other than booleans.

@@ -15,7 +15,7 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import Manifest
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, Parameter, replace_aliases, short_repr
-from topw_deploy.runtime.rules import rule_names
+from topw_deploy.runtime.rules import effective_rule_parameters
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 
@@ -64,7 +64,7 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
     Raises ParameterError naming `where` for an invalid or duplicate parameter.
     """
     honoured, ignored = {}, {}
-    of_rule = rule_names(stated, _disables, implied=where != CONFIG_FILE)
+    of_rule = effective_rule_parameters(stated, _disables, implied=where != CONFIG_FILE)
     for key, value in stated.items():
         if value is None:
             continue

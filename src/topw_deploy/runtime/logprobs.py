@@ -83,7 +83,7 @@ class RowScores:
         self._request, self._text_of = request, text_of
         self._prompt: list[TokenScore] = []
         self._drawn: list[TokenScore] = []
-        self.shown = 0
+        self._shown = 0
 
     def add_prompt(self, logits: np.ndarray, token: int) -> None:
         """Add the prompt's next token, which `logits` [V] predict. Raises LogitsError for NaN or +inf."""
@@ -94,20 +94,20 @@ class RowScores:
         """Add the next drawn token. Raises LogitsError for NaN or +inf."""
         self._drawn.append(self._score_token(logits, token, self._request.logprobs, f"step {len(self._drawn)}"))
 
-    def of_prompt(self) -> list[TokenLogprob | None] | None:
+    def prompt_entries(self) -> list[TokenLogprob | None] | None:
         """One entry per token that was read, the first None; None if not asked."""
         if self._request.prompt_logprobs is None:
             return None
         return [None, *self._to_entries(self._prompt)]
 
-    def of_drawn(self, start: int = 0, end: int | None = None) -> list[TokenLogprob] | None:
+    def drawn_entries(self, start: int = 0, end: int | None = None) -> list[TokenLogprob] | None:
         """One entry per drawn token from `start` to `end`, exclusive; None if not asked."""
         return None if self._request.logprobs is None else self._to_entries(self._drawn[start:end])
 
-    def next_piece(self, end: int) -> list[TokenLogprob] | None:
+    def take_new_entries(self, end: int) -> list[TokenLogprob] | None:
         """The entries of drawn tokens up to `end`, exclusive, that no piece has returned."""
-        start, self.shown = self.shown, end
-        return self.of_drawn(start, end)
+        start, self._shown = self._shown, end
+        return self.drawn_entries(start, end)
 
     def _score_token(self, logits: np.ndarray, token: int, count: int | None, where: str) -> TokenScore:
         found = score_token(logits, token, count or 0)

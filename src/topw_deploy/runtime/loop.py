@@ -127,7 +127,7 @@ def run_step(generation: Generation) -> list[int]:
         g.inputs.edits.write_bans()
     g.inputs.update(g.bound_inputs)
     g.binding.run(g.step)
-    tokens = g.record.keep(g.step)
+    tokens = g.record.store(g.step)
     g.step += 1
     return tokens
 
@@ -179,7 +179,7 @@ class RequestRun:
         session: Session,
         caches: Caches,
         requests: Sequence[RowRequest],
-        follow: TextDecoderFactory,
+        new_text_decoder: TextDecoderFactory,
         load_seconds: float,
         *,
         streaming: bool,
@@ -189,7 +189,7 @@ class RequestRun:
         text_of: TextOf = str,
         guides: Sequence[Guide | None] = (),
     ) -> None:
-        self._session, self._caches, self._follow = session, caches, follow
+        self._session, self._caches, self._new_text_decoder = session, caches, new_text_decoder
         self._load_seconds, self._logits = load_seconds, logits
         self._streaming, self._streamer = streaming, streamer
         watched = streamer is not None or bool(criteria)
@@ -197,7 +197,7 @@ class RequestRun:
             Row(
                 index,
                 request,
-                new_row_text(request, follow) if streaming or request.stop_strings else None,
+                new_row_text(request, new_text_decoder) if streaming or request.stop_strings else None,
                 RowCallbacks(request.prompt, request.budget, streamer, criteria) if watched else None,
                 RowScores(request, text_of) if request.needs_scores else None,
                 guides[index] if guides else None,
@@ -221,7 +221,7 @@ class RequestRun:
     def _run_steps(self) -> Iterator[Piece]:
         for row in self._rows:
             if row.callbacks is not None:
-                row.callbacks.begin()
+                row.callbacks.stream_prompt()
             if row.finish_reason is not None:
                 yield self._new_piece(row, "")
         for changed in generate(self._generation):
@@ -230,16 +230,16 @@ class RequestRun:
 
     def _new_piece(self, row: Row, text: str) -> Piece:
         result = None if row.finish_reason is None else self._new_result(row)
-        entries = row.scores.next_piece(row.steps) if self._streaming and row.scores is not None else None
+        entries = row.scores.take_new_entries(row.steps) if self._streaming and row.scores is not None else None
         return Piece(text, row.index, result, entries, row.steps, row.take_new_tokens(row.steps))
 
     def _new_result(self, row: Row) -> GenerationResult:
         record, prefilled = self._generation.record, self._generation.prefilled_at
         return row_result(
             row,
-            lambda name: record.of(name, row.index, row.discarded_draws + row.steps, row.discarded_draws),
+            lambda name: record.values(name, row.index, row.discarded_draws + row.steps, row.discarded_draws),
             self._session,
-            self._follow,
+            self._new_text_decoder,
             load_seconds=self._load_seconds,
             started=self._started,
             prefilled=prefilled or self._started,  # no prefill if a prompt fills the context

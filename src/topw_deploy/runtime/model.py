@@ -334,13 +334,13 @@ class TopWModel:
     def _new_pieces(
         self, requests: Sequence[RowRequest], whole: Mapping[str, Any], *, streaming: bool
     ) -> Iterator[Piece]:
-        def follow(prompt: Sequence[int]) -> IncrementalDecoder:
-            return self.tokenizer.follow(prompt, whole["skip_special_tokens"])
+        def new_text_decoder(prompt: Sequence[int]) -> IncrementalDecoder:
+            return self.tokenizer.text_decoder(prompt, whole["skip_special_tokens"])
 
         return loop.RequestRun(
             *self._require_open(),
             requests,
-            follow,
+            new_text_decoder,
             self.load_seconds,
             streaming=streaming,
             streamer=whole["streamer"],

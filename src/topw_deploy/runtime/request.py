@@ -15,7 +15,7 @@ from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.manifest import Manifest
 from topw_deploy.runtime.generation_config import read_settings
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, row_values
-from topw_deploy.runtime.rules import DEFAULT_RULE, check_carried, check_pool, rule_of
+from topw_deploy.runtime.rules import DEFAULT_RULE, check_rule_exported, check_top_h_pool, resolve_rule
 from topw_deploy.runtime.structured.constraint import Constraint
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.likely_pairs import with_raw_scale
@@ -104,7 +104,7 @@ class Limits:
     vocab_size: int
     max_length: int | None = None
     rows: int | None = None
-    opened: str = "model"
+    opened_as: str = "model"
     longest_pool: int | None = None
     rules: tuple[str, ...] = tuple(RULES)
 
@@ -293,9 +293,9 @@ def _resolve_rule(sources: _Sources, limits: Limits) -> RuleParameters:
     for source in sources.all:
         own = {name: source[name] for name in RULE_PARAMETER_NAMES if name in source}
         if own:
-            rule = rule_of(sources.get, own)
-            check_carried(rule, limits.rules)
-            check_pool(rule, limits.longest_pool, limits.vocab_size)
+            rule = resolve_rule(sources.get, own)
+            check_rule_exported(rule, limits.rules)
+            check_top_h_pool(rule, limits.longest_pool, limits.vocab_size)
             return rule
     return DEFAULT_RULE
 
@@ -354,7 +354,7 @@ def check_sequence_count(rows: int, limits: Limits) -> None:
     """Raises PromptError, or ParameterError for a batching engine, for too many sequences."""
     if rows <= (limits.rows or rows):
         return
-    if limits.opened == "engine":
+    if limits.opened_as == "engine":
         raise ParameterError(
             f"the request has {rows} sequences, but the engine takes {limits.rows} at a time; give fewer, or make it "
             "with a higher max_queue.",
@@ -371,7 +371,7 @@ def check_text_length(text: str, tokenizer: Tokenizer, limits: Limits, which: st
     """Raises PromptError if `text` certainly has too many tokens."""
     if len(text) <= _UNCHECKED_CHARACTERS * limits.tokens:
         return
-    tokens, why = tokenizer.bound.least(text)
+    tokens, why = tokenizer.token_bound.lower_bound(text)
     if tokens > limits.tokens:
         raise PromptError(
             f"{which} has {len(text):,} characters, at least {tokens} tokens ({why}), {_excess_clause(tokens, limits)}",
@@ -382,7 +382,7 @@ def check_text_length(text: str, tokenizer: Tokenizer, limits: Limits, which: st
 def _excess_clause(tokens: int, limits: Limits) -> str:
     if tokens > limits.context_length:
         return f"the model's context holds {limits.context_length}; shorten it."
-    what = limits.opened
+    what = limits.opened_as
     return f"but the {what} was opened with max_length {limits.tokens}; shorten it, or open the {what} with more."
 
 

@@ -128,7 +128,7 @@ class Row:
         if self.text is not None:
             self.tokens.append(token)
         if self.callbacks is not None:
-            self.callbacks.take(token)
+            self.callbacks.add_token(token)
         if token in self.request.eos_token_ids:
             self.end("stop", token)
         elif self.text is not None:
@@ -138,7 +138,7 @@ class Row:
         if self.finish_reason is None and self.guide is not None and self.guide.take(token):
             self.end("stop")
         if self.finish_reason is None and self.callbacks is not None:
-            criterion = self.callbacks.ended_by()
+            criterion = self.callbacks.met_criterion()
             if criterion is not None:
                 self.end("criterion", criterion)
         if self.finish_reason is None and self.steps == self.request.budget:
@@ -218,32 +218,32 @@ class StepRecord:
         for name, latest in self._outputs.items():
             binding.bind_result(name, latest[:rows])
 
-    def keep(self, step: int) -> list[int]:
+    def store(self, step: int) -> list[int]:
         """Copy the last run's outputs to `step`. Returns its tokens [B]; rows that the run left out are arbitrary."""
         start = step * self._size
         self._kept[start : start + self._size] = self._latest
         tokens: list[int] = self.tokens.tolist()
         return tokens
 
-    def of(self, name: str, row: int, end: int, start: int = 0) -> list[Any]:
+    def values(self, name: str, row: int, end: int, start: int = 0) -> list[Any]:
         """Output `name` of a row over the steps from `start` to `end`, exclusive; [] if the graph lacks it."""
         return list(self._values[name][start:end, row].tolist()) if name in self._values else []
 
-    def copy(self, row: int, start: int, end: int) -> RowOutputs:
+    def copy_outputs(self, row: int, start: int, end: int) -> RowOutputs:
         """Copies of all outputs of a row over the steps from `start` to `end`, exclusive."""
         return {name: values[start:end, row].copy() for name, values in self._values.items()}
 
 
-def new_row_text(request: RowRequest, follow: TextDecoderFactory) -> RowText:
+def new_row_text(request: RowRequest, new_text_decoder: TextDecoderFactory) -> RowText:
     """A decoder of the row's text."""
-    return RowText(follow(request.prompt), request.stop_strings, request.min_new_tokens)
+    return RowText(new_text_decoder(request.prompt), request.stop_strings, request.min_new_tokens)
 
 
 def row_result(
     row: Row,
     recorded: Callable[[str], list[Any]],
     session: Session,
-    follow: TextDecoderFactory,
+    new_text_decoder: TextDecoderFactory,
     *,
     load_seconds: float,
     started: float,
@@ -264,14 +264,14 @@ def row_result(
     if row.text is not None:
         text = "".join(row.pieces)
     return GenerationResult(
-        text=_decode_whole_text(row, tokens, follow) if text is None else text,
+        text=_decode_whole_text(row, tokens, new_text_decoder) if text is None else text,
         token_ids=tokens,
         logprobs=recorded("logprob"),
         kept=recorded("kept"),
         certified=recorded("certified"),
         mass=recorded("mass") if "mass" in session.outputs else None,
-        token_logprobs=None if row.scores is None else row.scores.of_drawn(),
-        prompt_logprobs=None if row.scores is None else row.scores.of_prompt(),
+        token_logprobs=None if row.scores is None else row.scores.drawn_entries(),
+        prompt_logprobs=None if row.scores is None else row.scores.prompt_entries(),
         seed=row.request.seed,
         sample=row.request.sample,
         rule=row.request.rule.name,
@@ -290,7 +290,7 @@ def row_result(
     )
 
 
-def _decode_whole_text(row: Row, tokens: Sequence[int], follow: TextDecoderFactory) -> str:
-    text = new_row_text(row.request, follow)
+def _decode_whole_text(row: Row, tokens: Sequence[int], new_text_decoder: TextDecoderFactory) -> str:
+    text = new_row_text(row.request, new_text_decoder)
     shown = tokens[:-1] if isinstance(row.stop, int) else tokens  # without EOS
     return "".join([text.push(token) for token in shown]) + text.flush()

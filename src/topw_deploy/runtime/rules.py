@@ -25,7 +25,7 @@ def longest_pool(sampler: str, info: SamplerInfo) -> int | None:
     return LONGEST_LIST if searches else None
 
 
-def check_pool(rule: RuleParameters, longest: int | None, vocab_size: int) -> None:
+def check_top_h_pool(rule: RuleParameters, longest: int | None, vocab_size: int) -> None:
     """Raises ParameterError for a pool of Top-H that is larger than `longest` but not the whole vocabulary."""
     share, pool = rule.values
     if longest is None or rule.name != "top_h" or share >= 1 or not longest < pool < vocab_size:
@@ -37,7 +37,7 @@ def check_pool(rule: RuleParameters, longest: int | None, vocab_size: int) -> No
     )
 
 
-def check_carried(rule: RuleParameters, carried: Collection[str]) -> None:
+def check_rule_exported(rule: RuleParameters, carried: Collection[str]) -> None:
     """Raise ParameterError if `rule` is not among the rules that the folder carries."""
     if rule.name not in carried:
         raise ParameterError(
@@ -47,7 +47,7 @@ def check_carried(rule: RuleParameters, carried: Collection[str]) -> None:
         )
 
 
-def rule_of(get: Callable[[str], Any], own: Mapping[str, Any]) -> RuleParameters:
+def resolve_rule(get: Callable[[str], Any], own: Mapping[str, Any]) -> RuleParameters:
     """The rule that the parameters `own` name or imply.
 
     get: name -> value from any source, or None. Supplies the parameters that a rule named in `own` lacks there.
@@ -60,7 +60,9 @@ def rule_of(get: Callable[[str], Any], own: Mapping[str, Any]) -> RuleParameters
     return RuleParameters(**{**others, **own})
 
 
-def rule_names(stated: Mapping[str, Any], off: Callable[[str, Any], bool], *, implied: bool) -> frozenset[str]:
+def effective_rule_parameters(
+    stated: Mapping[str, Any], off: Callable[[str, Any], bool], *, implied: bool
+) -> frozenset[str]:
     """Which rule parameters of a `generation_config` take effect: those of the rule that it names.
 
     off: (name, value) -> whether the value disables its method.

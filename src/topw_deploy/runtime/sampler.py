@@ -16,7 +16,7 @@ from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.parameters import row_values, short_repr
 from topw_deploy.runtime.row_inputs import RuleInputs, uniforms
-from topw_deploy.runtime.rules import check_carried, check_pool, longest_pool, rule_of
+from topw_deploy.runtime.rules import check_rule_exported, check_top_h_pool, longest_pool, resolve_rule
 from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.sampling.beta import beta_coefficients
 from topw_deploy.sampling.likely_pairs import check_geom_unit, with_raw_scale
@@ -173,9 +173,11 @@ class TopWSampler:
         columns = {name: row_values(name, value, rows, "rows") for name, value in given.items()}
         rules, longest = RuleInputs(rows), longest_pool(self.sampler, self.manifest.sampler)
         for row in range(rows):
-            rule = rule_of(lambda _: None, {name: each[row] for name, each in columns.items() if each[row] is not None})
-            check_carried(rule, self.manifest.sampler.rules)
-            check_pool(rule, longest, self.vocab_size)
+            rule = resolve_rule(
+                lambda _: None, {name: each[row] for name, each in columns.items() if each[row] is not None}
+            )
+            check_rule_exported(rule, self.manifest.sampler.rules)
+            check_top_h_pool(rule, longest, self.vocab_size)
             rules.set(row, rule)
         return rules.arrays
 

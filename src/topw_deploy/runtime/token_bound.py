@@ -32,7 +32,7 @@ class TokenBound:
     characters: int | None
     alphanumeric: int | None
 
-    def least(self, text: str) -> tuple[int, str]:
+    def lower_bound(self, text: str) -> tuple[int, str]:
         """Returns (lower bound on the tokens of `text`, reason)."""
         bounds = [(0, "")]
         if self.characters:

@@ -60,7 +60,7 @@ class Tokenizer:
         return ids
 
     @cached_property
-    def bound(self) -> TokenBound:
+    def token_bound(self) -> TokenBound:
         """The bound on token lengths; computing it takes about 0.1 us per token of the vocabulary."""
         return compute_token_bound(self._raw)
 
@@ -75,7 +75,7 @@ class Tokenizer:
         """The text of a token alone, with U+FFFD for a part of a character; "" for an unknown id."""
         return self.decode([token], skip_special_tokens=False)
 
-    def follow(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
+    def text_decoder(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
         of = self._bytes[skip_special_tokens]
 
         def decode(ids: Sequence[int]) -> str:
@@ -112,7 +112,7 @@ class Tokenizer:
             return error  # interrupts
         return TokenizerError(f"{self._file} cannot be {done} ({one_line(error, 200)}); export the model again.")
 
-    def id_of(self, token: str | None) -> int | None:
+    def token_id(self, token: str | None) -> int | None:
         """None for an unknown token."""
         try:
             return None if token is None else self._raw.token_to_id(token)
@@ -132,11 +132,11 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        return self.id_of(self.special_tokens.get("bos_token"))
+        return self.token_id(self.special_tokens.get("bos_token"))
 
     @property
     def eos_token_id(self) -> int | None:
-        return self.id_of(self.special_tokens.get("eos_token"))
+        return self.token_id(self.special_tokens.get("eos_token"))
 
     @property
     def vocab_size(self) -> int:

@@ -55,7 +55,7 @@ class Served:
         self._timeout = options.request_timeout
         self._most_waiting = int(options.engine.get("max_queue", 256))
         sampler = model.manifest.sampler
-        self._limits = Limits(context, sampler.vocab_size, self.length, opened="engine", rules=sampler.rules)
+        self._limits = Limits(context, sampler.vocab_size, self.length, opened_as="engine", rules=sampler.rules)
         self._preparing = anyio.CapacityLimiter(PREPARING_THREADS)
 
     @cached_property

@@ -104,7 +104,7 @@ class Layout:
     def __init__(self, decoder: DecoderInfo) -> None:
         self.states = sorted(decoder.states, key=lambda state: state.grows)
         self.fixed = sum(not state.grows for state in self.states)
-        self.fixed_ones, self.growing = slice(self.fixed), slice(self.fixed, None)
+        self.fixed_states, self.growing_states = slice(self.fixed), slice(self.fixed, None)
         self.evicts, self.recurs = decoder.evicts, decoder.recurs
         self._fixed_bytes = [state.row_bytes(0) for state in self.states]  # bytes without tokens
         self._token_bytes = [state.row_bytes(1) if state.grows else 0 for state in self.states]

@@ -69,7 +69,7 @@ class GraphSession(OrtSession):
             self.cpu_nodes = cpu_nodes.assigned_cpu_nodes(opened.raw)
         if not self._allows_fallback:
             cpu_nodes.refuse_cpu_nodes(self.cpu_nodes, self.provider)
-        self._warn_of_cpu(asked, failure, unused)
+        self._warn_of_fallback(asked, failure, unused)
         _check_io(folder, opened.raw)
         self.mask_words = mask_words(folder.manifest.sampler.vocab_size)
         device = providers.device_of(self.provider), options.device_number
@@ -101,9 +101,9 @@ class GraphSession(OrtSession):
             )
         if not self._allows_fallback:
             cpu_nodes.refuse_cpu_nodes(self.cpu_nodes, self.provider)
-        self._warn_of_cpu(self.provider, "", graphs_unused=False)
+        self._warn_of_fallback(self.provider, "", graphs_unused=False)
 
-    def _warn_of_cpu(self, asked: str, failure: str, graphs_unused: bool) -> None:
+    def _warn_of_fallback(self, asked: str, failure: str, graphs_unused: bool) -> None:
         doctor, name = "; `topw doctor` shows what is missing", providers.short_name(asked)
         if self.provider != asked:
             if name not in providers.available():
