@@ -1,9 +1,10 @@
-"""Lower bound of each token's distance to its nearest neighbour, computed at export.
+"""Compute a lower bound of each token's distance to its nearest neighbour, for the export.
 
-A token outside the crop is at least this far from every member, so many fail the row test without a distance
-(docs/contract/graph.md, section 8). Two extra coordinates keep rounded float32 products below distances.
+A token outside the crop is at least this far from every member. So the row test can exclude many tokens without
+computing a distance (docs/contract/graph.md, section 8).
 
-For float32 points x, y with n = d + 2 coordinates and unit roundoff u = 2^-24, let
+The bounds come from float32 matrix products. Two extra coordinates make each rounded product a lower bound. For float32
+points x, y with n = d + 2 coordinates and unit roundoff u = 2^-24, let
 
     x -> (-2 x, q_x, 1)    y -> (y, 1, q_y)    q_x = (1 - 2 g) |x|^2 - (1 + g) t_x    g = n u / (1 - n u)
 
@@ -11,9 +12,12 @@ Their product is |x - y|^2 - 2 g (|x|^2 + |y|^2) - (1 + g)(t_x + t_y). In any su
 is at most g times 2 sum |x_k y_k| + |q_x| + |q_y| <= 2 (|x|^2 + |y|^2) + t_x + t_y (N. Higham, Accuracy and Stability
 of Numerical Algorithms, section 3.1). So the rounded product s is at most |x - y|^2 - t_x - t_y.
 
-With points off by e_x and e_y, true distance D and r > 0, |x - y|^2 <= (D + e_x + e_y)^2 <= (1 + r) D^2 + 2 (1 +
-1/r)(e_x^2 + e_y^2). For t_x = 2 (1 + 1/r) e_x^2, D^2 >= s / (1 + r). For `cosine`, x -> (-x, q_x, 1) with q_x = 1/2 -
-1.1 g - 2.1 e_x bounds 1 - x.y, as |x|, |y| <= 1 up to rounding.
+Let x and y differ from the exact points by e_x and e_y, let D be the exact points' distance, and r > 0. Then
+|x - y|^2 <= (D + e_x + e_y)^2 <= (1 + r) D^2 + 2 (1 + 1/r)(e_x^2 + e_y^2). With t_x = 2 (1 + 1/r) e_x^2, it follows
+that D^2 >= s / (1 + r).
+
+For `cosine`, x -> (-x, q_x, 1) with q_x = 1/2 - 1.1 g - 2.1 e_x gives a bound of 1 - x.y, because |x| and |y| are at
+most 1 up to rounding.
 """
 
 from __future__ import annotations
@@ -29,68 +33,72 @@ from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling import Geometry
 
 Bound = NDArray[np.float32]
-Measure = Callable[[Geometry, int], Bound]
-"""Maps the geometry and the number of tokens to input 16 of the sampler node, float32 [tokens] or [0]."""
 
-_UNIT = 2.0**-24  # float32's unit roundoff
-_SHARE = 2.0**-16  # r above
-_ARITHMETIC = 1e-9  # relative to a point's norm; above double-precision error
-_UNDERFLOW = 2.0**-100  # more than a sum loses by underflow
-_BLOCK = 2048  # tokens per side of a product
-_BLOCK_VALUES = 4 << 20  # float64 coordinates per block: 32 MiB
-_HELD_VALUES = 64 << 20  # float32 coordinates of left sides held: 256 MiB
+Measure = Callable[[Geometry, int], Bound]
+"""Computes input 16 of the sampler node, float32 [tokens] or [0], from the geometry and the number of tokens."""
+
+_UNIT_ROUNDOFF = 2.0**-24  # of float32
+_R = 2.0**-16  # r above
+_ARITHMETIC_ERROR = 1e-9  # of the exact points, relative to their norm; more than doubles can lose
+_UNDERFLOW = 2.0**-100  # absolute; more than a sum can lose by underflow
+_BLOCK = 2048  # tokens on each side of a product
+_BLOCK_VALUES = 4 << 20  # float64 coordinates in a block: 32 MiB
+_HELD_VALUES = 64 << 20  # float32 coordinates of left points in memory: 256 MiB
 
 
 def no_bound(_geometry: Geometry, _tokens: int) -> Bound:
-    """A Measure that stores no bound: its array has shape [0]."""
+    """The `Measure` of exports without a bound. Returns float32 [0]."""
     return np.zeros(0, dtype=np.float32)
 
 
 def zero_bound(_geometry: Geometry, tokens: int) -> Bound:
-    """A Measure of full size for dry runs; zeros are a valid bound."""
+    """The `Measure` of dry runs. Returns zeros, a valid bound, so that sizes are those of the export."""
     return np.zeros(tokens, dtype=np.float32)
 
 
-def choose_measure(wanted: bool, dry_run: bool, progress: Progress) -> Measure:
-    if not wanted:
+def choose_measure(with_bound: bool, dry_run: bool, progress: Progress) -> Measure:
+    """Choose how an export computes its bound: not at all, zeros, or measured."""
+    if not with_bound:
         return no_bound
     if dry_run:
         return zero_bound
 
-    def measured(geometry: Geometry, tokens: int) -> Bound:
+    def measure(geometry: Geometry, tokens: int) -> Bound:
         progress.say(f"Measuring the distance of each of {tokens} tokens to its nearest neighbour")
         return neighbour_bound(geometry, tokens, progress)
 
-    return measured
+    return measure
 
 
 def neighbour_bound(geometry: Geometry, tokens: int, progress: Progress = SILENT) -> Bound:
-    """A lower bound of each token's distance to the nearest other of the first `tokens`: float32 [tokens].
+    """Compute a lower bound of each token's distance to the nearest other of the first `tokens`: float32 [tokens].
 
-    geometry: float64 statistics; the bound also holds for a graph's float32 roundings.
-    progress: counts pairs.
+    The bound is 0 for duplicates, for near-duplicates within float32's rounding, and for a single token. It also holds
+    under `knn`, whose mean of distances is at least the smallest. Needs about 500 MB beside the table, and tokens^2 / 2
+    dot products of width d + 2.
 
-    The bound is 0 for duplicates, near-duplicates within float32's rounding, and a single token. It also holds under
-    `knn`, whose mean is at least the minimum. Needs about 500 MB beside the table, and tokens^2 / 2 products of width
-    d.
+    geometry: float64 statistics. The bound also holds for the distances that a graph computes from float32 statistics.
+    progress: shows a bar of pairs.
+
     Raises ParameterError for the `uniform` metric.
     """
-    points = _Points(geometry, tokens)
-    lowest = np.full(tokens, np.inf, dtype=np.float32)
+    points = _LiftedPoints(geometry, tokens)
+    lowest = np.full(tokens, np.inf, dtype=np.float32)  # product of each token with any other
     block = max(1, min(_BLOCK, _BLOCK_VALUES // points.width))
-    held = max(1, _HELD_VALUES // (points.width * block)) * block
+    held = max(1, _HELD_VALUES // (points.width * block)) * block  # left points in memory, a multiple of `block`
     with progress.bar(tokens * (tokens - 1) // 2, "pairs") as advance:
         for first in range(0, tokens, held):
-            left = _held_points(points, first, min(first + held, tokens), block)
+            left = _left_points(points, first, min(first + held, tokens), block)
             for start in range(first, tokens, block):
                 right = points.right(start, min(start + block, tokens))
-                for top in range(first, min(first + held, start + 1), block):  # diagonal and above
+                for top in range(first, min(first + held, start + 1), block):  # only blocks on or above the diagonal
                     part = left[top - first : top - first + block]
-                    advance(_lower(lowest, part, right, top, start))
+                    advance(_lower_products(lowest, part, right, top, start))
     return points.distance(lowest)
 
 
-def _held_points(points: _Points, first: int, last: int, block: int) -> Bound:
+def _left_points(points: _LiftedPoints, first: int, last: int, block: int) -> Bound:
+    """The left points of tokens `first` to `last` - 1, computed in blocks: [last - first, width]."""
     left = np.empty((last - first, points.width), dtype=np.float32)
     for start in range(first, last, block):
         stop = min(start + block, last)
@@ -98,8 +106,14 @@ def _held_points(points: _Points, first: int, last: int, block: int) -> Bound:
     return left
 
 
-def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> int:
-    """Lower `lowest` by the products of `left` and `right` points. Returns the number of pairs."""
+def _lower_products(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> int:
+    """Lower each token's lowest product by those of a block of left points and a block of right points.
+
+    lowest: [tokens], changed in place.
+    left, right: points of the tokens from `top` and from `start` on.
+
+    Returns the number of pairs.
+    """
     n, m = len(left), len(right)
     products = left @ right.T
     if top == start:
@@ -111,41 +125,48 @@ def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> in
     return n * m
 
 
-class _Points:
-    """Points (see above) whose products bound distances, squared ones for `mahalanobis` and `unit`."""
+class _LiftedPoints:
+    """Token features with the two extra coordinates of the module's docstring.
+
+    The product of a left and a right point is a lower bound of their distance for `cosine`, and of the squared distance
+    for `mahalanobis` and `unit`.
+
+    width: number of coordinates, d + 2.
+    """
 
     def __init__(self, geometry: Geometry, tokens: int) -> None:
         if geometry.mean is None or geometry.inverse_std is None:
             raise ParameterError("the uniform metric needs no neighbour bound: all distances are 1; leave it out.")
         self._geometry = geometry
-        # The mean cancels in mahalanobis distances.
-        mean = geometry.mean if geometry.metric == "mahalanobis" else _rounded(geometry.mean)
-        self._in_graph = replace(geometry, mean=mean, inverse_std=_rounded(geometry.inverse_std))
+        # Rounding the mean does not matter for `mahalanobis`, where it cancels in distances.
+        mean = geometry.mean if geometry.metric == "mahalanobis" else _round_to_float32(geometry.mean)
+        self._in_graph = replace(geometry, mean=mean, inverse_std=_round_to_float32(geometry.inverse_std))
         self.width = len(geometry.mean) + 2
-        growth = self.width * _UNIT
+        growth = self.width * _UNIT_ROUNDOFF
         self._growth = growth / (1.0 - growth)
         self._euclidean = geometry.metric != "cosine"
         self._offsets = np.full(tokens, np.nan, dtype=np.float32)
 
     def left(self, start: int, stop: int) -> Bound:
         """[stop - start, width]: -2 x (or -x), q, 1."""
-        lifted = self._lifted(start, stop)
+        lifted = self._lift(start, stop)
         lifted[:, :-2] *= np.float32(-2.0 if self._euclidean else -1.0)
         return lifted
 
     def right(self, start: int, stop: int) -> Bound:
         """[stop - start, width]: x, 1, q."""
-        lifted = self._lifted(start, stop)
+        lifted = self._lift(start, stop)
         lifted[:, -2], lifted[:, -1] = lifted[:, -1].copy(), lifted[:, -2].copy()
         return lifted
 
     def distance(self, products: Bound) -> Bound:
-        """Distances that `products` prove, rounded down; 0 for inf (no pair)."""
+        """The distances that these lowest products prove, rounded down; 0 for inf, a token without a pair."""
         s = np.where(np.isfinite(products), np.maximum(products, 0.0), 0.0).astype(np.float64)
-        distances = np.sqrt(s / (1.0 + _SHARE)) if self._euclidean else np.minimum(s, 2.0)
+        distances = np.sqrt(s / (1.0 + _R)) if self._euclidean else np.minimum(s, 2.0)
         return np.maximum(np.nextafter(distances.astype(np.float32), np.float32(-1.0)), np.float32(0.0))
 
-    def _lifted(self, start: int, stop: int) -> Bound:
+    def _lift(self, start: int, stop: int) -> Bound:
+        """[stop - start, width]: x, q, 1."""
         ids = np.arange(start, stop)
         exact = self._geometry.features(ids)
         lifted = np.empty((stop - start, self.width), dtype=np.float32)
@@ -156,16 +177,20 @@ class _Points:
         return lifted
 
     def _offset(self, ids: NDArray[np.int64], exact: NDArray[np.float64], x: NDArray[np.float64]) -> Bound:
+        """q of each token, rounded down: float32 [n].
+
+        exact: the features [n, d] from float64 statistics; x: their float32 roundings.
+        """
         g, in_graph = self._growth, self._in_graph.features(ids)
         e = np.maximum(np.linalg.norm(exact - x, axis=1), np.linalg.norm(in_graph - x, axis=1))
-        e += _ARITHMETIC * np.linalg.norm(x, axis=1)
+        e += _ARITHMETIC_ERROR * np.linalg.norm(x, axis=1)
         if self._euclidean:
-            t = 2.0 * (1.0 + 1.0 / _SHARE) * np.square(e)
+            t = 2.0 * (1.0 + 1.0 / _R) * np.square(e)
             q = (1.0 - 2.0 * g) * np.square(x).sum(axis=1) - (1.0 + g) * t
         else:
             q = 0.5 - 1.1 * g - 2.1 * e
         return np.nextafter((q - _UNDERFLOW).astype(np.float32), np.float32(-np.inf))
 
 
-def _rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _round_to_float32(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return values.astype(np.float32).astype(np.float64)

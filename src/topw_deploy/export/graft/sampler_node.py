@@ -1,6 +1,6 @@
-"""Add the sampler to a decoder.
+"""Add the sampler node and its function to a decoder.
 
-The only weights read are the embedding table, for its statistics.
+Of all weights, only those of the embedding table are read, for its statistics.
 """
 
 from __future__ import annotations
@@ -34,23 +34,27 @@ from topw_deploy.sampling.parameters import TopWParameters
 
 NODE_NAME = "topw_sample"
 BOUND_NAME = "topw.neighbour_bound"
-_MATRICES: dict[str, tuple[ir.DataType, str | int]] = {  # inputs [batch, n]: (element type, n)
+_MATRIX_INPUTS: dict[str, tuple[ir.DataType, str | int]] = {  # name -> (element type, n) of inputs [batch, n]
     "edit_ids": (ir.DataType.INT64, "edits"),
     "edit_penalty": (ir.DataType.FLOAT, "edits"),
     "edit_bias": (ir.DataType.FLOAT, "edits"),
     "allowed": (ir.DataType.INT32, "words"),
     "rule_values": (ir.DataType.FLOAT, 2),
 }
-_VECTORS = {"rule": ir.DataType.INT32}  # other inputs [batch]; the rest are float32
+_VECTOR_TYPES = {"rule": ir.DataType.INT32}  # name -> element type of inputs [batch]; all others are float32
 _GREEDY = TopWParameters(temperature=0.0)
 
 
 def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound) -> tuple[Decoder, TailSpec]:
-    """Add the sampler to `decoder.model` in place, and tidy a traced graph; `measure` computes the neighbour bound.
+    """Add the sampler to `decoder.model` in place. Returns the decoder and the options of its sampler node.
 
-    `logits` stays an output on request. In another exporter's decoder it is the decoder's own output, and the graph
-    then also runs without sampler inputs; otherwise it is float32 [batch, vocab].
-    Raises UnsupportedModelError if a metric other than `uniform` lacks input embeddings or has fewer rows than tokens.
+    With `with_logits`, the graph keeps an output `logits`. In another exporter's decoder it is that decoder's own
+    output, and the graph then also runs without sampler inputs. In a traced graph it is float32 [batch, vocab]. A
+    traced graph is also simplified.
+
+    measure: computes the neighbour bound.
+
+    Raises UnsupportedModelError if the metric needs embeddings, and the decoder has none, or fewer rows than tokens.
     """
     graph = decoder.model.graph
     embedding = find_embedding(graph) if wanted.options.metric != "uniform" else None
@@ -86,53 +90,54 @@ def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound)
 
 
 def _shared_table(graph: ir.Graph) -> ir.Value | None:
-    """The embedding initializer that a tied output layer may use too, if there is one."""
+    """The initializer of the embedding table, which a tied output layer may share; None if there is none."""
     try:
         table = find_embedding(graph).data[0]
-    except UnsupportedModelError:  # optional with the uniform metric
+    except UnsupportedModelError:  # the uniform metric needs no embeddings
         return None
     return table if table.producer() is None else None
 
 
 def add_sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
-    """Append the sampler's inputs, without logits, in the node's order."""
-    made = []
+    """Append graph inputs for the node's inputs but `logits`. Returns them in the node's order."""
+    inputs = []
     for name in TAIL_INPUTS[1:]:
-        dtype, *width = _MATRICES.get(name, (_VECTORS.get(name, ir.DataType.FLOAT),))
-        made.append(editor.input(name, dtype, [batch, *width]))
-    return made
+        dtype, *width = _MATRIX_INPUTS.get(name, (_VECTOR_TYPES.get(name, ir.DataType.FLOAT),))
+        inputs.append(editor.input(name, dtype, [batch, *width]))
+    return inputs
 
 
 def add_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value) -> list[ir.Value]:
-    """Make the sampler's graph `inputs` optional; returns the node's inputs.
+    """Make the sampler's graph inputs optional. Returns the node's inputs.
 
-    onnxruntime requires every graph input that has no initializer. Greedy defaults for every row of `logits` let
-    callers run the decoder without sampler inputs.
+    onnxruntime requires a value for each graph input that has no initializer. With initializers for a greedy row, which
+    are expanded to all rows of `logits`, callers can run the decoder without sampler inputs.
     """
     rows = editor.op("Shape", [logits], start=0, end=1)
     rows_and_one = editor.op("Concat", [rows, editor.constant(np.array([1]))], axis=0)
-    read = []
+    node_inputs = []
     for value in inputs:
         name = value.name or ""
         value.const_value = ir.tensor(_default(name), name=name)
         editor.graph.register_initializer(value)
-        shape = rows_and_one if name in _MATRICES else rows
-        read.append(editor.op("Expand", [value, shape], dtype=value.dtype, shape=list(value.shape or ())))
-    return read
+        shape = rows_and_one if name in _MATRIX_INPUTS else rows
+        node_inputs.append(editor.op("Expand", [value, shape], dtype=value.dtype, shape=list(value.shape or ())))
+    return node_inputs
 
 
 def _default(name: str) -> np.ndarray:
-    if name in _MATRICES:
-        dtype, width = _MATRICES[name]
+    """The input's value for one greedy row: [1] or [1, n]."""
+    if name in _MATRIX_INPUTS:
+        dtype, width = _MATRIX_INPUTS[name]
         return np.zeros((1, width if isinstance(width, int) else 0), dtype.numpy())
-    # `uniform` and `rule` are not among the parameters; their default is 0.
-    return np.array([getattr(_GREEDY, name, 0)], _VECTORS.get(name, ir.DataType.FLOAT).numpy())
+    # `uniform` and `rule` are not among Top-W's parameters; they are 0.
+    return np.array([getattr(_GREEDY, name, 0)], _VECTOR_TYPES.get(name, ir.DataType.FLOAT).numpy())
 
 
 def geometry_constants(
     editor: GraphEditor, embedding: EmbeddingNode, spec: TailSpec, measure: Measure
 ) -> list[ir.Value]:
-    """Constants for the sampler node: mean and inverse standard deviation [hidden], and the neighbour bound."""
+    """Add the node's inputs `GEOMETRY_INPUTS` as initializers, from the statistics of the embedding table."""
     table = EmbeddingTable(embedding, spec.vocab_size)
     geometry = Geometry.from_embeddings(table, spec.options.metric)
     return [
@@ -143,6 +148,11 @@ def geometry_constants(
 
 
 def add_sampler_node(graph: ir.Graph, spec: TailSpec, inputs: list[ir.Value], batch: int | str) -> list[ir.Value]:
+    """Append the sampler node. Returns its outputs, named as in `tail_outputs(spec)`.
+
+    inputs: in the order of `tail_inputs(spec)`.
+    batch: the dimension of the outputs.
+    """
     names = tail_outputs(spec)
     node = ir.node(
         OP_TYPE, inputs, attributes=tail_attributes(spec), domain=DOMAIN, num_outputs=len(names), name=NODE_NAME
@@ -156,18 +166,25 @@ def add_sampler_node(graph: ir.Graph, spec: TailSpec, inputs: list[ir.Value], ba
 
 
 def install_function(model: ir.Model, spec: TailSpec) -> None:
+    """Add the sampler's function to the model, and import its domain."""
     function = build_tail(spec)
     model.functions[function.identifier()] = function
     model.opset_imports[DOMAIN] = DOMAIN_VERSION
 
 
 def sampler_node(graph: ir.Graph) -> ir.Node:
+    """The graph's sampler node."""
     return next(node for node in graph if node.domain == DOMAIN and node.op_type == OP_TYPE)
 
 
 def _set_outputs(
     graph: ir.Graph, results: list[ir.Value], logits: ir.Value, batch: int | str, with_logits: bool, keep_own: bool
 ) -> None:
+    """Set the graph's outputs: the sampler's, logits if wanted, then the cache.
+
+    logits: the sampler's input, float32 [batch, vocab].
+    keep_own: whether the output `logits` is the decoder's own rather than `logits`.
+    """
     own = next(value for value in graph.outputs if value.name == "logits")
     cache = [value for value in graph.outputs if value is not own]
     graph.outputs.clear()
@@ -183,6 +200,7 @@ def _set_outputs(
 
 
 def _batch_dimension(graph: ir.Graph) -> int | str:
+    """The first dimension of `input_ids`. Raises UnsupportedModelError unless the input has rank 2."""
     ids = find_input(graph, "input_ids")
     if ids is None or ids.shape is None or len(ids.shape) != 2:
         raise UnsupportedModelError(
@@ -193,6 +211,7 @@ def _batch_dimension(graph: ir.Graph) -> int | str:
 
 
 def _check_rows(embedding: EmbeddingNode | None, vocab: int) -> None:
+    """Raise UnsupportedModelError if the embedding table has fewer rows than there are tokens."""
     if embedding is not None and embedding.rows < vocab:
         raise UnsupportedModelError(
             f"the embedding table has {embedding.rows} rows for logits of width {vocab}, but every token needs one; "

@@ -1,4 +1,4 @@
-"""Simplify a traced graph once the sampler is in it."""
+"""Simplify a traced graph after the sampler was added."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.lazy_weight import PART, LazyWeight, transposed
+from topw_deploy.export.graph.lazy_weight import BLOCK_BYTES, LazyWeight, transpose_tensor
 
 
 def tidy(model: ir.Model, table: ir.Value | None) -> None:
-    """Simplify a traced graph.
+    """Simplify a traced graph in place.
 
-    table: embedding initializer, shared with a tied output layer.
+    Shares the table with a tied output layer, stores weights transposed, and removes duplicate and unused nodes.
+
+    table: the embedding initializer, which a tied output layer may share; None if there is none.
     """
     graph = model.graph
     if table is not None:
@@ -25,7 +27,7 @@ def tidy(model: ir.Model, table: ir.Value | None) -> None:
 
 
 def _share_tied_head(graph: ir.Graph, table: ir.Value) -> None:
-    """Write hidden @ table^T as a Gemm, which needs no transposed copy of the table."""
+    """Replace hidden @ table^T by a Gemm, which needs no transposed copy of the table."""
     for node in list(graph):
         if node.op_type != "MatMul" or node.domain or _rank(node.inputs[0]) != 2:
             continue
@@ -46,6 +48,7 @@ def _rank(value: ir.Value | None) -> int | None:
 
 
 def _is_transpose_of(value: ir.Value, table: ir.Value) -> bool:
+    """Whether `value` is the transposed table: by a Transpose node, or as another initializer with these values."""
     producer = value.producer()
     if producer is not None:
         return producer.op_type == "Transpose" and producer.inputs[0] is table
@@ -54,20 +57,21 @@ def _is_transpose_of(value: ir.Value, table: ir.Value) -> bool:
         return False
     if isinstance(copy, LazyWeight) and isinstance(original, LazyWeight) and copy.key == (original.key, (1, 0)):
         return True
-    return _equal_rows(copy, original)
+    return _equals_transposed(copy, original)
 
 
-def _equal_rows(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
-    """Compare `copy` with `original` transposed, in blocks where possible."""
+def _equals_transposed(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
+    """Whether `copy` has the values of `original` transposed. Compares in blocks if both can be read in parts."""
     if not all(isinstance(tensor, LazyWeight) and tensor.read is not None for tensor in (copy, original)):
         return bool(np.array_equal(copy.numpy().T, original.numpy()))
     rows = int(original.shape[0])
-    step = max(1, PART // max(1, original.nbytes // max(1, rows)))
+    step = max(1, BLOCK_BYTES // max(1, original.nbytes // max(1, rows)))
     blocks = (slice(start, start + step) for start in range(0, rows, step))
     return all(np.array_equal(copy.read((slice(None), block)).T, original.read(block)) for block in blocks)  # type: ignore[attr-defined]
 
 
 def _store_transposed(graph: ir.Graph) -> None:
+    """Replace each Transpose of an initializer that no other node uses by an initializer with the permuted axes."""
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Transpose" and node.domain == "" else None
         if source is None or source.const_value is None or len(source.uses()) != 1 or source.is_graph_input():
@@ -75,7 +79,7 @@ def _store_transposed(graph: ir.Graph) -> None:
         permutation = (
             node.attributes["perm"].as_ints() if "perm" in node.attributes else range(_rank(source) or 0)[::-1]
         )
-        tensor = transposed(source.const_value, tuple(permutation))
+        tensor = transpose_tensor(source.const_value, tuple(permutation))
         weight = ir.Value(
             name=f"{source.name}.transposed", type=source.type, shape=ir.Shape(tensor.shape), const_value=tensor
         )

@@ -1,4 +1,4 @@
-"""Find the token embedding lookup."""
+"""Find and describe the node that looks up token embeddings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ AttributeValue = int | float | str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingForm:
-    """The decoder's embedding node without its tensors; it maps ids [...] to rows [..., hidden].
+    """The operator and the types of an embedding node, which maps ids [...] to rows [..., hidden].
 
-    inputs: (element type, shape) of the data inputs, without the ids.
-    indices_position: input index of the ids.
+    domain, op_type: the operator.
+    attributes: (name, value), sorted by name where the node comes from a graph.
+    inputs: (element type, shape) of each input but the ids.
+    indices_position: the position of the ids among the inputs.
 
-    Raises UnsupportedModelError for an index out of range or a Gather axis other than 0.
+    Raises UnsupportedModelError for a position out of range or a Gather axis other than 0.
     """
 
     domain: str
@@ -42,7 +44,7 @@ class EmbeddingForm:
 
     @property
     def form(self) -> str:
-        """The operator as text for kernels to compare, with sorted attributes, e.g. `Gather(axis=0)`."""
+        """The operator and its sorted attributes as text, e.g. `Gather(axis=0)`, by which a kernel knows the form."""
         attributes = dict(self.attributes)
         if self.op_type == "Gather" and not self.domain:
             attributes.setdefault("axis", 0)
@@ -51,21 +53,23 @@ class EmbeddingForm:
 
 
 def plain_gather(rows: int, hidden: int, dtype: ir.DataType = ir.DataType.FLOAT) -> EmbeddingForm:
-    """Gather(axis=0) over one table [rows, hidden]."""
+    """The form of a Gather over axis 0 of one table [rows, hidden]."""
     return EmbeddingForm("", "Gather", (("axis", 0),), ((dtype, (rows, hidden)),), 1)
 
 
-# Operators allowed between the ids and the lookup: they preserve the ids' values and order.
-_TRANSPARENT = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"}
-_LOOKUPS = {("", "Gather"), ("com.microsoft", "GatherBlockQuantized")}
-_IDS_AT = 1  # input index of the ids
+# Operators that may stand between `input_ids` and the lookup, because they keep the ids' values and order.
+_ORDER_KEEPING_OPS = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"}
+_LOOKUP_OPS = {("", "Gather"), ("com.microsoft", "GatherBlockQuantized")}
+_IDS_POSITION = 1  # of the ids among the inputs of both
 
 
 @dataclass(frozen=True)
 class EmbeddingNode:
-    """The node that looks up token ids in a table [rows, hidden].
+    """The node that looks up token ids in a table.
 
-    data: its inputs without the ids.
+    form: see `EmbeddingForm`.
+    data: the node's inputs without the ids.
+    rows, hidden: the shape of the table after dequantisation.
     """
 
     node: ir.Node
@@ -76,43 +80,50 @@ class EmbeddingNode:
 
 
 def find_embedding(graph: ir.Graph) -> EmbeddingNode:
-    """The lookup of `input_ids`; of several (Gemma 4 also has embeddings per layer), the one tied to the head.
+    """Find the node that looks up `input_ids`.
 
-    Raises UnsupportedModelError unless there is exactly one.
+    Of several (Gemma 4 also has embeddings for each layer), it is the one whose table the head shares.
+    Raises UnsupportedModelError if there is none, or more than one.
     """
-    found = _lookups(graph)
-    if len(found) > 1:
-        found = [node for node in found if _is_tied(node)] or found
-    if not found:
+    lookups = _lookups(graph)
+    if len(lookups) > 1:
+        lookups = [node for node in lookups if _is_tied(node)] or lookups
+    if not lookups:
         raise UnsupportedModelError(
             "the decoder has no input embeddings: no Gather or GatherBlockQuantized of a constant table is fed by "
             "input_ids; export with --metric uniform, which needs none."
         )
-    if len(found) > 1:
-        names = ", ".join(node.name or node.op_type for node in found)
+    if len(lookups) > 1:
+        names = ", ".join(node.name or node.op_type for node in lookups)
         raise UnsupportedModelError(
-            f"the decoder looks input_ids up in {len(found)} tables ({names}), so the token geometry is ambiguous; "
+            f"the decoder looks input_ids up in {len(lookups)} tables ({names}), so the token geometry is ambiguous; "
             "export with --metric uniform."
         )
-    return _describe(found[0])
+    return _describe(lookups[0])
 
 
 def _lookups(graph: ir.Graph) -> list[ir.Node]:
+    """All nodes that look `input_ids` up in a constant matrix."""
     ids = find_input(graph, "input_ids")
-    waiting, seen, found = [ids] if ids is not None else [], set(), []
+    waiting, seen, lookups = [ids] if ids is not None else [], set(), []
     while waiting:
         for node, position in waiting.pop().uses():
-            if node.op_type in _TRANSPARENT and node.domain == "" and position == 0:
+            if node.op_type in _ORDER_KEEPING_OPS and node.domain == "" and position == 0:
                 if id(node) not in seen:
                     seen.add(id(node))
                     waiting.append(node.outputs[0])
-            elif (node.domain, node.op_type) in _LOOKUPS and position == _IDS_AT and _has_constant_matrix(node):
-                found.append(node)
-    return found
+            elif (
+                (node.domain, node.op_type) in _LOOKUP_OPS and position == _IDS_POSITION and _has_constant_matrix(node)
+            ):
+                lookups.append(node)
+    return lookups
 
 
 def _is_tied(lookup: ir.Node) -> bool:
-    """Whether other nodes use the table too: the head, or the sampler in a finished graph."""
+    """Whether other nodes use the table too: the head, or the sampler in a finished graph.
+
+    Follows the table back through the nodes that make it, as a transposed or cast table is shared before them.
+    """
     value, user = lookup.inputs[0], lookup
     while value is not None:
         if any(node is not user for node in value.consumers()):
@@ -125,12 +136,14 @@ def _is_tied(lookup: ir.Node) -> bool:
 
 
 def _has_constant_matrix(node: ir.Node) -> bool:
+    """Whether the first input is a constant of rank 2."""
     table = node.inputs[0]
     return is_constant(table) and table is not None and table.shape is not None and len(table.shape) == 2
 
 
 def _describe(node: ir.Node) -> EmbeddingNode:
-    data = tuple(value for index, value in enumerate(node.inputs) if index != _IDS_AT and value is not None)
+    """Describe a lookup. Raises UnsupportedModelError for an omitted input or an unknown type or shape."""
+    data = tuple(value for index, value in enumerate(node.inputs) if index != _IDS_POSITION and value is not None)
     if len(data) != len(node.inputs) - 1:
         raise UnsupportedModelError(f"the embedding node {node.name} omits an optional input; write it explicitly.")
     inputs = tuple((_element_type(value), _fixed_shape(value)) for value in data)
@@ -140,13 +153,13 @@ def _describe(node: ir.Node) -> EmbeddingNode:
             for name, a in node.attributes.items()
         )
     )
-    form = EmbeddingForm(node.domain, node.op_type, attributes, inputs, _IDS_AT)
+    form = EmbeddingForm(node.domain, node.op_type, attributes, inputs, _IDS_POSITION)
     rows, width = inputs[0][1]
     return EmbeddingNode(node, form, data, rows, width * _values_per_element(node, inputs[0][0]))
 
 
 def _values_per_element(node: ir.Node, stored: ir.DataType) -> int:
-    """Weights per stored element: GatherBlockQuantized packs two 4-bit weights into a uint8."""
+    """The number of weights in each stored element: GatherBlockQuantized packs two 4-bit weights into a uint8."""
     if node.op_type == "GatherBlockQuantized" and stored == ir.DataType.UINT8:
         bits = node.attributes.get("bits")
         return 8 // (bits.as_int() if bits is not None else 4)
@@ -154,11 +167,12 @@ def _values_per_element(node: ir.Node, stored: ir.DataType) -> int:
 
 
 def _element_type(value: ir.Value) -> ir.DataType:
+    """The element type of a table. If the graph does not state it, that of the input of the node that makes it."""
     dtype = value.dtype if value.dtype is not None else getattr(value.const_value, "dtype", None)
     if dtype is not None:
         return dtype
     producer = value.producer()
-    source = producer.inputs[0] if producer is not None else None  # the nodes before a lookup keep the type
+    source = producer.inputs[0] if producer is not None else None  # nodes that make a table (Transpose) keep the type
     if source is None:
         raise UnsupportedModelError(
             f"the embedding table {value.name} has no element type; export the decoder with types inferred."
@@ -167,6 +181,7 @@ def _element_type(value: ir.Value) -> ir.DataType:
 
 
 def _fixed_shape(value: ir.Value) -> tuple[int, ...]:
+    """The shape of `value`. Raises UnsupportedModelError unless all sizes are numbers."""
     shape = value.shape
     if shape is None or not all(isinstance(size, int) for size in shape):
         raise UnsupportedModelError(

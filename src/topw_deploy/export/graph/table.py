@@ -1,11 +1,12 @@
 """Read a graph's embedding table in blocks of rows.
 
-The table of a Gather, plain or transposed, is read directly. Other lookups run the decoder's nodes in onnxruntime, so
-that the rows are exactly the sampler's.
+The table of a Gather is read from its initializer, which may be transposed. For other lookups, onnxruntime runs the
+decoder's own nodes, so that the rows are exactly those that the sampler will see.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,15 @@ from topw_deploy.export.graph.editor import GraphEditor, attribute_values
 from topw_deploy.export.graph.embedding import EmbeddingNode
 from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
 
+ReadRows = Callable[[np.ndarray], np.ndarray]
+"""Returns the rows of ids int64 [n]: float32 [n, hidden]."""
+
 
 class EmbeddingTable:
-    """A graph's embedding table as an array-like [rows, hidden] that reads rows on demand."""
+    """A graph's embedding table as an array-like float32 [rows, hidden] that reads rows on demand.
+
+    rows: use only the first ones; None for all.
+    """
 
     def __init__(self, embedding: EmbeddingNode, rows: int | None = None) -> None:
         self.shape = (embedding.rows if rows is None else rows, embedding.hidden)
@@ -26,7 +33,7 @@ class EmbeddingTable:
         self._read = _stored_rows(embedding) or _looked_up_rows(embedding)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """float32 [n, hidden] for a slice or an integer array [n]."""
+        """The rows of a slice or of ids, integers [n]: float32 [n, hidden]."""
         ids = np.arange(self.shape[0])[index] if isinstance(index, slice) else np.asarray(index, dtype=np.int64)
         return self._read(ids)
 
@@ -35,7 +42,8 @@ class EmbeddingTable:
         return self[:].astype(dtype or self.dtype)
 
 
-def _stored_rows(embedding: EmbeddingNode) -> Any:
+def _stored_rows(embedding: EmbeddingNode) -> ReadRows | None:
+    """A function that reads rows of the initializer of a Gather; None for other lookups."""
     if embedding.node.op_type != "Gather":
         return None
     value, producer = embedding.data[0], embedding.data[0].producer()
@@ -56,7 +64,10 @@ def _stored_rows(embedding: EmbeddingNode) -> Any:
 
 
 def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
-    """The tensor's values; data files are memory-mapped, including hard-linked ones, which onnx_ir refuses."""
+    """The tensor's values. Memory-maps data files itself, because onnx_ir refuses hard-linked ones.
+
+    onnx_ir reads types of less than a byte.
+    """
     whole_bytes = tensor.dtype.itemsize >= 1
     if not isinstance(tensor, ir.ExternalTensor) or not whole_bytes:
         return tensor.numpy()
@@ -64,8 +75,8 @@ def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
     return np.memmap(tensor.path, dtype=tensor.dtype.numpy(), mode="r", offset=tensor.offset or 0, shape=shape)
 
 
-def _mapped_rows(tensor: ir.ExternalTensor, transposed: bool) -> Any:
-    """Map the file anew for each read, so that pages are released between blocks."""
+def _mapped_rows(tensor: ir.ExternalTensor, transposed: bool) -> ReadRows:
+    """A function that reads rows of a data file. It maps the file for each read, which then releases the pages."""
 
     def read(ids: np.ndarray) -> np.ndarray:
         array = stored_array(tensor)
@@ -76,13 +87,15 @@ def _mapped_rows(tensor: ir.ExternalTensor, transposed: bool) -> Any:
     return read
 
 
-def _lazy_rows(read: Read, transposed: bool) -> Any:
+def _lazy_rows(read: Read, transposed: bool) -> ReadRows:
+    """A function that reads rows of a `LazyWeight`."""
     if transposed:
         return lambda ids: read((slice(None), ids)).T.astype(np.float32)
     return lambda ids: read(ids).astype(np.float32)
 
 
-def _looked_up_rows(embedding: EmbeddingNode) -> Any:
+def _looked_up_rows(embedding: EmbeddingNode) -> ReadRows:
+    """A function that looks rows up with the decoder's own nodes, in onnxruntime."""
     import onnxruntime
 
     model, feeds = _lookup_model(embedding)
@@ -95,6 +108,7 @@ def _looked_up_rows(embedding: EmbeddingNode) -> Any:
 
 
 def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndarray]]:
+    """A model with the lookup alone, from `ids` int64 [n] to `rows` float32 [n, hidden], and its weights as feeds."""
     source = embedding.node.graph
     imports = dict(source.opset_imports) if source is not None else {}
     graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="embedding")
@@ -102,7 +116,8 @@ def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndar
     feeds: dict[str, np.ndarray] = {}
     copies: dict[int, ir.Value] = {}
 
-    def copied(value: ir.Value | None) -> ir.Value | None:
+    def copy(value: ir.Value | None) -> ir.Value | None:
+        """Copy the nodes that make `value`, each once; their initializers become inputs."""
         if value is None:
             return None
         if id(value) not in copies:
@@ -114,18 +129,18 @@ def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndar
                 feeds[name] = stored_array(tensor)
                 copies[id(value)] = editor.input(name, tensor.dtype, [int(size) for size in tensor.shape])
             else:
-                inputs = [copied(source) for source in producer.inputs]
+                inputs = [copy(source) for source in producer.inputs]
                 attributes = attribute_values(producer)
                 copies[id(value)] = editor.op(producer.op_type, inputs, domain=producer.domain, **attributes)
         return copies[id(value)]
 
-    data = [copied(value) for value in embedding.data]
+    data = [copy(value) for value in embedding.data]
     ids = editor.input("ids", ir.DataType.INT64, ["n"])
-    at = embedding.form.indices_position
+    position = embedding.form.indices_position
     attributes: dict[str, Any] = dict(embedding.form.attributes)
     rows = editor.op(
         embedding.node.op_type,
-        [*data[:at], ids, *data[at:]],
+        [*data[:position], ids, *data[position:]],
         domain=embedding.node.domain,
         name="row_values",
         **attributes,
