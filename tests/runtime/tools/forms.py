@@ -1,4 +1,4 @@
-"""Templates in the form of published ones, and messages for them."""
+"""Chat templates like published ones, and messages for them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 @dataclass(frozen=True)
 class Form:
-    """family: what it is detected as. end: what ends an answer. most: calls per message. reasons, speaks: whether a
-    message with calls may also have reasoning, or content."""
+    """A chat template.
+
+    family: the family that it is detected as.
+    end: text that ends an answer.
+    most: maximum calls per message.
+    reasons: whether a message with calls may also have reasoning.
+    speaks: whether a message with calls may also have content.
+    """
 
     name: str
     family: str

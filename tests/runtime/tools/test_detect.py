@@ -1,3 +1,5 @@
+"""The family of a model's tool calls is detected from its template, or from its tokens."""
+
 from __future__ import annotations
 
 import pytest
@@ -31,7 +33,7 @@ def test_the_template_names_the_family(template: str | None, family: str | None)
         (["<s>"], None),
     ],
 )
-def test_the_tokens_name_it_if_the_template_does_not(tokens: list[str], family: str | None) -> None:
+def test_the_tokens_name_the_family_if_the_template_does_not(tokens: list[str], family: str | None) -> None:
     assert detect(None, tokens) == detect("{{ messages }}", tokens) == family
     assert detect("<start_function_call>", tokens) == "gemma", "the template comes first"
 

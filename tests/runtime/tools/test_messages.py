@@ -21,7 +21,7 @@ def test_arguments_become_an_object_or_text() -> None:
     assert rendered(DEEPSEEK, {"a": "é"}) == 'True{"a": "é"}'
 
 
-def test_what_a_template_of_deepseek_says_counts() -> None:
+def test_the_source_of_a_deepseek_template_decides_the_form_of_calls() -> None:
     assert rendered(DEEPSEEK + "{# ['arguments'] | tojson #}", '{"a":1}') == "False{'a': 1}"
     call = {"function": {"name": "f", "arguments": {}}}
     for mark, content in ((DEEPSEEK, "[]"), (DEEPSEEK + "{# message['content'] is none #}", "[None]")):
@@ -29,7 +29,7 @@ def test_what_a_template_of_deepseek_says_counts() -> None:
         assert template.render([{"role": "assistant", "content": "", "tool_calls": [call]}]) == content
 
 
-def test_other_templates_and_other_values_are_left_alone() -> None:
+def test_unknown_templates_and_other_values_change_nothing() -> None:
     assert rendered("", '{"a": 1}') == 'True{"a": 1}'
     assert rendered(HERMES, "no json") == "Trueno json"
     assert rendered(HERMES, None) == "FalseNone"
@@ -48,7 +48,7 @@ def test_the_callers_messages_are_not_changed() -> None:
     assert call == {"function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
-def test_malformed_calls_are_the_templates_business() -> None:
+def test_malformed_calls_are_passed_to_the_template() -> None:
     source = HERMES + "{{ messages[0].tool_calls }}"
     assert ChatTemplate(source, {}).render([{"role": "assistant", "tool_calls": "x"}]) == "x"
     assert ChatTemplate(source, {}).render([{"role": "assistant", "tool_calls": ["x"]}]) == "['x']"

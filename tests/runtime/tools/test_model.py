@@ -1,4 +1,4 @@
-"""A model's results and streams parse, also where the tokenizer drops the markers as special tokens."""
+"""Calls in a model's results and streams are found, also if the tokenizer drops the markers as special tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 TEMPLATE = "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ messages[0].content }}{# <tool_call> #}"
 ASK = [{"role": "user", "content": "ab"}]
 CALL = '{"name": "f", "arguments": {"n": 1}}'
-# Bytes that UTF-8 does not use give their token ids to the markers.
+# The markers get the token ids of bytes that UTF-8 does not use.
 _FREE = [*range(0xF8, 0x100)]
 IDS = dict(zip(MARKERS, byte_ids(bytes(_FREE)), strict=True))
 
@@ -54,7 +54,7 @@ def model_that_writes(
     )
 
 
-def shape(parsed: Parsed) -> tuple[str, str | None, list[tuple[str, Any]]]:
+def parts_of(parsed: Parsed) -> tuple[str, str | None, list[tuple[str, Any]]]:
     return parsed.content, parsed.reasoning, [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls]
 
 
@@ -63,8 +63,8 @@ def test_a_result_whose_text_lacks_the_markers_parses_from_its_tokens(load: Load
     result = model.generate("ab", max_new_tokens=90)
     assert result.text == f"hmé{CALL}", "the tokenizer's special tokens are left out"
     assert model.tool_family == "hermes"
-    assert shape(model.parse_tool_calls(result)) == ("é", "hm", [("f", {"n": 1})])
-    assert shape(model.parse_tool_calls(result.text)) == (result.text, None, [])
+    assert parts_of(model.parse_tool_calls(result)) == ("é", "hm", [("f", {"n": 1})])
+    assert parts_of(model.parse_tool_calls(result.text)) == (result.text, None, [])
 
 
 def test_a_stream_parses_as_its_result_does(load: Load) -> None:
@@ -77,19 +77,21 @@ def test_a_stream_parses_as_its_result_does(load: Load) -> None:
     events += parser.finish()
     assert [type(event) for event in events] == [Reasoning, Reasoning, Content, ToolCall]
     assert isinstance(result, GenerationResult)
-    assert shape(Parsed.of(events)) == shape(model.parse_tool_calls(result, TOOLS)) == ("é", "hm", [("f", {"n": 1})])
+    assert (
+        parts_of(Parsed.of(events)) == parts_of(model.parse_tool_calls(result, TOOLS)) == ("é", "hm", [("f", {"n": 1})])
+    )
 
 
-def test_results_and_pieces_of_an_engine_parse_too(load: Load) -> None:
+def test_calls_in_results_and_pieces_of_an_engine_are_found(load: Load) -> None:
     model = model_that_writes(load, "é", "<tool_call>", CALL, "</tool_call>", EOS, form="grouped")
     with Engine(model) as engine:
         result = engine.submit("ab", max_new_tokens=90).result()
         assert isinstance(result, GenerationResult)
-        assert shape(model.parse_tool_calls(result)) == ("é", None, [("f", {"n": 1})])
+        assert parts_of(model.parse_tool_calls(result)) == ("é", None, [("f", {"n": 1})])
         parser = model.tool_parser()
         pieces = engine.submit("ab", max_new_tokens=90, skip_special_tokens=False)
         events = [event for piece in pieces for event in parser.feed(piece.text)]
-    assert shape(Parsed.of([*events, *parser.finish()])) == ("é", None, [("f", {"n": 1})])
+    assert parts_of(Parsed.of([*events, *parser.finish()])) == ("é", None, [("f", {"n": 1})])
 
 
 def test_a_marker_that_ends_the_text_is_no_content(load: Load) -> None:
@@ -98,7 +100,7 @@ def test_a_marker_that_ends_the_text_is_no_content(load: Load) -> None:
     model = model_that_writes(load, *written, template=harmony)
     result = model.generate("ab", max_new_tokens=90, stop_token_ids=[IDS["<|call|>"]])
     assert result.stop == IDS["<|call|>"]
-    assert shape(model.parse_tool_calls(result)) == ("", None, [("f", {"n": 1})])
+    assert parts_of(model.parse_tool_calls(result)) == ("", None, [("f", {"n": 1})])
 
 
 def test_a_stop_token_is_no_content(load: Load) -> None:
@@ -111,20 +113,20 @@ def test_a_stop_token_is_no_content(load: Load) -> None:
 def test_text_after_a_stop_string_is_left_out(load: Load) -> None:
     model = model_that_writes(load, "a!", "<tool_call>", CALL, "</tool_call>", "b!c")
     result = model.generate("ab", max_new_tokens=90, stop_strings="!", min_new_tokens=10)
-    assert shape(model.parse_tool_calls(result)) == ("a!b", None, [("f", {"n": 1})])
+    assert parts_of(model.parse_tool_calls(result)) == ("a!b", None, [("f", {"n": 1})])
 
 
 def test_without_special_markers_the_text_is_parsed(load: Load) -> None:
     toy = Toy.script([*byte_ids(f"a\n<tool_call>{CALL}</tool_call>"), EOS], prompt_tokens=2)
     model = load(toy, chat_template=TEMPLATE)
     result = model.generate("ab", max_new_tokens=90)
-    assert shape(model.parse_tool_calls(result)) == ("a", None, [("f", {"n": 1})])
+    assert parts_of(model.parse_tool_calls(result)) == ("a", None, [("f", {"n": 1})])
 
 
 def test_a_truncated_call_is_content(load: Load) -> None:
     model = model_that_writes(load, "<tool_call>", CALL, "</tool_call>")
     result = model.generate("ab", max_new_tokens=20)
-    assert shape(model.parse_tool_calls(result)) == ("<tool_call>" + CALL[:19], None, [])
+    assert parts_of(model.parse_tool_calls(result)) == ("<tool_call>" + CALL[:19], None, [])
 
 
 def test_an_unknown_family_must_be_named(load: Load) -> None:
@@ -134,7 +136,7 @@ def test_an_unknown_family_must_be_named(load: Load) -> None:
     assert model.tool_family is None
     with pytest.raises(ParameterError, match="has tool calls of no known family; give family, one of hermes, llama"):
         model.parse_tool_calls(result)
-    assert shape(model.parse_tool_calls(result, family="llama")) == ("", None, [("f", {})])
+    assert parts_of(model.parse_tool_calls(result, family="llama")) == ("", None, [("f", {})])
 
 
 def test_the_tokenizers_tokens_name_the_family_if_the_template_does_not(load: Load) -> None:

@@ -1,4 +1,4 @@
-"""Outputs parse the same however they are split, and lose nothing."""
+"""Outputs parse the same however they are split, and no text is lost."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ CASES: list[tuple[str, str, str, str | None, list[tuple[str, Any]]]] = [
 ]  # fmt: skip
 IDS = [f"{family}-{index}" for index, (family, *_) in enumerate(CASES)]
 
-# Calls that are no calls: all of their text is content.
+# Malformed calls, whose whole text is content.
 MALFORMED = [
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"s": "cut'),
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
@@ -127,7 +127,7 @@ MALFORMED = [
 ]
 
 
-def simple(parsed: Parsed) -> tuple[str, str | None, list[tuple[str, Any]]]:
+def parts_of(parsed: Parsed) -> tuple[str, str | None, list[tuple[str, Any]]]:
     return parsed.content, parsed.reasoning, [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls]
 
 
@@ -138,15 +138,17 @@ def in_pieces(family: str, pieces: list[str], **options: Any) -> Parsed:
 
 
 @pytest.mark.parametrize(("family", "text", "content", "reasoning", "calls"), CASES, ids=IDS)
-def test_outputs_of_every_family(family: str, text: str, content: str, reasoning: str | None, calls: Any) -> None:
-    assert simple(parse(text, family, TOOLS)) == (content, reasoning, calls)
-    assert simple(in_pieces(family, list(text))) == (content, reasoning, calls), "character by character"
+def test_an_output_gives_its_content_reasoning_and_calls(
+    family: str, text: str, content: str, reasoning: str | None, calls: Any
+) -> None:
+    assert parts_of(parse(text, family, TOOLS)) == (content, reasoning, calls)
+    assert parts_of(in_pieces(family, list(text))) == (content, reasoning, calls), "character by character"
 
 
 @pytest.mark.parametrize(("family", "text"), MALFORMED)
 def test_a_malformed_call_stays_in_the_content(family: str, text: str) -> None:
-    assert simple(parse(f"{text}", family, TOOLS)) == (text, None, [])
-    assert simple(in_pieces(family, list(text))) == (text, None, [])
+    assert parts_of(parse(f"{text}", family, TOOLS)) == (text, None, [])
+    assert parts_of(in_pieces(family, list(text))) == (text, None, [])
 
 
 def test_a_call_after_a_malformed_one_is_found() -> None:
@@ -170,14 +172,14 @@ def test_any_split_gives_the_same_result(family: str, data: st.DataObject) -> No
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=8)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert simple(in_pieces(family, pieces)) == simple(parse(text, family, TOOLS))
+    assert parts_of(in_pieces(family, pieces)) == parts_of(parse(text, family, TOOLS))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=examples(150))
 @given(text=st.text(st.sampled_from('ab é\n{[(<|`"')))
 def test_text_without_markers_is_all_content(family: str, text: str) -> None:
-    assert simple(parse(text, family, TOOLS)) == (text, None, [])
+    assert parts_of(parse(text, family, TOOLS)) == (text, None, [])
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "harmony"])  # its headers are no content
@@ -210,9 +212,9 @@ def test_content_streams_and_a_call_arrives_whole() -> None:
 
 def test_a_prompt_that_opens_the_reasoning_is_continued() -> None:
     text = "hm</think>\n\nYes."
-    assert simple(parse(text, "hermes", prompt="<|im_start|>assistant\n<think>\n")) == ("Yes.", "hm", [])
-    assert simple(parse(text, "hermes", prompt="<think>\n\n</think>\n\n")) == (text, None, [])
-    assert simple(in_pieces("gemma", list("\nhm<channel|>a"), prompt="<|channel>thought\n")) == ("a", "hm", [])
+    assert parts_of(parse(text, "hermes", prompt="<|im_start|>assistant\n<think>\n")) == ("Yes.", "hm", [])
+    assert parts_of(parse(text, "hermes", prompt="<think>\n\n</think>\n\n")) == (text, None, [])
+    assert parts_of(in_pieces("gemma", list("\nhm<channel|>a"), prompt="<|channel>thought\n")) == ("a", "hm", [])
 
 
 def test_ids_are_unique_and_of_the_familys_form() -> None:
@@ -239,7 +241,7 @@ def test_a_model_that_repeats_itself_is_parsed_in_linear_time() -> None:
         assert in_pieces("hermes", [text[i : i + 4] for i in range(0, len(text), 4)]).content == text  # else minutes
 
 
-def test_misuse_is_an_error() -> None:
+def test_wrong_arguments_and_text_after_the_end_are_refused() -> None:
     with pytest.raises(ParameterError, match="family is 'gpt', but must be one of hermes, llama"):
         ToolCallParser("gpt")
     with pytest.raises(ParameterError, match=r"tools\[1\] must be a function"):

@@ -1,4 +1,4 @@
-"""Grammars of required calls, as text and, where llguidance is installed, by what they accept."""
+"""Grammars of required calls: their text and, if llguidance is installed, what they accept."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_the_grammar_of_llama_has_no_markers() -> None:
     ]
 
 
-def test_one_call_of_one_tool_with_special_tokens() -> None:
+def test_markers_that_are_special_tokens_are_written_by_their_ids() -> None:
     special = {"<tool_call>": 3, "</tool_call>": 4}
     found = required_calls(TWO, "hermes", name="g", parallel=False, special_tokens=special).splitlines()
     assert found[0] == "start: call"
     assert found[2] == 'tool_0: <[3]> "\\n{\\"name\\": \\"g\\", \\"arguments\\": " arguments_0 "}\\n" <[4]>'
 
 
-def test_mistral_is_asked_for_the_form_of_its_tokenizer() -> None:
+def test_the_tokens_of_mistral_select_its_format() -> None:
     assert required_calls(TWO, "mistral").startswith('start: "[TOOL_CALLS]" "[" call (", " call)* "]"\n')
     named = required_calls(TWO, "mistral", special_tokens={"[TOOL_CALLS]": 5, "[ARGS]": 32}).splitlines()
     assert named[0] == "start: call (call)*"
@@ -61,7 +61,7 @@ def test_mistral_is_asked_for_the_form_of_its_tokenizer() -> None:
         ((TWO, "hermes", "h"), "name is 'h', but the tools are f, g"),
     ],
 )
-def test_what_cannot_be_required(arguments: Any, match: str) -> None:
+def test_a_call_that_cannot_be_required_is_refused(arguments: Any, match: str) -> None:
     tools, family, *name = arguments
     with pytest.raises(ParameterError, match=match):
         required_calls(tools, family, name=name[0] if name else None)
@@ -79,10 +79,15 @@ def test_what_cannot_be_required(arguments: Any, match: str) -> None:
         ("f", {"properties": {"a b": True}}, "the name 'a b'"),
         ("f", {"properties": {"a": True}, "required": ["b"]}, ".* with the required"),
         ("f", {"properties": [1]}, "the properties"),
+        ("f", {"type": "object", "required": ["b"]}, ".* with the required"),
+        ("f", {"anyOf": [{"type": "string"}], "type": "string"}, "'anyOf' beside 'type'"),
+        ("f", {"$ref": "#", "properties": {"a": True}}, "'\\$ref' beside 'properties'"),
         ("a b", {"type": "string"}, "the name"),
     ],
 )
-def test_schemas_that_no_grammar_of_literals_expresses(family: str, name: str, schema: Any, what: str) -> None:
+def test_a_schema_that_the_rules_of_literals_cannot_express_is_refused(
+    family: str, name: str, schema: Any, what: str
+) -> None:
     tool = {"name": name, "parameters": {"type": "object", "properties": {"x": schema}}}
     with pytest.raises(ParameterError, match=f"cannot express {what}.* of the tool '{name}'; leave it out"):
         required_calls([tool], family)
@@ -152,7 +157,9 @@ def _gemma(value: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("family", "write"), [("pythonic", _python), ("gemma", _gemma)])
-def test_arguments_that_are_not_json_match_the_schema(family: str, write: Callable[[dict[str, Any]], str]) -> None:
+def test_the_rules_of_literals_allow_what_the_schema_allows(
+    family: str, write: Callable[[dict[str, Any]], str]
+) -> None:
     tokenizer, matcher = _matcher(family, ("<escape>",), [RICH])
     for arguments in ARGUMENTS:
         text = write(arguments)
@@ -224,7 +231,7 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("family", SPECIAL)
-def test_llguidance_takes_special_tokens(family: str) -> None:
+def test_llguidance_accepts_calls_with_special_tokens(family: str) -> None:
     markers, text = SPECIAL[family]
     tokenizer, matcher = _matcher(family, markers)
     ids = tokenizer.encode(text).ids
@@ -242,7 +249,7 @@ def test_a_marker_that_is_a_special_token_is_not_written_as_text() -> None:
     assert tokenizer.encode("<tool_call>").ids != plain
 
 
-def test_harmony_without_special_tokens_has_no_reasoning() -> None:
+def test_harmony_allows_reasoning_only_with_special_tokens() -> None:
     assert "reasoning" not in required_calls(TOOLS, "harmony")
     assert "reasoning?" in required_calls(TOOLS, "harmony", special_tokens=dict.fromkeys(HARMONY, 1))
 

@@ -1,4 +1,4 @@
-"""What a template renders as the assistant's turn parses to the same turn."""
+"""An assistant's turn that a template renders parses to the same turn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def call(name: str, arguments: dict[str, Any], number: int = 0) -> dict[str, Any
 
 
 def answer(form: Form, message: dict[str, Any]) -> tuple[str, Parsed]:
-    """Returns (what the model writes for `message`, that parsed)."""
+    """Returns (the output of a model that answers with `message`, the parsed output)."""
     template = ChatTemplate(form.source, TOKENS)
     prompt = template.render([USER], tools=TOOLS)
     whole = template.render([USER, message], tools=TOOLS, add_generation_prompt=False)
@@ -71,7 +71,7 @@ def test_calls_parse_to_what_was_rendered_and_render_again(form: Form) -> None:
 
 
 @forms
-def test_a_chat_goes_on_with_the_tools_result(form: Form) -> None:
+def test_a_chat_continues_with_the_result_of_the_tool(form: Form) -> None:
     _, parsed = answer(form, {"role": "assistant", "content": "", "tool_calls": [call("now", {})]})
     result = parsed.tool_calls[0].reply("it is noon")
     rendered = ChatTemplate(form.source, TOKENS).render([USER, parsed.as_message(), result], tools=TOOLS)
@@ -95,7 +95,7 @@ def test_an_answer_without_calls_is_its_own_text(form: Form) -> None:
         },
     )
 )
-def test_any_arguments_survive(form: Form, arguments: dict[str, Any]) -> None:
+def test_any_arguments_parse_to_the_same_arguments(form: Form, arguments: dict[str, Any]) -> None:
     message = {"role": "assistant", "content": "", "tool_calls": [call("get_weather", arguments)]}
     _, parsed = answer(form, message)
     assert [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == [("get_weather", arguments)]

@@ -1,10 +1,10 @@
-"""Schemas of functions are those of transformers."""
+"""Schemas of functions equal those of transformers."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any, Literal, Optional, Union
+from typing import Any, Dict, List, Literal, Optional, Union  # noqa: UP035
 
 import pytest
 
@@ -45,6 +45,8 @@ def nested(
     way: Literal["a", "b", 3],
     anything: Any,
     bare: list,
+    typed: List,  # noqa: UP006
+    mapped: Dict,  # noqa: UP006
     maybe: Optional[int] = None,  # noqa: UP045
     either: Union[int, str] = 0,  # noqa: UP007
     more: list[int] | str | None = None,
@@ -59,6 +61,8 @@ def nested(
         way: w
         anything: a
         bare: b
+        typed: t
+        mapped: d
         maybe: m
         either: e
         more: o
@@ -113,6 +117,14 @@ def no_description(x: int) -> None:
     """Do."""
 
 
+def list_as_type(x: [int]) -> None:  # type: ignore[valid-type]
+    """Do.
+
+    Args:
+        x: it
+    """
+
+
 def odd_type(x: bytes) -> None:
     """Do.
 
@@ -144,6 +156,8 @@ def bad_choices(x: str) -> None:
         (no_hint, "its argument 'x' has no type hint"),
         (no_description, "its docstring does not describe the argument 'x'"),
         (odd_type, "cannot express the type hint <class 'bytes'>"),
+        (list_as_type, r"cannot express the type hint \[<class 'int'>\]"),
+        (max, "max has no JSON schema: its signature is unknown"),
         (variable_tuple, "cannot express the type hint tuple"),
         (bad_choices, "its choices 'a, b' are no JSON list"),
         (type("C", (), {"__call__": lambda self: 0})(), "C has no JSON schema: it has no docstring"),

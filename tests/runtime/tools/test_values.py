@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.samples import examples
 from topw_deploy.runtime.tools.cursor import Mismatch
-from topw_deploy.runtime.tools.function_tags import typed
-from topw_deploy.runtime.tools.values import JSON, PYTHON, whole_value
+from topw_deploy.runtime.tools.function_tags import typed_value
+from topw_deploy.runtime.tools.values import JSON, PYTHON, parse_value
 
 Value = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -24,33 +24,33 @@ Value = st.recursive(
 
 @given(value=Value, ascii_only=st.booleans(), indent=st.sampled_from([None, 2]))
 def test_json_is_read_as_json_reads_it(value: Any, ascii_only: bool, indent: int | None) -> None:
-    assert whole_value(json.dumps(value, ensure_ascii=ascii_only, indent=indent), JSON) == value
+    assert parse_value(json.dumps(value, ensure_ascii=ascii_only, indent=indent), JSON) == value
 
 
 @given(value=Value)
 def test_a_literal_is_read_as_python_reads_it(value: Any) -> None:
-    assert whole_value(repr(value), PYTHON) == value
+    assert parse_value(repr(value), PYTHON) == value
 
 
 @settings(max_examples=examples(300))
 @given(text=st.text(st.sampled_from('{}[]",:\\ntrue0123.eE+-u\n ')))
-def test_what_is_no_json_is_refused(text: str) -> None:
+def test_a_text_is_refused_unless_it_is_json(text: str) -> None:
     try:
         expected = json.loads(text, strict=False)
     except ValueError:
         with pytest.raises(Mismatch):
-            whole_value(text, JSON)
+            parse_value(text, JSON)
     else:
-        assert whole_value(text, JSON) == expected
+        assert parse_value(text, JSON) == expected
 
 
 @pytest.mark.parametrize("text", ["'a\\'\\x41\\u00e9\\U0001f600\\n'", '"""a\n"b" """', "''", '"a\\\nb"', "'\\\\'"])
-def test_escapes_of_python(text: str) -> None:
-    assert whole_value(text, PYTHON) == ast.literal_eval(text)
+def test_escapes_are_read_as_python_reads_them(text: str) -> None:
+    assert parse_value(text, PYTHON) == ast.literal_eval(text)
 
 
-def test_an_unknown_escape_stays() -> None:
-    assert whole_value("'\\d+'", PYTHON) == r"\d+"
+def test_an_unknown_escape_is_not_changed() -> None:
+    assert parse_value("'\\d+'", PYTHON) == r"\d+"
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_an_unknown_escape_stays() -> None:
     ],
 )
 def test_the_schema_tells_numbers_from_text(text: str, schema: Any, value: Any) -> None:
-    assert typed(text, schema) == value
+    assert typed_value(text, schema) == value

@@ -1,9 +1,14 @@
 """Tool calls: Python functions as tools, and the calls in a model's output.
 
-calls: results. parser: parses an output while it arrives. families: which formats are known.
-family: what a family states. hermes, llama, mistral, gemma, pythonic, harmony, deepseek: one format each.
-cursor, values, function_tags: reading text that is still arriving.
-schema: the caller's tools. messages: calls as templates take them. required, literals: grammars of calls.
+calls: a parser's results.
+parser: parses an output while it arrives.
+families: the known formats, and detection of a template's format.
+family: what defines a format.
+hermes, llama, mistral, gemma, pythonic, harmony, deepseek: one format each.
+cursor, values, function_tags: read text that is still arriving.
+schema: checks the caller's tools, and makes schemas of Python functions.
+messages: puts calls into the form that a template takes.
+required, literals: grammars that allow only calls.
 """
 
 from topw_deploy.runtime.tools.calls import Content, Parsed, Reasoning, ToolCall

@@ -1,4 +1,4 @@
-"""What a parser finds in a model's output."""
+"""The parts of a model's output: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 class ToolCall:
     """One call of a tool.
 
-    id: unique; the model's own where its format has ids.
+    id: unique in the output; the model's own if its format has ids.
     name: the tool's name.
-    arguments: a JSON object, as text.
+    arguments: the text of a JSON object.
     """
 
     id: str
@@ -45,8 +45,8 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class Break:
-    """The end of a message of an output that has several."""
+class MessageEnd:
+    """The end of one message, in formats whose outputs have several messages."""
 
 
 Event: TypeAlias = Content | Reasoning | ToolCall
@@ -57,7 +57,7 @@ class Parsed:
     """A parsed output.
 
     content: the text outside of calls and reasoning; malformed calls stay in it.
-    reasoning: None without any.
+    reasoning: None if there is none.
     tool_calls: in the order of the output.
     """
 
@@ -67,6 +67,7 @@ class Parsed:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Parsed:
+        """Join a parser's events."""
         content, reasoning, calls = [], [], []
         for event in events:
             if isinstance(event, Content):
@@ -78,7 +79,7 @@ class Parsed:
         return cls("".join(content), "".join(reasoning) or None, tuple(calls))
 
     def as_message(self) -> dict[str, Any]:
-        """The assistant's message for the next turn of a chat, as OpenAI's plus `reasoning_content`."""
+        """The assistant's message for the next turn of a chat: OpenAI's form, and `reasoning_content`."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -88,18 +89,19 @@ class Parsed:
 
 
 def has_surrogates(text: str) -> bool:
+    """Whether `text` has half of a surrogate pair, which UTF-8 cannot encode."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def to_json(value: Any) -> str:
-    """`value` as JSON text. Raises ValueError for numbers that JSON cannot hold."""
+    """Returns `value` as JSON text. Raises ValueError for NaN and infinities."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # UTF-8 cannot encode half of a surrogate pair, an escape can.
+    # UTF-8 cannot encode half of a surrogate pair; an ASCII escape in JSON can.
     return json.dumps(value, allow_nan=False) if has_surrogates(text) else text
 
 
-def merged(events: Sequence[Event]) -> list[Event]:
-    """Join neighbouring texts of one kind."""
+def join_neighbours(events: Sequence[Event]) -> list[Event]:
+    """Join adjacent Content events, and adjacent Reasoning events."""
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None

@@ -14,7 +14,7 @@ import re
 
 from topw_deploy.runtime.tools.calls import ToolCall
 from topw_deploy.runtime.tools.cursor import Cursor, Reading, Waiting
-from topw_deploy.runtime.tools.family import Calls, Family
+from topw_deploy.runtime.tools.family import CallFactory, Family
 from topw_deploy.runtime.tools.values import JSON, read_mapping
 
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -23,29 +23,29 @@ _SEPARATOR = "<｜tool▁sep｜>"
 _NAME = re.compile(r"[^\s<>{}`]*")
 
 
-def _read(cursor: Cursor, calls: Calls) -> Reading:
-    yield from cursor.space()
+def _read(cursor: Cursor, factory: CallFactory) -> Reading:
+    yield from cursor.skip_space()
     yield from cursor.expect(_CALL)
     while True:
-        yield (yield from _read_call(cursor, calls))
-        yield from cursor.space()
+        yield (yield from _read_call(cursor, factory))
+        yield from cursor.skip_space()
         if not (yield from cursor.peek()) or (yield from cursor.expect(_CALL, _CALLS_END)) == _CALLS_END:
             return
 
 
-def _read_call(cursor: Cursor, calls: Calls) -> Waiting[ToolCall]:
-    name = yield from cursor.run(_NAME)
+def _read_call(cursor: Cursor, factory: CallFactory) -> Waiting[ToolCall]:
+    name = yield from cursor.take_matching(_NAME)
     yield from cursor.expect(_SEPARATOR)
-    yield from cursor.space()
+    yield from cursor.skip_space()
     fenced = False
     if (yield from cursor.peek()) != "{":  # the name was the type, "function"
-        name = yield from cursor.run(_NAME)
-        yield from cursor.space()
+        name = yield from cursor.take_matching(_NAME)
+        yield from cursor.skip_space()
         fenced = bool((yield from cursor.accept("```json")))
-    call = calls.make(name, (yield from read_mapping(cursor, JSON)))
+    call = factory.make(name, (yield from read_mapping(cursor, JSON)))
     if fenced:
-        yield from cursor.close("```")
-    yield from cursor.close(_CALL_END)
+        yield from cursor.expect_or_end("```")
+    yield from cursor.expect_or_end(_CALL_END)
     return call
 
 

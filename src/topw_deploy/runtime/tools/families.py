@@ -1,4 +1,4 @@
-"""The known families, and detection of a model's family."""
+"""The known families of tool-call formats, and detection of a model's family."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FAMILIES = {
     module.FAMILY.name: module.FAMILY for module in (hermes, llama, mistral, gemma, pythonic, harmony, deepseek)
 }
 
-# The first family all of whose texts occur. Texts that must not occur begin with "!".
+# A family and the texts that must occur; texts that must not occur begin with "!". The first match counts.
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("gemma", ("<|tool_call>", "<tool_call|>")),
@@ -27,7 +27,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def detect(template: str | None, tokens: Collection[str] = ()) -> str | None:
-    """Returns the name of the family, or None for an unknown one.
+    """Detect the family of a model. Returns its name, or None if it is unknown.
 
     template: a chat template.
     tokens: the tokenizer's added tokens, which count if the template shows no calls.
@@ -39,8 +39,8 @@ def detect(template: str | None, tokens: Collection[str] = ()) -> str | None:
     return None
 
 
-def family_named(name: str) -> Family:
-    """Raises ParameterError for an unknown name."""
+def get_family(name: str) -> Family:
+    """Returns the family with this name. Raises ParameterError for an unknown name."""
     if not isinstance(name, str) or name not in FAMILIES:
         raise ParameterError(f"family is {name!r}, but must be one of {', '.join(FAMILIES)}.", "family")
     return FAMILIES[name]

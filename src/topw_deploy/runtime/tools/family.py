@@ -1,4 +1,4 @@
-"""A family of chat templates: how its models write tool calls."""
+"""What defines a family of chat templates: how its models write tool calls."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from typing import Any, TypeAlias
 
 from topw_deploy.runtime.tools.calls import ToolCall, has_surrogates, to_json
 from topw_deploy.runtime.tools.cursor import Cursor, Mismatch, Reading
-from topw_deploy.runtime.tools.values import JSON, whole_value
+from topw_deploy.runtime.tools.values import JSON, parse_value
 
-Reader: TypeAlias = "Callable[[Cursor, Calls], Reading]"
-"""Reads what follows an opener."""
+Reader: TypeAlias = "Callable[[Cursor, CallFactory], Reading]"
+"""Reads the text after an opener."""
 
 
 @dataclass(frozen=True)
-class Calls:
-    """Makes the calls of one output.
+class CallFactory:
+    """Makes the ToolCalls of one output.
 
-    tools: name -> schema of the parameters; None if the tools are not known.
-    new_id: makes an id.
+    tools: name of a tool -> schema of its parameters; None if the tools are not known.
+    new_id: makes a call's id.
     """
 
     tools: Mapping[str, Mapping[str, Any]] | None
     new_id: Callable[[], str]
 
     def make(self, name: Any, arguments: Any, call_id: Any = None) -> ToolCall:
-        """Raises Mismatch unless `name` is a name and `arguments` an object, its JSON text, or None."""
+        """Make a call. call_id: the model's id, or None.
+
+        Raises Mismatch unless `name` is a non-empty text and `arguments` is a dict, the JSON text of one, or None.
+        """
         if isinstance(arguments, str):
-            arguments = whole_value(arguments, JSON)
+            arguments = parse_value(arguments, JSON)
         arguments = {} if arguments is None else arguments
         if not isinstance(name, str) or not name.strip() or has_surrogates(name) or not isinstance(arguments, dict):
             raise Mismatch
@@ -40,37 +43,41 @@ class Calls:
             raise Mismatch from None
         return ToolCall(call_id if isinstance(call_id, str) and call_id else self.new_id(), name.strip(), text)
 
-    def from_object(self, value: Any, *, bare: bool = False, own_id: bool = False) -> ToolCall:
-        """The call in a JSON object with `arguments` or `parameters`.
+    def from_object(self, value: Any, *, unmarked: bool = False, keeps_id: bool = False) -> ToolCall:
+        """Make the call that a JSON object with `arguments` or `parameters` describes.
 
-        bare: no marker says that it is a call, so it must have arguments and name a known tool.
-        own_id: use the object's id.
+        unmarked: whether no marker before the object says that it is a call. Then it must have arguments and name a
+            known tool.
+        keeps_id: whether to use the object's id.
+
+        Raises Mismatch if the object does not describe a call.
         """
         inner = value.get("function") if isinstance(value, dict) else None
         body = inner if isinstance(inner, dict) else value
         if not isinstance(body, dict):
             raise Mismatch
         key = next((key for key in ("arguments", "parameters") if key in body), None)
-        if bare and (key is None or not self.knows(body.get("name"))):
+        if unmarked and (key is None or not self.may_be_tool(body.get("name"))):
             raise Mismatch
-        return self.make(body.get("name"), body[key] if key else None, value.get("id") if own_id else None)
+        return self.make(body.get("name"), body[key] if key else None, value.get("id") if keeps_id else None)
 
-    def knows(self, name: Any) -> bool:
-        """Whether `name` may be a tool's."""
+    def may_be_tool(self, name: Any) -> bool:
+        """Whether a tool has this name; True if the tools are not known."""
         return self.tools is None or (isinstance(name, str) and name in self.tools)
 
-    def schemas(self, name: str) -> Mapping[str, Any]:
-        """The schemas of a tool's parameters, by name; empty if they are not known."""
+    def parameter_schemas(self, name: str) -> Mapping[str, Any]:
+        """The schema of each parameter of a tool, by the parameter's name; empty if the tool is not known."""
         properties = (self.tools or {}).get(name, {}).get("properties")
         return properties if isinstance(properties, Mapping) else {}
 
 
 def openai_id() -> str:
+    """Makes an id like those of OpenAI's API."""
     return "call_" + secrets.token_hex(12)
 
 
 def mistral_id() -> str:
-    """Mistral's templates require 9 letters and digits."""
+    """Makes an id of 9 letters and digits, as Mistral's templates require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -78,11 +85,11 @@ def mistral_id() -> str:
 class Family:
     """How the models of some templates write tool calls.
 
-    openers: text that begins something -> its reader.
-    markers: all special texts of the format; no opener or marker begins another.
-    start: reader of calls without a marker, at the start of the answer.
-    thinking: texts around the reasoning at the start.
-    new_id: makes an id.
+    openers: text that begins a call or a message -> reader of the text after it.
+    markers: all special texts of the format. No opener or marker begins with another one.
+    start: reader of calls without an opener at the start of the answer; None if the format has no such calls.
+    thinking: the texts before and after reasoning at the start of the answer; None without reasoning.
+    new_id: makes a call's id.
     """
 
     name: str

@@ -11,8 +11,8 @@ import re
 
 from topw_deploy.runtime.tools.calls import Reasoning
 from topw_deploy.runtime.tools.cursor import Cursor, Reading
-from topw_deploy.runtime.tools.family import Calls, Family, Reader
-from topw_deploy.runtime.tools.values import NAMES, Dialect, read_mapping
+from topw_deploy.runtime.tools.family import CallFactory, Family, Reader
+from topw_deploy.runtime.tools.values import CONSTANTS, Dialect, read_mapping
 
 _NAME = re.compile(r"[^\s{}<>]*")
 _THOUGHT, _THOUGHT_END = "<|channel>thought", "<channel|>"
@@ -22,27 +22,27 @@ _FORMS = {
 }
 
 
-def _reader(end: str, quote: str) -> Reader:
-    dialect = Dialect((quote,), "", NAMES, bare_keys=True)
+def _make_reader(end: str, quote: str) -> Reader:
+    dialect = Dialect((quote,), "", CONSTANTS, bare_keys=True)
 
-    def read(cursor: Cursor, calls: Calls) -> Reading:
-        yield from cursor.space()
+    def read(cursor: Cursor, factory: CallFactory) -> Reading:
+        yield from cursor.skip_space()
         yield from cursor.expect("call:")
-        name = yield from cursor.run(_NAME)
-        call = calls.make(name, (yield from read_mapping(cursor, dialect)))
-        yield from cursor.close(end)
+        name = yield from cursor.take_matching(_NAME)
+        call = factory.make(name, (yield from read_mapping(cursor, dialect)))
+        yield from cursor.expect_or_end(end)
         yield call
 
     return read
 
 
-def _read_thought(cursor: Cursor, calls: Calls) -> Reading:
-    yield from cursor.stream(Reasoning, _THOUGHT_END)
+def _read_thought(cursor: Cursor, factory: CallFactory) -> Reading:
+    yield from cursor.stream_until(Reasoning, _THOUGHT_END)
 
 
 FAMILY = Family(
     "gemma",
-    openers={opener: _reader(*form) for opener, form in _FORMS.items()} | {_THOUGHT: _read_thought},
+    openers={opener: _make_reader(*form) for opener, form in _FORMS.items()} | {_THOUGHT: _read_thought},
     markers=(*_FORMS, *(text for form in _FORMS.values() for text in form), "<|channel>", _THOUGHT_END),
     thinking=(_THOUGHT, _THOUGHT_END),
 )

@@ -9,34 +9,34 @@ from __future__ import annotations
 
 from topw_deploy.runtime.tools import function_tags
 from topw_deploy.runtime.tools.cursor import Cursor, Mismatch, Reading
-from topw_deploy.runtime.tools.family import Calls, Family
+from topw_deploy.runtime.tools.family import CallFactory, Family
 from topw_deploy.runtime.tools.values import JSON, read_value
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _read(cursor: Cursor, calls: Calls) -> Reading:
-    yield from cursor.space()
+def _read(cursor: Cursor, factory: CallFactory) -> Reading:
+    yield from cursor.skip_space()
     if (yield from cursor.peek()) == "{":
-        call = calls.from_object((yield from read_value(cursor, JSON)))
+        call = factory.from_object((yield from read_value(cursor, JSON)))
     else:
         yield from cursor.expect(function_tags.OPEN)
-        call = yield from function_tags.read_function(cursor, calls)
+        call = yield from function_tags.read_function(cursor, factory)
     end = cursor.at
-    yield from cursor.space()
+    yield from cursor.skip_space()
     if not (yield from cursor.accept(_CLOSE)):
-        # The end marker may be missing at the end of the text or before the next call.
+        # Models leave out the end marker at the end of the text and before the next call.
         if (yield from cursor.peek()) and not (yield from cursor.accept(_OPEN)):
             raise Mismatch
         cursor.at = end
     yield call
 
 
-def _read_bare(cursor: Cursor, calls: Calls) -> Reading:
-    """Qwen3-Coder sometimes leaves out `<tool_call>`, but not `</tool_call>`."""
-    call = yield from function_tags.read_function(cursor, calls)
+def _read_bare(cursor: Cursor, factory: CallFactory) -> Reading:
+    """Read a call without `<tool_call>`, which Qwen3-Coder sometimes leaves out, though not `</tool_call>`."""
+    call = yield from function_tags.read_function(cursor, factory)
     end = cursor.at
-    yield from cursor.space()
+    yield from cursor.skip_space()
     if not (yield from cursor.accept(_CLOSE)):
         cursor.at = end
     yield call

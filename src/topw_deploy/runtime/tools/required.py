@@ -9,20 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.tools.cursor import any_of
-from topw_deploy.runtime.tools.families import family_named
-from topw_deploy.runtime.tools.literals import GEMMA, GEMMA_4, PYTHON, Literals, Style
+from topw_deploy.runtime.tools.cursor import pattern_of
+from topw_deploy.runtime.tools.families import get_family
+from topw_deploy.runtime.tools.literals import GEMMA, GEMMA_4, PYTHON, ArgumentStyle, LiteralRules, lark_string
 from topw_deploy.runtime.tools.schema import parameter_schemas
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """How a family writes calls: `before`, `call`s with `between` them, `after`.
+class _CallFormat:
+    """How a family writes the calls of an answer.
 
-    call: with `{string}` or `{name}` for the tool's name as JSON or as it is, and `{arguments}`.
-    several: whether an answer may have several calls.
-    reasoning: texts around reasoning, which may precede the calls if their markers are special tokens: otherwise a
-        grammar cannot detect where it ends.
+    call: text of one call. `{string}` stands for the tool's name as JSON, `{name}` for the name itself, and
+        `{arguments}` for the arguments.
+    before, between, after: texts before the first call, between calls, and after the last call.
+    allows_several: whether an answer may have several calls.
+    reasoning: the texts around reasoning before the calls. Reasoning is allowed only if the markers in these texts are
+        special tokens; otherwise a grammar cannot detect its end.
     style: how arguments are written; None for JSON.
     """
 
@@ -30,32 +32,32 @@ class _Form:
     before: str = ""
     between: str = ""
     after: str = ""
-    several: bool = True
+    allows_several: bool = True
     reasoning: tuple[str, str] | None = None
-    style: Style | None = None
+    style: ArgumentStyle | None = None
 
 
 _OBJECT = '{{"name": {string}, "arguments": {arguments}}}'
 _PYTHON_CALL = "{name}({arguments})"
-_FORMS = {
-    "hermes": _Form(f"<tool_call>\n{_OBJECT}\n</tool_call>", between="\n"),
-    "llama": _Form('{{"name": {string}, "parameters": {arguments}}}', between="; "),
-    "mistral": _Form(_OBJECT, before="[TOOL_CALLS][", between=", ", after="]"),
+_FORMATS = {
+    "hermes": _CallFormat(f"<tool_call>\n{_OBJECT}\n</tool_call>", between="\n"),
+    "llama": _CallFormat('{{"name": {string}, "parameters": {arguments}}}', between="; "),
+    "mistral": _CallFormat(_OBJECT, before="[TOOL_CALLS][", between=", ", after="]"),
     # The end, <|call|>, is one of gpt-oss's ends of sequence.
-    "harmony": _Form(
+    "harmony": _CallFormat(
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
-        several=False,
+        allows_several=False,
         reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
     ),
-    "gemma": _Form("<start_function_call>call:{name}{arguments}<end_function_call>", style=GEMMA),
-    "pythonic": _Form(_PYTHON_CALL, before="[", between=", ", after="]", style=PYTHON),
+    "gemma": _CallFormat("<start_function_call>call:{name}{arguments}<end_function_call>", style=GEMMA),
+    "pythonic": _CallFormat(_PYTHON_CALL, before="[", between=", ", after="]", style=PYTHON),
 }
-# Forms of tokenizers that have the special token.
-_NEWER = {
-    "mistral": ("[ARGS]", _Form("[TOOL_CALLS]{name}[ARGS]{arguments}")),
+# family -> (special token, the format that replaces the one above if the tokenizer has this token)
+_FORMATS_BY_TOKEN = {
+    "mistral": ("[ARGS]", _CallFormat("[TOOL_CALLS]{name}[ARGS]{arguments}")),
     "gemma": (
         "<|tool_call>",
-        _Form(
+        _CallFormat(
             "<|tool_call>call:{name}{arguments}<tool_call|>",
             reasoning=("<|channel>thought\n", "<channel|>"),
             style=GEMMA_4,
@@ -63,7 +65,9 @@ _NEWER = {
     ),
     "pythonic": (
         "<|tool_call_start|>",
-        _Form(_PYTHON_CALL, before="<|tool_call_start|>[", between=", ", after="]<|tool_call_end|>", style=PYTHON),
+        _CallFormat(
+            _PYTHON_CALL, before="<|tool_call_start|>[", between=", ", after="]<|tool_call_end|>", style=PYTHON
+        ),
     ),
 }
 
@@ -76,11 +80,11 @@ def required_calls(
     parallel: bool = True,
     special_tokens: Mapping[str, int] | None = None,
 ) -> str:
-    """A Lark grammar for llguidance: one or more calls of `tools`, as `tool_choice="required"` asks for.
+    """Returns a Lark grammar for llguidance that allows only calls of `tools`, as `tool_choice="required"` asks for.
 
-    family: a name of `FAMILIES`, except "deepseek", which has two forms with the same tokens. Newer forms are chosen by
-        the special tokens: Mistral's `[ARGS]`, Gemma 4's, LFM2's. "harmony" allows one call. Reasoning may precede the
-        calls of "harmony" and Gemma 4.
+    family: a name of `FAMILIES`, except "deepseek", which has two formats with the same tokens. The special tokens of
+        Mistral (`[ARGS]`), Gemma 4 and LFM2 select these models' formats. "harmony" allows one call. Reasoning may
+        precede the calls of "harmony" and Gemma 4.
     name: the only tool that may be called.
     parallel: whether there may be several calls.
     special_tokens: ids of the tokenizer's special tokens by their texts, for which llguidance has another notation.
@@ -88,8 +92,8 @@ def required_calls(
     Raises ParameterError for another family, an unknown name, invalid tools or none, and, where arguments are not JSON
     ("gemma", "pythonic"), for schemas with keywords other than types, properties, lists of values and references.
     """
-    if family not in _FORMS:
-        raise ParameterError(f"family is {family!r}, but grammars exist for {', '.join(_FORMS)} only.", "family")
+    if family not in _FORMATS:
+        raise ParameterError(f"family is {family!r}, but grammars exist for {', '.join(_FORMATS)} only.", "family")
     schemas = parameter_schemas(tools)
     if name is not None:
         if name not in schemas:
@@ -98,37 +102,37 @@ def required_calls(
     if not schemas:
         raise ParameterError("tools is empty, so no call can be required; give at least one tool.", "tools")
     special = special_tokens or {}
-    form, (token, newer) = _FORMS[family], _NEWER.get(family, ("", None))
+    form, (token, newer) = _FORMATS[family], _FORMATS_BY_TOKEN.get(family, ("", None))
     if newer is not None and token in special:
         form = newer
-    return "\n".join(_lines(form, schemas, parallel, special, any_of(family_named(family).markers))) + "\n"
+    return "\n".join(_grammar_lines(form, schemas, parallel, special, pattern_of(get_family(family).markers))) + "\n"
 
 
-def _lines(
-    form: _Form, schemas: Mapping[str, Any], parallel: bool, special: Mapping[str, int], markers: re.Pattern[str]
+def _grammar_lines(
+    form: _CallFormat, schemas: Mapping[str, Any], parallel: bool, special: Mapping[str, int], markers: re.Pattern[str]
 ) -> list[str]:
     pattern = re.compile(f"({markers.pattern})")
 
     def terms(text: str) -> str:
         parts = [part for part in pattern.split(text) if part]
-        return "".join(f" <[{special[part]}]>" if part in special else f" {_quoted(part)}" for part in parts)
+        return "".join(f" <[{special[part]}]>" if part in special else f" {lark_string(part)}" for part in parts)
 
     known = special.keys() >= set(pattern.findall("".join(form.reasoning or ())))
     reasoning = form.reasoning if known else None
     start = "start:" + (" reasoning?" if reasoning else "") + terms(form.before) + " call"
-    if parallel and form.several:
+    if parallel and form.allows_several:
         start += f" ({terms(form.between)} call)*".replace("( ", "(")
     lines = [start + terms(form.after), "call: " + " | ".join(f"tool_{index}" for index in range(len(schemas)))]
     style = form.style
-    literals = None if style is None else Literals(style, terms, special=style.quote in special)
+    literals = None if style is None else LiteralRules(style, terms, special=style.quote in special)
     for index, (tool, schema) in enumerate(schemas.items()):
         text = form.call.format(string=json.dumps(tool, ensure_ascii=False), name=tool, arguments="\0")
         head, _, tail = text.partition("\0")
         lines.append(f"tool_{index}:{terms(head)} arguments_{index}{terms(tail)}")
         if literals is not None:
-            literals.add(tool, f"arguments_{index}", schema)
+            literals.add_tool(tool, f"arguments_{index}", schema)
         else:
-            # A rule of its own, so that references within the schema keep their root.
+            # In a rule of its own, so that `#` in the schema's references means this schema.
             lines.append(f"arguments_{index}: %json {json.dumps(schema)}")
     if literals is not None:
         lines += literals.lines
@@ -136,7 +140,3 @@ def _lines(
         opening, closing = map(terms, reasoning)
         lines += [f"reasoning:{opening} REASONING{closing}", r"REASONING: /(.|\n)*/"]
     return lines
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

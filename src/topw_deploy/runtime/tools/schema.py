@@ -1,6 +1,6 @@
 """Checks a caller's tools, and makes JSON schemas of Python functions.
 
-Schemas come from type hints and a docstring in Google's style, as transformers makes them.
+Schemas are made from type hints and a docstring in Google's style, as in transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from topw_deploy.errors import ParameterError
 
-_NAMES: Mapping[Any, str] = {
+_TYPE_NAMES: Mapping[Any, str] = {
     int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null",
     list: "array", tuple: "array", dict: "object",
 }  # fmt: skip
@@ -26,7 +26,7 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE | re.DOTALL)
 
 
 def schemas_of(tools: Sequence[Any]) -> list[Any]:
-    """`tools` with JSON schemas for Python functions. Raises ParameterError for a function that has none."""
+    """Returns `tools` with each Python function replaced by its schema. Raises ParameterError if one has no schema."""
     if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
         raise ParameterError(f"tools is a {type(tools).__name__}, but must be a list.", "tools")
     return [function_schema(tool) if callable(tool) else tool for tool in tools]
@@ -51,7 +51,7 @@ def parameter_schemas(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The function as a tool, in the form of OpenAI's and transformers' `tools`.
+    """Describes a function as a tool, in the form of OpenAI's and transformers' `tools`.
 
     Every argument needs a type hint and a description under "Args:". `(choices: ["a", "b"])` at the end of a
     description becomes an `enum`.
@@ -59,18 +59,18 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     Raises ParameterError for a missing description or type hint, or one that JSON schema cannot express.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    description, described, returned = _docstring(name, inspect.getdoc(function))
-    hints = _hints(name, function)
+    description, described, returned = _split_docstring(name, inspect.getdoc(function))
+    hints = _type_hints(name, function)
     properties, required = {}, []
-    for argument, parameter in _parameters(function).items():
+    for argument, parameter in _own_parameters(name, function).items():
         if argument not in hints:
-            raise _refused(name, f"its argument {argument!r} has no type hint")
+            raise _schema_error(name, f"its argument {argument!r} has no type hint")
         if argument not in described:
-            raise _refused(name, f"its docstring does not describe the argument {argument!r}")
-        schema = _schema(name, hints[argument])
+            raise _schema_error(name, f"its docstring does not describe the argument {argument!r}")
+        schema = _schema_of_hint(name, hints[argument])
         text = described[argument]
         if choices := _CHOICES.search(text):
-            schema["enum"] = _choices(name, choices[1])
+            schema["enum"] = _read_choices(name, choices[1])
             text = text[: choices.start()].strip()
         properties[argument] = {**schema, "description": text}
         if parameter.default is inspect.Parameter.empty:
@@ -81,8 +81,8 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     tool: dict[str, Any] = {"name": name, "description": description, "parameters": parameters}
     if "return" in hints:
         try:
-            tool["return"] = _schema(name, hints["return"])
-        except ParameterError:  # templates rarely show it
+            tool["return"] = _schema_of_hint(name, hints["return"])
+        except ParameterError:  # the schema needs no result, which templates rarely show
             pass
         else:
             if returned is not None:
@@ -90,36 +90,40 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": tool}
 
 
-def _refused(name: str, why: str) -> ParameterError:
+def _schema_error(name: str, why: str) -> ParameterError:
     return ParameterError(f"tools: {name} has no JSON schema: {why}; correct it, or give the schema.", "tools")
 
 
-def _hints(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+def _type_hints(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(function)
     except (NameError, TypeError, AttributeError) as error:
-        raise _refused(name, f"its type hints cannot be read ({error})") from None
+        raise _schema_error(name, f"its type hints cannot be read ({error})") from None
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    found = dict(inspect.signature(function).parameters)
+def _own_parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function, without the `self` or `cls` of a method."""
+    try:
+        found = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function in C without a signature
+        raise _schema_error(name, "its signature is unknown") from None
     first = next(iter(found), None)
     if first in ("self", "cls") and found[first].annotation is inspect.Parameter.empty:
         del found[first]
     return found
 
 
-def _docstring(name: str, text: str | None) -> tuple[str, dict[str, str], str | None]:
-    """Returns (description, argument -> description, description of the result)."""
+def _split_docstring(name: str, text: str | None) -> tuple[str, dict[str, str], str | None]:
+    """Split a docstring. Returns (description, argument -> description, description of the result or None)."""
     if not text or not text.strip():
-        raise _refused(name, "it has no docstring")
+        raise _schema_error(name, "it has no docstring")
     pieces = _SECTION.split(text.strip())
     sections = dict(zip(pieces[1::2], pieces[2::2], strict=True))
     returned = sections["Returns"].strip() if "Returns" in sections else None
-    return pieces[0].strip(), _arguments(inspect.cleandoc(sections.get("Args", ""))), returned
+    return pieces[0].strip(), _argument_descriptions(inspect.cleandoc(sections.get("Args", ""))), returned
 
 
-def _arguments(section: str) -> dict[str, str]:
+def _argument_descriptions(section: str) -> dict[str, str]:
     found: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
@@ -131,46 +135,48 @@ def _arguments(section: str) -> dict[str, str]:
     return found
 
 
-def _choices(name: str, text: str) -> list[Any]:
+def _read_choices(name: str, text: str) -> list[Any]:
     try:
         values = json.loads(text)
     except ValueError:
         values = None
     if not isinstance(values, list):
-        raise _refused(name, f"its choices {text[:80]!r} are no JSON list")
+        raise _schema_error(name, f"its choices {text[:80]!r} are no JSON list")
     return [value.strip() if isinstance(value, str) else value for value in values]
 
 
-def _schema(name: str, hint: Any) -> dict[str, Any]:
+def _schema_of_hint(name: str, hint: Any) -> dict[str, Any]:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _one_of(name, [member.value for member in hint])
-    if origin is None and hint in _NAMES:
-        return {"type": _NAMES[hint]}
+        return _enum_schema(name, [member.value for member in hint])
+    if isinstance(hint, type) and hint in _TYPE_NAMES:
+        return {"type": _TYPE_NAMES[hint]}
+    if origin in (list, dict) and not arguments:  # typing.List and typing.Dict
+        return {"type": _TYPE_NAMES[origin]}
     if origin is Literal:
-        return _one_of(name, list(arguments))
+        return _enum_schema(name, list(arguments))
     if origin is Union or origin is types.UnionType:
-        return _union(name, arguments)
+        return _union_schema(name, arguments)
     if origin is list:
-        return {"type": "array", "items": _schema(name, arguments[0])}
+        return {"type": "array", "items": _schema_of_hint(name, arguments[0])}
     if origin is tuple and len(arguments) > 1 and ... not in arguments:
-        return {"type": "array", "prefixItems": [_schema(name, argument) for argument in arguments]}
+        return {"type": "array", "prefixItems": [_schema_of_hint(name, argument) for argument in arguments]}
     if origin is dict:
-        return {"type": "object", "additionalProperties": _schema(name, arguments[1])}
-    raise _refused(name, f"JSON schema cannot express the type hint {hint!r}")
+        return {"type": "object", "additionalProperties": _schema_of_hint(name, arguments[1])}
+    raise _schema_error(name, f"JSON schema cannot express the type hint {hint!r}")
 
 
-def _one_of(name: str, values: list[Any]) -> dict[str, Any]:
+def _enum_schema(name: str, values: list[Any]) -> dict[str, Any]:
     if not values or any(type(value) not in _SCALARS for value in values):
-        raise _refused(name, "a Literal or Enum may hold text, numbers, booleans and None only")
-    kinds = list(dict.fromkeys(_NAMES[type(value)] for value in values))
+        raise _schema_error(name, "a Literal or Enum may hold text, numbers, booleans and None only")
+    kinds = list(dict.fromkeys(_TYPE_NAMES[type(value)] for value in values))
     return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
 
 
-def _union(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    options = [_schema(name, argument) for argument in arguments if argument is not type(None)]
+def _union_schema(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    options = [_schema_of_hint(name, argument) for argument in arguments if argument is not type(None)]
     kinds = sorted({option["type"] for option in options if option.keys() == {"type"}})
     if len(options) == 1:
         found = options[0]
