@@ -17,7 +17,7 @@ from tests.support.samples import sampled
 from tests.support.tiny_models import FAMILIES, WINDOW, make_model
 from tests.support.traces import trace
 from topw_deploy.export.lowering import lower
-from topw_deploy.export.trace.marker import marker_nodes
+from topw_deploy.export.trace.markers import attention_markers
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.export.verification import worker
 from topw_deploy.export.verification.cache_drivers import CacheDriver
@@ -163,7 +163,7 @@ def test_every_check_of_the_verification_passes(
 
 
 def test_each_layer_leaves_one_marker_with_its_window_and_cap() -> None:
-    nodes = marker_nodes(traced("gemma2").model.graph)
+    nodes = attention_markers(traced("gemma2").model.graph)
     assert [node.attributes["window"].as_int() for node in nodes] == [WINDOW, 0]
     assert all(node.attributes["softcap"].as_float() == 2.0 for node in nodes)
 
@@ -176,7 +176,7 @@ def test_losing_the_window_or_the_cap_would_fail(lowering: str, name: str, value
     outputs = []
     for lose in (False, True):
         decoder = copy_of(traced("gemma2"))
-        for node in marker_nodes(decoder.model.graph):
+        for node in attention_markers(decoder.model.graph):
             if lose:
                 node.attributes[name] = value
         driver = driver_of(decoder, lower(decoder, context_length=CONTEXT, **LOWERINGS[lowering]))

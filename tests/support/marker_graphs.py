@@ -10,7 +10,7 @@ import onnxruntime as ort
 import torch
 
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.trace.marker import MARKER_DOMAIN
+from topw_deploy.export.trace.markers import MARKER_DOMAIN
 
 Build = Callable[[GraphEditor, ir.Node, Mapping[str, ir.Value]], tuple[ir.Value, ir.Value]]
 

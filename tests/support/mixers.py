@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 
-from topw_deploy.export.trace.mixer_markers import CONVOLUTION, HISTORY, RECURRENCE, MixerCache, MixerMarkers
+from topw_deploy.export.trace.markers import CONVOLUTION, HISTORY, RECURRENCE, MixerCache, MixerMarkers
 
 
 def literal_convolution(

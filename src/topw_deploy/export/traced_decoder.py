@@ -16,8 +16,8 @@ from topw_deploy.export.lowering import lower
 from topw_deploy.export.request import DEFAULT_OPSET
 from topw_deploy.export.source.checkpoint import context_length, load_unread, overflowing_modules, switching_rope
 from topw_deploy.export.source.quantised import quantised_format
-from topw_deploy.export.source.unread_tensor import streamed
-from topw_deploy.export.trace.sparse import dense_tokens
+from topw_deploy.export.source.unread_tensor import load_during_calls
+from topw_deploy.export.trace.interface import dense_tokens
 from topw_deploy.export.trace.trace import TracedDecoder, load_trace, save_trace, trace
 from topw_deploy.manifest import TARGETS, DecoderInfo
 
@@ -114,7 +114,7 @@ def _traced(model: PreTrainedModel, job: Job) -> TracedDecoder:
     job.progress.say("Tracing")
     traced = trace(model)
     save = partial(save_trace, traced, model)
-    journal.keep_file(stage, stamp, "trace.onnx", save, num_layers=traced.num_layers)
+    journal.record_file(stage, stamp, "trace.onnx", save, num_layers=traced.num_layers)
     return traced
 
 
@@ -123,14 +123,14 @@ def _overflow_notice(model: PreTrainedModel, job: Job) -> str:
     noted = journal.find(stage, stamp, found=list)
     if noted is None:
         try:
-            with streamed(model):
+            with load_during_calls(model):
                 found = overflowing_modules(model, sample_batches(model, job.source.folder))
         except RuntimeError as error:  # such as of float32 weights that the model keeps for precision
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not run in float16 in transformers ({one_line(error)}); use --dtype "
                 "fp32 or bf16."
             ) from error
-        journal.done(stage, stamp, found=found)
+        journal.record(stage, stamp, found=found)
     else:
         found = noted["found"]
     if not found:

@@ -17,12 +17,12 @@ from tests.support.hybrid_models import make_hybrid
 from tests.support.samples import sampled
 from tests.support.tiny_models import FAMILIES, make_model
 from topw_deploy.errors import SourceError
-from topw_deploy.export.graph.lazy_weight import LazyWeight, parts, transposed
+from topw_deploy.export.graph.lazy_weight import LazyWeight, byte_blocks, transpose_tensor
 from topw_deploy.export.source.checkpoint import load_checkpoint
 from topw_deploy.export.source.safetensors_files import stored_tensors
-from topw_deploy.export.source.unread_tensor import UnreadTensor, streamed, widen
+from topw_deploy.export.source.unread_tensor import UnreadTensor, cast_to_float32, load_during_calls
 from topw_deploy.export.trace.trace import trace
-from topw_deploy.export.trace.weightless import weight_tensor, weightless
+from topw_deploy.export.trace.weightless import fake_parameters, weight_tensor
 from topw_deploy.memory import StageMemory, resident_bytes
 
 
@@ -68,7 +68,7 @@ def test_mixers_that_use_their_childrens_weights_run_on_unread_ones(tmp_path: Pa
     make_hybrid(family).save_pretrained(tmp_path)
     ids = torch.arange(3, 12)[None]
     read, unread = (load_checkpoint(tmp_path, "float32", unread=flag) for flag in (False, True))
-    with torch.no_grad(), streamed(unread):
+    with torch.no_grad(), load_during_calls(unread):
         found = unread(input_ids=ids, use_cache=False).logits
     with torch.no_grad():
         wanted = read(input_ids=ids, use_cache=False).logits
@@ -127,7 +127,7 @@ def test_unread_and_read_models_have_the_same_trace(checkpoint: Callable[[str], 
 def test_a_trace_leaves_the_model_unchanged() -> None:
     model = make_model("llama_tied")
     before = parameters(model)
-    with weightless(model) as weights:
+    with fake_parameters(model) as weights:
         assert parameters(model)["lm_head.weight"] is parameters(model)["model.embed_tokens.weight"]
         assert all(parameters(model)[name] is not weight for name, weight in before.items())
         assert weights.by_name["lm_head.weight"].data_ptr() == before["lm_head.weight"].data_ptr()
@@ -138,11 +138,11 @@ def test_a_trace_leaves_the_model_unchanged() -> None:
 def test_a_streamed_model_computes_the_same_as_a_loaded_one(checkpoint: Callable[[str], Path], family: str) -> None:
     ids = torch.arange(12)[None]
     read, unread = (load_checkpoint(checkpoint(family), "float16", unread=flag) for flag in (False, True))
-    widen(unread)
+    cast_to_float32(unread)
     read.float()
     with torch.no_grad():
         wanted = read(input_ids=ids).logits
-        with streamed(unread):
+        with load_during_calls(unread):
             assert torch.equal(unread(input_ids=ids).logits, wanted)
     assert all(isinstance(parameter, UnreadTensor) for parameter in unread.parameters())
 
@@ -185,14 +185,17 @@ def test_a_weight_in_parts_equals_the_whole(tmp_path: Path, dtype: torch.dtype) 
     model = torch.nn.Linear(5, 7, bias=False)
     model.weight = torch.nn.Parameter(stored(tmp_path, tensor).to(dtype), requires_grad=False)
     value = ir.Value(name="weight", shape=ir.Shape([7, 5]))
-    with weightless(model) as weights:
+    with fake_parameters(model) as weights:
         value.const_value = ir.tensor_adapters.TorchTensor(model.weight, name="weight")
         graph = ir.Graph([], [], nodes=[], initializers=[value])
         weights.attach(ir.Model(graph, ir_version=10))
     weight = value.const_value
     assert isinstance(weight, LazyWeight)
-    for lazy, wanted in ((weight, tensor.to(dtype)), (transposed(weight, (1, 0)), tensor.to(dtype).T.contiguous())):
-        blocks = [bytes(block) for block in parts(lazy, 25)]
+    for lazy, wanted in (
+        (weight, tensor.to(dtype)),
+        (transpose_tensor(weight, (1, 0)), tensor.to(dtype).T.contiguous()),
+    ):
+        blocks = [bytes(block) for block in byte_blocks(lazy, 25)]
         assert len(blocks) > 2
         assert b"".join(blocks) == lazy.tobytes() == wanted.view(torch.uint8).numpy().tobytes()
     ids = np.array([6, 0, 6])
@@ -219,7 +222,7 @@ def test_unread_weights_take_no_memory_and_written_ones_a_part_at_a_time(tmp_pat
         unread = load_checkpoint(tmp_path, "float16", unread=True)
     with memory.stage("written"):
         weight = weight_tensor(parameters(unread)["lm_head.weight"], "lm_head.weight")
-        assert sum(len(part) for part in parts(weight, 1 << 20)) == 48 << 20
+        assert sum(len(part) for part in byte_blocks(weight, 1 << 20)) == 48 << 20
     with memory.stage("read"):
         load_checkpoint(tmp_path, "float16")
     assert memory.peaks["read"] - before > 40 << 20

@@ -17,8 +17,8 @@ from transformers.activations import ACT2FN
 
 from tests.support.samples import sampled
 from topw_deploy.export.lowering.experts import lower_experts
-from topw_deploy.export.trace.experts import Gate, expert_matrices, marked_experts, stated
-from topw_deploy.export.trace.workarounds import silenced
+from topw_deploy.export.trace.experts import Gate, activation_attributes, expert_matrices, marked_experts
+from topw_deploy.export.trace.workarounds import silenced_libraries
 
 FLOAT32 = 1e-5  # of the largest output; measured: 3e-7
 HALF = 5e-3  # of the largest output: float16 has 11 bits; measured: 1e-3
@@ -116,7 +116,7 @@ def block_of(model: PreTrainedModel, name: str) -> torch.nn.Module:
 
 def traced(model: PreTrainedModel, block: torch.nn.Module, hidden: torch.Tensor) -> ir.Model:
     auto = torch.export.Dim.AUTO
-    with marked_experts(model), torch.no_grad(), silenced():
+    with marked_experts(model), torch.no_grad(), silenced_libraries():
         program = torch.onnx.export(
             block, (hidden,), dynamo=True, opset_version=23, optimize=False, dynamic_shapes=({0: auto, 1: auto},)
         )
@@ -216,17 +216,17 @@ def test_experts_with_a_configuration_of_their_own_are_marked_too() -> None:
 def test_an_activation_is_stated_only_if_its_values_agree() -> None:
     known = {"relu": "relu", "silu": "silu", "gelu_pytorch_tanh": "gelu"}
     for name, wanted in known.items():
-        found = stated(ACT2FN[name], gated=False)
+        found = activation_attributes(ACT2FN[name], gated=False)
         assert found is not None
         assert found["activation"] == wanted
-    assert stated(ACT2FN["gelu"], gated=False) is None  # the error function, not tanh
-    assert stated(ACT2FN["relu2"], gated=False) is None
+    assert activation_attributes(ACT2FN["gelu"], gated=False) is None  # the error function, not tanh
+    assert activation_attributes(ACT2FN["relu2"], gated=False) is None
     for gate in (Gate(), Gate(interleaved=True), Gate(1.702, 1.0, 7.0, interleaved=True), Gate(1.0, 0.0, 7.0)):
-        found = stated(Holder(gate).act, gated=True)
+        found = activation_attributes(Holder(gate).act, gated=True)
         assert found is not None
         limit = found["limit"] or math.inf
         assert Gate(found["alpha"], found["beta"], limit, bool(found["interleaved"])) == gate
-    assert stated(lambda x: torch.tanh(x[..., ::2]) * x[..., 1::2], gated=True) is None
+    assert activation_attributes(lambda x: torch.tanh(x[..., ::2]) * x[..., 1::2], gated=True) is None
 
 
 class Holder:

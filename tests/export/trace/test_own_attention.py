@@ -9,7 +9,8 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from tests.support.attention_kinds import KINDS
 from tests.support.tiny_models import make_model
-from topw_deploy.export.trace.own_attention import adapted, alibi_slopes, mpt_slopes
+from topw_deploy.export.trace.interface import adapted_attention
+from topw_deploy.export.trace.own_attention import alibi_slopes, mpt_slopes
 
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 71, 112])
@@ -25,7 +26,7 @@ def test_the_model_is_as_before_after_the_block(kind: str) -> None:
     ids = torch.arange(3, 13)[None]
     with torch.no_grad():
         before = model(input_ids=ids).logits
-        with adapted(model):
+        with adapted_attention(model):
             changed = [name for module in model.modules() for name in ("forward", "_attn") if name in vars(module)]
         after = model(input_ids=ids).logits
     assert changed

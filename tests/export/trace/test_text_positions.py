@@ -12,7 +12,7 @@ from tests.support.lowerings import attention_nodes, copy_of
 from tests.support.tiny_models import ONE_LAYER, make_model
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.trace.trace import trace
-from topw_deploy.export.trace.workarounds import plain_for_text, positions_of_text
+from topw_deploy.export.trace.workarounds import plain_rotary_embeddings, positions_of_text
 
 pytestmark = pytest.mark.slow
 POSITIONS = torch.tensor([[3, 4, 5], [0, 1, 9]])
@@ -37,7 +37,7 @@ def test_factors_are_those_of_equal_positions_inside_the_block_alone() -> None:
     module, x = Sections(1.0), torch.zeros(1)
     wanted = module(x, POSITIONS.expand(3, 2, 3))
     other = module(x, torch.zeros(3, 2, 3))
-    embeddings = plain_for_text(module)
+    embeddings = plain_rotary_embeddings(module)
     assert embeddings == [module]
     with positions_of_text(embeddings, POSITIONS):
         found = module(x, torch.zeros(3, 2, 3))
@@ -46,7 +46,7 @@ def test_factors_are_those_of_equal_positions_inside_the_block_alone() -> None:
 
 
 def test_an_embedding_that_computes_something_else_is_left() -> None:
-    assert plain_for_text(Sections(2.0)) == []
+    assert plain_rotary_embeddings(Sections(2.0)) == []
 
 
 def test_attention_of_qwen_3_5_rotates_inside_the_operator() -> None:

@@ -14,7 +14,7 @@ from topw_deploy.export.lowering.layers import attention_layers
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.standard_attention import Masks, Positions, attend, tensorrt_fuses
 from topw_deploy.export.lowering.states import States
-from topw_deploy.export.trace.marker import MARKER_DOMAIN
+from topw_deploy.export.trace.markers import MARKER_DOMAIN
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 

@@ -23,7 +23,7 @@ from topw_deploy.export.graph.lazy_weight import LazyWeight
 from topw_deploy.export.lowering import experts_operator
 from topw_deploy.export.lowering.experts_operator import stored_stack, stored_value
 from topw_deploy.export.trace.experts import EXPERTS_OP, PRODUCT_OP
-from topw_deploy.export.trace.marker import MARKER_DOMAIN
+from topw_deploy.export.trace.markers import MARKER_DOMAIN
 
 _PREFIX = "topw.experts"
 

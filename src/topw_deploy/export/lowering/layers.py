@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import element_type, fixed_size
-from topw_deploy.export.trace.marker import marker_nodes
+from topw_deploy.export.trace.markers import attention_markers
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State, key_value_states
 
@@ -115,7 +115,7 @@ def _optional_input(marker: ir.Node, place: int) -> ir.Value | None:
 def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
     """The attention layers of `decoder`, in layer order."""
     layers = []
-    for marker in marker_nodes(decoder.model.graph):
+    for marker in attention_markers(decoder.model.graph):
         query, key = marker.inputs[:2]
         value = _optional_input(marker, 2)
         latent = marker.attributes["latent"].as_int()

@@ -12,8 +12,7 @@ from topw_deploy.export.lowering.chunked_recurrence import CHUNK, ChunkedRecurre
 from topw_deploy.export.lowering.convolution import CONTRIB_DOMAIN, ConvolutionLayer, Convolutions, HistoryLayer
 from topw_deploy.export.lowering.recurrence import RecurrenceLayer, add_linear_attention
 from topw_deploy.export.lowering.states import States, StaticStates
-from topw_deploy.export.trace.marker import MARKER_DOMAIN
-from topw_deploy.export.trace.mixer_markers import CONVOLUTION, HISTORY, RECURRENCE
+from topw_deploy.export.trace.markers import CONVOLUTION, HISTORY, MARKER_DOMAIN, RECURRENCE
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 

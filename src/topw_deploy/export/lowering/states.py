@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.export.graph.editor import GraphEditor, find_input, required_input
-from topw_deploy.export.trace.marker import MARKER_DOMAIN
+from topw_deploy.export.trace.markers import MARKER_DOMAIN
 from topw_deploy.manifest import State
 
 

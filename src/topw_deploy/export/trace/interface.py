@@ -1,26 +1,43 @@
-"""Trace a model's attention as markers."""
+"""Trace a model's attention as markers, through transformers' interfaces of attention and of masks.
+
+While a model is traced, each mask is a placeholder tensor that is recognised by its identity, or None if the model
+accepts None for "all keys up to the query". So the masks show which keys a query sees.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.trace.latent import LATENTS, is_smaller, mark_latent
-from topw_deploy.export.trace.marker import mark_attention
-from topw_deploy.export.trace.masks import MaskPlaceholders
-from topw_deploy.export.trace.own_attention import adapted
-from topw_deploy.export.trace.relative import BIASES, with_sinks
-from topw_deploy.export.trace.sparse import SELECTIONS
+from topw_deploy.export.trace import attention_adapters, own_attention
+from topw_deploy.export.trace.attention_adapters import (
+    BIASES,
+    LATENTS,
+    expand_kv,
+    keep_all_columns,
+    latents_are_smaller,
+    mark_latent_attention,
+    move_sinks_to_biases,
+)
+from topw_deploy.export.trace.markers import Visible, mark_attention
 
 _IMPLEMENTATION = "topw_marker"
-# Arguments without effect in causal inference.
+_ADAPTED_METHODS = {**attention_adapters.METHODS, **own_attention.METHODS}
+_ADAPTED_FUNCTIONS = {**attention_adapters.FUNCTIONS, **own_attention.FUNCTIONS}
+_UNNUMBERED = {"openai.Attention"}  # classes of attention without layer_idx
+_NEED_A_MASK = {"mpt"}  # model types that fail if a mask is None
+_SELECTIONS = {"indices", "block_indices"}  # arguments of attention functions that carry selected tokens
+# Arguments of attention functions that have no effect in causal inference.
 _HARMLESS = {
     "dropout",
     "position_ids",
@@ -34,24 +51,55 @@ _HARMLESS = {
 
 
 @contextlib.contextmanager
-def marked(model: PreTrainedModel) -> Iterator[None]:
-    """Trace attention of `model` as markers inside the block."""
-    masks, layers = MaskPlaceholders(), _Layers(model)
-    AttentionInterface.register(_IMPLEMENTATION, partial(_marker_attention, masks, layers))
+def marked_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Make the attention of `model` leave markers inside the block."""
+    masks, layers = MaskPlaceholders(), _LayerNumbers(model)
+    AttentionInterface.register(_IMPLEMENTATION, partial(_mark_call, masks, layers))
     AttentionMaskInterface.register(_IMPLEMENTATION, masks.make)
     before = model.config._attn_implementation
     model.set_attn_implementation(_IMPLEMENTATION)
     # Models outside the attention interface ignore that call, but create masks through the mask interface.
     model.config._attn_implementation_internal = _IMPLEMENTATION
     try:
-        with adapted(model):
+        with adapted_attention(model):
             yield
     finally:
         model.set_attn_implementation(before)
         model.config._attn_implementation_internal = before
 
 
-class _Layers:
+@contextlib.contextmanager
+def adapted_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Replace the methods and functions that `own_attention` and `attention_adapters` list, inside the block."""
+    last_numbers: dict[str, int] = {}
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            path, kind = type(module).__module__.split("."), type(module).__name__
+            if path[:2] != ["transformers", "models"]:
+                continue
+            name = f"{path[2]}.{kind}"
+            for function, replacement in _ADAPTED_FUNCTIONS.get(name, {}).items():
+                file = sys.modules[type(module).__module__]
+                undo.callback(setattr, file, function, getattr(file, function))
+                setattr(file, function, replacement)
+            methods = dict(_ADAPTED_METHODS.get(name, {}))
+            if hasattr(module, "expand_kv"):
+                methods["expand_kv"] = expand_kv
+            if hasattr(module, "_maybe_slice_kv_shared_inputs"):
+                methods["_maybe_slice_kv_shared_inputs"] = keep_all_columns
+            if _is_indexer(module):
+                methods["forward"] = _select_nothing
+            for attribute, method in methods.items():
+                setattr(module, attribute, MethodType(method, module))
+                undo.callback(delattr, module, attribute)
+            if name in _UNNUMBERED:
+                last_numbers[name] = last_numbers.get(name, -1) + 1
+                setattr(module, "layer_idx", last_numbers[name])  # noqa: B010
+                undo.callback(delattr, module, "layer_idx")
+        yield
+
+
+class _LayerNumbers:
     """Numbers attention calls: a layer's first call gets its index, further calls get numbers after the last layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -67,9 +115,9 @@ class _Layers:
         return layer
 
 
-def _marker_attention(
+def _mark_call(
     masks: MaskPlaceholders,
-    layers: _Layers,
+    layers: _LayerNumbers,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -83,50 +131,151 @@ def _marker_attention(
     blocks: tuple[torch.Tensor, int] | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Stand in for an attention function of transformers.
+    """Leave a marker in place of a call of an attention function of transformers.
 
-    The mask alone decides which keys are visible, as in transformers' eager and sdpa functions; `sliding_window` is for
-    functions without a mask, and is ignored. `blocks` are a second key per token, which is its value too, and their
-    stride (see `marker`).
+    The mask alone decides which keys are visible, as in transformers' eager and sdpa functions. `sliding_window` is for
+    functions that read no mask, and is ignored.
+    s_aux: the sink of `mark_attention`.
+    blocks: a second key per token, which is its own value, [batch, 1, sequence, dim]; and the marker's stride.
+    Returns the output [batch, sequence, heads, value_dim], and None for the attention weights.
     """
     relative = None
     if hasattr(module, BIASES):
-        relative, s_aux = with_sinks(others.pop("position_bias"), others.pop("sinks", None))
-    known = _HARMLESS | SELECTIONS
+        relative, s_aux = move_sinks_to_biases(others.pop("position_bias"), others.pop("sinks", None))
+    known = _HARMLESS | _SELECTIONS
     unknown = sorted(name for name, given in others.items() if name not in known and given is not None)
     visible = masks.visible(attention_mask)
     if visible is None or unknown or is_causal is False or not getattr(module, "is_causal", True):
-        what = f"the attention argument {unknown[0]}" if unknown else "attention that is not causal"
-        what = "an attention mask of its own" if visible is None else what
+        feature = f"the attention argument {unknown[0]}" if unknown else "attention that is not causal"
+        feature = "an attention mask of its own" if visible is None else feature
         raise UnsupportedModelError(
-            f"{type(module).__name__} uses {what}, which the export does not support; "
+            f"{type(module).__name__} uses {feature}, which the export does not support; "
             "choose another model or graft an ONNX decoder made by another exporter."
         )
-    layer, scale = layers.number(module), query.shape[-1] ** -0.5 if scaling is None else scaling
-    if hasattr(module, LATENTS) and is_smaller(module, query.shape[1]):
-        return mark_latent(module, query, layer=layer, scale=scale, visible=visible, sink=s_aux), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mark = partial(
+        mark_attention,
+        layer=layers.number(module),
+        scale=scale,
+        softcap=softcap or 0.0,
+        visible=visible,
+        sink=s_aux,
+        relative=relative,
+    )
+    latents = vars(module).pop(LATENTS, None)
+    if latents is not None and latents_are_smaller(module, query.shape[1]):
+        return mark_latent_attention(module, query, latents, mark), None
     if blocks is None:
-        output = mark_attention(
-            query,
-            key,
-            value,
-            layer=layer,
-            scale=scale,
-            softcap=softcap or 0.0,
-            visible=visible,
-            sink=s_aux,
-            relative=relative,
+        return mark(query, key, value), None
+    second_keys, stride = blocks
+    return mark(query, torch.cat((key, second_keys), dim=-1), None, latent=key.shape[-1], stride=stride), None
+
+
+class MaskPlaceholders:
+    """Creates placeholders for masks (`make`), and knows which keys each one shows (`visible`)."""
+
+    def __init__(self) -> None:
+        self._placeholders: list[tuple[torch.Tensor, Visible]] = []
+
+    def make(
+        self,
+        *_args: Any,
+        mask_function: Callable[..., Any],
+        config: Any = None,
+        allow_is_causal_skip: bool = True,
+        **_others: Any,
+    ) -> torch.Tensor | None:
+        """The placeholder of a mask, bool [1, 1, 1, 1]; a function of transformers' mask interface.
+
+        Returns None for "all keys up to the query" if the model accepts it.
+        Raises UnsupportedModelError for a mask that depends on more than positions, or shows later tokens.
+        """
+        visible = _visible_keys(mask_function)
+        if visible == Visible() and allow_is_causal_skip and getattr(config, "model_type", "") not in _NEED_A_MASK:
+            return None
+        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool)
+        self._placeholders.append((mask, visible))
+        return mask
+
+    def visible(self, mask: torch.Tensor | None) -> Visible | None:
+        """The keys that `mask` shows; None for a mask that is not one of the placeholders."""
+        if mask is None:
+            return Visible()
+        return next((visible for placeholder, visible in self._placeholders if placeholder is mask), None)
+
+
+def _visible_keys(mask_function: Callable[..., Any]) -> Visible:
+    """The keys that transformers' `mask_function` shows. Raises as `MaskPlaceholders.make` does."""
+    limits = {"window": 0, "chunk": 0}
+    is_causal = False
+    for part in _combined_functions(mask_function):
+        name, variables = part.__qualname__.split(".")[0], inspect.getclosurevars(part).nonlocals
+        if part is masking_utils.causal_mask_function:
+            is_causal = True
+        elif name == "sliding_window_overlay":
+            limits["window"] = int(variables["sliding_window"])
+        elif name == "chunked_overlay":
+            limits["chunk"] = int(variables["chunk_size"])
+        elif not name.startswith(("bidirectional", "sliding_window_bidirectional")):
+            raise UnsupportedModelError(
+                f"the model's attention mask depends on more than positions ({name}), which the export does not "
+                "support; choose another model or graft an ONNX decoder made by another exporter."
+            )
+    if not is_causal:
+        raise UnsupportedModelError(
+            "the model's attention sees later tokens, so it is not a causal decoder; choose a decoder-only language "
+            "model."
         )
-    else:
-        output = mark_attention(
-            query,
-            torch.cat((key, blocks[0]), dim=-1),
-            None,
-            layer=layer,
-            scale=scale,
-            visible=visible,
-            sink=s_aux,
-            latent=key.shape[-1],
-            stride=blocks[1],
-        )
-    return output, None
+    return Visible(**limits)
+
+
+def _combined_functions(mask_function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The functions that transformers' `and_masks` combined to `mask_function`; itself if it is no combination."""
+    if mask_function.__qualname__.split(".")[0] != "and_masks":
+        return [mask_function]
+    combined = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    return [part for each in combined for part in _combined_functions(each)]
+
+
+# Some models attend to selected tokens: by an indexer (DeepSeek V3.2 and V4, GLM 5, MiniMax M3, Qwen 4) or by a score
+# of each key (Doge). Up to a certain length such a model selects all tokens. The export attends to all tokens, and its
+# context ends at that length.
+
+
+def _is_indexer(module: torch.nn.Module) -> bool:
+    """Whether the forward of `module` selects tokens."""
+    return type(module).__name__.endswith("Indexer") and _selected_tokens(module) is not None
+
+
+def dense_tokens(model: torch.nn.Module) -> int | None:
+    """The length, in tokens, of the longest sequence of which every layer selects all tokens.
+
+    None for a model that does not select tokens.
+    """
+    selecting = (module for module in model.modules() if _is_indexer(module) or _selects_by_score(module))
+    counts = map(_selected_tokens, selecting)
+    return min((tokens for tokens in counts if tokens is not None), default=None)
+
+
+def _select_nothing(_self: Any, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """A selection [batch, sequence, 1] that nothing reads; replaces the forward of an indexer."""
+    return torch.zeros((*hidden_states.shape[:2], 1), dtype=torch.int32)
+
+
+def _selects_by_score(module: torch.nn.Module) -> bool:
+    return hasattr(module, "keep_window_size")
+
+
+def _selected_tokens(module: torch.nn.Module) -> int | None:
+    """The longest sequence, in tokens, of which `module` selects all tokens; None if it selects none."""
+    blocks, size = getattr(module, "topk_blocks", None), getattr(module, "block_size", None)
+    if isinstance(blocks, int) and isinstance(size, int):
+        return blocks * size
+    budget, ratio = getattr(module, "token_budget", None), getattr(module, "compress_ratio", None)
+    if isinstance(budget, int) and isinstance(ratio, int):
+        return budget + ratio - 1  # selects whole blocks, and always the tokens after the last complete one
+    tokens = getattr(module, "index_topk", getattr(module, "keep_window_size", None))
+    block = getattr(module, "compress_rate", 1)  # selects complete blocks of this many tokens
+    if not isinstance(tokens, int):
+        return None
+    return (tokens + 1) * block - 1 if block > 1 else tokens

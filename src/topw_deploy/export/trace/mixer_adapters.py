@@ -1,4 +1,4 @@
-"""Methods, written with markers, for modules that mix tokens in code of their own.
+"""Methods for modules that mix tokens in code of their own; they leave markers, and compute what the module computes.
 
 Each takes the module, the markers and the layer's index before the arguments of the method that it replaces.
 """
@@ -15,11 +15,11 @@ import torch
 from torch.nn import functional
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.trace.mixer_markers import MixerMarkers
+from topw_deploy.export.trace.markers import MixerMarkers
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
-_LARGEST_GATE = 40.0  # exp(40) leaves float32 room for sums
-_RG_LRU_C = -8.0  # of Griffin's equation 6
+_LARGEST_GATE = 40.0  # sums of exp(40) do not overflow float32
+_RG_LRU_C = -8.0  # -c of Griffin's equation 6
 
 
 def layer_of(name: str) -> int:
@@ -39,8 +39,8 @@ def lightning_attention(
     """MiniMax: S_t = exp(-slope) S_(t-1) + k_t v_t^T; o_t = S_t^T q_t."""
     batch, sequence, _ = hidden_states.shape
     heads = mixer.num_attention_heads
-    joint = mixer.act_fn(mixer.qkv_proj(hidden_states)).reshape(batch, sequence, heads, -1)
-    query, key, value = joint.float().split(mixer.head_dim, dim=3)
+    projected = mixer.act_fn(mixer.qkv_proj(hidden_states)).reshape(batch, sequence, heads, -1)
+    query, key, value = projected.float().split(mixer.head_dim, dim=3)
     decay = -mixer.slope_rate.float().reshape(heads).expand(batch, sequence, heads)
     output = markers.recurrence(query, key, value, rule="gated", decay=decay, layer=layer)
     output = mixer.norm(output.to(hidden_states.dtype).flatten(2))
@@ -56,7 +56,7 @@ def griffin_recurrent_block(
     *_args: Any,
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """RecurrentGemma: convolution, then RG-LRU, gated by a linear branch."""
+    """RecurrentGemma: a convolution and then an RG-LRU, multiplied with a gate from a linear branch."""
     gate = block.act_fn(block.linear_y(input_states))
     x = block.linear_x(input_states).transpose(1, 2)
     x = markers.convolution(x, block.conv_1d.weight, block.conv_1d.bias, layer=layer).transpose(1, 2)
@@ -67,7 +67,8 @@ def griffin_recurrent_block(
 def _rg_lru(unit: Any, markers: MixerMarkers, layer: int, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """Real-gated linear recurrent unit: h_t = a_t h_(t-1) + sqrt(1 - a_t^2) (i_t x_t), with gates a and i.
 
-    Each channel is a head whose state is one number. A sequence's first token is not scaled; its past state is zero.
+    Each channel is a head whose state is one number. A sequence's first token, before which the state is zero, is not
+    multiplied with the square root.
     """
     input_gate = _block_diagonal_gate(x, unit.input_gate_weight, unit.input_gate_bias)
     recurrent_gate = _block_diagonal_gate(x, unit.recurrent_gate_weight, unit.recurrent_gate_bias)
@@ -80,7 +81,12 @@ def _rg_lru(unit: Any, markers: MixerMarkers, layer: int, x: torch.Tensor, posit
 
 
 def _block_diagonal_gate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """x: [batch, sequence, width]; weight: [blocks, block, block]."""
+    """The sigmoid of a linear layer with a block-diagonal weight, [batch, sequence, width].
+
+    x: [batch, sequence, width].
+    weight: [blocks, width / blocks, width / blocks].
+    bias: [blocks, width / blocks].
+    """
     blocks = x.unflatten(-1, (weight.shape[0], -1)).unsqueeze(-2)  # [batch, sequence, blocks, 1, block]
     return torch.sigmoid((blocks @ weight).squeeze(-2) + bias).flatten(-2)
 
@@ -95,8 +101,8 @@ def convolved_projections(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ZAYA: queries and keys pass a depthwise and a grouped convolution; half of the values come from the token before.
 
-    Returns query, key and value [batch, sequence, heads, head_dim]. Biases are added after the markers, because the
-    model also adds them to the zeros before a sequence's first token.
+    Returns query, key and value [batch, sequence, heads or kv_heads, head_dim]. Biases are added after the markers,
+    because the model also adds them to the zeros before a sequence's first token.
     """
     shape = (*hidden_states.shape[:-1], -1, mixer.head_dim)
     groups = mixer.num_key_value_groups
@@ -109,7 +115,7 @@ def convolved_projections(
     kernel = grouped.weight.shape[-1]
     mixed = grouped.bias[:, None]
     for lag in range(kernel):
-        column = column if lag == 0 else _previous(markers, layer, column)
+        column = column if lag == 0 else _delay(markers, layer, column)
         tap = grouped.weight[..., kernel - 1 - lag, None]
         mixed = mixed + functional.conv1d(column + depthwise.bias[:, None], tap, groups=grouped.groups)
     mixed = mixed.transpose(1, 2)
@@ -117,11 +123,11 @@ def convolved_projections(
     query = mixed[..., :width].view(shape) + query_mean
     key = mixed[..., width:].view(shape) + key_mean
 
-    late = mixer.v_proj_delayed
-    delayed = functional.linear(hidden_states, late.weight).transpose(1, 2)
-    delayed = _previous(markers, layer, delayed).transpose(1, 2)
-    if late.bias is not None:
-        delayed = delayed + late.bias
+    projection = mixer.v_proj_delayed
+    delayed = functional.linear(hidden_states, projection.weight).transpose(1, 2)
+    delayed = _delay(markers, layer, delayed).transpose(1, 2)
+    if projection.bias is not None:
+        delayed = delayed + projection.bias
     value = torch.cat([mixer.v_proj_current(hidden_states), delayed], dim=-1).view(shape)
     return query, key, value
 
@@ -135,20 +141,20 @@ def dynamic_convolution(
     *_args: Any,
     **_kwargs: Any,
 ) -> torch.Tensor:
-    """Inkling 2: a tap's weight is the sum of a channel's own and one that the token computes for its head."""
+    """Inkling 2: a tap's weight is the sum of the channel's own weight and one that the token computes for a head."""
     heads, kernel = mixer.num_heads, mixer.conv_kernel_size
     taps = mixer.weight_proj(dynamic_input).float().unflatten(-1, (heads, 1, kernel))
     taps = taps + mixer.static_weight.float().T.unflatten(0, (heads, -1))  # [batch, sequence, heads, head_dim, kernel]
     total = hidden_states.float()
     column = total.transpose(1, 2)
     for lag in range(kernel):
-        column = column if lag == 0 else _previous(markers, layer, column)
+        column = column if lag == 0 else _delay(markers, layer, column)
         total = total + (column.transpose(1, 2).unflatten(-1, (heads, -1)) * taps[..., lag]).flatten(2)
     return (total / math.sqrt(2 * kernel + 1)).to(hidden_states.dtype)
 
 
-def _previous(markers: MixerMarkers, layer: int, columns: torch.Tensor) -> torch.Tensor:
-    """The columns [batch, channels, sequence], shifted one token later."""
+def _delay(markers: MixerMarkers, layer: int, columns: torch.Tensor) -> torch.Tensor:
+    """Shift the columns [batch, channels, sequence] one token later."""
     weight = columns.new_tensor([1.0, 0.0]).expand(columns.shape[1], 1, 2)
     return markers.convolution(columns, weight, layer=layer)
 
@@ -158,7 +164,8 @@ def rwkv_attention(
 ) -> tuple[torch.Tensor, Any]:
     """RWKV: a mean of values with weights exp(k_s + w (t - 1 - s)) for s < t, and exp(k_t + u) for the token itself.
 
-    transformers divides numerator and denominator by their largest weight; without that, keys of 88 and more overflow.
+    transformers divides numerator and denominator by their largest weight. This function does not, so keys of 88 and
+    more overflow.
     """
     mixed = _time_mix(mixer, markers, layer, hidden)
     key, value = (mixer.key(mixed("key")).float(), mixer.value(mixed("value")).float())
@@ -170,7 +177,7 @@ def rwkv_attention(
         markers.recurrence(one, one, part[..., None], rule="gated", decay=decay, layer=layer).squeeze(-1)
         for part in (weight * value, weight)
     ]
-    earlier = _previous(markers, layer, torch.cat(sums, dim=-1).transpose(1, 2)).transpose(1, 2)
+    earlier = _delay(markers, layer, torch.cat(sums, dim=-1).transpose(1, 2)).transpose(1, 2)
     numerator, denominator = earlier.chunk(2, dim=-1)
     own = torch.exp(mixer.time_first.float() + key)
     mean = (numerator + own * value) / (denominator + own)
@@ -180,20 +187,21 @@ def rwkv_attention(
 def rwkv_feed_forward(
     mixer: Any, markers: MixerMarkers, layer: int, hidden: torch.Tensor, state: Any = None, **_kwargs: Any
 ) -> tuple[torch.Tensor, Any]:
+    """RWKV's gated layer over mixes of each token and the one before it."""
     mixed = _time_mix(mixer, markers, layer, hidden)
     value = mixer.value(torch.square(torch.relu(mixer.key(mixed("key")))))
     return torch.sigmoid(mixer.receptance(mixed("receptance"))) * value, state
 
 
 def _time_mix(mixer: Any, markers: MixerMarkers, layer: int, hidden: torch.Tensor) -> Callable[[str], torch.Tensor]:
-    """A function of a weight's name that interpolates between each token and the one before it."""
-    shifted = _previous(markers, layer, hidden.transpose(1, 2)).transpose(1, 2)
+    """A function that interpolates between each token and the one before it, by the weight time_mix_`name`."""
+    delayed = _delay(markers, layer, hidden.transpose(1, 2)).transpose(1, 2)
 
-    def mixed(name: str) -> torch.Tensor:
+    def mix(name: str) -> torch.Tensor:
         weight = getattr(mixer, f"time_mix_{name}")
-        return hidden * weight + shifted * (1 - weight)
+        return hidden * weight + delayed * (1 - weight)
 
-    return mixed
+    return mix
 
 
 def matrix_lstm(
@@ -209,8 +217,9 @@ def matrix_lstm(
 ) -> tuple[torch.Tensor, None]:
     """xLSTM: C_t = f_t C_(t-1) + i_t k_t v_t^T; n_t = f_t n_(t-1) + i_t k_t; h_t = C_t^T q_t / max(|n_t . q_t|, 1).
 
-    transformers divides all of it by the largest gate, and adds an epsilon to the resulting denominator. Here the cap
-    on input gates keeps exp(i) in range.
+    transformers divides C, n and the 1 by the largest gate so far, and adds an epsilon to the denominator. Here the
+    model's cap on gates keeps exp(i) in range, without a division.
+    Raises UnsupportedModelError without a cap, and for one above 40.
     """
     if not backend.config.gate_soft_cap or backend.config.gate_soft_cap > _LARGEST_GATE:
         raise UnsupportedModelError(
@@ -232,30 +241,30 @@ def ngram_embedding(
 ) -> torch.Tensor:
     """Qwen 4: rows of a table, chosen by hashes of the last tokens, [batch, sequence, heads * dim].
 
-    An n-gram ends at an end-of-text token, which repeats beyond it and before a row's first token. The history holds
-    differences from that token, so that zeros stand for it.
+    No n-gram reaches back past an end-of-text token: tokens before it, and those before a row's first token, count as
+    end-of-text tokens. The history holds differences from that token's id, so that zeros stand for it.
     """
-    end, reach = embedding.eos_token_id, embedding.ngram_size - 1
+    end, earlier_tokens = embedding.eos_token_id, embedding.ngram_size - 1
     ids = input_ids.long()
-    history = markers.history((ids - end)[:, None], reach, layer=layer)[:, 0]  # [batch, reach + sequence]
+    history = markers.history((ids - end)[:, None], earlier_tokens, layer=layer)[:, 0]
     multipliers, sizes, offsets = (
         getattr(embedding, name) for name in ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
     )
-    mixed = ids * multipliers[0]
-    chosen, earlier = [], None
-    for lag in range(1, reach + 1):
-        column = history[:, reach - lag : -lag]
+    hashes = ids * multipliers[0]
+    rows, earlier = [], None
+    for lag in range(1, earlier_tokens + 1):
+        column = history[:, earlier_tokens - lag : -lag]
         earlier = column if earlier is None else torch.where(earlier == 0, 0, column)
-        mixed = torch.bitwise_xor(mixed, (earlier + end) * multipliers[lag])
+        hashes = torch.bitwise_xor(hashes, (earlier + end) * multipliers[lag])
         heads = slice((lag - 1) * embedding.heads_per_ngram, lag * embedding.heads_per_ngram)
-        chosen.append(torch.remainder(mixed[..., None], sizes[heads]) + offsets[heads])
-    return embedding.ngram_embedding(torch.cat(chosen, dim=-1)).flatten(-2)
+        rows.append(torch.remainder(hashes[..., None], sizes[heads]) + offsets[heads])
+    return embedding.ngram_embedding(torch.cat(rows, dim=-1)).flatten(-2)
 
 
 def dilated_convolution(
     ple: Any, markers: MixerMarkers, layer: int, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any
 ) -> torch.Tensor:
-    """Qwen 4's convolution of n-gram features [batch, sequence, channels], with gaps between its taps."""
+    """Qwen 4's convolution of n-gram features [batch, sequence, channels], whose taps have gaps between them."""
     columns = markers.history(hidden_states.transpose(1, 2), ple.short_conv_state_len, layer=layer)
     return functional.silu(ple.conv1d(columns)).transpose(1, 2)
 
@@ -270,23 +279,23 @@ def compressed_blocks(
     *_args: Any,
     **_kwargs: Any,
 ) -> torch.Tensor:
-    """DeepSeek V4: for every token, a mean of the block of `compress_rate` tokens that ends there, [batch, 1, sequence,
-    dim]. The model has those of positions that a block ends at.
+    """DeepSeek V4: a weighted mean of the last `compress_rate` tokens up to each, [batch, 1, sequence, head_dim].
 
-    With an overlap, the mean includes the block before, which has gates and values of its own.
+    The model computes it only where a block of tokens ends. With an overlap, the mean includes the block before, which
+    has gates and values of its own.
     """
     size, width, count = compressor.compress_rate, compressor.head_dim, hidden_states.shape[1]
     overlaps = compressor.position_bias.shape[1] != width
-    reach = 2 * size if overlaps else size
-    both = torch.cat([compressor.kv_proj(hidden_states), compressor.gate_proj(hidden_states)], dim=-1)
-    columns = markers.history(both.transpose(1, 2), reach - 1, layer=layer).transpose(1, 2)
-    windows = columns[:, torch.arange(count)[:, None] + torch.arange(reach)]  # [batch, sequence, reach, channels]
+    span = 2 * size if overlaps else size  # tokens in a mean
+    projected = torch.cat([compressor.kv_proj(hidden_states), compressor.gate_proj(hidden_states)], dim=-1)
+    columns = markers.history(projected.transpose(1, 2), span - 1, layer=layer).transpose(1, 2)
+    windows = columns[:, torch.arange(count)[:, None] + torch.arange(span)]  # [batch, sequence, span, channels]
     values, gates = windows.chunk(2, dim=-1)
     bias = compressor.position_bias
     if overlaps:
         values, gates = (torch.cat([x[:, :, :size, :width], x[:, :, size:, width:]], dim=2) for x in (values, gates))
-        before_any = (position_ids < reach - 1)[..., None, None] & (torch.arange(reach) < size)[:, None]
-        gates = torch.where(before_any, float("-inf"), gates)
+        is_missing = (position_ids < span - 1)[..., None, None] & (torch.arange(span) < size)[:, None]
+        gates = torch.where(is_missing, float("-inf"), gates)  # the first block has none before it
         bias = torch.cat([bias[:, :width], bias[:, width:]])
     weights = (gates + bias).softmax(dim=2, dtype=torch.float32).to(values.dtype)
     blocks = compressor.kv_norm((values * weights).sum(dim=2))
@@ -298,7 +307,7 @@ def compressed_blocks(
 def shared_attention(
     mixer: Any, markers: MixerMarkers, layer: int, *args: Any, layer_idx: int, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Zamba's attention, a module that several layers share: give its marker the index of the calling layer."""
+    """Zamba's attention, a module that several layers share: its marker gets the index of the calling layer."""
     before = mixer.layer_idx
     mixer.layer_idx = layer_idx
     try:
@@ -307,6 +316,7 @@ def shared_attention(
         mixer.layer_idx = before
 
 
+# Class name -> replacement of its forward, or of its method in METHODS.
 ADAPTERS: dict[str, Callable[..., Any]] = {
     "DeepseekV4CSACompressor": compressed_blocks,
     "DeepseekV4HCACompressor": compressed_blocks,
@@ -322,5 +332,4 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
     "ZayaCCAProjection": convolved_projections,
     "xLSTMBackend": matrix_lstm,
 }
-# Where that is not `forward`: the method that an adapter replaces.
 METHODS = {"Qwen4ExpTextPLELayer": "_short_conv"}

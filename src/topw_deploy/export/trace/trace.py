@@ -1,4 +1,8 @@
-"""Trace a causal LM with transformers' exporter, without a cache: layers leave markers (see `marker`)."""
+"""Trace a causal LM with transformers' exporter.
+
+Layers see the tokens of one call only, and leave markers where they mix tokens (see `markers`). The lowering adds the
+states of earlier calls to the graph.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +12,48 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
 import onnxscript.optimizer
 import onnxscript.rewriter.onnx_fusions
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.exporters import OnnxConfig, OnnxExporter
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.trace.experts import marked_experts
-from topw_deploy.export.trace.interface import marked
-from topw_deploy.export.trace.marker import check_layer_types, check_markers
-from topw_deploy.export.trace.mixer_markers import SymbolicMarkers
+from topw_deploy.export.trace.interface import marked_attention
+from topw_deploy.export.trace.markers import MARKER_DOMAIN, SymbolicMarkers, attention_markers
 from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
-from topw_deploy.export.trace.traced_cache import TracedCache
-from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightless
+from topw_deploy.export.trace.weightless import Weights, fake_parameters, weight_tensor
 from topw_deploy.export.trace.workarounds import (
     fixed_frequencies,
-    plain_for_text,
+    hidden_small_terms,
+    plain_rotary_embeddings,
     positions_of_text,
-    silenced,
-    small_terms_kept,
+    silenced_libraries,
 )
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
-_BATCH, _SEQUENCE = 2, 3  # sample sizes: distinct and above 1
-_PARAMETERS = "checkpoint"  # in place of the name of the parameters' data file
+_BATCH, _SEQUENCE = 2, 3  # sample sizes: the tracer takes equal sizes and 1 for constants
+_PARAMETERS = "checkpoint"  # location of the parameters in a saved trace; no such file exists
+_SEE_LATER_TOKENS = {"cpmant"}  # model types whose own masks show each token of a prompt all of the prompt
+# Model type -> why no graph over tokens can compute the model.
+_REFUSED = {
+    "blt": "runs its middle layers once for each patch of bytes, and where a patch starts depends on entropies that a "
+    "second model predicts",
+}
 
 
 @dataclass(frozen=True)
 class TracedDecoder:
-    """A traced graph.
+    """A traced decoder, with markers.
 
-    model: inputs input_ids and, if read, position_ids; output logits [batch, sequence, vocab].
+    model: inputs input_ids and, if the model reads positions, position_ids, both int64 [batch, sequence]; output logits
+        [batch, sequence, vocab].
     num_layers: the configuration's num_hidden_layers.
     """
 
@@ -52,23 +62,24 @@ class TracedDecoder:
 
 
 def trace(model: PreTrainedModel) -> TracedDecoder:
-    """Trace `model`, in evaluation mode on the CPU, at opset 23.
+    """Trace `model`, which must be in evaluation mode on the CPU, at opset 23.
 
-    Raises UnsupportedModelError for an encoder-decoder, a failed trace, or a trace that `check_markers` rejects.
+    Raises UnsupportedModelError for a model that is no causal decoder over tokens, for a failed trace, and for a trace
+    without markers or with several attention markers for one layer.
     """
     config = model.config.get_text_config(decoder=True)
-    check_layer_types(model, config)
-    with marked_experts(model), weightless(model) as weights, marked(model), fixed_frequencies(model):
+    _check_architecture(model, config)
+    with marked_experts(model), fake_parameters(model) as weights, marked_attention(model), fixed_frequencies(model):
         traced = _export(model)
     _attach_and_optimize(model, traced, weights)
     _name_dimensions(traced.graph)
-    _drop_origins(traced)
-    check_markers(model, config, traced.graph)
+    _remove_metadata(traced)
+    _check_markers(model, config, traced.graph)
     return TracedDecoder(traced, int(config.num_hidden_layers))
 
 
 def save_trace(traced: TracedDecoder, model: torch.nn.Module, path: Path) -> None:
-    """Save the graph of `traced` in `path` for a resumed export, without the model's parameters."""
+    """Save the graph of `traced` to `path` for a resumed export, without the parameters of `model`."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     values = [value for name, value in traced.model.graph.initializers.items() if name in parameters]
     before = [value.const_value for value in values]
@@ -83,7 +94,7 @@ def save_trace(traced: TracedDecoder, model: torch.nn.Module, path: Path) -> Non
 
 
 def load_trace(path: Path, num_layers: int, model: torch.nn.Module) -> TracedDecoder:
-    """The trace saved in `path`, with the model's parameters."""
+    """Load a trace that `save_trace` saved to `path`, with the parameters of `model`."""
     graph_model = ir.load(path)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in graph_model.graph.initializers.items():
@@ -92,14 +103,46 @@ def load_trace(path: Path, num_layers: int, model: torch.nn.Module) -> TracedDec
     return TracedDecoder(graph_model, num_layers)
 
 
+def _check_architecture(model: PreTrainedModel, config: Any) -> None:
+    """Raise UnsupportedModelError for a model that is no causal decoder over tokens."""
+    reason = _REFUSED.get(model.config.model_type)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} {reason}, which the export does not support; choose a model of tokens."
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a causal decoder; choose a decoder-only language model."
+        )
+    if getattr(config, "model_type", "") in _SEE_LATER_TOKENS:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} lets a prompt's tokens attend to later ones, so its logits depend on how a prompt "
+            "is divided into calls; choose a causal decoder."
+        )
+
+
+def _check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph) -> None:
+    """Raise UnsupportedModelError if the graph has no marker, or several attention markers for one layer."""
+    nodes = attention_markers(graph)
+    name = type(model).__name__
+    layers = [node.attributes["layer"].as_int() for node in nodes]
+    if len(set(layers)) != len(layers) or not any(node.domain == MARKER_DOMAIN for node in graph):
+        raise UnsupportedModelError(
+            f"{name} shows {len(nodes)} attention calls for {config.num_hidden_layers} layers through transformers' "
+            "attention interface, but one per attention layer is needed; graft an ONNX decoder made by another "
+            "exporter."
+        )
+
+
 def _export(model: PreTrainedModel) -> ir.Model:
+    """The graph as transformers' exporter returns it, not optimized and with fake parameters."""
     auto = torch.export.Dim.AUTO
     inputs = {
         "input_ids": torch.ones(_BATCH, _SEQUENCE, dtype=torch.int64),
         "position_ids": torch.arange(_SEQUENCE).repeat(_BATCH, 1),
     }
     try:
-        with silenced(), _cached_forward(model):
+        with silenced_libraries(), _traceable_forward(model):
             config = OnnxConfig(
                 dynamic_shapes={name: {0: auto, 1: auto} for name in inputs}, opset_version=_OPSET, optimize=False
             )
@@ -109,21 +152,21 @@ def _export(model: PreTrainedModel) -> ir.Model:
 
 
 @contextlib.contextmanager
-def _cached_forward(model: PreTrainedModel) -> Iterator[None]:
-    """Make `model` take ids and positions, use a `TracedCache` and return only logits inside the block."""
+def _traceable_forward(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block, make `model` take ids and positions, use a `TracedCache` and return only logits."""
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
-    rotary = plain_for_text(model)
+    rotary_embeddings = plain_rotary_embeddings(model)
 
-    def logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def compute_logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         positions = {"position_ids": position_ids} if takes_positions else {}
         cache = TracedCache(position_ids)
         cached = {_cache_argument(forward): cache, "use_cache": True} if takes_cache(model) else {"use_cache": False}
-        with marked_mixers(model, SymbolicMarkers(cache)), positions_of_text(rotary, position_ids):
-            found = forward(input_ids=input_ids, **cached, **positions)
-        return {"logits": found.logits}
+        with marked_mixers(model, SymbolicMarkers(cache)), positions_of_text(rotary_embeddings, position_ids):
+            outputs = forward(input_ids=input_ids, **cached, **positions)
+        return {"logits": outputs.logits}
 
-    model.forward = logits  # type: ignore[method-assign]
+    model.forward = compute_logits  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -131,7 +174,7 @@ def _cached_forward(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _cache_argument(forward: Callable[..., Any]) -> str:
-    """The name of the cache argument: Mamba-like models call it cache_params."""
+    """The name of the argument of `forward` that is the cache: Mamba and similar models call it cache_params."""
     return "cache_params" if "cache_params" in inspect.signature(forward).parameters else "past_key_values"
 
 
@@ -143,8 +186,8 @@ def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weig
 
     try:
         weights.attach(traced)
-        with silenced():
-            with small_terms_kept(traced.graph):
+        with silenced_libraries():
+            with hidden_small_terms(traced.graph):
                 onnxscript.optimizer.optimize_ir(traced, should_fold=may_fold)
             onnxscript.rewriter.onnx_fusions.fuse(traced)
     except Exception as error:
@@ -152,42 +195,47 @@ def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weig
 
 
 def _name_dimensions(graph: ir.Graph) -> None:
-    symbols: dict[str, str] = {}
+    """Name the symbolic sizes batch_size and sequence_length, also within expressions.
+
+    An unknown size gets no name, because onnxruntime assumes that dimensions of one name are equal.
+    """
+    names: dict[str, str] = {}
     for value in graph.inputs:
         for dimension, name in zip(value.shape, ("batch_size", "sequence_length"), strict=True):
-            symbols[str(dimension)] = name
-    for value in _all_values(graph):
-        # An unknown size gets no name: onnxruntime assumes that dimensions of one name are equal.
+            names[str(dimension)] = name
+    for value in _inputs_and_outputs(graph):
         if value.shape is not None:
             value.shape = ir.Shape(
-                [d if isinstance(d, int) or d.value is None else _renamed(str(d), symbols) for d in value.shape]
+                [d if isinstance(d, int) or d.value is None else _rename_symbols(str(d), names) for d in value.shape]
             )
 
 
-def _renamed(expression: str, symbols: dict[str, str]) -> str:
-    return re.sub(r"\bs\d+\b", lambda match: symbols.get(match[0], match[0]), expression)
+def _rename_symbols(expression: str, names: dict[str, str]) -> str:
+    return re.sub(r"\bs\d+\b", lambda match: names.get(match[0], match[0]), expression)
 
 
-def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
+def _inputs_and_outputs(graph: ir.Graph) -> Iterator[ir.Value]:
+    """The inputs of the graph and the outputs of its nodes."""
     yield from graph.inputs
     for node in graph:
         yield from node.outputs
 
 
-def _drop_origins(model: ir.Model) -> None:
-    """Remove stack traces and paths, which bloat files and reveal the exporting machine."""
+def _remove_metadata(model: ir.Model) -> None:
+    """Remove stack traces and paths, which enlarge the file and name folders of the exporting machine."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.name = "decoder"
     for node in model.graph:
         node.metadata_props.clear()
         node.doc_string = None
-    for value in (*_all_values(model.graph), *model.graph.initializers.values()):
+    for value in (*_inputs_and_outputs(model.graph), *model.graph.initializers.values()):
         value.metadata_props.clear()
         value.doc_string = None
 
 
 def _refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModelError:
+    """The UnsupportedModelError among the causes of `error`, else one that says why the trace failed."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UnsupportedModelError):
@@ -203,3 +251,71 @@ def _untraceable(model: PreTrainedModel, error: Exception) -> UnsupportedModelEr
         f"the architecture {type(model).__name__} cannot be traced ({type(error).__name__}: {reason}); "
         "graft an ONNX decoder made by another exporter."
     )
+
+
+class _EmptyLayers(list[Any]):
+    """The layers of a cache that stores nothing: any index is valid.
+
+    Qwen 4's model reads its indexers' positions from a layer, and accepts None.
+    """
+
+    def __getitem__(self, _index: Any) -> Any:
+        return SimpleNamespace(indexer_position_ids=None)
+
+
+class TracedCache(Cache):
+    """The cache of a model while it is traced: it stores nothing, and returns what a layer gives it.
+
+    positions: the positions of the call's tokens, int64 [batch, sequence], for layers that read them from the cache.
+    convolution, recurrence: (layer, number of the state in the layer) of the last request for such a state, to which
+        the next marker belongs; None before the first.
+    """
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        super().__init__(layers=_EmptyLayers())
+        self.positions = positions
+        self.convolution: tuple[int, int] | None = None
+        self.recurrence: tuple[int, int] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        self.convolution = layer_idx, state_idx
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: Any
+    ) -> torch.Tensor:
+        self.convolution = layer_idx, state_idx
+        return conv_states
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        self.recurrence = layer_idx, state_idx
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: Any
+    ) -> torch.Tensor:
+        return recurrent_states
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        return indexer_key_states
+
+    def is_recording_past(self, *_args: Any) -> bool:
+        return False
+
+    def has_previous_state(self, *_args: Any, **_kwargs: Any) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, *_args: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1

@@ -1,4 +1,4 @@
-"""Trace without weights: parameters are fake tensors in the trace, then initializers read on demand."""
+"""Trace without weights: parameters are fake tensors in the trace, and then initializers that are read on demand."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
 
 
 class Weights:
-    """The real parameters behind fake ones; `fake_mode` computes shapes."""
+    """The parameters of a model that has fake ones in their place.
+
+    fake_mode: computes shapes instead of values.
+    by_name: the real parameters.
+    """
 
     def __init__(self, by_name: dict[str, torch.Tensor]) -> None:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.by_name = by_name
 
     def attach(self, model: ir.Model) -> None:
-        """Replace fake initializers of `model` with parameters. Raises ValueError for unknown names."""
+        """Replace the fake initializers of `model` by the real parameters. Raises ValueError for one without any."""
         for name, value in model.graph.initializers.items():
             fake = getattr(value.const_value, "raw", None)
             if not isinstance(fake, FakeTensor):
@@ -38,8 +42,8 @@ class Weights:
 
 
 @contextlib.contextmanager
-def weightless(model: torch.nn.Module) -> Iterator[Weights]:
-    """Make parameters fake inside the block; shared ones stay shared."""
+def fake_parameters(model: torch.nn.Module) -> Iterator[Weights]:
+    """Replace the parameters of `model` by fake tensors inside the block; shared parameters stay shared."""
     real = dict(model.named_parameters(remove_duplicate=False))
     weights = Weights(
         {
@@ -61,16 +65,16 @@ def weightless(model: torch.nn.Module) -> Iterator[Weights]:
 
 
 def weight_tensor(parameter: torch.Tensor, name: str) -> ir.TensorProtocol:
-    """`parameter` as an initializer, read on demand."""
+    """`parameter` as the tensor of an initializer; an UnreadTensor is read on demand."""
     if not isinstance(parameter, UnreadTensor):
         return tensor_adapters.TorchTensor(parameter.detach(), name=name)
 
-    def whole() -> ir.TensorProtocol:
+    def load() -> ir.TensorProtocol:
         return tensor_adapters.TorchTensor(parameter.values(), name=name)
 
     dtype, shape = tensor_adapters.from_torch_dtype(parameter.dtype), tuple(parameter.shape)
-    read = None if parameter.file is None else partial(_read, parameter.file, parameter.dtype)
-    return LazyWeight(id(parameter), dtype, shape, whole, read, name)
+    read = None if parameter.file is None else partial(_read_part, parameter.file, parameter.dtype)
+    return LazyWeight(id(parameter), dtype, shape, load, read, name)
 
 
 def _set_parameters(model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -79,5 +83,6 @@ def _set_parameters(model: torch.nn.Module, parameters: dict[str, torch.nn.Param
         setattr(model.get_submodule(owner), leaf, parameter)
 
 
-def _read(file: StoredTensor | EncodedWeight, dtype: torch.dtype, index: Any) -> np.ndarray:
+def _read_part(file: StoredTensor | EncodedWeight, dtype: torch.dtype, index: Any) -> np.ndarray:
+    """The values at `index` (slices or ids), as an array of ONNX's type for `dtype`."""
     return tensor_adapters.TorchTensor(read_part(file, index).to(dtype).contiguous()).numpy()

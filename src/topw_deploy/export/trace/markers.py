@@ -1,0 +1,221 @@
+"""Markers: placeholder nodes of domain topw.trace for all that mixes tokens.
+
+A trace has a marker for each attention, convolution, history and recurrence (and for experts, see `experts`). Markers
+have no masks and no states, so one trace serves every target; `lowering` replaces them.
+
+Attention: see `mark_attention`.
+
+Convolution(x [B, C, S], weight [C, 1, K], bias [C] or none) -> [B, C, S]
+    attributes layer, state, activation ("" or "silu").
+    y_t = activation(sum_j weight_j x_(t-K+1+j) + bias), per channel. State: the last K-1 columns, [B, C, K-1].
+
+History(x [B, C, S]) -> [B, C, N + S]
+    attributes layer, state, columns (N).
+    x after the N columns before it, which are zero before a row's first token. State: the last N columns, [B, C, N].
+
+Recurrence(q [B, S, Hq, Dk], k [B, S, Hk, Dk], v [B, S, H, Dv], decay or none, beta or none) -> [B, S, max(Hq, H), Dv]
+    attributes layer, state, scale, rule.
+    decay: logarithm of the decay, at most 0, [B, S, H] or [B, S, H, Dk]; beta: [B, S, H].
+    State S: [B, H, Dk, Dv], float32. The output is o_t = scale S_t^T q_t, with S_t by the attribute `rule`:
+        linear       S_t = S_(t-1) + k_t v_t^T
+        gated        S_t = exp(decay_t) S_(t-1) + k_t v_t^T
+        delta        S_t = S_(t-1) + k_t beta_t (v_t - S_(t-1)^T k_t)^T
+        gated_delta  as delta, with exp(decay_t) S_(t-1) in place of S_(t-1)
+    Hk divides H, and Hq divides H or H divides Hq: consecutive heads share a key or a query.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import onnx_ir as ir
+import torch
+
+from topw_deploy.errors import UnsupportedModelError
+
+MARKER_DOMAIN = "topw.trace"
+ATTENTION = "Attention"
+CONVOLUTION = "Convolution"
+HISTORY = "History"
+RECURRENCE = "Recurrence"
+
+
+def attention_markers(graph: ir.Graph) -> list[ir.Node]:
+    """The attention markers of `graph`, in layer order."""
+    nodes = [node for node in graph if node.domain == MARKER_DOMAIN and node.op_type == ATTENTION]
+    return sorted(nodes, key=lambda node: node.attributes["layer"].as_int())
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which of the keys up to a query are visible to it.
+
+    window: only the last `window` keys, including the query's own; 0 for all.
+    chunk: only the keys in the query's chunk of `chunk` tokens; 0 for all.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+
+def mark_attention(
+    query: torch.Tensor,  # [batch, heads, sequence, head_dim]
+    key: torch.Tensor,  # [batch, kv_heads, sequence, head_dim]
+    value: torch.Tensor | None,  # [batch, kv_heads, sequence, value_dim]
+    *,
+    layer: int,
+    scale: float,
+    softcap: float = 0.0,
+    visible: Visible | None = None,
+    sink: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    relative: torch.Tensor | None = None,
+    latent: int = 0,
+    stride: int = 0,
+) -> torch.Tensor:
+    """Leave an attention marker. Returns its output, [batch, sequence, heads, value_dim].
+
+    layer: the layer's number, which no other attention marker has.
+    scale: factor of the products of queries and keys.
+    softcap: scores become softcap * tanh(score / softcap); 0 for no cap.
+    visible: which keys a query sees; None for all up to the query.
+    sink: [heads], scores that take part in the softmax but have no value.
+    slopes: [heads], ALiBi: score += slope * (key position - query position). Slopes in bfloat16 follow Falcon: score +=
+        scale * slope * key position, with positions and products rounded to bfloat16.
+    relative: [batch, heads, sequence, extent], what each query adds to the score of a key, by the distance from the
+        query's position back to the key's. The last column holds for all greater distances too.
+    latent: above 0, and `value` None, if the values are the first `latent` columns of the keys.
+    stride: above 0, with `latent`, if each key holds two keys of `latent` columns, which are their own values. The
+        first is the token's. The second stands for the block of tokens that ends with the token. It is visible where
+        the token's position + 1 is a multiple of `stride`, to the token's own and all later queries.
+    """
+    keys_seen = visible or Visible()
+    attributes: dict[str, Any] = {
+        "scale": float(scale),
+        "softcap": float(softcap),
+        "window": keys_seen.window,
+        "chunk": keys_seen.chunk,
+        "latent": latent,
+        "stride": stride,
+        "layer": layer,
+    }
+    inputs = [query, key, value, None if sink is None else sink.to(query.dtype), slopes, relative]
+    while inputs[-1] is None:
+        inputs.pop()
+    batch, heads, sequence, _ = query.shape
+    return torch.onnx.ops.symbolic(
+        f"{MARKER_DOMAIN}::{ATTENTION}",
+        inputs,
+        attributes,
+        dtype=query.dtype,
+        shape=(batch, sequence, heads, latent if value is None else value.shape[-1]),
+        version=1,
+    )
+
+
+class MixerCache(Protocol):
+    """The part of a traced model's cache that `MixerMarkers` read.
+
+    convolution, recurrence: (layer, number of the state in the layer) of a mixer's last request for such a state; None
+        before the first.
+    """
+
+    convolution: tuple[int, int] | None
+    recurrence: tuple[int, int] | None
+
+
+class MixerMarkers(ABC):
+    """Leaves the markers of convolutions, histories and recurrences in one call of a model.
+
+    The module's docstring has their formulas and shapes. The states of a layer are numbered from 0, recurrences apart
+    from the others. The methods' argument `layer` is None for the layer that last requested a state from the cache.
+    """
+
+    def __init__(self, cache: MixerCache) -> None:
+        self._cache = cache
+        self._counts: dict[tuple[str, int], int] = {}
+
+    def convolution(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: str = "",
+        layer: int | None = None,
+    ) -> torch.Tensor:
+        return self._mark_state(CONVOLUTION, (x, weight, bias), x.dtype, x.shape, layer, {"activation": activation})
+
+    def history(self, x: torch.Tensor, columns: int, *, layer: int | None = None) -> torch.Tensor:
+        shape = (*x.shape[:2], columns + x.shape[2])
+        return self._mark_state(HISTORY, (x,), x.dtype, shape, layer, {"columns": columns})
+
+    def recurrence(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        rule: str,
+        decay: torch.Tensor | None = None,
+        beta: torch.Tensor | None = None,
+        scale: float = 1.0,
+        layer: int | None = None,
+    ) -> torch.Tensor:
+        batch, sequence, heads, size = v.shape
+        shape = (batch, sequence, max(q.shape[2], heads), size)
+        attributes = {"rule": rule, "scale": float(scale)}
+        return self._mark_state(RECURRENCE, (q, k, v, decay, beta), v.dtype, shape, layer, attributes)
+
+    @abstractmethod
+    def mark(
+        self,
+        op_type: str,
+        inputs: tuple[torch.Tensor | None, ...],
+        attributes: dict[str, Any],
+        dtype: torch.dtype,
+        shape: Sequence[int],
+    ) -> torch.Tensor:
+        """Leave the marker `op_type`. Returns its output, of type `dtype` and shape `shape`."""
+
+    def _mark_state(
+        self,
+        op_type: str,
+        inputs: tuple[torch.Tensor | None, ...],
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        layer: int | None,
+        attributes: dict[str, Any],
+    ) -> torch.Tensor:
+        """Leave a marker with the attributes layer and state besides `attributes`."""
+        kind = RECURRENCE if op_type == RECURRENCE else CONVOLUTION
+        if layer is None:
+            pending = self._cache.convolution if kind == CONVOLUTION else self._cache.recurrence
+            if pending is None:
+                raise UnsupportedModelError(
+                    f"a {op_type.lower()} requests no state from the cache, so its layer is unknown; graft an ONNX "
+                    "decoder made by another exporter."
+                )
+            layer = pending[0]
+        state = self._counts.get((kind, layer), 0)
+        self._counts[kind, layer] = state + 1
+        return self.mark(op_type, inputs, {**attributes, "layer": layer, "state": state}, dtype, shape)
+
+
+class SymbolicMarkers(MixerMarkers):
+    """Leaves the markers as nodes of a torch.onnx trace."""
+
+    def mark(
+        self,
+        op_type: str,
+        inputs: tuple[torch.Tensor | None, ...],
+        attributes: dict[str, Any],
+        dtype: torch.dtype,
+        shape: Sequence[int],
+    ) -> torch.Tensor:
+        return torch.onnx.ops.symbolic(
+            f"{MARKER_DOMAIN}::{op_type}", inputs, attributes, dtype=dtype, shape=shape, version=1
+        )
