@@ -21,7 +21,7 @@ from benchmarks.common import UNCOUNTED, importable_by_workers, machine, say, ta
 from benchmarks.decode_worker import CONTROL, write_either
 from benchmarks.models import exported, llama_50m
 from topw_deploy.bench.measurement import median_interval
-from topw_deploy.bench.process import Worker
+from topw_deploy.bench.process import WorkerProcess
 
 WORKER = Path(__file__).with_name("decode_worker.py")
 Turn = dict[str, float]  # seconds per step; "<sampler> argmax" is its ArgMax
@@ -41,7 +41,7 @@ def measure(folder: Path, threads: int, args: argparse.Namespace) -> list[list[T
                 "threads": threads,
                 "seed": args.seed + number,
             }
-            with Worker("the models", WORKER, settings, threads=threads) as worker:
+            with WorkerProcess("the models", WORKER, settings, threads=threads) as worker:
                 turns: list[Turn] = []
                 for _ in range(args.sweeps):
                     prompt = [int(token) for token in rng.integers(1, 30_000, args.prompt)]

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.common import Spread, importable_by_workers, machine, say, table
 from benchmarks.models import exported, mixtral_50m
-from topw_deploy.bench.process import Worker
+from topw_deploy.bench.process import WorkerProcess
 
 WORKER = Path(__file__).with_name("kv_worker.py")
 FORMS = {
@@ -33,7 +33,7 @@ VOCAB, STEPS = 32_000, 32
 def measured(export: Path, tokens: list[int], threads: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=export.parent, prefix=".experts-") as scratch:
         settings = {"task": "prompt", "scratch": scratch, "export": str(export.absolute()), "threads": threads}
-        with Worker(export.name, WORKER, settings, threads=threads) as worker:
+        with WorkerProcess(export.name, WORKER, settings, threads=threads) as worker:
             found: dict[str, float] = worker.call("prompt", tokens=tokens, steps=STEPS)
             return found
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.common import importable_by_workers, machine, say, table
 from benchmarks.models import exported
-from topw_deploy.bench.process import Worker
+from topw_deploy.bench.process import WorkerProcess
 
 HERE = Path(__file__)
 CANDIDATES: dict[str, tuple[str, ...]] = {
@@ -118,7 +118,7 @@ def weights_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("model.onnx*"))
 
 
-def llama_files(worker: Worker, model: Path, kinds: list[str], work: Path) -> dict[str, Path]:
+def llama_files(worker: WorkerProcess, model: Path, kinds: list[str], work: Path) -> dict[str, Path]:
     """The checkpoint's GGUF files by kind."""
     files = {kind: work / f"{model.name}-{kind}.gguf" for kind in ("F32", *kinds)}
     if not files["F32"].exists():
@@ -129,7 +129,7 @@ def llama_files(worker: Worker, model: Path, kinds: list[str], work: Path) -> di
     return files
 
 
-def write_float32(worker: Worker, model: Path, target: Path, *, texts: bool = False) -> None:
+def write_float32(worker: WorkerProcess, model: Path, target: Path, *, texts: bool = False) -> None:
     """The checkpoint as GGUF in float32. texts: with its vocabulary, so that llama.cpp can read and write texts."""
     from safetensors.numpy import load_file
 
@@ -145,13 +145,13 @@ def write_float32(worker: Worker, model: Path, target: Path, *, texts: bool = Fa
 
 
 @contextmanager
-def llama_worker(args: argparse.Namespace, threads: int) -> Iterator[Worker | None]:
+def llama_worker(args: argparse.Namespace, threads: int) -> Iterator[WorkerProcess | None]:
     if args.llama_python is None:
         yield None
         return
     settings = {"threads": threads}
     side = HERE.with_name("llama_cpp_worker.py")
-    with Worker("llama.cpp", side, settings, python=args.llama_python, threads=threads) as worker:
+    with WorkerProcess("llama.cpp", side, settings, python=args.llama_python, threads=threads) as worker:
         yield worker
 
 
@@ -180,8 +180,10 @@ def speed(args: argparse.Namespace, exports: dict[str, Path], threads: int) -> s
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=next(iter(exports.values())).parent))
         settings = {"task": "loops", "scratch": scratch, "threads": threads}
-        ours = stack.enter_context(Worker("the exports", HERE.with_name("kv_worker.py"), settings, threads=threads))
-        places: dict[str, tuple[Worker, dict[str, Any]]] = {}
+        ours = stack.enter_context(
+            WorkerProcess("the exports", HERE.with_name("kv_worker.py"), settings, threads=threads)
+        )
+        places: dict[str, tuple[WorkerProcess, dict[str, Any]]] = {}
         for name, path in exports.items():
             ours.call("open", name=name, path=str(path.absolute()), length=0)
             places[name] = ours, {"room": room}

@@ -36,8 +36,8 @@ from benchmarks.kinds import KINDS, genai_folder, kind_model
 from benchmarks.models import exported, llama_50m
 from topw_deploy.bench.decode.request import DecodeRequest
 from topw_deploy.bench.decode.run import run as bench_decode
-from topw_deploy.bench.measurement import median_interval, paired
-from topw_deploy.bench.process import Worker
+from topw_deploy.bench.measurement import median_interval, round_ratios
+from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.manifest import DecoderInfo, load_decoder_manifest, load_manifest
 
 WORKER = Path(__file__).with_name("kv_worker.py")
@@ -109,7 +109,7 @@ def _session(
             "threads": threads,
             "seed": args.seed + number,
         }
-        with Worker("the graphs", WORKER, settings, threads=threads) as worker:
+        with WorkerProcess("the graphs", WORKER, settings, threads=threads) as worker:
             prompts = [[int(token) for token in rng.integers(2, args.vocab, context)] for _ in range(args.sweeps)]
             return [worker.call("sweep", prompt=prompt, turns=args.turns, steps=args.steps) for prompt in prompts]
 
@@ -164,7 +164,7 @@ def _loop_row(reports: Sequence[Any], peers: Sequence[str]) -> list[str]:
         for name in peers:
             times[name] += per_token[name]
         for name in peers[1:]:
-            ratios[name].append(paired(per_token, ours, name))
+            ratios[name].append(round_ratios(per_token, ours, name))
         certified += [run["certified"] for run in report.sides[ours].runs]
     cells = [f"{statistics.median(times[name]) * 1e3:.2f}" for name in peers]
     for every in ratios.values():
@@ -178,7 +178,7 @@ def memory(args: argparse.Namespace) -> None:
     rows = []
     for form in ("static", "concat"):
         settings = {"task": "memory", "form": list(FORMS[form]), "tokens": args.tokens}
-        with Worker(f"a long sequence, {form}", WORKER, settings) as worker:
+        with WorkerProcess(f"a long sequence, {form}", WORKER, settings) as worker:
             found = worker.call("grow")
         mib = [f"{found[name] / 2**20:.1f}" for name in ("cache", "tenth", "half", "whole")]
         rows.append((form, f"{args.tokens:,}", *mib))

@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from benchmarks.common import UNCOUNTED, median_step, one_thread_pool
 from benchmarks.models import exported, llama_small
-from topw_deploy.bench.decode.argmax import FILE, ArgMaxLoop, share_weights, with_argmax
+from topw_deploy.bench.decode.argmax import ARGMAX_FILE, ArgMaxLoop, ArgMaxSequence, link_weights, write_argmax_model
 from topw_deploy.manifest import DecoderInfo, State, load_decoder_manifest
 from topw_deploy.runtime import TopWModel
 
@@ -26,7 +26,7 @@ INTERVAL = 0.01  # seconds between memory samples
 
 def bare_export(export: Path, folder: Path) -> tuple[Path, DecoderInfo]:
     """An export with ArgMax instead of the sampler, and the description of its cache."""
-    return with_argmax(export, folder), load_decoder_manifest(export).decoder
+    return write_argmax_model(export, folder), load_decoder_manifest(export).decoder
 
 
 def bare_peer(peer: Path, folder: Path) -> tuple[Path, DecoderInfo]:
@@ -46,9 +46,9 @@ def bare_peer(peer: Path, folder: Path) -> tuple[Path, DecoderInfo]:
     graph.outputs.clear()
     graph.outputs.extend([token.outputs[0], *presents])
     _flat_positions(graph)
-    share_weights(peer, folder)
-    ir.save(model, folder / FILE)
-    return folder / FILE, info
+    link_weights(peer, folder)
+    ir.save(model, folder / ARGMAX_FILE)
+    return folder / ARGMAX_FILE, info
 
 
 def _flat_positions(graph: ir.Graph) -> None:
@@ -135,13 +135,16 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         bytes: size of the states, allocated for `room` tokens.
         """
         room = len(prompt) + turns * (steps + UNCOUNTED) + 1
-        prefills, first, found = {}, {}, []
+        prefills, sequences, found = {}, {}, []
         for name in order.sample(list(loops), len(loops)):
             started = time.perf_counter()
-            first[name] = loops[name].prefill(prompt, room)
+            sequences[name] = loops[name].prefill(prompt, room)
             prefills[name] = time.perf_counter() - started
+        first = {name: sequence.token for name, sequence in sequences.items()}
         for _ in range(turns):
-            found.append({name: median_step(loops[name].step, steps) for name in order.sample(list(loops), len(loops))})
+            found.append(
+                {name: median_step(sequences[name].step, steps) for name in order.sample(list(loops), len(loops))}
+            )
         sizes = {name: loop.cache_bytes for name, loop in loops.items()}
         return {"turns": found, "prefill": prefills, "first": first, "bytes": sizes, "room": room}
 
@@ -152,6 +155,7 @@ def start_loops(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings: scratch (a folder on the exports' file system), threads."""
     options = _bare_options(settings["threads"])
     loops: dict[str, ArgMaxLoop] = {}
+    sequences: dict[str, ArgMaxSequence] = {}
 
     def open_(name: str, path: str, length: int) -> None:
         del length  # each prompt gets its own cache
@@ -161,14 +165,14 @@ def start_loops(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
     def prefill(name: str, prompt: list[int], room: int) -> float:
         began = time.perf_counter()
-        loops[name].prefill(prompt, len(prompt) + room)
+        sequences[name] = loops[name].prefill(prompt, len(prompt) + room)
         return time.perf_counter() - began
 
     def turn(name: str, steps: int) -> list[float]:
         times = []
         for number in range(steps + UNCOUNTED):
             began = time.perf_counter()
-            loops[name].step()
+            sequences[name].step()
             if number >= UNCOUNTED:
                 times.append(time.perf_counter() - began)
         return times
@@ -230,14 +234,15 @@ def start_prompt(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         """Growth of peak memory in bytes, seconds of a first and a second prefill, and of a step."""
         before, seconds = resident(), []
 
-        def prefill() -> None:
+        def prefill() -> ArgMaxSequence:
             began = time.perf_counter()
-            loop.prefill(tokens, len(tokens) + steps + UNCOUNTED + 1)
+            sequence = loop.prefill(tokens, len(tokens) + steps + UNCOUNTED + 1)
             seconds.append(time.perf_counter() - began)
+            return sequence
 
         peak = peak_during(prefill) - before
-        prefill()
-        return {"peak": peak, "first": seconds[0], "second": seconds[1], "step": median_step(loop.step, steps)}
+        step = prefill().step
+        return {"peak": peak, "first": seconds[0], "second": seconds[1], "step": median_step(step, steps)}
 
     return {"prompt": prompt}
 

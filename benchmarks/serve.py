@@ -22,11 +22,10 @@ from benchmarks.int4 import llama_files
 from benchmarks.kinds import genai_folder
 from benchmarks.kv import AS_GENAI
 from benchmarks.models import CACHE, exported, llama_50m
-from topw_deploy.bench.picture import draw
-from topw_deploy.bench.process import Worker
+from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.bench.report import significant
 from topw_deploy.bench.serve.report import Latencies
-from topw_deploy.bench.serve.request import ServeRequest, ServeSide, fitted, longest
+from topw_deploy.bench.serve.request import FittedServeRequest, ServeRequest, ServeSide, fit_lengths, longest_sequence
 from topw_deploy.bench.serve.run import run
 from topw_deploy.cli.progress import progress
 from topw_deploy.demo import demo_model_path
@@ -55,13 +54,13 @@ def genai_side(model: Path, dtype: str, python: Path) -> ServeSide:
     )
 
 
-def llama_side(model: Path, dtype: str, python: Path, request: ServeRequest) -> ServeSide:
+def llama_side(model: Path, dtype: str, python: Path, request: FittedServeRequest) -> ServeSide:
     kind = GGUF[dtype]
     work = CACHE / "gguf"
     work.mkdir(parents=True, exist_ok=True)
-    with Worker("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
+    with WorkerProcess("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
         file = llama_files(worker, model, [kind] if kind != "F32" else [], work)[kind]
-    length = -(-longest(request) // _ALIGNMENT) * _ALIGNMENT
+    length = -(-longest_sequence(request) // _ALIGNMENT) * _ALIGNMENT
     rows = min(request.rows, max(request.concurrency))
     return ServeSide(
         "llama",
@@ -89,7 +88,7 @@ def measure(name: str, dtype: str, args: argparse.Namespace) -> None:
         peers=args.peers,
         seed=args.seed,
     )
-    request, *_ = fitted(asked)
+    request, *_ = fit_lengths(asked)
     others = []
     if args.genai_python is not None:
         others.append(genai_side(model, dtype, args.genai_python))
@@ -104,8 +103,7 @@ def measure(name: str, dtype: str, args: argparse.Namespace) -> None:
         file = args.json / f"{'-'.join(map(str, parts))}.json"
         file.write_text(json.dumps(report.as_dict(), indent=1) + "\n", "utf-8")
     if args.plot is not None:
-        note = f"Medians; whiskers are quartiles. {report.machine}."
-        draw(args.plot / f"{name}-{dtype}.png", report.panels(), "all requests, or to the first text", note)
+        report.draw(args.plot / f"{name}-{dtype}.png")
 
 
 def summary(folder: Path) -> str:

@@ -42,7 +42,7 @@ from benchmarks.common import importable_by_workers, machine, say, table
 from benchmarks.http_load import PATH, Turn, load
 from benchmarks.int4 import write_float32
 from benchmarks.models import CACHE, exported, llama_50m
-from topw_deploy.bench.process import Worker
+from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.bench.report import significant
 from topw_deploy.demo import demo_model_path
 
@@ -110,7 +110,7 @@ def gguf_file(model: Path, python: Path | None) -> Path:
         if python is None:
             raise SystemExit(f"{file} is missing; give --llama-python, which writes it")
         work.mkdir(parents=True, exist_ok=True)
-        with Worker("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
+        with WorkerProcess("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
             write_float32(worker, model, file, texts=True)
     return file
 

@@ -4,15 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.bench.measurement import Machine
+from topw_deploy.bench.measurement import MachineInfo
 from topw_deploy.bench.sampler.request import SamplerBenchRequest
 
 WITHOUT_A_GRAPH = ("numpy", "max")
 
 
 @pytest.fixture
-def side(tmp_path: Path) -> Path:
-    path = tmp_path / "side.py"
+def worker_file(tmp_path: Path) -> Path:
+    """The file of a worker, for WorkerProcess."""
+    path = tmp_path / "worker_file.py"
     path.write_text(
         "import os, sys\n"
         "def start(settings):\n"
@@ -34,10 +35,10 @@ def side(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def small() -> SamplerBenchRequest:
+def small_request() -> SamplerBenchRequest:
     return SamplerBenchRequest(vocab=500, hidden=8, batch=2, rounds=2, temperatures=(1.0, 2.0), peers=WITHOUT_A_GRAPH)
 
 
 @pytest.fixture
-def any_machine() -> Machine:
-    return Machine("a processor", (), 2, 8.0, "a system", "3.11", {}, load=0.0)
+def any_machine() -> MachineInfo:
+    return MachineInfo("a processor", (), 2, 8.0, "a system", "3.11", {}, load=0.0)

@@ -1,4 +1,4 @@
-"""`topw bench`: streams, files and wrong arguments."""
+"""`topw bench`: what goes to which stream and file, and what is refused."""
 
 from __future__ import annotations
 
@@ -120,10 +120,10 @@ def test_a_number_that_float32_cannot_hold_is_refused(bench: Invoke, option: str
     assert re.search(rf"is {re.escape(value)}, but must be .* in float32 too", str(done.exception))
 
 
-def test_the_help_lists_both_commands(bench: Invoke) -> None:
-    done = bench("--help")
-    assert "sampler" in done.stdout
-    assert "decode" in done.stdout
+def test_the_help_lists_every_benchmark(bench: Invoke) -> None:
+    shown = bench("--help").stdout
+    for name in ("sampler", "decode", "serve", "rules"):
+        assert f"\n  {name} " in shown
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`topw bench decode`: one process per side, named absences."""
+"""`topw bench decode`: the ArgMax loop, the report, and the sides that can or cannot run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from tests.support.toy_graph import FORMS
 from tests.support.toy_model import Toy, export
 from topw_deploy import install
-from topw_deploy.bench.decode.argmax import FILE, ArgMaxLoop, with_argmax
+from topw_deploy.bench.decode.argmax import ARGMAX_FILE, ArgMaxLoop, write_argmax_model
 from topw_deploy.bench.decode.request import DecodeRequest, choose
 from topw_deploy.bench.decode.run import run
 from topw_deploy.bench.decode.worker import start
-from topw_deploy.bench.process import Worker
+from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.shared_library import library_path
@@ -48,9 +48,9 @@ def asked(folder: Path) -> DecodeRequest:
 def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, tmp_path: Path, form: str) -> None:
     folder = export(tmp_path / "out", toy, form=form)
     decoder = load_decoder_manifest(folder).decoder
-    loop = ArgMaxLoop(with_argmax(folder, tmp_path), decoder, ort.SessionOptions())
-    tokens = [loop.prefill(PROMPT, 20)]
-    tokens += [loop.step() for _ in range(8)]
+    loop = ArgMaxLoop(write_argmax_model(folder, tmp_path), decoder, ort.SessionOptions())
+    decoding = loop.prefill(PROMPT, 20)
+    tokens = [decoding.token, *(decoding.step() for _ in range(8))]
     sequence = list(PROMPT)
     for token in tokens:
         assert token == int(np.argmax(toy.logits(sequence)))
@@ -59,19 +59,20 @@ def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, t
 
 def test_a_second_prompt_starts_with_an_empty_cache(folder: Path, tmp_path: Path) -> None:
     decoder = load_decoder_manifest(folder).decoder
-    loop = ArgMaxLoop(with_argmax(folder, tmp_path), decoder, ort.SessionOptions())
+    loop = ArgMaxLoop(write_argmax_model(folder, tmp_path), decoder, ort.SessionOptions())
 
     def decode() -> list[int]:
-        return [loop.prefill(PROMPT, 20), *(loop.step() for _ in range(5))]
+        decoding = loop.prefill(PROMPT, 20)
+        return [decoding.token, *(decoding.step() for _ in range(5))]
 
     assert decode() == decode()
 
 
 def test_writing_the_argmax_graph_does_not_change_the_export(folder: Path, tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with_argmax(folder, tmp_path)
+    write_argmax_model(folder, tmp_path)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert (tmp_path / FILE).exists()
+    assert (tmp_path / ARGMAX_FILE).exists()
 
 
 # The run
@@ -80,7 +81,7 @@ def test_writing_the_argmax_graph_does_not_change_the_export(folder: Path, tmp_p
 @pytest.mark.parametrize("variant", ["graph", "argmax"])
 def test_the_first_token_and_the_rest_take_no_longer_than_the_run(folder: Path, tmp_path: Path, variant: str) -> None:
     side = {"folder": str(folder), "variant": variant, "threads": 1}
-    timed = start({**side, "argmax": str(with_argmax(folder, tmp_path))})["run"]
+    timed = start({**side, "argmax": str(write_argmax_model(folder, tmp_path))})["run"]
     before = time.perf_counter()
     found = timed(prompt=[1, 2, 3], new_tokens=5)
     took = time.perf_counter() - before
@@ -211,5 +212,5 @@ def test_a_wrong_authors_file_is_refused_before_a_model_is_loaded(tmp_path: Path
     for name, message in wanted.items():
         settings = {"library": "transformers", "folder": "nowhere", "processor": str(tmp_path / name), "threads": 1}
         with pytest.raises(BenchmarkError) as found:
-            Worker("transformers, authors' processor", "generate.py", settings)
+            WorkerProcess("transformers, authors' processor", "generate.py", settings)
         assert str(found.value) == f"{tmp_path / name} {message}"

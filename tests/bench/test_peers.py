@@ -1,4 +1,4 @@
-"""Workers for other libraries: real transformers, a double of onnxruntime-genai."""
+"""The workers for other libraries: with transformers, and with a double of onnxruntime-genai."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.bench.decode.request import DecodeRequest
 from topw_deploy.bench.decode.run import run
-from topw_deploy.bench.process import Worker
+from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.errors import BenchmarkError
 
 GENAI = '''
@@ -88,7 +88,7 @@ def test_genai_gets_the_logits_of_the_case_before_every_draw(tmp_path: Path) -> 
         "logits": [str(tmp_path / "0.npy"), str(tmp_path / "1.npy")],
         "temperatures": [1.0, 2.0],
     }
-    with Worker("genai", "genai.py", settings) as worker:
+    with WorkerProcess("genai", "genai.py", settings) as worker:
         for case, tokens in enumerate(([0, 1], [5, 6])):
             assert worker.call("time", side="genai-greedy", case=case) > 0
             assert worker.call("tokens", side="genai-greedy", case=case) == tokens
@@ -97,7 +97,7 @@ def test_genai_gets_the_logits_of_the_case_before_every_draw(tmp_path: Path) -> 
 @pytest.mark.usefixtures("genai")
 def test_genai_decodes_as_many_tokens_as_are_asked_for() -> None:
     settings = {"task": "decode", "folder": "any", "search": {"do_sample": False}, "threads": 2}
-    with Worker("genai", "genai.py", settings) as worker:
+    with WorkerProcess("genai", "genai.py", settings) as worker:
         found = worker.call("run", prompt=[1, 2, 3], new_tokens=7)
     assert found["tokens"] == 7
     assert found["first"] > 0
@@ -125,7 +125,7 @@ def test_the_folders_generation_config_does_not_change_transformers_decoding(tmp
         peers=("transformers-topw",),
     )
     (found,) = run(asked).runs
-    assert found.reference == "transformers-topw"
+    assert found.times.reference == "transformers-topw"
     (side,) = found.sides.values()
     assert [turn["tokens"] for turn in side.runs] == [6]
     assert min(side.per_token) > 0
@@ -135,4 +135,4 @@ def test_the_folders_generation_config_does_not_change_transformers_decoding(tmp
 def test_a_folder_without_a_model_is_named_in_the_error(tmp_path: Path) -> None:
     settings = {"library": "transformers", "folder": str(tmp_path), "search": {}, "processor": None, "threads": 1}
     with pytest.raises(BenchmarkError, match=r"^transformers, greedy failed: .*Error: .*omit it or repair it\.$"):
-        Worker("transformers, greedy", "generate.py", settings)
+        WorkerProcess("transformers, greedy", "generate.py", settings)

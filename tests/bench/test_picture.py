@@ -1,4 +1,4 @@
-"""The PNG's size, ticks and colours."""
+"""Size, ticks and colours of the bar charts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol between command and workers."""
+"""The protocol between a benchmark and its worker processes."""
 
 from __future__ import annotations
 
@@ -7,91 +7,91 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.bench.process import WORKERS, Worker
+from topw_deploy.bench.process import WORKERS, WorkerProcess
 from topw_deploy.errors import BenchmarkError, ParameterError
 
 
-def test_output_of_libraries_does_not_mix_with_a_workers_answers(side: Path) -> None:
-    with Worker("adder", side, {"name": "adder"}) as worker:
+def test_output_of_libraries_does_not_mix_with_a_workers_answers(worker_file: Path) -> None:
+    with WorkerProcess("adder", worker_file, {"name": "adder"}) as worker:
         assert worker.call("add", a=2, b=3) == 5
         assert worker.call("add", a="x", b="é") == "xé"
 
 
-def test_a_worker_gets_the_thread_count_that_blas_libraries_read(side: Path) -> None:
-    with Worker("adder", side, {"name": "adder"}, threads=3) as worker:
+def test_a_worker_gets_the_thread_count_that_blas_libraries_read(worker_file: Path) -> None:
+    with WorkerProcess("adder", worker_file, {"name": "adder"}, threads=3) as worker:
         assert worker.call("threads") == "3"
 
 
-def test_the_workers_folder_is_not_on_the_path(side: Path) -> None:
-    with Worker("adder", side, {"name": "adder"}) as worker:
+def test_the_workers_folder_is_not_on_the_path(worker_file: Path) -> None:
+    with WorkerProcess("adder", worker_file, {"name": "adder"}) as worker:
         assert str(WORKERS) not in worker.call("path")
 
 
 @pytest.mark.slow
 def test_a_file_without_start_is_refused() -> None:
     with pytest.raises(BenchmarkError, match="no attribute 'start'"):
-        Worker("nothing", WORKERS.parent / "sides.py", {})
+        WorkerProcess("nothing", WORKERS.parent / "sides.py", {})
 
 
-def test_a_worker_reports_how_much_memory_it_took(side: Path) -> None:
+def test_a_worker_reports_how_much_memory_it_took(worker_file: Path) -> None:
     ballast = bytearray(300 << 20)  # must not count as the child's
     for place in range(0, len(ballast), 1 << 12):
         ballast[place] = 1
-    with Worker("adder", side, {"name": "adder"}) as worker:
+    with WorkerProcess("adder", worker_file, {"name": "adder"}) as worker:
         peak = worker.peak_bytes()
     assert peak is not None
     assert 1 << 20 < peak < 200 << 20
 
 
-def test_an_error_in_a_worker_is_one_sentence_with_the_sides_name(side: Path) -> None:
-    with Worker("adder", side, {"name": "adder"}) as worker:
+def test_an_error_in_a_worker_is_one_sentence_with_the_sides_name(worker_file: Path) -> None:
+    with WorkerProcess("adder", worker_file, {"name": "adder"}) as worker:
         with pytest.raises(BenchmarkError, match=r"^adder failed: ValueError: two lines; omit it or repair it\.$"):
             worker.call("fail")
         assert worker.call("add", a=1, b=1) == 2
 
 
-def test_an_error_of_this_package_comes_through_as_it_is(side: Path) -> None:
+def test_an_error_of_this_package_keeps_its_type_and_message(worker_file: Path) -> None:
     with (
-        Worker("adder", side, {"name": "adder"}) as worker,
+        WorkerProcess("adder", worker_file, {"name": "adder"}) as worker,
         pytest.raises(ParameterError, match=r"^lam is -1\.$"),
     ):
         worker.call("refuse")
 
 
-def test_a_worker_that_dies_is_named_with_its_last_words(side: Path) -> None:
+def test_a_worker_that_dies_is_named_with_its_last_line_of_stderr(worker_file: Path) -> None:
     with (
-        Worker("adder", side, {"name": "adder"}) as worker,
+        WorkerProcess("adder", worker_file, {"name": "adder"}) as worker,
         pytest.raises(BenchmarkError, match=r"^adder ended with exit code 7: out of luck; "),
     ):
         worker.call("die", code=7)
 
 
-def test_every_call_of_a_dead_worker_reports_its_exit(side: Path) -> None:
-    with Worker("adder", side, {"name": "adder"}) as worker:
+def test_every_call_of_a_dead_worker_reports_its_exit(worker_file: Path) -> None:
+    with WorkerProcess("adder", worker_file, {"name": "adder"}) as worker:
         for _ in range(2):
             with pytest.raises(BenchmarkError, match="ended with exit code 7"):
                 worker.call("die", code=7)
 
 
-def test_a_missing_interpreter_is_refused(side: Path, tmp_path: Path) -> None:
+def test_a_missing_interpreter_is_refused(worker_file: Path, tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match="give a Python interpreter"):
-        Worker("adder", side, {"name": "adder"}, python=tmp_path / "python")
+        WorkerProcess("adder", worker_file, {"name": "adder"}, python=tmp_path / "python")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell script")
-@pytest.mark.parametrize("word", ["hello", '\\"x\\"'])
+@pytest.mark.parametrize("word", ["hello", '\\"x\\"', "{}"])
 def test_a_program_that_is_not_python_is_refused(
-    side: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+    worker_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     (tmp_path / "python").write_text(f"#!/bin/sh\necho {word}\ncat > /dev/null\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BenchmarkError, match=r"^adder: .*python is not Python; give a Python interpreter\.$"):
-        Worker("adder", side, {"name": "adder"}, python=Path("python"))
+        WorkerProcess("adder", worker_file, {"name": "adder"}, python=Path("python"))
 
 
 def test_an_interpreter_without_the_library_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "side.py"
+    path = tmp_path / "worker_file.py"
     path.write_text("import a_library_that_nobody_has\n", encoding="utf-8")
     with pytest.raises(BenchmarkError, match="No module named 'a_library_that_nobody_has'"):
-        Worker("peer", path, {}, python=sys.executable)
+        WorkerProcess("peer", path, {}, python=sys.executable)

@@ -1,4 +1,4 @@
-"""`topw bench rules`: every rule draws as many tokens, takes its turn in every round, and is compared by round."""
+"""`topw bench rules`: all rules draw equally many tokens, take turns in every round, and are compared by round."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.toy_model import CONTEXT, Toy, byte_ids, export
-from topw_deploy.bench.measurement import Machine
-from topw_deploy.bench.rules import request as request_module
+from topw_deploy.bench.measurement import MachineInfo
 from topw_deploy.bench.rules import run as run_module
-from topw_deploy.bench.rules.picture import draw
-from topw_deploy.bench.rules.report import Cell, ModelReport, RulesReport
+from topw_deploy.bench.rules.picture import draw_rules
+from topw_deploy.bench.rules.report import ModelReport, RulesReport, RuleTimes
 from topw_deploy.bench.rules.request import DEFAULT_RULES, RulesRequest, choose, prompt_ids
 from topw_deploy.bench.rules.run import run
 from topw_deploy.bench.rules.worker import start
@@ -86,7 +85,7 @@ def test_a_folder_that_is_no_export_is_refused_before_anything_is_timed(asked: R
 def test_without_the_native_library_only_the_function_runs(
     asked: RulesRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_module, "library_path", lambda: None)
+    monkeypatch.setenv("TOPW_NATIVE", "0")
     present, absent = choose(replace(asked, samplers=()))
     assert [side.name for side in present] == ["graph"]
     assert [side.name for side in absent] == ["native"]
@@ -126,7 +125,7 @@ def test_a_generation_that_ends_early_is_an_error(tmp_path: Path) -> None:
 
 
 class Recorder:
-    """Instead of a Worker: records what it was asked for."""
+    """Takes the place of WorkerProcess, and records the calls."""
 
     asked: ClassVar[list[tuple[str, float, int]]] = []
 
@@ -147,7 +146,7 @@ class Recorder:
 def test_every_round_visits_every_rule_and_temperature_with_the_same_random_numbers(
     asked: RulesRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "Worker", Recorder)
+    monkeypatch.setattr(run_module, "WorkerProcess", Recorder)
     monkeypatch.setattr(Recorder, "asked", [])
     report = run(replace(asked, rules=read_rules("top_k=3,p_less,top_w"), rounds=7, seed=20, threads=(1, 2)))
     orders = []
@@ -211,7 +210,7 @@ def test_the_command_has_the_defaults_of_the_request() -> None:
 
 def model_report(times: dict[tuple[str, float], list[float]], certified: float = 1.0) -> ModelReport:
     cells = [
-        Cell(rule, temperature, [{"seconds": one, "certified": certified, "kept": 4.0} for one in found])
+        RuleTimes(rule, temperature, [{"seconds": one, "certified": certified, "kept": 4.0} for one in found])
         for (rule, temperature), found in times.items()
     ]
     return ModelReport(Path("out"), "native", 1, 4, "top_w", cells)
@@ -242,23 +241,24 @@ def test_the_overhead_is_that_of_the_median_to_the_mean_of_the_other_medians(two
     assert two.overhead().rounds == pytest.approx([17 / 15 - 1, 33 / 30 - 1, 17 / 15 - 1])
 
 
-def test_the_interval_draws_whole_rounds_again(two: ModelReport) -> None:
+def test_the_interval_resamples_whole_rounds(two: ModelReport) -> None:
     # In 7 of 27 drawings the slow round is the median, of all rules at once: 42 to (20 + 60) / 2.
     assert two.overhead(1.0).interval == pytest.approx((0.05, 0.1))
     assert two.overhead(2.0).interval == pytest.approx((0.2, 0.2))
 
 
-def test_the_fastest_rule_is_another_one_than_top_w(two: ModelReport) -> None:
+def test_the_fastest_rule_is_never_top_w(two: ModelReport) -> None:
     assert two.fastest == "top_k=3"
     assert two.overhead(fastest=True).value == pytest.approx(0.7)  # 17 to 10
 
 
-def report_of(asked: RulesRequest, machine: Machine, *models: ModelReport) -> RulesReport:
-    return RulesReport(replace(asked, temperatures=(1.0, 2.0)), machine, models, [("native", "not here: not built")])
+def report_of(asked: RulesRequest, machine: MachineInfo, *models: ModelReport) -> RulesReport:
+    absent = [("native", "not here: not built")]
+    return RulesReport(request=replace(asked, temperatures=(1.0, 2.0)), machine=machine, models=models, absent=absent)
 
 
 def test_the_table_has_times_certified_shares_and_overheads(
-    asked: RulesRequest, any_machine: Machine, two: ModelReport
+    asked: RulesRequest, any_machine: MachineInfo, two: ModelReport
 ) -> None:
     text = report_of(asked, any_machine, two).text()
     assert "| top_k=3 | 10.000 (10.000-15.000), 75% |" in text
@@ -268,7 +268,7 @@ def test_the_table_has_times_certified_shares_and_overheads(
     assert text.endswith("Left out: native - not here: not built")
 
 
-def test_the_json_has_every_round(asked: RulesRequest, any_machine: Machine, two: ModelReport) -> None:
+def test_the_json_has_every_round(asked: RulesRequest, any_machine: MachineInfo, two: ModelReport) -> None:
     document = json.loads(json.dumps(report_of(asked, any_machine, two).as_dict()))
     (model,) = document["models"]
     assert model["cells"][1]["seconds"] == [0.030, 0.060, 0.030]
@@ -288,7 +288,7 @@ def height(path: Path) -> int:
 
 @pytest.mark.slow
 def test_the_picture_has_a_row_of_panels_per_model_with_every_difference(
-    asked: RulesRequest, any_machine: Machine, two: ModelReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: RulesRequest, any_machine: MachineInfo, two: ModelReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from matplotlib.figure import Figure
 
@@ -304,7 +304,7 @@ def test_the_picture_has_a_row_of_panels_per_model_with_every_difference(
             seen.append((ax.get_title(loc="left"), [text.get_text() for text in ax.texts], marks))
 
     monkeypatch.setattr(Figure, "savefig", kept)
-    draw(tmp_path / "one.png", report_of(asked, any_machine, two))
+    draw_rules(tmp_path / "one.png", report_of(asked, any_machine, two))
     (first, texts, marks), (second, *_) = seen
     assert (first, second) == ("T = 1", "T = 2")
     assert texts == ["22.00 ms  +10.0 %", "30.00 ms  +50.0 %", "10.00 ms  -50.0 %"]  # upwards
@@ -312,5 +312,5 @@ def test_the_picture_has_a_row_of_panels_per_model_with_every_difference(
     assert titles == [
         "out, native, 1 thread: Top-W takes 13.3 % more than the mean of the other rules, 70.0 % more than top_k=3"
     ]
-    draw(tmp_path / "two.png", report_of(asked, any_machine, two, two))
+    draw_rules(tmp_path / "two.png", report_of(asked, any_machine, two, two))
     assert height(tmp_path / "one.png") < height(tmp_path / "two.png") < 4000

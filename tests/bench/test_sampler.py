@@ -19,14 +19,14 @@ from topw_deploy.bench.sampler.inputs import (
     REGIMES,
     Case,
     bell_logits,
-    given_logits,
     likely_logits,
-    logits_for,
-    pool_bound,
+    make_logits,
+    pool_neighbour_bound,
+    read_logits,
 )
 from topw_deploy.bench.sampler.request import GENAI_SEARCHES, GROUPS, SIDES, SamplerBenchRequest, choose
 from topw_deploy.bench.sampler.run import run
-from topw_deploy.bench.sampler.worker import agree, sentence
+from topw_deploy.bench.sampler.worker import agreement_sentence, compare_kept_ids
 from topw_deploy.bench.sides import select
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.plugins.shared_library import library_path
@@ -37,7 +37,7 @@ NATIVE = ("native", "native-op") if library_path() is not None else ()
 OURS = (*NATIVE, "graph", "graph-ort", "numpy", "torch")
 
 
-def as_sent(asked: SamplerBenchRequest, folder: Path, **changes: Any) -> dict[str, Any]:
+def settings_for(asked: SamplerBenchRequest, folder: Path, **changes: Any) -> dict[str, Any]:
     sent = {"vocab": asked.vocab, "hidden": asked.hidden, "batch": asked.batch, "seed": 0, "threads": 1,
             "regimes": ["certified"], "temperatures": [1.0], "geom_scale": 1.0, "logits": None, "authors": None,
             "neighbour_bound": False, "options": {}, "sides": ["numpy"], "folder": str(folder)}  # fmt: skip
@@ -47,8 +47,8 @@ def as_sent(asked: SamplerBenchRequest, folder: Path, **changes: Any) -> dict[st
 # The report
 
 
-def test_a_report_has_every_side_of_every_case(small: SamplerBenchRequest) -> None:
-    report = run(small)
+def test_a_report_has_every_side_of_every_case(small_request: SamplerBenchRequest) -> None:
+    report = run(small_request)
     assert [found.case["label"] for found in report.cases] == ["certified, T = 1", "certified, T = 2"]
     for found in report.cases:
         assert list(found.samples) == ["numpy", "max"]
@@ -60,8 +60,8 @@ def test_a_report_has_every_side_of_every_case(small: SamplerBenchRequest) -> No
 
 
 @pytest.mark.slow
-def test_a_report_is_plain_json_with_all_samples_and_the_machine(small: SamplerBenchRequest) -> None:
-    document = json.loads(json.dumps(run(small).as_dict()))
+def test_a_report_is_plain_json_with_all_samples_and_the_machine(small_request: SamplerBenchRequest) -> None:
+    document = json.loads(json.dumps(run(small_request).as_dict()))
     assert document["benchmark"] == "sampler"
     assert document["machine"]["cores"] >= 1
     assert "numpy" in document["machine"]["versions"]
@@ -77,7 +77,7 @@ def test_a_report_is_plain_json_with_all_samples_and_the_machine(small: SamplerB
 @pytest.mark.parametrize("metric", [name if name == METRICS[0] else slow(name) for name in METRICS])
 @pytest.mark.parametrize("regime", [slow("certified"), "uncertified"])
 def test_all_our_implementations_keep_the_same_set(metric: str, regime: str, tmp_path: Path) -> None:
-    sent = as_sent(
+    sent = settings_for(
         SamplerBenchRequest(vocab=2000, hidden=8, batch=2), tmp_path, sides=list(OURS), regimes=[regime],
         options={"metric": metric, "top_m": 150}, temperatures=[2.0], neighbour_bound=metric != "uniform",
     )  # fmt: skip
@@ -97,7 +97,7 @@ def test_a_wrong_implementation_ends_the_run(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr(samplers, "fast_crop", one_too_few)
     check = worker.start(
-        as_sent(SamplerBenchRequest(vocab=2000, hidden=8), tmp_path, regimes=["flat"], temperatures=[2.0])
+        settings_for(SamplerBenchRequest(vocab=2000, hidden=8), tmp_path, regimes=["flat"], temperatures=[2.0])
     )
     with pytest.raises(BenchmarkError, match=r"numpy keeps \d+ tokens of row 0 where the reference keeps \d+ \(1 diff"):
         check["check"](case=0)
@@ -108,17 +108,17 @@ def test_other_tokens_of_the_same_number_are_a_difference() -> None:
     right = crop(row, TopWParameters(temperature=3.0), TopWOptions(metric="uniform"))
     wrong = np.append(right.kept[:-1], np.setdiff1d(np.arange(100), right.kept)[0])
     with pytest.raises(BenchmarkError, match=r"\(2 differ\)"):
-        agree("numpy", [wrong], [right], exact=True)
-    assert agree("authors", [wrong], [right], exact=False).same == 0
+        compare_kept_ids("numpy", [wrong], [right], exact=True)
+    assert compare_kept_ids("authors", [wrong], [right], exact=False).same == 0
 
 
 def test_a_difference_at_a_tie_is_counted_and_allowed() -> None:
     logits = np.zeros(4, np.float32)
     tied = crop(logits, TopWParameters(), TopWOptions(metric="uniform", top_m=2))
     assert tied.ties.pool_cut
-    found = agree("graph", [[2, 3]], [tied], exact=True)
+    found = compare_kept_ids("graph", [[2, 3]], [tied], exact=True)
     assert (found.same, found.ties) == (0, 1)
-    assert "graph on 0 of 1, 1 differ at a tie" in sentence([found], [tied])
+    assert "graph on 0 of 1, 1 differ at a tie" in agreement_sentence([found], [tied])
 
 
 # Sides
@@ -158,8 +158,8 @@ def test_more_threads_than_any_machine_has_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_greedy_row_is_timed_like_any_other(small: SamplerBenchRequest) -> None:
-    (found,) = run(replace(small, temperatures=(0.0,))).cases
+def test_a_greedy_row_is_timed_like_any_other(small_request: SamplerBenchRequest) -> None:
+    (found,) = run(replace(small_request, temperatures=(0.0,))).cases
     assert "numpy" in found.samples
 
 
@@ -199,7 +199,7 @@ def test_the_model_for_genai_gives_logits_of_any_shape_and_counts_its_cache(tmp_
 def test_the_rows_of_a_regime_are_certified_or_not_as_it_says(regime: str) -> None:
     temperatures, changes = REGIMES[regime]
     case = Case(regime, TopWParameters(temperature=temperatures[-1], **changes))
-    logits = logits_for(case, 32_000, 2, seed=3)
+    logits = make_logits(case, 32_000, 2, seed=3)
     assert logits.shape == (2, 32_000)
     assert logits.dtype == np.float32
     for row in logits:
@@ -229,14 +229,14 @@ def test_logits_come_from_a_file_if_one_is_given(tmp_path: Path) -> None:
 def test_a_file_without_logits_is_refused(array: np.ndarray, message: str, tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", array)
     with pytest.raises(ParameterError) as error:
-        given_logits(tmp_path / "rows.npy")
+        read_logits(tmp_path / "rows.npy")
     assert message in str(error.value)
 
 
 def test_a_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.npy").write_text("rows")
     with pytest.raises(ParameterError, match=r"cannot be read as a \.npy file"):
-        given_logits(tmp_path / "rows.npy")
+        read_logits(tmp_path / "rows.npy")
 
 
 @pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine"])
@@ -245,7 +245,7 @@ def test_the_pools_bound_is_below_every_distance_and_close_to_it(metric: str) ->
     table = rng.standard_normal((400, 6)).astype(np.float32)
     table[7] = table[9]  # duplicates have no distance
     geometry, logits = Geometry.from_embeddings(table, metric), likely_logits(400)
-    bound = pool_bound(geometry, [logits], top_m=50)
+    bound = pool_neighbour_bound(geometry, [logits], top_m=50)
     distances = geometry.distances(np.arange(400), np.arange(400))
     np.fill_diagonal(distances, np.inf)
     assert (bound <= distances.min(axis=1)).all()

@@ -1,4 +1,4 @@
-"""`topw bench serve`: every request is served, and its times add up."""
+"""`topw bench serve`: every request is served, and the times of its texts add up."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ from click.testing import CliRunner
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.bench.serve import worker
 from topw_deploy.bench.serve.ideal import run_all
-from topw_deploy.bench.serve.report import Latencies, Load, ServeReport, ServeResult, ThreadsReport
-from topw_deploy.bench.serve.request import ServeRequest, ServeSide, choose, fitted, longest, ragged, requests_of
+from topw_deploy.bench.serve.report import Latencies, Load, ServeReport, ServeResult, ServeThreadsReport
+from topw_deploy.bench.serve.request import (
+    ServeRequest,
+    ServeSide,
+    choose,
+    fit_lengths,
+    log_normal_lengths,
+    longest_sequence,
+    make_requests,
+)
 from topw_deploy.bench.serve.run import run
 from topw_deploy.cli.main import topw
 from topw_deploy.engine.batch import Batch
@@ -37,8 +45,8 @@ def model(folder: Path) -> TopWModel:
 
 
 @pytest.fixture(scope="module")
-def server(model: TopWModel) -> worker.Server:
-    return worker.Server(model, rows=2, prefill_budget=4)
+def server(model: TopWModel) -> worker.ServeWorker:
+    return worker.ServeWorker(model, rows=2, prefill_budget=4)
 
 
 @pytest.fixture
@@ -50,29 +58,29 @@ def asked(folder: Path) -> ServeRequest:
 
 
 def test_lengths_have_the_mean_and_the_tail_of_a_log_normal_distribution() -> None:
-    lengths = np.array(ragged(1000, 342))
+    lengths = np.array(log_normal_lengths(1000, 342))
     assert lengths.mean() == pytest.approx(342, rel=0.01)
     assert np.log(lengths).std() == pytest.approx(0.6, rel=0.01)
-    assert ragged(3, 1) == [1, 1, 1]
+    assert log_normal_lengths(3, 1) == [1, 1, 1]
 
 
 def test_requests_depend_only_on_the_seed_and_the_number_of_callers(asked: ServeRequest) -> None:
-    request, vocab, _ = fitted(replace(asked, requests=16))
-    found = requests_of(request, 4, vocab)
-    assert found == requests_of(request, 16, vocab)
-    assert found != requests_of(replace(request, seed=1), 4, vocab)
+    request, vocab, _ = fit_lengths(replace(asked, requests=16))
+    found = make_requests(request, 4, vocab)
+    assert found == make_requests(request, 16, vocab)
+    assert found != make_requests(replace(request, seed=1), 4, vocab)
     assert len(found) == 16
-    assert len(requests_of(request, 20, vocab)) == 20
+    assert len(make_requests(request, 20, vocab)) == 20
     assert len({len(prompt) for prompt, _ in found}) > 8
-    assert max(len(prompt) + new_tokens for prompt, new_tokens in found) <= longest(request)
+    assert max(len(prompt) + new_tokens for prompt, new_tokens in found) <= longest_sequence(request)
     assert all(0 <= token < VOCAB for prompt, _ in found for token in prompt)
 
 
 def test_by_default_lengths_fit_a_short_context(folder: Path) -> None:
-    request, _, context = fitted(ServeRequest(folder=folder))
+    request, _, context = fit_lengths(ServeRequest(folder=folder))
     assert (request.prompt_tokens, request.new_tokens) == (12, 12)
     assert (request.long_tokens, request.prefix_tokens) == (95, 87)
-    assert longest(request) <= context == 96
+    assert longest_sequence(request) <= context == 96
 
 
 # What the worker measures
@@ -81,7 +89,7 @@ def test_by_default_lengths_fit_a_short_context(folder: Path) -> None:
 @pytest.mark.parametrize("side", ["engine", "one_by_one", "static"])
 @pytest.mark.parametrize("callers", [1, 3])
 def test_every_request_has_a_first_text_and_no_time_exceeds_the_whole(
-    server: worker.Server, side: str, callers: int
+    server: worker.ServeWorker, side: str, callers: int
 ) -> None:
     served = getattr(server, side)(REQUESTS, callers)
     assert len(served["first"]) == len(REQUESTS)
@@ -90,7 +98,7 @@ def test_every_request_has_a_first_text_and_no_time_exceeds_the_whole(
     assert sum(served["between"]) <= callers * served["seconds"]
 
 
-def test_the_engine_reports_the_share_of_its_time_outside_runs(server: worker.Server) -> None:
+def test_the_engine_reports_the_share_of_its_time_outside_runs(server: worker.ServeWorker) -> None:
     served = server.engine([([1, 2], 30)] * 2, 2)
     assert 0 < served["steady"] < 1
     assert 0 < served["outside"] < 1
@@ -98,7 +106,7 @@ def test_the_engine_reports_the_share_of_its_time_outside_runs(server: worker.Se
 
 
 def test_callers_of_generate_wait_for_those_before_them(
-    server: worker.Server, model: TopWModel, monkeypatch: pytest.MonkeyPatch
+    server: worker.ServeWorker, model: TopWModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(1000))
     monkeypatch.setattr(worker.time, "perf_counter", lambda: float(next(clock)))
@@ -135,11 +143,11 @@ def test_the_runs_alone_serve_the_requests_by_the_engines_schedule(model: TopWMo
         assert batch.steps - before <= sum(new - 1 for _, new in REQUESTS)
 
 
-def test_a_short_request_that_waits_for_a_long_prompt_is_timed(server: worker.Server) -> None:
+def test_a_short_request_that_waits_for_a_long_prompt_is_timed(server: worker.ServeWorker) -> None:
     assert server.behind([5] * 90, [1, 2, 3], budget=8) > 0
 
 
-def test_the_second_prompt_of_a_prefix_reuses_it(server: worker.Server) -> None:
+def test_the_second_prompt_of_a_prefix_reuses_it(server: worker.ServeWorker) -> None:
     before = server._engine(2, reuse=True).stats().cached_tokens
     read, reused = server.prefix([11] * 60, [[1, 2], [3, 4]])
     assert min(read, reused) > 0
@@ -184,7 +192,7 @@ def test_a_side_of_another_library_is_served_the_same_requests(asked: ServeReque
     (load,) = report.runs[0].loads
     assert list(load.sides) == ["engine", "other"]
     assert load.sides["other"].seconds == [float(load.new_tokens)]
-    assert load.ratios("other")[0] > 1
+    assert load.times.ratios("other")[0] > 1
 
 
 def test_a_report_summarises_its_rounds(asked: ServeRequest, any_machine: Any) -> None:
@@ -198,8 +206,9 @@ def test_a_report_summarises_its_rounds(asked: ServeRequest, any_machine: Any) -
         "chunked": 0.1, "whole": 0.5, "read": 0.4, "reused": 0.01,
         "steady": 0.01, "outside": 0.02, "lost": 0.06, "step": 0.001,
     }  # fmt: skip
-    request, *_ = fitted(asked)
-    report = ServeReport(request, any_machine, [ThreadsReport(2, [load], Latencies([values]))], [])
+    request, *_ = fit_lengths(asked)
+    runs = [ServeThreadsReport(2, [load], Latencies([values]))]
+    report = ServeReport(request=request, machine=any_machine, runs=runs, absent=[])
     text = report.text()
     assert "2 threads, 4 callers: 6 requests, 1,200 prompt and 300 new tokens" in text
     row = next(line for line in text.splitlines() if line.startswith("| lists"))
@@ -242,7 +251,7 @@ def test_a_request_out_of_range_is_refused(asked: ServeRequest, changes: dict[st
 )
 def test_lengths_beyond_the_context_are_refused(asked: ServeRequest, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
-        fitted(replace(asked, **changes))  # type: ignore[arg-type]
+        fit_lengths(replace(asked, **changes))  # type: ignore[arg-type]
 
 
 def test_unknown_and_absent_sides_are_refused(asked: ServeRequest) -> None:

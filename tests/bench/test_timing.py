@@ -1,4 +1,4 @@
-"""Order of calls, ratios and intervals."""
+"""The order of the timed calls, and the statistics of their times."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Timing, and the description of the machine.
+"""Time calls in turn, and describe the machine.
 
-All sides take turns within a run, so that a drift of the machine's speed affects all of them: a round calls each side
-once, in a changing order. Reports give medians over rounds.
+A round calls each side once, in an order that changes from round to round, so that a drift of the machine's speed
+affects all sides. Reports give medians over rounds.
 """
 
 from __future__ import annotations
@@ -21,36 +21,45 @@ from topw_deploy.versions import installed
 
 Sample = TypeVar("Sample")
 
-FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")  # kernels dispatch on these
+FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
+"""Processor features by which libraries choose their kernels."""
+
 DISTRIBUTIONS = ("topw-deploy", "numpy", "onnxruntime", "torch", "transformers")
 
 _TWO_SIDED_95 = 1.96  # standard deviations
-_BUSY = 0.5  # load per core
+_BUSY_LOAD = 0.5  # running processes per core
 
 
 @dataclass(frozen=True)
 class Spread:
+    """Median and quartiles of a number over rounds.
+
+    low, high: first and third quartile.
+    """
+
     median: float
     low: float
     high: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of at least one value."""
         if len(values) < 2:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
     def format(self, scale: float = 1.0, digits: int = 2) -> str:
+        """The numbers times `scale`, with this many decimals: "17.10 (16.90-17.60)"."""
         low, median, high = (f"{value * scale:.{digits}f}" for value in (self.low, self.median, self.high))
         return f"{median} ({low}-{high})"
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """A 95 % confidence interval of the median, for any distribution.
+    """A 95 % confidence interval of the median, valid for any distribution.
 
-    From order statistics: the number of values below the median is binomial with p = 1/2 (normal approximation; below
-    six values, the minimum and maximum).
+    The ends are order statistics: the number of values below the median is binomial with p = 1/2, here in its normal
+    approximation. For fewer than six values, the ends are the minimum and the maximum.
     """
     ordered, count = sorted(values), len(values)
     margin = _TWO_SIDED_95 * math.sqrt(count) / 2
@@ -60,7 +69,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def seconds(call: Callable[[], object], repeat: int = 1) -> float:
-    """Wall time of one call, averaged over `repeat` calls."""
+    """Wall-clock seconds of one call, averaged over `repeat` calls."""
     started = time.perf_counter()
     for _ in range(repeat):
         call()
@@ -68,7 +77,7 @@ def seconds(call: Callable[[], object], repeat: int = 1) -> float:
 
 
 def calls_filling(call: Callable[[], object], duration: float, most: int) -> int:
-    """The number of calls that take about `duration` seconds, in [1, most], after a warm-up call."""
+    """How many calls take about `duration` seconds, in [1, most]. Calls `call` twice to find out."""
     call()
     once = max(seconds(call), 1e-9)
     return max(1, min(most, round(duration / once)))
@@ -82,9 +91,10 @@ def interleave(
     seed: int | None = None,
     advance: Advance = lambda _parts: None,
 ) -> dict[str, list[Sample]]:
-    """Call every side once per round and collect the results; those of warm-up rounds are dropped.
+    """Call every side once per round. Returns the results of each side by round, without those of warm-up rounds.
 
-    seed: shuffles each round's order; None rotates it.
+    sides: name -> call.
+    seed: of the random order of each round. None: the order rotates.
     advance: called with 1 after every call.
     """
     names = list(sides)
@@ -101,23 +111,28 @@ def interleave(
     return samples
 
 
-def paired(samples: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
-    """Ratios `over` / `under`, by round."""
+def round_ratios(samples: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
+    """samples[over] / samples[under], by round."""
     return [a / b for a, b in zip(samples[over], samples[under], strict=True)]
 
 
 def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> Spread:
-    return Spread.of(paired(samples, over, under))
+    """The spread of samples[over] / samples[under] over rounds."""
+    return Spread.of(round_ratios(samples, over, under))
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The machine of a measurement.
+class MachineInfo:
+    """The machine and the libraries of a measurement.
 
-    flags: the FLAGS that its processor has.
+    processor: name of the processor.
+    flags: the FLAGS that the processor has.
     cores: number of cores that this process may use.
-    load: mean number of running processes over the last minute; None if unknown.
+    memory_gib: physical memory in GiB; None if unknown.
+    system: operating system, release and architecture.
+    python: version of Python.
     versions: versions of the installed DISTRIBUTIONS.
+    load: mean number of running processes over the last minute; None if unknown.
     """
 
     processor: str
@@ -130,36 +145,37 @@ class Machine:
     load: float | None
 
     @property
-    def busy(self) -> bool:
-        """Whether other processes seem to be running."""
-        return self.load is not None and self.load > _BUSY * self.cores
+    def is_busy(self) -> bool:
+        """Whether the load says that other processes are running."""
+        return self.load is not None and self.load > _BUSY_LOAD * self.cores
 
     def __str__(self) -> str:
+        """The machine on one line."""
         flags = f" ({', '.join(self.flags)})" if self.flags else ""
-        named = ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        return f"{self.processor}{flags}, {self.cores} cores; Python {self.python}, {named}"
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{self.processor}{flags}, {self.cores} cores; Python {self.python}, {versions}"
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "flags": list(self.flags)}
 
 
-def this_machine() -> Machine:
-    """This machine and its current load."""
-    processor, flags = _processor()
-    affinity = hasattr(os, "sched_getaffinity")
-    return Machine(
+def this_machine() -> MachineInfo:
+    """Describe this machine and its current load."""
+    processor, flags = _processor_and_flags()
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return MachineInfo(
         processor=processor,
         flags=flags,
-        cores=len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1,
-        memory_gib=_memory(),
+        cores=len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
+        memory_gib=_memory_gib(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
-        versions={name: found for name in DISTRIBUTIONS if (found := installed(name)) is not None},
+        versions={name: version for name in DISTRIBUTIONS if (version := installed(name)) is not None},
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     )
 
 
-def _processor() -> tuple[str, tuple[str, ...]]:
+def _processor_and_flags() -> tuple[str, tuple[str, ...]]:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as stream:
             first = stream.read().split("\n\n")[0]
@@ -167,11 +183,11 @@ def _processor() -> tuple[str, tuple[str, ...]]:
         return platform.processor() or platform.machine(), ()
     pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
     fields = {key.strip(): value.strip() for key, value in pairs}
-    has = fields.get("flags", fields.get("Features", "")).split()
-    return fields.get("model name", platform.machine()), tuple(flag for flag in FLAGS if flag in has)
+    features = fields.get("flags", fields.get("Features", "")).split()  # the names on x86-64 and on arm64
+    return fields.get("model name", platform.machine()), tuple(flag for flag in FLAGS if flag in features)
 
 
-def _memory() -> float | None:
+def _memory_gib() -> float | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     except (AttributeError, OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Bar charts from zero, or on a logarithmic axis where the bars differ too much.
+"""Draw bar charts of times. The axis starts at zero, or is logarithmic if the bars differ too much.
 
-Okabe and Ito's colours suit every kind of colour vision, and their lightness differs in grey prints.
+The colours are Okabe and Ito's: they suit every kind of colour vision and differ in lightness on grey prints.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from topw_deploy.plain_text import printable
 from topw_deploy.reports import require_matplotlib
 
 COLOURS = {"ours": "#0072B2", "peer": "#B8BEC6", "yardstick": "#E69F00"}
-NAMES = {"ours": "topw_deploy", "peer": "others", "yardstick": "yardsticks"}
+KIND_LABELS = {"ours": "topw_deploy", "peer": "others", "yardstick": "yardsticks"}
 INK, FAINT = "#1F2933", "#6B7580"
-_WIDTH, _BAR, _HEAD, _FOOT = 10.0, 0.34, 1.2, 0.8  # inches: figure width, bar, panel title, legend
+_WIDTH, _BAR_HEIGHT, _TITLE_HEIGHT, _LEGEND_HEIGHT = 10.0, 0.34, 1.2, 0.8  # inches: width of the figure, and heights
 _DPI = 160
 _WRAP, _NOTE_WRAP = 84, 100  # characters per line
-_LINEAR = 20.0  # ratio of the longest to the shortest bar; above it the axis is logarithmic
+_MOST_LINEAR_RATIO = 20.0  # of the longest to the shortest bar; for larger ratios the axis is logarithmic
 
 
 @dataclass(frozen=True)
 class Bar:
     """One bar.
 
-    spread: length and whiskers, in seconds.
+    label: text left of the bar.
+    spread: seconds. The bar ends at the median, the whiskers at the quartiles.
     kind: a key of COLOURS.
-    text: end label.
+    text: text right of the bar.
     """
 
     label: str
@@ -42,7 +43,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars on one axis, top to bottom. title: the finding."""
+    """Bars on one axis.
+
+    title: the finding, in one sentence.
+    subtitle: what was measured.
+    bars: from top to bottom.
+    """
 
     subtitle: str
     title: str
@@ -52,22 +58,25 @@ class Panel:
 def draw(path: Path, panels: Sequence[Panel], axis: str, note: str) -> None:
     """Write the panels, one below the other, as a PNG.
 
+    axis: label of the axis.
+    note: text below the panels.
+
     Raises ParameterError if matplotlib is missing or `path` cannot be written.
     """
-    heights = [_HEAD + _BAR * len(panel.bars) for panel in panels]
-    figure = new_figure(_WIDTH, sum(heights) + _FOOT)
+    heights = [_TITLE_HEIGHT + _BAR_HEIGHT * len(panel.bars) for panel in panels]
+    figure = new_figure(_WIDTH, sum(heights) + _LEGEND_HEIGHT)
     axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for ax, panel in zip(axes, panels, strict=True):
         _draw_panel(ax, panel)
     axes[-1].set_xlabel(axis, color=FAINT, fontsize=9)
     kinds = [kind for kind in COLOURS if any(bar.kind == kind for panel in panels for bar in panel.bars)]
     if len(kinds) > 1:
-        _legend(figure, kinds)
-    save(figure, path, note)
+        _draw_legend(figure, kinds)
+    save_figure(figure, path, note)
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of this size in inches. Raises ParameterError if matplotlib is missing."""
+    """Make an empty figure of this size in inches. Raises ParameterError if matplotlib is missing."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -77,7 +86,7 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def save(figure: Any, path: Path, note: str) -> None:
+def save_figure(figure: Any, path: Path, note: str) -> None:
     """Write the figure with a note below it. Raises ParameterError if `path` cannot be written."""
     figure.supxlabel(fill(printable(note), _NOTE_WRAP), fontsize=7, color=FAINT, x=0.012, ha="left")
     try:
@@ -88,23 +97,23 @@ def save(figure: Any, path: Path, note: str) -> None:
 
 def _draw_panel(ax: Any, panel: Panel) -> None:
     places = list(range(len(panel.bars)))[::-1]
-    middles = [bar.spread.median for bar in panel.bars]
-    shortest, longest = min(middles), max(middles)
-    logarithmic = longest > _LINEAR * shortest
-    if logarithmic:
+    medians = [bar.spread.median for bar in panel.bars]
+    shortest, longest = min(medians), max(medians)
+    is_logarithmic = longest > _MOST_LINEAR_RATIO * shortest
+    if is_logarithmic:
         ax.set_xscale("log")
-        # Leave room for the shortest bar (left) and the longest bar's label (right).
+        # Leave space for the shortest bar on the left, and for the text of the longest bar on the right.
         ax.set_xlim(shortest / 2.5, longest * (longest / shortest) ** 0.22 * 2.5)
     else:
         ax.set_xlim(0, longest * 1.4)
-    ax.barh(places, middles, color=[COLOURS[bar.kind] for bar in panel.bars], height=0.7, zorder=2)
+    ax.barh(places, medians, color=[COLOURS[bar.kind] for bar in panel.bars], height=0.7, zorder=2)
     below = [bar.spread.median - bar.spread.low for bar in panel.bars]
     above = [bar.spread.high - bar.spread.median for bar in panel.bars]
     ax.errorbar(
-        middles, places, xerr=[below, above], fmt="none", ecolor=INK, elinewidth=1, capsize=2.5, capthick=1, zorder=3
+        medians, places, xerr=[below, above], fmt="none", ecolor=INK, elinewidth=1, capsize=2.5, capthick=1, zorder=3
     )
     for place, bar in zip(places, panel.bars, strict=True):
-        ours = bar.kind == "ours"
+        is_ours = bar.kind == "ours"
         ax.annotate(
             bar.text,
             (bar.spread.high, place),
@@ -112,15 +121,15 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
             textcoords="offset points",
             va="center",
             fontsize=9,
-            color=COLOURS["ours"] if ours else INK,
-            fontweight="bold" if ours else "normal",
+            color=COLOURS["ours"] if is_ours else INK,
+            fontweight="bold" if is_ours else "normal",
         )
     ax.set_yticks(places, [bar.label for bar in panel.bars], fontsize=9.5)
     for label, bar in zip(ax.get_yticklabels(), panel.bars, strict=True):
         label.set_color(COLOURS["ours"] if bar.kind == "ours" else INK)
         label.set_fontweight("bold" if bar.kind == "ours" else "normal")
-    _title(ax, panel, "; logarithmic axis" if logarithmic else "")
-    ax.xaxis.set_major_formatter(_in_units)
+    _draw_title(ax, panel, "; logarithmic axis" if is_logarithmic else "")
+    ax.xaxis.set_major_formatter(_tick_with_unit)
     ax.xaxis.set_minor_formatter("")
     ax.grid(axis="x", which="major", color="#E4E7EB", linewidth=0.8, zorder=0)
     ax.tick_params(axis="x", which="both", colors=FAINT, labelsize=8, length=0)
@@ -129,25 +138,25 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
         ax.spines[edge].set_visible(False)
 
 
-def _title(ax: Any, panel: Panel, scale: str) -> None:
+def _draw_title(ax: Any, panel: Panel, scale: str) -> None:
     from matplotlib.transforms import blended_transform_factory
 
     corner = blended_transform_factory(ax.figure.transFigure, ax.transAxes)
-    title, placed = fill(panel.title, _WRAP), {"textcoords": "offset points", "va": "bottom", "xycoords": corner}
-    ax.annotate(panel.subtitle + scale, (0.012, 1), xytext=(0, 5), fontsize=9, color=FAINT, **placed)
-    ax.annotate(title, (0.012, 1), xytext=(0, 20), fontsize=12.5, color=INK, fontweight="bold", **placed)
+    title, placement = fill(panel.title, _WRAP), {"textcoords": "offset points", "va": "bottom", "xycoords": corner}
+    ax.annotate(panel.subtitle + scale, (0.012, 1), xytext=(0, 5), fontsize=9, color=FAINT, **placement)
+    ax.annotate(title, (0.012, 1), xytext=(0, 20), fontsize=12.5, color=INK, fontweight="bold", **placement)
 
 
-def _legend(figure: Any, kinds: Sequence[str]) -> None:
+def _draw_legend(figure: Any, kinds: Sequence[str]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+    handles = [Patch(facecolor=COLOURS[kind], label=KIND_LABELS[kind]) for kind in kinds]
     figure.legend(
         handles=handles, loc="outside lower right", ncols=len(kinds), fontsize=8.5, frameon=False, labelcolor=INK
     )
 
 
-def _in_units(value: float, _position: int) -> str:
+def _tick_with_unit(value: float, _position: int) -> str:
     if value == 0:
         return "0"
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):

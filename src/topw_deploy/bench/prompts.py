@@ -1,4 +1,4 @@
-"""Prompts of decoding benchmarks, checked against the model's context."""
+"""Make the prompts of decoding benchmarks, and check them against the model's context."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def decoder_manifest(folder: Path) -> DecoderManifest:
 
 
 def random_prompt(folder: Path, prompt_tokens: int, new_tokens: int, seed: int) -> list[int]:
-    """Random token ids; equal for equal seeds.
+    """Random token ids for the model in `folder`, the same for equal seeds.
 
-    Raises ManifestError as `decoder_manifest`, ParameterError if the prompt and the new tokens exceed the context.
+    Raises ManifestError for a sampler without a decoder, ParameterError if prompt and new tokens exceed the context.
     """
     manifest = decoder_manifest(folder)
     require_context(manifest, prompt_tokens, new_tokens, "prompt_tokens")

@@ -1,10 +1,10 @@
-"""Sides: the rows of a table, and which of them can run here."""
+"""The sides of a benchmark: the rows of its table, and which of them can run here."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -13,17 +13,18 @@ from typing import Any, TypeVar
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.runtime.rule_settings import USUAL
 
-TOP_P, TOP_K, MIN_P = USUAL["top_p"], USUAL["top_k"], USUAL["min_p"]  # parameters of the other samplers
+TOP_P, TOP_K, MIN_P = USUAL["top_p"], USUAL["top_k"], USUAL["min_p"]
+"""Parameters of the sampling rules that Top-W is compared with."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One row of a table.
+    """One implementation that is timed: a row of the table.
 
-    name: its name for --peers.
-    label: its name in the table.
+    name: name for --peers.
+    label: name in the table.
     kind: "ours", "peer" or "yardstick".
-    why_not: why it cannot run here and what to do, or None.
+    why_not: why the side cannot run here and what to do, as the end of the sentence "the side is ..."; None if it can.
     """
 
     name: str
@@ -51,7 +52,7 @@ def select(sides: Sequence[AnySide], names: Sequence[str], groups: Collection[st
 def choose(
     sides: Sequence[AnySide], names: Sequence[str], groups: Collection[str]
 ) -> tuple[list[AnySide], list[AnySide]]:
-    """Returns (sides to run, sides left out).
+    """Select the sides in `names`. Returns (sides to run, sides that cannot run here).
 
     Raises ParameterError for an unknown name, BenchmarkError for a named side that cannot run.
     """
@@ -62,10 +63,22 @@ def choose(
     return [side for side in wanted if side.why_not is None], [side for side in wanted if side.why_not is not None]
 
 
-def load_processor(path: Path) -> Any:
-    """TopW_LogitsProcessor from the user's copy of the authors' file.
+def absences(absent: Iterable[Side]) -> list[tuple[str, str]]:
+    """(label, reason) of each side that cannot run here."""
+    return [(side.label, str(side.why_not)) for side in absent]
 
-    Raises BenchmarkError for a file without it.
+
+def why_no_native_library() -> str | None:
+    """`Side.why_not` of a side that needs the native library; None if the library is here."""
+    from topw_deploy.plugins.shared_library import library_path, why_absent
+
+    return None if library_path() is not None else f"not here: {why_absent()}"
+
+
+def load_processor(path: Path) -> Any:
+    """Load the class TopW_LogitsProcessor from the user's copy of the authors' file.
+
+    Raises BenchmarkError for a file without that class.
     """
     os.environ |= {"TOPW_PRINT_PARAMS": "0", "TOPW_PRINT_KEPT": "0"}
     spec = importlib.util.spec_from_file_location("authors_processor", path)

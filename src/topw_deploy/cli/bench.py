@@ -1,4 +1,4 @@
-"""`topw bench`: compare sampling and decoding with other libraries."""
+"""`topw bench`: time sampling and decoding, and compare with other libraries."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 if TYPE_CHECKING:
-    from topw_deploy.bench.decode.run import DecodeReport
-    from topw_deploy.bench.rules.report import RulesReport
-    from topw_deploy.bench.sampler.run import SamplerReport
-    from topw_deploy.bench.serve.report import ServeReport
+    from topw_deploy.bench.report import BenchReport, PanelReport
 
 Item = TypeVar("Item")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
-_FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
+_EXISTING_FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
+_EXISTING_FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
-class _Several(click.ParamType, Generic[Item]):
-    """Comma-separated values of one type, such as 1,2."""
+class _CommaSeparated(click.ParamType, Generic[Item]):
+    """A type of option: comma-separated values of one type, such as 1,2.
+
+    kind: type of the values.
+    name: what the values are, for messages.
+    choices: the allowed values; empty for any.
+    """
 
     def __init__(self, kind: type[Item], *, name: str, choices: Sequence[Item] = ()) -> None:
         self.name, self._kind, self._choices = name, kind, choices
@@ -58,7 +60,12 @@ def command() -> None:
     """
 
 
-def _common(threads: Any, rounds: int) -> Callable[[Command], Command]:
+def _common_options(threads: Any, rounds: int) -> Callable[[Command], Command]:
+    """Add the options of every benchmark.
+
+    threads: the option --threads.
+    rounds: default of --rounds.
+    """
     options = (
         threads,
         click.option(
@@ -88,10 +95,11 @@ def _common(threads: Any, rounds: int) -> Callable[[Command], Command]:
     return decorate
 
 
-def _thread_counts(of: str) -> Callable[[Command], Command]:
+def _threads_option(of: str) -> Callable[[Command], Command]:
+    """The option --threads for several thread counts. of: what has these threads, for the help."""
     return click.option(
         "--threads",
-        type=_Several(int, name="thread counts"),
+        type=_CommaSeparated(int, name="thread counts"),
         default="1",
         show_default=True,
         help=f"Threads of {of}. Comma-separated: one run per value.",
@@ -100,7 +108,7 @@ def _thread_counts(of: str) -> Callable[[Command], Command]:
 
 _peers_option = click.option(
     "--peers",
-    type=_Several(str, name="sides"),
+    type=_CommaSeparated(str, name="sides"),
     help="Run only these sides, separated by commas; each must be available.",
 )
 
@@ -111,7 +119,7 @@ _peers_option = click.option(
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Rows per step.")
 @click.option(
     "--regime",
-    type=_Several(str, name="regimes", choices=("certified", "flat", "uncertified")),
+    type=_CommaSeparated(str, name="regimes", choices=("certified", "flat", "uncertified")),
     default="certified",
     show_default=True,
     help="Kind of logits: the crop is certified among few candidates (certified), among many (flat), or decided by "
@@ -119,7 +127,7 @@ _peers_option = click.option(
 )
 @click.option(
     "--temperature",
-    type=_Several(float, name="temperatures"),
+    type=_CommaSeparated(float, name="temperatures"),
     help="Sampling temperature; default: the regime's own. Comma-separated.",
 )
 @click.option(
@@ -130,11 +138,13 @@ _peers_option = click.option(
 )
 @click.option("--geom-scale", type=float, default=1.0, show_default=True, help="Factor on the distances.")
 @click.option("--neighbour-bound", is_flag=True, help="Compute the neighbour bound first, for the tokens of the pool.")
-@click.option("--logits", type=_FILE, help="Sample from the logits in this .npy file, [V] or [B, V].")
+@click.option("--logits", type=_EXISTING_FILE, help="Sample from the logits in this .npy file, [V] or [B, V].")
 @_peers_option
-@click.option("--authors", type=_FILE, help="Also time this copy of the authors' logit_processor_w1.py.")
-@click.option("--genai-python", type=_FILE, metavar="PYTHON", help="Python of an environment with onnxruntime-genai.")
-@_common(
+@click.option("--authors", type=_EXISTING_FILE, help="Also time this copy of the authors' logit_processor_w1.py.")
+@click.option(
+    "--genai-python", type=_EXISTING_FILE, metavar="PYTHON", help="Python of an environment with onnxruntime-genai."
+)
+@_common_options(
     click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of each side."),
     40,
 )
@@ -165,28 +175,33 @@ def sampler(
         peers=peers or (),
         **rest,
     )
-    _show(run(request, progress(quiet)), json_file, plot, "one step")
+    _show_report(run(request, progress(quiet)), json_file, plot)
 
 
 @command.command(name="decode", context_settings=CONTEXT)
-@click.argument("folder", metavar="OUT", type=_FOLDER)
+@click.argument("folder", metavar="OUT", type=_EXISTING_FOLDER)
 @click.option(
     "--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Length of the random prompt."
 )
 @click.option("--new-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens to generate.")
-@click.option("--transformers", metavar="MODEL_DIR", type=_FOLDER, help="The model that OUT was exported from.")
-@click.option("--optimum", metavar="FOLDER", type=_FOLDER, help="The same model, exported by optimum.")
-@click.option("--optimum-python", metavar="PYTHON", type=_FILE, help="Python of an environment with optimum-onnx.")
-@click.option("--genai", metavar="FOLDER", type=_FOLDER, help="The same model, from onnxruntime-genai's builder.")
-@click.option("--genai-python", metavar="PYTHON", type=_FILE, help="Python of an environment with onnxruntime-genai.")
 @click.option(
-    "--authors", type=_FILE, help="Also time this copy of the authors' logit_processor_w1.py in transformers."
+    "--transformers", metavar="MODEL_DIR", type=_EXISTING_FOLDER, help="The model that OUT was exported from."
+)
+@click.option("--optimum", metavar="FOLDER", type=_EXISTING_FOLDER, help="The same model, exported by optimum.")
+@click.option(
+    "--optimum-python", metavar="PYTHON", type=_EXISTING_FILE, help="Python of an environment with optimum-onnx."
+)
+@click.option(
+    "--genai", metavar="FOLDER", type=_EXISTING_FOLDER, help="The same model, from onnxruntime-genai's builder."
+)
+@click.option(
+    "--genai-python", metavar="PYTHON", type=_EXISTING_FILE, help="Python of an environment with onnxruntime-genai."
+)
+@click.option(
+    "--authors", type=_EXISTING_FILE, help="Also time this copy of the authors' logit_processor_w1.py in transformers."
 )
 @_peers_option
-@_common(
-    _thread_counts("each side"),
-    9,
-)
+@_common_options(_threads_option("each side"), 9)
 def decode(
     peers: tuple[str, ...] | None,
     json_file: str | None,
@@ -204,14 +219,14 @@ def decode(
     from topw_deploy.cli.progress import progress
 
     request = DecodeRequest(peers=peers or (), **rest)
-    _show(run(request, progress(quiet)), json_file, plot, "one token after the first")
+    _show_report(run(request, progress(quiet)), json_file, plot)
 
 
 @command.command(name="serve", context_settings=CONTEXT)
-@click.argument("folder", metavar="OUT", type=_FOLDER)
+@click.argument("folder", metavar="OUT", type=_EXISTING_FOLDER)
 @click.option(
     "--concurrency",
-    type=_Several(int, name="numbers of callers"),
+    type=_CommaSeparated(int, name="numbers of callers"),
     default="1,4,16,64",
     show_default=True,
     help="Number of callers; each sends its next request when it has the answer. Comma-separated: one run per value.",
@@ -245,13 +260,10 @@ def decode(
 )
 @click.option(
     "--peers",
-    type=_Several(str, name="sides"),
+    type=_CommaSeparated(str, name="sides"),
     help="Run only these of engine, one-by-one, static and ideal, separated by commas.",
 )
-@_common(
-    _thread_counts("the session"),
-    3,
-)
+@_common_options(_threads_option("the session"), 3)
 def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | None, quiet: bool, **rest: Any) -> None:
     """Time requests of many callers to the exported model in the folder OUT: through the engine, by `generate` one by
     one and in batches, and the engine's runs alone.
@@ -265,11 +277,11 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     from topw_deploy.cli.progress import progress
 
     request = ServeRequest(peers=peers or (), **rest)
-    _show(run(request, progress(quiet)), json_file, plot, "all requests, or to the first text")
+    _show_report(run(request, progress(quiet)), json_file, plot)
 
 
 @command.command(name="rules", context_settings=CONTEXT)
-@click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=_FOLDER)
+@click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=_EXISTING_FOLDER)
 @click.option(
     "--rules",
     metavar="RULE[=VALUE],...",
@@ -280,7 +292,7 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
 @click.option("--temperatures", metavar="T1,T2,...", default="0.5,1,1.5,2", show_default=True, help="Temperatures.")
 @click.option(
     "--samplers",
-    type=_Several(str, name="samplers", choices=("native", "graph")),
+    type=_CommaSeparated(str, name="samplers", choices=("native", "graph")),
     help="How to open each model: with the native operator, with the function in its graph, or (default) both, one "
     "after the other. Comma-separated.",
 )
@@ -295,10 +307,7 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     show_default=True,
     help="Tokens to generate; EOS is ignored.",
 )
-@_common(
-    _thread_counts("the session"),
-    20,
-)
+@_common_options(_threads_option("the session"), 20)
 def bench_rules(
     rules: str,
     temperatures: str,
@@ -315,7 +324,7 @@ def bench_rules(
     The shares of certified tokens explain differences.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.bench.rules.picture import draw
+    from topw_deploy.bench.rules.picture import draw_rules
     from topw_deploy.bench.rules.request import RulesRequest
     from topw_deploy.bench.rules.run import run
     from topw_deploy.cli.progress import progress
@@ -325,27 +334,25 @@ def bench_rules(
         rules=read_rules(rules), temperatures=read_temperatures(temperatures), samplers=samplers or (), **rest
     )
     report = run(request, progress(quiet))
-    _print(report, json_file)
+    _print_report(report, json_file)
     if plot is not None:
-        draw(plot, report)
+        draw_rules(plot, report)
 
 
 def _check_outputs(json_file: str | None, plot: Path | None) -> None:
+    """Raises ParameterError, before anything is timed, for files that cannot be written."""
     check_output(None if json_file is None else Path(json_file), "json_file")
     check_picture(plot, (".png",))
 
 
-def _show(
-    report: SamplerReport | DecodeReport | ServeReport, json_file: str | None, plot: Path | None, axis: str
-) -> None:
-    from topw_deploy.bench.picture import draw
-
-    _print(report, json_file)
+def _show_report(report: PanelReport, json_file: str | None, plot: Path | None) -> None:
+    _print_report(report, json_file)
     if plot is not None:
-        draw(plot, report.panels(), axis, f"Medians; whiskers are quartiles. {report.machine}.")
+        report.draw(plot)
 
 
-def _print(report: SamplerReport | DecodeReport | ServeReport | RulesReport, json_file: str | None) -> None:
+def _print_report(report: BenchReport, json_file: str | None) -> None:
+    """Print the report, or write it as JSON to stdout if `json_file` is -. Also write `json_file` if it is a file."""
     if json_file == "-":
         say_json(report.as_dict(), indent=2)
         return

@@ -1,1 +1,1 @@
-"""`topw bench decode`: decoding loops of several libraries over the same weights."""
+"""`topw bench decode`: time the decoding loops of several libraries with the same weights."""

@@ -1,6 +1,6 @@
-"""The worker for `TopWModel` and for ArgMax.
+"""The worker of `topw bench decode` for `TopWModel` and for ArgMax.
 
-Functions import what they need, so that load times include imports.
+Functions import what they need, so that the load time includes imports.
 """
 
 from __future__ import annotations
@@ -8,20 +8,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 Run = Callable[[list[int], int], dict[str, float]]
 
 
-def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: folder, variant ("native", "graph" or "argmax"), threads, argmax (the ArgMax file)."""
+class LoopSettings(TypedDict, total=False):
+    """Settings of the worker.
+
+    folder: the exported model.
+    variant: "native" or "graph", a sampler of `TopWModel`; or "argmax".
+    threads: number of threads of the session.
+    argmax: the model of `write_argmax_model`, for the variant "argmax".
+    """
+
+    folder: str
+    variant: str
+    threads: int
+    argmax: str
+
+
+def start(settings: LoopSettings) -> dict[str, Callable[..., Any]]:
+    """Load the model. Returns the functions `run` (generates once, see `LoopResult.runs`) and `load_seconds`."""
     began = time.perf_counter()
-    run = (_argmax if settings["variant"] == "argmax" else _topw)(settings)
-    took = time.perf_counter() - began
-    return {"run": run, "load_seconds": lambda: took}
+    run = (_load_argmax if settings["variant"] == "argmax" else _load_topw)(settings)
+    load_seconds = time.perf_counter() - began
+    return {"run": run, "load_seconds": lambda: load_seconds}
 
 
-def _topw(settings: dict[str, Any]) -> Run:
+def _load_topw(settings: LoopSettings) -> Run:
     from topw_deploy.runtime import TopWModel
 
     model = TopWModel.from_pretrained(
@@ -46,7 +61,7 @@ def _topw(settings: dict[str, Any]) -> Run:
     return run
 
 
-def _argmax(settings: dict[str, Any]) -> Run:
+def _load_argmax(settings: LoopSettings) -> Run:
     import onnxruntime as ort
 
     from topw_deploy.bench.decode.argmax import ArgMaxLoop
@@ -60,10 +75,10 @@ def _argmax(settings: dict[str, Any]) -> Run:
 
     def run(prompt: list[int], new_tokens: int) -> dict[str, float]:
         started = time.perf_counter()
-        loop.prefill(prompt, len(prompt) + new_tokens)
+        sequence = loop.prefill(prompt, len(prompt) + new_tokens)
         first = time.perf_counter()
         for _ in range(new_tokens - 1):
-            loop.step()
+            sequence.step()
         return {"first": first - started, "rest": time.perf_counter() - first, "tokens": new_tokens}
 
     return run

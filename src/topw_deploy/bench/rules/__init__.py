@@ -1,1 +1,1 @@
-"""`topw bench rules`: the decoding loop of one model under every sampling rule and temperature."""
+"""`topw bench rules`: time the decoding loop of each model under every sampling rule and temperature."""

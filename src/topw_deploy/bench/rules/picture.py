@@ -1,7 +1,7 @@
-"""The picture of `topw bench rules`: a row of panels per model, one panel per temperature.
+"""Draw the picture of `topw bench rules`: a row of panels per model, with one panel per temperature.
 
-Differences of one per cent would be invisible in bars, so each mark shows the ratio to the mean of the rules other than
-Top-W.
+A mark shows the time relative to the mean of the rules other than Top-W: in bars, a difference of one per cent would be
+invisible.
 """
 
 from __future__ import annotations
@@ -11,55 +11,66 @@ from statistics import median
 from textwrap import fill
 from typing import Any
 
-from topw_deploy.bench.picture import COLOURS, FAINT, INK, new_figure, save
+from topw_deploy.bench.picture import COLOURS, FAINT, INK, new_figure, save_figure
 from topw_deploy.bench.rules.report import ModelReport, Overhead, RulesReport, percent
 from topw_deploy.plain_text import printable
 
 _AXIS = "time per token relative to the mean of the rules other than Top-W"
-_PANEL, _LABELS, _LEAST_WIDTH = 2.6, 1.4, 8.0  # inches: width of a panel, of the rules' names, of the figure
-_ROW, _HEAD, _FOOT = 0.34, 1.4, 0.9  # inches: height of a rule, title, axis label and note
-_LEAST = 0.01  # the axis reaches at least this share to both sides
-_CHARACTERS = 7  # of a title, per inch
-_TEXT_SHARE = 0.54  # of a panel's width, right of the marks
+_PANEL_WIDTH, _NAMES_WIDTH, _LEAST_WIDTH = (
+    2.6,
+    1.4,
+    8.0,
+)  # inches: width of a panel, of the rules' names, and the least width of the figure
+_ROW_HEIGHT, _TITLE_HEIGHT, _NOTE_HEIGHT = (
+    0.34,
+    1.4,
+    0.9,
+)  # inches: height of a rule, of the title, and of axis label and note
+_LEAST_RANGE = 0.01  # the axis goes at least this far to both sides, as a share of the mean
+_CHARACTERS_PER_INCH = 7  # of a title
+_TEXT_SHARE = 0.54  # share of a panel's width for the text right of the marks
 
 
-def draw(path: Path, report: RulesReport) -> None:
+def draw_rules(path: Path, report: RulesReport) -> None:
     """Write the report as a PNG.
 
     Raises ParameterError if matplotlib is missing or `path` cannot be written.
     """
     models, temperatures = report.models, report.request.temperatures
-    heights = [_HEAD + _ROW * len(model.rules) for model in models]
-    width = max(_LEAST_WIDTH, _LABELS + _PANEL * len(temperatures))
-    figure = new_figure(width, sum(heights) + _FOOT)
+    heights = [_TITLE_HEIGHT + _ROW_HEIGHT * len(model.rules) for model in models]
+    width = max(_LEAST_WIDTH, _NAMES_WIDTH + _PANEL_WIDTH * len(temperatures))
+    figure = new_figure(width, sum(heights) + _NOTE_HEIGHT)
     parts = figure.subfigures(len(models), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, model in zip(parts, models, strict=True):
         marks = {(rule, t): model.overhead(t, rule=rule) for t in temperatures for rule in model.rules}
-        shown = _range(list(marks.values()))
+        axis_range = _axis_range(list(marks.values()))
         axes = part.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
         for ax, temperature in zip(axes, temperatures, strict=True):
-            _draw_panel(ax, model, temperature, marks, shown)
-        title = fill(_finding(model), round(_CHARACTERS * width))
+            _draw_panel(ax, model, temperature, marks, axis_range)
+        title = fill(_finding(model), round(_CHARACTERS_PER_INCH * width))
         part.suptitle(title, fontsize=12.5, color=INK, fontweight="bold", x=0.012, ha="left")
     parts[-1].supxlabel(_AXIS, color=FAINT, fontsize=9)
-    save(figure, path, f"Medians of {report.request.rounds} rounds; whiskers are 95 % intervals. {report.machine}.")
+    save_figure(
+        figure, path, f"Medians of {report.request.rounds} rounds; whiskers are 95 % intervals. {report.machine}."
+    )
 
 
 def _finding(model: ModelReport) -> str:
-    mean, fastest = _relation(model.overhead().value), _relation(model.overhead(fastest=True).value)
+    """The title of the model's panels."""
+    mean, fastest = _difference_text(model.overhead().value), _difference_text(model.overhead(fastest=True).value)
     finding = f"Top-W takes {mean} than the mean of the other rules, {fastest} than {model.fastest}"
     return f"{printable(model.title)}: {finding}"
 
 
-def _relation(share: float) -> str:
-    """0.0042 as "0.4 % more"."""
+def _difference_text(share: float) -> str:
+    """A share as a difference in words: 0.0042 as "0.4 % more"."""
     return f"{percent(abs(share)).lstrip('+')} {'less' if share < 0 else 'more'}"
 
 
-def _range(marks: list[Overhead]) -> tuple[float, float]:
-    """The lowest and the highest end of a whisker, with a margin, in per cent."""
-    low = min(-_LEAST, *(min(mark.value, mark.interval[0]) for mark in marks)) * 110
-    high = max(_LEAST, *(max(mark.value, mark.interval[1]) for mark in marks)) * 110
+def _axis_range(marks: list[Overhead]) -> tuple[float, float]:
+    """The range of the axis in per cent: from the lowest to the highest end of a whisker, with a margin."""
+    low = min(-_LEAST_RANGE, *(min(mark.value, mark.interval[0]) for mark in marks)) * 110
+    high = max(_LEAST_RANGE, *(max(mark.value, mark.interval[1]) for mark in marks)) * 110
     return low, high
 
 
@@ -68,14 +79,14 @@ def _draw_panel(
     model: ModelReport,
     temperature: float,
     marks: dict[tuple[str, float], Overhead],
-    shown: tuple[float, float],
+    axis_range: tuple[float, float],
 ) -> None:
     from matplotlib.ticker import MaxNLocator
 
     ax.axvline(0, color=FAINT, linewidth=0.8, zorder=1)
     for place, rule in enumerate(reversed(model.rules)):
-        mark, ours = marks[rule, temperature], rule == model.top_w
-        colour = COLOURS["ours"] if ours else INK
+        mark, is_top_w = marks[rule, temperature], rule == model.top_w
+        colour = COLOURS["ours"] if is_top_w else INK
         low, high = mark.interval
         ends = [[max(0.0, mark.value - low) * 100], [max(0.0, high - mark.value) * 100]]
         ax.errorbar(
@@ -90,9 +101,9 @@ def _draw_panel(
             va="center",
             fontsize=8,
             color=colour,
-            fontweight="bold" if ours else "normal",
+            fontweight="bold" if is_top_w else "normal",
         )
-    low, high = shown
+    low, high = axis_range
     ax.set_xlim(low, high + (high - low) * _TEXT_SHARE / (1 - _TEXT_SHARE))
     ax.set_xticks([tick for tick in MaxNLocator(3).tick_values(low, high) if low <= tick <= high])
     ax.set_ylim(-0.6, len(model.rules) - 0.4)

@@ -1,4 +1,4 @@
-"""Report of `topw bench rules`: times by rule and temperature, and the overhead of Top-W."""
+"""The report of `topw bench rules`: times by rule and temperature, and the overhead of Top-W."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from topw_deploy.bench.measurement import Machine, Spread
-from topw_deploy.bench.report import closing_lines, request_json, table
+from topw_deploy.bench.measurement import Spread
+from topw_deploy.bench.report import BenchReport, table
 from topw_deploy.bench.rules.request import RulesRequest
 from topw_deploy.reports import counted
 
-ALL = "all"
-_RESAMPLED = 2000
+ALL_TEMPERATURES = "all"
+"""Key in the JSON report of the overhead over all temperatures."""
+
+_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A rule at a temperature.
+class RuleTimes:
+    """The times of one rule at one temperature.
 
-    runs: what the worker returned, by round; see worker.py.
+    runs: the worker's result of each round; see worker.py.
     """
 
     rule: str
@@ -32,20 +34,21 @@ class Cell:
 
     @property
     def seconds(self) -> list[float]:
-        """Per token after the first, by round."""
+        """Seconds per token after the first one, by round."""
         return [run["seconds"] for run in self.runs]
 
     @property
     def certified(self) -> float:
-        """Share of certified tokens over all rounds."""
+        """Share of certified tokens, over all rounds."""
         return fmean(run["certified"] for run in self.runs)
 
     @property
     def kept(self) -> float:
-        """Mean crop size over all rounds."""
+        """Mean size of the crops, over all rounds."""
         return fmean(run["kept"] for run in self.runs)
 
     def format(self) -> str:
+        """Milliseconds per token and the share of certified tokens, for a table."""
         return f"{Spread.of(self.seconds).format(1e3, 3)}, {self.certified:.0%}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,11 +64,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What a rule takes more than others, as a share of their time.
+    """The extra time of one rule, as a share of the time of other rules.
 
-    value: of the medians over rounds.
-    interval: 95 % bootstrap interval of `value`, for which whole rounds are drawn again, as noise hits all of a round.
-    rounds: of each round's times.
+    value: overhead of the medians over rounds.
+    interval: 95 % bootstrap interval of `value`. Whole rounds are resampled, as noise affects all times of a round.
+    rounds: overhead of each round.
     """
 
     value: float
@@ -74,14 +77,18 @@ class Overhead:
 
     @classmethod
     def of(cls, ours: np.ndarray, others: np.ndarray) -> Overhead:
-        """mean(ours) / mean(others) - 1. ours, others: seconds, [cells, rounds]."""
+        """mean(ours) / mean(others) - 1.
+
+        ours, others: seconds, [cells, rounds], with a cell per rule and temperature.
+        """
         count = ours.shape[1]
-        drawn = np.random.default_rng(0).integers(count, size=(_RESAMPLED, count))
-        low, high = np.quantile(_share(ours[:, drawn], others[:, drawn]), [0.025, 0.975])
+        resampled = np.random.default_rng(0).integers(count, size=(_RESAMPLES, count))
+        low, high = np.quantile(_overhead_of_medians(ours[:, resampled], others[:, resampled]), [0.025, 0.975])
         rounds = ours.mean(0) / others.mean(0) - 1
-        return cls(float(_share(ours, others)), (float(low), float(high)), rounds.tolist())
+        return cls(float(_overhead_of_medians(ours, others)), (float(low), float(high)), rounds.tolist())
 
     def format(self) -> str:
+        """Value and interval, for a table."""
         low, high = self.interval
         return f"{percent(self.value)} ({low * 100:+.1f} to {high * 100:+.1f})"
 
@@ -89,18 +96,19 @@ class Overhead:
         return {**asdict(self), "quartiles": asdict(Spread.of(self.rounds))}
 
 
-def _share(ours: np.ndarray, others: np.ndarray) -> Any:
-    """Of the medians over the last axis; [cells, ..., rounds] -> [...]."""
+def _overhead_of_medians(ours: np.ndarray, others: np.ndarray) -> Any:
+    """The overhead of the medians over the last axis: [cells, ..., rounds] -> [...]."""
     return np.median(ours, -1).mean(0) / np.median(others, -1).mean(0) - 1
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """One model, opened in one way.
+    """The times of one model with one sampler and thread count.
 
     sampler: "native" or "graph".
+    prompt_tokens: length of the prompt.
     top_w: the label of Top-W.
-    cells: of every temperature and rule, in the order of the request.
+    cells: times of every rule at every temperature, in the order of the request.
     """
 
     folder: Path
@@ -108,7 +116,7 @@ class ModelReport:
     threads: int
     prompt_tokens: int
     top_w: str
-    cells: Sequence[Cell]
+    cells: Sequence[RuleTimes]
 
     @property
     def title(self) -> str:
@@ -123,38 +131,41 @@ class ModelReport:
         return list(dict.fromkeys(cell.rule for cell in self.cells))
 
     @property
-    def others(self) -> list[str]:
-        """The rules but Top-W."""
+    def other_rules(self) -> list[str]:
+        """The labels of all rules other than Top-W."""
         return [rule for rule in self.rules if rule != self.top_w]
 
     @property
     def fastest(self) -> str:
-        """The rule but Top-W with the lowest mean of medians over the temperatures."""
-        return min(self.others, key=lambda rule: fmean(median(self.cell(rule, t).seconds) for t in self.temperatures))
+        """The label of the rule other than Top-W with the lowest mean, over temperatures, of the median times."""
+        return min(
+            self.other_rules, key=lambda rule: fmean(median(self.cell(rule, t).seconds) for t in self.temperatures)
+        )
 
-    def cell(self, rule: str, temperature: float) -> Cell:
+    def cell(self, rule: str, temperature: float) -> RuleTimes:
         return next(cell for cell in self.cells if (cell.rule, cell.temperature) == (rule, temperature))
 
     def overhead(self, temperature: float | None = None, *, rule: str | None = None, fastest: bool = False) -> Overhead:
-        """What a rule takes more than the mean of the rules but Top-W: mean(rule) / mean(others) - 1.
+        """The overhead of a rule to the mean of the rules other than Top-W: mean(rule) / mean(other rules) - 1.
 
-        rule: None for Top-W.
         temperature: None for the mean of all temperatures.
-        fastest: compare with the fastest of the others instead of their mean.
+        rule: label; None for Top-W.
+        fastest: compare with the fastest of the other rules instead of their mean.
         """
         temperatures = self.temperatures if temperature is None else [temperature]
 
         def times(rules: Sequence[str]) -> np.ndarray:
             return np.array([self.cell(name, at).seconds for name in rules for at in temperatures])
 
-        return Overhead.of(times([rule or self.top_w]), times([self.fastest] if fastest else self.others))
+        return Overhead.of(times([rule or self.top_w]), times([self.fastest] if fastest else self.other_rules))
 
     def rows(self) -> Iterator[tuple[str, ...]]:
+        """The rows of the model's table of times."""
         for rule in self.rules:
             yield (rule, *(self.cell(rule, temperature).format() for temperature in self.temperatures))
 
-    def overheads(self) -> tuple[str, ...]:
-        """The model's row in the table of overheads."""
+    def overhead_cells(self) -> tuple[str, ...]:
+        """The cells of the model's row in the table of overheads."""
         each = (self.overhead(temperature).format() for temperature in self.temperatures)
         return (*each, self.overhead().format(), f"{self.overhead(fastest=True).format()} {self.fastest}")
 
@@ -167,47 +178,40 @@ class ModelReport:
             "cells": [cell.as_dict() for cell in self.cells],
             "overhead": {
                 **{f"{temperature:g}": self.overhead(temperature).as_dict() for temperature in self.temperatures},
-                ALL: self.overhead().as_dict(),
+                ALL_TEMPERATURES: self.overhead().as_dict(),
             },
             "overhead_to_fastest": {"rule": self.fastest, **self.overhead(fastest=True).as_dict()},
         }
 
 
-@dataclass(frozen=True)
-class RulesReport:
-    """Results. absent: (label, reason) of the samplers left out."""
+@dataclass(frozen=True, kw_only=True)
+class RulesReport(BenchReport):
+    """The report: one part per model, sampler and thread count."""
+
+    benchmark: ClassVar[str] = "rules"
 
     request: RulesRequest
-    machine: Machine
     models: Sequence[ModelReport]
-    absent: Sequence[tuple[str, str]]
 
-    def text(self) -> str:
-        asked = self.request
+    def lines(self) -> list[str]:
+        request = self.request
         prompts = sorted({model.prompt_tokens for model in self.models})
-        tokens = f"{' or '.join(map(str, prompts))} + {asked.new_tokens} tokens"
-        lines = [f"{self.machine}; {tokens}, {counted(asked.rounds, 'round')}"]
-        temperatures = [f"T = {temperature:g}" for temperature in asked.temperatures]
+        tokens = f"{' or '.join(map(str, prompts))} + {request.new_tokens} tokens"
+        lines = [f"{self.machine}; {tokens}, {counted(request.rounds, 'round')}"]
+        temperatures = [f"T = {temperature:g}" for temperature in request.temperatures]
         for model in self.models:
-            lines += [f"\n{model.title}: ms/token (quartiles), certified tokens\n"]
+            lines.append(f"\n{model.title}: ms/token (quartiles), certified tokens\n")
             lines.append(table(("rule", *temperatures), model.rows()))
-        compared = "the mean of the other rules" if len(asked.rules) > 2 else f"{self.models[0].others[0]}"
-        lines += [f"\nOverhead of {asked.top_w} to {compared} (95 % interval over rounds)\n"]
+        compared = "the mean of the other rules" if len(request.rules) > 2 else self.models[0].other_rules[0]
+        lines.append(f"\nOverhead of {request.top_w} to {compared} (95 % interval over rounds)\n")
         header = ("model", *temperatures, "all", "all, to the fastest")
-        lines.append(table(header, [(model.title, *model.overheads()) for model in self.models]))
-        return "\n".join([*lines, *closing_lines(self.absent, self.machine)])
+        lines.append(table(header, [(model.title, *model.overhead_cells()) for model in self.models]))
+        return lines
 
-    def as_dict(self) -> dict[str, Any]:
-        settings = {**request_json(self.request), "folders": [str(folder) for folder in self.request.folders]}
-        return {
-            "benchmark": "rules",
-            "machine": self.machine.as_dict(),
-            "settings": settings,
-            "models": [model.as_dict() for model in self.models],
-            "absent": dict(self.absent),
-        }
+    def results(self) -> dict[str, Any]:
+        return {"models": [model.as_dict() for model in self.models]}
 
 
 def percent(share: float) -> str:
-    """0.0042 as "+0.4 %"."""
+    """A share in per cent with its sign: 0.0042 as "+0.4 %"."""
     return f"{share * 100:+.1f} %"

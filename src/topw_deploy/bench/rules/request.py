@@ -1,4 +1,4 @@
-"""The request of `topw bench rules`: rules, temperatures, and how each model is opened."""
+"""The request of `topw bench rules`, the samplers that it selects, and its prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from topw_deploy.bench.prompts import decoder_manifest, random_prompt, require_c
 from topw_deploy.bench.sides import MIN_P, TOP_K, TOP_P, Side
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.manifest import DecoderManifest
-from topw_deploy.plugins.shared_library import library_path, why_absent
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.rule_settings import RuleSetting, read_rules
 from topw_deploy.runtime.tokenizer import Tokenizer
@@ -22,9 +21,11 @@ from topw_deploy.sampling.parameters import check_range
 from topw_deploy.sampling.rules import TOP_W
 
 DEFAULT_RULES = f"top_k={TOP_K},top_p={TOP_P},min_p={MIN_P},top_h=0.4,top_w"
-DEFAULT_TEMPERATURES = (0.5, 1.0, 1.5, 2.0)  # the range of the paper's second version, which also has 0.7
+DEFAULT_TEMPERATURES = (0.5, 1.0, 1.5, 2.0)  # from the range in the paper's second version, which also has 0.7
 PROMPT_TOKENS = 128
-_FEWEST_NEW = 2  # the first token is not counted
+"""Default length of the random prompt."""
+
+_FEWEST_NEW_TOKENS = 2  # the time of the first token is not counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,15 @@ class RulesRequest:
     """Options of `topw bench rules`.
 
     folders: exported models; each is measured with every sampler and thread count.
-    rules: Top-W once, and at least one other.
+    rules: Top-W once, and at least one other rule.
     temperatures: without duplicates.
-    samplers: "native" (the operator), "graph" (the function in the file); empty for all that are available.
-    prompt: the text to continue; None for `prompt_tokens` random tokens (None: PROMPT_TOKENS).
-    new_tokens: tokens of a generation, which does not end at EOS.
+    samplers: "native" (the operator) and "graph" (the function in the file); empty for all that are available.
+    prompt: the text to continue; None for a random prompt.
+    prompt_tokens: length of the random prompt. None: PROMPT_TOKENS.
+    new_tokens: number of tokens of a generation, which does not end at EOS.
     threads: thread counts.
+    rounds: number of generations per rule and temperature.
+    seed: of the prompt, of the order and of the draws.
 
     Raises ParameterError for a value out of range.
     """
@@ -54,7 +58,7 @@ class RulesRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("prompt_tokens", 1), ("new_tokens", _FEWEST_NEW), ("rounds", 1)):
+        for name, least in (("prompt_tokens", 1), ("new_tokens", _FEWEST_NEW_TOKENS), ("rounds", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ParameterError(f"{name} is {value}, but must be an integer >= {least}.", name)
@@ -65,7 +69,7 @@ class RulesRequest:
             if not values or len(set(values)) < len(values):
                 listed = ", ".join(map(str, values)) or "empty"
                 raise ParameterError(f"{name} is {listed}, but must have at least one value, each once.", name)
-        if len(self._top_w) != 1 or len(self.rules) < 2:
+        if len(self._top_w_labels) != 1 or len(self.rules) < 2:
             raise ParameterError(
                 f"rules is {', '.join(rule.label for rule in self.rules)}, but must have top_w once, and at least one "
                 "other to compare it with.",
@@ -79,25 +83,24 @@ class RulesRequest:
     @property
     def top_w(self) -> str:
         """The label of Top-W."""
-        return self._top_w[0]
+        return self._top_w_labels[0]
 
     @property
-    def _top_w(self) -> list[str]:
+    def _top_w_labels(self) -> list[str]:
         return [rule.label for rule in self.rules if rule.parameters["rule"] == TOP_W.name]
 
 
 def choose(request: RulesRequest) -> tuple[list[Side], list[Side]]:
-    """Returns (samplers to run, samplers left out).
+    """Select the samplers. Returns (samplers to run, samplers that are not available).
 
     Raises ParameterError for an unknown name in `samplers`, BenchmarkError if a named one is not available.
     """
-    absent = None if library_path() is not None else f"not here: {why_absent()}"
-    every = [Side("native", "native", "ours", why_not=absent), Side("graph", "graph", "ours")]
+    every = [Side("native", "native", "ours", why_not=sides.why_no_native_library()), Side("graph", "graph", "ours")]
     return sides.choose(every, request.samplers, ())
 
 
 def prompt_ids(request: RulesRequest, folder: Path) -> list[int]:
-    """The prompt in the tokens of the model in `folder`.
+    """The token ids of the prompt for the model in `folder`.
 
     Raises ManifestError for a folder without a decoder, ParameterError if the tokens exceed its context, PromptError
     for a text without tokens.

@@ -1,4 +1,4 @@
-"""Run of `topw bench rules`."""
+"""Run `topw bench rules`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from itertools import count
 from pathlib import Path
 
 from topw_deploy.bench.measurement import interleave, this_machine
-from topw_deploy.bench.process import Worker
+from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.bench.rules import worker
-from topw_deploy.bench.rules.report import Cell, ModelReport, RulesReport
+from topw_deploy.bench.rules.report import ModelReport, RulesReport, RuleTimes
 from topw_deploy.bench.rules.request import RulesRequest, choose, prompt_ids
-from topw_deploy.bench.sides import Side
+from topw_deploy.bench.sides import Side, absences
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 from topw_deploy.runtime.rule_settings import RuleSetting
 
-_WARMUP = 1
+_WARMUP_ROUNDS = 1
 
 
 def run(request: RulesRequest, progress: Progress = SILENT) -> RulesReport:
-    """Measure every model, one after the other, each in a process of its own.
+    """Measure one model after the other, each in a process of its own.
 
-    A round visits every rule and temperature of the model once, in random order.
+    A round calls every rule at every temperature once, in random order.
 
     Raises ManifestError for a folder without a decoder, ParameterError for a prompt that does not fit, BenchmarkError
     for a named sampler that is not available, and errors of opening and running the models.
@@ -32,7 +32,7 @@ def run(request: RulesRequest, progress: Progress = SILENT) -> RulesReport:
     prompts = {folder: prompt_ids(request, folder) for folder in request.folders}
     machine = this_machine()
     cells = len(request.rules) * len(request.temperatures)
-    total = len(prompts) * len(present) * len(request.threads) * cells * (request.rounds + _WARMUP)
+    total = len(prompts) * len(present) * len(request.threads) * cells * (request.rounds + _WARMUP_ROUNDS)
     with progress.bar(total, "generation") as advance:
         models = [
             _measure(request, folder, prompt, side, threads, advance, progress)
@@ -40,7 +40,7 @@ def run(request: RulesRequest, progress: Progress = SILENT) -> RulesReport:
             for side in present
             for threads in request.threads
         ]
-    return RulesReport(request, machine, models, [(side.label, str(side.why_not)) for side in absent])
+    return RulesReport(request=request, machine=machine, models=models, absent=absences(absent))
 
 
 def _measure(
@@ -53,31 +53,33 @@ def _measure(
     progress: Progress,
 ) -> ModelReport:
     progress.say(f"Loading {folder}, {side.label}, {counted(threads, 'thread')}")
-    settings = {
+    settings: worker.RulesSettings = {
         "folder": str(folder),
         "sampler": side.name,
         "threads": threads,
         "prompt": prompt,
         "new_tokens": request.new_tokens,
     }
-    with Worker(str(folder), worker.__file__, settings, threads=threads) as process:
+    with WorkerProcess(str(folder), worker.__file__, settings, threads=threads) as process:
         places = {
             f"{rule.label} at {temperature!r}": (rule, temperature)
             for temperature in request.temperatures
             for rule in request.rules
         }
-        calls = {name: _call(process, *place, request.seed) for name, place in places.items()}
-        samples = interleave(calls, request.rounds, _WARMUP, seed=request.seed, advance=advance)
-    cells = [Cell(rule.label, temperature, samples[name]) for name, (rule, temperature) in places.items()]
+        calls = {name: _seeded_call(process, *place, request.seed) for name, place in places.items()}
+        samples = interleave(calls, request.rounds, _WARMUP_ROUNDS, seed=request.seed, advance=advance)
+    cells = [RuleTimes(rule.label, temperature, samples[name]) for name, (rule, temperature) in places.items()]
     return ModelReport(folder, side.label, threads, len(prompt), request.top_w, cells)
 
 
-def _call(process: Worker, rule: RuleSetting, temperature: float, seed: int) -> Callable[[], Mapping[str, float]]:
-    """A call that draws other random numbers in every round, the same ones as the other rules."""
+def _seeded_call(
+    process: WorkerProcess, rule: RuleSetting, temperature: float, seed: int
+) -> Callable[[], Mapping[str, float]]:
+    """A call that generates once. Its n-th call has the seed `seed` + n, the same for all rules and temperatures."""
     seeds = count(seed)
 
     def call(parameters: Mapping[str, object]) -> Mapping[str, float]:
-        found: Mapping[str, float] = process.call("run", parameters=parameters, seed=next(seeds))
-        return found
+        result: Mapping[str, float] = process.call("run", parameters=parameters, seed=next(seeds))
+        return result
 
     return partial(call, {**rule.parameters, "temperature": temperature})

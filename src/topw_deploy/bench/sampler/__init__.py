@@ -1,1 +1,1 @@
-"""`topw bench sampler`: one step of several samplers over the same logits."""
+"""`topw bench sampler`: time one step of several samplers on the same logits."""

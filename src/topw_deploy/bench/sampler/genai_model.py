@@ -1,4 +1,4 @@
-"""An empty model for onnxruntime-genai, which cannot sample without a model."""
+"""Write a model without weights for onnxruntime-genai, which cannot sample without a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ _OPSET, _IR_VERSION, _CONTEXT = 18, 9, 64
 
 
 def write_model(folder: Path, vocab: int, threads: int) -> Path:
-    """Write a one-layer decoder of width 1 with zero logits; returns `folder`."""
+    """Write a one-layer decoder of width 1 whose logits are 0 to a new folder. Returns the folder.
+
+    vocab: width of the logits.
+    threads: number of threads of the session.
+    """
     import onnx
 
     folder.mkdir()
@@ -22,6 +26,7 @@ def write_model(folder: Path, vocab: int, threads: int) -> Path:
 
 
 def _decoder(vocab: int) -> Any:
+    """The ONNX model. The keys and values of a token are its id, so that the cache has the right shapes."""
     from onnx import TensorProto, helper, numpy_helper
 
     def tensor(name: str, kind: int, *shape: str | int) -> Any:
@@ -45,7 +50,7 @@ def _decoder(vocab: int) -> Any:
     constants = {"vocab": np.array([vocab]), "axes": np.array([1, 3]), "zero": np.zeros(1, np.float32)}
     graph = helper.make_graph(
         nodes,
-        "nothing",
+        "zero_logits",
         [ids, mask, *past],
         [tensor("logits", TensorProto.FLOAT, "batch", "new", vocab), *present],
         [numpy_helper.from_array(value, name) for name, value in constants.items()],

@@ -1,4 +1,4 @@
-"""Logits, parameters and embeddings of `topw bench sampler`."""
+"""Make the logits, parameters and embeddings of `topw bench sampler`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Logits = NDArray[np.float32]
 Table = NDArray[np.float32]
 
 REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
-    # few candidates, like nearly all steps of a language model
+    # Few candidates, like nearly all steps of a language model.
     "certified": ((1.0, 2.0), {}),
-    # a hundred tokens in the crop, thousands in the warm start
+    # A hundred tokens in the crop, and thousands in the warm start.
     "flat": ((2.0,), {}),
-    # distances decide over the whole pool; the warm start is a third of it
+    # Distances decide among all tokens of the pool. The warm start is a third of the pool.
     "uncertified": ((2.0,), {"lam": 1.0, "init_top_p": 0.5}),
 }
-"""Regime -> (default temperatures, parameters that differ from the defaults)."""
+"""Regime (kind of logits) -> (default temperatures, parameters that differ from the defaults)."""
 
-TABLE = "table.bin"
-_BELL, _LIKELY, _LOWEST_LIKELY = 2.2, 20, 7.7
-_FLAT_LIKELY, _FLAT_HEIGHT, _FLAT_SPREAD = 120, 10.0, 0.2
-_BLOCK = 1024  # table rows per step
-_SLACK = 1e-3  # relative; far above float32's error on random points
+TABLE_FILE = "table.bin"
+_BELL_DEVIATION, _LIKELY_TOKENS, _LEAST_LIKELY_LOGIT = 2.2, 20, 7.7
+_FLAT_TOKENS, _FLAT_LOGIT, _FLAT_DEVIATION = 120, 10.0, 0.2
+_BLOCK_ROWS = 1024  # rows of the embedding table that are processed at once
+_SLACK = 1e-3  # relative; far above the rounding error of float32 on random points
 
 
 @dataclass(frozen=True)
 class Case:
-    """One case: parameters and logits regime."""
+    """A kind of logits and the parameters that they are sampled with."""
 
     regime: str
     parameters: TopWParameters
@@ -46,14 +46,18 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Inputs of all samplers. B rows, V tokens, d coordinates.
+class SamplerInputs:
+    """The inputs of all samplers, for B rows, V tokens and d coordinates.
 
-    logits: float32 [B, V] per case.
-    uniform: float32 [B].
-    embeddings: float32 [V, d]; None for metric `uniform`.
-    neighbour_bound: float32 [V], or None.
-    folder: the folder with TABLE, where samplers also write their models.
+    cases: what is timed.
+    logits: float32 [B, V] for each case.
+    uniform: float32 [B], the uniform number of each row.
+    options, geometry: of Top-W.
+    embeddings: float32 [V, d]; None for the metric `uniform`.
+    neighbour_bound: float32 [V]; None without a bound.
+    folder: the folder with TABLE_FILE, to which samplers also write their models.
+    threads: number of threads of every sampler.
+    authors: the file with the authors' logits processor; None without.
     """
 
     cases: tuple[Case, ...]
@@ -68,10 +72,13 @@ class Inputs:
     authors: Path | None = None
 
 
-def cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale: float) -> tuple[Case, ...]:
-    """One case per regime and temperature; the regime's own temperatures if empty.
+def make_cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale: float) -> tuple[Case, ...]:
+    """One case for each regime and temperature. Parameters are rounded to float32, as samplers receive them.
 
-    Rounds numbers to float32, as samplers receive them. Raises ParameterError for numbers out of range.
+    regimes: keys of REGIMES.
+    temperatures: empty for the default temperatures of each regime.
+
+    Raises ParameterError for numbers out of range.
     """
     return tuple(
         Case(regime, as_float32({**REGIMES[regime][1], "temperature": temperature, "geom_scale": geom_scale}))
@@ -81,42 +88,42 @@ def cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale: flo
 
 
 def likely_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab], like a language model's: normal, standard deviation 2.2, plus twenty likely tokens."""
+    """float32 [batch, vocab], like those of a language model: normal, standard deviation 2.2, and 20 likely tokens."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(batch):
-        row = rng.standard_normal(vocab) * _BELL
-        likely = min(_LIKELY, vocab)
-        row[rng.permutation(vocab)[:likely]] = _LOWEST_LIKELY + rng.exponential(2.0, likely)
+        row = rng.standard_normal(vocab) * _BELL_DEVIATION
+        likely = min(_LIKELY_TOKENS, vocab)
+        row[rng.permutation(vocab)[:likely]] = _LEAST_LIKELY_LOGIT + rng.exponential(2.0, likely)
         rows.append(row)
     return np.stack(rows).astype(np.float32)
 
 
 def flat_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab]: standard normal, and 120 about equally likely tokens.
+    """float32 [batch, vocab]: standard normal, and 120 tokens that are about equally likely.
 
-    The crop keeps all 120, more than the graph's 64 first candidates.
+    The crop keeps all 120 tokens, more than the first 64 candidates that the graph tries.
     """
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((batch, vocab))
     for row in rows:
-        likely = rng.permutation(vocab)[:_FLAT_LIKELY]
-        row[likely] = _FLAT_HEIGHT + _FLAT_SPREAD * rng.standard_normal(len(likely))
+        likely = rng.permutation(vocab)[:_FLAT_TOKENS]
+        row[likely] = _FLAT_LOGIT + _FLAT_DEVIATION * rng.standard_normal(len(likely))
     return rows.astype(np.float32)
 
 
 def bell_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
     """float32 [batch, vocab]: `likely_logits` without the likely tokens."""
-    return (np.random.default_rng(seed).standard_normal((batch, vocab)) * _BELL).astype(np.float32)
+    return (np.random.default_rng(seed).standard_normal((batch, vocab)) * _BELL_DEVIATION).astype(np.float32)
 
 
-def given_logits(path: Path) -> Logits:
-    """The logits of a .npy file, [V] or [B, V], as float32 [B, V]. Raises ParameterError for anything else."""
+def read_logits(path: Path) -> Logits:
+    """Read logits from a .npy file, [V] or [B, V], as float32 [B, V]. Raises ParameterError for other files."""
     try:
         loaded = np.load(path, allow_pickle=False)
     except OSError as error:
         raise ParameterError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, EOFError):  # numpy's message advises loading a pickle, which is unsafe
+    except (ValueError, EOFError):  # numpy's own message advises to load a pickle, which is unsafe
         raise ParameterError(f"{path} cannot be read as a .npy file of numbers; save it with numpy.save.") from None
     if loaded.ndim not in (1, 2) or 0 in loaded.shape or loaded.dtype.kind != "f":
         raise ParameterError(
@@ -128,29 +135,34 @@ def given_logits(path: Path) -> Logits:
     return rows
 
 
-def logits_for(case: Case, vocab: int, batch: int, seed: int) -> Logits:
-    """A case's logits, float32 [batch, vocab]."""
+def make_logits(case: Case, vocab: int, batch: int, seed: int) -> Logits:
+    """Random logits for a case, float32 [batch, vocab]."""
     return _LOGITS[case.regime](vocab, batch, seed)
 
 
 _LOGITS = {"certified": likely_logits, "flat": flat_logits, "uncertified": bell_logits}
 
 
+def logits_path(folder: Path, index: int) -> Path:
+    """The file in `folder` with the logits of case `index`."""
+    return folder / f"logits-{index}.npy"
+
+
 def write_table(folder: Path, vocab: int, hidden: int, seed: int) -> Table:
-    """Write random float32 [vocab, hidden] to `folder / TABLE`; returns it memory-mapped."""
+    """Write random embeddings, float32 [vocab, hidden], to `folder / TABLE_FILE`. Returns them memory-mapped."""
     rng = np.random.default_rng([seed, 1])
-    table = np.memmap(folder / TABLE, np.float32, "w+", shape=(vocab, hidden))
-    for start in range(0, vocab, _BLOCK):
-        block = table[start : start + _BLOCK]
+    table = np.memmap(folder / TABLE_FILE, np.float32, "w+", shape=(vocab, hidden))
+    for start in range(0, vocab, _BLOCK_ROWS):
+        block = table[start : start + _BLOCK_ROWS]
         block[:] = rng.standard_normal(block.shape, dtype=np.float32)
     table.flush()
-    return np.memmap(folder / TABLE, np.float32, "r", shape=(vocab, hidden))
+    return np.memmap(folder / TABLE_FILE, np.float32, "r", shape=(vocab, hidden))
 
 
-def pool_bound(geometry: Geometry, rows: Sequence[Logits], top_m: int) -> NDArray[np.float32]:
-    """The neighbour bound [V] for tokens in the pools of `rows`, else 0 (a valid bound).
+def pool_neighbour_bound(geometry: Geometry, rows: Sequence[Logits], top_m: int) -> NDArray[np.float32]:
+    """The neighbour bound, float32 [V], for the tokens in the pools of `rows`; 0, a valid bound, for all others.
 
-    Samplers read only those entries, which cost pool x V distances instead of V x V.
+    Samplers read only the entries of these tokens, and these entries cost pool x V distances instead of V x V.
     """
     vocab = rows[0].shape[1]
     ids = np.unique(
@@ -158,18 +170,18 @@ def pool_bound(geometry: Geometry, rows: Sequence[Logits], top_m: int) -> NDArra
     )
     points = geometry.features(ids).astype(np.float32)  # [n, d]
     nearest = np.full(len(ids), np.inf, np.float32)
-    for start in range(0, vocab, _BLOCK):
-        others = np.arange(start, min(start + _BLOCK, vocab))
-        found = _distances(geometry.metric, points, geometry.features(others).astype(np.float32))
-        found[ids[:, None] == others] = np.inf
-        np.minimum(nearest, found.min(axis=1), out=nearest)
+    for start in range(0, vocab, _BLOCK_ROWS):
+        others = np.arange(start, min(start + _BLOCK_ROWS, vocab))
+        distances = _distance_bounds(geometry.metric, points, geometry.features(others).astype(np.float32))
+        distances[ids[:, None] == others] = np.inf
+        np.minimum(nearest, distances.min(axis=1), out=nearest)
     bound = np.zeros(vocab, np.float32)
     bound[ids] = np.where(np.isfinite(nearest), nearest * (1 - _SLACK), 0)
     return bound
 
 
-def _distances(metric: str, x: NDArray[np.float32], y: NDArray[np.float32]) -> NDArray[np.float32]:
-    """float32 [n, m]; 0, a valid lower bound, where rounding could exceed the true distance."""
+def _distance_bounds(metric: str, x: NDArray[np.float32], y: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Lower bounds of the distances of x [n, d] to y [m, d], float32 [n, m]. Bounds that rounding could raise are 0."""
     products = x @ y.T
     if metric == "cosine":
         distances = 1 - products

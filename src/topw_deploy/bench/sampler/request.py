@@ -1,4 +1,4 @@
-"""The request of `topw bench sampler` and the sides it selects."""
+"""The request of `topw bench sampler`, and the sides that it selects."""
 
 from __future__ import annotations
 
@@ -16,19 +16,27 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import TopWOptions, TopWParameters
 
 GROUPS = ("hf", "genai")
+"""Names for --peers that select several sides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerBenchRequest:
     """Options of `topw bench sampler`.
 
-    regimes: names of REGIMES.
-    temperatures: empty for each regime's own.
-    logits: a .npy file; its shape replaces vocab and batch.
-    neighbour_bound: compute the bound for the pools' tokens.
-    peers: names of sides; empty for all.
+    vocab: width of the logits.
+    hidden: width of the embeddings.
+    batch: number of rows per step.
+    regimes: keys of REGIMES.
+    temperatures: empty for the default temperatures of each regime.
+    options, geom_scale: of Top-W.
+    logits: a .npy file, whose shape replaces `vocab` and `batch`; None for random logits.
+    neighbour_bound: whether the neighbour bound is computed, for the tokens of the pools.
+    peers: names of sides or groups; empty for all.
     authors: the file with the authors' logits processor.
     genai_python: interpreter of an environment with onnxruntime-genai.
+    rounds: number of times that each side is timed.
+    threads: number of threads of each side.
+    seed: of logits, embeddings and the order of the sides.
 
     Raises ParameterError for a value out of range.
     """
@@ -68,8 +76,8 @@ class SamplerSide(Side):
     """A sampler.
 
     does: what one call returns, for the table.
-    exact: whether it must keep the reference's set.
-    needs: modules that it imports, all from [export].
+    exact: whether the sampler must keep the same tokens as the reference.
+    needs: modules that the sampler imports, all from the extra [export].
     """
 
     does: str
@@ -108,17 +116,17 @@ GENAI_SEARCHES: dict[str, dict[str, Any]] = {
     "genai-top-k-top-p": {"do_sample": True, "top_k": TOP_K, "top_p": TOP_P},
     "genai-greedy": {"do_sample": False},
 }
-"""Side -> search options. top_k is always given, as 0 if unused, because the default is 50."""
+"""Side -> search options. top_k is always given, and 0 if unused, because the default is 50."""
 
 
 def choose(request: SamplerBenchRequest) -> tuple[list[SamplerSide], list[SamplerSide]]:
-    """Returns (sides to run, sides left out).
+    """Select the sides. Returns (sides to run, sides that cannot run here).
 
     Raises ParameterError for an unknown name in `peers`, BenchmarkError for a named side that cannot run.
     """
     every = [replace(side, why_not=_why_not(side, request)) for side in SIDES.values()]
     present, absent = sides.choose(every, request.peers, GROUPS)
-    # The authors' file cannot be installed: list its side only if given.
+    # The authors' file cannot be installed, so the side is not listed as left out.
     return present, [side for side in absent if side.name != "authors"]
 
 
@@ -130,11 +138,8 @@ def _why_not(side: SamplerSide, request: SamplerBenchRequest) -> str | None:
             return "not installed: pip install onnxruntime-genai, or give an environment's Python with --genai-python"
         if not install.importable("onnx"):
             return f"not usable without onnx: {install.how_to('export')}"
-    if side.name in ("native", "native-op"):
-        from topw_deploy.plugins.shared_library import library_path, why_absent
-
-        if library_path() is None:
-            return f"not here: {why_absent().rstrip('.')}"
+    if side.name in ("native", "native-op") and (why_no_library := sides.why_no_native_library()) is not None:
+        return why_no_library
     if not all(map(install.importable, side.needs)):
         return f"not installed: {install.how_to('export')}"
     return None

@@ -1,4 +1,4 @@
-"""Samplers over numpy, the native library or onnxruntime; see `torch_samplers` for the others."""
+"""The samplers of numpy, the native library and onnxruntime. `torch_samplers` has the others."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from topw_deploy.bench.sampler.inputs import TABLE, Case, Inputs, Logits
+from topw_deploy.bench.sampler.inputs import TABLE_FILE, Case, Logits, SamplerInputs
 from topw_deploy.errors import ProviderError
 from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.sampling import draw
@@ -26,29 +26,37 @@ Call = Callable[[], object]
 _OPSET, _IR_VERSION = 18, 10
 
 
-class Sampler(Protocol):
-    """A sampler. Methods may cache preparations."""
+class TimedSampler(Protocol):
+    """A sampler that can be timed."""
 
     def step(self, case: Case, logits: Logits) -> Call:
-        """A prepared step over all rows [B, V]."""
+        """Prepare a step on the rows `logits` [B, V]. The returned call makes the step, as often as it is called."""
 
     def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
-        """Each row's kept ids; None if the sampler is not Top-W."""
+        """The kept ids of each row; None if the sampler is not Top-W or keeps no set.
+
+        Use another call than `step` for it where reporting the kept ids takes time.
+        """
+
+
+def ids_of_mask(keep_mask: NDArray[np.bool_] | None) -> list[NDArray[np.int64]] | None:
+    """The kept ids of each row of a mask [B, V]; None without a mask."""
+    return None if keep_mask is None else [np.flatnonzero(row) for row in keep_mask]
 
 
 class NumpySampler:
-    """`fast_crop`, then `draw` unless greedy, row by row in numpy."""
+    """Top-W in numpy: `fast_crop` and, unless greedy, `draw`, row by row."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: SamplerInputs) -> None:
         self._inputs = inputs
 
     def step(self, case: Case, logits: Logits) -> Call:
-        numbers, temperature = self._inputs.uniform.tolist(), case.parameters.temperature
+        uniforms, temperature = self._inputs.uniform.tolist(), case.parameters.temperature
 
         def sample() -> list[int]:
             if case.parameters.greedy:
                 return [int(self._crop(row, case).kept[0]) for row in logits]
-            pairs = zip(logits, numbers, strict=True)
+            pairs = zip(logits, uniforms, strict=True)
             return [draw(row, self._crop(row, case).kept, temperature, uniform).token for row, uniform in pairs]
 
         return sample
@@ -57,12 +65,12 @@ class NumpySampler:
         return [self._crop(row, case).kept for row in logits]
 
     def _crop(self, row: Logits, case: Case) -> FastCrop:
-        p = self._inputs
-        return fast_crop(row, case.parameters, p.options, p.geometry, p.neighbour_bound)
+        inputs = self._inputs
+        return fast_crop(row, case.parameters, inputs.options, inputs.geometry, inputs.neighbour_bound)
 
 
 class NumpyMax:
-    """One maximum per row: the lower bound on the cost of reading the logits."""
+    """`numpy.max` of each row, as a yardstick: every sampler must read the logits."""
 
     def step(self, case: Case, logits: Logits) -> Call:
         return lambda: np.max(logits, axis=1) if len(logits) > 1 else np.max(logits[0])
@@ -72,9 +80,9 @@ class NumpyMax:
 
 
 class NativeSampler:
-    """The C function `topw_sample_row` for each row, in one thread."""
+    """Top-W in the native library: the C function `topw_sample_row` for each row, in one thread."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: SamplerInputs) -> None:
         from topw_deploy.plugins.kernel import Kernel, KernelTable
         from topw_deploy.plugins.shared_library import library_path, why_absent
 
@@ -85,16 +93,14 @@ class NativeSampler:
         self._table = KernelTable.from_geometry(inputs.geometry, inputs.neighbour_bound)
 
     def step(self, case: Case, logits: Logits) -> Call:
-        return self._prepared(case, logits, keep_mask=False)
+        return self._prepare(case, logits, keep_mask=False)
 
-    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
-        call = self._prepared(case, logits, keep_mask=True)
+    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
+        call = self._prepare(case, logits, keep_mask=True)
         call()
-        mask = call.samples.keep_mask
-        assert mask is not None, "it was asked for"
-        return [np.flatnonzero(row) for row in mask]
+        return ids_of_mask(call.samples.keep_mask)
 
-    def _prepared(self, case: Case, logits: Logits, *, keep_mask: bool) -> KernelCall:
+    def _prepare(self, case: Case, logits: Logits, *, keep_mask: bool) -> KernelCall:
         columns = {name: getattr(case.parameters, name) for name in PARAMETER_NAMES}
         return self._kernel.prepare(
             logits,
@@ -106,49 +112,55 @@ class NativeSampler:
 
 
 class GraphSampler:
-    """The sampler-only model in onnxruntime.
+    """Top-W in onnxruntime: a sampler-only model.
 
     form: the form of the function's body.
-    native: use the native operator instead of the function.
+    native: whether the native operator runs instead of the function.
     """
 
-    def __init__(self, inputs: Inputs, form: str, *, native: bool) -> None:
+    def __init__(self, inputs: SamplerInputs, form: str, *, native: bool) -> None:
         self._inputs, self._form, self._native = inputs, form, native
         self._session: ort.InferenceSession | None = None
 
     def step(self, case: Case, logits: Logits) -> Call:
         if self._session is None:
             self._session = self._open(with_keep_mask=False)
-        return bound(self._session, feeds(self._inputs, case, logits))
+        return bind_run(self._session, session_inputs(self._inputs, case, logits))
 
-    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
-        # Use a separate model, because writing the mask costs time.
-        (mask,) = self._open(with_keep_mask=True).run(["keep_mask"], feeds(self._inputs, case, logits))
-        return [np.flatnonzero(row) for row in mask]
+    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
+        # A model of its own, because an output of the mask takes time.
+        (keep_mask,) = self._open(with_keep_mask=True).run(["keep_mask"], session_inputs(self._inputs, case, logits))
+        return ids_of_mask(keep_mask)
 
     def _open(self, *, with_keep_mask: bool) -> ort.InferenceSession:
-        path = sampler_file(self._inputs, self._form, with_keep_mask=with_keep_mask)
+        path = write_sampler_model(self._inputs, self._form, with_keep_mask=with_keep_mask)
         return open_session(path, self._inputs.threads, native=self._native)
 
 
 class OperatorModel:
-    """One standard operator over the logits, as a yardstick."""
+    """A standard operator of onnxruntime on the logits, as a yardstick.
 
-    def __init__(self, inputs: Inputs, op_type: str) -> None:
+    op_type: "ArgMax" or "TopK".
+    """
+
+    def __init__(self, inputs: SamplerInputs, op_type: str) -> None:
         vocab = inputs.logits[0].shape[1]
         path = inputs.folder / f"{op_type}.onnx"
         path.write_bytes(operator_model(op_type, vocab, inputs.options.top_m))
         self._session = open_session(path, inputs.threads)
 
     def step(self, case: Case, logits: Logits) -> Call:
-        return bound(self._session, {"logits": logits})
+        return bind_run(self._session, {"logits": logits})
 
     def kept(self, case: Case, logits: Logits) -> None:
         return None
 
 
 def open_session(path: Path, threads: int, *, native: bool = False) -> ort.InferenceSession:
-    """A CPU session. native: use the native operator."""
+    """Open a session on the CPU.
+
+    native: whether to register the native operator.
+    """
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -161,8 +173,8 @@ def open_session(path: Path, threads: int, *, native: bool = False) -> ort.Infer
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def bound(session: ort.InferenceSession, feed: Mapping[str, np.ndarray]) -> Call:
-    """A run with inputs and outputs bound once, as in the runtime."""
+def bind_run(session: ort.InferenceSession, feed: Mapping[str, np.ndarray]) -> Call:
+    """A call that runs the session. Inputs and outputs are bound once, as in the runtime."""
     import onnxruntime as ort
 
     binding = session.io_binding()
@@ -175,22 +187,22 @@ def bound(session: ort.InferenceSession, feed: Mapping[str, np.ndarray]) -> Call
 
     def call() -> Mapping[str, ort.OrtValue]:
         run(io_binding, None)
-        return values  # keeps them alive, which the binding does not
+        return values  # keeps the inputs alive, which the binding does not
 
     return call
 
 
-def feeds(inputs: Inputs, case: Case, logits: Logits) -> dict[str, np.ndarray]:
-    """Inputs of the sampler-only model, with empty edits and masks, and Top-W for every row."""
+def session_inputs(inputs: SamplerInputs, case: Case, logits: Logits) -> dict[str, np.ndarray]:
+    """The inputs of the sampler-only model by name: no edits, no masks, and Top-W as the rule of every row."""
     batch = len(logits)
-    nothing = {"edit_ids": np.int64, "edit_penalty": np.float32, "edit_bias": np.float32, "allowed": np.int32}
+    empty = {"edit_ids": np.int64, "edit_penalty": np.float32, "edit_bias": np.float32, "allowed": np.int32}
     columns = {n: np.full(batch, getattr(case.parameters, n), np.float32) for n in PARAMETER_NAMES}
-    edits = {name: np.zeros((batch, 0), dtype) for name, dtype in nothing.items()}
+    edits = {name: np.zeros((batch, 0), dtype) for name, dtype in empty.items()}
     return {"logits": logits, "uniform": inputs.uniform, **edits, **columns, **RuleInputs(batch).arrays}
 
 
-def sampler_file(inputs: Inputs, form: str, *, with_keep_mask: bool) -> Path:
-    """Write the sampler-only model to `inputs.folder`, unless it exists. Models share one table."""
+def write_sampler_model(inputs: SamplerInputs, form: str, *, with_keep_mask: bool) -> Path:
+    """Write the sampler-only model to `inputs.folder`, unless it exists. Returns its path. Models share one table."""
     path = inputs.folder / f"{form}{'-mask' if with_keep_mask else ''}.onnx"
     if path.exists():
         return path
@@ -215,7 +227,7 @@ def sampler_file(inputs: Inputs, form: str, *, with_keep_mask: bool) -> Path:
     if table is not None:
         shape = ir.Shape(table.shape)
         constants["topw.embedding"].const_value = ir.ExternalTensor(
-            TABLE, 0, table.nbytes, ir.DataType.FLOAT, shape=shape, name="topw.embedding", base_dir=inputs.folder
+            TABLE_FILE, 0, table.nbytes, ir.DataType.FLOAT, shape=shape, name="topw.embedding", base_dir=inputs.folder
         )
     if inputs.neighbour_bound is not None:
         value = constants[BOUND_NAME]

@@ -1,6 +1,6 @@
-"""PyTorch logits processors: they set scores outside the crop to -inf.
+"""The samplers of PyTorch: logits processors, which set scores outside the crop to -inf.
 
-Only the processor is timed; the rest of `generate` is the same for all.
+Only the processors are timed, because the rest of `generate` is the same for all.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from topw_deploy.bench.sampler.inputs import TABLE, Case, Inputs, Logits
-from topw_deploy.bench.sampler.samplers import Call
+from topw_deploy.bench.sampler.inputs import TABLE_FILE, Case, Logits, SamplerInputs
+from topw_deploy.bench.sampler.samplers import Call, ids_of_mask
 from topw_deploy.bench.sides import MIN_P, TOP_K, TOP_P, load_processor
 from topw_deploy.errors import BenchmarkError
 
@@ -21,16 +21,16 @@ Processor = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 class TorchSampler:
-    """`crop_rows` on the CPU, all rows at once."""
+    """Top-W in PyTorch: `crop_rows` on the CPU, for all rows at once."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: SamplerInputs) -> None:
         from topw_deploy.sampling.torch import TensorGeometry
 
         self._options, bound = inputs.options, inputs.neighbour_bound
         self._bound = None if bound is None else torch.from_numpy(bound)
         self._geometry = None
         if inputs.embeddings is not None:
-            table = torch.from_file(str(inputs.folder / TABLE), size=inputs.embeddings.size).view(
+            table = torch.from_file(str(inputs.folder / TABLE_FILE), size=inputs.embeddings.size).view(
                 inputs.embeddings.shape
             )
             self._geometry = TensorGeometry.from_embeddings(table, inputs.options.metric)
@@ -39,9 +39,8 @@ class TorchSampler:
         scores = torch.from_numpy(logits)
         return lambda: self._crop(scores, case).keep_mask
 
-    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
-        mask = self._crop(torch.from_numpy(logits), case).keep_mask
-        return [np.flatnonzero(row) for row in mask.numpy()]
+    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
+        return ids_of_mask(self._crop(torch.from_numpy(logits), case).keep_mask.numpy())
 
     def _crop(self, scores: torch.Tensor, case: Case) -> Any:
         from topw_deploy.sampling.torch import crop_rows
@@ -49,8 +48,11 @@ class TorchSampler:
         return crop_rows(scores, case.parameters, self._options, self._geometry, neighbour_bound=self._bound)
 
 
-class Warper:
-    """A transformers warper over logits divided by the temperature, as in `generate`."""
+class TransformersWarper:
+    """A warper of transformers, on logits divided by the temperature as in `generate`.
+
+    rule: "top-p", "top-k" or "min-p".
+    """
 
     def __init__(self, rule: str) -> None:
         from transformers.generation import logits_process as rules
@@ -70,12 +72,12 @@ class Warper:
 
 
 class AuthorsProcessor:
-    """The user's copy of the logits processor of arashgholami/top-w-decoding, with our parameters.
+    """The user's copy of the logits processor of arashgholami/top-w-decoding, with the parameters of the case.
 
-    It always computes cosine distances, one row at a time.
+    The processor always computes cosine distances, for one row at a time.
     """
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: SamplerInputs) -> None:
         if inputs.embeddings is None:
             raise BenchmarkError("authors needs embeddings, but the metric is uniform; choose another --metric.")
         if inputs.authors is None:
@@ -94,16 +96,16 @@ class AuthorsProcessor:
         return [np.flatnonzero(np.isfinite(row)) for row in masked]
 
     def _processor(self, case: Case) -> Processor:
-        """The only instance, because its constructor computes costly statistics."""
-        p = case.parameters
+        """The processor, with the parameters of the case. There is one, because its constructor takes long."""
+        ours = case.parameters
         parameters = {
-            "selection_temperature": p.selection_temperature or p.temperature,
+            "selection_temperature": ours.selection_temperature or ours.temperature,
             "top_m": self._options.top_m,
-            "init_top_p": p.init_top_p,
+            "init_top_p": ours.init_top_p,
             "alt_iters": self._options.alt_iters,
-            "geom_scale": p.geom_scale,
-            "lam_fixed": p.lam,
-            "beta": p.beta,
+            "geom_scale": ours.geom_scale,
+            "lam_fixed": ours.lam,
+            "beta": ours.beta,
         }
         if self._instance is None:
             self._instance = self._class(self._embeddings, print_params=False, print_kept=False, **parameters)

@@ -1,1 +1,1 @@
-"""`topw bench serve`: requests of many callers to one model."""
+"""`topw bench serve`: time the requests of many callers to one model."""

@@ -1,6 +1,6 @@
-"""The engine's runs without threads, callers or texts. Only the runs are timed.
+"""Make the runs that the engine makes for given requests, without threads, callers or texts. Only the runs are timed.
 
-This is a lower bound for `Engine`, which adds the cost of its own and the callers' Python code.
+Their time is a lower bound for `Engine`, which adds the cost of the engine's and the callers' Python code.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from topw_deploy.runtime.request import RowRequest
 
 
 class _Sequence(ScheduledSequence):
+    """A request in the scheduler. left: number of tokens to draw."""
+
     def __init__(self, request: RowRequest) -> None:
         super().__init__(len(request.prompt))
         self.request, self.left = request, request.budget
@@ -29,25 +31,25 @@ def run_all(
     """
     scheduler: Scheduler[_Sequence] = Scheduler(rows, chunk, decoding_only=decoding_only, moves_rows=batch.copies_rows)
     sequences = [_Sequence(request) for request in requests]
-    coming = iter(sequences[callers:])
+    waiting = iter(sequences[callers:])
     for sequence in sequences[:callers]:
         scheduler.submit(sequence)
     before = batch.run_seconds
     while not scheduler.is_idle:
         for sequence in scheduler.admit():
             batch.assign(sequence.row, sequence.request)
-        ended = _read(batch, scheduler)
-        ended += _step(batch, scheduler)
+        ended = _read_chunk(batch, scheduler)
+        ended += _run_step(batch, scheduler)
         for sequence in ended:
             batch.clear(sequence.row)
-            following = next(coming, None)
+            following = next(waiting, None)
             if following is not None:
                 scheduler.submit(following)
     return batch.run_seconds - before
 
 
-def _read(batch: Batch, scheduler: Scheduler[_Sequence]) -> list[_Sequence]:
-    """Read a chunk. Returns the sequences that ended."""
+def _read_chunk(batch: Batch, scheduler: Scheduler[_Sequence]) -> list[_Sequence]:
+    """Read a chunk of a prompt, if one waits. Returns the sequences that ended."""
     chunk = scheduler.next_chunk()
     if chunk is None:
         return []
@@ -56,22 +58,22 @@ def _read(batch: Batch, scheduler: Scheduler[_Sequence]) -> list[_Sequence]:
     scheduler.record_read(chunk)
     if token is None:
         return []
-    return _accept(scheduler, [sequence], lambda sequence: batch.begin(sequence.row, token))
+    return _accept_tokens(scheduler, [sequence], lambda sequence: batch.begin(sequence.row, token))
 
 
-def _step(batch: Batch, scheduler: Scheduler[_Sequence]) -> list[_Sequence]:
+def _run_step(batch: Batch, scheduler: Scheduler[_Sequence]) -> list[_Sequence]:
     """Draw a token for each decoding row. Returns the sequences that ended."""
     for pair in scheduler.arrange():
         batch.exchange(*pair)
     if not scheduler.decoding:
         return []
     tokens = batch.step(scheduler.width)
-    return _accept(
+    return _accept_tokens(
         scheduler, list(scheduler.decoding), lambda sequence: batch.accept(sequence.row, tokens[sequence.row])
     )
 
 
-def _accept(
+def _accept_tokens(
     scheduler: Scheduler[_Sequence], sequences: Sequence[_Sequence], feed: Callable[[_Sequence], None]
 ) -> list[_Sequence]:
     """Count the new token of each sequence, and feed it to the next run. Returns the sequences that ended."""

@@ -1,4 +1,4 @@
-"""Run of `topw bench serve`."""
+"""Run `topw bench serve`."""
 
 from __future__ import annotations
 
@@ -10,88 +10,97 @@ from functools import partial
 import numpy as np
 
 from topw_deploy.bench.measurement import interleave, this_machine
-from topw_deploy.bench.process import Worker
-from topw_deploy.bench.serve.report import STREAMS, Latencies, Load, ServeReport, ServeResult, ThreadsReport
+from topw_deploy.bench.process import WorkerProcess
+from topw_deploy.bench.serve.report import STREAMS, Latencies, Load, ServeReport, ServeResult, ServeThreadsReport
 from topw_deploy.bench.serve.request import (
     SHORT_PROMPT,
     SUFFIX,
+    FittedServeRequest,
     Requests,
     ServeRequest,
     ServeSide,
     choose,
-    fitted,
-    requests_of,
+    fit_lengths,
+    make_requests,
 )
+from topw_deploy.bench.sides import absences
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 
-_STREAM_PROMPT, _STREAM_NEW = 16, 128  # tokens; the latter or less if the context is short
-_WARM_NEW = 2  # new tokens per request of the warm-up
+_STREAM_PROMPT, _STREAM_NEW = 16, 128  # prompt tokens and new tokens of a streaming caller, if they fit the context
+_WARMUP_NEW = 2  # maximum number of new tokens of a request in the warm-up
 
 
 def run(request: ServeRequest, progress: Progress = SILENT, others: Sequence[ServeSide] = ()) -> ServeReport:
-    """Measure every side in turn.
+    """Measure all sides in turn.
 
     others: sides other than this package's.
 
     Raises ManifestError for a folder without a decoder, ParameterError for a request that does not fit the model,
-    BenchmarkError for a named side that is missing or dies.
+    BenchmarkError for a named side that is missing and for a side that dies.
     """
-    asked, vocab, context = fitted(request)
-    present, absent = choose(asked, others)
+    fitted, vocab, context = fit_lengths(request)
+    present, absent = choose(fitted, others)
     machine = this_machine()
-    sizes = [sum(_serves(side, callers) for side in present) for callers in asked.concurrency]
-    own = any(side.name == "engine" for side in present)
-    total = len(asked.threads) * asked.rounds * (sum(sizes) + own)
+    side_counts = [sum(_is_measured(side, callers) for side in present) for callers in fitted.concurrency]
+    has_engine = any(side.name == "engine" for side in present)
+    total = len(fitted.threads) * fitted.rounds * (sum(side_counts) + has_engine)
     with progress.bar(total, "run") as advance:
         runs = []
-        for threads in asked.threads:
-            with _workers(present, threads, progress) as workers:
+        for threads in fitted.threads:
+            with _start_workers(present, threads, progress) as workers:
                 loads = [
-                    _serve(workers, present, asked, callers, requests_of(asked, callers, vocab), advance)
-                    for callers in asked.concurrency
+                    _measure_load(workers, present, fitted, callers, make_requests(fitted, callers, vocab), advance)
+                    for callers in fitted.concurrency
                 ]
-                latencies = _wait(workers["engine"], asked, vocab, context, advance) if own else None
-            runs.append(ThreadsReport(threads, loads, latencies))
-    return ServeReport(asked, machine, runs, [(side.label, str(side.why_not)) for side in absent])
+                latencies = None
+                if has_engine:
+                    latencies = _measure_latencies(workers["engine"], fitted, vocab, context, advance)
+            runs.append(ServeThreadsReport(threads, loads, latencies))
+    return ServeReport(request=fitted, machine=machine, runs=runs, absent=absences(absent))
 
 
-def _serves(side: ServeSide, callers: int) -> bool:
+def _is_measured(side: ServeSide, callers: int) -> bool:
+    """Whether `side` is measured with this number of callers."""
     return callers > 1 or side.alone
 
 
 @contextmanager
-def _workers(chosen: Sequence[ServeSide], threads: int, progress: Progress) -> Iterator[Mapping[str, Worker]]:
-    """The worker of each side, by name."""
+def _start_workers(
+    sides: Sequence[ServeSide], threads: int, progress: Progress
+) -> Iterator[Mapping[str, WorkerProcess]]:
+    """Start the processes. Yields the process of each side, by the side's name."""
     with ExitStack() as stack:
-        processes: dict[str, Worker] = {}
+        processes: dict[str, WorkerProcess] = {}
         workers = {}
-        for side in chosen:
+        for side in sides:
             settings = {**side.settings, "threads": threads}
             key = json.dumps([side.worker, settings, str(side.python)], sort_keys=True)
             if key not in processes:
                 progress.say(f"Loading {side.label}, {counted(threads, 'thread')}")
-                worker = Worker(side.label, side.worker, settings, python=side.python, threads=threads)
+                worker = WorkerProcess(side.label, side.worker, settings, python=side.python, threads=threads)
                 processes[key] = stack.enter_context(worker)
             workers[side.name] = processes[key]
         yield workers
 
 
-def _serve(
-    workers: Mapping[str, Worker],
-    chosen: Sequence[ServeSide],
-    asked: ServeRequest,
+def _measure_load(
+    workers: Mapping[str, WorkerProcess],
+    present: Sequence[ServeSide],
+    request: FittedServeRequest,
     callers: int,
     requests: Requests,
     advance: Advance,
 ) -> Load:
-    """Serve the requests with each side, in turn."""
-    sides = [side for side in chosen if _serves(side, callers)]
-    short = [(prompt, min(new_tokens, _WARM_NEW)) for prompt, new_tokens in requests[: max(asked.rows, asked.requests)]]
-    for side in sides:  # maps the memory
+    """Serve the requests of `callers` callers with each side, in turn."""
+    sides = [side for side in present if _is_measured(side, callers)]
+    short = [
+        (prompt, min(new_tokens, _WARMUP_NEW)) for prompt, new_tokens in requests[: max(request.rows, request.requests)]
+    ]
+    for side in sides:  # a warm-up, which maps the memory
         workers[side.name].call(side.do, requests=short, callers=callers)
     calls = {side.name: partial(workers[side.name].call, side.do, requests=requests, callers=callers) for side in sides}
-    samples = interleave(calls, asked.rounds, 0, seed=asked.seed, advance=advance)
+    samples = interleave(calls, request.rounds, 0, seed=request.seed, advance=advance)
     return Load(
         callers=callers,
         requests=len(requests),
@@ -101,29 +110,29 @@ def _serve(
     )
 
 
-def _wait(worker: Worker, asked: ServeRequest, vocab: int, context: int, advance: Advance) -> Latencies:
-    """Measure times to the first text, and the engine's overhead. The first round is not counted."""
-    assert asked.long_tokens
-    assert asked.prefix_tokens
-    rng = np.random.default_rng(asked.seed)
+def _measure_latencies(
+    worker: WorkerProcess, request: FittedServeRequest, vocab: int, context: int, advance: Advance
+) -> Latencies:
+    """Measure times to the first text, and the engine's overhead. A first round is a warm-up, and not counted."""
+    rng = np.random.default_rng(request.seed)
 
-    def tokens(count: int) -> list[int]:
+    def random_tokens(count: int) -> list[int]:
         ids: list[int] = rng.integers(0, vocab, count).tolist()
         return ids
 
-    found: list[dict[str, float]] = []
+    rounds: list[dict[str, float]] = []
     stream = min(_STREAM_PROMPT, context // 2)
-    for number in range(asked.rounds + 1):
-        long, short = tokens(asked.long_tokens), tokens(min(SHORT_PROMPT, asked.long_tokens))
-        prefix, suffixes = tokens(asked.prefix_tokens), [tokens(SUFFIX), tokens(SUFFIX)]
-        streams = [(tokens(stream), min(_STREAM_NEW, context - stream)) for _ in range(STREAMS)]
+    for number in range(request.rounds + 1):
+        long, short = random_tokens(request.long_tokens), random_tokens(min(SHORT_PROMPT, request.long_tokens))
+        prefix, suffixes = random_tokens(request.prefix_tokens), [random_tokens(SUFFIX), random_tokens(SUFFIX)]
+        streams = [(random_tokens(stream), min(_STREAM_NEW, context - stream)) for _ in range(STREAMS)]
         streamed = worker.call("engine", requests=streams, callers=STREAMS)
         ideal = worker.call("ideal", requests=streams, callers=STREAMS)["seconds"]
         read, reused = worker.call("prefix", prefix=prefix, suffixes=suffixes)
-        found.append(
+        rounds.append(
             {
-                "chunked": worker.call("behind", long=long, short=short, budget=asked.prefill_budget),
-                "whole": worker.call("behind", long=long, short=short, budget=max(asked.long_tokens, context)),
+                "chunked": worker.call("behind", long=long, short=short, budget=request.prefill_budget),
+                "whole": worker.call("behind", long=long, short=short, budget=max(request.long_tokens, context)),
                 "read": read,
                 "reused": reused,
                 **{name: streamed[name] for name in ("steady", "outside", "step")},
@@ -132,4 +141,4 @@ def _wait(worker: Worker, asked: ServeRequest, vocab: int, context: int, advance
         )
         if number:
             advance(1)
-    return Latencies(found[1:])
+    return Latencies(rounds[1:])

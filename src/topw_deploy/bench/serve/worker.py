@@ -1,17 +1,18 @@
-"""The worker for `Engine`, `TopWModel` and the engine's runs alone, all with one session.
+"""The worker of `topw bench serve` for `Engine`, `TopWModel` and the engine's runs alone, all with one session.
 
-Functions that serve take
+A function of a side takes
 
-requests: (prompt, new tokens) of each.
-callers: this many wait for an answer at any time, and send their next request as soon as they have it.
+requests: (prompt, new tokens) of each request.
+callers: number of callers. Each sends its next request when it has the answer to the previous one.
 
-and return
+and returns
 
-seconds: the time of all requests together.
+seconds: time of all requests together.
 first: seconds from each request to its first text.
-between: seconds between the texts of a request.
+between: seconds between consecutive texts of a request.
 outside (engine only): share of the engine's time outside the session's runs.
-steady (engine only): the same of iterations that only run a step, of the same sequences as before; 0 without any.
+steady (engine only): the same share, only over iterations that run one step for the same sequences as the iteration
+    before; 0 without such iterations.
 step (engine only): seconds per step.
 """
 
@@ -22,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypedDict
 
 from topw_deploy.bench.serve.ideal import run_all
 from topw_deploy.engine import Engine
@@ -32,30 +33,46 @@ from topw_deploy.runtime import TopWModel
 Requests = list[tuple[list[int], int]]
 Served = dict[str, Any]
 
-_SHORT_NEW = 8  # new tokens of the requests whose first token counts
-_PAUSE = 1e-4  # seconds
+_FIRST_TEXT_NEW = 8  # new tokens of a request of which only the first text is timed
+_PAUSE = 1e-4  # seconds between two looks at the engine
 
 
-def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: folder, rows, prefill_budget and threads."""
+class ServeSettings(TypedDict):
+    """Settings of the worker.
+
+    folder: the exported model.
+    rows: maximum number of rows of the engine.
+    prefill_budget: the engine's option.
+    threads: number of threads of the session.
+    """
+
+    folder: str
+    rows: int
+    prefill_budget: int
+    threads: int
+
+
+def start(settings: ServeSettings) -> dict[str, Callable[..., Any]]:
+    """Open the model. Returns the methods of ServeWorker."""
     model = TopWModel.from_pretrained(settings["folder"], provider="cpu", intra_op_num_threads=settings["threads"])
-    server = Server(model, settings["rows"], settings["prefill_budget"])
+    worker = ServeWorker(model, settings["rows"], settings["prefill_budget"])
     return {
-        "engine": server.engine,
-        "one_by_one": server.one_by_one,
-        "static": server.static,
-        "ideal": server.ideal,
-        "behind": server.behind,
-        "prefix": server.prefix,
+        "engine": worker.engine,
+        "one_by_one": worker.one_by_one,
+        "static": worker.static,
+        "ideal": worker.ideal,
+        "behind": worker.behind,
+        "prefix": worker.prefix,
     }
 
 
-class Server:
-    """Serves requests in several ways.
+class ServeWorker:
+    """Serves requests, with one method per side, and measures latencies.
 
-    Engines stay open, so that their memory is already mapped when the time is taken.
+    Engines stay open, so that their memory is mapped before they are timed.
 
-    rows: maximum rows of the engine.
+    rows: maximum number of rows of an engine.
+    prefill_budget: the engine's option.
     """
 
     def __init__(self, model: TopWModel, rows: int, prefill_budget: int) -> None:
@@ -64,7 +81,7 @@ class Server:
         self._batches: dict[int, Batch] = {}
 
     def engine(self, requests: Requests, callers: int) -> Served:
-        """`Engine`: each caller is a thread that reads the pieces of its requests."""
+        """Serve with `Engine`. Each caller is a thread that reads the pieces of its requests."""
         engine = self._engine(min(callers, self._rows))
         waiting, first, between = deque(requests), list[float](), list[float]()
         before = engine.stats()
@@ -75,9 +92,9 @@ class Server:
                     prompt, new_tokens = waiting.popleft()
                 except IndexError:
                     return
-                asked = time.perf_counter()
-                times = self._times(engine, prompt, new_tokens)
-                first.append(times[0] - asked)
+                sent = time.perf_counter()
+                times = self._text_times(engine, prompt, new_tokens)
+                first.append(times[0] - sent)
                 between.extend(later - earlier for earlier, later in pairwise(times))
 
         began = time.perf_counter()
@@ -99,20 +116,20 @@ class Server:
         }
 
     def one_by_one(self, requests: Requests, callers: int) -> Served:
-        """`generate` in turn, in the order in which the callers ask."""
+        """Serve with `generate`, one request after the other, in the order in which the callers send them."""
         first, between = list[float](), list[float]()
         began = time.perf_counter()
-        asked = deque([began] * callers)
+        sent = deque([began] * callers)  # when each caller sent its request
         for prompt, new_tokens in requests:
             started = time.perf_counter()
             result = self._model.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True, seed=1)
-            first.append(started - asked.popleft() + result.timings.prefill_seconds)
+            first.append(started - sent.popleft() + result.timings.prefill_seconds)
             between += [result.timings.seconds_per_token] * result.timings.decode_steps
-            asked.append(time.perf_counter())
+            sent.append(time.perf_counter())
         return {"seconds": time.perf_counter() - began, "first": first, "between": between}
 
     def static(self, requests: Requests, callers: int) -> Served:
-        """`generate` with as many prompts as there are callers, who all wait for the last answer."""
+        """Serve with `generate` of as many prompts as there are callers, who all wait for the last answer."""
         first, between = list[float](), list[float]()
         began = time.perf_counter()
         for start in range(0, len(requests), callers):
@@ -124,7 +141,7 @@ class Server:
         return {"seconds": time.perf_counter() - began, "first": first, "between": between}
 
     def ideal(self, requests: Requests, callers: int) -> Served:
-        """The engine's runs. The time between them is not counted."""
+        """Make the engine's runs for the requests. The time between runs is not counted."""
         rows, decoder = min(callers, self._rows), self._model.manifest.decoder
         rows_of = [
             self._model._resolve_requests(prompt, {"max_new_tokens": new_tokens, "ignore_eos": True, "seed": 1})[0][0]
@@ -136,7 +153,7 @@ class Server:
         return {"seconds": took, "first": [], "between": []}
 
     def behind(self, long: list[int], short: list[int], budget: int) -> float:
-        """Seconds from a short request to its first text, while the engine reads a long prompt.
+        """Measure the seconds from a short request to its first text, while the engine reads a long prompt.
 
         budget: the engine's prefill_budget.
         """
@@ -144,26 +161,31 @@ class Server:
         reading = engine.submit(long, max_new_tokens=1, ignore_eos=True, seed=1)
         while not (engine.stats().in_use or reading.done):
             time.sleep(_PAUSE)
-        asked = time.perf_counter()
-        first = self._times(engine, short, _SHORT_NEW)[0] - asked
+        sent = time.perf_counter()
+        first = self._text_times(engine, short, _FIRST_TEXT_NEW)[0] - sent
         reading.result()
         return first
 
     def prefix(self, prefix: list[int], suffixes: list[list[int]]) -> list[float]:
-        """Seconds to the first text of each prompt, one after the other. All begin with `prefix`, which is new."""
-        engine, found = self._engine(2, reuse=True), []
-        for suffix in suffixes:
-            asked = time.perf_counter()
-            found.append(self._times(engine, [*prefix, *suffix], _SHORT_NEW)[0] - asked)
-        return found
+        """Measure the seconds to the first text of each prompt, one after the other.
 
-    def _times(self, engine: Engine, prompt: list[int], new_tokens: int) -> list[float]:
-        """The times at which the texts of a request arrived, or its end if it has none."""
+        prefix: beginning of all prompts, which the engine has not read before.
+        suffixes: the rest of each prompt.
+        """
+        engine, seconds = self._engine(2, reuse=True), []
+        for suffix in suffixes:
+            sent = time.perf_counter()
+            seconds.append(self._text_times(engine, [*prefix, *suffix], _FIRST_TEXT_NEW)[0] - sent)
+        return seconds
+
+    def _text_times(self, engine: Engine, prompt: list[int], new_tokens: int) -> list[float]:
+        """Make a request. Returns the times at which its texts arrived, or the time of its end if it has none."""
         request = engine.submit(prompt, max_new_tokens=new_tokens, ignore_eos=True, seed=1)
         times = [time.perf_counter() for piece in request if piece.text]
         return times or [time.perf_counter()]
 
     def _engine(self, rows: int, budget: int | None = None, *, reuse: bool = False) -> Engine:
+        """The engine with these options, which is opened at the first call."""
         key = rows, budget or self._budget, reuse
         if key not in self._engines:
             self._engines[key] = Engine(self._model, max_batch=rows, prefill_budget=key[1], reuse_prefixes=reuse)

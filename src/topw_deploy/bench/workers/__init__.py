@@ -1,1 +1,4 @@
-"""Files that `serve.py` runs. They import a peer's libraries, and topw_deploy only where needed."""
+"""The workers for other libraries, and `serve.py`, the program that runs a worker.
+
+They run in other environments, so they import topw_deploy only where they need it.
+"""

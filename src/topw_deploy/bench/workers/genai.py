@@ -1,4 +1,4 @@
-"""onnxruntime-genai's samplers and decoding loop. This file does not import topw_deploy."""
+"""The worker for onnxruntime-genai's samplers and decoding loop. It does not import topw_deploy."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import onnxruntime_genai as og  # type: ignore[import-not-found]
 
-_BURST, _MOST_CALLS = 2e-3, 100  # seconds per sample; maximum calls
+_SAMPLE_SECONDS, _MOST_CALLS = 2e-3, 100  # a sample has as many calls as take this long, at most so many
 
 
-class Sampler:
+class GenaiSampler:
     """A generator that draws repeatedly from the same logits [B, V].
 
-    A generator accepts logits only after it has computed some, so each draw first rewinds it and runs an empty model.
-    Only `generate_next_token` is timed.
+    A generator accepts logits only after it has computed some. So each draw first rewinds the generator and runs a
+    model without weights. Only `generate_next_token` is timed.
+
+    options: search options of onnxruntime-genai.
     """
 
     def __init__(self, model: Any, logits: np.ndarray, options: dict[str, Any]) -> None:
@@ -30,10 +32,10 @@ class Sampler:
         self._prompt = np.zeros((batch, 1), np.int32)
         self.tokens: list[int] = []
         self.draw()
-        self.calls = max(1, min(_MOST_CALLS, round(_BURST / max(self.draw(), 1e-9))))
+        self.calls = max(1, min(_MOST_CALLS, round(_SAMPLE_SECONDS / max(self.draw(), 1e-9))))
 
     def draw(self) -> float:
-        """Draw one token per row into `tokens`; returns the seconds."""
+        """Draw one token per row into `tokens`. Returns the seconds."""
         self._generator.rewind_to(0)
         self._generator.append_tokens(self._prompt)
         self._generator.set_logits(self._logits)
@@ -44,47 +46,77 @@ class Sampler:
         return took
 
 
-def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings["task"]: "sample" (`start_sampling`) or "decode" (`start_decoding`)."""
+class SamplingSettings(TypedDict):
+    """Settings for the task "sample".
+
+    model: folder of the model.
+    sides: name of each side -> search options.
+    logits: for each case, a .npy file [B, V].
+    temperatures: temperature of each case.
+    """
+
+    task: str
+    model: str
+    sides: dict[str, dict[str, Any]]
+    logits: list[str]
+    temperatures: list[float]
+
+
+class DecodingSettings(TypedDict):
+    """Settings for the task "decode".
+
+    folder: a model that genai's builder wrote.
+    search: search options.
+    threads: number of threads of the session.
+    """
+
+    task: str
+    folder: str
+    search: dict[str, Any]
+    threads: int
+
+
+def start(settings: Any) -> dict[str, Callable[..., Any]]:
+    """Start the task of the settings, which are SamplingSettings or DecodingSettings."""
     if hasattr(og, "disable_telemetry_events"):
         og.disable_telemetry_events()
     return {"sample": start_sampling, "decode": start_decoding}[settings["task"]](settings)
 
 
-def start_sampling(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: model (a folder), sides (name -> search options), logits (a .npy file per case), temperatures."""
+def start_sampling(settings: SamplingSettings) -> dict[str, Callable[..., Any]]:
+    """Load the model. Returns `time` (seconds per step), `tokens` (of one draw) and `version`."""
     model = og.Model(settings["model"])
     logits = [np.load(Path(path)) for path in settings["logits"]]
-    samplers: dict[tuple[str, int], Sampler] = {}
+    samplers: dict[tuple[str, int], GenaiSampler] = {}
 
-    def sampler(side: str, case: int) -> Sampler:
+    def sampler(side: str, case: int) -> GenaiSampler:
         if (side, case) not in samplers:
             options = dict(settings["sides"][side])
             if options["do_sample"]:
                 options["temperature"] = settings["temperatures"][case]
-            samplers[side, case] = Sampler(model, logits[case], options)
+            samplers[side, case] = GenaiSampler(model, logits[case], options)
         return samplers[side, case]
 
-    def timed(side: str, case: int) -> float:
-        chosen = sampler(side, case)
-        return sum(chosen.draw() for _ in range(chosen.calls)) / chosen.calls
+    def time_step(side: str, case: int) -> float:
+        drawing = sampler(side, case)
+        return sum(drawing.draw() for _ in range(drawing.calls)) / drawing.calls
 
     def tokens(side: str, case: int) -> list[int]:
-        chosen = sampler(side, case)
-        chosen.draw()
-        return chosen.tokens
+        drawing = sampler(side, case)
+        drawing.draw()
+        return drawing.tokens
 
-    return {"time": timed, "tokens": tokens, "version": lambda: og.__version__}
+    return {"time": time_step, "tokens": tokens, "version": lambda: og.__version__}
 
 
-def start_decoding(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: folder (from genai's builder), search (genai's search options), threads."""
+def start_decoding(settings: DecodingSettings) -> dict[str, Callable[..., Any]]:
+    """Load the model. Returns `run` (generates once, see `LoopResult.runs`) and `load_seconds`."""
     began = time.perf_counter()
     config = og.Config(settings["folder"])
     session = {"intra_op_num_threads": settings["threads"]}
     config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
     model = og.Model(config)
-    took = time.perf_counter() - began
+    load_seconds = time.perf_counter() - began
 
     def run(prompt: list[int], new_tokens: int) -> dict[str, float]:
         started = time.perf_counter()
@@ -102,4 +134,4 @@ def start_decoding(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
             tokens.append(int(generator.get_next_tokens()[0]))
         return {"first": first - started, "rest": time.perf_counter() - first, "tokens": len(tokens)}
 
-    return {"run": run, "load_seconds": lambda: took}
+    return {"run": run, "load_seconds": lambda: load_seconds}
