@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +87,55 @@ def test_an_operator_that_keeps_only_a_window_sets_the_shortest_buffer(tmp_path:
     node.attributes["sliding_window_cache"] = ir.AttrInt64("sliding_window_cache", 1)
     file = written(tmp_path / "kept", model)
     assert load_decoder(file, file.parent).info.buffer_least == 16
+
+
+def lose_the_window(node: ir.Node) -> None:
+    node.attributes["sliding_window_cache"] = ir.AttrInt64("sliding_window_cache", 1)
+    del node.attributes["local_window_size"]
+
+
+def change_the_types_of_attributes(node: ir.Node) -> None:
+    for name in ("sliding_window_cache", "local_window_size", "softcap"):
+        node.attributes[name] = ir.AttrString(name, "x")
+
+
+def give_an_infinite_window(node: ir.Node) -> None:
+    node.attributes["sliding_window_cache"] = ir.AttrInt64("sliding_window_cache", 1)
+    node.attributes["local_window_size"] = ir.AttrFloat32("local_window_size", float("inf"))
+
+
+def lose_inputs(node: ir.Node) -> None:
+    node.resize_inputs(5)
+
+
+def become_a_softmax_without_inputs(node: ir.Node) -> None:
+    node.domain, node.op_type = "", "Softmax"
+    node.resize_inputs(0)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lose_the_window,
+        change_the_types_of_attributes,
+        give_an_infinite_window,
+        lose_inputs,
+        become_a_softmax_without_inputs,
+    ],
+)
+def test_a_damaged_operator_counts_as_one_without_the_feature(
+    tmp_path: Path, damage: Callable[[ir.Node], None]
+) -> None:
+    model = decoder(softcap=50.0)
+    for node in [node for node in model.graph if node.domain == "com.microsoft"]:
+        damage(node)
+    file = written(tmp_path / "made", model, attn_logit_softcapping=50.0)
+    read = load_decoder(file, file.parent)
+    assert read.info.buffer_least == 0
+    if damage is lose_inputs:
+        assert not read.info.right_padding
+    if damage in (change_the_types_of_attributes, become_a_softmax_without_inputs):
+        assert "does not apply the soft cap of 50" in read.notices[0]
 
 
 def test_rows_may_be_padded_on_the_right_if_lengths_are_sums_of_the_mask(tmp_path: Path) -> None:
@@ -180,7 +229,7 @@ def test_a_window_that_the_graph_ignores_limits_sequences(tmp_path: Path) -> Non
         ((-1, -1), {"sliding_window": 4096}, 64),
     ],
 )
-def test_the_window_must_be_in_as_many_layers_as_the_configuration_states(
+def test_as_many_layers_must_have_the_window_as_the_configuration_states(
     tmp_path: Path, windows: tuple[int, int], config: dict[str, object], tokens: int
 ) -> None:
     file = written(tmp_path / "made", decoder(windows=windows), **config)

@@ -1,4 +1,4 @@
-"""Load decoders from other exporters."""
+"""Load decoders from other exporters, and describe their inputs, caches and limits."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ import onnx_ir as ir
 from topw_deploy.dtypes import FLOATS
 from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
 from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.foreign.limits import lost_soft_cap, sequence_limit, window_of
+from topw_deploy.export.foreign.limits import (
+    lost_soft_cap,
+    number_attribute,
+    optional_input,
+    sequence_limit,
+    window_of,
+)
 from topw_deploy.export.graph.editor import external_files, find_input, initializer_tensors, required_input
 from topw_deploy.export.source.configuration import read_json, text_part
 from topw_deploy.export.tail.spec import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.manifest import MOST_TOKENS, DecoderInfo, State, key_value_states
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
-# It takes one length per row, so it silently misplaces left-padded rows, and it writes the cache in place.
+# This operator writes the cache in place. It takes one length per row, so it silently misplaces left-padded rows.
 IN_PLACE = "GroupQueryAttention"
-_LENGTHS = 5  # the operator's input seqlens_k: row lengths - 1
-_AFTER_SUM = ("Cast", "Sub", "Squeeze")  # allowed between the mask's row sum and seqlens_k
-_ATTENTION = (IN_PLACE, "Attention")
+_LENGTHS_INPUT = 5  # index of the operator's input seqlens_k: row lengths - 1
+_BETWEEN_SUM_AND_LENGTHS = ("Cast", "Sub", "Squeeze")  # operators from the sum of a mask's row to seqlens_k
+_ATTENTION_OPERATORS = (IN_PLACE, "Attention")
 # Inputs of unsupported layouts, and how to build the supported one.
 _OTHER_LAYOUTS = {
     "key_cache.0": "mobius's static cache; build it without --static-cache",
@@ -32,11 +38,13 @@ _OTHER_LAYOUTS = {
 
 
 def load_decoder(file: Path, folder: Path) -> Decoder:
-    """Load the decoder in ONNX `file`, with its weights left in their files and its configuration from `folder`.
+    """Load the decoder in the ONNX file `file`. Its weights stay in their files.
 
-    The decoder's notices state missing model features and sequence limits (limits.py).
-    Raises SourceError for an unreadable file or data file, UnsupportedModelError unless inputs are input_ids,
-    attention_mask, (position_ids), past_key_values.{i}.key|value, and outputs logits, present.{i}.key|value.
+    folder: has config.json or genai_config.json.
+    The decoder's notices name features that the graph lacks, and limits of the sequence's length (see `limits`).
+    Raises SourceError if the file or a data file cannot be read. Raises UnsupportedModelError unless the inputs are
+    input_ids, attention_mask, (position_ids) and past_key_values.{i}.key|value, and the outputs logits and
+    present.{i}.key|value.
     """
     try:
         model = ir.load(file)
@@ -45,8 +53,8 @@ def load_decoder(file: Path, folder: Path) -> Decoder:
         raise SourceError(
             f"{file} cannot be read as ONNX ({type(error).__name__}: {reason}); export it again."
         ) from error
-    _check_data(model, file)
-    _check_functions(model)
+    _check_data_files(model, file)
+    _check_recursion(model)
     _check_opset(model, file)
     _check_names(model.graph, file)
     info, notices = _describe(model.graph, folder)
@@ -54,13 +62,22 @@ def load_decoder(file: Path, folder: Path) -> Decoder:
 
 
 class _Configuration:
+    """What the files beside a decoder state about its model.
+
+    text: config.json, or its part for text; {} without the file.
+    genai: the part `model` of genai_config.json, and `decoder` the part `decoder` of it; {} without the file.
+    """
+
     def __init__(self, folder: Path) -> None:
         self.text = text_part(read_json(folder / "config.json"))
         self.genai = _object(read_json(folder / "genai_config.json"), "model")
         self.decoder = _object(self.genai, "decoder")
 
     def count(self, *names: str) -> int | None:
-        """The first of the settings `names` with an integer value. Raises UnsupportedModelError if out of range."""
+        """The first of the settings `names` that is an integer, or None.
+
+        Raises UnsupportedModelError if it is out of range.
+        """
         for name in names:
             for where in (self.text, self.decoder, self.genai):
                 value = where.get(name)
@@ -74,9 +91,10 @@ class _Configuration:
         return None
 
     def head_dim(self) -> int | None:
-        given = self.count("head_dim", "head_size")
-        if given:
-            return given
+        """The elements of one head, or None if no setting gives them."""
+        stated = self.count("head_dim", "head_size")
+        if stated:
+            return stated
         hidden, heads = self.count("hidden_size", "n_embd"), self.count("num_attention_heads", "n_head")
         return hidden // heads if hidden and heads else None
 
@@ -86,8 +104,9 @@ def _object(data: dict[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _check_data(model: ir.Model, file: Path) -> None:
-    for node in _nodes(model):
+def _check_data_files(model: ir.Model, file: Path) -> None:
+    """Raise SourceError unless `file` and files of its folder hold all bytes of all weights."""
+    for node in _all_nodes(model):
         if any(isinstance(tensor, ir.ExternalTensor) for tensor in _attribute_tensors(node)):
             raise SourceError(
                 f"{file} keeps an attribute of the node {node.name or node.op_type!r:.60} in another file, but only "
@@ -107,21 +126,22 @@ def _check_data(model: ir.Model, file: Path) -> None:
     sizes = {location: path.stat().st_size for location, path in external_files(model).items()}
     for tensor in initializer_tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
-            _check_place(tensor, sizes[str(tensor.location)], file)
+            _check_range(tensor, sizes[str(tensor.location)], file)
 
 
-def _check_place(tensor: ir.ExternalTensor, size: int, file: Path) -> None:
+def _check_range(tensor: ir.ExternalTensor, size: int, file: Path) -> None:
+    """Raise SourceError unless `tensor` lies inside its data file of `size` bytes."""
     start, needed = tensor.offset or 0, int(tensor.nbytes)
     length = needed if tensor.length is None else tensor.length
     if min(start, needed, *map(int, tensor.shape)) < 0 or length < needed or start + length > size:
         raise SourceError(
-            f"{file} keeps the {needed} bytes of {tensor.name!r:.60} in {length} bytes from {start} on of "
-            f"{tensor.location}, which has {size}; fetch it again."
+            f"{file} keeps the {needed} bytes of {tensor.name!r:.60} in {length} bytes at offset {start} of "
+            f"{tensor.location}, which has {size} bytes; fetch it again."
         )
 
 
-def _check_functions(model: ir.Model) -> None:
-    """Refuse functions that call themselves, directly or not."""
+def _check_recursion(model: ir.Model) -> None:
+    """Raise UnsupportedModelError for a function that calls itself, directly or through others."""
     calls = {
         key: {node.op_identifier() for node in body.all_nodes()} & model.functions.keys()
         for key, body in model.functions.items()
@@ -135,7 +155,8 @@ def _check_functions(model: ir.Model) -> None:
             del calls[key]
 
 
-def _nodes(model: ir.Model) -> Iterator[ir.Node]:
+def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """The nodes of the graph and of the functions, including those in subgraphs."""
     yield from model.graph.all_nodes()
     for function in model.functions.values():
         yield from function.all_nodes()
@@ -159,29 +180,34 @@ def _check_opset(model: ir.Model, file: Path) -> None:
 
 
 def _check_names(graph: ir.Graph, file: Path) -> None:
-    names = {value.name for value in graph.inputs}
+    """Raise UnsupportedModelError unless inputs and outputs have the names that `load_decoder` lists."""
+    inputs = {value.name for value in graph.inputs}
     outputs = {value.name for value in graph.outputs}
-    layers = {match[1] for name in names if (match := PAST.fullmatch(name or ""))}
-    needed = {"input_ids", "attention_mask"} | _cache_names("past_key_values", layers)
-    produced = {"logits"} | _cache_names("present", layers)
-    missing = sorted(needed - names) + sorted(produced - outputs) or ([] if layers else ["past_key_values.0.key"])
-    other = sorted(str(name) for name in names - needed - {"position_ids"})
+    layers = {match[1] for name in inputs if (match := PAST.fullmatch(name or ""))}
+    needed_inputs = {"input_ids", "attention_mask"} | _cache_names("past_key_values", layers)
+    needed_outputs = {"logits"} | _cache_names("present", layers)
+    missing = sorted(needed_inputs - inputs) + sorted(needed_outputs - outputs)
+    if not layers:
+        missing = missing or ["past_key_values.0.key"]
+    unknown = sorted(str(name) for name in inputs - needed_inputs - {"position_ids"})
     for name, layout in _OTHER_LAYOUTS.items():
-        if name in names:
+        if name in inputs:
             raise UnsupportedModelError(f"{file} has the input {name}, which belongs to {layout}.")
-    if missing or other:
-        what = f"lacks {missing[0]}" if missing else f"has the unknown input {other[0]}"
+    if missing or unknown:
+        fault = f"lacks {missing[0]}" if missing else f"has the unknown input {unknown[0]}"
         raise UnsupportedModelError(
-            f"{file} {what}; export the decoder as text-generation-with-past, with the usual names of "
+            f"{file} {fault}; export the decoder as text-generation-with-past, with the usual names of "
             "inputs and outputs."
         )
 
 
 def _cache_names(prefix: str, layers: set[str]) -> set[str]:
+    """The names of the keys and values of `layers`."""
     return {f"{prefix}.{layer}.{kind}" for layer in layers for kind in ("key", "value")}
 
 
 def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
+    """The description of the decoder, and its notices. Sets the sizes of the cache in the graph's signature."""
     config = _Configuration(folder)
     layers = sum(1 for value in graph.inputs if PAST.fullmatch(value.name or "")) // 2
     states: list[State] = []
@@ -201,8 +227,8 @@ def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
     notices = list(limit.notices)
     if (cap := lost_soft_cap(graph, config.text)) is not None:
         notices.append(
-            f"the decoder does not apply the soft cap of {cap:g} on attention scores that its config.json states, so "
-            "its logits differ from the model's"
+            f"the decoder does not apply the soft cap of {cap:g} on attention scores that config.json states, so its "
+            "logits differ from the model's"
         )
     in_place = is_written_in_place(graph)
     operators = {node.op_type for node in graph}
@@ -215,15 +241,16 @@ def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
         context_length=limit.tokens,
         left_padding=IN_PLACE not in operators,
         weights_dtype=_weights_dtype(graph),
-        attention=next((name for name in _ATTENTION if name in operators), ""),
+        attention=next((name for name in _ATTENTION_OPERATORS if name in operators), ""),
         ragged_chunks=not in_place,
         right_padding=in_place and takes_right_padding(graph),
-        buffer_least=max((kept_window(node) for node in graph), default=0),
+        buffer_least=max((state_window(node) for node in graph), default=0),
     )
     return info, notices
 
 
 def _cache_size(value: ir.Value, axis: int, configured: int | None) -> int:
+    """The size of `axis` of the cache input `value`: as its shape states it, else as configured."""
     size = value.shape[axis] if value.shape is not None and len(value.shape) == 4 else None
     if isinstance(size, int):
         return size
@@ -236,6 +263,7 @@ def _cache_size(value: ir.Value, axis: int, configured: int | None) -> int:
 
 
 def _fix_cache_sizes(graph: ir.Graph, layer: int, heads: int, dim: int) -> None:
+    """Write numbers of heads and elements into the shapes of the cache inputs and outputs of `layer`."""
     names = _cache_names("past_key_values", {str(layer)}) | _cache_names("present", {str(layer)})
     for value in (*graph.inputs, *graph.outputs):
         shape = value.shape
@@ -244,6 +272,7 @@ def _fix_cache_sizes(graph: ir.Graph, layer: int, heads: int, dim: int) -> None:
 
 
 def _weights_dtype(graph: ir.Graph) -> str:
+    """The type of most bytes of weights."""
     sizes: dict[str, int] = {}
     for value in graph.initializers.values():
         if value.const_value is not None:
@@ -270,24 +299,26 @@ def is_written_in_place(graph: ir.Graph) -> bool:
 
 
 def takes_right_padding(graph: ir.Graph) -> bool:
-    """Whether every GroupQueryAttention takes the mask's row sums as lengths.
+    """Whether every GroupQueryAttention takes its row lengths from the sums of the mask's rows.
 
     False if a node caches only a window: such a node places all rows by the longest one, or fails.
     """
     mask = find_input(graph, "attention_mask")
     nodes = [node for node in graph if node.op_type == IN_PLACE]
-    return bool(nodes) and all(not kept_window(node) and _sums_rows(node.inputs[_LENGTHS], mask) for node in nodes)
+    lengths = [optional_input(node, _LENGTHS_INPUT) for node in nodes]
+    return bool(nodes) and not any(map(state_window, nodes)) and all(_sums_rows(value, mask) for value in lengths)
 
 
-def kept_window(node: ir.Node) -> int:
+def state_window(node: ir.Node) -> int:
     """The number of tokens to which the node limits its cache; 0 for no limit."""
-    keeps = node.attributes.get("sliding_window_cache")
-    return node.attributes["local_window_size"].as_int() if keeps is not None and keeps.as_int() else 0
+    window = number_attribute(node, "local_window_size")
+    return int(window) if number_attribute(node, "sliding_window_cache") and 0 < window <= MOST_TOKENS else 0
 
 
 def _sums_rows(value: ir.Value | None, mask: ir.Value | None) -> bool:
+    """Whether `value` is computed from the sums of the rows of `mask` alone."""
     node = value.producer() if value is not None else None
-    while node is not None and node.op_type in _AFTER_SUM:
-        source = node.inputs[0]
+    while node is not None and node.op_type in _BETWEEN_SUM_AND_LENGTHS:
+        source = optional_input(node, 0)
         node = source.producer() if source is not None else None
-    return node is not None and node.op_type == "ReduceSum" and mask is not None and node.inputs[0] is mask
+    return node is not None and node.op_type == "ReduceSum" and mask is not None and optional_input(node, 0) is mask
