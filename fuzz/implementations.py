@@ -62,7 +62,7 @@ def open_torch(visit: Visit, bound: np.ndarray | None) -> Answerer:
     try:
         import torch
 
-        from topw_deploy.sampling.torch import Stage, TensorGeometry, crop_rows
+        from topw_deploy.sampling.torch import CropStage, TensorGeometry, crop_rows
     except ImportError as error:
         raise Absent(str(error)) from error
     torch.set_num_threads(1)
@@ -84,7 +84,7 @@ def open_torch(visit: Visit, bound: np.ndarray | None) -> Answerer:
             Answer(
                 found.ids[i, : found.kept[i]].numpy(),
                 bool(found.certified[i]),
-                Stage(int(found.stage[i])).name.lower(),
+                CropStage(int(found.stage[i])).name.lower(),
                 int(found.distances[i]),
                 int(found.distances_avoided[i]),
             )

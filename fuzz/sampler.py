@@ -21,7 +21,7 @@ from benchmarks.common import machine, table
 from fuzz.implementations import ADAPTERS, Absent, Answer, Answerer
 from tests.support.rows import LOGPROB_BOUND, Case, explanation, reference
 from tests.support.sampler_cases import ALL, Size, Visit, visits
-from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TieBounds
+from topw_deploy.sampling import FLOAT64_TIES, Geometry, SampledRow, TieBounds
 
 _MASS_BOUND = 1e-6  # relative: double sums rounded to float32
 _SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a crop with negative geom_scale may have less
@@ -52,7 +52,7 @@ class Side:
     explained: Counter[str] = field(default_factory=Counter)
     unexplained: list[str] = field(default_factory=list)
 
-    def add(self, case: Case, wanted: Row, found: Answer, label: str) -> None:
+    def add(self, case: Case, wanted: SampledRow, found: Answer, label: str) -> None:
         """Compare one row."""
         regime = _regime(case)
         self.stages[regime, found.stage] += 1
@@ -67,7 +67,7 @@ class Side:
                 self.explained[f"{difference}: {reason}"] += 1
 
 
-def differences(wanted: Row, found: Answer) -> Iterator[str]:
+def differences(wanted: SampledRow, found: Answer) -> Iterator[str]:
     """The differences: in the certificate, in the kept ids and their order, or otherwise in the draw."""
     if found.certified != wanted.certified:
         yield "certified"
@@ -139,7 +139,7 @@ def compare(
             side.add(case, row, answer, f"{name} {label}")
 
 
-def _allowed(row: Row, bounds: TieBounds) -> bool:
+def _allowed(row: SampledRow, bounds: TieBounds) -> bool:
     return any(explanation(difference, row, bounds, pool_cut=False) for difference in ("kept set", "certified"))
 
 
