@@ -44,9 +44,9 @@ def sampler_manifest(scratch: Path) -> Loader:
 
 def folder(scratch: Path) -> Loader:
     """The first byte chooses the file. onnxruntime does not run: it is no part of this package."""
-    from topw_deploy.runtime.chat import load_template
+    from topw_deploy.runtime.chat import load_chat_template
     from topw_deploy.runtime.folder import ModelFolder
-    from topw_deploy.runtime.generation_config import bos_token, model_defaults
+    from topw_deploy.runtime.generation_config import read_bos_token_id, read_model_defaults
     from topw_deploy.runtime.tokenizer import Tokenizer
 
     place = exported(scratch)
@@ -67,9 +67,9 @@ def folder(scratch: Path) -> Loader:
         put(place, names[data[0] % len(names)], data[1:])
         opened = ModelFolder(place, DecoderManifest)
         tokenizer = Tokenizer(opened)
-        model_defaults(opened, tokenizer)
-        bos_token(opened, tokenizer)
-        template = load_template(opened, tokenizer)
+        read_model_defaults(opened, tokenizer)
+        read_bos_token_id(opened, tokenizer)
+        template = load_chat_template(opened, tokenizer)
         if template is not None:
             template.render(MESSAGES)
 
@@ -169,7 +169,7 @@ def graph(scratch: Path) -> Loader:
 
 
 def stamp(scratch: Path) -> Loader:
-    from topw_deploy.tensorrt.stamp import read as read_stamp
+    from topw_deploy.tensorrt.stamp import read_stamp
 
     path = scratch / "gpu.json"
     sizes = {"least": 1, "usual": 2, "most": 4}

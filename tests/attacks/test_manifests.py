@@ -14,7 +14,7 @@ from tests.support.attacks import many_names, put, refused, sparse
 from topw_deploy.errors import ManifestError, TensorRTError
 from topw_deploy.manifest import MANIFEST_NAME, load_manifest
 from topw_deploy.runtime import TopWModel
-from topw_deploy.tensorrt.stamp import read
+from topw_deploy.tensorrt.stamp import read_stamp
 
 BOMBS: dict[str, tuple[bytes, str]] = {
     "lists in lists": (b"[" * 1_000_000, "is not JSON"),
@@ -81,13 +81,13 @@ def test_a_bomb_in_another_file_is_refused(folder: Path, name: str, content: byt
 def test_a_stamp_that_is_a_bomb_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "gpu.json").write_bytes(content)
     with refused(TensorRTError, "is not an engine's stamp"):
-        read(tmp_path / "gpu.json")
+        read_stamp(tmp_path / "gpu.json")
 
 
 def test_a_stamp_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
     sparse(tmp_path / "gpu.json", 1 << 40)
     with refused(TensorRTError, "larger than 1048576 bytes"):
-        read(tmp_path / "gpu.json")
+        read_stamp(tmp_path / "gpu.json")
 
 
 @pytest.mark.parametrize(
@@ -96,4 +96,4 @@ def test_a_stamp_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
 def test_a_stamp_that_names_another_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "gpu.json").write_text(json.dumps({"format_version": 1, "engine": name}))
     with refused(TensorRTError, r"engine is .*, not (the name of an \.engine file in the same folder|a line of text)"):
-        read(tmp_path / "gpu.json")
+        read_stamp(tmp_path / "gpu.json")

@@ -41,7 +41,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     paths = {name: Path(request[name]) for name in ("out", "timing_cache") if name in request}
     try:
         built = build_engine(TensorRTRequest(**{**request, **paths}), Progress(bar=bar))
-        path, stamp = engines.fitting(paths["out"], engines.this_machine(built.stamp.tensorrt))
+        path, stamp = engines.find_fitting_engine(paths["out"], engines.this_platform(built.stamp.tensorrt))
     except TopWError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"stamp": dataclasses.asdict(stamp), "path": str(path), "shown": shown, "opened": opened(path)}
@@ -49,9 +49,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def opened(path: Path) -> str:
     """TensorRT's answer; without a GPU it reports the missing driver."""
-    trt = api.load()
+    trt = api.load_tensorrt()
     logger = api.new_logger(trt)
-    runtime = api.create(trt, "Runtime", logger)
+    runtime = api.create_object(trt, "Runtime", logger)
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
         engine = runtime.deserialize_cuda_engine(view)
     return "an engine" if engine is not None else api.first_error(logger)
@@ -59,7 +59,7 @@ def opened(path: Path) -> str:
 
 def main() -> None:
     driver.query_driver = lambda: GPU
-    trt = api.load()
+    trt = api.load_tensorrt()
     del trt.IStreamWriter  # missing in TensorRT-RTX
     requests = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     Path(sys.argv[2]).write_text(json.dumps([answer(request) for request in requests]), encoding="utf-8")

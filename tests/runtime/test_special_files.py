@@ -20,9 +20,9 @@ from topw_deploy.errors import ManifestError, TensorRTError, TopWError
 from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, check_hashes, load_manifest
 from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.tensorrt.engines import stamps
+from topw_deploy.tensorrt.engines import stamp_paths
 from topw_deploy.tensorrt.model_file import read_model
-from topw_deploy.tensorrt.stamp import read
+from topw_deploy.tensorrt.stamp import read_stamp
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
 EVERY = {**SPECIAL, **OTHERS}
@@ -136,9 +136,9 @@ def test_engines_and_stamps_are_regular_files(folder: Path, kind: str) -> None:
     (folder / "engines").mkdir()
     put(kind, folder / "engines" / "gpu.json")
     put(kind, folder / "engines" / "gpu.engine")
-    (stamp,) = [path for path in stamps(folder) if path.stem == "gpu"]
+    (stamp,) = [path for path in stamp_paths(folder) if path.stem == "gpu"]
     with no_hang(), pytest.raises(TensorRTError, match="it is not a file in the folder"):
-        read(stamp)
+        read_stamp(stamp)
     with no_hang():
         outcome = CliRunner().invoke(inspect, [str(folder)])
     assert "it is not a file in the folder" in outcome.output
@@ -155,7 +155,7 @@ def test_a_folder_of_engines_that_is_none_is_not_used(folder: Path, tmp_path: Pa
     else:
         put(kind, folder / "engines")
     with no_hang():
-        assert stamps(folder) == []
+        assert stamp_paths(folder) == []
         outcome = CliRunner().invoke(inspect, [str(folder)])
     said = outcome.output + str(outcome.exception)
     assert "is a symbolic link, but engines must be in the folder itself" in said or "engines is a" in said

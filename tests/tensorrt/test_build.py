@@ -1,4 +1,4 @@
-"""Building an engine: configuration, files written or left by a failure."""
+"""Building an engine: TensorRT's configuration, the written files, and what a failed build leaves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from topw_deploy.progress import Progress
 from topw_deploy.tensorrt import plugin_choice
 from topw_deploy.tensorrt.build import build_engine
 from topw_deploy.tensorrt.request import TensorRTRequest
-from topw_deploy.tensorrt.stamp import read
+from topw_deploy.tensorrt.stamp import read_stamp
 
 
 def written(out: Path) -> list[str]:
@@ -35,7 +35,7 @@ def written(out: Path) -> list[str]:
 
 def test_an_engine_lies_beside_a_stamp_that_says_what_it_is(trt: TensorRT, out: Path) -> None:
     built = build(out, max_batch=4, max_sequence=32, max_edits=64, workspace=1 << 20)
-    stamp = read(built.path.with_suffix(".json"))
+    stamp = read_stamp(built.path.with_suffix(".json"))
     assert stamp == built.stamp
     data = built.path.read_bytes()
     assert (stamp.size, stamp.sha256) == (len(data), hashlib.sha256(data).hexdigest())
@@ -210,7 +210,7 @@ def test_the_installed_library_serves_where_python_cannot(
     built = build(out)
     assert (built.stamp.plugin, trt.registry.libraries) == ("library", [str(path)])
     trt.registry.all_creators.clear()
-    plugin_choice.prepare("python", BUILT_WITH, trt.module)  # either plugin runs the other's engines
+    plugin_choice.register_plugin_of("python", BUILT_WITH, trt.module)  # either plugin runs the other's engines
     assert trt.registry.libraries == [str(path)] * 2
 
 
@@ -251,7 +251,7 @@ def test_an_interrupt_while_building_leaves_the_earlier_engine(trt: TensorRT, ou
     (engine,) = out.glob("engines/*.engine")
     assert engine.read_bytes() == before
     assert len(written(out)) == 2
-    assert read(engine.with_suffix(".json")).most_batch == 1
+    assert read_stamp(engine.with_suffix(".json")).most_batch == 1
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -300,6 +300,22 @@ def test_a_stamp_that_cannot_be_written_leaves_no_part_of_it(
     with pytest.raises(TensorRTError, match="No space left on device"):
         build(out)
     assert written(out) == ["double-gpu-sm90-tensorrt10.16.1.11.engine"]  # unused without its stamp
+
+
+def test_timings_that_cannot_be_written_are_named(
+    trt: TensorRT, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_ = os.replace
+
+    def refuse_timings(source: Any, target: Any) -> None:
+        if Path(target).name == "timings":
+            raise OSError(28, "No space left on device")
+        replace_(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse_timings)
+    with pytest.raises(TensorRTError, match=r"the timing cache .*timings cannot be written: No space left on device"):
+        build(out, timing_cache=tmp_path / "timings")
+    assert written(out) == []
 
 
 def test_a_closed_terminal_is_no_full_disk(trt: TensorRT, out: Path) -> None:

@@ -15,11 +15,11 @@ from tests.support.tensorrt_double import TensorRT
 from topw_deploy.errors import TensorRTError
 from topw_deploy.plugins import driver
 from topw_deploy.tensorrt.build import BuiltEngine, build_engine
-from topw_deploy.tensorrt.engines import Machine, fitting, has_engines, this_machine
+from topw_deploy.tensorrt.engines import EnginePlatform, find_fitting_engine, has_engines, this_platform
 from topw_deploy.tensorrt.request import TensorRTRequest
-from topw_deploy.tensorrt.stamp import read
+from topw_deploy.tensorrt.stamp import read_stamp
 
-HERE = Machine("10.16.1.11", "Double GPU", 90)
+HERE = EnginePlatform("10.16.1.11", "Double GPU", 90)
 
 
 @pytest.fixture
@@ -34,40 +34,42 @@ def rewrite(built: BuiltEngine, **changes: Any) -> None:
 
 
 def test_an_engine_that_fits_is_found(built: BuiltEngine, out: Path) -> None:
-    assert fitting(out, HERE) == (built.path, built.stamp)
-    assert this_machine("10.16.1.11") == HERE
+    assert find_fitting_engine(out, HERE) == (built.path, built.stamp)
+    assert this_platform("10.16.1.11") == HERE
 
 
 def test_of_several_the_one_that_fits_is_found(trt: TensorRT, gpu: Gpu, built: BuiltEngine, out: Path) -> None:
     gpu.name, gpu.architecture = "A GPU with a name before the other's", 87
     other = build_engine(TensorRTRequest(out=out))
-    assert fitting(out, HERE)[0] == built.path
-    assert fitting(out, this_machine("10.16.1.11"))[0] == other.path
+    assert find_fitting_engine(out, HERE)[0] == built.path
+    assert find_fitting_engine(out, this_platform("10.16.1.11"))[0] == other.path
     with pytest.raises(TensorRTError, match=r"was built for A GPU .*; .*was built for Double GPU .*; build one with"):
-        fitting(out, Machine("10.16.1.11", "Third GPU", 90))
+        find_fitting_engine(out, EnginePlatform("10.16.1.11", "Third GPU", 90))
 
 
 @pytest.mark.parametrize(
     ("machine", "message"),
     [
-        (Machine("10.15.1", "Double GPU", 90), "was built by TensorRT 10.16.1.11, but this is 10.15.1"),
-        (Machine("10.16.1.11", "Other", 90), r"was built for Double GPU \(sm_90\), but this is Other \(sm_90\)"),
+        (EnginePlatform("10.15.1", "Double GPU", 90), "was built by TensorRT 10.16.1.11, but this is 10.15.1"),
+        (EnginePlatform("10.16.1.11", "Other", 90), r"was built for Double GPU \(sm_90\), but this is Other \(sm_90\)"),
         (
-            Machine("10.16.1.11", "Double GPU", 87),
+            EnginePlatform("10.16.1.11", "Double GPU", 87),
             r"was built for .* \(sm_90\), but this is .* \(sm_87\)",
         ),
     ],
 )
-def test_an_engine_of_another_machine_is_refused(built: BuiltEngine, out: Path, machine: Machine, message: str) -> None:
+def test_an_engine_of_another_machine_is_refused(
+    built: BuiltEngine, out: Path, machine: EnginePlatform, message: str
+) -> None:
     with pytest.raises(TensorRTError, match=rf"engines/double-gpu\S+ {message}; build one with `topw build-engine "):
-        fitting(out, machine)
+        find_fitting_engine(out, machine)
 
 
 def test_an_engine_of_another_export_is_refused(built: BuiltEngine, out: Path) -> None:
     manifest = out / "topw_manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
     with pytest.raises(TensorRTError, match="was built from another export than this folder's"):
-        fitting(out, HERE)
+        find_fitting_engine(out, HERE)
 
 
 def cut_short(engine: Path) -> None:
@@ -97,7 +99,7 @@ def test_a_damaged_engine_is_refused(
 ) -> None:
     damage(built.path)
     with pytest.raises(TensorRTError, match=message):
-        fitting(out, HERE)
+        find_fitting_engine(out, HERE)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_a_damaged_engine_is_refused(
 def test_a_malformed_stamp_is_refused(built: BuiltEngine, out: Path, changes: dict[str, Any], message: str) -> None:
     rewrite(built, **changes)
     with pytest.raises(TensorRTError, match=f"is not an engine's stamp .*{message}.*; build one with"):
-        fitting(out, HERE)
+        find_fitting_engine(out, HERE)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +150,9 @@ def test_what_is_no_stamp_at_all_is_refused(built: BuiltEngine, out: Path, data:
     path = built.path.with_suffix(".json")
     path.write_bytes(data)
     with pytest.raises(TensorRTError, match=rf"is not an engine's stamp \({message}\)\.$"):
-        read(path)
+        read_stamp(path)
     with pytest.raises(TensorRTError, match=r"\); build one with"):
-        fitting(out, HERE)
+        find_fitting_engine(out, HERE)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_a_stamp_that_is_no_file_of_the_folder_is_refused(
     with pytest.raises(
         TensorRTError, match=r"is not an engine's stamp \(it is not a file in the folder\); build one with"
     ):
-        fitting(out, HERE)
+        find_fitting_engine(out, HERE)
 
 
 def test_an_engine_without_a_stamp_was_never_finished(built: BuiltEngine, out: Path) -> None:
@@ -174,18 +176,18 @@ def test_an_engine_without_a_stamp_was_never_finished(built: BuiltEngine, out: P
     with pytest.raises(
         TensorRTError, match=r"^engines/double-gpu\S+ has no stamp, as after an interrupted build; build one"
     ):
-        fitting(out, HERE)
+        find_fitting_engine(out, HERE)
 
 
 def test_a_folder_without_engines(out: Path) -> None:
     assert not has_engines(out)
     with pytest.raises(TensorRTError, match="has no engine; build one with"):
-        fitting(out, HERE)
+        find_fitting_engine(out, HERE)
 
 
 def test_a_gpu_that_is_not_there_is_named(trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TensorRTError, match="device 1 was requested, but there are 1 GPUs"):
-        this_machine("10.16.1.11", 1)
+        this_platform("10.16.1.11", 1)
     monkeypatch.setattr(driver, "query_driver", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
     with pytest.raises(TensorRTError, match="there is no NVIDIA driver; see `topw plugins show`"):
-        this_machine("10.16.1.11")
+        this_platform("10.16.1.11")

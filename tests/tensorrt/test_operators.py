@@ -11,8 +11,8 @@ import pytest
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from topw_deploy.tensorrt.model_file import read_model
-from topw_deploy.tensorrt.operators import refusal
-from topw_deploy.tensorrt.scope import walk
+from topw_deploy.tensorrt.operators import refusal_reason
+from topw_deploy.tensorrt.scope import walk_nodes
 
 FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
 
@@ -22,7 +22,7 @@ def refusals(folder: Path, nodes: Sequence[NodeProto], inputs: dict[str, tuple[i
     stored = [numpy_helper.from_array(np.array([4000]), "many"), numpy_helper.from_array(np.array([64]), "few")]
     graph = helper.make_graph(list(nodes), "g", values, [], [*stored, numpy_helper.from_array(np.uint8([1]), "bytes")])
     onnx.save(helper.make_model(graph), folder / "model.onnx")
-    found = (refusal(node, scope) for node, scope in walk(read_model(folder / "model.onnx").graph))
+    found = (refusal_reason(node, scope) for node, scope in walk_nodes(read_model(folder / "model.onnx").graph))
     return [each for each in found if each is not None]
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from topw_deploy.errors import TensorRTError
 from topw_deploy.manifest import TensorSpec
-from topw_deploy.tensorrt.profiles import Profile, Range, preferred, profiles
+from topw_deploy.tensorrt.profiles import Profile, Range, find_profile, make_profiles
 
-BOTH = profiles("both", max_batch=4, max_sequence=32, max_edits=8)
+BOTH = make_profiles("both", max_batch=4, max_sequence=32, max_edits=8)
 
 
 @pytest.mark.parametrize(
@@ -24,15 +24,15 @@ BOTH = profiles("both", max_batch=4, max_sequence=32, max_edits=8)
     ],
 )
 def test_a_run_takes_the_first_profile_that_holds_it(shape: tuple[int, int, int], name: str | None) -> None:
-    found = preferred(BOTH, *shape)
+    found = find_profile(BOTH, *shape)
     assert (None if found is None else BOTH[found].name) == name
 
 
 def test_an_engine_for_prompts_decodes_too_and_one_for_decoding_takes_one_token() -> None:
-    (prefill,) = profiles("prefill", max_batch=1, max_sequence=32, max_edits=8)
-    (decode,) = profiles("decode", max_batch=1, max_sequence=32, max_edits=8)
-    assert prefill.holds(1, 1, 0)
-    assert not decode.holds(1, 2, 0)
+    (prefill,) = make_profiles("prefill", max_batch=1, max_sequence=32, max_edits=8)
+    (decode,) = make_profiles("decode", max_batch=1, max_sequence=32, max_edits=8)
+    assert prefill.covers(1, 1, 0)
+    assert not decode.covers(1, 2, 0)
 
 
 def test_a_small_bound_on_edits_is_what_is_tuned_for() -> None:

@@ -21,8 +21,8 @@ from topw_deploy.manifest import (
 )
 from topw_deploy.sampling.rules import RULES
 from topw_deploy.sizes import binary_size
-from topw_deploy.tensorrt.engines import misplaced, stamps, unfinished
-from topw_deploy.tensorrt.stamp import FOLDER, read
+from topw_deploy.tensorrt.engines import folder_problem, stamp_paths, unfinished_engines
+from topw_deploy.tensorrt.stamp import FOLDER, read_stamp
 
 _FORMS = {
     "concat": "past in, past plus new tokens out",
@@ -77,9 +77,9 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
 def _engines(folder: Path) -> Iterator[str]:
     """One row per engine, including engines for other machines."""
     rows: list[tuple[str, object]] = []
-    for path in stamps(folder):
+    for path in stamp_paths(folder):
         try:
-            stamp = read(path)
+            stamp = read_stamp(path)
         except TensorRTError as error:
             rows.append((path.name, str(error)))
             continue
@@ -87,8 +87,9 @@ def _engines(folder: Path) -> Iterator[str]:
         bounds = f"{stamp.most_batch} rows, {stamp.most_sequence} tokens and {stamp.most_edits} edits of each"
         sampler = "its function" if stamp.plugin == "none" else "the plugin"
         rows.append((stamp.engine, f"{binary_size(stamp.size)}, for {profiles}: {bounds}; sampled by {sampler}"))
-    rows += [(path.name, "not used: it has no stamp, so its build was interrupted") for path in unfinished(folder)]
-    if reason := misplaced(folder):
+    interrupted = "not used: it has no stamp, so its build was interrupted"
+    rows += [(path.name, interrupted) for path in unfinished_engines(folder)]
+    if reason := folder_problem(folder):
         rows.append((FOLDER, f"not used: {reason}"))
     if rows:
         yield from _section("engines", rows)

@@ -1,10 +1,10 @@
-"""Sort an exported graph's nodes by the target's support, before building.
+"""Checks before a build which nodes of an exported graph the target supports.
 
 Verdicts:
 - `native`: an operator of the target
-- `plugin`: the sampler node, for our TensorRT plugin or onnxruntime operator
-- `inlined`: a node of a function, or the call that its nodes replace
-- `unsupported`
+- `plugin`: the sampler node, which our TensorRT plugin or our operator for onnxruntime runs
+- `inlined`: a node of a function, or a call that the nodes of its function replace
+- `unsupported`: none of these
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from topw_deploy.plugins.tensorrt.node import INPUTS, TABLE_INPUTS, NodeAttribut
 from topw_deploy.tensorrt import operators
 from topw_deploy.tensorrt.api import ParserAnswer, ask_parser
 from topw_deploy.tensorrt.model_file import read_model
-from topw_deploy.tensorrt.scope import Scope, walk
+from topw_deploy.tensorrt.scope import Scope, walk_nodes
 from topw_deploy.versions import release
 
 SAMPLER = ("topw", "TopWSample")
@@ -33,13 +33,18 @@ VERDICTS = ("native", "plugin", "inlined", "unsupported")
 _NAMES = {"tensorrt": "TensorRT", "onnxruntime": "onnxruntime"}
 _ONNXRUNTIME_SINCE = {"GroupQueryAttention": (1, 23), "Attention": (1, 23), "TensorScatter": (1, 26)}
 _WINDOWS_SINCE = (1, 24)  # before 1.24, GroupQueryAttention's windows were a token too long
-_MOST_NODES, _MOST_CALLS = 1 << 20, 16
-Refusal = Callable[[Node, Scope], str | None]
+_MOST_NODES, _MOST_CALLS = 1 << 20, 16  # after inlining; depth of calls
+RefusalReason = Callable[[Node, Scope], str | None]
 
 
 @dataclass(frozen=True)
 class NodeVerdict:
-    """where: "graph", or the function with the node. verdict: one of VERDICTS. reason: a clause or ""."""
+    """The verdict on a node.
+
+    where: "graph", or the function that contains the node.
+    verdict: one of VERDICTS.
+    reason: a clause, or "".
+    """
 
     name: str
     operator: str
@@ -50,12 +55,13 @@ class NodeVerdict:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The verdicts on a folder.
+    """The verdicts on an exported folder.
 
-    needs: oldest target version with all operators, or "".
-    objections: problems of the whole graph.
-    parser: TensorRT's answer; None for the reason `not_asked`.
-    next_step: one line of advice.
+    needs: oldest version of the target that has all operators; "" for any.
+    objections: problems of the whole graph, a clause each.
+    parser: the answer of TensorRT's parser; None if it was not asked.
+    not_asked: the reason why the parser was not asked, or "".
+    next_step: what to do next, in one line.
     """
 
     folder: str
@@ -83,56 +89,59 @@ class CheckReport:
 
 
 def check(out: Path, target: str, *, ask: bool = True) -> CheckReport:
-    """Sort the nodes of an exported graph for `target`, one of manifest.TARGETS.
+    """Check the nodes of an exported graph for `target`, one of manifest.TARGETS.
 
-    ask: also run TensorRT's parser, if installed.
-    Raises ManifestError, TensorRTError for an unreadable graph, ParameterError for an unknown target.
+    ask: also run TensorRT's parser, if it is installed.
+
+    Raises ManifestError, TensorRTError for a graph that cannot be read, ParameterError for an unknown target.
     """
     if target not in TARGETS:
         raise ParameterError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}.", "target")
     manifest = load_manifest(out)
     model = read_model(out / MODEL_NAME)
     try:
-        nodes = tuple(_bounded(sort_nodes(model, target)))
-        needs, objections = _needs(model, target), tuple(_objections(model, target))
+        nodes = tuple(_limit_nodes(sort_nodes(model, target)))
+        needs, objections = _least_version(model, target), tuple(_graph_objections(model, target))
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise TensorRTError(
             f"{out / MODEL_NAME} has a node that is not valid in ONNX ({one_line(error, 100)}); export the model again."
         ) from None
-    answer, not_asked = _ask(out / MODEL_NAME) if ask and target == "tensorrt" else (None, "not wanted")
+    answer, not_asked = _ask_parser(out / MODEL_NAME) if ask and target == "tensorrt" else (None, "not wanted")
     report = CheckReport(str(out), target, nodes, needs, objections, answer, not_asked if answer is None else "", "")
-    return replace(report, next_step=_next_step(report, manifest, out))
+    return replace(report, next_step=_advise(report, manifest, out))
 
 
 def sort_nodes(model: Model, target: str) -> Iterator[NodeVerdict]:
-    """A verdict for every node of the graph and of called functions."""
-    refusal: Refusal = operators.refusal if target == "tensorrt" else _onnxruntime_refusal
-    for node, scope in walk(model.graph):
+    """Yield a verdict for every node of the graph and of the functions that it calls."""
+    refusal_reason: RefusalReason = operators.refusal_reason if target == "tensorrt" else _onnxruntime_refusal
+    for node, scope in walk_nodes(model.graph):
         if (node.domain, node.op_type) == SAMPLER:
-            yield from _sampler(node, scope, model, refusal)
+            yield from _sampler_verdicts(node, scope, model, refusal_reason)
         elif (node.domain, node.op_type) in model.functions:
             yield NodeVerdict(node.name, node.operator, "graph", "inlined")
-            yield from _inlined(node, scope, model, refusal)
+            yield from _inlined_verdicts(node, scope, model, refusal_reason)
         else:
-            yield _verdict(node, "graph", refusal(node, scope), "native")
+            yield _node_verdict(node, "graph", refusal_reason(node, scope), "native")
 
 
-def _sampler(node: Node, scope: Scope, model: Model, refusal: Refusal) -> Iterator[NodeVerdict]:
+def _sampler_verdicts(node: Node, scope: Scope, model: Model, refusal_reason: RefusalReason) -> Iterator[NodeVerdict]:
     body = model.functions.get(SAMPLER)
-    inlined = list(_bounded(_inlined(node, scope, model, refusal))) if body is not None else []
+    inlined = list(_limit_nodes(_inlined_verdicts(node, scope, model, refusal_reason))) if body is not None else []
     refused = [each for each in inlined if each.verdict == "unsupported"]
-    unserved = _plugin_refusal(node, scope) if refusal is operators.refusal else None
+    plugin_refusal = _plugin_refusal(node, scope) if refusal_reason is operators.refusal_reason else None
     if body is not None and not refused:
         verdict, reason = (
-            ("plugin", "") if unserved is None else ("inlined", f"the plugin does not support it: {unserved}")
+            ("plugin", "")
+            if plugin_refusal is None
+            else ("inlined", f"the plugin does not support it: {plugin_refusal}")
         )
         yield NodeVerdict(node.name, node.operator, "graph", verdict, reason)
         yield from inlined
         return
     reason = f"its function has {refused[0].operator}: {refused[0].reason}" if refused else "its function is missing"
-    if unserved is not None:
-        reason += f"; and the plugin does not support it: {unserved}"
-    yield NodeVerdict(node.name, node.operator, "graph", "plugin" if unserved is None else "unsupported", reason)
+    if plugin_refusal is not None:
+        reason += f"; and the plugin does not support it: {plugin_refusal}"
+    yield NodeVerdict(node.name, node.operator, "graph", "plugin" if plugin_refusal is None else "unsupported", reason)
 
 
 def _plugin_refusal(node: Node, scope: Scope) -> str | None:
@@ -147,13 +156,13 @@ def _plugin_refusal(node: Node, scope: Scope) -> str | None:
 
 
 def _last_size(node: Node, scope: Scope, index: int) -> int:
-    """The last size of input number `index`; 1 if unknown."""
+    """Size of the last axis of input number `index`; 1 if it is unknown."""
     shape = scope.shapes.get(node.inputs[index]) if len(node.inputs) > index else None
     return shape[-1] if shape and isinstance(shape[-1], int) else 1
 
 
-def _inlined(
-    node: Node, scope: Scope, model: Model, refusal: Refusal, callers: tuple[str, ...] = ()
+def _inlined_verdicts(
+    node: Node, scope: Scope, model: Model, refusal_reason: RefusalReason, callers: tuple[str, ...] = ()
 ) -> Iterator[NodeVerdict]:
     body = model.functions[node.domain, node.op_type]
     if node.operator in callers:
@@ -170,23 +179,26 @@ def _inlined(
         scope.within,
     )
     where = f"function {node.operator}"
-    for inner, around in walk(body, inside):
+    for inner, around in walk_nodes(body, inside):
         if (inner.domain, inner.op_type) in model.functions:
             yield NodeVerdict(inner.name, inner.operator, where, "inlined")
-            yield from _inlined(inner, around, model, refusal, (*callers, node.operator))
+            yield from _inlined_verdicts(inner, around, model, refusal_reason, (*callers, node.operator))
         else:
-            yield _verdict(inner, where, refusal(inner, around), "inlined")
+            yield _node_verdict(inner, where, refusal_reason(inner, around), "inlined")
 
 
-def _bounded(verdicts: Iterator[NodeVerdict]) -> Iterator[NodeVerdict]:
-    """A few functions that call each other twice can stand for any number of nodes."""
+def _limit_nodes(verdicts: Iterator[NodeVerdict]) -> Iterator[NodeVerdict]:
+    """The same verdicts. Raises TensorRTError for more than _MOST_NODES.
+
+    A few functions that each call another one twice can stand for any number of nodes.
+    """
     for number, verdict in enumerate(verdicts):
         if number == _MOST_NODES:
             raise TensorRTError(f"inlined, the graph has more than {_MOST_NODES} nodes; export the model again.")
         yield verdict
 
 
-def _verdict(node: Node, where: str, reason: str | None, otherwise: str) -> NodeVerdict:
+def _node_verdict(node: Node, where: str, reason: str | None, otherwise: str) -> NodeVerdict:
     verdict = otherwise if reason is None else "unsupported"
     return NodeVerdict(node.name, node.operator, where, verdict, reason or "")
 
@@ -197,27 +209,27 @@ def _onnxruntime_refusal(node: Node, scope: Scope) -> str | None:
     return f"onnxruntime has no operators of {node.domain}"
 
 
-def _needs(model: Model, target: str) -> str:
+def _least_version(model: Model, target: str) -> str:
     since = operators.SINCE if target == "tensorrt" else _ONNXRUNTIME_SINCE
-    nodes = [node for node, _ in walk(model.graph)]
+    nodes = [node for node, _ in walk_nodes(model.graph)]
     found = [since[node.op_type] for node in nodes if node.op_type in since]
     if target == "onnxruntime" and any(node.attributes.get("local_window_size", -1) > 0 for node in nodes):
         found.append(_WINDOWS_SINCE)
     return ".".join(map(str, max(found))) if found else ""
 
 
-def _objections(model: Model, target: str) -> Iterator[str]:
+def _graph_objections(model: Model, target: str) -> Iterator[str]:
     if target == "tensorrt":
         opset = model.opsets.get("", 0)
         if opset > operators.NEWEST_OPSET:
             yield f"the graph has opset {opset}, but TensorRT's parser supports at most {operators.NEWEST_OPSET}"
-    needed = _needs(model, target)
-    installed = _installed(target)
+    needed = _least_version(model, target)
+    installed = _installed_version(target)
     if needed and installed and release(installed) < release(needed):
         yield f"{_NAMES[target]} {installed} is installed, but the graph needs {needed}"
 
 
-def _installed(target: str) -> str | None:
+def _installed_version(target: str) -> str | None:
     if target == "onnxruntime":
         return versions.installed("onnxruntime") or versions.installed("onnxruntime-gpu")
     try:
@@ -226,14 +238,14 @@ def _installed(target: str) -> str | None:
         return None
 
 
-def _ask(model: Path) -> tuple[ParserAnswer | None, str]:
+def _ask_parser(model: Path) -> tuple[ParserAnswer | None, str]:
     try:
         return ask_parser(model), ""
     except (PluginError, TensorRTError) as error:
         return None, str(error).partition("; ")[0].rstrip(".")
 
 
-def _next_step(report: CheckReport, manifest: Manifest, out: Path) -> str:
+def _advise(report: CheckReport, manifest: Manifest, out: Path) -> str:
     folder = shlex.quote(str(out))
     if report.target == "onnxruntime":
         if report.passed and not isinstance(manifest, DecoderManifest):
@@ -241,7 +253,7 @@ def _next_step(report: CheckReport, manifest: Manifest, out: Path) -> str:
         return f"topw generate {folder} PROMPT" if report.passed else "export the model again for onnxruntime"
     refused = {node.operator for node in report.unsupported}
     if not report.passed and refused:
-        return _export_again(", ".join(sorted(refused)), manifest)
+        return _advise_export(", ".join(sorted(refused)), manifest)
     if not report.passed:
         return "install a newer TensorRT, or run the folder with onnxruntime"
     if report.needs_plugin:
@@ -257,7 +269,7 @@ def _next_step(report: CheckReport, manifest: Manifest, out: Path) -> str:
     return f"topw build-engine {folder}{without}"
 
 
-def _export_again(refused: str, manifest: Manifest) -> str:
+def _advise_export(refused: str, manifest: Manifest) -> str:
     if not isinstance(manifest, DecoderManifest):
         return f"export the sampler again with --tail portable or static, and --top-m at most 3840 ({refused})"
     if manifest.source.get("route") == "graft":

@@ -1,4 +1,4 @@
-"""Open an exported graph for TensorRT."""
+"""Reads an exported graph for TensorRT."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from topw_deploy.onnx_file.protobuf import ProtobufError
 
 
 def read_model(path: Path) -> Model:
-    """Read the model at `path`. Raises TensorRTError if unreadable, not ONNX, or larger than any published graph."""
-    with opened(path) as data:
+    """Read a model.
+
+    Raises TensorRTError for a file that is not readable, not ONNX, or larger than any published graph.
+    """
+    with map_model(path) as data:
         return model.read_model(data)
 
 
 def without_function(path: Path, domain: str, name: str) -> bytes:
     """The file's bytes without the model-local function `domain`::`name`.
 
-    TensorRT before 10.15 inlines a node's function even if a plugin is registered. To prevent that:
-    `parser.parse(without_function(path, "topw", "TopWSample"), str(path))`; the path locates the weights.
+    TensorRT before 10.15 inlines a node's function even if a plugin is registered. To prevent that, call
+    `parser.parse(without_function(path, "topw", "TopWSample"), str(path))`; the parser finds the weights by the path.
 
-    Raises TensorRTError if unreadable or not ONNX.
+    Raises TensorRTError for a file that is not readable or not ONNX.
     """
-    with opened(path) as data:
+    with map_model(path) as data:
         return model.without_function(data, domain, name)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[memoryview]:
-    """The file's bytes, mapped. Raises TensorRTError, also in place of a ProtobufError raised in the block."""
+def map_model(path: Path) -> Iterator[memoryview]:
+    """Map the file's bytes into memory. Raises TensorRTError, also for a ProtobufError that the block raises."""
     try:
         yield memoryview(mapped(path))
     except ProtobufError as error:

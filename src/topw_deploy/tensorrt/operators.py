@@ -1,6 +1,6 @@
-"""The nodes that TensorRT's parser and builder support.
+"""Which nodes TensorRT's parser and builder support.
 
-Sources: NVIDIA's documentation of 10.15 to 11, and the parser of TensorRT-RTX 1.7.1.
+Sources: NVIDIA's documentation of TensorRT 10.15 to 11, and the parser of TensorRT-RTX 1.7.1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from topw_deploy.tensorrt.scope import Scope
 
 NEWEST_OPSET = 25
 LARGEST_K = 3840  # of TopK
-FUSED_HEADS = range(16, 257, 8)  # head sizes of multi-token Attention
+FUSED_HEADS = range(16, 257, 8)  # head sizes of Attention over several tokens
 
 _NATIVE = """
 Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization
@@ -30,7 +30,7 @@ Sinh Size Slice Softmax Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Su
 ThresholdedRelu Tile TopK Transpose Trilu Unsqueeze Upsample Where Xor
 """
 NATIVE = frozenset(_NATIVE.split())
-"""Standard operators known to the parser."""
+"""The standard operators that the parser knows."""
 
 SINCE: Mapping[str, tuple[int, ...]] = {
     "Attention": (10, 14),
@@ -39,32 +39,32 @@ SINCE: Mapping[str, tuple[int, ...]] = {
     "TensorScatter": (10, 15),
     "Swish": (11, 0),
 }
-"""The first TensorRT with the operator, for operators that 10.3, the oldest with the plugin interface, lacks."""
+"""Operator -> the first TensorRT that has it. Left out: operators of 10.3, the oldest with the plugin interface."""
 
 _TYPES = {"float32", "float16", "bfloat16", "float64", "int32", "int64", "bool"}  # double is computed as float32
 _QUANTISED = {"int8", "uint8", "int4", "float8e4m3fn", "float4e2m1"}  # for QuantizeLinear and DequantizeLinear
 _REDUCTIONS = {"L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare"}
 
 
-def refusal(node: Node, scope: Scope) -> str | None:
-    """Why TensorRT refuses `node`, as a clause; None if no reason is known."""
+def refusal_reason(node: Node, scope: Scope) -> str | None:
+    """Why TensorRT refuses a node, as a clause; None if no reason is known."""
     if node.domain not in ("", "ai.onnx"):
         return f"TensorRT supports no operators of {node.domain}"
     if node.op_type not in NATIVE:
         return "TensorRT has no such operator"
-    return next(filter(None, _reasons(node, scope)), None)
+    return next(filter(None, _refusal_reasons(node, scope)), None)
 
 
-def _reasons(node: Node, scope: Scope) -> Iterator[str | None]:
-    yield _unknown_type(node, scope)
+def _refusal_reasons(node: Node, scope: Scope) -> Iterator[str | None]:
+    yield _type_refusal(node, scope)
     if node.op_type.removeprefix("Reduce") in _REDUCTIONS and node.op_type.startswith("Reduce"):
-        yield _constant_input(node, scope, 1, "axes")
+        yield _computed_input_refusal(node, scope, 1, "axes")
     rule = _RULES.get(node.op_type)
     if rule is not None:
         yield rule(node, scope)
 
 
-def _unknown_type(node: Node, scope: Scope) -> str | None:
+def _type_refusal(node: Node, scope: Scope) -> str | None:
     quantises = node.op_type in ("QuantizeLinear", "DequantizeLinear")
     for name in node.inputs:
         dtype = scope.types.get(name)
@@ -73,22 +73,22 @@ def _unknown_type(node: Node, scope: Scope) -> str | None:
     return None
 
 
-def _constant_input(node: Node, scope: Scope, place: int, what: str) -> str | None:
+def _computed_input_refusal(node: Node, scope: Scope, place: int, what: str) -> str | None:
     if len(node.inputs) <= place or not node.inputs[place] or node.inputs[place] in scope.constants:
         return None
     return f"its {what} must be stored in the file, but are computed"
 
 
-def _present(names: Iterable[str]) -> int:
+def _count_given(names: Iterable[str]) -> int:
     return sum(1 for name in names if name)
 
 
-def _attention(node: Node, scope: Scope) -> str | None:
-    if _present(node.outputs) > 1:
+def _attention_refusal(node: Node, scope: Scope) -> str | None:
+    if _count_given(node.outputs) > 1:
         return "TensorRT supports Attention only with one output"
-    if _present(node.inputs[4:6]):
+    if _count_given(node.inputs[4:6]):
         return "TensorRT supports Attention only without past keys and values"
-    if _present(node.inputs[6:7]):
+    if _count_given(node.inputs[6:7]):
         return "TensorRT ignores the input nonpad_kv_seqlen; it needs a mask"
     if node.attributes.get("softcap"):
         return "TensorRT does not support softcap"
@@ -102,7 +102,7 @@ def _attention(node: Node, scope: Scope) -> str | None:
     return None
 
 
-def _tensor_scatter(node: Node, scope: Scope) -> str | None:
+def _tensor_scatter_refusal(node: Node, scope: Scope) -> str | None:
     cache = scope.shapes.get(node.inputs[0])
     if node.attributes.get("mode", "linear") != "linear":
         return "TensorRT writes caches only from front to back"
@@ -115,49 +115,49 @@ def _tensor_scatter(node: Node, scope: Scope) -> str | None:
     return None
 
 
-def _top_k(node: Node, scope: Scope) -> str | None:
+def _top_k_refusal(node: Node, scope: Scope) -> str | None:
     constant = scope.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
     if constant is not None and constant.numbers and constant.numbers[0] > LARGEST_K:
         return f"it selects {constant.numbers[0]} values, but TensorRT supports at most {LARGEST_K}"
-    return None  # sorts even where `sorted` is 0, which asks for no order
+    return None  # `sorted` may be 0: TensorRT sorts all the same
 
 
-def _reduction(node: Node, scope: Scope) -> str | None:
+def _scatter_refusal(node: Node, scope: Scope) -> str | None:
     how = node.attributes.get("reduction", "none")
     return None if how == "none" else f"TensorRT scatters only without a reduction, but this is {how!r}"
 
 
-def _one_output(node: Node, scope: Scope) -> str | None:
-    return None if _present(node.outputs) < 2 else f"TensorRT supports {node.op_type} only with one output"
+def _outputs_refusal(node: Node, scope: Scope) -> str | None:
+    return None if _count_given(node.outputs) < 2 else f"TensorRT supports {node.op_type} only with one output"
 
 
-def _if(node: Node, scope: Scope) -> str | None:
+def _if_refusal(node: Node, scope: Scope) -> str | None:
     return "TensorRT does not build an If inside another for a dynamic batch" if "If" in scope.within else None
 
 
-def _loop(node: Node, scope: Scope) -> str | None:
+def _loop_refusal(node: Node, scope: Scope) -> str | None:
     return f"TensorRT does not support {node.op_type} inside an If" if "If" in scope.within else None
 
 
-def _non_zero(node: Node, scope: Scope) -> str | None:
+def _non_zero_refusal(node: Node, scope: Scope) -> str | None:
     return "its output's size depends on values, for which NVIDIA's parser needs a plugin"
 
 
-def _cumulative_sum(node: Node, scope: Scope) -> str | None:
-    return _constant_input(node, scope, 1, "axis")
+def _cumulative_sum_refusal(node: Node, scope: Scope) -> str | None:
+    return _computed_input_refusal(node, scope, 1, "axis")
 
 
 _RULES: Mapping[str, Callable[[Node, Scope], str | None]] = {
-    "Attention": _attention,
-    "CumSum": _cumulative_sum,
-    "If": _if,
-    "LayerNormalization": _one_output,
-    "Loop": _loop,
-    "MaxPool": _one_output,
-    "NonZero": _non_zero,
-    "Scan": _loop,
-    "ScatterElements": _reduction,
-    "ScatterND": _reduction,
-    "TensorScatter": _tensor_scatter,
-    "TopK": _top_k,
+    "Attention": _attention_refusal,
+    "CumSum": _cumulative_sum_refusal,
+    "If": _if_refusal,
+    "LayerNormalization": _outputs_refusal,
+    "Loop": _loop_refusal,
+    "MaxPool": _outputs_refusal,
+    "NonZero": _non_zero_refusal,
+    "Scan": _loop_refusal,
+    "ScatterElements": _scatter_refusal,
+    "ScatterND": _scatter_refusal,
+    "TensorScatter": _tensor_scatter_refusal,
+    "TopK": _top_k_refusal,
 }

@@ -1,6 +1,6 @@
-"""Choose what runs the sampler node: the Python plugin, the C++ plugin library, or the node's function.
+"""Chooses what runs the sampler node: the Python plugin, the C++ plugin library, or the node's function.
 
-Both plugins serialize the same fields, so either runs the other's engines.
+Both plugins serialize the same fields, so each of them runs the other's engines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from topw_deploy.plugins.tensorrt.module import BUILT_WITH
 
 @dataclass(frozen=True)
 class PluginChoice:
-    """kind: "python", "library" or "none" (for the reason `why_none`, a clause)."""
+    """What runs the sampler node.
+
+    kind: "python" or "library" for a plugin, "none" for the function.
+    version: of the plugin; "" without one.
+    why_none: why there is no plugin, as a clause; "" with one.
+    """
 
     kind: str
     version: str = BUILT_WITH
@@ -27,32 +32,40 @@ class PluginChoice:
         return "the sampler as a plugin" if self.kind != "none" else f"the sampler as a function: {self.why_none}"
 
 
-def choose(asked: str, trt: Any) -> PluginChoice:
-    """Register the plugin of TensorRTRequest.plugin. Raises TensorRTError if missing, unless "auto"."""
-    if asked == "none":
-        if plugins.registered():  # the parser would use it
+def choose_plugin(plugin: str, trt: Any) -> PluginChoice:
+    """Register the plugin that a request asks for.
+
+    plugin: as in TensorRTRequest.
+
+    Raises TensorRTError if the plugin is not available, unless `plugin` is "auto".
+    """
+    if plugin == "none":
+        if plugins.registered():  # the parser would use the plugin
             raise TensorRTError(
                 "this process has already registered the sampler's plugin; build without it in another."
             )
         return PluginChoice("none", "", "--plugin none was given")
-    if asked not in ("auto", "python"):
-        _load(Path(asked), trt)
+    if plugin not in ("auto", "python"):
+        _load_library(Path(plugin), trt)
         return PluginChoice("library")
     try:
         plugins.register()
     except PluginError as error:
-        if asked == "python":
+        if plugin == "python":
             raise TensorRTError(f"the plugin is not available: {error}") from None
         path = installed_tensorrt()
         if path is None:
             return PluginChoice("none", "", str(error).rstrip("."))
-        _load(path, trt)
+        _load_library(path, trt)
         return PluginChoice("library")
     return PluginChoice("python")
 
 
-def prepare(kind: str, version: str, trt: Any) -> None:
-    """Register an engine's plugin. Raises TensorRTError if missing or of another version."""
+def register_plugin_of(kind: str, version: str, trt: Any) -> None:
+    """Register the plugin of an engine, whose stamp states kind and version.
+
+    Raises TensorRTError if the plugin is missing or has another version.
+    """
     if kind == "none":
         return
     if version != BUILT_WITH:
@@ -63,10 +76,10 @@ def prepare(kind: str, version: str, trt: Any) -> None:
         path = installed_tensorrt()
         if path is None:
             raise TensorRTError(f"it needs the sampler's plugin, which is unusable: {str(error).rstrip('.')}") from None
-        _load(path, trt)
+        _load_library(path, trt)
 
 
-def _load(path: Path, trt: Any) -> None:
+def _load_library(path: Path, trt: Any) -> None:
     if not path.is_file():
         raise TensorRTError(
             f"the plugin's library {path} (from --plugin or {TENSORRT_VARIABLE}) is not a file; "

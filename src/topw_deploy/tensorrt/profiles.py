@@ -1,7 +1,7 @@
-"""Optimization profiles: the shapes an engine accepts and is tuned for.
+"""Optimization profiles: the shapes that an engine accepts and those that it is tuned for.
 
-decode: one new token per row.
-prefill: a chunk of the prompts.
+- decode: one new token per row
+- prefill: a chunk of the prompts
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from topw_deploy.errors import ParameterError, TensorRTError
 from topw_deploy.manifest import TensorSpec
 
 KINDS = ("both", "decode", "prefill")
-_USUAL_EDITS = 16  # the runtime's first allocation for logit edits
+_USUAL_EDITS = 16  # slots that the runtime allocates first
 _EDITS = ("edit_ids", "edit_penalty", "edit_bias")
 _MASK = "allowed"
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Min, opt and max of a dimension, in TensorRT's terms."""
+    """The bounds of a dimension, and the size that it is tuned for: TensorRT's min, opt and max."""
 
     least: int
     usual: int
@@ -32,10 +32,12 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """name: "decode" or "prefill".
+    """An optimization profile.
 
-    sequence: new tokens of a row.
-    edits: logit edits of a row.
+    name: "decode" or "prefill".
+    batch: number of rows.
+    sequence: number of new tokens of each row.
+    edits: number of logit edits of each row.
     """
 
     name: str
@@ -43,13 +45,14 @@ class Profile:
     sequence: Range
     edits: Range
 
-    def holds(self, batch: int, sequence: int, edits: int) -> bool:
+    def covers(self, batch: int, sequence: int, edits: int) -> bool:
+        """Whether the profile accepts a run of this shape."""
         return batch in self.batch and sequence in self.sequence and edits in self.edits
 
     def shapes(self, spec: TensorSpec, words: int) -> tuple[list[int], list[int], list[int]]:
         """The min, opt and max shapes of input `spec`. Raises TensorRTError for an unknown dimension.
 
-        words: of a row's mask of allowed tokens, which an engine always takes whole.
+        words: number of words of a row's mask of allowed tokens. An engine always takes whole masks.
         """
         ranges = [self._range(spec, axis, words) for axis in range(len(spec.shape))]
         return [r.least for r in ranges], [r.usual for r in ranges], [r.most for r in ranges]
@@ -72,10 +75,11 @@ class Profile:
         )
 
 
-def profiles(kind: str, *, max_batch: int, max_sequence: int, max_edits: int) -> tuple[Profile, ...]:
-    """The profiles of an engine, preferred first.
+def make_profiles(kind: str, *, max_batch: int, max_sequence: int, max_edits: int) -> tuple[Profile, ...]:
+    """The profiles of an engine, in the order in which `find_profile` tries them.
 
     kind: "decode" (prompts run token by token), "prefill" (tuned for prompts; also decodes) or "both".
+
     Raises ParameterError for another kind or a bound below 1.
     """
     if kind not in KINDS:
@@ -90,6 +94,6 @@ def profiles(kind: str, *, max_batch: int, max_sequence: int, max_edits: int) ->
     return {"both": (decode, prefill), "decode": (decode,), "prefill": (prefill,)}[kind]
 
 
-def preferred(available: Sequence[Profile], batch: int, sequence: int, edits: int) -> int | None:
-    """Index of the first profile that covers the shape, or None."""
-    return next((i for i, profile in enumerate(available) if profile.holds(batch, sequence, edits)), None)
+def find_profile(available: Sequence[Profile], batch: int, sequence: int, edits: int) -> int | None:
+    """Index of the first profile that covers a run of this shape; None if none does."""
+    return next((i for i, profile in enumerate(available) if profile.covers(batch, sequence, edits)), None)

@@ -1,4 +1,4 @@
-"""TensorRT's progress monitor as one percentage; its phases nest and run on several threads."""
+"""Progress of a build as one percentage, from TensorRT's phases, which nest and run on several threads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from topw_deploy.progress import Advance
 
 
 class Phases:
-    """Progress of nested phases from any thread. `advance` gets whole percents gained.
+    """The progress of nested phases. Any thread may report it.
 
-    stopped: an exception of `advance`, to be raised after the cancelled build: none may pass through TensorRT.
+    advance: called with the number of whole percents gained.
+    stopped: the first exception of `advance`. It cancels the build. The caller raises it after the build, because no
+        exception may pass through TensorRT.
     """
 
     def __init__(self, advance: Advance) -> None:
@@ -29,7 +31,7 @@ class Phases:
             self._phases[name] = (parent, max(1, steps), 0)
 
     def step(self, name: str, step: int) -> bool:
-        """Complete a step. Returns whether to go on."""
+        """Complete a step. Returns whether the build may continue."""
         with self._locked():
             if name in self._phases:
                 parent, steps, _ = self._phases[name]
@@ -38,7 +40,7 @@ class Phases:
         return self.stopped is None
 
     def finish(self, name: str) -> None:
-        """End a phase, perhaps early."""
+        """End a phase, possibly before its last step."""
         with self._locked():
             if name in self._phases:
                 parent, steps, _ = self._phases[name]
@@ -67,8 +69,8 @@ class Phases:
         return min(1.0, (done + (within if done < steps else 0.0)) / steps)
 
 
-def monitor(trt: Any, phases: Phases) -> Any:
-    """A tensorrt.IProgressMonitor for `phases`."""
+def new_monitor(trt: Any, phases: Phases) -> Any:
+    """A tensorrt.IProgressMonitor that reports to `phases`."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base is a value of the module
         def __init__(self) -> None:

@@ -7,23 +7,24 @@ from pathlib import Path
 
 from topw_deploy.errors import ParameterError, TensorRTError
 from topw_deploy.manifest import DecoderManifest, load_manifest
-from topw_deploy.tensorrt.profiles import KINDS, Profile, profiles
+from topw_deploy.tensorrt.profiles import KINDS, Profile, make_profiles
 
-DEFAULT_SEQUENCE = 1024  # tokens of a row per run: longer chunks take more memory and are no faster
+DEFAULT_SEQUENCE = 1024
+"""Tokens of a row per run. Longer chunks take more memory and are not faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRTRequest:
-    """What to build.
+    """The engine to build.
 
     out: a folder exported for TensorRT.
-    max_batch: rows per run.
-    max_sequence: tokens of a row per run; None for min(1,024, the cache's length).
-    max_edits: logit edits of a row; None for the cache's length.
+    max_batch: maximum number of rows per run.
+    max_sequence: maximum number of tokens of a row per run; None for min(1,024, the cache's length).
+    max_edits: maximum number of logit edits of a row; None for the cache's length.
     profile: one of profiles.KINDS.
     fp16: let a float32 decoder run in half precision.
-    workspace: scratch bytes; None for TensorRT's choice.
-    timing_cache: a file to read and update.
+    workspace: bytes of scratch memory; None for TensorRT's choice.
+    timing_cache: a file to read and update; None for no file.
     plugin: "auto", "python", "none", or a library's path.
 
     Raises ParameterError for an invalid field.
@@ -56,7 +57,7 @@ class TensorRTRequest:
             )
 
     def profiles(self, cache_length: int) -> tuple[Profile, ...]:
-        """The profiles for a cache of `cache_length` tokens. Raises ParameterError."""
+        """The profiles for a cache of `cache_length` tokens. Raises ParameterError for a bound that does not fit."""
         sequence = self.max_sequence or min(DEFAULT_SEQUENCE, cache_length)
         if sequence > cache_length:
             raise ParameterError(
@@ -64,7 +65,7 @@ class TensorRTRequest:
                 "that, or export with a larger --max-length.",
                 "max_sequence",
             )
-        return profiles(
+        return make_profiles(
             self.profile,
             max_batch=self.max_batch,
             max_sequence=sequence,
@@ -72,8 +73,11 @@ class TensorRTRequest:
         )
 
 
-def load_exported(out: Path) -> tuple[DecoderManifest, int]:
-    """The manifest of `out` and its cache length. Raises ManifestError, or TensorRTError if no engine can be built."""
+def load_buildable(out: Path) -> tuple[DecoderManifest, int]:
+    """Returns (manifest of the folder `out`, its cache's length in tokens).
+
+    Raises ManifestError, and TensorRTError if no engine can be built of the folder.
+    """
     manifest = load_manifest(out)
     if manifest.verification.status == "provisional":
         raise TensorRTError(f"{out} is an export whose verification did not finish; export the model again.")

@@ -1,4 +1,4 @@
-"""Constants, types and shapes at each node of a graph, including those of outer graphs."""
+"""The constants, types and shapes that each node of a graph sees, including those of outer graphs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TYPE_OF_SECOND = {"Where"}
 
 @dataclass(frozen=True)
 class Scope:
-    """The values visible at a node.
+    """What is known about the values that a node can read.
 
-    constants, types, shapes: by name.
+    constants, types, shapes: by the value's name; a size that is not fixed is a name.
     within: operators of the enclosing nodes, outermost first.
     """
 
@@ -28,14 +28,15 @@ class Scope:
     within: tuple[str, ...] = ()
 
 
-def walk(graph: Graph, scope: Scope | None = None) -> Iterator[tuple[Node, Scope]]:
-    """Each node of `graph` with its scope, followed by the nodes of its branches.
+def walk_nodes(graph: Graph, scope: Scope | None = None) -> Iterator[tuple[Node, Scope]]:
+    """Yield each node of `graph` with its scope, followed by the nodes of its branches.
 
     scope: of the outer graph, or of a function's inputs.
-    Types missing in the file are those of the node's inputs, which most operators keep.
+
+    An output whose type is not in the file gets the type of the node's input, which most operators keep.
     """
     outer = scope or Scope()
-    # Not copied, as a graph can have any number of branches. ChainMap writes into its first mapping only.
+    # A graph can have any number of branches, so the outer scope is not copied: ChainMap writes into its first mapping.
     constants: ChainMap[str, Constant] = ChainMap({}, cast(dict[str, Constant], outer.constants))
     types: ChainMap[str, str] = ChainMap({}, cast(dict[str, str], outer.types))
     shapes: ChainMap[str, tuple[int | str, ...]] = ChainMap({}, cast(dict[str, Any], outer.shapes))
@@ -52,7 +53,7 @@ def walk(graph: Graph, scope: Scope | None = None) -> Iterator[tuple[Node, Scope
         _infer_outputs(node, constants, types, shapes)
         yield node, inner
         for body in node.subgraphs.values():
-            yield from walk(body, Scope(constants, types, shapes, (*outer.within, node.op_type)))
+            yield from walk_nodes(body, Scope(constants, types, shapes, (*outer.within, node.op_type)))
 
 
 def _infer_outputs(
@@ -66,15 +67,15 @@ def _infer_outputs(
         if isinstance(value, Constant):
             types.setdefault(node.outputs[0], value.dtype)
             shapes.setdefault(node.outputs[0], value.shape)
-        constants[node.outputs[0]] = value if isinstance(value, Constant) else _number(node)
+        constants[node.outputs[0]] = value if isinstance(value, Constant) else _read_constant(node)
         return
-    dtype = _result_type(node, types)
+    dtype = _output_type(node, types)
     if dtype is not None:
         for name in node.outputs[: 1 if node.op_type == "TopK" else None]:
             types.setdefault(name, dtype)
 
 
-def _number(node: Node) -> Constant:
+def _read_constant(node: Node) -> Constant:
     for name, dtype in (("value_int", "int64"), ("value_ints", "int64"), ("value_float", "float32")):
         if name in node.attributes:
             value = node.attributes[name]
@@ -83,7 +84,7 @@ def _number(node: Node) -> Constant:
     return Constant(node.outputs[0], "float32", ())
 
 
-def _result_type(node: Node, types: Mapping[str, str]) -> str | None:
+def _output_type(node: Node, types: Mapping[str, str]) -> str | None:
     if node.op_type == "Cast":
         return DATA_TYPES.get(int(node.attributes.get("to") or 0))
     if node.op_type in _BOOL:

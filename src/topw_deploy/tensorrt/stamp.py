@@ -1,7 +1,7 @@
-"""The stamp beside an engine: its source, target machine and hash.
+"""The stamp beside an engine: a JSON file with the engine's source, platform and hash.
 
-An engine is code for one GPU model and one TensorRT version: deserialize it only if its stamp fits. The stamp is
-written last: an engine without one is unfinished.
+An engine is code for one GPU model and one TensorRT version, and may be deserialized only if its stamp fits. The stamp
+is written last, so an engine without a stamp is unfinished.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER = "engines"
 FORMAT_VERSION = 1
 ENGINE_SUFFIX, STAMP_SUFFIX = ".engine", ".json"
 PLUGINS, PRECISIONS = ("python", "library", "none"), ("as exported", "fp16")
-_MAX_BYTES = 1 << 20  # a stamp has 2 KB; a larger file must not fill memory
+_MAX_BYTES = 1 << 20  # a stamp has about 2 KB; a hostile file must not fill the memory
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.engine")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -32,12 +32,16 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class TensorRTStamp:
     """A stamp's fields.
 
-    engine, size, sha256: file name in engines/, bytes, hash.
-    manifest: SHA-256 of the exported manifest.
-    sm: GPU architecture, 87 for sm_87.
-    plugin: of PLUGINS; "none" for the graph's function.
+    engine: name of the engine's file in engines/.
+    size, sha256: bytes and hash of that file.
+    manifest: SHA-256 of the folder's manifest.
+    tensorrt, gpu, sm: the platform; sm is 87 for sm_87.
+    plugin: one of PLUGINS; "none" for the graph's function.
+    plugin_version: "" without a plugin.
+    precision: one of PRECISIONS.
     cache_length: tokens.
-    workspace: scratch bytes; None for no limit.
+    workspace: bytes of scratch memory; None for no limit.
+    topw_deploy: version of this package.
     """
 
     engine: str
@@ -72,14 +76,14 @@ class TensorRTStamp:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
-def read(path: Path) -> TensorRTStamp:
-    """Read and check the stamp in `path`. Raises TensorRTError if unreadable or malformed."""
+def read_stamp(path: Path) -> TensorRTStamp:
+    """Read and check a stamp. Raises TensorRTError for a file that is not readable or not a stamp."""
     try:
         with open_regular(path) as stream:
             raw = stream.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
             raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
-        return _parse(_object("it", _decoded(raw)))
+        return _parse_stamp(_checked_object("it", _parse_json(raw)))
     except NotRegularError:
         raise TensorRTError(f"{path} is not an engine's stamp (it is not a file in the folder).") from None
     except OSError as error:
@@ -90,7 +94,7 @@ def read(path: Path) -> TensorRTStamp:
         raise TensorRTError(f"{path} is not an engine's stamp ({error}).") from None
 
 
-def write(folder: Path, stamp: TensorRTStamp) -> Path:
+def write_stamp(folder: Path, stamp: TensorRTStamp) -> Path:
     """Write the stamp atomically beside its engine."""
     path = (folder / stamp.engine).with_suffix(STAMP_SUFFIX)
     with replacing(path) as stream:
@@ -99,72 +103,74 @@ def write(folder: Path, stamp: TensorRTStamp) -> Path:
 
 
 def manifest_hash(out: Path) -> str:
-    """SHA-256 of the folder's manifest. Raises TensorRTError."""
+    """SHA-256 of the folder's manifest. Raises TensorRTError if it cannot be read."""
     try:
         return sha256_of(out / MANIFEST_NAME)
     except OSError as error:
         raise TensorRTError(f"{out / MANIFEST_NAME} cannot be read: {error.strerror or error}.") from None
 
 
-def _decoded(raw: bytes) -> Any:
+def _parse_json(raw: bytes) -> Any:
     try:
         return decoded(raw.decode("utf-8"))
     except (ValueError, RecursionError):
         raise ValueError("it is not JSON: it was changed or truncated") from None
 
 
-def _parse(data: dict[str, Any]) -> TensorRTStamp:
+def _parse_stamp(data: dict[str, Any]) -> TensorRTStamp:
     version = data["format_version"]
-    if type(version) is not int or version != FORMAT_VERSION:  # true and 1.0 equal it
+    if type(version) is not int or version != FORMAT_VERSION:  # true and 1.0 are equal to 1
         raise ValueError(f"it has format version {version!r:.60}, not {FORMAT_VERSION}")
     unknown = sorted(data.keys() - TensorRTStamp.__dataclass_fields__.keys())
     if unknown:
         raise ValueError(f"it has the unknown field {unknown[0]!r:.60}")
-    if not _NAME.fullmatch(_text(data, "engine")):
+    if not _NAME.fullmatch(_checked_text(data, "engine")):
         raise ValueError(f"engine is {data['engine']!r}, not the name of an .engine file in the same folder")
     for name in ("sha256", "manifest"):
-        if not _SHA256.fullmatch(_text(data, name)):
+        if not _SHA256.fullmatch(_checked_text(data, name)):
             raise ValueError(f"{name} is {data[name]!r:.80}, not a SHA-256 in hexadecimal")
     for name in ("tensorrt", "gpu", "plugin_version", "topw_deploy"):
-        _text(data, name)
+        _checked_text(data, name)
     for name, known in (("plugin", PLUGINS), ("precision", PRECISIONS)):
-        if _text(data, name) not in known:
+        if _checked_text(data, name) not in known:
             raise ValueError(f"{name} is {data[name]!r:.60}, not one of {', '.join(known)}")
     for name, most in (("size", _INT64), ("sm", _INT32), ("cache_length", _INT32)):
-        _whole(name, data[name], 1, most)
+        _checked_integer(name, data[name], 1, most)
     if data["workspace"] is not None:
-        _whole("workspace", data["workspace"], 1, _INT64)
+        _checked_integer("workspace", data["workspace"], 1, _INT64)
     if not isinstance(data["profiles"], list):
         raise ValueError(f"profiles is {data['profiles']!r:.60}, not a list")
     profiles = tuple(
-        Profile(_text(p, "name"), *(_range(name, p[name]) for name in ("batch", "sequence", "edits")))
-        for p in (_object("a profile", each) for each in data["profiles"])
+        Profile(_checked_text(p, "name"), *(_parse_range(name, p[name]) for name in ("batch", "sequence", "edits")))
+        for p in (_checked_object("a profile", each) for each in data["profiles"])
     )
     if not profiles:
         raise ValueError("it has no profiles")
     return TensorRTStamp(**{**data, "profiles": profiles})
 
 
-def _range(name: str, data: object) -> Range:
-    least, usual, most = (_whole(name, _object(name, data)[key], 0, _INT32) for key in ("least", "usual", "most"))
+def _parse_range(name: str, data: object) -> Range:
+    least, usual, most = (
+        _checked_integer(name, _checked_object(name, data)[key], 0, _INT32) for key in ("least", "usual", "most")
+    )
     if not least <= usual <= most:
         raise ValueError(f"{name} is {least}, {usual}, {most}, which is not ascending")
     return Range(least, usual, most)
 
 
-def _object(what: str, data: object) -> dict[str, Any]:
+def _checked_object(what: str, data: object) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{what} is {data!r:.60}, not a JSON object")
     return data
 
 
-def _text(data: dict[str, Any], name: str) -> str:
+def _checked_text(data: dict[str, Any], name: str) -> str:
     if not isinstance(data[name], str) or not data[name].isprintable():
         raise ValueError(f"{name} is {data[name]!r:.60}, not a line of text")
     return str(data[name])
 
 
-def _whole(name: str, value: object, least: int, most: int) -> int:
+def _checked_integer(name: str, value: object, least: int, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name} is {value!r:.60}, not an integer >= {least} and <= {most}")
     return value

@@ -19,7 +19,7 @@ from topw_deploy.errors import GenerationError, TensorRTError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache.in_place import InPlaceCaches
 from topw_deploy.runtime.device_lock import DeviceLock
-from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda
+from topw_deploy.tensorrt.run.cuda import CacheMemory, CudaDevice
 from topw_deploy.tensorrt.run.session import TensorRTSession
 
 LOCK = DeviceLock()
@@ -217,7 +217,7 @@ def test_what_tensorrt_refuses_is_one_sentence(
 
 
 def test_memory_of_the_device_comes_to_the_host_to_be_changed(gpu: Gpu, trt: TensorRT) -> None:
-    memory = CacheMemory(Cuda(LOCK), 1000)
+    memory = CacheMemory(CudaDevice(LOCK), 1000)
     assert not gpu.at(memory.pointer, 1000).any()
 
     def number(array: Any) -> None:
@@ -231,7 +231,7 @@ def test_memory_of_the_device_comes_to_the_host_to_be_changed(gpu: Gpu, trt: Ten
 
 def test_two_devices_in_one_thread_and_one_in_another_keep_their_memory_apart(gpu: Gpu, trt: TensorRT) -> None:
     gpu.devices = 2
-    first, second = Cuda(LOCK, 0), Cuda(LOCK, 1)
+    first, second = CudaDevice(LOCK, 0), CudaDevice(LOCK, 1)
     made = [CacheMemory(cuda, 1000) for cuda in (second, first, second)]
     with ThreadPoolExecutor(1) as other:
         made.append(other.submit(CacheMemory, second, 1000).result())
@@ -240,13 +240,13 @@ def test_two_devices_in_one_thread_and_one_in_another_keep_their_memory_apart(gp
 
 def test_a_device_that_is_not_there_is_refused(gpu: Gpu, trt: TensorRT) -> None:
     with pytest.raises(GenerationError, match="CUDA failed in cudaSetDevice"):
-        Cuda(LOCK, 3)
+        CudaDevice(LOCK, 3)
 
 
 def test_without_cuda_python_the_command_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
     with pytest.raises(TensorRTError, match=r"pip install 'cuda-python>=12\.6'"):
-        Cuda(LOCK)
+        CudaDevice(LOCK)
 
 
 def test_the_double_is_called_as_cuda_python_is() -> None:

@@ -1,5 +1,5 @@
-"""Run a TensorRT engine behind the session and binding protocols of `topw_deploy.runtime`.
+"""Runs a TensorRT engine behind the session and binding protocols of `topw_deploy.runtime`.
 
-Imports TensorRT and CUDA only when a model is opened, and never `topw_deploy.runtime`, which imports this package.
-Tested on a CPU with doubles of both; not run on a GPU.
+Imports TensorRT and CUDA only when a model is opened. Never imports `topw_deploy.runtime`, which imports this package.
+Tested on a CPU with doubles of TensorRT and CUDA, and never run on a GPU.
 """

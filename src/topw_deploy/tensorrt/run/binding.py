@@ -1,6 +1,7 @@
 """The inputs and outputs of one generation on an engine.
 
-A step copies all changing inputs at once and all results at once, both pinned and part of the CUDA graph.
+A step copies all changing inputs at once, and all results at once. Both copies use pinned memory and belong to the
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from topw_deploy.tensorrt.run.stream import EngineStream, MemoryLayout
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """A run's shapes and addresses. changing, results: (caller's array, pinned copy)."""
+class _RunPlan:
+    """The shapes and addresses of a run.
+
+    changing: inputs that are copied for every run, each as (the caller's array, its pinned copy).
+    results: outputs that the caller reads, in the same form.
+    repeated: whether the run is a repeated step, which a CUDA graph may launch.
+    """
 
     layout: MemoryLayout
     context: Context
@@ -31,16 +37,18 @@ class _Plan:
     results: list[tuple[np.ndarray, np.ndarray]]
     repeated: bool
 
-    def holds(self, stream: EngineStream, repeated: bool) -> bool:
-        """Whether the plan is valid: the stream's memory has not moved."""
+    def is_valid(self, stream: EngineStream, repeated: bool) -> bool:
+        """Whether the plan is of the same kind of run, and the stream's memory has not moved since."""
         where = self.copies.host, self.copies.device
         return where == (stream.host.pointer, stream.device.pointer) and self.repeated == repeated
 
 
 class TensorRTBinding:
-    """The runtime's binding protocol over an engine.
+    """Implements the runtime's binding protocol over an engine.
 
-    Copies arrays of `bind_changing` for every run, others once after binding or `refresh`.
+    Copies arrays of `bind_changing` for every run, and others once after they are bound or refreshed.
+
+    owns: whether `close` returns the stream to the engine.
     """
 
     def __init__(self, engine: TensorRTEngine, stream: EngineStream, *, owns: bool = True) -> None:
@@ -49,9 +57,9 @@ class TensorRTBinding:
         self._changing: set[str] = set()
         self._stale: set[str] = set()  # inputs not yet copied to the device
         self._results: dict[str, np.ndarray] = {}
-        self._memory: dict[str, tuple[tuple[int, ...], int]] = {}  # caches: shape and address
-        self._inputs: set[str] = set()  # caches that are inputs
-        self._plan: _Plan | None = None
+        self._memory: dict[str, tuple[tuple[int, ...], int]] = {}  # name of a cache's tensor -> its shape and address
+        self._inputs: set[str] = set()  # names of the caches that are inputs
+        self._plan: _RunPlan | None = None
         self._closed = False
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
@@ -68,14 +76,14 @@ class TensorRTBinding:
         self._changing.add(name)
 
     def bind_on_host(self, name: str, array: np.ndarray) -> None:
-        """As bind_array: only onnxruntime reads inputs on the host."""
+        """Bind an array as `bind_array` does. Only onnxruntime reads inputs on the host."""
         self.bind_array(name, array)
 
     def refresh(self, name: str) -> None:
         self._stale.add(name)
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
-        """TensorRT updates a cache in place: past and present share an address."""
+        """Bind a cache's input `source` and output `target` to one address: TensorRT updates the cache in place."""
         self._plan = None
         self._memory[source] = self._memory[target] = (tuple(shape), pointer)
         self._inputs.add(source)
@@ -88,18 +96,18 @@ class TensorRTBinding:
         return TensorRTBinding(self._engine, self._stream, owns=False)
 
     def close(self) -> None:
-        """Wait for an interrupted run and return the stream, unless CUDA fails on it."""
+        """Wait for an interrupted run, and return the stream to the engine unless CUDA fails on the stream."""
         if self._owns and not self._closed:
             self._closed = True
             with suppress(GenerationError):
                 self._engine.cuda.use()
-                self._stream.queue.wait()
-                self._engine.give_back(self._stream)
+                self._stream.cuda_stream.wait()
+                self._engine.return_stream(self._stream)
 
     def run(self, step: int | None = None) -> None:
         try:
             with self._engine.cuda.lock.shared_use:
-                plan = self._compute(repeated=bool(step))  # step 0 is the prompts' last chunk
+                plan = self._compute(repeated=bool(step))  # step 0 runs the prompts' last chunk
         except GenerationError as error:
             self._stream.loaded = None
             where = "in the prompt" if step is None else f"at step {step}"
@@ -107,14 +115,14 @@ class TensorRTBinding:
         for array, pinned in plan.results:
             array[...] = pinned
 
-    def _compute(self, *, repeated: bool) -> _Plan:
+    def _compute(self, *, repeated: bool) -> _RunPlan:
         stream = self._stream
         self._engine.cuda.use()
         plan = self._plan
-        if plan is None or not plan.holds(stream, repeated):
+        if plan is None or not plan.is_valid(stream, repeated):
             plan = self._plan = self._new_plan(repeated)
         if stream.loaded is not plan:
-            plan.context.set(plan.shapes, plan.addresses)
+            plan.context.set_shapes(plan.shapes, plan.addresses)
             stream.loaded = plan
             self._stale.update(self._arrays)
         if self._stale:
@@ -122,19 +130,21 @@ class TensorRTBinding:
         for array, pinned in plan.changing:
             pinned[...] = array
         plan.context.run(plan.copies, repeated=repeated)
-        stream.queue.wait()
+        stream.cuda_stream.wait()
         return plan
 
-    def _copy_stale(self, plan: _Plan) -> None:
+    def _copy_stale(self, plan: _RunPlan) -> None:
         stream = self._stream
         for name in self._stale - self._changing:
             span = plan.layout.inputs[name]
-            _view(stream.host.array, span.start, self._arrays[name])[...] = self._arrays[name]
+            _view_like(stream.host.array, span.start, self._arrays[name])[...] = self._arrays[name]
             if span.size:
-                stream.queue.copy_in(stream.device.pointer + span.start, stream.host.pointer + span.start, span.size)
+                stream.cuda_stream.copy_to_device(
+                    stream.device.pointer + span.start, stream.host.pointer + span.start, span.size
+                )
         self._stale.clear()
 
-    def _new_plan(self, repeated: bool) -> _Plan:
+    def _new_plan(self, repeated: bool) -> _RunPlan:
         engine, stream = self._engine, self._stream
         ids, edits = self._arrays["input_ids"], self._arrays["edit_ids"]
         batch, sequence = ids.shape
@@ -147,24 +157,26 @@ class TensorRTBinding:
         addresses |= {name: pointer for name, (_, pointer) in self._memory.items()}
         shapes = {name: array.shape for name, array in self._arrays.items()}
         shapes |= {name: self._memory[name][0] for name in self._inputs}
-        return _Plan(
+        return _RunPlan(
             layout=layout,
             context=stream.context(profile, repeated=repeated),
             shapes={name: shape for name, shape in shapes.items() if name in engine.tensors},
             addresses={name: at for name, at in addresses.items() if name in engine.tensors},
             copies=Copies(host.pointer, device, layout.changing, layout.results),
             changing=[
-                (array, _view(host.array, layout.inputs[name].start, array))
+                (array, _view_like(host.array, layout.inputs[name].start, array))
                 for name, array in self._arrays.items()
                 if name in self._changing
             ],
             results=[
-                (array, _view(host.array, layout.outputs[name].start, array)) for name, array in self._results.items()
+                (array, _view_like(host.array, layout.outputs[name].start, array))
+                for name, array in self._results.items()
             ],
             repeated=repeated,
         )
 
 
-def _view(memory: np.ndarray, start: int, like: np.ndarray) -> np.ndarray:
+def _view_like(memory: np.ndarray, start: int, like: np.ndarray) -> np.ndarray:
+    """The bytes of `memory`, uint8, from `start` on, as an array with the type and shape of `like`."""
     view: Any = memory[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
     return view

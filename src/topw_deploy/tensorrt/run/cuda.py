@@ -1,6 +1,7 @@
 """CUDA's runtime through cuda-python: memory, streams and graphs.
 
-Uses only calls with the same signature in cuda-bindings 12.6 and 13; each returns a tuple that starts with an error.
+Uses only functions with the same signature in cuda-bindings 12.6 and 13. Each returns a tuple that starts with an
+error.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class RunLock(Protocol):
         """Hold while an engine is opened."""
 
 
-class Cuda:
-    """A device, used only while holding `lock`.
+class CudaDevice:
+    """A CUDA device. Its methods and objects may be used only while `lock` is held.
 
-    Raises TensorRTError without cuda-python, GenerationError with CUDA's reason for every failed call.
+    Raises TensorRTError without cuda-python. Every method raises GenerationError with CUDA's reason for a failed call.
     """
 
     def __init__(self, lock: RunLock, device: int = 0) -> None:
@@ -46,24 +47,25 @@ class Cuda:
         self.use()
 
     def use(self) -> None:
-        """Make the device current: threads start with device 0, and other CUDA users may change it."""
+        """Make the device current in this thread, which started with device 0 and may use other devices, too."""
         self.call("cudaSetDevice", self._device)
 
     def call(self, name: str, *arguments: Any) -> Any:
+        """Call a function of CUDA's runtime by its name. Returns its first result, or None."""
         error, *answer = getattr(self.api, name)(*arguments)
         if int(error) != 0:
             raise GenerationError(f"CUDA failed in {name} ({self._reason(error)}); see `topw doctor`.")
         return answer[0] if answer else None
 
-    def stream(self) -> Stream:
+    def new_stream(self) -> Stream:
         return Stream(self)
 
-    def memory(self, size: int) -> Allocation:
-        """Uninitialized device memory."""
+    def allocate(self, size: int) -> Allocation:
+        """Allocate `size` bytes of device memory, uninitialized."""
         return Allocation(self, int(self.call("cudaMalloc", max(1, size))), size, "cudaFree")
 
-    def pinned(self, size: int) -> PinnedMemory:
-        """Pinned host memory."""
+    def allocate_pinned(self, size: int) -> PinnedMemory:
+        """Allocate `size` bytes of pinned host memory, uninitialized."""
         return PinnedMemory(self, int(self.call("cudaMallocHost", max(1, size))), size, "cudaFreeHost")
 
     def _reason(self, error: Any) -> str:
@@ -72,9 +74,12 @@ class Cuda:
 
 
 class Allocation:
-    """`size` bytes at `pointer`, freed with the object."""
+    """`size` bytes at the address `pointer`, freed with this object.
 
-    def __init__(self, cuda: Cuda, pointer: int, size: int, free: str) -> None:
+    free: name of the function of CUDA's runtime that frees them.
+    """
+
+    def __init__(self, cuda: CudaDevice, pointer: int, size: int, free: str) -> None:
         self.pointer, self.size = pointer, size
         self._finalizer = weakref.finalize(self, _free, cuda.lock, getattr(cuda.api, free), pointer)
 
@@ -85,9 +90,9 @@ def _free(lock: RunLock, function: Callable[[int], object], pointer: int) -> Non
 
 
 class PinnedMemory(Allocation):
-    """array: the bytes, uint8 [size]."""
+    """Pinned host memory. array: its bytes, uint8 [size]."""
 
-    def __init__(self, cuda: Cuda, pointer: int, size: int, free: str) -> None:
+    def __init__(self, cuda: CudaDevice, pointer: int, size: int, free: str) -> None:
         super().__init__(cuda, pointer, size, free)
         self.array = np.ctypeslib.as_array((ctypes.c_uint8 * max(1, size)).from_address(pointer))[:size]
 
@@ -95,7 +100,7 @@ class PinnedMemory(Allocation):
 class Stream:
     """A CUDA stream. handle: its address."""
 
-    def __init__(self, cuda: Cuda) -> None:
+    def __init__(self, cuda: CudaDevice) -> None:
         self._cuda = cuda
         api = cuda.api
         self._stream = cuda.call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
@@ -104,10 +109,10 @@ class Stream:
         self._to_host = api.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self._finalizer = weakref.finalize(self, api.cudaStreamDestroy, self._stream)
 
-    def copy_in(self, device: int, host: int, size: int) -> None:
+    def copy_to_device(self, device: int, host: int, size: int) -> None:
         self._cuda.call("cudaMemcpyAsync", device, host, size, self._to_device, self._stream)
 
-    def copy_out(self, host: int, device: int, size: int) -> None:
+    def copy_to_host(self, host: int, device: int, size: int) -> None:
         self._cuda.call("cudaMemcpyAsync", host, device, size, self._to_host, self._stream)
 
     def zero(self, device: int, size: int) -> None:
@@ -117,15 +122,18 @@ class Stream:
         self._cuda.call("cudaStreamSynchronize", self._stream)
 
     def capture(self, work: Callable[[], None]) -> CudaGraph:
-        """Capture the work that `work` enqueues. Raises GenerationError if impossible, and `work`'s errors."""
+        """Capture what `work` enqueues as a graph.
+
+        Raises GenerationError if that is impossible, and the errors of `work`.
+        """
         call = self._cuda.call
-        # other threads' generations may allocate meanwhile
+        # Generations in other threads may allocate memory meanwhile.
         mode = self._cuda.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         call("cudaStreamBeginCapture", self._stream, mode)
         try:
             work()
         except BaseException:
-            self._abandon()
+            self._end_failed_capture()
             raise
         graph = call("cudaStreamEndCapture", self._stream)
         try:
@@ -133,7 +141,7 @@ class Stream:
         finally:
             call("cudaGraphDestroy", graph)
 
-    def _abandon(self) -> None:
+    def _end_failed_capture(self) -> None:
         _, graph = self._cuda.api.cudaStreamEndCapture(self._stream)
         if graph is not None and int(graph):
             self._cuda.api.cudaGraphDestroy(graph)
@@ -141,9 +149,9 @@ class Stream:
 
 
 class CudaGraph:
-    """Captured work of a stream."""
+    """A graph of work that was captured on a stream."""
 
-    def __init__(self, cuda: Cuda, stream: Any, executable: Any) -> None:
+    def __init__(self, cuda: CudaDevice, stream: Any, executable: Any) -> None:
         self._cuda, self._stream, self._executable = cuda, stream, executable
         self._finalizer = weakref.finalize(self, cuda.api.cudaGraphExecDestroy, executable)
 
@@ -152,13 +160,16 @@ class CudaGraph:
 
 
 class CacheMemory:
-    """Zeroed device memory for a cache."""
+    """Device memory for a cache, first zeroed.
 
-    def __init__(self, cuda: Cuda, size: int) -> None:
+    pointer: address of its `size` bytes.
+    """
+
+    def __init__(self, cuda: CudaDevice, size: int) -> None:
         self.size = size
         with cuda.lock.shared_use:
             cuda.use()
-            self._cuda, self._memory, self._stream = cuda, cuda.memory(size), cuda.stream()
+            self._cuda, self._memory, self._stream = cuda, cuda.allocate(size), cuda.new_stream()
             self.pointer = self._memory.pointer
             self.clear(size)
 
@@ -170,12 +181,12 @@ class CacheMemory:
             self._stream.wait()
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
-        """Apply `edit` to a host copy, uint8 [size], and copy it back."""
+        """Copy the memory to the host, uint8 [size], call `edit` with it, and copy it back."""
         host = np.empty(self.size, np.uint8)
         with self._cuda.lock.shared_use:
             self._cuda.use()
-            self._stream.copy_out(host.ctypes.data, self.pointer, self.size)
+            self._stream.copy_to_host(host.ctypes.data, self.pointer, self.size)
             self._stream.wait()
             edit(host)
-            self._stream.copy_in(self.pointer, host.ctypes.data, self.size)
+            self._stream.copy_to_device(self.pointer, host.ctypes.data, self.size)
             self._stream.wait()

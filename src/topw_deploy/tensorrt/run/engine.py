@@ -12,16 +12,18 @@ from topw_deploy.errors import GenerationError, TensorRTError
 from topw_deploy.files import mapped
 from topw_deploy.manifest import TensorSpec
 from topw_deploy.tensorrt import api
-from topw_deploy.tensorrt.profiles import preferred
-from topw_deploy.tensorrt.run.cuda import Cuda
+from topw_deploy.tensorrt.profiles import find_profile
+from topw_deploy.tensorrt.run.cuda import CudaDevice
 from topw_deploy.tensorrt.run.stream import EngineStream
 from topw_deploy.tensorrt.stamp import TensorRTStamp
 
 
 class TensorRTEngine:
-    """The engine in `path` with its `stamp`; inputs, outputs: the manifest's.
+    """The engine in the file `path`.
 
-    tensors: the engine's own inputs and outputs; it drops unread inputs.
+    inputs, outputs: those in the manifest.
+    tensors: names of the engine's own inputs and outputs; it has no inputs that its graph does not read.
+
     Raises TensorRTError if TensorRT refuses the file, GenerationError if CUDA fails.
     """
 
@@ -32,17 +34,17 @@ class TensorRTEngine:
         stamp: TensorRTStamp,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
-        cuda: Cuda,
+        cuda: CudaDevice,
     ) -> None:
         self.cuda, self._trt, self._logger = cuda, trt, api.new_logger(trt)
         self._profiles = stamp.profiles
         self._results = [spec for spec in outputs if not spec.name.startswith("present.")]
         with cuda.lock.opening():
-            self._runtime = api.create(trt, "Runtime", self._logger)  # must outlive the engine
+            self._runtime = api.create_object(trt, "Runtime", self._logger)  # must outlive the engine
             self._raw = _deserialize(self._runtime, path)
             if self._raw is None:
                 raise TensorRTError(f"TensorRT cannot open {path} ({api.first_error(self._logger)})")
-            self.tensors = _tensors(trt, self._raw)
+            self.tensors = _tensor_names(trt, self._raw)
             names_in, names_out = {spec.name for spec in inputs}, {spec.name for spec in outputs}
             fits = names_out <= self.tensors <= names_in | names_out
             if not fits or self._raw.num_optimization_profiles != len(stamp.profiles):
@@ -51,26 +53,26 @@ class TensorRTEngine:
                 )
             self._free = [self._new_stream()]
 
-    def borrow(self) -> EngineStream:
-        """An unused stream, to be returned later."""
+    def borrow_stream(self) -> EngineStream:
+        """Take an unused stream, or make one. The caller returns it with `return_stream`."""
         with suppress(IndexError):
             return self._free.pop()
         with self.cuda.lock.shared_use:
             self.cuda.use()
             return self._new_stream()
 
-    def give_back(self, stream: EngineStream) -> None:
-        self._free.append(stream)  # atomic: garbage collection, which may give back anywhere, needs no lock
+    def return_stream(self, stream: EngineStream) -> None:
+        self._free.append(stream)  # atomic, so it needs no lock: garbage collection may call this anywhere
 
     @property
     def why_no_graph(self) -> str:
-        """Why steps are not launched as a CUDA graph, or ""."""
+        """Why steps are not launched as a CUDA graph; "" if they are."""
         free = tuple(self._free)  # a copy, as other threads change it
         return next((c.why_no_graph for stream in free for c in stream.contexts if c.why_no_graph), "")
 
     def profile_for(self, batch: int, sequence: int, edits: int) -> int:
-        """The profile's number for this shape. Raises GenerationError if none fits."""
-        found = preferred(self._profiles, batch, sequence, edits)
+        """Number of the profile for a run of this shape. Raises GenerationError if none covers it."""
+        found = find_profile(self._profiles, batch, sequence, edits)
         if found is None:
             raise GenerationError(
                 f"the engine has no profile for {batch} rows, {sequence} new tokens and {edits} edits; build it with "
@@ -79,7 +81,7 @@ class TensorRTEngine:
         return found
 
     def output_bytes(self, batch: int) -> dict[str, int]:
-        """Output sizes, without the in-place caches."""
+        """Bytes of each output by its name, without the caches, which are updated in place."""
         sizes = {}
         for spec in self._results:
             size = element_bytes(spec.dtype)
@@ -100,7 +102,7 @@ def _deserialize(runtime: Any, path: Path) -> Any:
         raise TensorRTError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _tensors(trt: Any, engine: Any) -> frozenset[str]:
+def _tensor_names(trt: Any, engine: Any) -> frozenset[str]:
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     elsewhere = [name for name in names if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE]
     if elsewhere:

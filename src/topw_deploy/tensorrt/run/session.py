@@ -1,4 +1,4 @@
-"""Open an exported folder's engine on this machine's GPU."""
+"""Opens an exported folder's engine on a GPU of this machine."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from topw_deploy.errors import GenerationError, ManifestError, TensorRTError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.sampling.mask import mask_words
 from topw_deploy.tensorrt import api, plugin_choice
-from topw_deploy.tensorrt.engines import fitting, this_machine
+from topw_deploy.tensorrt.engines import find_fitting_engine, this_platform
 from topw_deploy.tensorrt.run.binding import TensorRTBinding
-from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda, RunLock
+from topw_deploy.tensorrt.run.cuda import CacheMemory, CudaDevice, RunLock
 from topw_deploy.tensorrt.run.engine import TensorRTEngine
 
 
 class TensorRTSession:
-    """The runtime's session protocol over the engine of `folder` that fits GPU number `device`.
+    """Implements the runtime's session protocol over the engine of `folder` that fits GPU number `device`.
 
-    Raises TensorRTError if TensorRT, CUDA, a fitting engine or its plugin is missing or fails.
+    Raises TensorRTError if TensorRT, CUDA, a fitting engine or its plugin is missing or fails, and ManifestError for a
+    manifest that no engine can have.
     """
 
     provider = "tensorrt"
     cpu_nodes: tuple[Any, ...] = ()
 
     def __init__(self, folder: Path, manifest: DecoderManifest, lock: RunLock, device: int = 0) -> None:
-        trt = api.load()
-        path, self.stamp = fitting(folder, this_machine(str(trt.__version__), device))
+        trt = api.load_tensorrt()
+        path, self.stamp = find_fitting_engine(folder, this_platform(str(trt.__version__), device))
         try:
-            plugin_choice.prepare(self.stamp.plugin, self.stamp.plugin_version, trt)
+            plugin_choice.register_plugin_of(self.stamp.plugin, self.stamp.plugin_version, trt)
         except TensorRTError as error:
             reason = str(error).rstrip(".")
             raise TensorRTError(
@@ -49,18 +50,20 @@ class TensorRTSession:
         self.most_columns: int | None = self.stamp.most_sequence
         self.most_edits: int | None = self.stamp.most_edits
         try:
-            self.engine = TensorRTEngine(trt, path, self.stamp, manifest.inputs, manifest.outputs, Cuda(lock, device))
+            self.engine = TensorRTEngine(
+                trt, path, self.stamp, manifest.inputs, manifest.outputs, CudaDevice(lock, device)
+            )
         except GenerationError as error:
             raise TensorRTError(f"{path} cannot be opened: {error}") from None
 
     def bind(self) -> TensorRTBinding:
-        return TensorRTBinding(self.engine, self.engine.borrow())
+        return TensorRTBinding(self.engine, self.engine.borrow_stream())
 
     def memory(self, size: int) -> CacheMemory:
         return CacheMemory(self.engine.cuda, size)
 
     def settle(self, run: Callable[[], object]) -> None:
-        """Nothing to check: an engine runs entirely on its GPU."""
+        """Do nothing: an engine runs entirely on its GPU, so there are no nodes on the CPU to find."""
 
 
 def _check_manifest(manifest: DecoderManifest) -> None:
