@@ -22,7 +22,7 @@ from benchmarks.common import machine, table
 from topw_deploy.errors import GrammarError
 from topw_deploy.runtime.structured.constraint import read_constraint
 from topw_deploy.runtime.structured.grammars import compile_grammar, read_tokens
-from topw_deploy.runtime.structured.guide import Guide, Vocabulary
+from topw_deploy.runtime.structured.guide import Guide, MaskLayout
 
 SIZE = 151_936
 PADDING = 290  # rows of the embedding without a token
@@ -94,7 +94,7 @@ def main() -> None:
     print(f"{machine()}; {SIZE:,} tokens\n")
     pieces = vocabulary()
     started = time.perf_counter()
-    tokens, words = read_tokens(pieces, []), Vocabulary(pieces)
+    tokens, words = read_tokens(pieces, []), MaskLayout(pieces)
     print(f"reading the vocabulary: {time.perf_counter() - started:.2f} s\n")
     rows = []
     for name, stated in GRAMMARS.items():

@@ -1,3 +1,5 @@
+"""A toy model over single bytes, whose logits are random."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Answers match the request's constraint, alone, in batches and together with other requests of an engine."""
+"""Answers match their request's constraint: alone, in batches, and beside other requests of an engine."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ MATCHES: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", MATCHES)
-def test_answers_match(model: TopWModel, kind: str) -> None:
-    """50 seeds in a batch. An answer that the token limit cuts is the beginning of one that matches."""
+def test_answers_match_their_constraint(model: TopWModel, kind: str) -> None:
+    """For 50 seeds in a batch. Answers that the token limit cuts are left out."""
     stated, matches = MATCHES[kind]
     prompts = [byte_ids("hello"[: 1 + seed % 5]) for seed in range(50)]
     results = model.generate(prompts, structured_outputs=stated, seed=list(range(50)), max_new_tokens=80, **WILD)
@@ -72,7 +72,7 @@ def test_answers_match(model: TopWModel, kind: str) -> None:
 
 
 def test_answers_of_an_engine_match_and_are_those_of_the_request_alone(model: TopWModel) -> None:
-    """Free and constrained requests in one batch, which leave at different times, so that rows move."""
+    """Requests with and without constraints share a batch, and end at different times, so that rows move."""
     kinds = [*MATCHES.values(), (None, lambda text: True)] * 8
     rng = np.random.default_rng(3)
     given: list[dict[str, Any]] = [
@@ -96,8 +96,8 @@ def test_answers_of_an_engine_match_and_are_those_of_the_request_alone(model: To
     assert sum(result.finish_reason == "stop" for result in found) > 20
 
 
-def test_a_masked_draw_is_the_reference_s(model: TopWModel, toy: Toy) -> None:
-    """The draw among the tokens that continue one of the texts, computed without llguidance."""
+def test_a_masked_draw_equals_that_of_the_reference(model: TopWModel, toy: Toy) -> None:
+    """The reference draws among the tokens that continue one of the texts, without llguidance."""
     texts = [b"abc", b"abd", b"b", "né".encode()]
     prompt = byte_ids("hello")
 
@@ -142,7 +142,7 @@ def test_prompts_of_a_batch_may_have_constraints_of_their_own(model: TopWModel) 
     assert results[3].text == "ja"
 
 
-def test_reading_a_prompt_token_by_token_does_not_advance_the_grammar(load: Load, toy: Toy) -> None:
+def test_a_prompt_that_is_read_token_by_token_does_not_advance_the_grammar(load: Load, toy: Toy) -> None:
     """A prompt whose log-probabilities are requested is read that way."""
     model = load(toy, form="grouped", with_logits=True)
     asked = {"structured_outputs": {"regex": "[a-z]{5}"}, "allowed_token_ids": byte_ids("aeiouAEIOU0123456789"), **WILD}
@@ -155,7 +155,7 @@ def test_reading_a_prompt_token_by_token_does_not_advance_the_grammar(load: Load
             assert served.token_ids == plain.token_ids
 
 
-def test_streamed_pieces_are_the_answer(model: TopWModel) -> None:
+def test_streamed_pieces_join_to_the_answer(model: TopWModel) -> None:
     asked = {"structured_outputs": {"choice": ["né, né", "straße"]}, "seed": 1}
     pieces = list(model.stream("x", **asked))
     assert "".join(piece.text for piece in pieces) == model.generate("x", **asked).text
@@ -187,7 +187,7 @@ class TestTheEnd:
         for seed in range(5):
             assert model.generate("x", seed=seed, **asked, **WILD).text in ("abb", "abbc")
 
-    def test_the_token_limit_and_stop_strings_cut(self, model: TopWModel) -> None:
+    def test_the_token_limit_and_stop_strings_end_an_answer_early(self, model: TopWModel) -> None:
         cut = model.generate("x", structured_outputs={"regex": "(ab)+"}, max_new_tokens=5)
         assert (cut.text, cut.finish_reason) == ("ababa", "length")
         stopped = model.generate("x", structured_outputs={"regex": "(ab)+"}, stop_strings="ba", max_new_tokens=9)
@@ -247,7 +247,7 @@ def test_padding_rows_of_the_embedding_and_special_tokens_are_never_allowed(load
         assert EOS in allowed
 
 
-def test_the_last_grammars_are_not_compiled_again(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recently_used_grammars_are_not_compiled_again(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     compile_grammar = grammars.compile_grammar
 
@@ -256,7 +256,7 @@ def test_the_last_grammars_are_not_compiled_again(load: Load, monkeypatch: pytes
         return compile_grammar(constraint, tokens)
 
     monkeypatch.setattr(grammars, "compile_grammar", counted)
-    monkeypatch.setattr(grammars, "KEPT", 2)
+    monkeypatch.setattr(grammars, "KEPT_GRAMMARS", 2)
     model = load(Toy.random(1))
     for regex in ("a{9}", "b{9}", "a{9}", "c{9}", "a{9}", "b{9}"):  # c takes the place of b, b of c
         answer = model.generate("x", structured_outputs={"regex": regex}, max_new_tokens=20).text

@@ -1,4 +1,4 @@
-"""A request gives a constraint as in vLLM or OpenAI's API; anything else is refused with the place of the error."""
+"""A request states a constraint as in vLLM's or OpenAI's API. Other values are refused, with the place of the error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from topw_deploy.errors import GrammarError, ParameterError
-from topw_deploy.runtime.parameters import check_names, spread
+from topw_deploy.runtime.parameters import check_names, row_values
 from topw_deploy.runtime.structured.constraint import MOST_CHARACTERS, Constraint, read_constraint
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
@@ -29,7 +29,7 @@ TEXT = '{"type": "object", "properties": {"é": {"type": "integer"}}}'
         ({"type": "text"}, Constraint("text")),
     ],
 )
-def test_every_shape_is_read(given: Any, expected: Constraint) -> None:
+def test_every_way_to_give_a_constraint_is_read(given: Any, expected: Constraint) -> None:
     assert read_constraint("structured_outputs", given) == expected
 
 
@@ -57,7 +57,7 @@ def test_every_shape_is_read(given: Any, expected: Constraint) -> None:
         ({"regex": "a" * (MOST_CHARACTERS + 1)}, "the expression of structured_outputs has 65,537 characters"),
     ],
 )
-def test_another_shape_is_refused(given: Any, message: str) -> None:
+def test_a_value_of_another_form_is_refused(given: Any, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         read_constraint("structured_outputs", given)
 
@@ -80,11 +80,11 @@ def test_a_schema_nested_too_deeply_or_in_itself_is_refused() -> None:
 
 
 def test_one_request_may_give_a_constraint_per_prompt() -> None:
-    columns = spread("structured_outputs", [{"regex": "a"}, None, {"type": "text"}], 3)
+    columns = row_values("structured_outputs", [{"regex": "a"}, None, {"type": "text"}], 3)
     assert columns == [Constraint("regex", "a"), None, Constraint("text")]
 
 
-def test_response_format_is_another_name() -> None:
+def test_response_format_is_another_name_of_structured_outputs() -> None:
     assert check_names({"response_format": {"type": "text"}}) == {"structured_outputs": {"type": "text"}}
     with pytest.raises(ParameterError, match="given twice"):
         check_names({"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}})

@@ -1,4 +1,4 @@
-"""A grammar that cannot be compiled or takes too long is refused with its position, without harm to other requests."""
+"""A grammar that is invalid or takes too long is refused with the place of the error; other requests continue."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_a_grammar_that_does_not_compile_is_refused_with_its_place(
         assert engine.submit("x", max_new_tokens=3).result().finish_reason == "length"
 
 
-def test_without_llguidance_the_error_names_the_extra(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_an_error_names_the_extra_to_install(
+    model: TopWModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(install, "importable", lambda module: module != "llguidance")
     monkeypatch.setattr(model, "_grammars", grammars.Grammars(model.tokenizer, 259))
     with pytest.raises(
@@ -97,7 +99,7 @@ def test_without_llguidance_the_error_names_the_extra(model: TopWModel, monkeypa
     assert model.generate("x", max_new_tokens=2).token_ids
 
 
-def test_a_graph_without_the_input_is_refused(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_without_the_input_allowed_is_refused(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
     session = model._require_open()[0]
     monkeypatch.setattr(session, "inputs", session.inputs - {"allowed"})
     with pytest.raises(ParameterError, match=r"needs a graph with the input 'allowed'.*; export the model again"):
@@ -110,7 +112,7 @@ def chained(rule: Callable[[int], str], last: str, length: int) -> str:
 
 
 def deep_lark() -> str:
-    """As many rules as fit, each of which refers to the next: the compiler recurses into each."""
+    """As many rules as a grammar may have, each of which refers to the next one: the compiler recurses into each."""
     return chained(lambda i: f'r{i:x}:"x"r{i + 1:x}', 'rfa0:"q"', 0xFA0)
 
 
@@ -154,7 +156,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_or_runs_in_bounded_time(model: TopWModel, name: str) -> None:
-    """A second request continues meanwhile. Without bounds on the work of a mask, some would take hours."""
+    """A second request continues meanwhile. Without bounds on the work for a mask, some grammars would take hours."""
     with Engine(model, max_batch=2) as engine:
         free = engine.submit("y", max_new_tokens=40, ignore_eos=True)
         try:
@@ -180,7 +182,6 @@ def test_a_hostile_grammar_is_refused_or_runs_in_bounded_time(model: TopWModel, 
 def test_schemas_that_would_take_minutes_are_refused_without_compiling_them(
     model: TopWModel, schema: dict[str, Any], message: str, inline: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the compiler gets them."""
     monkeypatch.setattr("llguidance.LLMatcher", lambda *_, **__: pytest.fail("the schema was compiled"))
     stated = {"grammar": f'start: "a" %json {json.dumps(schema)}'} if inline else {"json": schema}
     with pytest.raises(GrammarError, match=message):
@@ -188,7 +189,7 @@ def test_schemas_that_would_take_minutes_are_refused_without_compiling_them(
 
 
 def test_a_grammar_that_becomes_too_complex_fails_only_its_request(model: TopWModel) -> None:
-    """After the first token, the grammar allows more than llguidance's limits."""
+    """The grammar exceeds llguidance's limits after the first token."""
     stated = HOSTILE["wide"]
     with Engine(model, max_batch=2) as engine:
         failed = engine.submit("x", structured_outputs=stated, max_new_tokens=90, seed=1, temperature=2.5)
@@ -200,8 +201,8 @@ def test_a_grammar_that_becomes_too_complex_fails_only_its_request(model: TopWMo
         model.generate("x", structured_outputs=stated, max_new_tokens=90, seed=1, temperature=2.5)
 
 
-def test_a_grammar_that_compiles_too_long_is_refused(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its caller does not wait for the compiler, which here goes on until the error was raised."""
+def test_a_grammar_that_takes_too_long_to_compile_is_refused(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller gets the error while the compiler still runs."""
     refused, ended = threading.Event(), threading.Event()
 
     def compile_long(constraint: object) -> str:
@@ -209,8 +210,8 @@ def test_a_grammar_that_compiles_too_long_is_refused(model: TopWModel, monkeypat
         ended.set()
         return ""
 
-    monkeypatch.setattr(grammars, "SECONDS", 0.01)
-    monkeypatch.setattr(grammars, "lark_of", compile_long)
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.01)
+    monkeypatch.setattr(grammars, "to_lark", compile_long)
     with pytest.raises(GrammarError, match="takes longer than"):
         model.generate("x", structured_outputs={"regex": "a"})
     refused.set()
@@ -230,8 +231,8 @@ def test_without_address_space_for_the_stack_the_error_says_so(
     assert model.generate("x", structured_outputs={"regex": "a"}).text == "a"
 
 
-def test_the_deep_stack_leaves_other_threads_theirs() -> None:
+def test_other_threads_keep_their_stack_size() -> None:
     before = threading.stack_size()
     with pytest.raises(ZeroDivisionError):
-        grammars.call_deep(lambda: 1 // 0, 10)
+        grammars.call_with_deep_stack(lambda: 1 // 0, 10)
     assert threading.stack_size() == before

@@ -1,4 +1,4 @@
-"""Masks are those of the grammar, token by token, over the vocabularies that models have."""
+"""A guide's masks allow the tokens that its grammar allows, for the kinds of vocabularies that models have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.toy_model import Load, Toy, byte_tokenizer
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.structured import grammars
 from topw_deploy.runtime.structured.constraint import Constraint, read_constraint
-from topw_deploy.runtime.structured.guide import Guide, Vocabulary
+from topw_deploy.runtime.structured.guide import Guide, MaskLayout
 
 PIECES = [bytes([byte]) for byte in range(256)] + [b"ab", b"abc", b"bc", b"ab", "né".encode(), b"", b"c,", b""]
 TOKENS = grammars.read_tokens([*PIECES, b"<special>"], [len(PIECES)])
@@ -27,7 +27,7 @@ SPECIAL = "<｜end▁of｜>"
 
 def guide_of(stated: dict[str, Any], ends: tuple[int, ...] = ENDS) -> Guide:
     matcher = grammars.compile_grammar(read_constraint("structured_outputs", stated), TOKENS)
-    guide = Guide(matcher, Vocabulary([*PIECES, b"<special>"]), ends)
+    guide = Guide(matcher, MaskLayout([*PIECES, b"<special>"]), ends)
     guide.start()
     return guide
 
@@ -35,13 +35,13 @@ def guide_of(stated: dict[str, Any], ends: tuple[int, ...] = ENDS) -> Guide:
 def allowed(guide: Guide) -> set[int]:
     assert guide.mask.dtype == np.int32
     found = set(np.flatnonzero(np.unpackbits(guide.mask.view(np.uint8), bitorder="little")).tolist())
-    assert len(found) == guide.allowed
+    assert len(found) == guide.allowed_count
     return found
 
 
 @given(data=st.data(), texts=st.lists(st.text(alphabet="abcné,", min_size=1, max_size=8), min_size=1, max_size=4))
 def test_the_allowed_tokens_are_those_that_continue_a_text(data: st.DataObject, texts: list[str]) -> None:
-    """Followed to an end with any of the allowed tokens, including those that end inside a character."""
+    """Draws allowed tokens up to an end, including tokens that end inside a character."""
     guide, begun = guide_of({"choice": texts}), b""
     whole = [text.encode() for text in texts]
     while True:
@@ -70,10 +70,10 @@ def test_special_tokens_are_allowed_only_where_a_grammar_names_them() -> None:
 
 
 @pytest.mark.parametrize("size", [31, 32, 33, 63, 64])
-def test_vocabularies_of_any_size_fit_their_words(size: int) -> None:
+def test_a_mask_has_a_bit_for_each_token_of_a_vocabulary_of_any_size(size: int) -> None:
     pieces = [bytes([97 + index % 26]) * (1 + index // 26) for index in range(size)]
     tokens = grammars.read_tokens(pieces, [])
-    guide = Guide(grammars.compile_grammar(Constraint("regex", "z{3}|a*"), tokens), Vocabulary(pieces), (size - 1,))
+    guide = Guide(grammars.compile_grammar(Constraint("regex", "z{3}|a*"), tokens), MaskLayout(pieces), (size - 1,))
     guide.start()
     assert guide.mask.shape == (-(-size // 32),)
     first = {t for t, piece in enumerate(pieces) if piece in (b"z", b"zz", b"zzz") or set(piece) == {97}} | {size - 1}
@@ -127,7 +127,7 @@ def with_added() -> Tokenizer:
     ],
     ids=["SentencePiece", "WordPiece", "byte-level", "crossing"],
 )  # fmt: skip
-def test_the_texts_of_tokens_are_those_that_they_add(
+def test_the_text_of_a_token_is_what_it_adds_to_a_text(
     load: Load, tokenizer: Tokenizer, expected: dict[str, bytes]
 ) -> None:
     model = load(Toy.random(1), tokenizer=tokenizer)
@@ -138,7 +138,7 @@ def test_the_texts_of_tokens_are_those_that_they_add(
     assert special == [t for t, entry in tokenizer.get_added_tokens_decoder().items() if entry.special]
 
 
-def test_many_threads_read_the_vocabulary_once(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_is_read_once_for_many_threads(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     read = grammars.read_tokens
     monkeypatch.setattr(grammars, "read_tokens", lambda *given: made.append(1) or read(*given))

@@ -1,4 +1,4 @@
-"""Endless or memory-filling templates are refused with an error naming their file."""
+"""Templates that would not end or would fill the memory are refused with an error that names their file."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def doubling(start: str, grown: str) -> str:
         "{{ {'a': [1] * 10**6}|tojson }}" * 30,
     ],
 )
-def test_what_would_stall_or_fill_the_memory_is_refused(source: str) -> None:
+def test_a_template_that_would_not_end_or_would_fill_the_memory_is_refused(source: str) -> None:
     with pytest.raises(TokenizerError, match=LIMIT):
         render(source)
 
@@ -134,7 +134,7 @@ def test_what_would_stall_or_fill_the_memory_is_refused(source: str) -> None:
         "{% extends 'x' %}",
     ],
 )
-def test_what_no_chat_template_needs_is_refused(source: str) -> None:
+def test_an_operation_that_no_chat_template_needs_is_refused(source: str) -> None:
     with pytest.raises(PromptError, match=r"refused the messages|ran out of stack"):
         render(source)
 
@@ -162,7 +162,7 @@ def test_a_template_that_cannot_be_compiled_is_refused(source: str) -> None:
         render(source)
 
 
-def test_the_error_gives_the_bound() -> None:
+def test_the_error_states_the_bound() -> None:
     with pytest.raises(TokenizerError, match=rf"makes a value of 10,000,000,000 characters.* at most {LONGEST:,}"):
         render("{{ 'a' * 10**10 }}")
     with pytest.raises(TokenizerError, match=r"takes more than [0-9,]+ steps"):
@@ -170,7 +170,7 @@ def test_the_error_gives_the_bound() -> None:
 
 
 @pytest.mark.slow
-def test_steps_cannot_be_given_back() -> None:
+def test_a_template_cannot_lower_its_count_of_steps() -> None:
     loop = "{% for j in range(99999) %}{% endfor %}{{ [-10**9]|map(' step')|list|length }}"
     with pytest.raises(TokenizerError, match="steps"):
         render("{% for i in range(99999) %}" + loop + "{% endfor %}")
@@ -182,7 +182,7 @@ def test_nothing_is_computed_while_a_template_is_compiled() -> None:
     assert render(source) == "ok"
 
 
-def test_messages_cannot_nest_without_a_bound() -> None:
+def test_messages_that_nest_too_deeply_are_refused() -> None:
     deep: Any = "x"
     for _ in range(5000):
         deep = [deep]

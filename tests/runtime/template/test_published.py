@@ -1,4 +1,4 @@
-"""Templates like those of published models render as in plain Jinja, even for long chats."""
+"""Templates like those of published models render as in plain Jinja, also for long chats."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def by_jinja_alone(source: str, **variables: Any) -> str:
 @pytest.mark.parametrize("system", [slow([]), [{"role": "system", "content": "Be brief."}]], ids=["plain", "system"])
 @pytest.mark.parametrize("tools", [slow(None), [TOOL, TOOL]], ids=["alone", "tools"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_text_is_what_jinja_alone_gives(name: str, tools: Any, system: list[Any]) -> None:
+def test_a_template_renders_as_in_plain_jinja(name: str, tools: Any, system: list[Any]) -> None:
     for messages in ([*system, *TURN], [*system, *TURN[:3]], [*system, TURN[0]], [*system, *TURN, TURN[0], TURN[1]]):
         want = by_jinja_alone(TEMPLATES[name], messages=messages, tools=tools)
         assert ChatTemplate(TEMPLATES[name], TOKENS).render(messages, tools=tools) == want
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_of_a_thousand_messages_and_a_megabyte_fits(name: str) -> None:
+def test_a_chat_of_a_thousand_messages_and_a_megabyte_is_within_the_bounds(name: str) -> None:
     turns = [{"role": "system", "content": "Be brief."}]
     for number in range(500):
         turns.append({"role": "user", "content": f"{number} " + "wörd 😀 " * 145})
@@ -76,7 +76,7 @@ def test_a_chat_of_a_thousand_messages_and_a_megabyte_fits(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_message_of_ten_megabytes_fits() -> None:
+def test_one_message_of_ten_megabytes_is_within_the_bounds() -> None:
     messages = [{"role": "user", "content": "word " * 2 * 10**6}, {"role": "assistant", "content": "x</think>" * 10**6}]
     for name in ("llama", "qwen", "gemma", "deepseek"):
         want = by_jinja_alone(TEMPLATES[name], messages=messages, tools=None)
@@ -91,13 +91,13 @@ def test_one_message_of_ten_megabytes_fits() -> None:
         "|tojson(indent=4)",
     ],
 )
-def test_what_templates_do_to_a_text_fits_for_megabytes(expression: str) -> None:
+def test_operations_of_published_templates_are_within_the_bounds_for_megabytes(expression: str) -> None:
     source = "{{ messages[0].content" + ("" if expression.startswith("|") else ".") + expression + " }}"
     messages = [{"role": "user", "content": "a line of text\n" * 200_000}]
     assert ChatTemplate(source, {}).render(messages) == by_jinja_alone(source, messages=messages)
 
 
-def test_a_template_that_collects_its_text_fits() -> None:
+def test_a_template_that_collects_its_text_is_within_the_bounds() -> None:
     source = (
         "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t ~ m.content %}{% endfor %}{{ ns.t }}"
     )

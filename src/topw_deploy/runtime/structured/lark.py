@@ -1,4 +1,4 @@
-"""A constraint as a grammar in llguidance's Lark."""
+"""Writes a constraint as a grammar in llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from topw_deploy.errors import GrammarError
 from topw_deploy.runtime.structured.constraint import Constraint
 
 MOST_PATTERNS = 100
-"""Maximum number of patterns in all `patternProperties`. Each is compared with every other (100: 0.1 s, 300: 12 s)."""
+"""Maximum number of patterns in all `patternProperties`. llguidance compares each pattern with every other (100
+patterns: 0.1 s, 300: 12 s).
+"""
 
 MOST_MULTIPLE = 50_000
-"""Largest least common multiple of all `multipleOf`, without their decimal points. It is the number of an automaton's
-states (50,000: 0.3 s, 1,000,000: 11 s)."""
+"""Maximum least common multiple of all `multipleOf`, without their decimal points. llguidance builds an automaton with
+so many states (50,000: 0.3 s, 1,000,000: 11 s).
+"""
 # At most one space, or a line break with an indentation; otherwise a model may write white space up to the token limit.
 _WHITE_SPACE = r" |\n[ \t]{0,32}"
 
-# With forcing, forced text could be written only with the tokens that the tokenizer gives for it. But the draw decides
-# which tokens write a text, and a ban of one of these tokens must not end a request that can write it with others.
+# With forcing, text that the grammar forces could be written only with the tokenizer's tokens for it. Here the draw
+# decides which tokens write a text, so that a ban of one token does not end a request that can use other tokens.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _JSON = re.compile(r"%json\s*(?=[{\[])")
 
 
-def lark_of(constraint: Constraint) -> str:
-    """The grammar. User-written Lark keeps its line numbers.
+def to_lark(constraint: Constraint) -> str:
+    """Returns the constraint as a Lark grammar. A caller's own Lark keeps its line numbers.
 
     Raises GrammarError for GBNF that cannot be converted, and for schemas that would take too long to compile.
     """
@@ -39,10 +42,10 @@ def lark_of(constraint: Constraint) -> str:
         text = _gbnf_to_lark(text) if _GBNF_RULE.search(text) else text
         check_schemas(_inline_schemas(text))
         return text + _OPTIONS
-    return f"start: {_START[kind](text)}{_OPTIONS}"
+    return f"start: {_EXPRESSIONS[kind](text)}{_OPTIONS}"
 
 
-def _schema(text: str) -> str:
+def _schema_expression(text: str) -> str:
     schema = json.loads(text)
     check_schemas([schema])
     if isinstance(schema, dict):
@@ -57,19 +60,19 @@ def _schema(text: str) -> str:
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
-def _regex(text: str) -> str:
+def _regex_expression(text: str) -> str:
     from llguidance import regex_to_lark
 
-    return f"/{regex_to_lark(text, use_ascii='d')}/"  # \d is 0 to 9, \w any letter
+    return f"/{regex_to_lark(text, use_ascii='d')}/"  # \d matches only 0 to 9, \w any letter
 
 
-def _choice(text: str) -> str:
+def _choice_expression(text: str) -> str:
     # One terminal, because several thousand alternatives of a rule exceed the parser's limits.
     choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
     return f"CHOICE\nCHOICE: {choices}"
 
 
-_START = {"json": _schema, "regex": _regex, "choice": _choice}
+_EXPRESSIONS = {"json": _schema_expression, "regex": _regex_expression, "choice": _choice_expression}
 
 
 def _gbnf_to_lark(text: str) -> str:
@@ -92,7 +95,7 @@ def _gbnf_to_lark(text: str) -> str:
 
 
 def _inline_schemas(text: str) -> Iterator[Any]:
-    """The schemas after `%json`. Skips those that are not JSON, for which the compiler reports an error."""
+    """The schemas after `%json` in a grammar. Skips text that is not JSON: the compiler reports its error."""
     decoder = json.JSONDecoder()
     for found in _JSON.finditer(text):
         try:
@@ -113,7 +116,7 @@ def check_schemas(schemas: Iterable[Any]) -> None:
         if isinstance(value, dict):
             named = value.get("patternProperties")
             patterns += len(named) if isinstance(named, dict) else 0
-            multiple = math.lcm(multiple, _significant(value.get("multipleOf")))
+            multiple = math.lcm(multiple, _significant_digits(value.get("multipleOf")))
             waiting += value.values()
         elif isinstance(value, list):
             waiting += value
@@ -128,8 +131,8 @@ def check_schemas(schemas: Iterable[Any]) -> None:
             )
 
 
-def _significant(value: Any) -> int:
-    """250 for 250 and 25 for 0.25; 1 for anything that is not a number > 0."""
+def _significant_digits(value: Any) -> int:
+    """A number without its decimal point, such as 25 for 0.25; 1 for a value that is not a number > 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         return 1
     try:

@@ -1,4 +1,5 @@
 """Jinja with bounds: chat templates are untrusted code that must terminate and fit into memory.
 
-`rewrite`, `environment`, `filters` and `methods` count a template's work on a `meter`.
+meter: counts a template's work and enforces the bounds.
+rewrite, environment, filters, methods: make Jinja report its work to the meter.
 """

@@ -1,4 +1,4 @@
-"""Jinja's immutable sandbox, which counts operators and calls."""
+"""Jinja's immutable sandbox, with operators, calls and output counted on the current meter."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from topw_deploy.runtime.template.filters import (
     BoundedFormatter,
     bounded_filters,
     bounded_tests,
-    percent,
+    format_percent,
 )
-from topw_deploy.runtime.template.meter import BITS, Meter, current
+from topw_deploy.runtime.template.meter import MAX_INTEGER_BITS, Meter, current_meter
 from topw_deploy.runtime.template.rewrite import COUNTING, rewrite
 
-SOURCE = 2**18
-"""Maximum characters of a template; published ones have up to about 30,000."""
-_DATE_FORMAT = 1000
-_CALL, _OPERATOR, _OUTPUT = 8, 4, 2  # steps, about proportional to time
+MAX_SOURCE_CHARACTERS = 2**18
+"""Maximum characters of a template. Published templates have up to about 30,000."""
+_MAX_DATE_FORMAT = 1000
+_CALL_STEPS, _OPERATOR_STEPS, _OUTPUT_STEPS = 8, 4, 2  # about proportional to time
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -54,31 +54,33 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def compile_template(self, source: str) -> jinja2.Template:
         """Raises TemplateError, or an error of Python's compiler."""
-        if len(source) > SOURCE:
-            raise jinja2.TemplateSyntaxError(f"it has {len(source):,} characters, more than {SOURCE:,}", 1)
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            raise jinja2.TemplateSyntaxError(
+                f"it has {len(source):,} characters, more than {MAX_SOURCE_CHARACTERS:,}", 1
+            )
         return self.from_string(rewrite(self.parse(source)))
 
     def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]  # called by compiled templates
-        return current().join(parts)
+        return current_meter().join(parts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        meter = current()
-        meter.step(_OPERATOR)
+        meter = current_meter()
+        meter.count_steps(_OPERATOR_STEPS)
         if operator == "%" and isinstance(left, str):
-            return percent(meter, left, right)
+            return format_percent(meter, left, right)
         if isinstance(left, int) and isinstance(right, int):
             _check_integers(meter, operator, left, right)
         elif operator == "*":
             times, value = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(times, int) and not isinstance(value, float):
-                meter.expect(_size(meter, value) * max(times, 0))
+                meter.check_size(_size(meter, value) * max(times, 0))
         elif operator == "+" and not isinstance(left, float):
-            meter.expect(_size(meter, left) + _size(meter, right))
-        return meter.make(super().call_binop(context, operator, left, right))
+            meter.check_size(_size(meter, left) + _size(meter, right))
+        return meter.count_new(super().call_binop(context, operator, left, right))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         if isinstance(argument, tuple):
-            current().read(argument)  # hashing reads it
+            current_meter().count_read(argument)  # Python hashes it
         return super().getitem(obj, argument)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -97,26 +99,26 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return formatted
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: N805
-        meter = current()
-        meter.step(_CALL + len(args) + len(kwargs))
+        meter = current_meter()
+        meter.count_steps(_CALL_STEPS + len(args) + len(kwargs))
         if isinstance(__obj, types.BuiltinMethodType) and not isinstance(__obj.__self__, types.ModuleType):
             own = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
-            return methods.call(meter, __obj, args, own)
+            return methods.call_method(meter, __obj, args, own)
         if isinstance(__obj, type) and __obj not in (dict, _Namespace, Cycler, Joiner):
             raise SecurityError(f"a template may not create a {__obj.__name__}")
         if __obj is dict:
-            meter.read(*args, *kwargs.values())
+            meter.count_read(*args, *kwargs.values())
         elif isinstance(getattr(__obj, "__self__", None), LoopContext):
-            meter.read(*args)  # `changed` compares
+            meter.count_read(*args)  # `loop.changed` compares them
         result = super().call(__context, __obj, *args, **kwargs)
-        return meter.make(result) if __obj is dict else result
+        return meter.count_new(result) if __obj is dict else result
 
 
 @pass_context  # so that Jinja does not call it while compiling
 def _finalize(context: Context, value: Any) -> Any:
-    meter = current()
-    meter.step(_OUTPUT)
-    return meter.text(value)
+    meter = current_meter()
+    meter.count_steps(_OUTPUT_STEPS)
+    return meter.to_text(value)
 
 
 def _size(meter: Meter, value: Any) -> int:
@@ -125,12 +127,12 @@ def _size(meter: Meter, value: Any) -> int:
 
 def _check_integers(meter: Meter, operator: str, left: int, right: int) -> None:
     bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
-    if bits > BITS and not (operator == "**" and abs(left) <= 1):
-        meter.refuse(f"computes with integers of more than {BITS:,} bits")
+    if bits > MAX_INTEGER_BITS and not (operator == "**" and abs(left) <= 1):
+        meter.refuse(f"computes with integers of more than {MAX_INTEGER_BITS:,} bits")
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks training text; no effect here."""
+    """Accepts `{% generation %}`, which marks text for training. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja declares a plain set
 
@@ -141,7 +143,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's `namespace`, without attributes that have a meaning in Python."""
+    """Jinja's `namespace`, but attributes may not begin with an underscore, as Python's own do."""
 
     def __init__(*arguments: Any, **attributes: Any) -> None:  # `self` may be an attribute
         self, *rest = arguments
@@ -154,7 +156,7 @@ class _Namespace(Namespace):
         _check_attribute(name)
         super().__setitem__(name, value)
 
-    def __repr__(self) -> str:  # Jinja's is unbounded
+    def __repr__(self) -> str:  # Jinja's prints all attributes, without a bound
         return "<Namespace>"
 
 
@@ -168,6 +170,6 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(form: str) -> str:
-    if len(form) > _DATE_FORMAT:
-        raise SecurityError(f"strftime_now takes at most {_DATE_FORMAT} characters")
+    if len(form) > _MAX_DATE_FORMAT:
+        raise SecurityError(f"strftime_now takes at most {_MAX_DATE_FORMAT} characters")
     return datetime.now().strftime(form)
