@@ -127,7 +127,7 @@ def test_a_full_device_is_a_sentence_and_smaller_steps_go_on(said: Said) -> None
 def test_an_engine_that_was_built_with_kernels_of_another_interface_is_refused(said: Said) -> None:
     found, _, complaints = said
     assert (found["engines of other kernels refused"], found["its own fields taken"]) == (1, 1)
-    assert complaints.count("the engine was built with kernels of another interface than") == 2
+    assert complaints.count("the engine was built for another version of the kernels' interface than") == 2
 
 
 def test_control_memory_is_zero_after_every_step_and_freed_with_the_plugins(said: Said) -> None:

@@ -19,7 +19,7 @@ bool known_table(const topw_table &table) {
     return table.dtype == TOPW_FLOAT32 || table.dtype == TOPW_FLOAT16 || table.dtype == TOPW_BFLOAT16;
   topw_table described = table;
   if (!described.blocks.scales) described.blocks.scales = &described;  // shapes have no addresses
-  return quantised_readable(described) && described.blocks.block_size % 8 == 0;  // codes are read eight at a time
+  return is_readable_quantised(described) && described.blocks.block_size % 8 == 0;  // codes are read eight at a time
 }
 
 const char *refusal_of_table(const topw_cuda_shape &shape) {

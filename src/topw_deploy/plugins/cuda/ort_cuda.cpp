@@ -40,7 +40,7 @@ Status *compute(void *data, ort::KernelContext *context) {
   Kernel &kernel = *static_cast<Kernel *>(data);
   const Api &api = kernel.api;
   OrtCall call = {};
-  TOPW_TRY(bind(api, context, kernel.node, &call));
+  TOPW_TRY(bind_call(api, context, kernel.node, &call));
   if (call.inputs.batch == 0) return nullptr;
   void *stream = nullptr;
   TOPW_TRY(api[ort::gpu_stream](context, &stream));
@@ -87,7 +87,7 @@ Status *make(const ort::Operator *, const ort::Function *table, const ort::Kerne
 }
 
 ort::Operator on_a_gpu() {
-  ort::Operator op = describe();
+  ort::Operator op = shared_operator();
   op.provider = [](const ort::Operator *) { return "CUDAExecutionProvider"; };
   op.make = make;
   op.compute = compute;

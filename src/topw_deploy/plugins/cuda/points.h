@@ -57,14 +57,14 @@ __device__ TOPW_OUT_OF_LINE inline Piece read_codes(const topw_table &table, int
   const int64_t elements = hidden / static_cast<int32_t>(codes_per_element(table.dtype, blocks));
   const int32_t zero = blocks.zero_points
                            ? code_at(table, blocks.zero_points, token, zero_points_in_row(table), block)
-                           : middle(table.dtype, blocks);
+                           : default_zero_point(table.dtype, blocks);
   const float step = scale_at(blocks, token * blocks_in_row(table) + block);
   Piece piece;
 #pragma unroll 1
   for (int i = 0; i < kPiece; ++i) {
     const int32_t code = k + i < hidden ? code_at(table, table.rows, token, elements, k + i) : zero;
     float value = static_cast<float>(code - zero) * step;
-    if (blocks.scale_type == TOPW_FLOAT16) value = rounded_to_float16(value);
+    if (blocks.scale_type == TOPW_FLOAT16) value = round_to_float16(value);
 #pragma unroll
     for (int n = 0; n < kPiece - 1; ++n) piece.at[n] = piece.at[n + 1];  // indices must be compile-time constants
     piece.at[kPiece - 1] = value;

@@ -34,7 +34,7 @@ bool Alternation::run(const topw_options &options, const topw_table *table, cons
     if (entered_ == 0 && kept == before) break;
     const bool nested_is_final = P.scale >= 0 && (neighbours == 0 || kept >= neighbours);  // T1
     if (entered_ == 0 && nested_is_final) break;
-    if (const int64_t cycle = period()) last = steps + (last - steps) % cycle;
+    if (const int64_t cycle = cycle_length()) last = steps + (last - steps) % cycle;
   }
   if (table_) {
     pairs = distances_.pairs();
@@ -59,14 +59,14 @@ bool Alternation::step() {
   if (table_ && !distances_.set_members(member_.data())) return false;
   for (int64_t i = 0; i < pool_->tokens.size; ++i) {
     candidate_[i] = !member_[i];
-    if (candidate_[i]) bound_from_below(i);
+    if (candidate_[i]) set_lower_bound(i);
   }
   if (!(P_->scale < 0 ? measure_all() : measure_survivors())) return false;
   scan();
   return true;
 }
 
-void Alternation::bound_from_below(int64_t i) {
+void Alternation::set_lower_bound(int64_t i) {
   exact_[i] = !table_;
   far_[i] = P_->scale == 0 ? 0 : 1;  // of the uniform metric
   if (!table_) return;
@@ -89,9 +89,9 @@ bool Alternation::measure_all() {
   return true;
 }
 
-// The row test, before any distance and after each chunk.
+// Applies the row test before any distance and after each chunk of distances.
 bool Alternation::measure_survivors() {
-  const double reached = surely_reached();
+  const double reached = lower_bound_of_best();
   prune(reached);
   int32_t chunk[kChunk];
   const int64_t m = pool_->tokens.size;
@@ -111,7 +111,7 @@ bool Alternation::measure_survivors() {
 }
 
 // A lower bound of this step's best J: the best prefix of S, which needs no distance.
-double Alternation::surely_reached() const {
+double Alternation::lower_bound_of_best() const {
   Prefixes within(P_->c);
   for (int64_t i = 0; i < pool_->tokens.size; ++i)
     if (member_[i]) within.add(pool_->p[i], P_->lam * pool_->a[i]);
@@ -144,7 +144,7 @@ void Alternation::scan() {
     if (!member_[i] && !candidate_[i]) continue;
     const double f = member_[i] ? 0.0 : -P_->scale * far_[i];
     far_[i] = f + P_->lam * pool_->a[i];  // phi from here
-    sorter_->set(count++, descending(far_[i]), static_cast<int32_t>(i));
+    sorter_->set(count++, descending_key(far_[i]), static_cast<int32_t>(i));
   }
   const Sorter::Entry *order = sorter_->sort(count);
   Prefixes prefixes(P_->c);
@@ -157,7 +157,7 @@ void Alternation::scan() {
 }
 
 // The sets' cycle length, or 0 (Brent's algorithm): with a negative scale they may never converge.
-int64_t Alternation::period() {
+int64_t Alternation::cycle_length() {
   const size_t m = static_cast<size_t>(pool_->tokens.size);
   if (saved_at_ > 0 && memcmp(saved_.data(), member_.data(), m) == 0) return steps - saved_at_;
   if ((steps & (steps - 1)) == 0) {

@@ -11,7 +11,7 @@ namespace topw {
 
 class Alternation {
  public:
-  int64_t steps = 0;              // scans
+  int64_t steps = 0;              // alternations
   int64_t pairs = 0;              // distances computed
   int64_t literal_pairs = 0;      // under the literal rule
   int64_t kept = 0;
@@ -25,11 +25,11 @@ class Alternation {
   [[nodiscard]] bool step();
   [[nodiscard]] bool measure_all();
   [[nodiscard]] bool measure_survivors();
-  double surely_reached() const;
-  void bound_from_below(int64_t i);
+  double lower_bound_of_best() const;
+  void set_lower_bound(int64_t i);
   void prune(double reached);
   void scan();
-  int64_t period();
+  int64_t cycle_length();
 
   const topw_options *options_ = nullptr;
   const topw_table *table_ = nullptr;
@@ -37,11 +37,11 @@ class Alternation {
   const Parameters *P_ = nullptr;
   Sorter *sorter_ = nullptr;
   SetDistances distances_;
-  int64_t entered_ = 0;           // new tokens in the last step
+  int64_t entered_ = 0;           // tokens that entered the set in the last step
   int64_t saved_at_ = 0;          // step of saved_
 
   Array<uint8_t> member_, saved_;
-  Array<uint8_t> candidate_;      // may enter
+  Array<uint8_t> candidate_;      // may enter the set
   Array<uint8_t> exact_;          // far_ is exact, not a lower bound
   Array<double> far_;             // dist(i, S)
 };

@@ -26,8 +26,8 @@ float bound_below(float top, const Parameters &P, double gap) {
 // Largest distance of a kept token below the largest logit; mass: an upper bound of the kept mass.
 double gap(const Parameters &P, double mass) { return P.c / P.lam * (1 + log(mass)); }
 
-// Narrows the gap while the candidates' mass, a bound of the kept mass, drops some.
-void shrink(Ranked &tokens, float top, const Parameters &P) {
+// Narrows the gap as long as that drops candidates: their mass bounds the kept mass, which the gap depends on.
+void narrow_gap(Ranked &tokens, float top, const Parameters &P) {
   for (int round = 0; round < 4; ++round) {
     double mass = 0;
     for (int64_t i = 0; i < tokens.size; ++i) mass += weight(log_weight(tokens.logit[i], top, P.selection));
@@ -37,15 +37,16 @@ void shrink(Ranked &tokens, float top, const Parameters &P) {
   }
 }
 
-// Block stop: a longer prefix cannot be the first maximiser, if at most `further` more tokens score at most the last
-// one's.
+// Block stop: whether no longer prefix can be the first maximiser, given at most `further` more tokens, none with a
+// larger score than the last one.
 bool block_stop(const Prefixes &base, double last_log_weight, const Parameters &P, int64_t further) {
   const double t = P.lam * last_log_weight;
   const double X = base.Gamma() + static_cast<double>(further) * weight(last_log_weight);
   return t + (base.Phi() - t * base.Gamma()) / X + P.c * log(X) <= base.best() - kRounding * P.unit;
 }
 
-// Certificate without the pool: the best prefix is in the warm start, whose mass is at least these tokens'.
+// Certificate without the pool, whose mass is at least that of these tokens: whether the best prefix is in the warm
+// start.
 bool within_warm_start(const Prefixes &base, const Parameters &P) {
   return base.first_maximiser() == 1 || P.init_top_p >= 1 ||
          base.mass_before() < P.init_top_p * base.Gamma() * (1 - kNucleusRounding);
@@ -59,22 +60,22 @@ struct Candidates {
   Ranked &tokens;
   Prefixes base;
   double last = 0;   // log-weight of the last token
-  int64_t seen = 0;  // tokens found by the last look
+  int64_t seen = 0;  // tokens found by the last scan
 
-  Outcome look(float from, bool gap_covers);
+  Outcome scan_down_to(float from, bool gap_covers);
   bool settle(bool gap_covers);
-  bool promising(float from) const;
+  bool is_promising(float from) const;
 };
 
-// Collects tokens down to logit `from`; all that can be kept if the gap covers them.
-Outcome Candidates::look(float from, bool gap_covers) {
+// Collects the tokens down to logit `from` and tries to settle the row. gap_covers: whether no other token can be kept.
+Outcome Candidates::scan_down_to(float from, bool gap_covers) {
   if (!tokens.take_from(row, from, kMost)) return Outcome::out_of_memory;
   seen = tokens.size;
   base = Prefixes(P.c);
-  if (seen > kMost) return Outcome::open;
-  if (gap_covers) shrink(tokens, row.top(), P);
+  if (seen > kMost) return Outcome::undecided;
+  if (gap_covers) narrow_gap(tokens, row.top(), P);
   if (!tokens.rank(sorter)) return Outcome::out_of_memory;
-  return settle(gap_covers) ? Outcome::settled : Outcome::open;
+  return settle(gap_covers) ? Outcome::settled : Outcome::undecided;
 }
 
 // Adds tokens, best first, until the crop and its certificate follow.
@@ -90,9 +91,9 @@ bool Candidates::settle(bool gap_covers) {
   return false;
 }
 
-// Whether a second look, down to this logit, is likely to settle the row with kMore new tokens two thirds of the way
-// down. Affects only speed.
-bool Candidates::promising(float from) const {
+// Whether a second scan, down to logit `from`, is likely to settle the row. Assumes that the new tokens, up to kMore in
+// all, are two thirds of the way down. Affects only speed.
+bool Candidates::is_promising(float from) const {
   const double a = log_weight(from, row.top(), P.selection), between = (last + 2 * a) / 3;
   const double entering = static_cast<double>(kMore - base.size()) * weight(between);
   Prefixes likely = base;
@@ -102,20 +103,20 @@ bool Candidates::promising(float from) const {
 
 }  // namespace
 
-Outcome from_candidates(const EditedRow &row, const Parameters &P, int64_t top_m, Sorter &sorter, Ranked &tokens,
-                        int64_t &kept, int64_t &seen) {
+Outcome crop_from_candidates(const EditedRow &row, const Parameters &P, int64_t top_m, Sorter &sorter, Ranked &tokens,
+                             int64_t &kept, int64_t &seen) {
   const float top = row.top();
   const float edge = P.lam > 0 ? bound_below(top, P, gap(P, static_cast<double>(row.vocab()))) : -INFINITY;
   const bool gap_covers = hot().count_from(row.maxima(), row.padded_blocks(), edge) <= kBlocksWithinGap;
-  if (!gap_covers && row.blocks() < kFew) return Outcome::open;
+  if (!gap_covers && row.blocks() < kFew) return Outcome::undecided;
 
   Candidates few{row, P, std::min(top_m, row.vocab()), sorter, tokens, Prefixes(P.c)};
   const float from = gap_covers ? edge : value_reached_by(row.maxima(), row.padded_blocks(), kFew, 2 * kFew);
-  Outcome outcome = few.look(from, gap_covers);
+  Outcome outcome = few.scan_down_to(from, gap_covers);
   const int64_t summed = few.base.size();
-  if (outcome == Outcome::open && !gap_covers && summed > 0 && summed < kMore && kMore < few.pool) {
+  if (outcome == Outcome::undecided && !gap_covers && summed > 0 && summed < kMore && kMore < few.pool) {
     const float further = value_reached_by_tokens(row, kMore);
-    if (further > -INFINITY && few.promising(further)) outcome = few.look(further, false);
+    if (further > -INFINITY && few.is_promising(further)) outcome = few.scan_down_to(further, false);
   }
   seen = few.seen;
   kept = few.base.first_maximiser();

@@ -38,8 +38,8 @@ bool has_avx2() { return Features().avx2; }
 bool has_avx512() { return Features().avx512; }
 #endif
 
-// NULL if the processor or build lacks it.
-const Hot *named(const char *name) {
+// The loops of an instruction set; NULL if the processor or the build lacks it.
+const Hot *find_set(const char *name) {
 #if defined(__x86_64__)
   if (strcmp(name, kAvx512.name) == 0 && has_avx512()) return &kAvx512;
   if (strcmp(name, kAvx2.name) == 0 && has_avx2()) return &kAvx2;
@@ -47,9 +47,9 @@ const Hot *named(const char *name) {
   return strcmp(name, kGeneric.name) == 0 || strcmp(name, "generic") == 0 ? &kGeneric : nullptr;
 }
 
-const Hot *best() {
-  const char *asked = getenv("TOPW_INSTRUCTION_SET");
-  if (const Hot *found = asked ? named(asked) : nullptr) return found;
+const Hot *choose_set() {
+  const char *requested = getenv("TOPW_INSTRUCTION_SET");
+  if (const Hot *found = requested ? find_set(requested) : nullptr) return found;
 #if defined(__x86_64__)
   if (has_avx512()) return &kAvx512;
   if (has_avx2()) return &kAvx2;
@@ -62,7 +62,7 @@ const Hot *best() {
 const Hot &hot() {
   const Hot *chosen = in_use.load(std::memory_order_acquire);
   if (!chosen) {
-    chosen = best();  // concurrent threads choose the same
+    chosen = choose_set();  // concurrent threads choose the same
     in_use.store(chosen, std::memory_order_release);
   }
   return *chosen;
@@ -75,7 +75,7 @@ extern "C" {
 const char *topw_instruction_set(void) { return topw::hot().name; }
 
 int topw_use_instruction_set(const char *name) {
-  const topw::Hot *found = topw::named(name);
+  const topw::Hot *found = topw::find_set(name);
   if (!found) return 1;
   topw::in_use.store(found, std::memory_order_release);
   return 0;

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kSampled = 8;  // blocks from which the centre of the sums is chosen
 
-float edited(float logit, float penalty, float bias) {
+float edit_logit(float logit, float penalty, float bias) {
   return (logit > 0 ? logit / penalty : logit * penalty) + bias;
 }
 
@@ -34,12 +34,13 @@ EditedRow::Verdict EditedRow::open(const topw_inputs &inputs, int64_t row, Sums 
   has_sums_ = wanted != Sums::none && !allowed_ && whole >= kSampled;
   if (has_sums_ ? maxima_and_sums(whole, wanted, rate) : maxima_of(raw_, 0, whole)) return Verdict::invalid;
   if (whole < blocks_) patch(whole);
-  if (!edit(inputs, row)) return Verdict::invalid;
-  if (has_sums_) sum_patches(whole, wanted, rate);
-  return measure() ? Verdict::valid : Verdict::invalid;
+  if (!apply_edits(inputs, row)) return Verdict::invalid;
+  if (has_sums_) correct_sums(whole, wanted, rate);
+  return measure_maxima() ? Verdict::valid : Verdict::invalid;
 }
 
-// The centre is near most logits, or near the largest one, so that its weight does not overflow.
+// Computes maxima and sums in one pass; true if a logit is NaN. The moments' centre is near most logits. That of the
+// weights is near the largest logit, so that its weight does not overflow.
 bool EditedRow::maxima_and_sums(int64_t whole, Sums wanted, double rate) {
   moments_ = {};
   weights_ = removed_ = 0;
@@ -61,7 +62,7 @@ bool EditedRow::maxima_and_sums(int64_t whole, Sums wanted, double rate) {
 
 // Corrects the sums for patched blocks. Those before `whole` were summed without their patches. A banned token may have
 // had nearly all of a sum: then subtracting its part leaves little but rounding errors, or NaN.
-void EditedRow::sum_patches(int64_t whole, Sums wanted, double rate) {
+void EditedRow::correct_sums(int64_t whole, Sums wanted, double rate) {
   const float none[1] = {0};
   const Weighing every = {centre_, INFINITY, -INFINITY, rate, false};
   for (int64_t i = 0; i < patch_count_; ++i) {
@@ -85,7 +86,7 @@ void EditedRow::sum_patches(int64_t whole, Sums wanted, double rate) {
   has_sums_ = removed_ <= (wanted == Sums::moments ? moments_.squares : weights_);
 }
 
-// Words that the mask lacks in an incomplete last block allow only padding.
+// In an incomplete last block, words beyond the mask's end cover only padding: they are set to allow it.
 void EditedRow::take_mask(const topw_inputs &inputs, int64_t row) {
   allowed_ = inputs.words > 0 ? inputs.allowed + row * inputs.words : nullptr;
   if (!allowed_ || vocab_ % kBlock == 0) return;
@@ -118,19 +119,20 @@ int64_t EditedRow::patch(int64_t block) {
   return patch_count_++;
 }
 
-// False for a real token with a penalty that is not > 0. Of repeated ids, the last applies to the raw logit.
-bool EditedRow::edit(const topw_inputs &inputs, int64_t row) {
+// False if the penalty of a real token is not > 0. Of repeated ids, only the last is applied, to the raw logit.
+bool EditedRow::apply_edits(const topw_inputs &inputs, int64_t row) {
   for (int64_t e = row * inputs.edits; e < (row + 1) * inputs.edits; ++e) {
     const int64_t id = inputs.edit_ids[e];
     if (id < 0 || id >= vocab_) continue;
     if (!(inputs.edit_penalty[e] > 0)) return false;
-    patches_[patch(id / kBlock) * kBlock + id % kBlock] = edited(raw_[id], inputs.edit_penalty[e], inputs.edit_bias[e]);
+    const float edited = edit_logit(raw_[id], inputs.edit_penalty[e], inputs.edit_bias[e]);
+    patches_[patch(id / kBlock) * kBlock + id % kBlock] = edited;
   }
   return true;
 }
 
-// Maxima of patched blocks and of all. False if the row is invalid.
-bool EditedRow::measure() {
+// Measures the maxima of the patched blocks and of the row. False if the row is invalid.
+bool EditedRow::measure_maxima() {
   for (int64_t i = 0; i < patch_count_; ++i)
     if (maxima_of(patches_.data() + i * kBlock, patched_block_[i], 1)) return false;
   std::fill(maxima_.data() + blocks_, maxima_.data() + padded_blocks_, -INFINITY);

@@ -8,22 +8,22 @@
 
 namespace topw {
 
-// Blocks point into the caller's logits. Edited blocks and an incomplete last one are patches: copied, edited, padded
-// with -inf. The mask is applied to a block when its maximum is measured and whenever it is read.
+// Blocks point into the caller's logits. Edited blocks and an incomplete last one are patches: copies, edited and
+// padded with -inf. The mask is applied to a block when its maximum is measured and whenever it is read.
 class EditedRow {
  public:
   enum class Verdict { valid, invalid, out_of_memory };
   // Optional sums that the pass over the logits computes.
   enum class Sums { none, moments, weights };
 
-  // Invalid: edited, allowed logits with NaN, +inf or nothing finite, or a real token's penalty not > 0. `rate`: of the
-  // weights.
+  // Reads a row. It is invalid if its edited, allowed logits hold NaN, +inf or nothing finite, or if the penalty of a
+  // real token is not > 0. `rate`: the rate of the weights, if `wanted` are weights.
   [[nodiscard]] Verdict open(const topw_inputs &inputs, int64_t row, Sums wanted = Sums::none, double rate = 0);
 
   // Whether there are sums over the edited row, like those of hot().rough_moments and hot().rough_sums. False if they
-  // were not computed (for example for a masked row), or if edits removed most of them, so that rounding decides the rest.
+  // were not computed (for example for a masked row), or if edits removed more than they left, so that rounding counts.
   bool has_sums() const { return has_sums_; }
-  float centre() const { return centre_; }  // of the moments; the weights' top, which logits may exceed
+  float centre() const { return centre_; }  // the moments' centre, or the weights' `top`, which logits may exceed
   const Moments &moments() const { return moments_; }
   double weights() const { return weights_; }
   // The weights or squares that edits removed from the sums. They count towards the sums' rounding errors.
@@ -44,12 +44,12 @@ class EditedRow {
   int64_t first_at_top() const;  // lowest id among the largest logits
 
  private:
-  int64_t patch(int64_t block);  // index of its patch, created on first use
-  bool edit(const topw_inputs &inputs, int64_t row);
-  bool measure();
+  int64_t patch(int64_t block);  // the index of the block's patch, which is created on first use
+  bool apply_edits(const topw_inputs &inputs, int64_t row);
+  bool measure_maxima();
   bool maxima_of(const float *logits, int64_t first, int64_t blocks);
   bool maxima_and_sums(int64_t whole, Sums wanted, double rate);
-  void sum_patches(int64_t whole, Sums wanted, double rate);
+  void correct_sums(int64_t whole, Sums wanted, double rate);
 
   const float *edited_block(int64_t b) const {
     return patch_of_[b] < 0 ? raw_ + b * kBlock : patches_.data() + patch_of_[b] * kBlock;

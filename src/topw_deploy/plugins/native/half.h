@@ -27,7 +27,7 @@ TOPW_SHARED_CODE inline float from_float16(uint16_t bits) {
 }
 
 // Rounds to binary16 (ties to even), as float32.
-TOPW_SHARED_CODE inline float rounded_to_float16(float value) {
+TOPW_SHARED_CODE inline float round_to_float16(float value) {
   const float magnitude = fabsf(value);
   if (!(magnitude < 65520.0f)) return magnitude == magnitude ? copysignf(INFINITY, value) : value;
   // Adding this aligns binary16's last bit with float32's. Subnormals (below 2^-14) share one spacing.

@@ -29,7 +29,7 @@ struct Normalisation {
 struct Weighing {
   float top, below, far;
   double rate;
-  bool with_D;  // D is wanted, too
+  bool with_D;  // whether to sum D too
 };
 
 // Whether float32 holds rate and rate * top well enough.
@@ -69,15 +69,16 @@ struct Hot {
   // Sum of exp((x - top) * rate) over a block, within 2e-7 relative; x <= top. -inf counts as 0.
   double (*sum_of_weights)(const float *block, float top, double rate);
 
-  // Adds the sums over `blocks` blocks, whose maxima are `maxima`; -inf counts as 0. Each term of Z and D within a
-  // factor of row_sums.h, for weighings that fits_rough or fits_fine admits; `squares` is not summed.
+  // Adds the sums over `blocks` blocks, whose maxima are `maxima`; -inf counts as 0. Each term of Z and D is
+  // within the factors of row_sums.cpp, for weighings that fits_rough or fits_fine admits. `squares` is not summed.
   void (*rough_sums)(const float *logits, const float *maxima, int64_t blocks, const Weighing &, WeightSums &);
   void (*fine_sums)(const float *logits, const float *maxima, int64_t blocks, const Weighing &, WeightSums &);
   // The same in double, within 1e-14 relative for y < 700, where larger ones count as e^-700. All three sums.
   void (*exact_sums)(const float *logits, const float *maxima, int64_t blocks, const Weighing &, WeightSums &);
   // w[i] = exp((x_i - top) * rate), as in exact_sums. Reads and writes `count` values, rounded up to a multiple of 8.
   void (*weights)(const float *logits, int64_t count, float top, double rate, double *w);
-  // Adds sums of x - centre and its square, in float32 within kMomentError of moments.h; not finite if a logit is -inf.
+  // Adds sums of x - centre and its square, in float32, within kMomentError of rule_crop.cpp; not finite if a logit is
+  // -inf.
   void (*rough_moments)(const float *logits, int64_t blocks, float centre, Moments &);
   // The same in double for the finite logits, with their number.
   void (*exact_moments)(const float *logits, int64_t blocks, double centre, Moments &);

@@ -23,7 +23,7 @@ inline float highest(Floats v) {
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_shuffle_ps(half, half, 1)));
 }
-// The larger of neighbours, those of `a` and `b` by turns.
+// The maxima of neighbouring lanes of `a` and of `b`, alternately.
 inline __m256 larger_pairs(__m256 a, __m256 b) {
   return _mm256_max_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
 }

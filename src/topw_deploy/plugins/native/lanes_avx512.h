@@ -19,7 +19,7 @@ inline Floats scaled(Floats v, Floats shifted) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), exponent));
 }
 inline float highest(Floats v) { return _mm512_reduce_max_ps(v); }
-// The larger of neighbours, those of `a` and `b` by turns.
+// The maxima of neighbouring lanes of `a` and of `b`, alternately.
 inline __m256 larger_pairs(__m256 a, __m256 b) {
   return _mm256_max_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
 }

@@ -5,7 +5,7 @@ namespace {
 
 constexpr int64_t kShort = 48;  // up to here insertion sort is faster
 
-void insert(Sorter::Entry *entries, int64_t count) {
+void insertion_sort(Sorter::Entry *entries, int64_t count) {
   for (int64_t i = 1; i < count; ++i) {
     const Sorter::Entry entry = entries[i];
     int64_t at = i;
@@ -19,7 +19,7 @@ void insert(Sorter::Entry *entries, int64_t count) {
 const Sorter::Entry *Sorter::sort(int64_t count) {
   Entry *from = entries_.data(), *to = spare_.data();
   if (count <= kShort) {
-    insert(from, count);
+    insertion_sort(from, count);
     return from;
   }
   uint64_t same = ~uint64_t{0}, first = from[0].key;  // skip bits shared by all keys

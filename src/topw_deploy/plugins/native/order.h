@@ -10,14 +10,14 @@
 namespace topw {
 
 // A key that sorts values in descending order; -0 equals 0.
-inline uint64_t descending(double value) {
+inline uint64_t descending_key(double value) {
   value += 0.0;  // -0 becomes 0
   uint64_t bits;
   memcpy(&bits, &value, sizeof bits);
   return bits >> 63 ? bits : bits ^ 0x7fffffffffffffffu;
 }
 
-inline uint64_t descending(float value) {
+inline uint64_t descending_key(float value) {
   value += 0.0f;
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
@@ -25,14 +25,14 @@ inline uint64_t descending(float value) {
 }
 
 // A key that sorts values >= 0 in ascending order; -0 equals 0.
-inline uint64_t ascending(double value) {
+inline uint64_t ascending_key(double value) {
   value += 0.0;
   uint64_t bits;
   memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-inline float value_of(uint64_t descending_float) {
+inline float float_of_key(uint64_t descending_float) {
   const uint32_t key = static_cast<uint32_t>(descending_float), bits = key >> 31 ? key : key ^ 0x7fffffffu;
   float value;
   memcpy(&value, &bits, sizeof value);

@@ -57,7 +57,8 @@ Status *bind_inputs(const Api &api, const ort::KernelContext *context, topw_inpu
     const bool is_edit = index == kEditIds || index == kEditPenalty || index == kEditBias;
     if (!fits || tensor.shape.type != kInputTypes[index] ||
         (is_edit && tensor.shape.size[1] != found[kEditIds].shape.size[1]))
-      return refuse(api, ort::kInvalidArgument, "input %zu does not have the shape or type of docs/contract/graph.md", index);
+      return refuse(api, ort::kInvalidArgument, "input %zu does not have the shape or type of docs/contract/graph.md",
+                    index);
   }
   topw_inputs &in = *inputs;
   in.batch = found[kLogits].shape.size[0];
@@ -92,7 +93,7 @@ Status *bind_table(const Api &api, const ort::KernelContext *context, const Node
   TOPW_TRY(input_data(api, context, kMean, &mean));
   TOPW_TRY(input_data(api, context, kInverseStd, &inverse_std));
   TOPW_TRY(input_data(api, context, kTable, &table->rows));
-  if (node.quantised()) TOPW_TRY(input_data(api, context, kScales, &table->blocks.scales));
+  if (node.is_quantised()) TOPW_TRY(input_data(api, context, kScales, &table->blocks.scales));
   if (node.has_zero_points) TOPW_TRY(input_data(api, context, kZeroPoints, &table->blocks.zero_points));
   if (node.bounds != 0) TOPW_TRY(input_data(api, context, kNeighbourBound, &bound));
   table->mean = static_cast<const float *>(mean);
@@ -126,7 +127,7 @@ Status *bind_outputs(const Api &api, ort::KernelContext *context, const Node &no
 
 }  // namespace
 
-Status *bind(const Api &api, ort::KernelContext *context, const Node &node, OrtCall *call) {
+Status *bind_call(const Api &api, ort::KernelContext *context, const Node &node, OrtCall *call) {
   TOPW_TRY(bind_inputs(api, context, &call->inputs));
   if (node.has_table()) TOPW_TRY(bind_table(api, context, node, call->inputs.vocab, &call->table));
   return bind_outputs(api, context, node, call->inputs, &call->outputs);

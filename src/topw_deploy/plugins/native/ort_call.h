@@ -15,7 +15,7 @@ struct OrtCall {
 };
 
 // Reads the inputs and allocates the outputs. An error if shapes do not fit each other or the node.
-ort::Status *bind(const ort::Api &api, ort::KernelContext *context, const Node &node, OrtCall *call);
+ort::Status *bind_call(const ort::Api &api, ort::KernelContext *context, const Node &node, OrtCall *call);
 
 }  // namespace topw
 

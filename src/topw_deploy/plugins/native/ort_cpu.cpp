@@ -44,7 +44,7 @@ void sample_row(void *data, size_t row) {
 Status *compute(void *kernel_data, ort::KernelContext *context) {
   Kernel &kernel = *static_cast<Kernel *>(kernel_data);
   Batch batch{kernel, {}, {false}};
-  TOPW_TRY(bind(kernel.api, context, kernel.node, &batch.call));
+  TOPW_TRY(bind_call(kernel.api, context, kernel.node, &batch.call));
   const size_t rows = static_cast<size_t>(batch.call.inputs.batch);
   if (rows == 1)
     sample_row(&batch, 0);
@@ -74,8 +74,8 @@ Status *make(const ort::Operator *, const ort::Function *table, const ort::Kerne
   return nullptr;
 }
 
-ort::Operator on_the_cpu() {
-  ort::Operator op = describe();
+ort::Operator make_cpu_operator() {
+  ort::Operator op = shared_operator();
   op.provider = [](const ort::Operator *) { return "CPUExecutionProvider"; };
   op.make = make;
   op.compute = compute;
@@ -85,6 +85,6 @@ ort::Operator on_the_cpu() {
 
 }  // namespace
 
-const ort::Operator cpu_operator = on_the_cpu();
+const ort::Operator cpu_operator = make_cpu_operator();
 
 }  // namespace topw

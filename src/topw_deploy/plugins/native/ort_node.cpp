@@ -15,7 +15,7 @@ using ort::Status;
 namespace {
 
 // The declared shape of an input (or output); unknown sizes are -1, an unknown rank 0.
-Status *declared(const Api &api, const ort::KernelInfo *info, bool is_input, size_t index, Shape *shape) {
+Status *read_declared_shape(const Api &api, const ort::KernelInfo *info, bool is_input, size_t index, Shape *shape) {
   ort::TypeInfo *type = nullptr;
   TOPW_TRY(api[is_input ? ort::input_type : ort::output_type](info, index, &type));
   const ort::TensorInfo *tensor = nullptr;
@@ -66,13 +66,13 @@ Status *read_options(const Api &api, const ort::KernelInfo *info, topw_options *
 Status *check_inputs(const Api &api, const ort::KernelInfo *info, Node *node) {
   size_t count = 0;
   TOPW_TRY(api[ort::input_count](info, &count));
-  node->has_zero_points = node->quantised() && count == kZeroPoints + 1;
-  const size_t with_table = node->quantised() ? kZeroPoints + node->has_zero_points : kWithTable;
+  node->has_zero_points = node->is_quantised() && count == kZeroPoints + 1;
+  const size_t with_table = node->is_quantised() ? kZeroPoints + node->has_zero_points : kWithTable;
   if (count != (node->has_table() ? with_table : kWithoutTable))
     return refuse(api, ort::kInvalidArgument, "the node has %zu inputs", count);
   for (size_t index = 0; index < kWithoutTable; ++index) {
     Shape shape;
-    TOPW_TRY(declared(api, info, true, index, &shape));
+    TOPW_TRY(read_declared_shape(api, info, true, index, &shape));
     if (shape.type != kInputTypes[index] || (shape.rank != 0 && shape.rank != input_rank(index)))
       return refuse(api, ort::kInvalidArgument, "input %zu has the element type %d and %zu dimensions", index,
                     shape.type, shape.rank);
@@ -84,14 +84,14 @@ Status *check_inputs(const Api &api, const ort::KernelInfo *info, Node *node) {
 // Scales and zero points of a quantised table; its own sizes are already in `table`.
 Status *read_blocks(const Api &api, const ort::KernelInfo *info, bool has_zero_points, topw_table *table) {
   Shape scales, zeros;
-  TOPW_TRY(declared(api, info, true, kScales, &scales));
-  if (has_zero_points) TOPW_TRY(declared(api, info, true, kZeroPoints, &zeros));
+  TOPW_TRY(read_declared_shape(api, info, true, kScales, &scales));
+  if (has_zero_points) TOPW_TRY(read_declared_shape(api, info, true, kZeroPoints, &zeros));
   table->blocks.scale_type = scales.type;
   table->blocks.scales = table;  // only its non-nullness is tested here
   const bool rows = scales.rank == 2 && scales.size[0] == table->tokens && scales.size[1] == blocks_in_row(*table);
   const bool fits = !has_zero_points || (zeros.type == table->dtype && zeros.rank == 2 &&
                                          zeros.size[0] == table->tokens && zeros.size[1] == zero_points_in_row(*table));
-  if (!quantised_readable(*table) || !rows || !fits)
+  if (!is_readable_quantised(*table) || !rows || !fits)
     return refuse(api, ort::kInvalidArgument, "the table's codes, scales and zero points do not fit together");
   return nullptr;
 }
@@ -100,11 +100,11 @@ Status *read_blocks(const Api &api, const ort::KernelInfo *info, bool has_zero_p
 Status *read_table(const Api &api, const ort::KernelInfo *info, Node *node) {
   const int64_t vocab = node->vocab;
   Shape mean, inverse_std, bound, rows;
-  TOPW_TRY(declared(api, info, true, kMean, &mean));
-  TOPW_TRY(declared(api, info, true, kInverseStd, &inverse_std));
-  TOPW_TRY(declared(api, info, true, kNeighbourBound, &bound));
-  TOPW_TRY(declared(api, info, true, kTable, &rows));
-  if (!node->quantised() && rows.type != TOPW_FLOAT32 && rows.type != TOPW_FLOAT16 && rows.type != TOPW_BFLOAT16)
+  TOPW_TRY(read_declared_shape(api, info, true, kMean, &mean));
+  TOPW_TRY(read_declared_shape(api, info, true, kInverseStd, &inverse_std));
+  TOPW_TRY(read_declared_shape(api, info, true, kNeighbourBound, &bound));
+  TOPW_TRY(read_declared_shape(api, info, true, kTable, &rows));
+  if (!node->is_quantised() && rows.type != TOPW_FLOAT32 && rows.type != TOPW_FLOAT16 && rows.type != TOPW_BFLOAT16)
     return refuse(api, ort::kInvalidArgument, "the table's element type %d is not known", rows.type);
   const bool floats = mean.type == ort::kFloat && inverse_std.type == ort::kFloat && bound.type == ort::kFloat;
   const bool ranks = mean.rank == 1 && inverse_std.rank == 1 && bound.rank == 1 && rows.rank == 2;
@@ -119,7 +119,7 @@ Status *read_table(const Api &api, const ort::KernelInfo *info, Node *node) {
   node->table.hidden = hidden_size;
   node->table.dtype = rows.type;
   node->bounds = bound.size[0];
-  return node->quantised() ? read_blocks(api, info, node->has_zero_points, &node->table) : nullptr;
+  return node->is_quantised() ? read_blocks(api, info, node->has_zero_points, &node->table) : nullptr;
 }
 
 // Which optional outputs are present; a single one is identified by its element type.
@@ -130,7 +130,7 @@ Status *read_outputs(const Api &api, const ort::KernelInfo *info, Node *node) {
     return refuse(api, ort::kInvalidArgument, "the node has %zu outputs", count);
   for (size_t index = kFirstOnRequest; index < count; ++index) {
     Shape shape;
-    TOPW_TRY(declared(api, info, false, index, &shape));
+    TOPW_TRY(read_declared_shape(api, info, false, index, &shape));
     int *place = shape.type == ort::kFloat  ? &node->mass_at
                  : shape.type == ort::kBool ? &node->keep_mask_at
                                             : nullptr;

@@ -33,7 +33,7 @@ struct Node {
   int mass_at = kNowhere, keep_mask_at = kNowhere;
 
   bool has_table() const { return options.metric != TOPW_UNIFORM; }
-  bool quantised() const { return table.blocks.bits != 0; }
+  bool is_quantised() const { return table.blocks.bits != 0; }
 };
 
 // An error for a node that the operator does not support.

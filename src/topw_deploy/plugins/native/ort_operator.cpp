@@ -14,7 +14,7 @@ void count_kernel() { ++kernels_made; }
 int64_t kernels_of_this_thread() { return kernels_made; }
 void show_operators(bool shown) { hidden = !shown; }
 
-ort::Operator describe() {
+ort::Operator shared_operator() {
   using ort::Operator;
   Operator op;
   op.name = [](const Operator *) { return hidden ? "TopWSampleHidden" : "TopWSample"; };

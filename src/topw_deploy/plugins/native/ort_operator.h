@@ -6,10 +6,11 @@
 
 namespace topw {
 
-// The operator without provider and kernel; inputs and outputs are in the provider's memory.
-ort::Operator describe();
+// The part of the operator that all providers share, without provider and kernel. Inputs and outputs are in the
+// provider's memory.
+ort::Operator shared_operator();
 
-// Called when a session of this thread assigns a node to an operator.
+// Counts a node that a session of this thread assigned to an operator.
 void count_kernel();
 // See ort_register.cpp.
 void show_operators(bool shown);

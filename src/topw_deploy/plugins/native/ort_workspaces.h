@@ -10,7 +10,7 @@
 
 namespace topw {
 
-// Unused workspaces. Creates one if all are in use: as many as threads ever ran at once.
+// The unused workspaces. `take` creates one if all are in use, so there are as many as threads ever ran at once.
 class Workspaces {
  public:
   struct Entry {

@@ -11,7 +11,7 @@ namespace topw {
 
 constexpr float kGreedyBelow = 1e-5f;
 
-TOPW_SHARED_CODE inline bool finite_and_not_negative(float value) {
+TOPW_SHARED_CODE inline bool is_finite_and_not_negative(float value) {
   return value >= 0 && value < static_cast<float>(INFINITY);
 }
 
@@ -54,8 +54,8 @@ TOPW_SHARED_CODE inline bool Parameters::take(const GivenParameters &given) {
   certain_selection = selection < static_cast<double>(kGreedyBelow);
   const double larger = lam > beta ? lam : beta;
   unit = larger > 1 ? larger : 1;
-  return finite_and_not_negative(given.lam) && finite_and_not_negative(given.beta) &&
-         finite_and_not_negative(given.temperature) && finite_and_not_negative(given.selection_temperature) &&
+  return is_finite_and_not_negative(given.lam) && is_finite_and_not_negative(given.beta) &&
+         is_finite_and_not_negative(given.temperature) && is_finite_and_not_negative(given.selection_temperature) &&
          init_top_p > 0 && init_top_p <= 1 && scale - scale == 0 &&  // finite - finite is 0
          uniform >= 0 && uniform < 1;
 }

@@ -23,40 +23,40 @@ bool read_attribute(const char **text, const char *name, long *number) {
 
 // `code_at(stored, row, per_row, k)`: element k of a row of codes or zero points.
 template <class CodeAt>
-void dequantise(const topw_table &table, int64_t token, float *room, CodeAt code_at) {
+void dequantise(const topw_table &table, int64_t token, float *decoded, CodeAt code_at) {
   const topw_blocks &blocks = table.blocks;
   const int64_t in_row = blocks_in_row(table), zeros_in_row = zero_points_in_row(table);
   const int64_t elements = table.hidden / codes_per_element(table.dtype, blocks);
   const uint8_t *codes = static_cast<const uint8_t *>(table.rows);
   const uint8_t *zeros = static_cast<const uint8_t *>(blocks.zero_points);
   for (int64_t block = 0; block < in_row; ++block) {
-    const int32_t zero = zeros ? code_at(zeros, token, zeros_in_row, block) : middle(table.dtype, blocks);
+    const int32_t zero = zeros ? code_at(zeros, token, zeros_in_row, block) : default_zero_point(table.dtype, blocks);
     const float step = scale_at(blocks, token * in_row + block);
     const int64_t start = block * blocks.block_size, end = start + blocks.block_size;
     const int64_t stop = end < table.hidden ? end : table.hidden;
     for (int64_t k = start; k < stop; ++k)
-      room[k] = static_cast<float>(code_at(codes, token, elements, k) - zero) * step;
+      decoded[k] = static_cast<float>(code_at(codes, token, elements, k) - zero) * step;
   }
 }
 
 // Two 4-bit codes per byte: looks up precomputed products.
-void dequantise_pairs(const topw_table &table, int64_t token, float *room) {
+void dequantise_pairs(const topw_table &table, int64_t token, float *decoded) {
   const topw_blocks &blocks = table.blocks;
   const int64_t in_row = blocks_in_row(table), zeros_in_row = zero_points_in_row(table);
   const uint8_t *codes = static_cast<const uint8_t *>(table.rows) + token * (table.hidden / 2);
   const uint8_t *zeros = static_cast<const uint8_t *>(blocks.zero_points);
   if (zeros) zeros += token * zeros_in_row;
   for (int64_t block = 0; block < in_row; ++block) {
-    const int32_t zero = zeros ? half_byte(zeros, block) : middle(table.dtype, blocks);
+    const int32_t zero = zeros ? half_byte(zeros, block) : default_zero_point(table.dtype, blocks);
     const float step = scale_at(blocks, token * in_row + block);
-    float meaning[16];
-    for (int32_t code = 0; code < 16; ++code) meaning[code] = static_cast<float>(code - zero) * step;
+    float value_of_code[16];
+    for (int32_t code = 0; code < 16; ++code) value_of_code[code] = static_cast<float>(code - zero) * step;
     const int64_t start = block * blocks.block_size, end = start + blocks.block_size;
     const int64_t stop = end < table.hidden ? end : table.hidden;
     for (int64_t k = start; k < stop; k += 2) {
       const uint8_t pair = codes[k / 2];
-      room[k] = meaning[pair & 15];
-      room[k + 1] = meaning[pair >> 4];
+      decoded[k] = value_of_code[pair & 15];
+      decoded[k + 1] = value_of_code[pair >> 4];
     }
   }
 }
@@ -81,7 +81,7 @@ bool read_table_form(const char *form, topw_blocks *blocks) {
   return true;
 }
 
-bool quantised_readable(const topw_table &table) {
+bool is_readable_quantised(const topw_table &table) {
   const topw_blocks &blocks = table.blocks;
   const bool four = table.dtype == TOPW_UINT4 || table.dtype == TOPW_INT4;
   const bool fits = table.dtype == TOPW_UINT8 ? blocks.bits == 4 || blocks.bits == 8 : four && blocks.bits == 4;
@@ -90,7 +90,7 @@ bool quantised_readable(const topw_table &table) {
   return fits && scales && even && table.hidden % codes_per_element(table.dtype, blocks) == 0;
 }
 
-void dequantise_row(const topw_table &table, int64_t token, float *room) {
+void dequantise_row(const topw_table &table, int64_t token, float *decoded) {
   // A uint8 row starts at a byte; a 4-bit tensor is packed without gaps.
   const auto byte = [](const uint8_t *stored, int64_t row, int64_t per_row, int64_t k) -> int32_t {
     return stored[row * per_row + k];
@@ -102,15 +102,15 @@ void dequantise_row(const topw_table &table, int64_t token, float *room) {
     return signed_half_byte(stored, row * per_row + k);
   };
   if (table.dtype == TOPW_INT4)
-    dequantise(table, token, room, packed_signed);
+    dequantise(table, token, decoded, packed_signed);
   else if (table.dtype == TOPW_UINT4)
-    dequantise(table, token, room, packed);
+    dequantise(table, token, decoded, packed);
   else if (table.blocks.bits == 4)
-    dequantise_pairs(table, token, room);
+    dequantise_pairs(table, token, decoded);
   else
-    dequantise(table, token, room, byte);
+    dequantise(table, token, decoded, byte);
   if (table.blocks.scale_type == TOPW_FLOAT16)
-    for (int64_t k = 0; k < table.hidden; ++k) room[k] = rounded_to_float16(room[k]);
+    for (int64_t k = 0; k < table.hidden; ++k) decoded[k] = round_to_float16(decoded[k]);
 }
 
 }  // namespace topw

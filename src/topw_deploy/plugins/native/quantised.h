@@ -39,7 +39,7 @@ TOPW_SHARED_CODE inline int32_t signed_half_byte(const uint8_t *packed, int64_t 
 }
 
 // The default zero point: mid-range for uint8, 0 for a 4-bit tensor.
-TOPW_SHARED_CODE inline int32_t middle(int32_t dtype, const topw_blocks &blocks) {
+TOPW_SHARED_CODE inline int32_t default_zero_point(int32_t dtype, const topw_blocks &blocks) {
   return dtype == TOPW_UINT8 ? 1 << (blocks.bits - 1) : 0;
 }
 
@@ -59,10 +59,10 @@ TOPW_SHARED_CODE inline int32_t code_at(const topw_table &table, const void *sto
 }
 
 // Whether a quantised table's sizes and types fit together.
-bool quantised_readable(const topw_table &table);
+bool is_readable_quantised(const topw_table &table);
 
 // Decodes a row to float32 [hidden]: (code - zero point) * scale, rounded as in GatherBlockQuantized.
-void dequantise_row(const topw_table &table, int64_t token, float *room);
+void dequantise_row(const topw_table &table, int64_t token, float *decoded);
 
 }  // namespace topw
 #endif

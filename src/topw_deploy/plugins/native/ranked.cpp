@@ -9,14 +9,14 @@
 namespace topw {
 namespace {
 
-// Integers in the floats' order.
-int32_t place(float value) {
+// The bits of a float as an integer, in the floats' order.
+int32_t ordered_bits(float value) {
   int32_t bits;
   memcpy(&bits, &value, sizeof bits);
   return bits < 0 ? bits ^ 0x7fffffff : bits;
 }
 
-float at_place(int32_t place) {
+float float_of_ordered_bits(int32_t place) {
   const int32_t bits = place < 0 ? place ^ 0x7fffffff : place;
   float value;
   memcpy(&value, &bits, sizeof value);
@@ -28,24 +28,24 @@ constexpr int64_t kFirstStep = int64_t{1} << 22;  // half of the floats between 
 constexpr int64_t kEveryFloat = int64_t{1} << 32;
 constexpr int64_t kSpare = 12;  // one extra token per this many, for the estimate's error
 
-int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
+int64_t padded_size(int64_t size) { return (size + 15) / 16 * 16; }
 
 }  // namespace
 
-// Bisects at most 2^32 floats. Steps first double, down from the largest value: the bound is near it, and half of all
+// Bisects the floats. The steps down from the largest value double first, because the bound is near it, and half of all
 // floats are closer to 0 than any logit.
 float value_reached_by(const float *values, int64_t size, int64_t count, int64_t enough) {
-  int64_t low = place(-FLT_MAX), high = place(hot().highest_of(values, size));
+  int64_t low = ordered_bits(-FLT_MAX), high = ordered_bits(hot().highest_of(values, size));
   for (int64_t step = kFirstStep; low < high; step = std::min(2 * step, kEveryFloat)) {
     const int64_t middle = std::max(low + (high - low + 1) / 2, high - step);
-    const int64_t reached = hot().count_from(values, size, at_place(static_cast<int32_t>(middle)));
+    const int64_t reached = hot().count_from(values, size, float_of_ordered_bits(static_cast<int32_t>(middle)));
     if (reached >= count)
       low = middle;
     else
       high = middle - 1;
     if (reached >= count && reached <= enough) break;
   }
-  return at_place(static_cast<int32_t>(low));
+  return float_of_ordered_bits(static_cast<int32_t>(low));
 }
 
 float value_reached_by_tokens(const EditedRow &row, int64_t count) {
@@ -100,10 +100,10 @@ void Ranked::keep_from(float bound) {
 bool Ranked::cut(int64_t count, int64_t *spare) {
   if (spare) *spare = 0;
   if (size <= count) return true;
-  if (!maxima_.reserve(padded(size))) return false;
+  if (!maxima_.reserve(padded_size(size))) return false;
   std::copy(logit.data(), logit.data() + size, maxima_.data());
-  std::fill(maxima_.data() + size, maxima_.data() + padded(size), -INFINITY);
-  const float last = value_reached_by(maxima_.data(), padded(size), count, count);
+  std::fill(maxima_.data() + size, maxima_.data() + padded_size(size), -INFINITY);
+  const float last = value_reached_by(maxima_.data(), padded_size(size), count, count);
   int64_t equals = count, below = 0;  // room for ties with `last`
   for (int64_t i = 0; i < size; ++i) {
     equals -= logit[i] > last;
@@ -122,10 +122,10 @@ bool Ranked::cut(int64_t count, int64_t *spare) {
 
 bool Ranked::rank(Sorter &sorter) {
   if (!sorter.reserve(size)) return false;
-  for (int64_t i = 0; i < size; ++i) sorter.set(i, descending(logit[i]), id[i]);
+  for (int64_t i = 0; i < size; ++i) sorter.set(i, descending_key(logit[i]), id[i]);
   const Sorter::Entry *sorted = sorter.sort(size);
   for (int64_t i = 0; i < size; ++i) {
-    logit[i] = value_of(sorted[i].key);
+    logit[i] = float_of_key(sorted[i].key);
     id[i] = sorted[i].item;
   }
   return true;

@@ -8,7 +8,7 @@
 
 namespace topw {
 
-constexpr int64_t kCutFrom = 2;  // times the tokens wanted: with more, cut before sorting
+constexpr int64_t kCutFrom = 2;  // with more than this many times the wanted tokens, cut before sorting
 
 class Ranked {
  public:
@@ -19,13 +19,14 @@ class Ranked {
   // Collects by id the tokens with finite logits >= `bound`; may stop once `size` exceeds `most`. False if out of
   // memory.
   [[nodiscard]] bool take_from(const EditedRow &row, float bound, int64_t most = INT64_MAX);
-  // Collects by id all tokens from some bound down to which there are at least `count`, if so many are finite.
+  // Collects by id all tokens that reach some bound: at least `count`, if so many are finite. False if out of memory.
   [[nodiscard]] bool take_at_least(const EditedRow &row, int64_t count);
   // Keeps logits >= `bound`.
   void keep_from(float bound);
-  // Keeps the `count` best, lower ids first among ties. Call before `rank`. `spare`: tokens cut that tie with the last.
+  // Keeps the `count` best, lower ids first among ties. Call before `rank`. `spare` receives the number of dropped
+  // tokens that tie with the last one kept. False if out of memory.
   [[nodiscard]] bool cut(int64_t count, int64_t *spare = nullptr);
-  // False if out of memory.
+  // Sorts the tokens. False if out of memory.
   [[nodiscard]] bool rank(Sorter &);
 
  private:

@@ -15,15 +15,15 @@ namespace {
 
 constexpr int64_t kMostTokens = INT32_MAX / 2;
 
-// False for arguments of an unchecked graph that cannot be read.
-bool readable(const topw_options &options, const topw_table *table, const topw_inputs &inputs) {
+// False if the arguments, which may come from an unchecked graph, cannot be read.
+bool is_readable(const topw_options &options, const topw_table *table, const topw_inputs &inputs) {
   if (inputs.vocab < 1 || inputs.vocab > kMostTokens) return false;
   if (inputs.words != 0 && inputs.words != words_of_mask(inputs.vocab)) return false;
   return options.metric == TOPW_UNIFORM ||
-         (options.metric >= 0 && options.metric < TOPW_UNIFORM && table && Table::readable(*table, inputs.vocab));
+         (options.metric >= 0 && options.metric < TOPW_UNIFORM && table && Table::is_readable(*table, inputs.vocab));
 }
 
-void answer_invalid(const topw_inputs &inputs, int64_t row, const topw_outputs &out) {
+void write_invalid(const topw_inputs &inputs, int64_t row, const topw_outputs &out) {
   out.next_token[row] = -1;
   out.logprob[row] = 0;
   out.kept[row] = 0;
@@ -34,7 +34,7 @@ void answer_invalid(const topw_inputs &inputs, int64_t row, const topw_outputs &
   if (out.reports) out.reports[row] = {TOPW_INVALID, 0, 0, 0, 0, 0};
 }
 
-// The largest logit alone: a greedy row, or beta <= lam, where J never rises.
+// Keeps the largest logit alone, for a greedy row or beta <= lam, where J never rises.
 bool keep_best(topw_workspace &w, int32_t stage, Crop &crop) {
   if (!w.candidates.id.reserve(1) || !w.candidates.logit.reserve(1)) return false;
   w.candidates.id[0] = static_cast<int32_t>(w.row.first_at_top());
@@ -82,7 +82,7 @@ bool crop_of_row(const topw_options &options, const topw_table *table, const Par
     if (P.c <= 0) return keep_best(w, TOPW_CANDIDATES, crop);
     int64_t seen = 0;
     const Outcome outcome =
-        from_candidates(w.row, P, std::max<int64_t>(1, options.top_m), w.sorter, w.candidates, crop.kept, seen);
+        crop_from_candidates(w.row, P, std::max<int64_t>(1, options.top_m), w.sorter, w.candidates, crop.kept, seen);
     if (outcome == Outcome::out_of_memory) return false;
     if (outcome == Outcome::settled) {
       crop.tokens = &w.candidates;
@@ -94,7 +94,7 @@ bool crop_of_row(const topw_options &options, const topw_table *table, const Par
   return crop_of_pool(options, table, P, w, crop);
 }
 
-bool draw_from(const Crop &crop, const Parameters &P, topw_workspace &w, Draw &drawn) {
+bool draw_token(const Crop &crop, const Parameters &P, topw_workspace &w, Draw &drawn) {
   if (P.greedy) return true;
   if (!crop.ranked) return draw_unranked(*crop.tokens, P, w.running, w.sorter, drawn);
   if (!w.weights.reserve(crop.kept)) return false;
@@ -102,10 +102,10 @@ bool draw_from(const Crop &crop, const Parameters &P, topw_workspace &w, Draw &d
   return true;
 }
 
-bool answer(const topw_inputs &inputs, int64_t row, const Crop &crop, const Parameters &P, topw_workspace &w,
+bool write_answer(const topw_inputs &inputs, int64_t row, const Crop &crop, const Parameters &P, topw_workspace &w,
             const topw_outputs &out) {
   Draw drawn = {0, 0};
-  if (!draw_from(crop, P, w, drawn)) return false;
+  if (!draw_token(crop, P, w, drawn)) return false;
   const float *logits = crop.tokens->logit.data();
   out.next_token[row] = crop.tokens->id[drawn.place];
   out.logprob[row] = static_cast<float>(drawn.logprob);
@@ -122,10 +122,10 @@ bool answer(const topw_inputs &inputs, int64_t row, const Crop &crop, const Para
 
 bool sample_row(const topw_options &options, const topw_table *table, const topw_inputs &inputs, int64_t row,
                 topw_workspace &w, const topw_outputs &out) {
-  answer_invalid(inputs, row, out);
+  write_invalid(inputs, row, out);
   Parameters P;
   Rule rule;
-  if (!readable(options, table, inputs) || !P.read(inputs, row) || !rule.read(inputs, row)) return true;
+  if (!is_readable(options, table, inputs) || !P.read(inputs, row) || !rule.read(inputs, row)) return true;
   const bool other_rule = rule.code != TOPW_RULE_TOP_W && !P.greedy;
   const EditedRow::Verdict verdict = other_rule ? w.row.open(inputs, row, sums_of(rule), 1 / P.selection)
                                                 : w.row.open(inputs, row);
@@ -133,7 +133,7 @@ bool sample_row(const topw_options &options, const topw_table *table, const topw
   Crop crop;
   const bool chosen = other_rule ? w.rule_crop.choose(w.row, rule, P.selection, w.sorter, crop)
                                  : crop_of_row(options, table, P, w, crop);
-  return chosen && answer(inputs, row, crop, P, w, out);
+  return chosen && write_answer(inputs, row, crop, P, w, out);
 }
 
 }  // namespace topw

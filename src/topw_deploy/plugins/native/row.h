@@ -1,5 +1,5 @@
 // One row from logits to token. Top-W runs the stages of docs/contract/theory.md, each only if the previous one leaves
-// the row open; other rules use rule_crop.h.
+// the row undecided; other rules use rule_crop.h.
 #ifndef TOPW_ROW_H
 #define TOPW_ROW_H
 

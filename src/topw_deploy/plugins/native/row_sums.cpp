@@ -43,7 +43,7 @@ bool RowSums::open(const EditedRow &row, const Best &best, double selection, boo
     known_.squares += ties * last * last;
   }
   if (best.complete || y2_ > kUnderflow) {
-    take({}, 1, 1, INFINITY);
+    set_bounds({}, 1, 1, INFINITY);
     level = Level::exact;
     return true;
   }
@@ -79,11 +79,11 @@ void RowSums::refine() {
   const bool may = fits_float32();
   level = !may ? Level::exact : static_cast<Level>(static_cast<int>(level) + 1);
   if (level == Level::exact)
-    take(sum(hot().exact_sums, kVeryFar), 1, 1, INFINITY);
+    set_bounds(sum(hot().exact_sums, kVeryFar), 1, 1, INFINITY);
   else if (level == Level::fine)
-    take(sum(hot().fine_sums, kFar), kFineLeast, kFineMost, kFar);
+    set_bounds(sum(hot().fine_sums, kFar), kFineLeast, kFineMost, kFar);
   else if (!take_first_pass() && fits_rough(row_->top(), 1 / selection_))
-    take(sum(hot().rough_sums, kFar), kRoughLeast, kRoughMost, kFar);
+    set_bounds(sum(hot().rough_sums, kFar), kRoughLeast, kRoughMost, kFar);
 }
 
 // Uses the first pass, which summed all tokens: subtracts the best ones, with weights computed the same way. False if
@@ -128,7 +128,7 @@ WeightSums RowSums::sum(Add add, double beyond) const {
 }
 
 // Each term of `rest` is its true value times a factor between these bounds; blocks beyond `far` are missing.
-void RowSums::take(const WeightSums &rest, double least_factor, double most_factor, double far) {
+void RowSums::set_bounds(const WeightSums &rest, double least_factor, double most_factor, double far) {
   const bool exact = far == INFINITY;
   const double up = exact ? 1 : kUp, tokens = static_cast<double>(row_->vocab());
   const double y = exact ? 0 : y2_ + far, missing = exact ? 0 : tokens * exp(-y * (1 - 1e-6));

@@ -27,12 +27,12 @@ class RowSums {
   void refine();
   void make_exact();
 
-  bool exact() const { return level == Level::exact; }
+  bool is_exact() const { return level == Level::exact; }
   Interval Z() const { return {1 + others.low, 1 + others.high}; }
 
  private:
   [[nodiscard]] bool bound_by_blocks();
-  void take(const WeightSums &rest, double least_factor, double most_factor, double far);
+  void set_bounds(const WeightSums &rest, double least_factor, double most_factor, double far);
   bool fits_float32() const;
   bool take_first_pass();
   using Add = void (*)(const float *, const float *, int64_t, const Weighing &, WeightSums &);

@@ -20,34 +20,34 @@ class RuleCrop {
   [[nodiscard]] bool choose(const EditedRow &, const Rule &, double selection, Sorter &, Crop &crop);
 
  private:
-  enum class Step { decided, open, out_of_memory };
+  enum class Step { decided, undecided, out_of_memory };
 
   // rule_crop.cpp
   Step top_k(int64_t k);
   Step min_k();
   Step top_n_sigma();
-  Step above_threshold(Interval (*threshold)(const RowSums &, const Rule &), bool with_D);
-  Step weights_from(Interval threshold, bool exact);
-  template <class Holds>
-  Step logits_from(Interval cut, const Holds *holds);
-  Step everything();
-  Step first(int64_t kept);  // keeps the first `kept` of the best tokens
-  Step found();              // keeps the tokens in found_, or the row's first one if there are none
-  Step top_alone();
+  Step keep_above_threshold(Interval (*threshold)(const RowSums &, const Rule &), bool with_D);
+  Step keep_weights_from(Interval threshold, bool exact);
+  template <class IsKept>
+  Step keep_logits_from(Interval cut, const IsKept *is_kept);
+  Step keep_everything();
+  Step keep_first(int64_t kept);  // keeps the first `kept` of the best tokens
+  Step keep_found();              // keeps the tokens in found_, or the row's first one if there are none
+  Step keep_top_alone();
 
   // rule_mass.cpp
   Step top_p();
   Step top_h();
   Step typical();
-  Step first_reaching(Interval target);
-  Step entropy_up_to(int64_t size);
-  Step typical_among_best(Interval m, Interval target);
+  Step keep_first_reaching(Interval target);
+  Step keep_up_to_entropy(int64_t size);
+  Step keep_typical_of_best(Interval m, Interval target);
   Step keep_members();
-  Step all_up_to_mass(double target);
-  Step all_up_to_entropy(int64_t pool);
-  Step all_typical(double mean, double target);
+  Step keep_all_up_to_mass(double target);
+  Step keep_all_up_to_entropy(int64_t pool);
+  Step keep_all_typical(double mean, double target);
   [[nodiscard]] bool take_and_weigh(int64_t pool);
-  Step keep_running(bool with_last);
+  Step keep_up_to_found(bool with_last);
 
   const EditedRow *row_ = nullptr;
   const Rule *rule_ = nullptr;

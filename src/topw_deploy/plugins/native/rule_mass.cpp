@@ -17,15 +17,16 @@ constexpr double kLess = 1 - kSlack, kMore = 1 + kSlack;
 
 }  // namespace
 
-// The shortest prefix that reaches a mass which lies in `target`; open if the target's bounds give different prefixes.
-RuleCrop::Step RuleCrop::first_reaching(Interval target) {
+// Keeps the shortest prefix of the best tokens whose mass reaches a number in `target`. Undecided if the bounds of
+// `target` give different prefixes, or if the best tokens do not reach it.
+RuleCrop::Step RuleCrop::keep_first_reaching(Interval target) {
   double G = 0;
   for (int64_t i = 0; i < best_.tokens.size; ++i) {
-    if (G >= target.low) return Step::open;
+    if (G >= target.low) return Step::undecided;
     G += best_.w[i];
-    if (G >= target.high) return first(i + 1);
+    if (G >= target.high) return keep_first(i + 1);
   }
-  return Step::open;
+  return Step::undecided;
 }
 
 RuleCrop::Step RuleCrop::top_p() {
@@ -33,19 +34,19 @@ RuleCrop::Step RuleCrop::top_p() {
     return Step::out_of_memory;
   double mass = 0;
   for (int64_t i = 0; i < best_.tokens.size; ++i) mass += best_.w[i];
-  while (!sums_.exact()) {
+  while (!sums_.is_exact()) {
     const Interval Z = sums_.Z();
-    const Step step = first_reaching({rule_->v0 * Z.low * kLess, rule_->v0 * Z.high * kMore});
-    if (step != Step::open) return step;
+    const Step step = keep_first_reaching({rule_->v0 * Z.low * kLess, rule_->v0 * Z.high * kMore});
+    if (step != Step::undecided) return step;
     if (mass < rule_->v0 * Z.low) sums_.make_exact();
     sums_.refine();
   }
   const double target = rule_->v0 * sums_.Z().low;
-  Step step = first_reaching({target, target});
-  if (step != Step::open) return step;
+  Step step = keep_first_reaching({target, target});
+  if (step != Step::undecided) return step;
   if (!best_.take(*row_, kMostSorted, selection_, *sorter_)) return Step::out_of_memory;
-  step = first_reaching({target, target});
-  return step != Step::open ? step : all_up_to_mass(target);
+  step = keep_first_reaching({target, target});
+  return step != Step::undecided ? step : keep_all_up_to_mass(target);
 }
 
 RuleCrop::Step RuleCrop::top_h() {
@@ -55,7 +56,7 @@ RuleCrop::Step RuleCrop::top_h() {
     return Step::out_of_memory;
   if (pool > kMostSorted && best_.tokens.size >= kCandidates && !best_.complete) {
     sums_.make_exact();
-    return all_up_to_entropy(pool);
+    return keep_all_up_to_entropy(pool);
   }
   const int64_t size = std::min(pool, best_.tokens.size);
   if (!G_.reserve(size) || !D_.reserve(size)) return Step::out_of_memory;
@@ -65,14 +66,14 @@ RuleCrop::Step RuleCrop::top_h() {
     D_[i] = D += best_.w[i] > 0 ? best_.w[i] * best_.y[i] : 0.0;
   }
   for (;; sums_.refine()) {
-    const Step step = entropy_up_to(size);
-    if (step != Step::open) return step;
+    const Step step = keep_up_to_entropy(size);
+    if (step != Step::undecided) return step;
   }
 }
 
 // With lambda = ln Z, Z times the sum of -p ln p over the first k tokens is D_k + lambda G_k. The test is linear in
 // lambda: what holds for both its bounds holds between them.
-RuleCrop::Step RuleCrop::entropy_up_to(int64_t size) {
+RuleCrop::Step RuleCrop::keep_up_to_entropy(int64_t size) {
   const double low = log1p(sums_.others.low), high = log1p(sums_.others.high);
   const auto within = [&](double lambda, double limit) {
     int64_t k = 0;
@@ -80,12 +81,12 @@ RuleCrop::Step RuleCrop::entropy_up_to(int64_t size) {
     return k;
   };
   const double least = D_[size - 1] + low * G_[size - 1], most = D_[size - 1] + high * G_[size - 1];
-  if (rule_->v0 >= 1 && least > 0) return first(size);
-  if (sums_.exact()) return first(least > 0 ? std::max<int64_t>(1, within(low, rule_->v0 * least)) : 1);
+  if (rule_->v0 >= 1 && least > 0) return keep_first(size);
+  if (sums_.is_exact()) return keep_first(least > 0 ? std::max<int64_t>(1, within(low, rule_->v0 * least)) : 1);
   const int64_t k = within(low, rule_->v0 * least * kLess);
   const bool same = least > 0 && k == within(low, rule_->v0 * least * kMore) &&
                     k == within(high, rule_->v0 * most * kLess) && k == within(high, rule_->v0 * most * kMore);
-  return same ? first(std::max<int64_t>(1, k)) : Step::open;
+  return same ? keep_first(std::max<int64_t>(1, k)) : Step::undecided;
 }
 
 RuleCrop::Step RuleCrop::typical() {
@@ -94,41 +95,41 @@ RuleCrop::Step RuleCrop::typical() {
   for (;; sums_.refine()) {
     const Interval Z = sums_.Z(), m = {sums_.D.low / Z.high, sums_.D.high / Z.low};
     const double share = rule_->v0;
-    const bool exact = sums_.exact();
+    const bool exact = sums_.is_exact();
     const Interval mass = {share * Z.low * (exact ? 1 : kLess), share * Z.high * (exact ? 1 : kMore)};
-    const Step step = typical_among_best(m, mass);
-    if (step != Step::open) return step;
+    const Step step = keep_typical_of_best(m, mass);
+    if (step != Step::undecided) return step;
     if (!exact) continue;
     if (!best_.take(*row_, kMostSorted, selection_, *sorter_)) return Step::out_of_memory;
     const double target = share * Z.low;
-    const Step more = typical_among_best(m, {target, target});
-    return more != Step::open ? more : all_typical(m.low, target);
+    const Step more = keep_typical_of_best(m, {target, target});
+    return more != Step::undecided ? more : keep_all_typical(m.low, target);
   }
 }
 
-// The shortest list, by distance of y from its mean m, that reaches a mass which lies in `target`. Open if the bounds
-// of m or of the target give different lists, or if tokens other than the best may be in it.
-RuleCrop::Step RuleCrop::typical_among_best(Interval m, Interval target) {
+// Keeps the shortest list of tokens, by distance of y from its mean m, whose mass reaches a number in `target`.
+// Undecided if the bounds of m or of `target` give different lists, or if tokens other than the best may be listed.
+RuleCrop::Step RuleCrop::keep_typical_of_best(Interval m, Interval target) {
   const int64_t size = best_.tokens.size;
   const double *y = best_.y.data(), mean = (m.low + m.high) / 2;
-  const double spread = sums_.exact() ? 0 : (m.high - m.low) / 2 + kSlack * mean;
+  const double spread = sums_.is_exact() ? 0 : (m.high - m.low) / 2 + kSlack * mean;
   if (!running_.reserve(size) || !sorter_->reserve(size) || !member_.reserve(size)) return Step::out_of_memory;
-  for (int64_t i = 0; i < size; ++i) sorter_->set(i, ascending(fabs(y[i] - mean)), static_cast<int32_t>(i));
+  for (int64_t i = 0; i < size; ++i) sorter_->set(i, ascending_key(fabs(y[i] - mean)), static_cast<int32_t>(i));
   const Sorter::Entry *order = sorter_->sort(size);
   std::fill(member_.data(), member_.data() + size, uint8_t{0});
   double G = 0;
   int64_t kept = 0;
   while (kept < size && G < target.high) {
-    if (G >= target.low) return Step::open;
+    if (G >= target.low) return Step::undecided;
     member_[order[kept].item] = 1;
     G += best_.w[order[kept++].item];
   }
-  if (G < target.high) return Step::open;
+  if (G < target.high) return Step::undecided;
   const double last = y[order[kept - 1].item], reach = fabs(last - mean);
-  if (!best_.complete && !(reach + 2 * spread < y[size - 1] - mean)) return Step::open;
+  if (!best_.complete && !(reach + 2 * spread < y[size - 1] - mean)) return Step::undecided;
   for (int64_t i = 0; spread > 0 && i < size; ++i) {  // tokens that might swap places with the last one
     const bool same_side = (y[i] > m.high && last > m.high) || (y[i] < m.low && last < m.low) || y[i] == last;
-    if (!same_side && fabs(fabs(y[i] - mean) - reach) <= 2 * spread) return Step::open;
+    if (!same_side && fabs(fabs(y[i] - mean) - reach) <= 2 * spread) return Step::undecided;
   }
   return keep_members();
 }
@@ -142,42 +143,42 @@ RuleCrop::Step RuleCrop::keep_members() {
     tokens.logit[kept++] = tokens.logit[i];
     worst = i;
   }
-  first(kept);
+  keep_first(kept);
   crop_->certified = worst < kCandidates;
   crop_->report.stage = crop_->certified ? TOPW_CANDIDATES : TOPW_POOL;
   return Step::decided;
 }
 
-RuleCrop::Step RuleCrop::all_up_to_mass(double target) {
+RuleCrop::Step RuleCrop::keep_all_up_to_mass(double target) {
   if (!take_and_weigh(-1)) return Step::out_of_memory;
   if (!running_.find(found_, target, false, kFar * selection_, *sorter_)) return Step::out_of_memory;
-  return keep_running(true);
+  return keep_up_to_found(true);
 }
 
-RuleCrop::Step RuleCrop::all_up_to_entropy(int64_t pool) {
+RuleCrop::Step RuleCrop::keep_all_up_to_entropy(int64_t pool) {
   if (!take_and_weigh(pool)) return Step::out_of_memory;
   const double lambda = log1p(sums_.others.low);
   for (int64_t i = 0; i < found_.size; ++i)
     running_.weight[i] *= surprise(found_.logit[i], row_->top(), selection_) + lambda;
   const double sum = running_.total(found_.size), limit = rule_->v0 * sum;
-  if (limit == 0) return top_alone();
-  if (rule_->v0 >= 1) return found();
+  if (limit == 0) return keep_top_alone();
+  if (rule_->v0 >= 1) return keep_found();
   if (!running_.find(found_, limit, true, kFar * selection_, *sorter_)) return Step::out_of_memory;
-  return keep_running(!running_.reached());
+  return keep_up_to_found(!running_.has_reached());
 }
 
-RuleCrop::Step RuleCrop::all_typical(double mean, double target) {
+RuleCrop::Step RuleCrop::keep_all_typical(double mean, double target) {
   if (!take_and_weigh(-1)) return Step::out_of_memory;
   for (int64_t i = 0; i < found_.size; ++i)
     running_.key[i] = fabs(surprise(found_.logit[i], row_->top(), selection_) - mean);
   if (!running_.find(found_, target, false, mean + kFar, *sorter_)) return Step::out_of_memory;
   int64_t worst = -1;
   for (int64_t i = 0; i < found_.size; ++i)
-    if (running_.up_to_found(i) && (worst < 0 || found_.logit[i] <= found_.logit[worst])) worst = i;
+    if (running_.is_up_to_found(i) && (worst < 0 || found_.logit[i] <= found_.logit[worst])) worst = i;
   int64_t ahead = 0;
   for (int64_t i = 0; i < found_.size; ++i)
     ahead += found_.logit[i] > found_.logit[worst] || (found_.logit[i] == found_.logit[worst] && i < worst);
-  const Step step = keep_running(true);
+  const Step step = keep_up_to_found(true);
   crop_->certified = ahead < kCandidates;
   return step;
 }
@@ -197,15 +198,15 @@ bool RuleCrop::take_and_weigh(int64_t pool) {
   return true;
 }
 
-RuleCrop::Step RuleCrop::keep_running(bool with_last) {
+RuleCrop::Step RuleCrop::keep_up_to_found(bool with_last) {
   int64_t kept = 0;
   for (int64_t i = 0; i < found_.size; ++i) {
-    if (!running_.up_to_found(i) || (!with_last && i == running_.place())) continue;
+    if (!running_.is_up_to_found(i) || (!with_last && i == running_.place())) continue;
     found_.id[kept] = found_.id[i];
     found_.logit[kept++] = found_.logit[i];
   }
   found_.size = kept;
-  return found();
+  return keep_found();
 }
 
 }  // namespace topw

@@ -47,10 +47,10 @@ bool RunningMass::sort_bucket(const Ranked &tokens, int64_t chosen, Sorter &sort
   if (!inside_.reserve(tokens_) || !rank_of_.reserve(tokens_) || !sorter.reserve(tokens_)) return false;
   inside_count_ = 0;
   for (int64_t i = 0; i < tokens_; ++i)
-    if (bucket(key[i]) == chosen) sorter.set(inside_count_++, descending(tokens.logit[i]), static_cast<int32_t>(i));
+    if (bucket(key[i]) == chosen) sorter.set(inside_count_++, descending_key(tokens.logit[i]), static_cast<int32_t>(i));
   const Sorter::Entry *by_logit = sorter.sort(inside_count_);
   for (int64_t n = 0; n < inside_count_; ++n) inside_[n] = by_logit[n].item;
-  for (int64_t n = 0; n < inside_count_; ++n) sorter.set(n, ascending(key[inside_[n]]), inside_[n]);
+  for (int64_t n = 0; n < inside_count_; ++n) sorter.set(n, ascending_key(key[inside_[n]]), inside_[n]);
   const Sorter::Entry *by_key = sorter.sort(inside_count_);
   for (int64_t n = 0; n < inside_count_; ++n) {
     inside_[n] = by_key[n].item;
@@ -59,7 +59,7 @@ bool RunningMass::sort_bucket(const Ranked &tokens, int64_t chosen, Sorter &sort
   return true;
 }
 
-bool RunningMass::up_to_found(int64_t i) const {
+bool RunningMass::is_up_to_found(int64_t i) const {
   const int64_t at = bucket(key[i]);
   return at < bucket_ || (at == bucket_ && rank_of_[i] <= rank_);
 }

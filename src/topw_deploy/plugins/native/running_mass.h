@@ -19,9 +19,9 @@ class RunningMass {
   // is none. `range`: larger keys are rarely needed. False if out of memory.
   [[nodiscard]] bool find(const Ranked &tokens, double target, bool beyond, double range, Sorter &);
   int64_t place() const { return place_; }
-  bool reached() const { return reached_; }
+  bool has_reached() const { return reached_; }
   // Whether the token at place i is the found one or comes before it.
-  bool up_to_found(int64_t i) const;
+  bool is_up_to_found(int64_t i) const;
 
  private:
   int64_t bucket(double key) const;

@@ -12,9 +12,9 @@ constexpr int64_t kMostRemembered = 16;
 constexpr double kHalfUlp = 0x1p-24;      // float32's relative rounding error
 constexpr double kLargestLength = 1e18;   // beyond, float32 could overflow: nominate every member
 
-int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
-// -inf if fewer than k; `size` is a multiple of 16.
+// -inf if there are fewer than k values; `size` is a multiple of 16.
 double kth_largest(const float *values, int64_t size, int64_t k) {
   if (k == 1) return static_cast<double>(hot().highest_of(values, size));
   return size < k ? -INFINITY : static_cast<double>(value_reached_by(values, size, k, k));
@@ -29,7 +29,7 @@ bool SetDistances::open(const topw_options &options, const topw_table &table, co
   neighbours_ = std::max(1, options.knn_k);
   remembered_ = neighbours_ <= kMostRemembered ? neighbours_ : 0;
   const int64_t d = table_.hidden();
-  stride_ = rounded_up(d, 16) + 16;  // avoids multiples of the cache's ways
+  stride_ = round_up(d, 16) + 16;  // avoids multiples of the cache's ways
   pairs_ = joined_ = 0;
   // A product of d terms in blocks of kDepth rounds each term at most that often (Higham, Accuracy and Stability of
   // Numerical Algorithms, 3.1), coordinates and bias once each. 1.01 covers this bound's own rounding.
@@ -66,8 +66,8 @@ bool SetDistances::set_members(const uint8_t *member) {
     }
   const int64_t first = slots_;  // a multiple of kPanel, as are empty columns
   for (int64_t i = 0; i < m; ++i)
-    if (member[i] && slot_of_[i] < 0 && !join(i)) return false;
-  const int64_t whole = rounded_up(slots_, kPanel);
+    if (member[i] && slot_of_[i] < 0 && !add_member(i)) return false;
+  const int64_t whole = round_up(slots_, kPanel);
   if (first == whole) return true;
   std::fill(place_at_.data() + slots_, place_at_.data() + whole, -1);
   std::fill(bias_.data() + slots_, bias_.data() + whole, -INFINITY);
@@ -75,7 +75,7 @@ bool SetDistances::set_members(const uint8_t *member) {
   return true;
 }
 
-bool SetDistances::join(int64_t place) {
+bool SetDistances::add_member(int64_t place) {
   if (!place_at_.extend(slots_, slots_ + kPanel) || !bias_.extend(slots_, slots_ + kPanel)) return false;
   slot_of_[place] = static_cast<int32_t>(slots_);
   place_at_[slots_++] = static_cast<int32_t>(place);
@@ -85,7 +85,7 @@ bool SetDistances::join(int64_t place) {
 }
 
 // Interleaves new members' points in panels.
-bool SetDistances::pack() {
+bool SetDistances::pack_members() {
   const int64_t d = table_.hidden();
   if (!panels_.extend(packed_ * d, slots_ * d)) return false;
   for (; packed_ < slots_; packed_ += kPanel) {
@@ -113,7 +113,7 @@ double SetDistances::norm_of(int64_t place, const float *row) {
 
 bool SetDistances::measure(const int32_t *places, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
-    if (!recall(places[i])) compared_[places[i]] = 0;
+    if (!drop_departed(places[i])) compared_[places[i]] = 0;
   int32_t group[kChunk];
   while (true) {  // groups tokens compared with equally many slots
     int64_t from = slots_, size = 0;
@@ -129,9 +129,9 @@ bool SetDistances::measure(const int32_t *places, int64_t count) {
   return true;
 }
 
-// Whether the remembered members are valid: none has left, or all compared ones are remembered (those that left are
-// then dropped).
-bool SetDistances::recall(int64_t place) {
+// Drops the remembered members that left S. False, and then none is remembered, if a member left and not all compared
+// ones were remembered: another of them may now be among the k nearest.
+bool SetDistances::drop_departed(int64_t place) {
   Near *near = near_.data() + place * remembered_;
   int32_t held = 0;
   for (int32_t n = 0; n < held_[place]; ++n)
@@ -143,11 +143,11 @@ bool SetDistances::recall(int64_t place) {
 }
 
 bool SetDistances::compare(const int32_t *places, int64_t count, int64_t from) {
-  const int64_t columns = slots_ - from, d = table_.hidden(), rows = rounded_up(count, kRowGroup);
+  const int64_t columns = slots_ - from, d = table_.hidden(), rows = round_up(count, kRowGroup);
   if (!sums_.reserve(rows * columns) || !taken_.reserve(columns + 16) || !nominated_.reserve(columns + 16) ||
       !found_.reserve(columns + kMostRemembered))
     return false;
-  if (!pack()) return false;
+  if (!pack_members()) return false;
   points_of(places, count);
   for (int64_t i = 0; i < rows; ++i)
     memcpy(&sums_[i * columns], &bias_[from], static_cast<size_t>(columns) * sizeof(float));
@@ -156,7 +156,7 @@ bool SetDistances::compare(const int32_t *places, int64_t count, int64_t from) {
       hot().closeness(&points_[k], rows, stride_, &panels_[slot * d + k * kPanel], std::min(kDepth, d - k),
                       &sums_[slot - from], columns);
   for (int64_t slot = from; slot < slots_; ++slot) pairs_ += place_at_[slot] >= 0 ? count : 0;
-  for (int64_t i = 0; i < count; ++i) settle(places[i], &sums_[i * columns], from, squared_length_[i]);
+  for (int64_t i = 0; i < count; ++i) set_distance(places[i], &sums_[i * columns], from, squared_length_[i]);
   return true;
 }
 
@@ -165,7 +165,7 @@ void SetDistances::points_of(const int32_t *places, int64_t count) {
     const float *row = table_.row(pool_->id[places[i]], own_row_.data());
     squared_length_[i] = hot().point(row, norm_of(places[i], row), table_.by(), &points_[i * stride_], stride_);
   }
-  for (int64_t i = count; i < rounded_up(count, kRowGroup); ++i)
+  for (int64_t i = count; i < round_up(count, kRowGroup); ++i)
     memset(&points_[i * stride_], 0, static_cast<size_t>(stride_) * sizeof(float));
 }
 
@@ -184,7 +184,7 @@ float SetDistances::threshold(int64_t place, const float *sums, int64_t columns,
   return nextafterf(static_cast<float>(bound), -INFINITY);
 }
 
-void SetDistances::settle(int64_t place, const float *sums, int64_t from, double squared_length) {
+void SetDistances::set_distance(int64_t place, const float *sums, int64_t from, double squared_length) {
   const int64_t columns = slots_ - from;
   const float bound = threshold(place, sums, columns, squared_length);
   const int32_t first = static_cast<int32_t>(from);
@@ -193,13 +193,13 @@ void SetDistances::settle(int64_t place, const float *sums, int64_t from, double
   int64_t found = 0;
   for (int64_t i = 0; i < count; ++i) {
     if (place_at_[nominated_[i]] < 0) continue;
-    found_[found++] = {between(row, norm_[place], nominated_[i]), nominated_[i]};
+    found_[found++] = {distance_to_slot(row, norm_[place], nominated_[i]), nominated_[i]};
     if (neighbours_ == 1 && found_[found - 1].distance == 0) break;  // a duplicate: nothing is nearer
   }
-  remember(place, found);
+  store_nearest(place, found);
 }
 
-double SetDistances::between(const float *row, double norm, int32_t slot) {
+double SetDistances::distance_to_slot(const float *row, double norm, int32_t slot) {
   const int64_t place = place_at_[slot];
   const float *other = table_.row(pool_->id[place], other_row_.data());
   double distance;
@@ -211,7 +211,7 @@ double SetDistances::between(const float *row, double norm, int32_t slot) {
 }
 
 // Stores the k nearest among the remembered and the first `found` of found_.
-void SetDistances::remember(int64_t place, int64_t found) {
+void SetDistances::store_nearest(int64_t place, int64_t found) {
   Near *near = near_.data() + place * remembered_;
   for (int32_t n = 0; n < held_[place]; ++n) found_[found++] = near[n];
   const int32_t k = static_cast<int32_t>(std::min(found, neighbours_));

@@ -22,10 +22,10 @@ class SetDistances {
   [[nodiscard]] bool set_members(const uint8_t *member);
   // Computes distances of `count` <= kChunk places outside S. False if out of memory.
   [[nodiscard]] bool measure(const int32_t *places, int64_t count);
-  // To the nearest member, or the mean of the knn_k nearest.
+  // dist(i, S) of a measured place: to the nearest member, or the mean of the knn_k nearest.
   double distance(int64_t place) const { return distance_[place]; }
 
-  int64_t pairs() const { return pairs_; }        // compared so far
+  int64_t pairs() const { return pairs_; }        // pairs (token, member) compared so far
   int64_t joined() const { return joined_; }      // tokens ever in S
 
  private:
@@ -34,16 +34,16 @@ class SetDistances {
     int32_t slot;
   };
 
-  [[nodiscard]] bool join(int64_t place);
-  [[nodiscard]] bool pack();
+  [[nodiscard]] bool add_member(int64_t place);
+  [[nodiscard]] bool pack_members();
   void forget();
-  bool recall(int64_t place);
+  bool drop_departed(int64_t place);
   [[nodiscard]] bool compare(const int32_t *places, int64_t count, int64_t from);
   void points_of(const int32_t *places, int64_t count);
   float threshold(int64_t place, const float *sums, int64_t columns, double squared_length) const;
-  void settle(int64_t place, const float *sums, int64_t from, double squared_length);
-  double between(const float *row, double norm, int32_t slot);
-  void remember(int64_t place, int64_t found);
+  void set_distance(int64_t place, const float *sums, int64_t from, double squared_length);
+  double distance_to_slot(const float *row, double norm, int32_t slot);
+  void store_nearest(int64_t place, int64_t found);
   static double mean_of(const Near *near, int32_t count);
   double norm_of(int64_t place, const float *row);
 

@@ -79,10 +79,10 @@ typedef struct {
   const int32_t *allowed;
   const float *temperature, *selection_temperature, *lam, *beta, *init_top_p, *geom_scale, *uniform;
   const int32_t *rule;      /* enum above; NULL: Top-W for every row */
-  const float *rule_values; /* [batch, 2] (v0, v1); values that the rule lacks may be anything; unread without `rule` */
+  const float *rule_values; /* [batch, 2] (v0, v1); not read if `rule` is NULL, nor where the rule has fewer values */
 } topw_inputs;
 
-/* The work for a row. `stage`: the last one run, see the enum above. */
+/* The work that a row took. `stage`: the last stage that ran, see the enum above. */
 typedef struct {
   int32_t stage, candidates, steps, reserved;
   int64_t distances, distances_avoided; /* pairs of tokens */
@@ -116,7 +116,7 @@ TOPW_EXPORT int topw_abi_version(void);
 
 /* "avx512", "avx2", "neon" or "generic": chosen on first use by the processor or TOPW_INSTRUCTION_SET. */
 TOPW_EXPORT const char *topw_instruction_set(void);
-TOPW_EXPORT int topw_use_instruction_set(const char *name); /* 1 if this processor or build lacks the set, else 0 */
+TOPW_EXPORT int topw_use_instruction_set(const char *name); /* 1 if the processor or the build lacks the set, else 0 */
 
 #ifdef __cplusplus
 }

@@ -6,20 +6,19 @@
 
 namespace topw {
 
-// See kernels.py.
 class ControlMemory {
  public:
   ControlMemory() = default;
   ControlMemory(const ControlMemory &) = delete;
   ControlMemory &operator=(const ControlMemory &) = delete;
 
-  // With any device current. The owner's steps must have ended.
+  // Any device may be current. Steps that use the memory must have ended.
   ~ControlMemory() {
     while (count_) topw_cuda_release(blocks_[--count_]);
   }
 
-  // At least `bytes`. Allocates only if every block is smaller; CUDA refuses that while the thread captures a stream.
-  // NULL without memory, with a cudaError_t in *failed.
+  // Reserves at least `bytes`. Allocates only if every block is smaller; CUDA refuses to allocate while the thread
+  // captures a stream. If out of memory, returns NULL and sets *failed to a cudaError_t.
   void *reserve(int64_t bytes, int *failed) {
     *failed = 0;
     if (bytes > size_) {

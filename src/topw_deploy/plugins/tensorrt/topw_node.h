@@ -23,7 +23,7 @@ enum Input {
 constexpr int32_t kWithoutTable = kMean, kWithTable = kTable + 1;
 enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
 
-void complain(const char *format, ...);  // logs an error to TensorRT
+void log_error(const char *format, ...);  // to TensorRT's logger
 
 // ---- attributes
 
@@ -85,33 +85,34 @@ inline bool read_field(const PluginField &field, Settings *settings) {
     return read_text(field, settings->table_form, sizeof settings->table_form);
   for (const Number &number : kNumbers)
     if (strcmp(field.name, number.name) == 0) return read_number(field, number, settings);
-  return true;  // used to find the plugin, or of a later version
+  return true;  // a field that only finds the plugin, or one of a later version
 }
 
 inline bool read_settings(const nvinfer1::PluginFieldCollection &fields, Settings *settings) {
   for (int32_t index = 0; index < fields.nbFields; ++index)
     if (!read_field(fields.fields[index], settings)) {
-      complain("the attribute %s is of the wrong type or out of range", fields.fields[index].name);
+      log_error("the attribute %s is of the wrong type or out of range", fields.fields[index].name);
       return false;
     }
   for (const Number &number : kNumbers)
     if (settings->*number.place < 0) {
-      complain("the attribute %s is missing", number.name);
+      log_error("the attribute %s is missing", number.name);
       return false;
     }
   if (settings->metric_number() < 0) {
-    complain("the metric is missing or unknown (it is '%s')", settings->metric);
+    log_error("the metric is missing or unknown (it is '%s')", settings->metric);
     return false;
   }
   if (settings->has_table() ? strcmp(settings->table_form, kTableForm) != 0 : settings->table_form[0] != '\0') {
-    complain("the table form '%s' is not one that the kernels read; let the parser inline the function",
+    log_error("the kernels do not read the table form '%s'; let the parser inline the function",
              settings->table_form);
     return false;
   }
   return true;
 }
 
-// Whether the engine was built with kernels of this interface version. Others might write beyond its workspace.
+// Whether the engine was built for this version of the kernels' interface. Kernels of another version might write
+// beyond the engine's workspace.
 inline bool check_engine(const nvinfer1::PluginFieldCollection &fields) {
   for (int32_t index = 0; index < fields.nbFields; ++index) {
     const PluginField &field = fields.fields[index];
@@ -119,7 +120,8 @@ inline bool check_engine(const nvinfer1::PluginFieldCollection &fields) {
         field.data && *static_cast<const int32_t *>(field.data) == kKernelsHere)
       return true;
   }
-  complain("the engine was built with kernels of another interface than %d; build the engine again", kKernelsHere);
+  log_error("the engine was built for another version of the kernels' interface than %d; build the engine again",
+            kKernelsHere);
   return false;
 }
 
@@ -151,12 +153,12 @@ struct Tensor {
   DataType type;
 };
 
-inline bool is_shape(const Tensor &tensor, int32_t rank, int64_t first, int64_t second = 0) {
+inline bool has_shape(const Tensor &tensor, int32_t rank, int64_t first, int64_t second = 0) {
   return tensor.dims.nbDims == rank && tensor.dims.d[0] == first && (rank == 1 || tensor.dims.d[1] == second);
 }
 
 // The shape of a call with these inputs. Returns NULL, or why they do not fit, as a clause.
-inline const char *describe(const Settings &settings, const Tensor *in, topw_cuda_shape *shape) {
+inline const char *read_call_shape(const Settings &settings, const Tensor *in, topw_cuda_shape *shape) {
   *shape = {};
   shape->options = {settings.top_m, settings.alt_iters, settings.metric_number(), settings.knn_k};
   if (in[kLogits].dims.nbDims != 2 || in[kEditIds].dims.nbDims != 2) return "logits or edits are not matrices";
@@ -165,23 +167,24 @@ inline const char *describe(const Settings &settings, const Tensor *in, topw_cud
   shape->edits = in[kEditIds].dims.d[1];
   shape->logits_type = onnx_type(in[kLogits].type);
   for (int32_t index = kEditIds; index <= kEditBias; ++index)
-    if (!is_shape(in[index], 2, shape->batch, shape->edits)) return "the edits' shapes differ";
+    if (!has_shape(in[index], 2, shape->batch, shape->edits)) return "the edits' shapes differ";
   const int64_t words = words_of_mask(shape->vocab);
-  if (!is_shape(in[kAllowed], 2, shape->batch, 0) && !is_shape(in[kAllowed], 2, shape->batch, words))
-    return "the mask has neither no words nor one for 32 tokens";
+  if (!has_shape(in[kAllowed], 2, shape->batch, 0) && !has_shape(in[kAllowed], 2, shape->batch, words))
+    return "the mask must have no words, or one per 32 tokens";
   for (int32_t index = kTemperature; index <= kUniform; ++index)
-    if (!is_shape(in[index], 1, shape->batch)) return "a parameter is not one number per row";
-  if (!is_shape(in[kRule], 1, shape->batch) || !is_shape(in[kRuleValues], 2, shape->batch, 2))
+    if (!has_shape(in[index], 1, shape->batch)) return "a parameter is not one number per row";
+  if (!has_shape(in[kRule], 1, shape->batch) || !has_shape(in[kRuleValues], 2, shape->batch, 2))
     return "a rule is not one number and two values per row";
   if (!settings.has_table()) return nullptr;
-  if (in[kTable].dims.nbDims != 2 || in[kTable].dims.d[0] < shape->vocab) return "the table has not a row per token";
+  if (in[kTable].dims.nbDims != 2 || in[kTable].dims.d[0] < shape->vocab)
+    return "the table has fewer rows than there are tokens";
   const int64_t bounds = in[kNeighbourBound].dims.d[0];
   shape->table.tokens = in[kTable].dims.d[0];
   shape->table.hidden = in[kTable].dims.d[1];
   shape->table.dtype = onnx_type(in[kTable].type);
-  if (!is_shape(in[kMean], 1, shape->table.hidden) || !is_shape(in[kInverseStd], 1, shape->table.hidden) ||
+  if (!has_shape(in[kMean], 1, shape->table.hidden) || !has_shape(in[kInverseStd], 1, shape->table.hidden) ||
       in[kNeighbourBound].dims.nbDims != 1 || (bounds != 0 && bounds != shape->vocab))
-    return "the table's statistics or bounds are not of its size";
+    return "the table's statistics or bounds do not fit its size";
   return nullptr;
 }
 

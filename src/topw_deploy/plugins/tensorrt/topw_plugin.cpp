@@ -30,7 +30,7 @@ std::atomic<nvinfer1::ILoggerFinder *> logger_finder{nullptr};
 
 }  // namespace
 
-void complain(const char *format, ...) {
+void log_error(const char *format, ...) {
   char message[512] = "TopWSample: ";
   const size_t start = strlen(message);
   va_list values;
@@ -81,7 +81,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   int32_t getNbOutputs() const noexcept override { return settings_.outputs(); }
 
   int32_t getOutputDataTypes(DataType *types, int32_t, const DataType *inputs, int32_t count) const noexcept override {
-    if (!takes(count)) return -1;
+    if (!has_inputs(count)) return -1;
     logits_type_ = inputs[kLogits];
     if (settings_.has_table()) table_type_ = inputs[kTable];
     for (int32_t index = 0; index < settings_.outputs(); ++index) types[index] = output_type(index);
@@ -90,7 +90,7 @@ class Plugin final : public nvinfer1::IPluginV3,
 
   int32_t getOutputShapes(const nvinfer1::DimsExprs *inputs, int32_t count, const nvinfer1::DimsExprs *, int32_t,
                           nvinfer1::DimsExprs *outputs, int32_t, nvinfer1::IExprBuilder &) noexcept override {
-    if (!takes(count) || inputs[kLogits].nbDims != 2) return -1;
+    if (!has_inputs(count) || inputs[kLogits].nbDims != 2) return -1;
     for (int32_t index = 0; index < settings_.outputs(); ++index) {
       outputs[index].nbDims = is_keep_mask(index) ? 2 : 1;
       outputs[index].d[0] = inputs[kLogits].d[0];
@@ -99,7 +99,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     return 0;
   }
 
-  // Only the graph's types: the builder must not round logits for speed.
+  // Accepts only the graph's types: the builder must not round logits for speed.
   bool supportsFormatCombination(int32_t place, const nvinfer1::DynamicPluginTensorDesc *tensors, int32_t inputs,
                                  int32_t) noexcept override {
     const nvinfer1::PluginTensorDesc &tensor = tensors[place].desc;
@@ -118,28 +118,28 @@ class Plugin final : public nvinfer1::IPluginV3,
   int32_t configurePlugin(const nvinfer1::DynamicPluginTensorDesc *in, int32_t count,
                           const nvinfer1::DynamicPluginTensorDesc *, int32_t) noexcept override {
     topw_cuda_shape shape;
-    return takes(count) && largest(in, &shape) ? 0 : -1;
+    return has_inputs(count) && largest_shape(in, &shape) ? 0 : -1;
   }
 
   size_t getWorkspaceSize(const nvinfer1::DynamicPluginTensorDesc *in, int32_t count,
                           const nvinfer1::DynamicPluginTensorDesc *, int32_t) const noexcept override {
     topw_cuda_shape shape;
-    return takes(count) && largest(in, &shape) ? static_cast<size_t>(topw_cuda_workspace_bytes(&shape)) : 0;
+    return has_inputs(count) && largest_shape(in, &shape) ? static_cast<size_t>(topw_cuda_workspace_bytes(&shape)) : 0;
   }
 
   // See on_shape_change in plugin.py.
   int32_t onShapeChange(const nvinfer1::PluginTensorDesc *in, int32_t count, const nvinfer1::PluginTensorDesc *,
                         int32_t) noexcept override {
     topw_cuda_shape shape;
-    return takes(count) && actual(in, &shape) && reserve(shape) ? 0 : -1;
+    return has_inputs(count) && actual_shape(in, &shape) && reserve(shape) ? 0 : -1;
   }
 
-  // Only enqueues kernels, so a CUDA graph can capture it. Allocates only if onShapeChange was not called, as by a
-  // builder that times layers.
+  // Enqueues only kernels, so a CUDA graph can capture a step. Allocates only if onShapeChange was not called, for
+  // example by a builder that times layers.
   int32_t enqueue(const nvinfer1::PluginTensorDesc *in, const nvinfer1::PluginTensorDesc *, const void *const *inputs,
                   void *const *outputs, void *workspace, cudaStream_t stream) noexcept override {
     topw_cuda_shape shape;
-    void *const control = actual(in, &shape) ? reserve(shape) : nullptr;
+    void *const control = actual_shape(in, &shape) ? reserve(shape) : nullptr;
     if (!control) return -1;
     const topw_inputs arguments = bound_inputs(shape, in[kAllowed].dims.d[1], inputs);
     const topw_outputs results = bound_outputs(outputs);
@@ -153,7 +153,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     }
     const int failed = topw_cuda_launch(&shape, settings_.has_table() ? &table : nullptr, &arguments, &results, control,
                                         workspace, stream);
-    if (failed) complain("CUDA answers %s", topw_cuda_error(failed));
+    if (failed) log_error("CUDA answers %s", topw_cuda_error(failed));
     return failed ? -1 : 0;
   }
 
@@ -165,8 +165,8 @@ class Plugin final : public nvinfer1::IPluginV3,
   }
 
  private:
-  bool takes(int32_t inputs) const {
-    if (inputs != settings_.inputs()) complain("the node has %d inputs, not %d", inputs, settings_.inputs());
+  bool has_inputs(int32_t inputs) const {
+    if (inputs != settings_.inputs()) log_error("the node has %d inputs, not %d", inputs, settings_.inputs());
     return inputs == settings_.inputs();
   }
 
@@ -177,23 +177,23 @@ class Plugin final : public nvinfer1::IPluginV3,
     return index < kFirstOnRequest ? types[index] : is_keep_mask(index) ? DataType::kBOOL : DataType::kFLOAT;
   }
 
-  bool fits(const Tensor *tensors, topw_cuda_shape *shape) const {
-    const char *reason = describe(settings_, tensors, shape);
+  bool read_supported_shape(const Tensor *tensors, topw_cuda_shape *shape) const {
+    const char *reason = read_call_shape(settings_, tensors, shape);
     if (!reason) reason = topw_cuda_refusal(shape);
-    if (reason) complain("%s", reason);
+    if (reason) log_error("%s", reason);
     return !reason;
   }
 
-  bool largest(const nvinfer1::DynamicPluginTensorDesc *in, topw_cuda_shape *shape) const {
+  bool largest_shape(const nvinfer1::DynamicPluginTensorDesc *in, topw_cuda_shape *shape) const {
     Tensor tensors[kWithTable];
     for (int32_t index = 0; index < settings_.inputs(); ++index) tensors[index] = {in[index].max, in[index].desc.type};
-    return fits(tensors, shape);
+    return read_supported_shape(tensors, shape);
   }
 
-  bool actual(const nvinfer1::PluginTensorDesc *in, topw_cuda_shape *shape) const {
+  bool actual_shape(const nvinfer1::PluginTensorDesc *in, topw_cuda_shape *shape) const {
     Tensor tensors[kWithTable];
     for (int32_t index = 0; index < settings_.inputs(); ++index) tensors[index] = {in[index].dims, in[index].type};
-    return fits(tensors, shape);
+    return read_supported_shape(tensors, shape);
   }
 
   void *reserve(const topw_cuda_shape &shape) {
@@ -201,7 +201,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     const int64_t bytes = topw_cuda_control_bytes(&shape);
     void *const memory = control_.reserve(bytes, &failed);
     if (failed)
-      complain("no control memory for %lld rows: CUDA answers %s; free memory of the device, and run a new shape once "
+      log_error("no control memory for %lld rows: CUDA answers %s; free memory of the device, and run a new shape once "
                "before it is captured", static_cast<long long>(shape.batch), topw_cuda_error(failed));
     return memory;
   }
